@@ -7,7 +7,7 @@ import numpy as np
 import jaxmorph
 from benchmarks.training_speed.worker import WorkerOptions, confine, serve
 from benchmarks.training_speed.workload import VOCAB_SIZE, Workload
-from jaxmorph.training.script_launch import launch_told
+from jaxmorph.training.script_launch import launch_arguments
 from models.gpt2 import build
 
 
@@ -74,7 +74,7 @@ class JaxmorphLoop:
 
 if __name__ == "__main__":
     options = WorkerOptions.parse()
-    told = launch_told()
+    told = launch_arguments()
     if told is not None:
         options = replace(options, rank=told.rank)
     confine(options)

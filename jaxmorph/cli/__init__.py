@@ -1,6 +1,7 @@
-"""The command line: `app` parses and calls; the other modules are what commands do.
+"""The command line: `app` parses arguments, the other modules are the commands.
 
-`plan` and `plan_options`, `validate`, `trace`, `models`, `measured_run`, `layer_cut`, `dry_run`;
-`doctor` prints what `doctor_host` and `doctor_accelerators` find out. `jaxmorph train` is
-`training.start`, `jaxmorph compare` is `compare.comparison`.
+`plan` has helpers in `plan_options`, `measured_run` (`--profile`) and `layer_cut`
+(`--layers-cost`); `doctor` has its checks in `doctor_host` and `doctor_accelerators`; `models` is
+`export`, `sample` and `model`. `jaxmorph train` is `training.start`, `jaxmorph compare` is
+`compare.comparison`.
 """

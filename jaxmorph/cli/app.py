@@ -1,4 +1,4 @@
-"""The ``jaxmorph`` command: parses its arguments and calls what they ask for."""
+"""The ``jaxmorph`` command: its subcommands, their options, and its exit codes."""
 
 import sys
 from collections.abc import Sequence
@@ -15,23 +15,22 @@ from jaxmorph.cli.trace import trace
 from jaxmorph.cli.validate import validate
 from jaxmorph.errors import RunFailedError, RunStoppedError, UserError
 
-# Typer brings its own copy of click or click itself, by version: this is that one's UsageError.
+# Some versions of Typer use click, others a copy of it: this is UsageError of either.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-_Abort: type[Exception] = typer.Abort  # what Ctrl-C has become by then
+_Abort: type[Exception] = typer.Abort  # Typer turns Ctrl-C into this
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line; the entry point of ``jaxmorph``.
+    """Run the command line; the entry point of ``jaxmorph``.
 
     Args:
-        arguments: Words after the command's name; those of this process when None.
+        arguments: Default: those of this process.
 
     Raises:
-        SystemExit: Always: 0 when done, 1 when the run failed, 2 for the user's mistake, which is
-            told in one line on standard error, 130 on Ctrl-C, 143 when the run was asked to end
-            and has saved its state.
+        SystemExit: Always: 0 when done; 1 when the run failed; 2 for the user's mistake, with one
+            line on standard error; 130 on Ctrl-C; 143 when the run was asked to end and has saved.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     try:
@@ -82,24 +81,31 @@ app.command()(doctor)
 @app.command()
 def train(
     config: Annotated[
-        str | None, typer.Argument(help="The run's YAML file; none with --resume.")
+        str | None, typer.Argument(help="The run's YAML file; leave it out with --resume.")
     ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="section.key=value, the value read as YAML.")
+        list[str] | None, typer.Argument(help="section.key=value; the value is read as YAML.")
     ] = None,
     launch: Annotated[
         str,
-        typer.Option(help="local: start the stages here; cluster: be one rank; auto: find out."),
+        typer.Option(
+            help="local: start one process per stage on this machine; cluster: join a cluster's "
+            "job as one rank; auto: detect a cluster."
+        ),
     ] = "auto",
     resume: Annotated[
-        Path | None, typer.Option(help="A run's directory, to go on from its last checkpoint.")
+        Path | None, typer.Option(help="Resume the run in this directory from its last checkpoint.")
     ] = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Start nothing: check it, and say what stages will keep."),
+        typer.Option(
+            "--dry-run",
+            help="Check the configuration, and print how much memory each stage needs; start and "
+            "write nothing.",
+        ),
     ] = False,
 ) -> int:
-    """Train a model through a pipeline."""
+    """Train a model with a pipeline of stages."""
     from jaxmorph.cli.dry_run import print_dry_run
     from jaxmorph.training.start import resume_training, start_training
 
@@ -111,8 +117,8 @@ def train(
             raise UserError(f"--dry-run: got {got}, expected a configuration's YAML file alone")
         print_dry_run(Path(config), overrides or [], Console(highlight=False, markup=False))
     elif resume is not None:
-        if said := resume_training(resume, words, launch):
-            typer.echo(said)
+        if nothing_to_do := resume_training(resume, words, launch):
+            typer.echo(nothing_to_do)
     elif config is None:
         raise UserError("train: got no configuration, expected a YAML file, or --resume RUN_DIR")
     else:
@@ -124,13 +130,13 @@ def train(
 def export(
     run_dir: Annotated[Path, typer.Argument(help="A run's directory.")],
     step: Annotated[
-        int | None, typer.Option(help="The checkpoint after so many steps; if not given, the last.")
+        int | None, typer.Option(help="Export the checkpoint after this many steps; default: last.")
     ] = None,
     to: Annotated[
-        Path | None, typer.Option(help="Where to; if not given, exported/step_N in RUN_DIR.")
+        Path | None, typer.Option(help="Output folder; default: exported/step_N in RUN_DIR.")
     ] = None,
 ) -> int:
-    """Write a run's model in its own format: for GPT-2, Hugging Face's."""
+    """Write a run's model in its usual format, such as Hugging Face's for GPT-2."""
     from jaxmorph.cli.models import export_model
 
     typer.echo(export_model(run_dir, step, to))
@@ -140,14 +146,14 @@ def export(
 @app.command(context_settings={"allow_interspersed_args": False})
 def launch(
     script: Annotated[Path, typer.Argument(help="A Python script that makes a jaxmorph.Trainer.")],
-    stages: Annotated[int, typer.Option(min=1, help="Processes, one for each stage.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own.")] = None,
+    stages: Annotated[int, typer.Option(min=1, help="Number of processes, one for each stage.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
     logs: Annotated[
         Path | None,
-        typer.Option(help="Folder for the processes' logs; if not given, kept only on failure."),
+        typer.Option(help="Folder for the processes' logs; default: kept only on failure."),
     ] = None,
 ) -> int:
-    """Run a script of your own on this machine, once for each stage."""
+    """Run your own script on this machine, in one process for each stage."""
     from jaxmorph.training.script_launch import launch_script
 
     launch_script(script, arguments or [], stages, logs)
@@ -158,22 +164,23 @@ def launch(
 def sample(
     run_dir: Annotated[Path, typer.Argument(help="A run's directory.")],
     prompt: Annotated[str, typer.Option(help="Text to continue; empty: begin a document.")],
-    tokens: Annotated[int, typer.Option(help="Most tokens to add.")] = 200,
+    tokens: Annotated[int, typer.Option(help="The most tokens to add.")] = 200,
     temperature: Annotated[
-        float, typer.Option(help="Below 1 the likely gets likelier; 0: always the likeliest.")
+        float,
+        typer.Option(help="Below 1: favour likely tokens; 0: always take the likeliest token."),
     ] = 1.0,
     top_k: Annotated[
-        int | None, typer.Option(help="Draw from so many of the likeliest tokens only.")
+        int | None, typer.Option(help="Draw only from this many of the likeliest tokens.")
     ] = None,
     seed: Annotated[int, typer.Option(help="The same seed draws the same text.")] = 0,
     step: Annotated[
-        int | None, typer.Option(help="The checkpoint after so many steps; if not given, the last.")
+        int | None, typer.Option(help="Use the checkpoint after this many steps; default: last.")
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="bytes or a tokenizer.json, in place of the run's.")
+        str | None, typer.Option(help="bytes, or a tokenizer.json; default: the run's.")
     ] = None,
 ) -> int:
-    """Print a prompt and how a run's model goes on."""
+    """Print a prompt and its continuation by a run's model."""
     from jaxmorph.cli.models import sample as sample_text
     from jaxmorph.report.terminal import open_console
     from jaxmorph.training.saved_model import SamplingSettings
@@ -189,10 +196,10 @@ def sample(
 def compare(
     config: Annotated[Path, typer.Argument(help="A YAML file with a section `compare`.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="section.key=value, the value read as YAML.")
+        list[str] | None, typer.Argument(help="section.key=value; the value is read as YAML.")
     ] = None,
 ) -> int:
-    """Run systems under conditions of links, and table and draw their steps."""
+    """Measure several systems under several conditions of links; write a table and figures."""
     from jaxmorph.compare.comparison import start_comparison
 
     return 1 if start_comparison(config, overrides or []) else 0
@@ -200,12 +207,12 @@ def compare(
 
 @app.command()
 def report(
-    run_dir: Annotated[Path, typer.Argument(help="What train or compare has written.")],
+    run_dir: Annotated[Path, typer.Argument(help="A directory that train or compare has written.")],
     out: Annotated[
-        Path | None, typer.Option(help="The file; if not given, report.html in RUN_DIR.")
+        Path | None, typer.Option(help="Output file; default: report.html in RUN_DIR.")
     ] = None,
 ) -> int:
-    """Write one HTML page that says how a run or a comparison went."""
+    """Write a run or a comparison, with its charts, as one HTML page."""
     from jaxmorph.report.page import write_report
 
     typer.echo(write_report(run_dir, out))
@@ -214,15 +221,15 @@ def report(
 
 @app.command()
 def replay(
-    run_dir: Annotated[Path, typer.Argument(help="What train has written.")],
+    run_dir: Annotated[Path, typer.Argument(help="A run's directory.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="adaptation.key=value: decide by these instead.")
+        list[str] | None, typer.Argument(help="adaptation.key=value: other settings to try.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="A directory for the replayed run and its report.")
+        Path | None, typer.Option(help="Directory for the replayed run and its report.")
     ] = None,
 ) -> int:
-    """Make a run's decisions again from what it observed, or others by other settings."""
+    """Replay a run's decisions from its recorded observations, also with other settings."""
     from jaxmorph.cli.replay import print_replay
     from jaxmorph.report.terminal import open_console
 
@@ -233,14 +240,12 @@ def replay(
 @app.command()
 def model(
     factory: Annotated[str, typer.Option(help="The model's Python module.")] = "models.gpt2",
-    preset: Annotated[
-        str | None, typer.Option(help="One preset; if not given, all of them.")
-    ] = None,
+    preset: Annotated[str | None, typer.Option(help="A preset; default: all presets.")] = None,
     vocab_size: Annotated[int, typer.Option(min=1, help="Tokens in the vocabulary.")] = 50257,
     sequence_length: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 1024,
-    stages: Annotated[int, typer.Option(min=1, help="Pipeline stages to cut it into.")] = 1,
+    stages: Annotated[int, typer.Option(min=1, help="Pipeline stages to cut the model into.")] = 1,
 ) -> int:
-    """Print how many parameters presets have."""
+    """Print the number of parameters of a model's presets."""
     from jaxmorph.cli.models import print_model_table
 
     names = [preset] if preset is not None else None

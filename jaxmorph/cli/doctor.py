@@ -1,4 +1,4 @@
-"""``jaxmorph doctor``: what this machine can do, in a table that says enough in a bug report."""
+"""``jaxmorph doctor``: a table of what works on this machine, complete enough for a bug report."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-if TYPE_CHECKING:  # the command line starts without what facts need
+if TYPE_CHECKING:  # the command line starts without importing transport
     from jaxmorph.cli.doctor_host import Fact, Section
 
 _WORKS = {None: "", True: "ok", False: "no"}
@@ -19,28 +19,28 @@ _NAME_WIDTH = 32
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> int:
-    """Find out what this machine can do, and why not what it can't."""
-    sections = look_at_machine()
+    """Check what works on this machine, and why the rest doesn't."""
+    sections = inspect_machine()
     if as_json:
-        told = {section.about: section.to_json() for section in sections}
-        typer.echo(json.dumps(told, indent=1))
+        by_section = {section.about: section.to_json() for section in sections}
+        typer.echo(json.dumps(by_section, indent=1))
         return 0
     print_sections(sections, Console(highlight=False, markup=False))
     return 0
 
 
-def look_at_machine() -> Iterator["Section"]:
-    """All that there is to know, by what it is about."""
+def inspect_machine() -> Iterator["Section"]:
+    """All sections of facts about this machine."""
     from jaxmorph.cli.doctor_host import (
         cluster_facts,
-        find_out,
         host_facts,
+        run_checks,
         network_facts,
         privilege_facts,
         software_facts,
     )
 
-    return find_out(
+    return run_checks(
         {
             "software": software_facts,
             "host": host_facts,
@@ -54,7 +54,7 @@ def look_at_machine() -> Iterator["Section"]:
 
 
 def print_sections(sections: Iterable["Section"], console: Console) -> None:
-    """Print a table, each part of it as soon as it is found out."""
+    """Print a table, each section as soon as it is known."""
     for section in sections:
         console.print(section.about, style="bold", soft_wrap=True)
         for fact in section.facts:
@@ -62,14 +62,14 @@ def print_sections(sections: Iterable["Section"], console: Console) -> None:
 
 
 def _line(fact: "Fact") -> str:
-    """A fact in columns; what is long comes last, where nothing is cut or broken."""
-    says_no_more = fact.works is not None and fact.note and fact.found in _SAYS_NO_MORE
-    told = ": ".join(text for text in ("" if says_no_more else fact.found, fact.note) if text)
-    return f"  {fact.name:{_NAME_WIDTH}}  {_WORKS[fact.works]:2}  {told}".rstrip()
+    """A fact in columns; the long text comes last, so that no line is cut."""
+    is_repetition = fact.works is not None and fact.note and fact.found in _SAYS_NO_MORE
+    text = ": ".join(part for part in ("" if is_repetition else fact.found, fact.note) if part)
+    return f"  {fact.name:{_NAME_WIDTH}}  {_WORKS[fact.works]:2}  {text}".rstrip()
 
 
 def _device_facts() -> Iterator["Fact"]:
-    # A GPU that a run computes on is to be looked at, not to be taken.
+    # Otherwise JAX takes most of a GPU's memory, which a run may be using.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from jaxmorph.cli.doctor_accelerators import attention_fact, device_facts
     from jaxmorph.cli.doctor_host import nvidia_facts

@@ -1,4 +1,4 @@
-"""Devices, the CUDA driver, and the ways to copy between a device and slots: each is tried."""
+"""Devices, the CUDA driver, and the backends for copies between a device and slots."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -19,29 +19,29 @@ from jaxmorph.runtime.join import own_devices
 
 _GIB = 1 << 30
 _KERNELS = KernelSend.name
-_HEADS = (1, 128, 1, 64)  # [batch, sequence, heads, head width]: a small one of what models have
+_HEADS = (1, 128, 1, 64)  # [batch, sequence, heads, head width], small
 
 
 def device_facts() -> Iterator[Fact]:
-    """What JAX computes on."""
+    """The devices of JAX."""
     devices = own_devices()
     yield Fact("JAX computes on", jax.default_backend(), True)
     for device in devices:
-        told = f"{device.device_kind}{_capability(device)}{_memory(device)}"
-        yield Fact(f"device {device.id}", told)
+        found = f"{device.device_kind}{_capability(device)}{_memory(device)}"
+        yield Fact(f"device {device.id}", found)
 
 
 def attention_fact(compile_: Callable[[Any], None] | None = None) -> Fact:
-    """Whether cuDNN's attention can be had on the first device: a small one is compiled."""
+    """Whether a small attention by cuDNN compiles for the first device."""
     device, name = own_devices()[0], "attention by cuDNN"
     if device.platform == "cpu":
         return Fact(name, "no", False, "JAX computes on cpu, not on a GPU")
     try:
         (compile_ or _compile_attention)(device)
-    except Exception as error:  # whatever it is, it is the answer
+    except Exception as error:  # any error is the answer
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         return Fact(name, "no", False, reason)
-    return Fact(name, "yes", True, "what models take here in bfloat16")
+    return Fact(name, "yes", True, "used here in bfloat16")
 
 
 def _compile_attention(device: Any) -> None:
@@ -55,7 +55,7 @@ def _compile_attention(device: Any) -> None:
 
 
 def driver_fact(open_driver: OpenDriver = CudaDriver.open, number: int = 0) -> Fact:
-    """Whether there is a CUDA driver that copies could use."""
+    """Whether there is a CUDA driver for copies."""
     try:
         driver = open_driver(number)
     except CudaError as error:
@@ -70,7 +70,7 @@ def copy_facts(
     open_backends: Callable[..., CopyBackends] = copy_backends,
     open_driver: OpenDriver = CudaDriver.open,
 ) -> Iterator[Fact]:
-    """Which ways of copying work on the first device, the best first, and why others don't."""
+    """The copy backends that work on the first device, the best first, and why others don't."""
     yield driver_fact(open_driver)
     device = own_devices()[0]
     placement = SingleDeviceSharding(device)
@@ -85,7 +85,7 @@ def copy_facts(
         ]
         facts = {
             name: _fact(name, failure_reason(backend, attempt(placement, available)))
-            # Kernels last: after one that goes wrong nothing else works in this process.
+            # Kernels last: after a kernel that fails, nothing else on the device works.
             for name, backend, attempt in sorted(
                 backends, key=lambda each: each[1].name == _KERNELS
             )
@@ -111,10 +111,10 @@ def _fact(name: str, reason: str | None) -> Fact:
 
 
 def _best_first(facts: Sequence[Fact]) -> Iterator[Fact]:
-    """The same facts; that which a run takes is marked."""
-    taken = next((fact for fact in facts if fact.works), None)
+    """Mark the first backend that works, which runs use."""
+    used = next((fact for fact in facts if fact.works), None)
     for fact in facts:
-        yield replace(fact, note="what runs take here") if fact is taken else fact
+        yield replace(fact, note="used here") if fact is used else fact
 
 
 def _capability(device: Any) -> str:

@@ -1,4 +1,4 @@
-"""What this machine is and has, without JAX: software, cores and memory, network, cluster, GPUs."""
+"""Facts that need no JAX: software, cores and memory, network, cluster, NVIDIA's driver."""
 
 import os
 import platform
@@ -46,12 +46,12 @@ _NVIDIA = Path("/proc/driver/nvidia")
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing about a machine.
+    """A fact about a machine.
 
     Attributes:
-        found: What it is, with its unit.
-        works: Whether it can be used; None where that isn't the question.
-        note: Why not, or what it is for.
+        found: The value, with its unit.
+        works: Whether it can be used; None for a plain value.
+        note: Why it doesn't work, or what it is for.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Section:
-    """Facts about one thing."""
+    """Facts about one subject."""
 
     about: str
     facts: tuple[Fact, ...]
@@ -72,28 +72,28 @@ class Section:
         return [asdict(fact) for fact in self.facts]
 
 
-def find_out(looks: Mapping[str, Callable[[], Iterable[Fact]]]) -> Iterator[Section]:
-    """Look at everything; what can't be looked at is a fact too, and keeps nothing else back.
+def run_checks(checks: Mapping[str, Callable[[], Iterable[Fact]]]) -> Iterator[Section]:
+    """Run all checks; one that raises becomes a fact, and the others still run.
 
-    Each section comes as soon as it is known: a device may keep who looks at it for ever.
+    Sections come one by one: a check of a hung device may never return.
     """
-    for about, look in looks.items():
-        yield Section(about, tuple(_looked(look)))
+    for about, check in checks.items():
+        yield Section(about, tuple(_checked(check)))
 
 
-def _looked(look: Callable[[], Iterable[Fact]]) -> Iterable[Fact]:
+def _checked(check: Callable[[], Iterable[Fact]]) -> Iterable[Fact]:
     facts = []
     try:
-        facts.extend(look())
-    except Exception as error:  # the rest is told all the same
-        own = isinstance(error, UserError)  # which says all
+        facts.extend(check())
+    except Exception as error:  # the facts before it are shown
+        own = isinstance(error, UserError)  # whose text is complete
         reason = " ".join(str(error).split() if own else f"{type(error).__name__}: {error}".split())
-        facts.append(Fact("this could not be looked at", "", False, reason))
+        facts.append(Fact("check failed", "", False, reason))
     return facts
 
 
 def software_facts() -> Iterator[Fact]:
-    """Python, the system, and the packages that matter most."""
+    """Python, the system, and the most important packages."""
     yield Fact("python", platform.python_version())
     yield Fact("system", f"{platform.system()} {platform.release()} {platform.machine()}")
     version, folder = _installed("jaxmorph"), Path(__file__).parents[2]
@@ -106,7 +106,7 @@ def software_facts() -> Iterator[Fact]:
             yield Fact(name, version)
     plugins = {name: version for name in _PLUGINS if (version := _installed(name))}
     if not plugins:
-        yield Fact("JAX for CUDA", "none", False, "pip install 'jax[cuda13]', where there is a GPU")
+        yield Fact("JAX for CUDA", "none", False, "pip install 'jax[cuda13]' if there is a GPU")
     libraries = {name: version for name in _CUDA_LIBRARIES if (version := _installed(name))}
     for name, version in (plugins | libraries).items():
         yield Fact(name, version)
@@ -126,7 +126,7 @@ def host_facts(
     quota: Path = _QUOTA,
     memory_limit: Path = _MEMORY_LIMIT,
 ) -> Iterator[Fact]:
-    """The host's size, and the limits that slots and their registration meet."""
+    """The host's size, and the limits of slots and their registration."""
     yield _cores(quota)
     yield Fact("memory", f"{_total_memory(memory)}{_container_memory(memory_limit)}")
     yield _slots()
@@ -138,7 +138,7 @@ def host_facts(
 
 
 def privilege_facts() -> Iterator[Fact]:
-    """What benchmarks with network namespaces, and nothing else, need."""
+    """Privileges that only benchmarks with network namespaces need."""
     yield Fact("root", "yes" if os.geteuid() == 0 else f"no, user {os.geteuid()}")
     reason = _no_namespaces()
     yield Fact(
@@ -152,7 +152,7 @@ def _cores(quota: Path) -> Fact:
     try:
         share, period = quota.read_text().split()
         found += "" if share == "max" else f", by quota {int(share) / int(period):g}"
-    except (OSError, ValueError):  # no such container
+    except (OSError, ValueError):  # no cgroup with a quota
         pass
     return Fact("cores", found, note="a rank takes one and its sidecar most of another")
 
@@ -166,7 +166,7 @@ def _total_memory(memory: Path) -> str:
 
 
 def _container_memory(limit: Path) -> str:
-    """What a container may use; nothing where it may use all, or there is none."""
+    """The container's memory limit; "" if there is none."""
     try:
         return f", by limit {int(limit.read_text()) / _GIB:.1f} GiB"
     except (OSError, ValueError):  # "max"
@@ -177,7 +177,7 @@ def _slots() -> Fact:
     try:
         with closing(Slots.create(2, _TRIAL_BYTES)):
             return Fact("shared memory for slots", "works", True)
-    except Exception as error:  # whatever it is, it is the answer
+    except Exception as error:  # any error is the answer
         return Fact("shared memory for slots", "none", False, str(error))
 
 
@@ -194,7 +194,7 @@ def _limit(limit: int, unit: str = "bytes") -> str:
 
 
 def _no_namespaces() -> str | None:
-    """Why this user can't make a network namespace; None: it can."""
+    """Why this user can't make a network namespace, if so."""
     if shutil.which(_NAMESPACES[0]) is None:
         return "there is no command unshare"
     try:
@@ -212,7 +212,7 @@ def network_facts(
     nixl_missing: Callable[[], str | None] = missing,
     look_up: Callable[[str], str] = socket.gethostbyname,
 ) -> Iterator[Fact]:
-    """The cards that the data plane would use, and whether RDMA could be."""
+    """The cards that the data plane would use, and whether RDMA is possible."""
     yield _host_name(look_up)
     used = set(card_addresses(network_class, address_of))
     for card in _entries(network_class):
@@ -220,21 +220,21 @@ def network_facts(
         note = "carries delegated messages between hosts" if address in used else ""
         yield Fact(f"card {card.name}", f"{address or 'no address'}{_speed(card)}", note=note)
     devices = ", ".join(device.name for device in _entries(rdma_class))
-    note = "" if devices else f"there are none in {rdma_class}"
+    note = "" if devices else f"none in {rdma_class}"
     yield Fact("RDMA devices", devices or "none", bool(devices), note)
     reason = nixl_missing()
     yield Fact("NIXL", "installed" if reason is None else "none", reason is None, reason or "")
 
 
 def cluster_facts(environment: Mapping[str, str] | None = None) -> Iterator[Fact]:
-    """What a cluster has told this process, and what JAX and NCCL are told."""
-    told = os.environ if environment is None else environment
+    """Environment variables of clusters, JAX and NCCL."""
+    variables = os.environ if environment is None else environment
     for cluster, names in _CLUSTERS.items():
-        found = [f"{name}={told[name]}" for name in names if name in told]
+        found = [f"{name}={variables[name]}" for name in names if name in variables]
         yield Fact(cluster, ", ".join(found) or "no")
-    for name in sorted(told):
+    for name in sorted(variables):
         if name.startswith(_PREFIXES):
-            yield Fact(name, told[name])
+            yield Fact(name, variables[name])
 
 
 def _host_name(look_up: Callable[[str], str]) -> Fact:
@@ -242,10 +242,10 @@ def _host_name(look_up: Callable[[str], str]) -> Fact:
     try:
         address = look_up(name)
     except OSError as error:
-        note = f"Gloo wants to look it up: {error}"
-        return Fact("host", f"{name}, which has no address", False, note)
-    if ip_address(address).is_loopback:  # Debian's /etc/hosts has it so
-        note = "enough for runs on this machine; Gloo's direct links don't reach other hosts by it"
+        note = f"Gloo must resolve this name: {error}"
+        return Fact("host", f"{name}, without an address", False, note)
+    if ip_address(address).is_loopback:  # as in Debian's /etc/hosts
+        note = "enough for runs on this machine; Gloo can't reach other hosts by this address"
         return Fact("host", f"{name}, {address}", None, note)
     return Fact("host", f"{name}, {address}", True)
 
@@ -258,7 +258,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _speed(card: Path) -> str:
-    """A card's rate as its driver tells it; nothing where it doesn't."""
+    """A card's speed, if its driver reports it."""
     try:
         megabits = int((card / "speed").read_text())
     except (OSError, ValueError):
@@ -267,16 +267,13 @@ def _speed(card: Path) -> str:
 
 
 def nvidia_facts(driver: Path = _NVIDIA) -> Iterator[Fact]:
-    """The driver in the kernel and the GPUs that it has found, whether or not JAX can use them.
-
-    Nothing where it isn't loaded.
-    """
+    """The kernel's driver and its GPUs, whether or not JAX can use them; none if not loaded."""
     if (version := _driver_version(driver)) is None:
         return
     yield Fact("NVIDIA's driver", version)
     models = Counter(map(_model, sorted(driver.glob("gpus/*/information"))))
-    told = ", ".join(f"{count} x {model}" for model, count in models.items())
-    yield Fact("its GPUs", told or "none", bool(models), "" if models else "it has found none")
+    found = ", ".join(f"{count} x {model}" for model, count in models.items())
+    yield Fact("its GPUs", found or "none", bool(models), "" if models else "the driver found none")
 
 
 def _driver_version(driver: Path) -> str | None:

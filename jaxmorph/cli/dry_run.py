@@ -1,4 +1,4 @@
-"""``jaxmorph train --dry-run``: whether a configuration fits, and what its stages will keep."""
+"""``jaxmorph train --dry-run``: checks a configuration, and forecasts its stages' memory."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -19,23 +19,23 @@ if TYPE_CHECKING:  # both import JAX
     from jaxmorph.training.run_parts import RunParts
 
 _LABEL_WIDTH = 9
-_WIDEST = 400  # columns: numbers that are cut off would be worse than lines that are wrapped
-_WORDS = """\
-state      parameters, gradients, the optimizer's state, and parameters as they are computed with
+_WIDEST = 400  # columns: wrapped lines are better than numbers cut off
+_LEGEND = """\
+state      parameters, gradients, optimizer state, and parameters in the compute dtype
 stash      what one microbatch keeps from F to B, and from B to W
-held       the most stashes at once{of_chunks}, and what they take together
-What programs need while they run comes on top, and the results of an op before what it read is
-freed. A slow link may have a run hold more, up to the caps and to what its devices have free."""
+held       the most stashes at once{of_chunks}, and their bytes together
+The temporary buffers of compiled programs come on top. When a link is slow, a run may hold more
+stashes, up to the caps and to the free memory of its devices."""
 
 
 @dataclass(frozen=True)
 class _DryRun:
-    """What is known of a run that isn't started.
+    """The findings about a run.
 
     Attributes:
-        needs: What its stages will keep.
-        device: What it was traced for, in words.
-        device_bytes: What JAX may take of that; None: it doesn't tell.
+        needs: The memory of its stages.
+        device: The device that it was traced for, in words.
+        device_bytes: What JAX may take of that device; None: not reported.
     """
 
     config: Config
@@ -46,26 +46,25 @@ class _DryRun:
 
 
 def print_dry_run(path: Path, overrides: Sequence[str], console: Console) -> None:
-    """Check a configuration, its data and its model, and print what each stage will keep.
+    """Check a configuration, its data and its model, and print the memory of each stage.
 
-    Nothing is written or started, and of a GPU only the memory that it takes to look at it is used.
+    Nothing is written or started.
 
     Raises:
-        UserError: If the configuration, its data or its model are at fault, or a stage can't keep
-            its cap.
+        UserError: The configuration, data or model is wrong, or a stage can't keep its cap.
     """
-    found = _look_at(path, overrides)
+    found = _check(path, overrides)
     for label, text in _rows(found):
         console.print(f"{label:{_LABEL_WIDTH}} {text}", soft_wrap=True)
     console.width = max(console.width, _WIDEST)
     console.print(_table(found))
     chunks = found.config.parallelism.chunks
-    of_chunks = ", those of each chunk by themselves" if chunks > 1 else ""
-    console.print(_WORDS.format(of_chunks=of_chunks), soft_wrap=True)
+    of_chunks = ", counted for each chunk" if chunks > 1 else ""
+    console.print(_LEGEND.format(of_chunks=of_chunks), soft_wrap=True)
 
 
-def _look_at(path: Path, overrides: Sequence[str]) -> _DryRun:
-    # Before JAX looks for devices: a GPU that something computes on is not to be taken.
+def _check(path: Path, overrides: Sequence[str]) -> _DryRun:
+    # Before JAX starts: otherwise it takes most of a GPU's memory, which a run may be using.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from jaxmorph.runtime.join import own_devices
     from jaxmorph.training.device_memory import needs_of_step
@@ -80,7 +79,7 @@ def _look_at(path: Path, overrides: Sequence[str]) -> _DryRun:
         require_no_checkpoints(config)
         taken = _taken(config, parts)
         needs = needs_of_step(config, parts.model, device_bytes)
-    words = "; ".join(filter(None, (f"{device.device_kind}, as JAX has it here", taken)))
+    words = "; ".join(filter(None, (f"{device.device_kind}, the device of JAX here", taken)))
     return _DryRun(config, parts, needs, words, device_bytes)
 
 
@@ -91,7 +90,7 @@ def _taken(config: Config, parts: "RunParts") -> str:
 
 
 def _rows(found: _DryRun) -> Iterator[tuple[str, str]]:
-    """What is known of the whole run."""
+    """Labels and texts about the whole run."""
     config, needs, cut = found.config, found.needs, found.config.parallelism
     batch, schedule = config.batch, needs.plan.schedule
     parameters = short_count(needs.num_parameters)
@@ -103,24 +102,24 @@ def _rows(found: _DryRun) -> Iterator[tuple[str, str]]:
         f"{config.data.sequence_length}: {config.tokens_per_step:,} tokens a step",
     )
     if cut.layers == "auto" and cut.stages not in (1, found.parts.model.num_layers):
-        yield "layers", "cut evenly here; a run times them first, and may cut otherwise"
+        yield "layers", "cut evenly here; a run times them first, and may cut them differently"
     yield (
         "schedule",
-        f"{schedule.name}, warm-up forwards {numbers(schedule.warmup_forwards)}: with ops that all "
-        "take as long, and links that take no time; a run plans by what it measures",
+        f"{schedule.name}, warm-up forwards {numbers(schedule.warmup_forwards)}: planned for equal "
+        "ops and links without delay; a run plans with measured costs",
     )
     if needs.message_bytes:
         routes = describe_routes({str(link): route for link, route in needs.plan.routes.items()})
         yield "links", f"{routes}; {in_bytes(needs.message_bytes)} a message"
     if needs.plan.offloading is not None:
-        yield "offload", "what is beyond a stage's cap of these stashes waits in host memory"
-    told = "" if found.device_bytes is None else f", {in_bytes(found.device_bytes)} for JAX"
-    yield "device", f"traced for {found.device}{told}"
+        yield "offload", "stashes beyond a stage's cap wait in host memory"
+    memory = "" if found.device_bytes is None else f", {in_bytes(found.device_bytes)} for JAX"
+    yield "device", f"traced for {found.device}{memory}"
 
 
 def _table(found: _DryRun) -> Table:
     needs = found.needs
-    names = ["stage", "layers", "state", "stash F-B", "stash B-W", "held", "stashes", "in all"]
+    names = ["stage", "layers", "state", "stash F-B", "stash B-W", "held", "stashes", "total"]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     for name in names if needs.plan.offloading is None else names[:-1]:
         table.add_column(name, justify="right", no_wrap=True)

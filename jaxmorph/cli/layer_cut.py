@@ -1,4 +1,4 @@
-"""``jaxmorph plan --layers-cost``: layers cut into stages, beside the even cut."""
+"""``jaxmorph plan --layers-cost``: the best cut of layers into stages, and the even cut."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,13 +18,11 @@ _KINDS = ("forward_ms", "backward_input_ms", "backward_weight_ms")
 
 @dataclass(frozen=True)
 class LayerCut:
-    """Layers' costs, and two ways to cut them into stages.
+    """Layers' costs, and two cuts of them into stages.
 
     Args:
-        layer_costs_ms: Time of F of each layer, milliseconds.
-        embedding_ms: Time of F of the embedding, milliseconds.
-        head_ms: Time of F of the head, milliseconds.
-        ratios: How many times as long as F each of F, B and W takes.
+        layer_costs_ms: Time of F of each layer; `embedding_ms` and `head_ms` are of F too.
+        ratios: The times of F, B and W as multiples of F.
         layers: The number of layers of each stage under the best cut.
         even: The same under the even cut.
     """
@@ -45,7 +43,7 @@ class LayerCut:
         return max(self.forward_ms(layers)) * sum(self.ratios)
 
     def to_json(self) -> dict[str, Any]:
-        """Both cuts, as ``jaxmorph plan --json`` adds them to its answer."""
+        """The fields that ``jaxmorph plan --json`` adds to its answer."""
         return {
             "layers": list(self.layers),
             "slowest_stage_ms": self.slowest_ms(self.layers),
@@ -55,17 +53,13 @@ class LayerCut:
 
 
 def parse_layers(options: Mapping[str, Any], fields: Mapping[str, Any]) -> LayerCut:
-    """Cuts the layers that options tell of.
+    """Cut the layers of ``--layers-cost`` and its companions.
 
     Args:
-        options: ``layers_cost``, and where given ``embedding_cost`` and ``head_cost``.
-        fields: The problem's; its costs, one number each, say how F, B and W compare.
-
-    Returns:
-        The best cut and the even one.
+        fields: The problem's; the ratios of F, B and W come from its costs, one number each.
 
     Raises:
-        UserError: Names the option, what was got and what was expected.
+        UserError: An option is wrong.
     """
     num_stages = count("num_stages", fields["num_stages"])
     costs_ms = _layer_costs_ms(options["layers_cost"])
@@ -80,7 +74,7 @@ def parse_layers(options: Mapping[str, Any], fields: Mapping[str, Any]) -> Layer
 
 
 def cut_fields(cut: LayerCut, layers: Sequence[int]) -> dict[str, list[float]]:
-    """The stages' costs under a cut, as fields of a problem."""
+    """The stages' costs under a cut, as a problem's fields."""
     forward_ms = cut.forward_ms(layers)
     return {
         kind: [time_ms * ratio for time_ms in forward_ms]
@@ -89,12 +83,7 @@ def cut_fields(cut: LayerCut, layers: Sequence[int]) -> dict[str, list[float]]:
 
 
 def print_cut(cut: LayerCut, answer: Answer, even: Answer, console: Console) -> None:
-    """Prints both cuts with their slowest stages and their steps.
-
-    Args:
-        answer: The step planned for the best cut.
-        even: The step planned for the even cut.
-    """
+    """Print both cuts, with their slowest stages and their planned steps."""
     for name, layers, planned in (("layers", cut.layers, answer), ("even cut", cut.even, even)):
         slowest = f"slowest stage {cut.slowest_ms(layers):,.1f} ms a microbatch"
         makespan = f"makespan {planned.timeline.makespan_ms:,.1f} ms"

@@ -1,4 +1,4 @@
-"""What a run directory says of its run, as a planning problem."""
+"""``jaxmorph plan --profile``: a run's configuration and measurements as a planning problem."""
 
 import json
 from collections.abc import Iterator
@@ -17,30 +17,15 @@ from jaxmorph.schedule.problem import default_chunks
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run's configuration and what it has measured.
-
-    Args:
-        profile: What its ops and links cost.
-    """
+    """A run's configuration, and the measured costs of its ops and links."""
 
     path: Path
     config: Config
     profile: Profile
 
-    @property
-    def num_chunks(self) -> int:
-        """Number of virtual stages each stage of the run has."""
-        return self.config.parallelism.chunks
-
 
 def read_run(path: Path) -> MeasuredRun:
-    """Reads a run directory.
-
-    Args:
-        path: The directory; the run may still be going on.
-
-    Returns:
-        The run.
+    """Read a run directory; the run may still be running.
 
     Raises:
         UserError: No such directory, or one without a readable configuration or profile.
@@ -60,20 +45,17 @@ def read_run(path: Path) -> MeasuredRun:
 def run_fields(
     run: MeasuredRun, schedule: str | None = None, num_chunks: int | None = None
 ) -> dict[str, Any]:
-    """A run as the fields of a problem (see ``parse_problem``).
+    """A run as the fields of a problem (``parse_problem``).
 
     Args:
-        schedule: The schedule to plan; the run's own when None.
-        num_chunks: Number of virtual stages to plan for; the run's own, or else what is usual for
-            another schedule, when None.
-
-    Returns:
-        Sizes, costs, caps, schedule and links, with latencies of both directions.
+        schedule: The schedule to plan; None: the run's.
+        num_chunks: Virtual stages to plan for; None: the run's, or the usual number for another
+            schedule.
     """
     config, costs, own = run.config, run.profile.costs, run.config.schedule
     if num_chunks is None:
         other = schedule is not None and schedule != own.name
-        num_chunks = default_chunks(schedule or "") if other else run.num_chunks
+        num_chunks = default_chunks(schedule or "") if other else config.parallelism.chunks
     stages = config.parallelism.stages
     links = list(_links(run, num_chunks))
     return _stash_fields(run) | {
@@ -103,7 +85,7 @@ def _stash_fields(run: MeasuredRun) -> dict[str, Any]:
 
 
 def _links(run: MeasuredRun, num_chunks: int) -> Iterator[LinkDelay]:
-    """The states of the pipeline's links; one that the run has not measured delays nothing."""
+    """The pipeline's links; a link that the run has not measured has no delay."""
     for link in pipeline_links(run.config.parallelism.stages, num_chunks):
         yield run.profile.links.get(link, LinkDelay())
 

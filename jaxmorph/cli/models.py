@@ -1,4 +1,4 @@
-"""What can be had of models: a run's own, exported or sampled from, and the sizes of presets."""
+"""The commands `export`, `sample` and `model`: a run's model, and the sizes of presets."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,17 +29,14 @@ from jaxmorph.training.saved_model import SamplingSettings, continuation, load_s
 
 
 def export_model(run_dir: Path, step: int | None, to: Path | None) -> str:
-    """Writes a checkpoint's parameters through the model's `write_weights`.
+    """Write a checkpoint's parameters by the model's `write_weights`; returns a line about it.
 
     Args:
-        step: After how many steps; None: the last checkpoint.
-        to: The folder to write to; None: `exported/step_N` in the run's directory.
-
-    Returns:
-        One line that says what was written.
+        step: The checkpoint after so many steps; None: the last one.
+        to: The output folder; None: `exported/step_N` in the run's directory.
 
     Raises:
-        UserError: There is no such checkpoint, or its model writes no weights.
+        UserError: There is no such checkpoint, or its model can't write weights.
     """
     saved = load_saved_model(run_dir, step)
     folder = run_dir / "exported" / f"step_{saved.step}" if to is None else to
@@ -59,19 +56,15 @@ def sample(
 ) -> str:
     """A prompt and its continuation by a run's model, on one device.
 
-    Args:
-        run_dir: The run directory; it may have been trained on any number of stages.
-        prompt: The text to continue; an empty one is the beginning of a document.
-        settings: How tokens are drawn, and how many.
-        step: How many updates the checkpoint has; None: the latest.
-        tokenizer: In place of the run's own `data.tokenizer`.
+    The text is shorter than asked for if the model ends the document.
 
-    Returns:
-        The text; it is shorter than asked for where the model ends the document.
+    Args:
+        prompt: The text to continue; an empty one begins a document.
+        step: The checkpoint after so many steps; None: the last one.
+        tokenizer: Replaces the run's `data.tokenizer`.
 
     Raises:
-        UserError: If there is no such run, its model gives no logits, or the prompt can't be
-            encoded.
+        UserError: There is no such run, its model has no logits, or the prompt can't be encoded.
     """
     saved = load_saved_model(run_dir, step)
     model = with_logits(saved.model)
@@ -100,8 +93,8 @@ def _tokenizer(config: Config, named: str | None) -> Tokenizer:
         return open_tokenizer(named)
     if is_token_array(config.data.path) and config.data.tokenizer == "bytes":
         raise UserError(
-            f"--tokenizer: got none, expected what made the run's token array, {config.data.path}: "
-            "the path of a tokenizer.json, or bytes"
+            f"--tokenizer: got none, expected the tokenizer of the run's token array, "
+            f"{config.data.path}: the path of a tokenizer.json, or bytes"
         )
     return open_tokenizer(config.data.tokenizer)
 
@@ -135,7 +128,7 @@ def _check_ids(ids: list[int], vocab_size: int) -> None:
 
 
 def _decoded_after(prompt: list[int], drawn: list[int], tokenizer: Tokenizer) -> str:
-    """The text of the drawn tokens as it follows that of the prompt's."""
+    """The text of the drawn tokens, with the white space between prompt and continuation."""
     before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *drawn])
     return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(drawn)
 
@@ -148,14 +141,13 @@ def print_model_table(
     sequence_length: int,
     num_stages: int,
 ) -> None:
-    """Print one row per preset.
+    """Print a row for each preset, with the parameters of each stage if there are several.
 
     Args:
         factory: The model's module, with `build` and `PRESETS`.
-        num_stages: How many stages to cut each into; 1: only the whole is shown.
 
     Raises:
-        UserError: If there is no such factory or preset, or a preset can't be built or cut so.
+        UserError: There is no such factory or preset, or it can't be built or cut.
     """
     module = load_factory(factory, "--factory")
     table = Table(

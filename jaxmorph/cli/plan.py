@@ -1,4 +1,4 @@
-"""``jaxmorph plan``: from its options to a problem, and from answers to what is printed."""
+"""``jaxmorph plan``: turns options into a problem, solves it, and prints the answer."""
 
 import json
 from collections.abc import Mapping
@@ -55,10 +55,13 @@ def plan(
     stash_bytes_after_forward: options.StashBytesAfterForward = None,
     stash_bytes_after_backward: options.StashBytesAfterBackward = None,
     planned_link_ms: Annotated[
-        str | None, typer.Option(help="Latency the planner believes, if not --link-ms.")
+        str | None, typer.Option(help="Plan for this latency, but simulate --link-ms.")
     ] = None,
     warmup_forwards: Annotated[
-        str | None, typer.Option(help="Fewest forwards before the first B: 7,5,3,1; then as paper.")
+        str | None,
+        typer.Option(
+            help="Least forwards before each stage's first B: 7,5,3,1; the rest as in paper."
+        ),
     ] = None,
     compare: Annotated[
         str | None, typer.Option(help="Compare schedules: 1f1b,zb-h2,adaptive.")
@@ -69,13 +72,13 @@ def plan(
     what_if: Annotated[
         list[str] | None,
         typer.Option(
-            help="Also plan for a change: link=2:0ms, link=2-3:0ms or stage=1:0.5x; several are "
-            "made together."
+            help="Also plan with a change: link=2:0ms, link=2-3:0ms or stage=1:0.5x. Several "
+            "changes apply together."
         ),
     ] = None,
     layers_cost: Annotated[
         str | None,
-        typer.Option(help="Cut layers into stages, by each layer's F in ms: 1,1,2,3."),
+        typer.Option(help="Cut layers into stages, given the time of each layer's F: 1,1,2,3."),
     ] = None,
     embedding_cost: Annotated[
         float | None, typer.Option(metavar="MS", help="Time of F of the embedding.")
@@ -87,11 +90,11 @@ def plan(
     out: options.Out = None,
     export: Annotated[
         Path | None,
-        typer.Option(help="Write the order of ops: .csv (torch's compute-only), .json, .txt."),
+        typer.Option(help="Write the schedule: .csv (PyTorch's compute-only format), .json, .txt."),
     ] = None,
     batch: Annotated[
         Path | None,
-        typer.Option(help="Answer this file's problems, one JSON object a line; no other options."),
+        typer.Option(help="Solve this file's problems, one JSON object a line; no other options."),
     ] = None,
 ) -> int:
     """Plan a step, simulate it, and draw it."""
@@ -113,7 +116,7 @@ def _check(given: Given, out: Path | None, export: Path | None) -> None:
     options.require_without(given, "profile", "stages")
     for name in ("embedding_cost", "head_cost"):
         if name in given and "layers_cost" not in given:
-            raise UserError(f"{options.flag(name)}: got no --layers-cost, expected it too")
+            raise UserError(f"{options.flag(name)}: got no --layers-cost, expected both")
     if out is not None:
         require_format(out)
     if export is not None:
@@ -156,7 +159,7 @@ def _plan_several(context: typer.Context, given: Given) -> int:
 
 
 def _solve_all(problems: Mapping[str, Problem]) -> tuple[dict[str, Answer], dict[str, str]]:
-    """Answers by name, and why there is none for the others; an error if there is none at all."""
+    """Answers by name, and the reasons of the others; raises if there is no answer at all."""
     answers: dict[str, Answer] = {}
     refused: dict[str, str] = {}
     for name, problem in problems.items():
@@ -170,7 +173,7 @@ def _solve_all(problems: Mapping[str, Problem]) -> tuple[dict[str, Answer], dict
 
 
 def _compared(context: typer.Context, given: Given) -> dict[str, Problem]:
-    """The same problem with each of several schedules; chunks are for interleaved ones alone."""
+    """The same problem with each schedule; ``--chunks`` applies to interleaved alone."""
     problems: dict[str, Problem] = {}
     names = [name.strip() for name in given["compare"].split(",")]
     if "chunks" in given and INTERLEAVED not in names:
@@ -189,7 +192,7 @@ def _compared(context: typer.Context, given: Given) -> dict[str, Problem]:
 
 
 def _changed(context: typer.Context, given: Given) -> dict[str, Problem]:
-    """The problem as it is, and with the changes asked for."""
+    """The problem as it is, and with all changes."""
     problem = parse_problem(_fields(context, given))
     changes = [parse_change(text) for text in given["what_if"]]
     now, then = "as it is", f"what if {', '.join(map(str, changes))}"
@@ -200,7 +203,7 @@ def _changed(context: typer.Context, given: Given) -> dict[str, Problem]:
 
 
 def _fields(context: typer.Context, given: Given) -> dict[str, Any]:
-    """A problem's fields: defaults, over them what a run has measured, over that what is given."""
+    """A problem's fields: given options override a run's measurements, and these the defaults."""
     chosen = options.problem_fields(given)
     fields = options.problem_fields(context.params) | {"chunks": given.get("chunks")}
     if "profile" in given:
@@ -208,7 +211,7 @@ def _fields(context: typer.Context, given: Given) -> dict[str, Any]:
 
         run = read_run(given["profile"])
         fields |= run_fields(run, chosen.get("schedule"), chosen.get("chunks"))
-        if "link_ms" in chosen:  # it stands for both directions
+        if "link_ms" in chosen:  # for both directions
             fields |= {"link_forward_ms": None, "link_backward_ms": None}
         if "max_stash_bytes" in chosen:
             fields["max_live"] = None
@@ -232,7 +235,7 @@ def _print_one(answer: Answer, cut: LayerCut | None, even: Answer | None, *, as_
 
 
 def _answer_batch(path: Path) -> int:
-    """Prints an answer a line; returns the exit code, 2 when any line was bad."""
+    """Print an answer for each line; the exit code is 2 if any line was bad."""
     bad = False
     try:
         with path.open("rb") as lines:
@@ -245,17 +248,10 @@ def _answer_batch(path: Path) -> int:
 
 
 def simulate_step(schedule: Schedule, problem: Problem) -> Timeline:
-    """Simulates a schedule over a problem's links.
-
-    Args:
-        schedule: What every stage runs, in which order.
-        problem: Costs, links and link model. ``blocking`` is what direct transfers do: the
-            schedule is lowered as training does it, and every transfer holds both ends' queues.
-
-    Returns:
-        When every op would run.
-    """
+    """Simulate a schedule with a problem's link model."""
     if problem.link_model != "blocking":
         return simulate_links(schedule, problem)
+    # Direct transfers hold the queues of both ends. Their order matters, so lower the schedule as
+    # training does.
     programs = lower_step(schedule, Profile(problem.costs, problem.links))
     return simulate_blocking(programs, problem.costs, problem.links)

@@ -1,4 +1,4 @@
-"""The options that planning and validating share, and what they say as fields of a problem."""
+"""The options that `plan` and `validate` share, and the problem's fields that they set."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -13,20 +13,26 @@ from jaxmorph.errors import UserError
 _PER_STAGE = "One number, or one per stage: 10 or 10,12,9,10."
 _PER_LINK = "One number, or one per link: 20 or 20,0,0."
 
-ForwardMs = Annotated[str, typer.Option(help=f"Time of F. {_PER_STAGE}")]
-BackwardInputMs = Annotated[str, typer.Option(help=f"Time of B. {_PER_STAGE}")]
-BackwardWeightMs = Annotated[str, typer.Option(help=f"Time of W. {_PER_STAGE}")]
-LinkMs = Annotated[str, typer.Option(help=f"Latency, both directions. {_PER_LINK}")]
-LinkForwardMs = Annotated[
-    str | None, typer.Option(help="Latency of activations, if not --link-ms.")
+ForwardMs = Annotated[str, typer.Option(help=f"Time of F (forward). {_PER_STAGE}")]
+BackwardInputMs = Annotated[
+    str, typer.Option(help=f"Time of B (gradient of the input). {_PER_STAGE}")
 ]
-LinkBackwardMs = Annotated[str | None, typer.Option(help="Latency of gradients, if not --link-ms.")]
+BackwardWeightMs = Annotated[
+    str, typer.Option(help=f"Time of W (gradient of the weights). {_PER_STAGE}")
+]
+LinkMs = Annotated[str, typer.Option(help=f"Latency in both directions. {_PER_LINK}")]
+LinkForwardMs = Annotated[
+    str | None, typer.Option(help="Latency of activations; default: --link-ms.")
+]
+LinkBackwardMs = Annotated[
+    str | None, typer.Option(help="Latency of gradients; default: --link-ms.")
+]
 LinkOccupancyMs = Annotated[
-    str | None, typer.Option(help="How long a message keeps the next one waiting.")
+    str | None, typer.Option(help="Time for which a message delays the next one on its link.")
 ]
 LinkJitterMs = Annotated[
     str | None,
-    typer.Option(help="Standard deviation of the latency; planned for: latency plus 0.7 of it."),
+    typer.Option(help="Standard deviation of the latency; plans add 0.7 of it to the latency."),
 ]
 LinkModel = Annotated[
     str,
@@ -36,20 +42,23 @@ LinkModel = Annotated[
     ),
 ]
 TimeStep = Annotated[
-    float | None, typer.Option(metavar="MS", help="Round times up to whole steps of a clock.")
+    float | None, typer.Option(metavar="MS", help="Round times up to multiples of this.")
 ]
 MaxLive = Annotated[
-    str | None, typer.Option(help="Most microbatches a stage may hold: 5 or 7,5,3,1.")
+    str | None, typer.Option(help="The most microbatches that a stage may hold: 5 or 7,5,3,1.")
 ]
-LiveUntil = Annotated[str, typer.Option(help="A microbatch is held until its B or W.")]
+LiveUntil = Annotated[str, typer.Option(help="Count a microbatch as held until its B or its W.")]
 MaxStashBytes = Annotated[
-    str | None, typer.Option(help="Most bytes a stage may hold until W. One, or one per stage.")
+    str | None,
+    typer.Option(
+        help="The most bytes of stashes that a stage may hold. One number, or one per stage."
+    ),
 ]
 StashBytesAfterForward = Annotated[
-    str | None, typer.Option(help="Bytes that a microbatch holds from F to B.")
+    str | None, typer.Option(help="Bytes of a microbatch's stash from F to B.")
 ]
 StashBytesAfterBackward = Annotated[
-    str | None, typer.Option(help="Bytes that a microbatch holds from B to W.")
+    str | None, typer.Option(help="Bytes of a microbatch's stash from B to W.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 Out = Annotated[
@@ -89,7 +98,7 @@ _NAMED = re.compile(r"(output file|schedule file|\w+)(?=[\[:])")
 
 
 def problem_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What options say as fields of a problem; those that were not given say nothing.
+    """The problem's fields that options set; None sets nothing.
 
     Args:
         options: Values by the name of their parameter.
@@ -100,13 +109,13 @@ def problem_fields(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def numbers(text: str) -> object:
-    """``10`` as a number, ``10,12`` as a list; words stay text, for ``parse_problem`` to refuse."""
+    """``10`` as a number, ``10,12`` as a list; other words stay text for ``parse_problem``."""
     values = [_number(word) for word in text.split(",")]
     return values if len(values) > 1 else values[0]
 
 
 def given_options(context: typer.Context) -> dict[str, Any]:
-    """The options that stand on the command line, by the name of their parameter."""
+    """The options on the command line, by the name of their parameter."""
     return {
         name: value
         for name, value in context.params.items()
@@ -115,15 +124,13 @@ def given_options(context: typer.Context) -> dict[str, Any]:
 
 
 def require_without(given: Mapping[str, Any], name: str, *others: str) -> None:
-    """Refuses options that would not be heeded, because ``name`` was given too.
+    """Refuse options that have no effect together with the option ``name``.
 
     Args:
-        given: The options on the command line.
-        name: The option that excludes others.
-        others: Those it excludes; all when there are none.
+        others: The options that ``name`` excludes; without any, all.
 
     Raises:
-        UserError: One of them was given.
+        UserError: ``name`` and one of them are given.
     """
     for other in given if name in given else ():
         if other != name and (not others or other in others):
@@ -138,7 +145,7 @@ def flag(name: str) -> str:
 
 @contextmanager
 def options_named_in_errors(context: typer.Context) -> Iterator[None]:
-    """Has an error that begins with a problem's field begin with the option it came from."""
+    """Replace the problem's field at the start of an error by its option."""
     try:
         yield
     except UserError as error:

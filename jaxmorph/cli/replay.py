@@ -1,4 +1,4 @@
-"""``jaxmorph replay``: prints a run's decisions as they are made again, and where they differ."""
+"""``jaxmorph replay``: makes a run's decisions again, and prints where they differ."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -34,15 +34,14 @@ def print_replay(
     """Replay a run, and print a line for each event.
 
     Args:
-        overrides: Of the section `adaptation`; without any the decisions should be those of the
-            run.
-        out: Where to write the replayed run, with its report; None: nowhere.
+        overrides: Of the section `adaptation`; without any, the decisions should be the same.
+        out: The directory for the replayed run with its report; None: write nothing.
 
     Returns:
-        The exit code: 1 where the run's own settings decide otherwise than they did.
+        The exit code: 1 if the run's own settings now lead to other decisions.
 
     Raises:
-        UserError: If nothing was kept of the run, or an override is of another section.
+        UserError: The run has no observations, or an override is of another section.
     """
     config = _config(run_dir, overrides)
     moments: list[Moment] = []
@@ -63,14 +62,14 @@ def print_replay(
         console.print(f"{observed}: the same as in the run")
         return 0
     if overrides:
-        console.print(f"{observed}; from step {difference.step} on simulated")
+        console.print(f"{observed}; simulated from step {difference.step} on")
         return 0
     console.print(f"{observed}: they differ from step {difference.step} on")
     return 1
 
 
 def _config(run_dir: Path, overrides: Sequence[str]) -> Config:
-    """The run's, with other settings of adapting."""
+    """The run's configuration with the overrides."""
     for override in overrides:
         if not override.startswith(_SECTION):
             raise UserError(f"replay: got {override}, expected {_SECTION}KEY=VALUE")
@@ -78,7 +77,7 @@ def _config(run_dir: Path, overrides: Sequence[str]) -> Config:
         raise UserError(f"{run_dir}: got no {CONFIG}, expected a run's directory")
     config = load_config(run_dir / CONFIG, overrides)
     if not config.adaptation.enabled:
-        raise UserError("adaptation.enabled: got false, expected true: nothing is decided without")
+        raise UserError("adaptation.enabled: got false, expected true: it makes the decisions")
     return config
 
 
@@ -100,10 +99,10 @@ def _print_difference(moment: Moment, console: Console) -> None:
 
 
 def _written(run_dir: Path, config: Config, moments: Sequence[Moment], out: Path) -> Path:
-    """Write the replayed run as a directory of its own, and its report; the report's path.
+    """Write the replayed run and its report to a new directory; returns the report's path.
 
-    What is simulated takes the place of what was measured: a step lasts its simulation, times what
-    the run's steps lasted of theirs. Loss and gradients are those of the run under any plan.
+    A simulated step is as long as its simulation times the run's usual ratio of measured to
+    predicted. Loss and gradients stay, since they are the same under any plan.
     """
     records = {record.step: record for record in read_records(run_dir / METRICS, StepRecord)}
     events = read_records(run_dir / EVENTS, Event)
@@ -131,7 +130,7 @@ def _written(run_dir: Path, config: Config, moments: Sequence[Moment], out: Path
 
 
 def _slower_than_predicted(records: Iterable[StepRecord]) -> float:
-    """By which factor the median step was longer than its prediction."""
+    """The median ratio of measured to predicted steps."""
     ratios = [each.step_s / each.predicted_step_s for each in records if each.predicted_step_s]
     return median(ratios) if ratios else 1.0
 

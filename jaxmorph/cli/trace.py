@@ -1,4 +1,4 @@
-"""``jaxmorph trace``: draws delays of links from a seed, as a table for ``emulation.trace``."""
+"""``jaxmorph trace``: draws random delays of links, as a table for ``emulation.trace``."""
 
 from collections import Counter
 from pathlib import Path
@@ -32,21 +32,23 @@ def trace(
         typer.Option(
             min=2,
             show_default=str(_STAGES),
-            help="Pipeline stages; all links between neighbours are drawn.",
+            help="Pipeline stages; all links between neighbours get delays.",
         ),
     ] = None,
     links: Annotated[
-        str | None, typer.Option(help="Draw these links alone, such as '0-1 2-3'.")
+        str | None, typer.Option(help="Only these links get delays, such as '0-1 2-3'.")
     ] = None,
     duration_s: Annotated[
-        float, typer.Option(help="Seconds of a regime that goes by time.")
+        float, typer.Option(help="Length in seconds, for regimes by time.")
     ] = 120.0,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of events, which go by step.")] = 1200,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Length in steps, for events, which are by step.")
+    ] = 1200,
     out: Annotated[
-        Path | None, typer.Option(help="The CSV file to write; if not given, it is printed.")
+        Path | None, typer.Option(help="The CSV file to write; default: print it.")
     ] = None,
 ) -> int:
-    """Draw delays of links that change while a run lasts."""
+    """Draw random delays of links that change during a run."""
     _require_duration(duration_s)
     drawn = _draw(kind, _links(links, stages), duration_s, steps, seed)
     option = "--steps" if kind == EVENTS else "--duration-s"
@@ -74,7 +76,7 @@ def _draw(
 
 
 def _require_duration(duration_s: float) -> None:
-    if not _SHORTEST_S <= duration_s <= _LONGEST_S:  # nor is NaN, which some parsers let pass
+    if not _SHORTEST_S <= duration_s <= _LONGEST_S:  # NaN fails too
         expected = f"a number from {_SHORTEST_S:g} to {_LONGEST_S:g}"
         raise UserError(f"--duration-s: got {duration_s:g}, expected {expected}")
 
@@ -94,7 +96,7 @@ def _links(text: str | None, stages: int | None) -> tuple[Link, ...]:
 
 
 def _summary(drawn: DelayTrace) -> str:
-    """How many delays of how many links there are, and what they are like."""
+    """The number of changes, and percentiles of the delays, in words."""
     of_links = Counter(link for change in drawn.changes for link in change.links)
     delays_ms = [change.latency_ms for change in drawn.changes if change.latency_ms > 0]
     if not delays_ms:

@@ -1,4 +1,4 @@
-"""``jaxmorph validate``: whether a schedule in a file can run, and how it would."""
+"""``jaxmorph validate``: checks a schedule file, and simulates the schedule."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def validate(
     context: typer.Context,
     file: Annotated[
         Path,
-        typer.Argument(help="torch's compute-only .csv, or a .json or .txt of plan --export."),
+        typer.Argument(help="PyTorch's compute-only .csv, or a .json or .txt of plan --export."),
     ],
     forward_ms: options.ForwardMs = "10",
     backward_input_ms: options.BackwardInputMs = "10",
@@ -45,8 +45,8 @@ def validate(
     """Check a schedule in a file, and simulate it."""
     if file.suffix in (".yaml", ".yml"):
         raise UserError(
-            f"{file}: got a run's configuration by its name, expected a schedule in a .csv, .json "
-            f"or .txt file; jaxmorph train {file} --dry-run checks a configuration"
+            f"{file}: got a YAML file, expected a schedule in a .csv, .json or .txt file; "
+            f"jaxmorph train {file} --dry-run checks a run's configuration"
         )
     schedule = load_schedule(file)
     with options.options_named_in_errors(context):

@@ -1,8 +1,7 @@
-"""`jaxmorph compare`: systems, conditions of links, and rounds of steps.
+"""`jaxmorph compare`: measures systems under conditions of links.
 
-`comparison` is the whole of it. Read on in this order: `systems`, `condition_links` and
-`condition_plans` (what each of them runs under which condition), `condition_steps` (steps,
-measured), `detecting_rounds` and `rounds`, `rank` (one process of one system) and `matrix_record`
-(what is made of what they tell). `whole_runs` is the other kind of comparison: of whole runs, with
-the failures that there are.
+Read `comparison` first. Then: `systems`, `condition_links` and `condition_plans` (what a system
+runs under a condition), `condition_steps` (measured steps), `rounds`, `rank` (one process of one
+system), and `matrix_record` (the results). `whole_runs` compares whole runs instead, with their
+failures.
 """

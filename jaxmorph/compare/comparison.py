@@ -1,4 +1,4 @@
-"""Runs systems under conditions of links, one system after another, and writes what it measures."""
+"""Runs the systems of a comparison one after another, and writes the results."""
 
 import json
 import shlex
@@ -22,7 +22,7 @@ from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.report import claim_run_directory
 from jaxmorph.report.matrix_table import matrix_markdown
 from jaxmorph.report.page import REPORT, write_report
-from jaxmorph.report.run_directory import plain_json
+from jaxmorph.report.run_directory import plain_json, replace_file
 from jaxmorph.report.run_matrix import RESULTS, TIMELINES, Matrix, Run
 from jaxmorph.report.terminal import MatrixView
 from jaxmorph.runtime.launcher import run_ranks, threads_for
@@ -32,13 +32,10 @@ TABLE, FIGURE, RECOVERY_FIGURE = "table.md", "figure.png", "recovery.png"
 
 
 def start_comparison(path: Path, overrides: Sequence[str]) -> int:
-    """Run a configuration's comparison.
-
-    Returns:
-        How many systems could not be run to their end; what they did is in the results.
+    """Run a configuration's comparison; returns the number of systems that failed.
 
     Raises:
-        RunStoppedError: If it was asked to end while a whole run was saved.
+        RunStoppedError: It was asked to end during a whole run, which has saved its state.
     """
     config = load_config(path, overrides)
     wanted = _checked(path, overrides, config)
@@ -62,7 +59,7 @@ def start_comparison(path: Path, overrides: Sequence[str]) -> int:
 
 
 def _checked(path: Path, overrides: Sequence[str], config: Config) -> Compare:
-    """The section, once every system is known to fit model, data and caps."""
+    """The section `compare`, once every system is checked against model, data and caps."""
     if config.compare is None:
         raise UserError(f"{path}: compare: missing, expected a section with conditions")
     for system in config.compare.systems:
@@ -71,13 +68,13 @@ def _checked(path: Path, overrides: Sequence[str], config: Config) -> Compare:
                 check_run(planned)
         except UserError as error:
             placed = placed_error(path, overrides, error)
-            raise UserError(f"{placed} (as system {system!r} needs it)") from error
+            raise UserError(f"{placed} (for system {system!r})") from error
     _check_traces(path, overrides, config.compare, config.parallelism.stages)
     return config.compare
 
 
 def _configs(config: Config, wanted: Compare, system: System) -> Iterator[Config]:
-    """What a system runs under."""
+    """The configurations that a system runs."""
     if wanted.has_whole_runs:
         for condition in wanted.conditions:
             yield whole_config(config, system, condition, Path(config.run.dir))
@@ -92,7 +89,7 @@ def _check_traces(path: Path, overrides: Sequence[str], wanted: Compare, num_sta
 
 
 class _Results:
-    """The record of a comparison, and the files made of it."""
+    """The record of a comparison, and its files."""
 
     def __init__(
         self, name: str, wanted: Compare, directory: Path, notes: Mapping[str, str]
@@ -106,34 +103,32 @@ class _Results:
         return self.record.matrix(self._notes | {"load at the end": load_averages()})
 
     def write(self) -> list[str]:
-        """Write all files anew, with what is known by now, the results first.
-
-        Returns:
-            What of the rest could not be made, and why, a line each.
-        """
-        # Imported here: an error in the configuration need not wait for Matplotlib.
+        """Write all files with the runs so far; returns a line for each file that failed."""
+        # Imported here, so that a mistake in the configuration is reported before a slow import.
         from jaxmorph.report.matrix_figure import save_matrix_figure, save_recovery_figure
 
         matrix, directory = self.matrix(), self.directory
-        _write(directory / RESULTS, json.dumps(plain_json(matrix.to_json()), indent=1) + "\n")
-        made_of_them: dict[str, Callable[[], object]] = {
-            TABLE: lambda: _write(directory / TABLE, matrix_markdown(matrix)),
-            TIMELINES: lambda: _write(directory / TIMELINES, _timelines(self.record, matrix)),
+        results = json.dumps(plain_json(matrix.to_json()), indent=1) + "\n"
+        replace_file(directory / RESULTS, results)
+        made: dict[str, Callable[[], object]] = {
+            TABLE: lambda: replace_file(directory / TABLE, matrix_markdown(matrix)),
+            TIMELINES: lambda: replace_file(
+                directory / TIMELINES, _timelines(self.record, matrix)
+            ),
             FIGURE: lambda: save_matrix_figure(directory / FIGURE, matrix),
             REPORT: lambda: write_report(directory),
         }
         if matrix.has_whole_runs:
-            made_of_them[RECOVERY_FIGURE] = lambda: save_recovery_figure(
-                directory / RECOVERY_FIGURE, matrix
-            )
-        return [*filter(None, map(_failure, made_of_them, made_of_them.values()))]
+            path = directory / RECOVERY_FIGURE
+            made[RECOVERY_FIGURE] = lambda: save_recovery_figure(path, matrix)
+        return [*filter(None, map(_failure, made, made.values()))]
 
 
 def _failure(name: str, make: Callable[[], object]) -> str | None:
-    """Why a file that is made of the results could not be; None once it is."""
+    """Write a file; returns why that failed, if it did."""
     try:
         make()
-    except Exception as error:  # the results are safe, and other systems still to be run
+    except Exception as error:  # the results are written, and other systems are still to run
         first_line = (str(error).splitlines() or [""])[0]
         return f"could not write {name}: {type(error).__name__}: {first_line}"
     return None
@@ -160,7 +155,7 @@ def _run_system(system: str, config: Config, results: _Results, view: MatrixView
         failure = None
     except (RunFailedError, UserError) as error:
         view.say(f"{system} failed: {error}")
-        failure = "; ".join(str(error).splitlines()[:2])  # who, why and the log; not its last lines
+        failure = "; ".join(str(error).splitlines()[:2])  # without the last lines of the log
         if isinstance(error, UserError):
             raise
     finally:
@@ -174,7 +169,7 @@ def _run_system(system: str, config: Config, results: _Results, view: MatrixView
 def _run_whole_system(
     name: str, config: Config, wanted: Compare, results: _Results, view: MatrixView
 ) -> None:
-    """Each condition is a run of its own; the others are run if one fails."""
+    """Run a system under each condition; a failed run doesn't keep the next from starting."""
     failures: list[str] = []
 
     def put(run: Run) -> None:
@@ -183,8 +178,8 @@ def _run_whole_system(
         for complaint in results.write():
             view.say(complaint)
         if run.total_s is not None:
-            told = f"{name:19} {run.condition:20} {run.total_s:8.1f} s in all"
-            view.say(f"{told}, {len(run.recoveries)} restarts, goodput {run.goodput or 0.0:.1%}")
+            total = f"{name:19} {run.condition:20} {run.total_s:8.1f} s"
+            view.say(f"{total}, {len(run.recoveries)} restarts, goodput {run.goodput or 0.0:.1%}")
 
     for number, condition in enumerate(wanted.conditions):
         view.update(results.matrix(), f"{name} is running under '{condition.name}'")
@@ -209,7 +204,7 @@ def _say_results(system: str, matrix: Matrix, view: MatrixView) -> None:
 
 
 def _timelines(record: MatrixRecord, matrix: Matrix) -> str:
-    """By condition and system, the measured step that is nearest to the median, and its length."""
+    """The contents of `timelines.json`: by condition and system, a typical measured step."""
     typical_steps = {
         condition: {
             system: typical[1].to_json() | {"step_ms": typical[0]}
@@ -219,10 +214,3 @@ def _timelines(record: MatrixRecord, matrix: Matrix) -> str:
         for condition in matrix.conditions
     }
     return json.dumps(typical_steps) + "\n"
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace a file at once: a reader, or an interruption, never meets half of it."""
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)

@@ -1,4 +1,4 @@
-"""How links behave under a condition of a comparison: as declared, in one round, and so far."""
+"""The links' delays under a condition: as declared, in one round, and in the recent past."""
 
 import math
 import operator
@@ -15,19 +15,18 @@ from jaxmorph.transport.link_emulator import DirectionConditions, by_direction
 
 
 def link_conditions(condition: Condition) -> tuple[LinkCondition, ...]:
-    """A configured condition as those who emulate links are told of it."""
+    """A configured condition's links, as conditions of the emulation."""
     return tuple(LinkCondition(**dict(link)) for link in condition.links)
 
 
 def declared_states(
     conditions: Sequence[LinkCondition], message_bytes: int, margin_of_jitter: float = 0.0
 ) -> dict[Link, LinkDelay]:
-    """What links that behave as told do to messages.
+    """The delays that conditions add to links, whatever their spans of steps and times.
 
     Args:
-        conditions: How links behave; spans of steps and times are not looked at.
         message_bytes: Length of an activation or a gradient.
-        margin_of_jitter: How many standard deviations of a link's jitter to add to its latency.
+        margin_of_jitter: Standard deviations of a link's jitter to add to its latency.
     """
     states: dict[Link, LinkDelay] = {}
     for link in sorted({Link(*condition.between) for condition in conditions}):
@@ -42,7 +41,7 @@ def declared_states(
 
 
 def delayed(links: Links, added: Mapping[Link, LinkDelay]) -> dict[Link, LinkDelay]:
-    """Links with delays on top of what they have."""
+    """Add delays to links."""
     both = dict(links)
     for link, more in added.items():
         own = both.get(link, LinkDelay())
@@ -72,11 +71,11 @@ def _occupancy_ms(conditions: Sequence[LinkCondition], source: int, message_byte
 
 @dataclass(frozen=True)
 class RoundLinks:
-    """How links behave in a round.
+    """The conditions of links in a round.
 
     Attributes:
-        steady: Throughout; a system that adapts is told of it.
-        traced: From time to time, or step to step; it is told of what is over.
+        steady: In force throughout the round; a system that adapts gets them in advance.
+        traced: Changing by time or step; a system that adapts gets those that have passed.
     """
 
     steady: tuple[LinkCondition, ...]
@@ -84,51 +83,51 @@ class RoundLinks:
 
     @property
     def all(self) -> tuple[LinkCondition, ...]:
-        """Both, as those who emulate links are told."""
+        """Both, for the emulation."""
         return (*self.steady, *self.traced)
 
 
 def round_links(
     condition: Condition, num_stages: int, key: str, number: int = 0, first_step: int = 0
 ) -> RoundLinks:
-    """How links behave in one round of a condition.
+    """The links in one round of a condition.
 
     Args:
-        key: Where the condition stands in the configuration, for errors.
-        number: Of the round, from 0: each has its own draw of a regime.
+        key: The condition's place in the configuration, for errors.
+        number: Of the round, from 0; each round draws its own trace of a regime.
 
     Raises:
-        UserError: If its trace can't be read, or names a link that the pipeline doesn't have.
+        UserError: The trace can't be read, or names a link that the pipeline doesn't have.
     """
     traced = trace_conditions(condition.trace, num_stages, f"{key}.trace", number)
     return RoundLinks(link_conditions(condition), begun_at(traced, first_step))
 
 
 class DelayHistory:
-    """The past of links that behave as told."""
+    """The past delays of links with a trace."""
 
     def __init__(self, conditions: Iterable[LinkCondition]) -> None:
         self._of_direction = by_direction(conditions)
 
     def over(self, steps: range, from_s: float, to_s: float) -> tuple[LinkCondition, ...]:
-        """What was met in a stretch of the past, as conditions that hold always.
+        """The average delays of a stretch of the past.
 
         Args:
-            steps: The steps to look at, for what goes by steps; they count alike.
-            from_s: When the stretch began, in seconds since the origin, for what goes by time.
+            steps: The steps to average over, for traces by step.
+            from_s: Start of the stretch, in seconds since the origin, for traces by time.
 
         Returns:
-            For each direction that was slow, the mean latency, and as jitter the standard
-            deviation of latencies about it.
+            For each direction with a delay its mean latency, with the standard deviation as jitter.
         """
         found = (
-            _seen(way, own, steps, from_s, to_s) for way, own in sorted(self._of_direction.items())
+            _average(direction, own, steps, from_s, to_s)
+            for direction, own in sorted(self._of_direction.items())
         )
-        return tuple(seen for seen in found if seen.latency_ms or seen.bandwidth_mbps is not None)
+        return tuple(each for each in found if each.latency_ms or each.bandwidth_mbps is not None)
 
 
-def _seen(
-    way: tuple[int, int], own: DirectionConditions, steps: range, from_s: float, to_s: float
+def _average(
+    direction: tuple[int, int], own: DirectionConditions, steps: range, from_s: float, to_s: float
 ) -> LinkCondition:
     holding = [(1.0, own.by_step.at(step)) for step in steps]
     times_s = [from_s, *(bound for bound in own.by_time.bounds if from_s < bound < to_s), to_s]
@@ -139,18 +138,18 @@ def _seen(
     ]
     (by_step, step_ms2), (by_time, time_ms2) = map(_mean_and_variance, (holding, timed))
     return LinkCondition(
-        between=(min(way), max(way)),
+        between=(min(direction), max(direction)),
         latency_ms=by_step + by_time,
         jitter_ms=math.sqrt(step_ms2 + time_ms2),
         bandwidth_mbps=_narrowest(each for _, held in (*holding, *timed) for each in held),
-        source=way[0],
+        source=direction[0],
     )
 
 
 def _mean_and_variance(
     stretches: Sequence[tuple[float, Sequence[LinkCondition]]],
 ) -> tuple[float, float]:
-    """Of the latencies of stretches, each with its weight and what held; their own jitter too."""
+    """Mean and variance, jitter included, of the latencies of weighted stretches."""
     whole = math.fsum(weight for weight, _ in stretches)
     if not whole:
         return 0.0, 0.0

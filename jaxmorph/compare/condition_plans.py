@@ -1,6 +1,6 @@
-"""What a system of a comparison runs under a condition: its plan, and what that should take.
+"""Plans a system's step under a condition, and predicts it.
 
-A system that is told of links plans for them as they are, or as they have been lately.
+A system that adapts plans for the condition's delays, or for the recent past of a trace.
 """
 
 import math
@@ -23,10 +23,10 @@ from jaxmorph.training.plan_in_force import PlanInForce, agree_on_plan
 HOLDS_QUEUES = "holds queues"
 OVERLAPS = "overlaps"
 
-_WORTH = 0.01  # what delegating more links must gain
+_WORTH = 0.01  # the least gain of delegating more links
 RECENT_S = 10.0
-"""How far back the delays lie that a system that adapts is told of."""
-_LEAST_CHANGE_MS, _LEAST_CHANGE = 1.0, 0.1  # of what is planned for; less needs no other plan
+"""A system that adapts plans for the delays of so many seconds."""
+_LEAST_CHANGE_MS, _LEAST_CHANGE = 1.0, 0.1  # a smaller change of delays needs no new plan
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class ConditionPlanner:
     """Plans a system's step for one condition after another.
 
     Attributes:
-        profile: What ops and healthy links cost; only rank 0's is read.
-        num_tied: How many tied parameters the first and the last stage hold copies of.
+        profile: The costs of ops and healthy links; only rank 0's is read.
+        num_tied: The number of tied parameters.
     """
 
     config: Config
@@ -46,11 +46,7 @@ class ConditionPlanner:
     message_bytes: int
 
     def make(self, conditions: Sequence[LinkCondition]) -> tuple[PlanInForce, PlannedRun]:
-        """The system's plan and, on rank 0, what to expect of it.
-
-        Args:
-            conditions: How links behave; a system that adapts is told of them.
-        """
+        """The system's plan under conditions and, on rank 0, its prediction."""
         actual = self._profile_under(conditions, margin_of_jitter=0.0)
         believed = self.profile
         if self.system.adapts:
@@ -67,18 +63,17 @@ class ConditionPlanner:
     def begin(
         self, first: PlanInForce, conditions: Sequence[LinkCondition]
     ) -> tuple[PlanInForce, PlannedRun]:
-        """What a round of a condition begins with and, on rank 0, what to expect of it.
+        """The plan with which a round begins and, on rank 0, its prediction.
 
         Args:
-            first: The system's own first plan, with which one that detects begins: it is told
-                nothing of the condition.
+            first: The plan for healthy links, with which a system that detects begins.
         """
         if self.system.detects:
             return first, self.expect(first, conditions)
         return self.make(conditions)
 
     def expect(self, in_force: PlanInForce, conditions: Sequence[LinkCondition]) -> PlannedRun:
-        """What to expect of a plan, whatever it was made for."""
+        """Predict a plan's step under conditions, whatever it was made for."""
         actual = self._profile_under(conditions, margin_of_jitter=0.0)
         predicted_ms = in_force.simulate(actual).makespan_ms
         slow = [Link(*condition.between) for condition in conditions]
@@ -106,7 +101,7 @@ class ConditionPlanner:
 
 
 def _worthwhile(steps_ms: Sequence[float]) -> int:
-    """The first of several steps, unless a later one is clearly shorter."""
+    """The index of the first step, unless a later one is clearly shorter."""
     best = 0
     for index, step_ms in enumerate(steps_ms):
         if step_ms < steps_ms[best] * (1 - _WORTH):
@@ -115,18 +110,17 @@ def _worthwhile(steps_ms: Sequence[float]) -> int:
 
 
 def _regime(plan: Plan, slow: Sequence[Link]) -> str:
-    """How the delays of slow links are spent; with none, how those of any link would be."""
+    """What delays of the slow links do; without slow links, what delays of any link would."""
     routes = {plan.routes.get(link, "direct") for link in slow or plan.routes}
     words = {"direct": HOLDS_QUEUES, "delegated": OVERLAPS}
     return " and ".join(words[route] for route in sorted(routes, reverse=True))
 
 
 class Replanner:
-    """Plans anew for delays as they have been lately; it never looks ahead.
+    """Plans again when the recent delays of a trace have changed enough; it never looks ahead.
 
-    Before a step it sees the delays of the last ``RECENT_S`` seconds of the round, and those by
-    step of the step before: their means, and as jitter their standard deviations. It plans for
-    these where they have changed by enough to matter.
+    The recent delays are those of the last ``RECENT_S`` seconds, or of the last step for a trace by
+    step: their mean as latency, and their standard deviation as jitter.
     """
 
     def __init__(self, planner: ConditionPlanner, links: RoundLinks) -> None:
@@ -136,13 +130,13 @@ class Replanner:
         self._planned_ms: dict[tuple[int, int], float] = {}
 
     def __call__(self, step: int, elapsed_s: float) -> PlanInForce | None:
-        """A plan for the step to come; None where the one in force will do."""
+        """A plan for the next step; None: keep the current one."""
         since_s = max(0.0, elapsed_s - RECENT_S)
         recent = self._history.over(range(step - 1, step), since_s, elapsed_s)
         planned_ms = {
-            way: each.latency_ms + JITTER_MARGIN * each.jitter_ms
+            direction: each.latency_ms + JITTER_MARGIN * each.jitter_ms
             for each in recent
-            for way in each.directions()
+            for direction in each.directions()
         }
         if not self._differ(planned_ms):
             return None
@@ -152,10 +146,10 @@ class Replanner:
     def _differ(self, planned_ms: dict[tuple[int, int], float]) -> bool:
         return any(
             not math.isclose(
-                planned_ms.get(way, 0.0),
-                self._planned_ms.get(way, 0.0),
+                planned_ms.get(direction, 0.0),
+                self._planned_ms.get(direction, 0.0),
                 rel_tol=_LEAST_CHANGE,
                 abs_tol=_LEAST_CHANGE_MS,
             )
-            for way in planned_ms.keys() | self._planned_ms.keys()
+            for direction in planned_ms.keys() | self._planned_ms.keys()
         )

@@ -1,4 +1,4 @@
-"""Steps of training under conditions of links that come and go, and what was measured in them."""
+"""Runs and measures training steps while the links' conditions change."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from statistics import median
 from types import MappingProxyType
 
-from jaxmorph.compare.detecting_rounds import Following
 from jaxmorph.compare.matrix_record import RoundMeasured
 from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.runtime.emulated_links import EmulatedLinks, agree_on_origin_s
@@ -18,18 +17,19 @@ from jaxmorph.runtime.step import StepResult, StepRunner
 from jaxmorph.schedule.bubbles import IdleShares, idle_shares
 from jaxmorph.schedule.ops import LiveUntil
 from jaxmorph.schedule.timeline import peak_on_device
-from jaxmorph.training.loop import Loop
+from jaxmorph.training.loop import Callback, Loop
 from jaxmorph.training.open_stage import make_room
 from jaxmorph.training.plan_in_force import PlanInForce
 
 
 @dataclass(frozen=True)
 class MeasuredRound:
-    """Some steps under one condition, and what they ran under.
+    """The measured steps of a round.
 
     Attributes:
-        in_force: The plan of the last of them.
-        span_s: When they began and ended, in seconds since the round's origin.
+        in_force: The plan of the last step.
+        numbers: The steps' numbers.
+        span_s: Start of the first and end of the last, in seconds since the round's origin.
     """
 
     steps: list[StepResult]
@@ -39,20 +39,17 @@ class MeasuredRound:
 
 
 Replan = Callable[[int, float], PlanInForce | None]
-"""The plan to change to before a step, if any, by its number and the seconds since the origin.
+"""The new plan before a step, if any, given the step and the seconds since the round's origin.
 
-It is called on all ranks with the same arguments, and answers all of them the same plan.
+All ranks call it with the same arguments, and get the same plan.
 """
 
 
 class ConditionRunner:
-    """Trains on, step by step, while plans and links change.
+    """Takes training steps under one condition after another, without a restart.
 
     Args:
         clip_norm: Largest global norm of gradients; None: no clipping.
-
-    Attributes:
-        next_step: The number of the step to come.
     """
 
     def __init__(
@@ -71,7 +68,7 @@ class ConditionRunner:
         self.next_step = 0
 
     def lift_emulation(self) -> None:
-        """Have all links behave as they are until the next steps run."""
+        """End the emulation of links until the next round."""
         self._links.emulate(())
 
     def run(
@@ -81,21 +78,20 @@ class ConditionRunner:
         num_steps: int,
         num_warmup_steps: int = 0,
         replan: Replan | None = None,
-        following: Following | None = None,
+        callback: Callback | None = None,
     ) -> MeasuredRound:
         """Change plan and links, and run some steps.
 
         Args:
-            conditions: How the links behave from now on; their times count from now.
-            num_steps: How many steps to measure.
-            num_warmup_steps: How many to run before them.
-            replan: Asked before every step; no step's time includes its own.
-            following: Asked after every step, for a system that detects what its links do.
+            conditions: The links' conditions; their times count from now.
+            num_steps: The number of steps to measure, after `num_warmup_steps` others.
+            replan: Called before every step; no step's time includes it.
+            callback: The adaptation of a system that detects.
         """
         make_room(self._rendezvous, self._trainer, in_force.slots)
         origin_s = agree_on_origin_s(self._rendezvous)
         self._links.emulate(conditions, origin_s)
-        callbacks = [] if following is None else [following]
+        callbacks = [] if callback is None else [callback]
         loop = Loop(self._runner, in_force.program, callbacks, self.next_step)
         self._begin(loop)
         steps: list[StepResult] = []
@@ -125,8 +121,8 @@ class ConditionRunner:
         return changed or in_force
 
     def _begin(self, loop: Loop) -> None:
-        self._rendezvous.exchange({})  # nobody sends before plan and links are everybody's
-        self._trainer.events()  # those of the change
+        self._rendezvous.exchange({})  # no rank sends before all have the plan and the links
+        self._trainer.events()  # drop those of the change
         loop.begin()
 
 
@@ -136,7 +132,7 @@ def summarize_steps(
     events: Mapping[str, int] = MappingProxyType({}),
     live_until: LiveUntil = "B",
 ) -> RoundMeasured:
-    """What rank 0 reports of at least one step, by the reports that only it has."""
+    """Rank 0's message about the measured steps of a round, at least one."""
     timelines = [measured_timeline(step.reports) for step in steps]
     shares = [idle_shares(timeline) for timeline in timelines]
     step_ms = [1e3 * step.step_s for step in steps]

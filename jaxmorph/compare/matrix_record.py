@@ -1,4 +1,4 @@
-"""The record of a comparison: its runs, made of what ranks send, and its fine print."""
+"""The record of a comparison: its runs, from the ranks' messages, and its notes."""
 
 import math
 import os
@@ -23,18 +23,18 @@ from jaxmorph.schedule.timeline import Timeline
 
 @dataclass(frozen=True)
 class AllPlanned:
-    """What runs under each condition, in their order, before any of them is run."""
+    """The plan for each condition, in their order, before the first round."""
 
     plans: tuple[PlannedRun, ...]
 
 
 @dataclass(frozen=True)
 class RoundPlanned:
-    """What ran at the end of a round under a trace, or of one that the system had to detect.
+    """The plan at the end of a round with a trace, or of a system that detects.
 
     Attributes:
-        condition: Its number.
-        plan: Its prediction is by the means of the delays that there were.
+        condition: The condition's number.
+        plan: With a prediction for the mean delays of the round.
     """
 
     condition: int
@@ -43,15 +43,15 @@ class RoundPlanned:
 
 @dataclass(frozen=True)
 class RoundMeasured:
-    """The steps of one round of a condition: of each quantity a list, an item for each step.
+    """The measured steps of a round; a tuple has an item for each step.
 
     Attributes:
-        condition: Its number.
-        blocking: Of each step a share for each stage, as of `dependency` and `other`.
-        peak_on_device: Of each step, how many stashes each stage's device held at most.
-        events: How often each kind of event was emitted.
-        timeline: Of the step nearest to the median, as `Timeline.to_json` writes it.
-        timeline_ms: What that step took.
+        condition: The condition's number.
+        blocking: For each step and stage, a share of the step; as `dependency` and `other`.
+        peak_on_device: For each step and stage, the most stashes on the device at once.
+        events: The number of events by kind.
+        timeline: `Timeline.to_json` of the step nearest to the median.
+        timeline_ms: The length of that step.
     """
 
     condition: int
@@ -68,15 +68,11 @@ class RoundMeasured:
 
 
 ComparisonMessage: TypeAlias = AllPlanned | RoundPlanned | RoundMeasured
-"""What rank 0 of a system sends."""
+"""A message from rank 0 of a system."""
 
 
 def parse_comparison_message(data: Any) -> ComparisonMessage:
-    """The message that a rank sent.
-
-    Raises:
-        ParseError: It is none.
-    """
+    """Parse a rank's message; raises ParseError for anything else."""
     return parse(ComparisonMessage, data, "a message of a rank")
 
 
@@ -85,14 +81,14 @@ _LISTED = (
     "step_ms", "loss", "bubble_rate", "blocking", "dependency", "other", "peak_on_device",
 )  # fmt: skip
 _WHOLE = (
-    "each system under each condition is a run of {} steps, as `jaxmorph train` makes it, with its "
-    "checkpoints; what is emulated of links by steps comes in the same steps for all, but ranks "
-    "that were started again meet no cut link: they would use another card"
+    "each system under each condition is a run of {} steps of `jaxmorph train`, with checkpoints; "
+    "emulated links change in the same steps for all systems, but a cut link works again after a "
+    "restart, as the restarted ranks would use another card"
 )
 
 
 class MatrixRecord:
-    """All results of a comparison so far, in the process that the user started."""
+    """The results of a comparison so far, in the process that the user started."""
 
     def __init__(self, compare: Compare, name: str) -> None:
         self._compare = compare
@@ -122,31 +118,22 @@ class MatrixRecord:
                 self._timelines[key].append((message.timeline_ms, message.timeline))
 
     def put(self, run: Run) -> None:
-        """Add a whole run.
-
-        Args:
-            run: All that is known of it, but what it is held against.
-        """
+        """Add a whole run; its slowdown is computed later."""
         self._whole[run.system, run.condition] = run
 
     def finish(self, system: str, failure: str | None = None) -> None:
-        """Note that a system has ended."""
+        """Record that a system has ended."""
         self._finished.add(system)
         if failure is not None:
             self._failures[system] = failure
 
     @property
     def failures(self) -> Mapping[str, str]:
-        """Why systems could not be run to their end."""
+        """The systems that failed, and why."""
         return self._failures
 
     def typical_step(self, system: str, condition: str) -> tuple[float, Timeline] | None:
-        """The measured step nearest to the run's median.
-
-        Returns:
-            What it took from barrier to barrier, milliseconds, and its timeline; None where nothing
-            was measured.
-        """
+        """The measured step nearest to the run's median: milliseconds and timeline."""
         seen = self._timelines.get((system, condition))
         if not seen:
             return None
@@ -224,24 +211,22 @@ class MatrixRecord:
 
 
 def _times_as_long(run: Run, reference: Run | None) -> float | None:
-    """How many times as long a whole run took as another."""
+    """The ratio of two whole runs' lengths."""
     if run.total_s is None or reference is None or not reference.total_s:
         return None
     return run.total_s / reference.total_s
 
 
 def _divergence(losses: Sequence[float]) -> str | None:
-    """That training came to nothing, where it did: such steps are no comparison."""
+    """Why a run counts as failed if its loss diverged; None otherwise."""
     wrong = sum(not math.isfinite(loss) for loss in losses)
     return f"the loss is not finite in {wrong} of {len(losses)} steps" if wrong else None
 
 
 def one_slow_link(conditions: Sequence[Condition]) -> tuple[str, tuple[float, ...]]:
-    """The link in whose latency alone conditions differ.
+    """The name and latencies of a link, if at least three conditions differ in nothing else.
 
-    Returns:
-        The link's name and its latency under each condition, in rising order; nothing where the
-        conditions differ in more than that, or are fewer than three.
+    Latencies must rise from condition to condition; otherwise both results are empty.
     """
     if any(condition.trace for condition in conditions):
         return "", ()
@@ -257,22 +242,21 @@ def one_slow_link(conditions: Sequence[Condition]) -> tuple[str, tuple[float, ..
 
 
 def _medians(steps: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """The median of each stage."""
+    """The median over steps, for each stage."""
     return tuple(median(stage) for stage in zip(*steps, strict=True))
 
 
 def _most(steps: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The most of each stage."""
     return tuple(max(stage) for stage in zip(*steps, strict=True))
 
 
 def comparison_notes(config: Config, wanted: Compare, command: str) -> dict[str, str]:
-    """What a reader must know to judge and repeat a comparison, by its label."""
+    """What a reader must know to judge and repeat a comparison, by label."""
     versions = [f"{name} {metadata.version(name)}" for name in ("jaxmorph", "jax", "numpy")]
     emulated = (
-        "latency and bandwidth of links are emulated: on direct routes a transfer holds the queues "
-        "of both its stages for as long ('holds queues'); on delegated ones messages on their way "
-        "overlap and hold nobody up ('overlaps')"
+        "latency and bandwidth of links are emulated: a direct transfer holds the queues of both "
+        "its stages for the delay ('holds queues'); delegated messages in flight overlap, and no "
+        "queue waits for them ('overlaps')"
     )
     rounds = f"{wanted.repeats} rounds of {wanted.steps} steps a condition, in turn"
     left_out = f"{wanted.warmup_steps} steps before each are left out"
@@ -297,30 +281,30 @@ def comparison_notes(config: Config, wanted: Compare, command: str) -> dict[str,
 
 
 def _traces(wanted: Compare) -> dict[str, str]:
-    """What traces there are, if any, and what they mean for the columns."""
-    said = "; ".join(
+    """The note on traces, if there are any."""
+    traces = "; ".join(
         f"{condition.name}: {describe_trace(condition.trace)}"
         for condition in wanted.conditions
         if condition.trace is not None
     )
     meaning = (
-        "begun anew in each round, the same for all systems; those that adapt are told the recent "
-        "delays of each link before every step; a prediction is for the means of the delays that "
-        "there were in the last round"
+        "a trace starts again in each round, the same for all systems; a system that adapts gets "
+        "each link's recent delays before every step; predictions are for the mean delays of the "
+        "last round"
     )
-    return {"traces": f"{said}; {meaning}"} if said else {}
+    return {"traces": f"{traces}; {meaning}"} if traces else {}
 
 
 def _left_aside(config: Config) -> dict[str, str]:
-    """What the configuration says for other commands, if anything."""
-    said = {
+    """The note on sections that a comparison ignores, if any are configured."""
+    configured = {
         "routes": config.routes != Routes(),
         "schedule.link_ms": config.schedule.link_ms is not None,
         "emulation.links": bool(config.emulation.links),
         "emulation.trace": config.emulation.trace is not None,
         "evaluation": config.evaluation.every_steps is not None,
     }
-    names = [name for name, is_said in said.items() if is_said]
+    names = [name for name, is_set in configured.items() if is_set]
     reason = "systems have their own routes and plans, conditions their own links; only steps run"
     return {"left aside": f"{', '.join(names)}: {reason}"} if names else {}
 

@@ -1,6 +1,6 @@
 """One rank of one system of a comparison, for all conditions: `python -m jaxmorph.compare.rank`."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -38,7 +38,7 @@ def serve(
     wanted: Compare,
     system: System,
     rendezvous: Rendezvous,
-    tell: Callable[[ComparisonMessage], None],
+    send: Callable[[ComparisonMessage], None],
 ) -> None:
     """Run one system under every condition, as one rank."""
     rank, healthy = rendezvous.rank, system_config(config, system)
@@ -70,19 +70,20 @@ def serve(
             for condition in wanted.conditions
         ]
         if rank == 0:
-            tell(AllPlanned(tuple(planned for _, planned in made)))
+            send(AllPlanned(tuple(planned for _, planned in made)))
         every_link = possible_links(healthy.parallelism.stages)
         paths = RoundPaths(rendezvous, trainer, every_link) if healthy.fails_over else None
         rounds = Rounds(
             healthy, wanted, system, rendezvous, trainer, runner, planner, paths, first, num_tied
         )
-        for number, index in _turns(wanted):
+        # Each condition has one turn a round, so that a disturbance of the machine affects all.
+        for number, index in product(range(wanted.repeats), range(len(wanted.conditions))):
             for message in rounds.run(number, index, made[index][0]):
-                tell(message)
+                send(message)
 
 
 def _profiled(first: FirstPlan, runner: ConditionRunner, num_steps: int, rank: int) -> FirstPlan:
-    """The same with what some steps on healthy links have added to what is known of them."""
+    """Run some steps on healthy links, and add their measurements to the first plan's."""
     steps = runner.run(first.in_force, (), num_steps).steps
     if rank != 0 or not steps:
         return first
@@ -99,11 +100,11 @@ def _profiled(first: FirstPlan, runner: ConditionRunner, num_steps: int, rank: i
 
 
 def measured_anew(usual: UsualLinks, measured: Links, routes: Mapping[Link, Route]) -> UsualLinks:
-    """What links do on either route, by newer measurements where there are any.
+    """Replace the usual delays of links on the routes on which they are measured again.
 
     Args:
-        measured: What links have done since, each on its own route.
-        routes: Each link's route; one that is not named is direct.
+        measured: The new delays, each on the link's own route.
+        routes: The links' routes; a missing link is direct.
     """
     return {
         route: {
@@ -114,12 +115,7 @@ def measured_anew(usual: UsualLinks, measured: Links, routes: Mapping[Link, Rout
     }
 
 
-def _turns(wanted: Compare) -> Iterator[tuple[int, int]]:
-    """Rounds and conditions: each once a round, as what disturbs the machine then disturbs all."""
-    return product(range(wanted.repeats), range(len(wanted.conditions)))
-
-
-def _serve_as_told(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> None:
+def _run_rank(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> None:
     config_path, system = rest
     config = load_config(Path(config_path))
     healthy = system_config(config, SYSTEMS[system])
@@ -130,7 +126,7 @@ def _serve_as_told(arguments: RankArguments, link: LauncherLink, rest: list[str]
         fails_over=healthy.fails_over,
     )
     if config.compare is None:
-        raise ValueError(f"{config_path} compares nothing")
+        raise ValueError(f"{config_path}: no section compare")
     serve(
         config,
         config.compare,
@@ -141,4 +137,4 @@ def _serve_as_told(arguments: RankArguments, link: LauncherLink, rest: list[str]
 
 
 if __name__ == "__main__":
-    run_rank(_serve_as_told)
+    run_rank(_run_rank)

@@ -1,36 +1,46 @@
-"""Rounds of a comparison: one condition of links for some steps, and what one rank tells of it.
+"""Rounds of a comparison: some steps under one condition, with adaptation if a system detects.
 
-A round is to show what its own condition does. So direct paths that failed in the one before begin
-again; what can't is told of anew in each round, which has it delegated from its first step on.
+A round measures its own condition alone. So direct paths that failed in the round before are
+restored. A path that can't be restored is reported again in each round, and its link is delegated
+from the round's first step on.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from jaxmorph.compare.condition_links import DelayHistory, RoundLinks, round_links
 from jaxmorph.compare.condition_plans import ConditionPlanner, Replanner
 from jaxmorph.compare.condition_steps import ConditionRunner, MeasuredRound, summarize_steps
-from jaxmorph.compare.detecting_rounds import following
 from jaxmorph.compare.matrix_record import ComparisonMessage, RoundPlanned
 from jaxmorph.compare.systems import System
 from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.control.link_state import PathFailure
 from jaxmorph.control.path_reports import PathReport, path_news
+from jaxmorph.program.instructions import parse_program
 from jaxmorph.records import EventKind, Link
 from jaxmorph.runtime.rendezvous import Rendezvous, gather
+from jaxmorph.runtime.report import StepReport, measured_timeline
 from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.runtime.step import StepResult
+from jaxmorph.training.adaptation import Adaptation, open_control_loop
+from jaxmorph.training.control_loop import ControlLoop, Morph
 from jaxmorph.training.first_plan import FirstPlan
+from jaxmorph.training.loop import Callback, Effect
 from jaxmorph.training.plan_in_force import PlanInForce
+from jaxmorph.training.step_recorder import step_observed
 
-_PATIENCE_S = 3.0  # a path that is up is found so in a fraction of a second
-_LOOK_AGAIN_S = 0.02
+_PATIENCE_S = 3.0  # the check of a path that is up takes a fraction of a second
+_POLL_S = 0.02
 
 
 class RoundPaths:
-    """One rank's direct paths that failed in one round, before the next one begins."""
+    """Restores one rank's failed direct paths between rounds."""
 
     def __init__(
         self,
@@ -44,45 +54,111 @@ class RoundPaths:
         self._links = sorted(links)
         self._pause = pause
 
-    def begin_again(self) -> list[PathFailure]:
-        """Have failed direct paths begin again, if both their ends can and find them up.
+    def restore(self) -> list[PathFailure]:
+        """Restore the direct paths that both ends can restore and find up.
 
-        That is between two rounds, while nothing is emulated.
+        Called between two rounds, while nothing is emulated.
 
         Returns:
-            What this rank has to tell of its ends that stay delegated, as of new failures.
+            A failure for each of this rank's ends that stays delegated.
         """
-        untold = {each.link: each for each in self._trainer.link_failures()}
+        new = {each.link: each for each in self._trainer.link_failures()}
         failed = [link for link in self._links if self._trainer.path_is_up(link) is not None]
-        own = {str(link): self._can_begin(link) for link in failed}
-        can_begin = gather(self._rendezvous, Mapping[str, bool], own)
+        own = {str(link): self._can_restore(link) for link in failed}
+        can_restore = gather(self._rendezvous, Mapping[str, bool], own)
         stay: list[PathFailure] = []
         for link in failed:
-            if all(can_begin[rank].get(str(link), False) for rank in link):
+            if all(can_restore[rank].get(str(link), False) for rank in link):
                 self._trainer.restore_direct(link)
             else:
-                stay.append(untold.get(link) or self._told_anew(link))
+                stay.append(new.get(link) or self._earlier_failure(link))
         return stay
 
     def failures(self, stayed: Sequence[PathFailure]) -> Mapping[str, int]:
-        """How many direct paths failed in a round that nobody else watched, as events."""
+        """The number of direct paths that failed in a round without a controller, as events."""
         own = PathReport((*stayed, *self._trainer.link_failures()))
         failures = path_news(gather(self._rendezvous, PathReport, own)).failures
         return {EventKind.LINK_FAILED: len(failures)} if failures else {}
 
-    def _can_begin(self, link: Link) -> bool:
+    def _can_restore(self, link: Link) -> bool:
         if not self._trainer.can_restore(link):
             return False
-        for _ in range(round(_PATIENCE_S / _LOOK_AGAIN_S)):
+        for _ in range(round(_PATIENCE_S / _POLL_S)):
             if self._trainer.path_is_up(link):
                 return True
-            self._pause(_LOOK_AGAIN_S)  # the other end's host is asked beside this
+            self._pause(_POLL_S)  # a thread of the trainer's asks the peer's host meanwhile
         return False
 
-    def _told_anew(self, link: Link) -> PathFailure:
+    def _earlier_failure(self, link: Link) -> PathFailure:
         restores_left = None if self._trainer.can_restore(link) else 0
         detail = "its direct path failed in an earlier round"
         return PathFailure(link, detail, restores_left=restores_left)
+
+
+class RoundRecord:
+    """The current plan and the events of a round, recorded on a thread beside the steps.
+
+    Args:
+        loop: The controller; None on all ranks but rank 0, which record nothing.
+    """
+
+    def __init__(self, in_force: PlanInForce, loop: ControlLoop | None) -> None:
+        self.in_force = in_force
+        self.events: Counter[str] = Counter()
+        self._loop = loop
+        self._thread = ThreadPoolExecutor(1, "jaxmorph-morphs")
+        self._done: list[Any] = []
+
+    def observe(self, step: int, reports: Sequence[StepReport]) -> None:
+        """Let the controller observe a step."""
+        if self._loop is not None:
+            self._done.append(self._thread.submit(self._observe, self._loop, step, reports))
+
+    def adopt(self, morph: Morph, step: int) -> None:
+        """Record a new plan."""
+        if self._loop is not None:
+            self._done.append(self._thread.submit(self._adopt, self._loop, morph))
+
+    def finish(self) -> None:
+        """Wait until everything is recorded; raises the first error of that."""
+        self._thread.shutdown()
+        for done in self._done:
+            done.result()
+
+    def _observe(self, loop: ControlLoop, step: int, reports: Sequence[StepReport]) -> None:
+        observed = step_observed(step, measured_timeline(reports), reports)
+        self.events.update(event.kind for event in loop.observe(observed))
+
+    def _adopt(self, loop: ControlLoop, morph: Morph) -> None:
+        programs = tuple(map(parse_program, morph.programs))
+        self.in_force = PlanInForce(morph.plan, programs, self.in_force.rank, morph.slots)
+        self.events.update(event.kind for event in loop.adopted(morph))
+
+
+class RoundAdaptation(Callback):
+    """One rank's adaptation in a round.
+
+    Args:
+        failed: This rank's ends whose direct path stays failed from earlier rounds.
+    """
+
+    def __init__(
+        self, adaptation: Adaptation, record: RoundRecord, failed: Sequence[PathFailure] = ()
+    ) -> None:
+        self._adaptation = adaptation
+        self.record = record
+        self._failed = tuple(failed)
+
+    def report(self, step: int) -> tuple[Any, ...]:
+        """This rank's part of a step's report; in the first step with the failed paths."""
+        paths, *others = self._adaptation.report(step)
+        failed, self._failed = self._failed, ()  # each round has a new controller
+        return replace(paths, failures=(*failed, *paths.failures)), *others
+
+    def after(self, result: StepResult) -> Effect:
+        """Record the step; the next one may run another plan."""
+        self.record.observe(result.step, result.reports)
+        return self._adaptation.after(result)
 
 
 @dataclass(frozen=True)
@@ -90,7 +166,7 @@ class Rounds:
     """One rank's rounds of one system.
 
     Attributes:
-        paths: This rank's direct paths between rounds; None where none fails over.
+        paths: None if links don't fail over.
     """
 
     config: Config
@@ -105,12 +181,8 @@ class Rounds:
     num_tied: int
 
     def run(self, number: int, index: int, in_force: PlanInForce) -> Iterator[ComparisonMessage]:
-        """Run a round.
-
-        Args:
-            in_force: The plan to begin with: of a system that detects, its first.
-        """
-        failed = self._begin_paths_again()
+        """Run round `number` of condition `index`, beginning with a plan."""
+        failed = self._restore_paths()
         links = self._links(number, index)
         counts = self.wanted.steps, self.wanted.warmup_steps
         run = partial(self.runner.run, in_force, links.all, *counts)
@@ -118,43 +190,42 @@ class Rounds:
         if self.system.detects:
             done, events = self._run_detecting(run, failed)
         else:
-            is_told = links.traced and self.system.adapts
-            done = run(replan=Replanner(self.planner, links) if is_told else None)
+            replans = links.traced and self.system.adapts
+            done = run(replan=Replanner(self.planner, links) if replans else None)
             if self.paths is not None:
                 events = self.paths.failures(failed)
         if self.rendezvous.rank == 0:
-            yield from self._told(index, links, done, events)
+            yield from self._messages(index, links, done, events)
 
-    def _begin_paths_again(self) -> list[PathFailure]:
-        """Direct paths that failed in the round before; what can't begin again is told of."""
+    def _restore_paths(self) -> list[PathFailure]:
         if self.paths is None:
             return []
         self.runner.lift_emulation()
-        return self.paths.begin_again()
+        return self.paths.restore()
 
     def _run_detecting(
         self, run: Callable[..., MeasuredRound], failed: Sequence[PathFailure]
     ) -> tuple[MeasuredRound, Mapping[str, int]]:
-        """A round whose plan follows what is detected, and how often which event happened."""
+        """A round of a system that detects, and the number of its events by kind."""
         last_step = self.runner.next_step + self.wanted.warmup_steps + self.wanted.steps - 1
-        with following(
-            self.config,
-            self.first,
-            self.rendezvous,
-            self.trainer,
-            self.num_tied,
-            last_step,
-            failed,
-        ) as follower:
-            done = run(following=follower)
-        return replace(done, in_force=follower.record.in_force), follower.record.events
+        leads = self.rendezvous.rank == 0
+        with open_control_loop(
+            self.config, self.first, self.num_tied, active=leads, to_plan=self.config
+        ) as loop:
+            record = RoundRecord(self.first.in_force, loop)
+            try:
+                adaptation = Adaptation(self.rendezvous, self.trainer, record, loop, last_step)
+                done = run(callback=RoundAdaptation(adaptation, record, failed))
+            finally:
+                record.finish()
+        return replace(done, in_force=record.in_force), record.events
 
-    def _told(
+    def _messages(
         self, index: int, links: RoundLinks, done: MeasuredRound, events: Mapping[str, int]
     ) -> Iterator[ComparisonMessage]:
         if links.traced or self.system.detects:
-            seen = DelayHistory(links.traced).over(done.numbers, *done.span_s)
-            planned = self.planner.expect(done.in_force, (*links.steady, *seen))
+            average = DelayHistory(links.traced).over(done.numbers, *done.span_s)
+            planned = self.planner.expect(done.in_force, (*links.steady, *average))
             yield RoundPlanned(index, planned)
         live_until = self.config.schedule.live_until
         yield summarize_steps(index, done.steps, events, live_until)

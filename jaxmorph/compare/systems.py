@@ -1,4 +1,4 @@
-"""The systems that `jaxmorph compare` runs side by side: how each one plans and sends."""
+"""The systems that `jaxmorph compare` runs: how each one plans and sends."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,15 +17,14 @@ class System:
     """One way to run a pipeline.
 
     Attributes:
-        route: How all links' transfers travel, unless it reroutes.
-        adapts: Whether it plans anew for a condition; else it keeps the order that it planned for
-            healthy links.
-        reroutes: Whether routes may change too, for each link.
-        detects: Whether it is told nothing, and morphs by what it detects while it runs.
-        memory: What devices may hold: what the configuration says; or as much as a cap, to which
-            plans keep (`capped`), or beyond which stashes go to host memory (`offload`).
-        restarts: Whether it starts again from its last checkpoint when a rank fails, and whether
-            what has been compiled is kept for that.
+        route: The route of all links, unless the system reroutes.
+        adapts: Plans for each condition's delays; else it keeps the plan for healthy links.
+        reroutes: May delegate single links.
+        detects: Gets no delays in advance, and morphs when it detects slow links.
+        memory: The cap on stashes: the configuration's (`config`), or one that plans keep
+            (`capped`), or one beyond which stashes go to host memory (`offload`).
+        restarts: After a rank's failure: `never`, or from the last checkpoint, with compiled
+            programs kept (`warm`) or not (`cold`).
     """
 
     name: str
@@ -55,11 +54,12 @@ _LISTED = (
     ),
     System(
         "adaptive-detecting", "adaptive", "direct",
-        "told nothing of links: what it detects, it morphs for", reroutes=True, detects=True,
+        "gets no delays in advance: it detects slow links and morphs",
+        reroutes=True, detects=True,
     ),
     System(
         "adaptive-capped", "adaptive", "direct",
-        "adaptive within a cap on what devices hold",
+        "adaptive within a cap on device memory",
         adapts=True, reroutes=True, memory="capped",
     ),
     System(
@@ -69,7 +69,7 @@ _LISTED = (
     ),
     System(
         "restart", "1f1b", "direct",
-        "1f1b that starts again from its last checkpoint, with what was compiled kept",
+        "1f1b that restarts from its last checkpoint, with compiled programs kept",
         restarts="warm",
     ),
     System(
@@ -81,13 +81,10 @@ SYSTEMS: Mapping[str, System] = {system.name: system for system in _LISTED}
 
 
 def system_config(config: Config, system: System) -> Config:
-    """The configuration under which a system runs on healthy links.
+    """The configuration of a system on healthy links, with its schedule and routes.
 
-    Returns:
-        The same with the system's schedule and routes, and no link emulated or declared: conditions
-        of links come and go while it runs, and a system that adapts is told of them. The cap of one
-        that is capped, if the configuration names none, is 2 S - 1 microbatches on each of S
-        stages.
+    No link is emulated, since the ranks change the links' conditions while they run. A capped
+    system without a configured cap holds at most 2 S - 1 microbatches on each of S stages.
     """
     steps = config.compare.total_steps if config.compare else config.run.steps
     warmup_steps = min(config.optimizer.warmup_steps, steps)
@@ -110,14 +107,14 @@ def system_config(config: Config, system: System) -> Config:
 
 
 def _cap(config: Config, system: System) -> dict[str, int]:
-    """What devices may hold, of a system that is capped where the configuration names no cap."""
+    """The cap of a capped system without a configured cap."""
     if system.memory == "config" or config.schedule.is_capped:
         return {}
     return {"max_live": 2 * config.parallelism.stages - 1}
 
 
 def _failover(system: System) -> dict[str, bool]:
-    """A system that restarts has no other answer to a path that fails."""
+    """A system that restarts doesn't fail over."""
     return {} if system.restarts == "never" else {"enabled": False}
 
 
@@ -126,11 +123,9 @@ def _offload(system: System) -> dict[str, bool]:
 
 
 def route_choices(config: Config, system: System, slow: Sequence[Link]) -> Iterator[Config]:
-    """The routes among which a system chooses, the ones with the fewest delegated links first.
+    """The routes among which a system chooses: slow links delegated, then all links delegated.
 
-    Yields:
-        For one that is told of links and reroutes: only slow links delegated, and all of them;
-        else what it has.
+    A system that can't reroute has its configured routes alone.
     """
     if not (system.adapts and system.reroutes):
         yield config

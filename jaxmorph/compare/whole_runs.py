@@ -1,7 +1,7 @@
-"""Whole runs of systems: each under each condition by itself, with the failures that there are.
+"""Compares whole runs of `jaxmorph train`, one for each system and condition.
 
-A step of a comparison begins and ends with all ranks alive. What a failure costs only a run as
-`jaxmorph train` makes it can show: its checkpoints, its restarts, its first steps.
+Measured steps (`condition_steps`) can't show the cost of a failure: that takes checkpoints,
+restarts and first steps.
 """
 
 import math
@@ -18,29 +18,30 @@ from jaxmorph.config.compare_section import Condition
 from jaxmorph.errors import RunFailedError, RunStoppedError
 from jaxmorph.plain_json import parse_line
 from jaxmorph.records import Event, EventKind, RunHeader, RunSummary, StepRecord
+from jaxmorph.report import Reporter
 from jaxmorph.report.run_directory import EVENTS, METRICS, RECOVERY, RecoveryFile, read_records
 from jaxmorph.report.run_matrix import Run, StepTimes
 from jaxmorph.training.start import run_here
 
 RUNS = "runs"
-"""The folder of a comparison's directory in which its runs have theirs."""
+"""The folder of a comparison's directory with the runs' directories."""
 _COUNTED = frozenset({
     EventKind.RANK_FAILED, EventKind.RESTARTED, EventKind.CHECKPOINT_SAVED,
     EventKind.CHECKPOINT_FAILED, EventKind.LINK_FAILED, EventKind.LINK_RESTORED,
     EventKind.STRAGGLER_DETECTED, EventKind.PLAN_CHANGED, EventKind.ROUTE_CHANGED,
 })  # fmt: skip
-_SAID = frozenset({
+_SHOWN = frozenset({
     EventKind.RANK_FAILED, EventKind.RESTARTED, EventKind.LINK_FAILED, EventKind.LINK_RESTORED,
 })  # fmt: skip
-_ENDED = "the comparison has ended with it, and what it has measured is written"
+_ENDED = "the comparison has ended with it, and its results so far are written"
 _JAX_CACHE = "JAX_COMPILATION_CACHE_DIR"
 
 
-class Progress:
-    """A run's reporter that says how far it is, and keeps how long it took.
+class Progress(Reporter):
+    """Reports a run's progress in a few lines.
 
     Attributes:
-        elapsed_s: From the first step's start to the last one's end; None until it has ended.
+        elapsed_s: From the start of the first step to the end of the last; None before that.
     """
 
     def __init__(self, say: Callable[[str], None], name: str) -> None:
@@ -50,36 +51,26 @@ class Progress:
         self.elapsed_s: float | None = None
 
     def start(self, header: RunHeader) -> None:
-        """Keeps how many steps there will be."""
+        """Keep the number of steps."""
         self._num_steps = header.num_steps
 
     def step(self, record: StepRecord) -> None:
-        """Says so of every tenth part of the run."""
+        """Print a line for each tenth of the run."""
         if (record.step + 1) % max(1, self._num_steps // 10) == 0:
             self._say(f"{self.name}: step {record.step + 1} of {self._num_steps}")
 
     def event(self, event: Event) -> None:
-        """Says what befell the ranks and the links."""
-        if event.kind in _SAID:
+        """Print failures of ranks and links, and recoveries."""
+        if event.kind in _SHOWN:
             self._say(f"{self.name}: {event.kind.replace('_', ' ')}: {event.detail}")
 
-    def go_back(self, step: int) -> None:
-        """Has nothing to take back."""
-
     def finish(self, summary: RunSummary) -> None:
-        """Keeps how long the run took."""
+        """Keep the length of the run."""
         self.elapsed_s = summary.elapsed_s
-
-    def close(self) -> None:
-        """Has nothing to give back."""
 
 
 def whole_config(config: Config, system: System, condition: Condition, directory: Path) -> Config:
-    """The configuration of a system's run under a condition.
-
-    Args:
-        condition: How links behave; a cut one is as good as new for ranks that start again.
-    """
+    """The configuration of a system's run under a condition."""
     own = system_config(config, system)
     steps = config.compare.steps if config.compare else config.run.steps
     restarts = {"never": {"max_restarts": 0}, "cold": {"compilation_cache": False}, "warm": {}}
@@ -107,19 +98,19 @@ def run_whole(
     say: Callable[[str], None],
     put: Callable[[Run], None],
 ) -> None:
-    """Run a system under a condition from its start to its end.
+    """Run a system under a condition to its end.
 
     Args:
-        directory: Where the run writes; it doesn't exist yet.
-        say: Takes a line on how it goes.
-        put: Takes what was measured, until it failed or somebody ended it if that was so.
+        directory: The run's, which doesn't exist yet.
+        say: Takes lines about the progress.
+        put: Takes the run, also if it failed or was ended.
 
     Raises:
-        RunStoppedError: If it was asked to end; the comparison is to end with it.
+        RunStoppedError: It was asked to end, and the comparison ends with it.
     """
     progress = Progress(say, f"{system.name}, {condition.name}")
 
-    def put_what_is_there(failure: str | None) -> None:
+    def put_run(failure: str | None) -> None:
         elapsed_s = None if failure else progress.elapsed_s
         put(read_whole(system.name, condition.name, directory, elapsed_s, failure))
 
@@ -127,24 +118,24 @@ def run_whole(
         with _caches_of(system.restarts):
             asked_to_end = run_here(whole_config(config, system, condition, directory), progress)
     except RunFailedError as error:
-        put_what_is_there("; ".join(str(error).splitlines()[:2]))
+        put_run("; ".join(str(error).splitlines()[:2]))
         if error.asked_to_end:
             raise RunStoppedError(f"{progress.name}: {error}; {_ENDED}") from error
     except RunStoppedError as error:
-        put_what_is_there("asked to end")
+        put_run("asked to end")
         raise RunStoppedError(f"{progress.name}: {error}; {_ENDED}") from error
     except KeyboardInterrupt:
-        put_what_is_there("interrupted")
+        put_run("interrupted")
         raise
     else:
-        put_what_is_there(None)
+        put_run(None)
         if asked_to_end:
             raise RunStoppedError(f"{progress.name}: asked to end in its last step; {_ENDED}")
 
 
 @contextmanager
 def _caches_of(restarts: Restarts) -> Iterator[None]:
-    """While this lasts, a cold system's ranks hear of no cache that this process was told of."""
+    """Hide JAX's cache variable from the ranks of a system that restarts cold."""
     hidden = os.environ.pop(_JAX_CACHE, None) if restarts == "cold" else None
     try:
         yield
@@ -156,10 +147,10 @@ def _caches_of(restarts: Restarts) -> Iterator[None]:
 def read_whole(
     system: str, condition: str, directory: Path, elapsed_s: float | None, failure: str | None
 ) -> Run:
-    """A run, by what its directory says.
+    """Read a run's results from its directory.
 
     Args:
-        elapsed_s: From its first step's start to its last one's end; None where it had no end.
+        elapsed_s: From the start of the first step to the end of the last, if it has ended.
     """
     steps = read_records(directory / METRICS, StepRecord)
     events = read_records(directory / EVENTS, Event)
@@ -182,9 +173,9 @@ def read_whole(
 
 
 def _held_up_s(events: Iterable[Event]) -> float:
-    """How long direct paths that failed held up their ends' queues.
+    """How long failed direct paths held up their ends' queues.
 
-    Of those that failed in one step the longest counts: a card's links share one deadline.
+    Of paths that failed in one step the longest counts: the links of one card share a deadline.
     """
     of_steps: dict[int, float] = {}
     for event in events:

@@ -1,4 +1,9 @@
-"""What a run leaves behind and what its user sees meanwhile."""
+"""What a run writes and shows: its directory, the terminal, figures and HTML pages.
+
+Read `run_directory` and `terminal` first. `history` and `text` are what both show in words,
+`answers` prints plans, `run_matrix`, `matrix_table` and `matrix_figure` are a comparison's results,
+`draw` draws timelines, and `page` makes HTML pages.
+"""
 
 from jaxmorph.records import Event, RunHeader, RunSummary, StepRecord
 from jaxmorph.report.history import RunHistory

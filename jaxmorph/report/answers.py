@@ -1,4 +1,4 @@
-"""Answers as a person reads them: a chart with numbers, several in one table, a picture."""
+"""Prints and draws the answers of `jaxmorph plan`: a chart with numbers, or a table of several."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -17,7 +17,7 @@ _Row = tuple[str, str, str]
 
 
 def print_answer(answer: Answer, console: Console) -> None:
-    """Prints the simulated step as a chart of the terminal's width, then its key numbers."""
+    """Print the simulated step as a chart of the terminal's width, then its key numbers."""
     timeline = answer.timeline
     width = console.width
     if not console.is_terminal:
@@ -43,7 +43,7 @@ def _numbers(answer: Answer) -> Iterator[_Row]:
     yield "lower bound", f"{answer.lower_bound_ms:,.1f} ms", gap_note(answer)
     if answer.jittered is not None:
         mean_ms, p90_ms = answer.jittered
-        yield "with jitter", f"{mean_ms:,.1f} ms", f"on average; one step in ten over {p90_ms:,.1f}"
+        yield "with jitter", f"{mean_ms:,.1f} ms", f"mean; one step in ten takes over {p90_ms:,.1f}"
     yield "bubble rate", f"{answer.timeline.bubble_rate:.1%}", ""
     yield "warm-ups", listed(schedule.warmup_forwards), "forwards before the first backward"
     held = "microbatches" if schedule.num_chunks == 1 else "chunks of microbatches"
@@ -56,7 +56,7 @@ def _numbers(answer: Answer) -> Iterator[_Row]:
 
 
 def gap_note(answer: Answer) -> str:
-    """How far the step is from the fastest possible one, as far as the bound can prove it."""
+    """How far the step is above the lower bound, in words."""
     if answer.gap == 0:
         return "no schedule is faster"
     return f"this is {answer.gap:.1%} above the bound"
@@ -73,7 +73,7 @@ def _aligned(rows: Sequence[_Row]) -> list[Text]:
 
 
 def listed(values: Sequence[int], *, thousands: bool = False) -> str:
-    """One number per stage; a run of three or more equal ones is drawn together, as in ``5x8``."""
+    """One number per stage; three or more equal ones in a row become one word, such as `5x8`."""
     words: list[str] = []
     for value, run in groupby(values):
         count = len(list(run))
@@ -85,12 +85,12 @@ def listed(values: Sequence[int], *, thousands: bool = False) -> str:
 def print_comparison(
     answers: Mapping[str, Answer], refused: Mapping[str, str], console: Console
 ) -> None:
-    """Prints one row for each answer: step, gap to the bound, bubble, and what stages hold.
+    """Print one row for each answer: step, gap to the bound, bubble, and live microbatches.
 
     Args:
-        answers: Answers by the name of their row.
-        refused: Why there is no answer, by the name of the row that is missing.
-        console: Where to; lines are never cut.
+        answers: By the name of their row.
+        refused: The reason for each row that is missing, by its name.
+        console: Lines wider than it are not cut.
     """
     rows = [{"": name} | _values(answer) for name, answer in answers.items()]
     columns = []
@@ -103,7 +103,7 @@ def print_comparison(
         line = Text("  ".join(cells).rstrip(), style="" if at else "dim")
         console.print(line, soft_wrap=True)
     for name, reason in refused.items():
-        console.print(Text(f"{name}: not there, {reason}", style="dim"), soft_wrap=True)
+        console.print(Text(f"{name}: left out, {reason}", style="dim"), soft_wrap=True)
 
 
 def _values(answer: Answer) -> dict[str, str]:
@@ -123,17 +123,17 @@ def _values(answer: Answer) -> dict[str, str]:
 
 
 def save_answers(path: Path, answers: Mapping[str, Answer], problem: Problem | None) -> None:
-    """Draws the steps of answers under each other, as ``draw.save_timelines`` does.
+    """Draw the steps of answers, one panel each (`draw.save_timelines`).
 
     Args:
-        answers: Answers by the name of their panel.
-        problem: Whose links they all ran over, for the messages in flight; None when they differ.
+        answers: By the name of their panel.
+        problem: Its links are drawn with the messages in flight; None if the answers' links differ.
 
     Raises:
         UserError: An unknown suffix, or a file that cannot be written.
     """
     timelines = {name: answer.timeline for name, answer in answers.items()}
     if problem is None or problem.link_model == "blocking":
-        save_timelines(path, timelines)  # a blocking link's delay is in its transfers
+        save_timelines(path, timelines)  # a blocking link's delay shows in its transfers
     else:
         save_timelines(path, timelines, problem.links, problem.link_model)

@@ -1,4 +1,4 @@
-"""What is kept in memory of a run's steps: a few numbers of each, and the last records whole."""
+"""A run's steps in memory: a few numbers of each step, and the last records."""
 
 from array import array
 from bisect import bisect_left
@@ -11,7 +11,7 @@ from jaxmorph.records import Event, EventKind, RunSummary, StepRecord
 from jaxmorph.report.text import longer_than_planned
 
 RECENT = 20
-"""How many of the last records are kept whole."""
+"""How many of the last records are kept."""
 
 _KEPT = (
     "loss", "held_out_loss", "step_s", "tokens_per_s", "predicted_step_s", "bubble_rate",
@@ -20,19 +20,19 @@ _KEPT = (
 
 
 class RunHistory:
-    """A run so far; a step takes some tens of bytes, so that long runs stay small."""
+    """The steps so far, at less than a hundred bytes a step."""
 
     def __init__(self) -> None:
         self.recent: deque[StepRecord] = deque(maxlen=RECENT)
         self._morph_steps: list[int] = []
         self._skipped_steps: list[int] = []
         self._numbers = {name: array("d") for name in _KEPT}
-        self._steps = {name: array("q") for name in _KEPT}  # those of the numbers
-        self._planned_s = array("d")  # of every step; 0 without a plan
+        self._steps = {name: array("q") for name in _KEPT}  # the step of each number
+        self._planned_s = array("d")  # of every step; 0 if it had no plan
         self._peak_device_bytes: tuple[int, ...] | None = None
 
     def add(self, record: StepRecord) -> None:
-        """Adds the step after the one added last."""
+        """Add the next step."""
         self.recent.append(record)
         for name, numbers in self._numbers.items():
             if (number := getattr(record, name)) is not None:
@@ -42,11 +42,11 @@ class RunHistory:
         if record.skipped:
             self._skipped_steps.append(record.step)
         if (peaks := record.peak_device_bytes) is not None:
-            before = self._peak_device_bytes or peaks  # ranks that start again count from 0
+            before = self._peak_device_bytes or peaks  # restarted ranks count from 0
             self._peak_device_bytes = tuple(map(max, before, peaks))
 
     def go_back(self, step: int) -> None:
-        """Forgets the steps from one on, which will be done again."""
+        """Remove `step` and later steps, which will be done again."""
         while self.recent and self.recent[-1].step >= step:
             self.recent.pop()
         for name, steps in self._steps.items():
@@ -56,8 +56,8 @@ class RunHistory:
         self._morph_steps = [morph for morph in self._morph_steps if morph < step]
         self._skipped_steps = [skipped for skipped in self._skipped_steps if skipped < step]
 
-    def note(self, event: Event) -> None:
-        """Takes note of an event that sums a run up."""
+    def add_event(self, event: Event) -> None:
+        """Add an event; the summary counts morphs."""
         if event.kind == EventKind.PLAN_CHANGED:
             self._morph_steps.append(event.step)
 
@@ -66,17 +66,17 @@ class RunHistory:
 
     @property
     def losses(self) -> Sequence[float]:
-        """Every step's mean loss of a token."""
+        """The loss of every step."""
         return self._numbers["loss"]
 
     @property
     def productive_s(self) -> float:
-        """What all of its steps took."""
+        """The time spent in steps."""
         return sum(self._numbers["step_s"])
 
     @property
     def held_out_losses(self) -> Sequence[float]:
-        """The held-out losses of the steps that were evaluated."""
+        """The held-out losses, of the steps that were evaluated."""
         return self._numbers["held_out_loss"]
 
     def summary(
@@ -87,11 +87,7 @@ class RunHistory:
         picture: Path | None = None,
         traces: Sequence[Path] = (),
     ) -> RunSummary:
-        """Sums the run up, once a step has been added, with medians over the steps.
-
-        Args:
-            elapsed_s: From the first step's start to the last one's end.
-        """
+        """Summarize at least one step, with medians over the steps."""
         return RunSummary(
             losses=tuple(self.losses),
             held_out_losses=tuple(self.held_out_losses),
@@ -113,6 +109,5 @@ class RunHistory:
         )
 
     def _median(self, name: str) -> float | None:
-        """The median of what is known of a number; None where nothing is."""
         numbers = self._numbers[name]
         return median(numbers) if numbers else None

@@ -1,4 +1,4 @@
-"""Pictures of a comparison, for files and its page: its steps, and what failures cost."""
+"""Figures of a comparison, for files and its page: its steps, and the cost of failures."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from jaxmorph.records import PHASES
 from jaxmorph.report.draw.palette import STYLE
 from jaxmorph.report.run_matrix import Matrix, Run, StepTimes
 
-# Okabe and Ito's, which colour-blind readers can tell apart; markers and hatches say the same.
+# Okabe and Ito's, which colour-blind readers can tell apart; markers and hatches help too.
 _COLOURS = ("#0072B2", "#D55E00", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#000000")
 _MARKERS = "os^DvXP"
 _HATCHES = ("", "//", "..", "xx", "\\\\", "++", "--")
@@ -27,22 +27,22 @@ _HELD_UP = "held up"
 
 
 def save_matrix_figure(path: Path, matrix: Matrix) -> None:
-    """Draw `matrix_figure` into a file."""
+    """Save `matrix_figure` to a file."""
     with rc_context({**STYLE, "font.size": 10}):
         matrix_figure(matrix).savefig(path, dpi=150)
 
 
 def save_recovery_figure(path: Path, matrix: Matrix) -> None:
-    """Draw `recovery_figure` into a file."""
+    """Save `recovery_figure` to a file."""
     with rc_context({**STYLE, "font.size": 10}):
         recovery_figure(matrix).savefig(path, dpi=150)
 
 
 def matrix_figure(matrix: Matrix) -> Figure:
-    """The median steps, with p10 and p90 as error bars and the reference dashed.
+    """Median steps, with p10 and p90 as error bars, and dashed reference values.
 
-    Lines over the latency of the one link that conditions have in common, else a group of bars for
-    each condition. Failed and noisy runs are marked as such.
+    If conditions differ only in one link's latency, lines over that latency; else a group of bars
+    for each condition.
     """
     groups = len(matrix.conditions)
     width = max(6.8, 1.6 + groups * (0.4 + 0.42 * len(matrix.systems)))
@@ -63,7 +63,7 @@ def _colour(index: int) -> str:
     return _COLOURS[index % len(_COLOURS)]
 
 
-_Places = tuple[Sequence[float], Sequence[Run | None]]  # a system's runs, and where each stands
+_Places = tuple[Sequence[float], Sequence[Run | None]]  # a system's runs, and the x of each
 
 
 def _draw_lines(
@@ -126,7 +126,7 @@ def _error_bars(times: Sequence[StepTimes]) -> list[list[float]]:
 
 
 def _mark(axes: Axes, at: Sequence[float], row: Sequence[Run | None], colour: str) -> None:
-    """Says of runs that they are noisy, or have failed."""
+    """Mark noisy and failed runs."""
     for x, run in zip(at, row, strict=True):
         if run and run.noisy and run.step_ms:
             _write(axes, x, run.step_ms.p90, "noisy")
@@ -165,7 +165,7 @@ def _title(matrix: Matrix) -> str:
 
 
 def recovery_figure(matrix: Matrix) -> Figure:
-    """How long each whole run took, and beside that what its failures cost, by phases."""
+    """The length of each whole run, and beside it the cost of its failures by phase."""
     runs = [run for _, row in matrix.rows() for run in row if run and run.goodput is not None]
     failed = [run for run in runs if run.recoveries or run.held_up_s]
     figure = Figure(figsize=(9.6, 1.6 + 0.42 * max(3, len(runs))), layout="constrained")
@@ -184,8 +184,8 @@ def _draw_totals(axes: Axes, runs: Sequence[Run]) -> None:
     totals_s = [run.total_s or 0.0 for run in runs]
     axes.barh(_names(runs), totals_s, color="#0072B2", edgecolor="white")
     for at, run in enumerate(runs):
-        told = "failed" if run.total_s is None else f" {run.total_s:,.0f} s"
-        axes.annotate(told, (run.total_s or 0.0, at), va="center", fontsize=8)
+        label = "failed" if run.total_s is None else f" {run.total_s:,.0f} s"
+        axes.annotate(label, (run.total_s or 0.0, at), va="center", fontsize=8)
     _finish_costs(axes, "all steps, failures included (s)")
 
 
@@ -201,7 +201,7 @@ def _draw_phases(axes: Axes, runs: Sequence[Run]) -> None:
 
 
 def _costs_s(runs: Sequence[Run]) -> Iterator[tuple[str, list[float]]]:
-    """What each run's failures cost, by kind: restarts by phases, failed paths by waiting."""
+    """The costs of each run by kind: the phases of restarts, and failed paths' stalls."""
     for phase in PHASES:
         yield (
             phase,
@@ -218,7 +218,6 @@ def _finish_costs(axes: Axes, label: str) -> None:
 
 
 def _tidy(axes: Axes, values: Any) -> None:
-    """A grid across the axis of values, and no frame."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis=values, color="#dddddd", linewidth=0.7)
     axes.set_axisbelow(True)

@@ -1,4 +1,4 @@
-"""The runs of a comparison in plain cells, and as tables in Markdown for a file."""
+"""The runs of a comparison as cells of tables, and as a page of Markdown."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,12 +11,12 @@ RUN_COLUMNS = (
     "system", "condition", "schedule", "warm-up forwards", "routes", "delays", "lower bound ms",
     "on device", "bubble", "dependency", "blocking", "other", "most blocked", "loss",
 )  # fmt: skip
-"""What ran and why its stages idled: the heads of `run_cells`."""
+"""The columns of `run_cells`: what ran, and why its stages idled."""
 WHOLE_COLUMNS = (
     "system", "condition", "total s", "more s", "goodput", "held up s", "restarts", "lost s",
     *PHASES,
 )  # fmt: skip
-"""What whole runs took, and what failures have cost of it: the heads of `whole_rows`."""
+"""The columns of `whole_rows`: how long whole runs took, and what failures cost them."""
 
 _NOT_YET = "…"
 _FAILED = "FAILED"
@@ -24,21 +24,17 @@ _UNKNOWN = "-"
 
 
 def matrix_markdown(matrix: Matrix) -> str:
-    """A comparison as a page of Markdown.
-
-    Returns:
-        Systems in rows and conditions in columns; under them what each run was, what is wrong with
-        runs that failed or are noisy, and the notes.
-    """
+    """A comparison as a page of Markdown: its steps, what ran, what failed, and the notes."""
     whole = f"{whole_runs_legend(matrix)}\n\n{_table(WHOLE_COLUMNS, whole_rows(matrix))}"
     parts = [
         f"# {matrix.name}\n",
         _legend(matrix),
         _table(["", *matrix.conditions], _times_rows(matrix)),
-        "What ran, and why its stages idled, as shares of the step: *dependency*: data not made "
-        "yet or on its way; *blocking*: a ready op behind a transfer; *other*: dispatch and "
-        "copies. Means of the stages, and the stage that is blocked most. *On device*: the most "
-        "microbatches whose stash each stage's device held at once.\n",
+        "What ran, and why its stages idled, as shares of the step, averaged over the stages. "
+        "*Dependency*: the data isn't computed yet, or is in flight; *blocking*: a ready op waits "
+        "behind a transfer; *other*: dispatch and copies; *most blocked*: the stage that waits "
+        "longest behind transfers. *On device*: the most microbatches whose stash each stage's "
+        "device held at once.\n",
         _table(RUN_COLUMNS, map(run_cells, _measured(matrix))),
         *([whole] if matrix.has_whole_runs else []),
         *_complaints(matrix),
@@ -48,7 +44,7 @@ def matrix_markdown(matrix: Matrix) -> str:
 
 
 def short_cell(run: Run | None) -> str:
-    """A run in a few characters: median milliseconds and slowdown, or why there are none."""
+    """A run in a few characters: median milliseconds and slowdown, or that it failed."""
     if run is None:
         return _NOT_YET
     if run.step_ms is None or run.failed:
@@ -82,11 +78,11 @@ def run_cells(run: Run) -> list[str]:
 def whole_runs_legend(matrix: Matrix) -> str:
     """What `WHOLE_COLUMNS` mean."""
     return (
-        "Whole runs, from the first step to the end of the last one, failures included. More: "
-        f"than the same system under '{matrix.conditions[0]}'. What failures after which the ranks "
-        "were started again have cost, in seconds, by what it was spent on. Held up: for how long "
-        "direct paths that failed stopped both their ends, until their links were delegated; of "
-        "those that failed in one step the longest."
+        "Whole runs, from the start of the first step to the end of the last, failures included. "
+        f"'more s' compares with the same system under '{matrix.conditions[0]}'. 'held up s' is "
+        "how long failed direct paths stopped both their ends until their links were delegated; of "
+        "paths that failed in one step, the longest counts. 'lost s' is the cost of failures that "
+        "led to a restart, and the columns after it are its phases."
     )
 
 
@@ -123,7 +119,7 @@ def _more(run: Run, first: Run | None) -> str:
 def _legend(matrix: Matrix) -> str:
     reference = f"; *{matrix.reference_source or 'reference'}*" if matrix.has_reference else ""
     return (
-        "Step in ms, barrier to barrier: **median** (p10 to p90); predicted step; slowdown against "
+        "Step in ms, barrier to barrier: **median** (p10 to p90); predicted step; slowdown over "
         f"the system's own healthy step{reference}.\n"
     )
 
@@ -170,8 +166,8 @@ def _complaints(matrix: Matrix) -> Iterator[str]:
         for reason in filter(None, (run.failed, run.noisy)):
             yield f"- {run.system}, {run.condition}: {' '.join(reason.split())}\n"
         if run.events:
-            told = ", ".join(f"{count} x {kind}" for kind, count in sorted(run.events.items()))
-            yield f"- {run.system}, {run.condition}: {told}\n"
+            counts = ", ".join(f"{count} x {kind}" for kind, count in sorted(run.events.items()))
+            yield f"- {run.system}, {run.condition}: {counts}\n"
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

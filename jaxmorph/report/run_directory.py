@@ -1,4 +1,4 @@
-"""The directory a run writes: its configuration, metrics, events, traces and profile."""
+"""A run's directory: configuration, metrics, events, traces, profile (`docs/run-files.md`)."""
 
 import json
 import math
@@ -29,30 +29,25 @@ _STAY = frozenset({
     EventKind.RESUMED, EventKind.CHECKPOINT_DAMAGED, EventKind.RANK_FAILED, EventKind.RESTARTED,
     EventKind.LINK_FAILED, EventKind.CHECKPOINT_FAILED,
 })  # fmt: skip
-"""The kinds of events about failures and restarts: they stay when their steps are done again."""
+"""Events about failures and restarts stay when their steps are done again."""
 _Line = TypeVar("_Line", StepRecord, Event)
 
 
 @dataclass(frozen=True)
 class RecoveryFile:
-    """What is read of `recovery.json`.
-
-    Attributes:
-        goodput: Which share of the run's time was spent in steps that stayed; None: unknown.
-        recoveries: What each failure has cost, as `Recovery.to_json` writes it.
-    """
+    """The fields of `recovery.json` that are read; each recovery is a `Recovery.to_json`."""
 
     goodput: float | None = None
     recoveries: tuple[Json, ...] = ()
 
 
 class RunDirectory:
-    """An open run directory; each line is on its way to disk when its call returns.
+    """An open run directory; files are line-buffered, so each call passes its line to the OS.
 
     Args:
         path: An existing directory that belongs to this run alone.
-        resumed: Whether lines come after those that are there already.
-        tensorboard: Where steps are written to besides; closed with the directory.
+        resumed: Append to the files that are there.
+        tensorboard: Gets the steps too; closed with the directory.
     """
 
     def __init__(
@@ -68,29 +63,29 @@ class RunDirectory:
         self._events = (self.path / EVENTS).open(mode, encoding="utf-8", buffering=1)
 
     def write_step(self, record: StepRecord) -> None:
-        """Appends a step to `metrics.jsonl`; numbers that are not finite are written as null."""
+        """Append a step to `metrics.jsonl`; numbers that are not finite become null."""
         self._metrics.write(_json_line(record.metrics()))
         if self._tensorboard is not None:
             self._tensorboard.write_step(record)
 
     def write_event(self, event: Event) -> None:
-        """Appends an event to `events.jsonl`."""
+        """Append an event to `events.jsonl`."""
         self._events.write(_json_line(event.line()))
         if self._tensorboard is not None and event.kind == EventKind.CHECKPOINT_SAVED:
-            self._tensorboard.flush()  # a run that goes on from there won't do its steps again
+            self._tensorboard.flush()  # a run that resumes from here never writes these steps again
 
     def write_profile(self, profile: Mapping[str, Any]) -> None:
-        """Writes what ops and links cost to `profile.json`, in place of what was there."""
-        _replace(self.path / PROFILE, _json_line(profile))
+        """Replace `profile.json`, the measured costs of ops and links."""
+        replace_file(self.path / PROFILE, _json_line(profile))
 
     def write_links(self, values: Mapping[str, Any]) -> None:
-        """Writes what is known of degraded links to `links.json`, in place of what was there."""
-        _replace(self.path / LINKS, _json_line(values))
+        """Replace `links.json`, the degraded links."""
+        replace_file(self.path / LINKS, _json_line(values))
 
     def write_observation(self, line: str, *, begins: bool) -> None:
-        """Appends a line to the newest file of `control/`, or begins another one with it.
+        """Append a line to the newest file in `control/`, or begin a new file with it.
 
-        The oldest files make room, if all together are larger than 32 MiB.
+        The oldest files are removed while all together exceed 32 MiB.
         """
         if begins:
             folder = self.path / CONTROL
@@ -105,16 +100,14 @@ class RunDirectory:
                 file.write(line + "\n")
 
     def write_recovery(self, values: Mapping[str, Any]) -> None:
-        """Writes what failures have cost to `recovery.json`, in place of what was there."""
-        _replace(self.path / RECOVERY, json.dumps(plain_json(values), indent=1) + "\n")
+        """Replace `recovery.json`, the goodput and the cost of failures."""
+        replace_file(self.path / RECOVERY, json.dumps(plain_json(values), indent=1) + "\n")
 
     def go_back(self, step: int) -> None:
-        """Takes out what is said of steps from one on, since these steps will be done again.
-
-        See `reopen_run_directory`.
+        """Remove the lines of `step` and later steps, as `reopen_run_directory` does.
 
         Raises:
-            UserError: It can't be written to, or a line of it is not what a run writes.
+            UserError: A file can't be written, or has a line that no run writes.
         """
         self.close()
         try:
@@ -128,17 +121,17 @@ class RunDirectory:
             raise UserError(f"run.dir: {self.path}: cannot write: {error.strerror}") from error
 
     def trace_path(self, step: int) -> Path:
-        """The file for a step's Chrome trace, `trace/step_N.json`, in a directory that exists."""
+        """The path for a step's Chrome trace, `trace/step_N.json`; makes the folder."""
         directory = self.path / _TRACES
         directory.mkdir(exist_ok=True)
         return directory / f"step_{step}.json"
 
     def traces(self) -> dict[int, Path]:
-        """The files of Chrome traces that are there, by their steps, in rising order."""
+        """The Chrome traces by step, in rising order."""
         return find_traces(self.path)
 
     def close(self) -> None:
-        """Closes the files; safe to call twice."""
+        """Close the files; safe to call twice."""
         self._metrics.close()
         self._events.close()
         if self._tensorboard is not None:
@@ -152,7 +145,7 @@ class RunDirectory:
 
 
 def read_records(path: Path, kind: type[_Line]) -> list[_Line]:
-    """The lines of a run's metrics or events, but for a last one that isn't whole yet.
+    """The lines of a run's metrics or events, without an unfinished last one.
 
     Raises:
         UserError: A line is not what a run writes.
@@ -170,16 +163,16 @@ def _size(path: Path) -> int:
 
 
 def find_traces(path: Path) -> dict[int, Path]:
-    """The files of Chrome traces in a run directory, by their steps, in rising order."""
+    """A run directory's Chrome traces by step, in rising order."""
     found = ((_TRACE.fullmatch(trace.name), trace) for trace in (path / _TRACES).glob("*"))
     return dict(sorted((int(match[1]), trace) for match, trace in found if match))
 
 
 def open_run_directory(config: Config) -> RunDirectory:
-    """Makes a run's own directory (`claim_run_directory`), and opens it.
+    """Make a run's own directory (`claim_run_directory`), and open it.
 
     Raises:
-        UserError: No directory can be made there, or what writes for TensorBoard is missing.
+        UserError: The directory can't be made, or tensorboardX is missing.
     """
     if config.metrics.tensorboard:
         load_writer()  # before anything is written
@@ -191,25 +184,20 @@ def open_run_directory(config: Config) -> RunDirectory:
 
 
 def reopen_run_directory(path: Path, config: Config, step: int) -> RunDirectory:
-    """Opens the directory of a run that goes on, as if it had ended after so many steps.
+    """Open the directory of a run that resumes after `step` steps, with a new configuration.
 
-    What metrics and events say of later steps is taken out, since these steps will be done again,
-    and so is a last line that is there but in part. Events about failures and
-    restarts stay.
-
-    Args:
-        config: Takes the place of the one that is there.
-        step: How many steps have been done.
+    The lines of later steps are removed, since these steps will be done again, except for events
+    about failures and restarts. An unfinished last line is removed too.
 
     Raises:
-        UserError: It can't be written to, a line of it is not what a run writes, or what writes
-            for TensorBoard is missing.
+        UserError: A file can't be written or has a line that no run writes, or tensorboardX is
+            missing.
     """
     if config.metrics.tensorboard:
         load_writer()  # before anything is written
     try:
         _cut_lines(path, step)
-        _replace(path / CONFIG, dump_config(config))
+        replace_file(path / CONFIG, dump_config(config))
         return RunDirectory(path, resumed=True, tensorboard=_tensorboard(config, path, step))
     except ParseError as error:
         raise UserError(f"--resume: {error}") from error
@@ -234,29 +222,27 @@ def _keep_lines(path: Path, kind: type[_Line], wanted: Callable[[_Line], bool]) 
                 for number, line in enumerate(file, start=1)
                 if _is_whole(line) and wanted(parse_line(kind, line, f"{path}, line {number}"))
             ]
-        _replace(path, "".join(kept))
+        replace_file(path, "".join(kept))
 
 
 def _is_whole(line: str) -> bool:
-    """Whether a line was written to its end; the last one of a killed run may not have been."""
-    return line.endswith("}\n")
+    return line.endswith("}\n")  # the last line of a killed run may be cut off
 
 
-def _replace(path: Path, text: str) -> None:
-    """Writes a file in place of another at once: nobody ever sees half of it."""
+def replace_file(path: Path, text: str) -> None:
+    """Replace a file atomically: no reader sees half of it."""
     written = path.with_name(f"{path.name}.new")
     written.write_text(text, encoding="utf-8")
     written.replace(path)
 
 
 def claim_run_directory(config: Config) -> Path:
-    """Makes a directory that belongs to one run alone, and writes its configuration there.
+    """Make a directory for one run alone, and write its configuration there.
 
-    A directory that holds anything is left alone: the run goes into the first free one of
-    `runs/demo`, `runs/demo-2`, `runs/demo-3`, and so on.
+    It is the first of `runs/demo`, `runs/demo-2`, `runs/demo-3`, ... that is absent or empty.
 
     Raises:
-        UserError: No directory can be made there.
+        UserError: The directory can't be made.
     """
     text = dump_config(config)
     try:
@@ -277,14 +263,14 @@ def _candidates(wanted: Path) -> Iterator[Path]:
 
 
 def _claim(path: Path, config_text: str) -> bool:
-    """Takes an absent or empty directory by creating its config.yaml, which only one run can."""
+    """Claim an absent or empty directory by creating its config.yaml, which one run alone can."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         if any(path.iterdir()):
             return False
         with (path / CONFIG).open("x", encoding="utf-8") as file:
             file.write(config_text)
-    except FileExistsError:  # a file in the way, or another run that was faster
+    except FileExistsError:  # the path is a file, or another run was faster
         return False
     return True
 
@@ -294,7 +280,7 @@ def _json_line(values: Mapping[str, Any]) -> str:
 
 
 def plain_json(value: Any) -> Any:
-    """The value in JSON's types: arrays and their scalars unpacked, NaN and infinities as null."""
+    """The value in JSON's types: arrays and NumPy scalars as lists and numbers, NaN as None."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):

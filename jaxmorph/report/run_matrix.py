@@ -1,4 +1,4 @@
-"""What a comparison measures: a run for each system under each condition of the links."""
+"""The results of a comparison: a run for each system under each condition of the links."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -7,17 +7,12 @@ from typing import Any
 import numpy as np
 
 RESULTS, TIMELINES = "results.json", "timelines.json"
-"""Files in a comparison's directory: the matrix, and by condition each system's typical step."""
+"""Files of a comparison: the matrix, and a typical step of each run."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The steps of one run, in milliseconds.
-
-    Attributes:
-        p10: What a tenth of them stays below.
-        p90: What a tenth of them is above.
-    """
+    """The steps of one run, in milliseconds: median, 10th and 90th percentile, number."""
 
     median: float
     p10: float
@@ -32,19 +27,19 @@ class StepTimes:
 
     @property
     def spread(self) -> float:
-        """The slow steps over the quick ones, p90 / p10."""
+        """p90 / p10."""
         return self.p90 / self.p10 if self.p10 else float("inf")
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What a system is to run under a condition.
+    """The plan of a system under a condition.
 
     Attributes:
         predicted_ms: The step, simulated with measured op costs and the condition's delays.
-        lower_bound_ms: A step that no schedule could beat, by the same costs and delays.
-        warmup_forwards: Forwards before the first backward, for each stage.
-        regime: How delays of links are spent: ``holds queues`` or ``overlaps``.
+        lower_bound_ms: No schedule is faster with the same costs and delays.
+        warmup_forwards: Of each stage.
+        regime: What delays of links do: ``holds queues`` or ``overlaps``.
     """
 
     predicted_ms: float
@@ -57,32 +52,29 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Run:
-    """One system under one condition.
+    """One system under one condition: some measured steps, or a whole run with its failures.
 
     Attributes:
-        step_ms: Measured steps, from barrier to barrier; None where none was.
-        plan: What was to be run; None where the system failed before that was known.
-        slowdown: The median step over that of the same system under the reference condition.
-        bubble_rate: Median share of the step that the stages idle.
-        blocking_stall_rate: For each stage, the median share of the step that its next op, ready,
-            waited for a queue that a transfer held.
-        dependency_bubble_rate: For each stage, the median share that it waited for data.
-        other_idle_rate: For each stage, the median share that neither explains: dispatch, copies.
+        step_ms: The measured steps, from barrier to barrier.
+        plan: None if the system failed before it had planned.
+        slowdown: The median step over that of the same system under the healthy condition; for a
+            whole run, the same of `total_s`.
+        bubble_rate: The median idle share of the stages.
+        blocking_stall_rate: For each stage, the median share of the step in which a transfer held
+            the queue that its next, ready op needed.
+        dependency_bubble_rate: For each stage, the median share in which it waited for data.
+        other_idle_rate: For each stage, the median share of other idle time: dispatch, copies.
         loss: Of the last measured step.
-        reference_ms: What somebody else measured, for comparison.
-        failed: Why there is no complete run; None where there is.
-        noisy: Why the times should not be trusted; None where they may.
-        events: How often each kind of thing happened: to delegated links in the measured steps, to
-            the plan of a system that detects, to the order where ranks may change it in a step.
-        peak_on_device: For each stage, the most microbatches whose stash its device held at once in
-            any measured step.
-        goodput: Of a whole run, which share of its time since the launch was spent in steps that
-            stayed. Its `total_s` is from its first step to the end of its last one, failures
-            included, and its `slowdown` that of `total_s`.
-        recoveries: What each failure after which its ranks were started again has cost it, as
-            `recovery.json` has it.
-        held_up_s: Of a whole run, how long direct paths that failed held up the queues of their
-            ends before their links were delegated; of those that failed in one step the longest.
+        reference_ms: A published measurement to compare with, such as the paper's.
+        failed: Why the run is not complete, if it isn't.
+        noisy: Why its times can't be trusted, if they can't.
+        events: The number of events in the measured steps, by kind.
+        total_s: From the start of the first step to the end of the last, failures included.
+        peak_on_device: For each stage, the most microbatches whose stash its device held at once.
+        goodput: Of a whole run: `Goodput.share`.
+        recoveries: Of a whole run: the failures that led to a restart, as in `recovery.json`.
+        held_up_s: Of a whole run: how long failed direct paths held up the queues of their ends
+            before their links were delegated; of those that failed in one step, the longest.
     """
 
     system: str
@@ -106,19 +98,14 @@ class Run:
     held_up_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The run as a JSON object, what was planned among its own fields."""
+        """The run as a JSON object, with the plan's fields among its own."""
         own = asdict(self)
         planned = own.pop("plan") or {"predicted_ms": None, "regime": None}
         return own | planned
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Run":
-        """The run that `to_json` described.
-
-        Raises:
-            KeyError: A field is missing.
-            TypeError: A field is of another type.
-        """
+        """The inverse of `to_json`; raises KeyError or TypeError for anything else."""
         own = {item.name: _fixed(data[item.name]) for item in fields(cls) if item.name in data}
         planned = {name: _fixed(data.get(name)) for name in _PLANNED}
         times = data["step_ms"]
@@ -143,14 +130,14 @@ class Matrix:
     """All runs of a comparison.
 
     Attributes:
-        systems: Their names, in the order they run.
-        conditions: Their names, in the order of the configuration.
-        latencies_ms: For each condition, the latency of the one link that all have in common; empty
-            where conditions differ in more than that.
+        systems: Names, in the order in which they run.
+        conditions: Names, in the order of the configuration.
+        runs: By system and condition; runs still to come are missing.
+        latencies_ms: For each condition, the latency of the only slow link; empty if conditions
+            differ in more than that.
         link: The name of that link.
-        runs: By system and condition; those that are still to come are missing.
         reference_source: Where `reference_ms` comes from.
-        notes: Label and text of what else the reader must know: regime, machine, load, command.
+        notes: What a reader must know, by label: regime, machine, load, command.
     """
 
     name: str
@@ -164,16 +151,16 @@ class Matrix:
 
     @property
     def has_reference(self) -> bool:
-        """Whether any run has somebody else's measurement beside it."""
+        """Whether any run has a published measurement beside it."""
         return any(run.reference_ms is not None for run in self.runs.values())
 
     @property
     def has_whole_runs(self) -> bool:
-        """Whether any run is one of its own, failures included."""
+        """Whether these are whole runs, failures included."""
         return any(run.goodput is not None for run in self.runs.values())
 
     def rows(self) -> list[tuple[str, list[Run | None]]]:
-        """Each system with its runs in the order of the conditions; None: not run yet."""
+        """Each system with its runs in the order of the conditions; None: still to come."""
         return [
             (system, [self.runs.get((system, condition)) for condition in self.conditions])
             for system in self.systems
@@ -181,10 +168,9 @@ class Matrix:
 
     @property
     def loss_difference(self) -> float | None:
-        """How far systems' losses are apart, relative, where they are furthest.
+        """The largest relative difference of two systems' losses under one condition.
 
-        All systems train on the same data, so under one condition they should end with the same
-        loss. None where no condition has two of them.
+        All systems train on the same data, so losses should agree. None without two to compare.
         """
         apart = []
         for condition in self.conditions:
@@ -196,7 +182,7 @@ class Matrix:
         return max(apart, default=None)
 
     def to_json(self) -> dict[str, Any]:
-        """The comparison as a JSON object; its ``runs`` stand in the order of `rows`."""
+        """The comparison as a JSON object, with its runs in the order of `rows`."""
         return {
             "name": self.name,
             "reference_source": self.reference_source,
@@ -207,14 +193,9 @@ class Matrix:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Matrix":
-        """The comparison that `to_json` described.
+        """The inverse of `to_json`, without latencies and conditions that have no run.
 
-        Systems and conditions stand in the order in which runs name them; those of which no run is
-        there are missing, and so are latencies.
-
-        Raises:
-            KeyError: A field is missing.
-            TypeError: A field is of another type.
+        Raises KeyError or TypeError for anything else.
         """
         runs = [Run.from_json(run) for run in data["runs"]]
         return cls(

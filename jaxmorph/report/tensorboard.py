@@ -1,4 +1,4 @@
-"""Steps as events for TensorBoard, beside `metrics.jsonl`; written by tensorboardX."""
+"""Writes steps for TensorBoard too, by tensorboardX."""
 
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,11 @@ _FLUSH_S = 10
 
 
 class TensorBoardEvents:
-    """A run's steps as scalars, in a folder of their own; on disk within seconds.
+    """Writes scalars of steps into the run directory's folder `tensorboard`, within seconds.
 
     Args:
-        run_directory: the run's; it gets a folder `tensorboard`.
-        first_step: the first step that will be written. What the run wrote before a restart of
-            it and of later ones is shown no more.
+        first_step: The first step to write; TensorBoard then hides earlier records of this step
+            and later ones.
 
     Raises:
         UserError: tensorboardX is not installed.
@@ -35,7 +34,7 @@ class TensorBoardEvents:
         return load_writer()(self._folder, flush_secs=_FLUSH_S, filename_suffix=suffix, **options)
 
     def write_step(self, record: StepRecord) -> None:
-        """Adds a step; what was not measured of it is left out."""
+        """Add a step's scalars, without those that are None."""
         self._writer = self._writer or self._open(record.step)
         for name in _SCALARS:
             value = getattr(record, name)
@@ -43,21 +42,18 @@ class TensorBoardEvents:
                 self._writer.add_scalar(name, value, record.step)
 
     def flush(self) -> None:
-        """Has all that was added on disk; the next step begins a file of its own.
-
-        tensorboardX's own `flush` doesn't wait for what its thread has yet to write.
-        """
-        self.close()
+        """Write everything to disk; the next step begins a new file."""
+        self.close()  # tensorboardX's own `flush` doesn't wait for its thread
 
     def close(self) -> None:
-        """Writes what is left, and closes the file; safe to call twice."""
+        """Write everything and close the file; safe to call twice."""
         if self._writer is not None:
             self._writer.close()
         self._writer = None
 
 
 def load_writer() -> type[Any]:
-    """The class that writes events.
+    """Import tensorboardX's writer.
 
     Raises:
         UserError: tensorboardX is not installed.
@@ -66,7 +62,7 @@ def load_writer() -> type[Any]:
         from tensorboardX import SummaryWriter
     except ModuleNotFoundError as error:
         raise UserError(
-            "metrics.tensorboard: got true, but tensorboardX is not installed, expected it: "
+            "metrics.tensorboard: got true without tensorboardX, expected it to be installed: "
             "pip install -e '.[tensorboard]'"
         ) from error
     return SummaryWriter

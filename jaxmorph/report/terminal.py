@@ -1,11 +1,11 @@
-"""Shows a run or a comparison while it goes: a live table on a terminal, plain lines elsewhere."""
+"""Shows a run or a comparison as it proceeds: a live table on a terminal, plain lines elsewhere."""
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from io import TextIOWrapper
 from statistics import median
-from typing import IO, Protocol
+from typing import IO
 
 from rich.box import ROUNDED, SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
@@ -31,59 +31,53 @@ from jaxmorph.report.text import (
     summary_rows,
 )
 
-_SECONDS_BETWEEN_FRAMES = 0.2  # drawing costs milliseconds, and must not on every short step
-_PLAIN_COLUMNS = {  # by name, how wide; the last one is as wide as it is
+_SECONDS_BETWEEN_FRAMES = 0.2  # drawing takes milliseconds, too long for every short step
+_PLAIN_COLUMNS = {  # widths by name; the last column has none
     "step": 6, "loss": 9, "held_out": 9, "grad_norm": 9, "tokens/s": 10, "step_ms": 9,
     "planned_ms": 10, "bubble": 8, "plan_bubble": 11, "routes": 0,
 }  # fmt: skip
-_ROWS = min(10, RECENT)  # steps the live table shows
+_ROWS = min(10, RECENT)  # of the live table
 _BAR_WIDTH = 30
 
 
 def open_console(console: Console | None = None) -> tuple[Console, bool]:
-    """A console (standard output when None), and whether it is a terminal that can redraw."""
+    """A console (standard output by default), and whether it is a terminal that can redraw."""
     console = console or Console()
-    if isinstance(console.file, TextIOWrapper):  # a loss must not be lost to an ASCII-only stream
+    if isinstance(console.file, TextIOWrapper):  # an ASCII-only stream must not end the run
         console.file.reconfigure(errors="replace")
     return console, console.is_terminal and not console.is_dumb_terminal
 
 
-class Reporter(Protocol):
-    """Shows a run to its user."""
+class Reporter:
+    """Shows a run to its user; this one shows nothing."""
 
     def start(self, header: RunHeader) -> None:
-        """Shows what is about to run."""
-        ...
+        """Show what is about to run."""
 
     def step(self, record: StepRecord) -> None:
-        """Shows one finished step."""
-        ...
+        """Show a finished step."""
 
     def event(self, event: Event) -> None:
-        """Shows an event."""
-        ...
+        """Show an event."""
 
     def go_back(self, step: int) -> None:
-        """Takes note that the steps from this one on will be done again."""
-        ...
+        """Withdraw `step` and later steps, which will be done again."""
 
     def finish(self, summary: RunSummary) -> None:
-        """Shows what the run achieved."""
-        ...
+        """Show the summary of the run."""
 
     def close(self) -> None:
-        """Gives the terminal back, finished or not; safe to call twice."""
-        ...
+        """Release the terminal, also after an error; safe to call twice."""
 
 
 def open_reporter(console: Console | None = None) -> Reporter:
-    """Reports to a console (standard output when None): live where it can redraw, else in lines."""
+    """A live table on a console that can redraw (standard output by default), else plain lines."""
     console, can_redraw = open_console(console)
     return LiveReporter(console) if can_redraw else PlainReporter(console.file)
 
 
-class LiveReporter:
-    """Redraws a table in place, above which events scroll by."""
+class LiveReporter(Reporter):
+    """Redraws a table in place; events scroll by above it."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic):
         self._console = console
@@ -94,34 +88,34 @@ class LiveReporter:
         self._live = Live(console=console, auto_refresh=False)
 
     def start(self, header: RunHeader) -> None:
-        """Shows what is about to run, and the empty table."""
+        """Print the header, and start the table."""
         self._num_steps = header.num_steps
         self._console.print(header_panel(header))
         self._live.start()
         self._draw()
 
     def step(self, record: StepRecord) -> None:
-        """Adds a step, and redraws unless that was done a moment ago."""
+        """Add a step, and redraw if the last frame is old enough."""
         self._history.add(record)
         if self._clock() - self._drawn_at >= _SECONDS_BETWEEN_FRAMES:
             self._draw()
 
     def event(self, event: Event) -> None:
-        """Prints an event above the table."""
+        """Print an event above the table."""
         self._console.print(event_line(event))
 
     def go_back(self, step: int) -> None:
-        """Takes the steps from this one on out of the table."""
+        """Remove steps from the table."""
         self._history.go_back(step)
         self._draw()
 
     def finish(self, summary: RunSummary) -> None:
-        """Leaves the last table standing, and what the run achieved below it."""
+        """Keep the last table, and print the summary below it."""
         self.close()
-        self._console.print(summary_panel(summary))
+        self._console.print(_panel("done", summary_rows(summary), "green"))
 
     def close(self) -> None:
-        """Draws what was not drawn yet and gives the terminal back."""
+        """Draw the last frame, and release the terminal."""
         if self._live.is_started:
             self._draw()
             self._live.stop()
@@ -131,8 +125,8 @@ class LiveReporter:
         self._drawn_at = self._clock()
 
 
-class PlainReporter:
-    """Writes aligned lines, each one at once, for files, pipes and logs."""
+class PlainReporter(Reporter):
+    """Writes aligned lines, flushed one by one, for files, pipes and logs."""
 
     def __init__(self, file: IO[str]):
         self._file = file
@@ -140,13 +134,13 @@ class PlainReporter:
         self._columns = dict(_PLAIN_COLUMNS)
 
     def start(self, header: RunHeader) -> None:
-        """Writes what is about to run."""
+        """Write the header."""
         if not header.evaluates:
             del self._columns["held_out"]
         self._write_rows(header_rows(header))
 
     def step(self, record: StepRecord) -> None:
-        """Writes a step, the first one below the names of the columns."""
+        """Write a step, the first one below the names of the columns."""
         if not self._has_column_names:
             self._write_cells({name: name for name in self._columns})
             self._has_column_names = True
@@ -165,18 +159,12 @@ class PlainReporter:
         self._write_cells(cells)
 
     def event(self, event: Event) -> None:
-        """Writes an event."""
+        """Write an event."""
         self._write(event_line(event).plain)
 
-    def go_back(self, step: int) -> None:
-        """Leaves the lines as they are: those of steps that are done again come below."""
-
     def finish(self, summary: RunSummary) -> None:
-        """Writes what the run achieved."""
+        """Write the summary."""
         self._write_rows(summary_rows(summary))
-
-    def close(self) -> None:
-        """Has nothing to give back: every line is already written."""
 
     def _write_rows(self, rows: list[tuple[str, str]]) -> None:
         for label, text in rows:
@@ -191,17 +179,12 @@ class PlainReporter:
 
 
 def header_panel(header: RunHeader) -> RenderableType:
-    """What is about to run, in a frame."""
+    """The header in a frame."""
     return _panel("jaxmorph", header_rows(header), "cyan")
 
 
-def summary_panel(summary: RunSummary) -> RenderableType:
-    """What the run achieved, in a frame."""
-    return _panel("done", summary_rows(summary), "green")
-
-
 def live_view(history: RunHistory, num_steps: int) -> RenderableType:
-    """The run so far: its last steps, the course of the loss and how long it will still take."""
+    """The last steps, a sparkline of the loss, the progress, the plan and degraded links."""
     if not history:
         return Text("waiting for the first step", style="dim")
     below = Table.grid(padding=(0, 2))
@@ -214,13 +197,13 @@ def live_view(history: RunHistory, num_steps: int) -> RenderableType:
 
 
 def step_table(records: Sequence[StepRecord]) -> Table:
-    """Steps as a table, a row each, measured values beside planned ones."""
+    """A row for each step, with measured values beside planned ones."""
     table = Table(box=SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), show_edge=False)
     for name in ("step", "loss", "grad norm", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("step ms / plan", justify="right", no_wrap=True)
     table.add_column("bubble / plan", justify="right", no_wrap=True)
-    table.add_column("routes", min_width=6)  # the one column that gives way on a narrow terminal
+    table.add_column("routes", min_width=6)  # the only column that shrinks on a narrow terminal
     for index, record in enumerate(records):
         table.add_row(*_cells(record), style="" if index == len(records) - 1 else "dim")
     return table
@@ -255,14 +238,10 @@ def _cells(record: StepRecord) -> list[RenderableType]:
         f"{record.grad_norm:.3f}",
         f"{record.tokens_per_s:,.0f}",
         f"{milliseconds(record.step_s)} / {milliseconds(record.predicted_step_s)}",
-        f"{_share(record.bubble_rate)} / {percent(record.planned_bubble_rate)}",
+        # one percent sign for both
+        f"{percent(record.bubble_rate).removesuffix(' %')} / {percent(record.planned_bubble_rate)}",
         Text(describe_routes(record.routes), no_wrap=True, overflow="ellipsis"),
     ]
-
-
-def _share(rate: float | None) -> str:
-    """A share without the percent sign that follows its neighbour."""
-    return percent(rate).removesuffix(" %")
 
 
 def _course(label: str, losses: Sequence[float]) -> tuple[RenderableType, ...]:
@@ -271,7 +250,6 @@ def _course(label: str, losses: Sequence[float]) -> tuple[RenderableType, ...]:
 
 
 def _plan_and_links(record: StepRecord) -> list[Text]:
-    """The plan that the last step ran, and the links that were not healthy in it."""
     lines = [_labelled("plan", describe_plan(record), "")]
     if record.link_states:
         states = ", ".join(f"{link} {state}" for link, state in record.link_states.items())
@@ -284,7 +262,7 @@ def _labelled(label: str, text: str, style: str) -> Text:
 
 
 def _progress(history: RunHistory, num_steps: int) -> tuple[RenderableType, ...]:
-    done = history.recent[-1].step + 1  # a run that was resumed has done more than it has seen
+    done = history.recent[-1].step + 1  # more than the history has, if the run was resumed
     left = num_steps - done
     seconds_left = left * median(record.step_s for record in history.recent)
     remaining = f"{duration(seconds_left)} left" if left > 0 else "finished"
@@ -293,7 +271,7 @@ def _progress(history: RunHistory, num_steps: int) -> tuple[RenderableType, ...]
 
 
 class MatrixView:
-    """Shows a comparison: a table redrawn in place, or a line when another system's turn comes."""
+    """Shows a comparison: a table redrawn in place, or a line for each system."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console, can_redraw = open_console(console)
@@ -301,12 +279,12 @@ class MatrixView:
         self._last = ""
 
     def say(self, line: str) -> None:
-        """Shows a line, above the table if there is one."""
+        """Print a line, above the table if there is one."""
         self._console.print(Text(line), soft_wrap=self._live is None)
         self._console.file.flush()
 
     def update(self, matrix: Matrix, doing: str) -> None:
-        """Shows the runs so far, and what is being run."""
+        """Show the runs so far, and what is running."""
         if self._live is not None:
             self._live.start()
             self._live.update(matrix_view(matrix, doing), refresh=True)
@@ -315,13 +293,13 @@ class MatrixView:
         self._last = doing
 
     def close(self) -> None:
-        """Gives the terminal back, with the last table on it; safe to call twice."""
+        """Release the terminal, with the last table on it; safe to call twice."""
         if self._live is not None:
             self._live.stop()
 
 
 def matrix_view(matrix: Matrix, doing: str = "") -> RenderableType:
-    """The runs so far, systems in rows and conditions in columns, and what is being run."""
+    """The runs so far, systems in rows and conditions in columns, and what is running."""
     table = Table(box=SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("step ms", no_wrap=True)
     for condition in matrix.conditions:

@@ -1,4 +1,4 @@
-"""Numbers, and whole blocks of a report, as the words both kinds of terminal output show."""
+"""Numbers, headers and summaries in words, for the terminal, tables and pages."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from jaxmorph.records import RunHeader, RunSummary, StepRecord, in_bytes
 
 _BARS = "▁▂▃▄▅▆▇█"
 _UNKNOWN = "-"
-_MOST_MORPHS = 12  # named in a summary
+_MOST_MORPHS = 12  # listed in a summary
 
 
 def header_rows(header: RunHeader) -> list[tuple[str, str]]:
@@ -71,7 +71,7 @@ def _memory(peaks: Sequence[int]) -> str:
 
 
 def describe_regime(emulation: Emulation) -> str:
-    """Says in a few words whether ops are paced, as tables of results must."""
+    """Whether ops are paced, in words; every table of results must say so."""
     accelerator = emulation.accelerator
     if accelerator is None:
         return "unpaced: ops run as fast as this machine computes them"
@@ -83,7 +83,7 @@ def describe_regime(emulation: Emulation) -> str:
 
 
 def describe_trace(trace: LinkTrace) -> str:
-    """Says where a trace of links comes from, and how it is scaled."""
+    """Where a trace of links comes from, and how it is scaled."""
     source = trace.file or f"regime {trace.regime}, seed {trace.seed}"
     scales = {"times or steps": trace.time_scale, "delays": trace.latency_scale}
     scaled = [f"{what} times {scale:g}" for what, scale in scales.items() if scale != 1.0]
@@ -91,7 +91,7 @@ def describe_trace(trace: LinkTrace) -> str:
 
 
 def describe_routes(routes: Mapping[str, str]) -> str:
-    """Says how the links' transfers travel, such as `direct` or `2-3 delegated, else direct`."""
+    """The links' routes, such as `direct` or `2-3 delegated, else direct`."""
     if not routes:
         return _UNKNOWN
     usual = Counter(routes.values()).most_common(1)[0][0]
@@ -100,11 +100,10 @@ def describe_routes(routes: Mapping[str, str]) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draws values as a row of bars, from the lowest to the highest.
+    """Values as a row of bars; values that are not finite leave a gap.
 
     Args:
-        values: Ones that are not finite leave a gap.
-        width: Most characters; of more values, neighbours are averaged together.
+        width: The most characters; of more values, neighbours are averaged.
     """
     columns = min(width, len(values))
     cuts = [len(values) * column // max(columns, 1) for column in range(columns + 1)]
@@ -119,19 +118,19 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def longer_than_planned(steps: Iterable[tuple[float, float | None]]) -> float | None:
-    """By which share the median step was longer than its own plan.
+    """The median over steps of measured / planned - 1; None without plans.
 
-    Not the medians of steps and plans are compared: a run that morphs has several plans.
+    A run that morphs has several plans, so medians of steps and of plans must not be compared.
 
     Args:
-        steps: What each took and was planned to take, in one unit; None or 0 without a plan.
+        steps: The measured and the planned length of each; None or 0 without a plan.
     """
     ratios = [took / planned for took, planned in steps if planned]
     return median(ratios) - 1.0 if ratios else None
 
 
 def numbers(values: float | Sequence[float]) -> str:
-    """Numbers side by side, or just one when it is alone or all of many are the same."""
+    """Numbers separated by spaces; many equal ones become one, such as `2 each`."""
     if isinstance(values, int | float):
         return f"{values:g}"
     if len(values) > 8 and len(set(values)) == 1:
@@ -147,7 +146,7 @@ def loss_text(value: float | None) -> str:
 def short_count(number: int) -> str:
     """A count to two or three digits: `842`, `1.24 M`, `6.7 B`."""
     for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if number >= 0.9995 * size:  # what rounds to the unit is written in it
+        if number >= 0.9995 * size:  # 999,700 rounds to 1 M, not to 1000 k
             return f"{number / size:.3g} {letter}"
     return str(number)
 
@@ -176,7 +175,7 @@ def _course(losses: Sequence[float]) -> str:
 
 
 def describe_plan(record: StepRecord) -> str:
-    """Says which plan a step ran: schedule, warm-ups and the links that are not direct."""
+    """The plan that a step ran: schedule, warm-ups and delegated links."""
     delegated = [link for link, route in record.routes.items() if route == "delegated"]
     some = f", {' '.join(delegated)} delegated" if len(delegated) < len(record.routes) else ""
     route = (some if delegated else "") or f", {describe_routes(record.routes)}"
@@ -194,12 +193,12 @@ def _morphs(steps: Sequence[int]) -> str:
 
 
 def _goodput(summary: RunSummary) -> str:
-    share = f"{percent(summary.goodput)}: {duration(summary.productive_s)} in steps that stayed"
-    all_of_it = f"{share}, of {duration(summary.wall_s)} since the launch"
+    share = f"{percent(summary.goodput)}: {duration(summary.productive_s)} in steps"
+    whole = f"{share}, of {duration(summary.wall_s)} since the launch"
     if not summary.num_restarts:
-        return all_of_it
+        return whole
     restarts = "1 restart" if summary.num_restarts == 1 else f"{summary.num_restarts} restarts"
-    return f"{all_of_it}; {restarts} cost {duration(summary.lost_s)}"
+    return f"{whole}; {restarts} cost {duration(summary.lost_s)}"
 
 
 def _step_against_plan(summary: RunSummary) -> str:

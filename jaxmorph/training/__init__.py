@@ -3,7 +3,7 @@
 - The process that the user started: `start`, `supervisor` (starts ranks again), `ledger` (what
   failures cost), `record` (writes what rank 0 reports), `resume`.
 - One rank: `train`, `run` (a run's parts), `loop` and `callbacks`; `run_parts`, `open_stage`,
-  `first_plan`, `evaluation`, `run_checkpoints`, `bookkeeping`.
+  `first_plan`, `evaluation`, `run_checkpoints`, `step_recorder`.
 - Agreeing on a plan: `plan_in_force`, `layer_choice`, `device_memory`.
 - Adapting: `adaptation` (every rank), `control_loop` and `starting_point` (rank 0),
   `planning_client` and `planning_process` (plans are made beside training), `replay`.

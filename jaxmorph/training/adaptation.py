@@ -1,10 +1,10 @@
 """What every rank does so that a run adapts: it receives a morph from rank 0, and swaps to it.
 
 After step k rank 0 has every rank's timings, and evaluates them during step k + 1
-(`bookkeeping.step_observed`, `control_loop`). Its decision goes to all ranks with the scalars that
-end step k + 1, and all of them run the new plan from step k + 2 on. Everything is compiled before
-the first step: a morph brings other instructions and more slots. A link whose direct path has
-failed begins a new epoch before the probe that precedes its return.
+(`step_recorder.step_observed`, `control_loop`). Its decision goes to all ranks with the scalars
+that end step k + 1, and all of them run the new plan from step k + 2 on. Everything is compiled
+before the first step: a morph brings other instructions and more slots. A link whose direct path
+has failed begins a new epoch before the probe that precedes its return.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

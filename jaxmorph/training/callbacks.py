@@ -1,8 +1,8 @@
-"""What acts between two steps of a run, beside `evaluation` and `adaptation`: records and saves.
+"""Callbacks of the loop that record steps, count skipped ones, and save checkpoints.
 
-Two facts are known to one rank alone: that it is time to save, by rank 0's clock, and that a rank's
-process has been asked to end. Each goes with that rank's report of the step to all ranks, so that
-all save, and end, after the same step.
+All ranks must save, and stop, after the same step. But only rank 0's clock says when a save is due,
+and SIGTERM reaches a single rank. So each rank adds both facts to its report of the step, and every
+rank decides from all reports.
 """
 
 import time
@@ -16,7 +16,7 @@ from jaxmorph.runtime.report import StepTotals
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepResult
 from jaxmorph.schedule.planner import Plan
-from jaxmorph.training.bookkeeping import Bookkeeper
+from jaxmorph.training.step_recorder import StepRecorder
 from jaxmorph.training.control_loop import Morph
 from jaxmorph.training.evaluation import Evaluation
 from jaxmorph.training.loop import GOES_ON, Callback, Effect
@@ -29,11 +29,11 @@ _ADVICE = (
 
 
 @dataclass(frozen=True)
-class SaveWish:
-    """What one rank knows that leads to a save.
+class SaveRequest:
+    """One rank's part of the decision to save.
 
     Attributes:
-        is_time: It is time to save by this rank's clock; rank 0's counts.
+        is_time: `checkpoint.every_minutes` have passed; only rank 0 sets it.
         stop_asked: Its process has been asked to end.
     """
 
@@ -43,21 +43,18 @@ class SaveWish:
 
 @dataclass(frozen=True)
 class AfterStep:
-    """What comes after a step, on all ranks alike.
-
-    Attributes:
-        stops: No step comes after it, though it isn't the last.
-    """
+    """What all ranks do after a step; `stops` means: end the run early."""
 
     saves: bool
     stops: bool
 
 
 class SaveTimes:
-    """One rank's part in the agreement.
+    """Decides after each step whether to save, and whether to stop.
 
     Args:
-        num_steps: How many steps the run has; None: as many as a script takes.
+        num_steps: How many steps the run has; None for a script, which takes as many as it likes.
+        leads: True on rank 0, whose clock counts.
     """
 
     def __init__(
@@ -76,20 +73,16 @@ class SaveTimes:
         self._clock = clock
         self._saved_s = clock()
 
-    def report(self) -> SaveWish:
+    def report(self) -> SaveRequest:
         """This rank's part of a step's report."""
-        return SaveWish(self._leads and self._is_time(), self._stop_asked())
+        return SaveRequest(self._leads and self._is_time(), self._stop_asked())
 
-    def after(self, step: int, wishes: Sequence[SaveWish]) -> AfterStep:
-        """What comes after a step.
-
-        Args:
-            wishes: All ranks', in rank order.
-        """
+    def after(self, step: int, requests: Sequence[SaveRequest]) -> AfterStep:
+        """What follows once `step` steps are done, by all ranks' requests in rank order."""
         within_s = self._settings.stop_within_s
-        asked = within_s is not None and any(wish.stop_asked for wish in wishes)
+        asked = within_s is not None and any(request.stop_asked for request in requests)
         stops = asked and step != self._num_steps
-        saves = stops or wishes[0].is_time or self._settings.is_due(step, self._num_steps)
+        saves = stops or requests[0].is_time or self._settings.is_due(step, self._num_steps)
         if saves:
             self._saved_s = self._clock()
         return AfterStep(saves, stops)
@@ -101,13 +94,13 @@ class SaveTimes:
 
 
 class SkippedSteps:
-    """Counts the steps that were not finite, by scalars that all ranks share: all count alike.
+    """Counts steps whose loss or gradients were not finite; all ranks see the same scalars.
 
     Args:
-        stop_after: So many in a row are enough; None: no number is.
+        stop_after: How many in a row end the run; None: never.
 
     Attributes:
-        why_stop: Why the run ends here, in a line; empty while it may go on.
+        why_stop: Why the run ends, in one line; empty while it continues.
     """
 
     def __init__(self, stop_after: int | None) -> None:
@@ -117,12 +110,8 @@ class SkippedSteps:
         self._last_finite: int | None = None
         self._save_is_owed = False
 
-    def note(self, step: int, totals: StepTotals) -> bool:
-        """Take note of a step.
-
-        Returns:
-            Whether it was one too many: see `why_stop`.
-        """
+    def count(self, step: int, totals: StepTotals) -> bool:
+        """Count a step; whether the run ends with it (`why_stop`)."""
         self.why_stop = ""
         if totals.is_finite:
             self._in_a_row, self._last_finite = 0, step
@@ -138,12 +127,11 @@ class SkippedSteps:
         return True
 
     def lets_save(self, is_due: bool, is_last: bool) -> bool:
-        """Whether the state is saved after the step that was noted last.
+        """Whether to save after the step that was counted last.
 
-        While steps are skipped parameters stay as they are: saved again and again they would push
-        the checkpoints from before, which may be what helps, out of those that are kept. What falls
-        due then is saved after the next update, or with the run's last step. Nothing is saved after
-        a step that was one too many.
+        Skipped steps change no parameters. Saving them again would push older checkpoints, which
+        may be the way out, past `checkpoint.keep`. So a save that falls due during skipped steps
+        waits for the next update or for the run's last step; a run that gives up saves nothing.
         """
         self._save_is_owed = self._save_is_owed or is_due
         is_time = self._in_a_row == 0 or (is_last and not self.why_stop)
@@ -153,52 +141,48 @@ class SkippedSteps:
 
     def _last_in_words(self) -> str:
         if self._last_finite is None:
-            return "no step since the start was finite, and parameters are as they were then"
+            return "no step since the start was finite, so parameters are those of the start"
         return f"the last finite step was {self._last_finite}, and parameters are as it left them"
 
 
 class Recording(Callback):
-    """Has steps, with their held-out losses, and changes of plan recorded.
+    """Records steps, with their held-out losses, and morphs.
 
     Attributes:
-        plan: The one in force, on rank 0; elsewhere the first one.
+        plan: The current plan on rank 0; the first plan on other ranks.
     """
 
-    def __init__(self, bookkeeper: Bookkeeper, evaluation: Evaluation, plan: Plan) -> None:
-        self._bookkeeper = bookkeeper
+    def __init__(self, recorder: StepRecorder, evaluation: Evaluation, plan: Plan) -> None:
+        self._recorder = recorder
         self._evaluation = evaluation
         self.plan = plan
 
     def after(self, result: StepResult) -> Effect:
-        """Hand the step over; what is made of it is worked out beside the steps."""
-        self._bookkeeper.note(
+        """Hand the step to the recorder's thread."""
+        self._recorder.record(
             result.step, result.totals, result.reports, result.step_s, self._evaluation.latest
         )
         return GOES_ON
 
     def adopt(self, morph: Morph, step: int) -> None:
-        """Take note of another plan, and of the first step that runs it."""
+        """Record a new plan and the first step that runs it."""
         self.plan = morph.plan
-        self._bookkeeper.adopt(morph, step)
+        self._recorder.record_morph(morph, step)
 
 
 class Skipping(Callback):
-    """Ends the loop when too many steps in a row were not finite."""
+    """Ends the loop after too many steps in a row that were not finite."""
 
     def __init__(self, skipped: SkippedSteps) -> None:
         self._skipped = skipped
 
     def after(self, result: StepResult) -> Effect:
-        """Count the step, if its gradients were discarded."""
-        return Effect(ends=self._skipped.note(result.step, result.totals))
+        """Count the step."""
+        return Effect(ends=self._skipped.count(result.step, result.totals))
 
 
 class Saving(Callback):
-    """Saves the state when it is time to, and ends a run that was asked to end, once it is saved.
-
-    Args:
-        num_steps: How many steps the run has; None: as many as a script takes.
-    """
+    """Saves checkpoints, and ends a run that was asked to stop once its state is saved."""
 
     def __init__(
         self,
@@ -206,30 +190,30 @@ class Saving(Callback):
         skipped: SkippedSteps,
         saver: CheckpointSaver,
         stage: StageTrainer,
-        bookkeeper: Bookkeeper,
+        recorder: StepRecorder,
         num_steps: int | None,
     ) -> None:
         self._times = times
         self._skipped = skipped
         self._saver = saver
         self._stage = stage
-        self._bookkeeper = bookkeeper
+        self._recorder = recorder
         self._num_steps = num_steps
 
-    def report(self, step: int) -> tuple[SaveReport, SaveWish]:
-        """How far this rank's save is, and whether it wants another, or to end."""
+    def report(self, step: int) -> tuple[SaveReport, SaveRequest]:
+        """The progress of this rank's save, and its request for the next."""
         del step
         return self._saver.report(), self._times.report()
 
     def after(self, result: StepResult) -> Effect:
-        """Take the save under way a phase further, and begin one if it is due."""
+        """Advance the save that is under way, and begin one if it is due."""
         self._saver.advance(result.parts_of(SaveReport))
         num_done = result.step + 1
-        after = self._times.after(num_done, result.parts_of(SaveWish))
+        after = self._times.after(num_done, result.parts_of(SaveRequest))
         is_last = after.stops or num_done == self._num_steps
         if self._skipped.lets_save(after.saves, is_last=is_last):
             self._saver.save(num_done, self._stage.state)
         if after.stops and not self._skipped.why_stop:
             done = f"asked to end after {num_done} of {self._num_steps} steps"
-            self._bookkeeper.event(result.step, EventKind.STOPPED, done)
+            self._recorder.emit(result.step, EventKind.STOPPED, done)
         return Effect(ends=after.stops)

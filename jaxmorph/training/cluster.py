@@ -1,4 +1,4 @@
-"""Jobs of a cluster: whether this process is a task of one, how it joins, what must hold there."""
+"""Runs on a cluster: detects that this process is a task of a job, and joins the other tasks."""
 
 import os
 import socket
@@ -8,10 +8,10 @@ from jaxmorph.emulation.link_settings import trace_conditions
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.rendezvous import Rendezvous, gather
 
-# Each is set in the processes that srun, mpirun or an indexed Kubernetes job has started.
+# srun, mpirun and an indexed Kubernetes job set one of these in each process that they start.
 _CLUSTER_VARIABLES = ("SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_SIZE", "JOB_COMPLETION_INDEX")
 _SIZE_VARIABLES = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
-# By which of them `jax.distributed` numbers the processes.
+# `jax.distributed` numbers processes by these.
 _TASK_VARIABLES = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
 
 
@@ -21,26 +21,26 @@ def started_by_cluster() -> bool:
 
 
 def num_tasks() -> int | None:
-    """How many tasks the job has of which this process is one; None where nobody has said."""
-    told = (os.environ.get(name, "") for name in _SIZE_VARIABLES)
-    return next((int(size) for size in told if size.isdecimal()), None)
+    """The number of tasks in this process's job; None if the cluster doesn't say."""
+    sizes = (os.environ.get(name, "") for name in _SIZE_VARIABLES)
+    return next((int(size) for size in sizes if size.isdecimal()), None)
 
 
 def is_first_task() -> bool:
-    """Whether this process is to be rank 0; true also of one that no cluster has started."""
+    """Whether this process will be rank 0; True also outside of a cluster."""
     return all(os.environ.get(name, "0") == "0" for name in _TASK_VARIABLES)
 
 
 def join_cluster(
     start_timeout_s: float, step_timeout_s: float, fails_over: bool, otherwise: str
 ) -> Rendezvous:
-    """Join a job whose tasks `jax.distributed` finds by itself.
+    """Join a job whose tasks `jax.distributed` detects.
 
     Args:
-        otherwise: What an error says could be done instead.
+        otherwise: What an error suggests instead.
 
     Raises:
-        UserError: If `jax.distributed` finds no place for this process.
+        UserError: `jax.distributed` can't place this process.
     """
     from jaxmorph.runtime.join import join_run
 
@@ -52,16 +52,16 @@ def join_cluster(
         )
     except ValueError as error:  # what `jax.distributed` raises when it finds no cluster
         raise UserError(
-            f"this process is no rank that jax.distributed can place ({error}); on Kubernetes it "
-            f"needs the package 'kubernetes', under Open MPI 5 'mpi4py'; {otherwise}"
+            f"jax.distributed can't place this process in a job ({error}); on Kubernetes it needs "
+            f"the package 'kubernetes', under Open MPI 5 'mpi4py'; {otherwise}"
         ) from error
 
 
 def require_one_host(config: Config, rendezvous: Rendezvous) -> None:
-    """Refuse what is timed by one machine's clock where ranks are on several.
+    """Refuse emulation that needs one machine's clock when ranks are on several hosts.
 
     Raises:
-        UserError: If ops are paced, or links follow a trace by time, over several hosts.
+        UserError: Ops are paced, or links follow a trace by time, on several hosts.
     """
     hosts = set(gather(rendezvous, str, socket.gethostname()))
     if config.emulation.accelerator is not None and len(hosts) > 1:
@@ -72,7 +72,7 @@ def require_one_host(config: Config, rendezvous: Rendezvous) -> None:
     if len(hosts) > 1 and _follows_the_clock(config):
         raise UserError(
             f"emulation.trace: got ranks on {len(hosts)} hosts, expected one: the ends of a link "
-            "follow a trace by one machine's clock (one by step may have several)"
+            "follow a trace by one machine's clock (a trace by step works on several hosts)"
         )
 
 

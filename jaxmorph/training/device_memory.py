@@ -1,6 +1,6 @@
-"""What stages take of the memory of their devices: caps by what is free, and a forecast of needs.
+"""Stages and their devices' memory: caps on stashes from free memory, and a forecast by tracing.
 
-The caps hold where the configuration names none; the forecast comes of tracing, and nothing runs.
+The caps apply where the configuration sets none; `jaxmorph train --dry-run` prints the forecast.
 """
 
 from collections.abc import Sequence
@@ -30,12 +30,11 @@ from jaxmorph.training.plan_in_force import plan_step, unmeasured_profile
 
 @dataclass(frozen=True)
 class WithinDevices:
-    """A run as it is planned within its devices' memory.
+    """A run's configuration, with caps from its devices' memory.
 
     Attributes:
-        first: For its first plan. A fixed schedule runs as it is: whether that fits is for the
-            devices to say.
-        new: For the plans that replace it while the run lasts.
+        first: For the first plan; a fixed schedule runs uncapped, and fails if it doesn't fit.
+        new: For the plans that adaptation makes later.
     """
 
     first: Config
@@ -44,7 +43,7 @@ class WithinDevices:
 
 @dataclass(frozen=True)
 class _Memory:
-    """What a rank's device has free, if it reports that, and what no cap may go below."""
+    """A rank's free device memory, None if unknown, and the least that its cap may be."""
 
     free_bytes: int | None
     least_bytes: int
@@ -53,49 +52,42 @@ class _Memory:
 def with_device_budget(
     config: Config, rendezvous: Rendezvous, trainer: StageTrainer
 ) -> WithinDevices:
-    """The configuration with a cap on each stage's stash, by what its device has free.
+    """Cap each stage's stash by the free memory of its device, the same on all ranks.
 
     All ranks call this at the same point, before any step and with their parameters and optimizer
-    state in place.
-
-    Returns:
-        The same configuration for the first plan and for those that replace it, the same on all
-        ranks. Where no cap is named and every device tells its memory, both have
-        `schedule.max_stash_bytes` if planning can heed it: by its own order of ops, or as stashes
-        may be offloaded. If only the plans that replace a fixed schedule can, theirs has it.
-        Without offload it is never less than one microbatch needs: whether that fits is for the
-        device to say.
+    state in place. It sets `schedule.max_stash_bytes` if the configuration sets no cap, every
+    device reports its memory, and the planner can keep the cap.
 
     Raises:
-        UserError: If stashes may be offloaded, but this rank's device has nowhere to.
+        UserError: Stashes may be offloaded, but this rank's device has no host memory.
     """
     offloads = config.offload.enabled
     device = trainer.device
     if offloads:
         _require_host_memory(device, rendezvous.rank)
-    if config.schedule.is_capped or not (heeds_budget(config) or config.adapts):
+    if config.schedule.is_capped or not (keeps_budget(config) or config.adapts):
         return WithinDevices(config, config)
+    # Without offload a stage must hold at least one microbatch, whether or not that fits.
     least = 1 if offloads else max(astuple(trainer.stash_memory))
     memories = gather(rendezvous, _Memory, _Memory(free_bytes(device), least))
     free = [each.free_bytes for each in memories if each.free_bytes is not None]
     if len(free) < len(memories):
         return WithinDevices(config, config)
     capped = with_stash_caps(config, free, [each.least_bytes for each in memories])
-    return WithinDevices(capped if heeds_budget(config) else config, capped)
+    return WithinDevices(capped if keeps_budget(config) else config, capped)
 
 
-def heeds_budget(config: Config) -> bool:
-    """Whether the first plan can keep within what devices have free, and no other cap is named."""
+def keeps_budget(config: Config) -> bool:
+    """Whether the first plan can keep a cap from free memory: it is planned, or it offloads."""
     can_keep = config.offload.enabled or config.schedule.name in PLANNED_SCHEDULES
     return can_keep and not config.schedule.is_capped
 
 
 def with_stash_caps(config: Config, free: Sequence[int], least: Sequence[int]) -> Config:
-    """The configuration with caps by what is free on each stage's device.
+    """Cap each stage's stash at `offload.device_memory_fraction` of its free bytes.
 
     Args:
-        free: Of which stashes may take `offload.device_memory_fraction`, bytes.
-        least: What no cap goes below, bytes.
+        least: The least cap of each stage, bytes.
     """
     fraction = config.offload.device_memory_fraction
     pairs = zip(free, least, strict=True)
@@ -105,7 +97,7 @@ def with_stash_caps(config: Config, free: Sequence[int], least: Sequence[int]) -
 
 
 def budget_in_words(asked: Config, within: WithinDevices) -> str:
-    """What stashes may take, where the devices and not the configuration have said so; else ""."""
+    """The caps that `with_device_budget` has set, in words; "" if it set none."""
     caps = within.new.schedule.max_stash_bytes_per_stage(asked.parallelism.stages)
     if caps is None or within.new.schedule == asked.schedule:
         return ""
@@ -114,7 +106,7 @@ def budget_in_words(asked: Config, within: WithinDevices) -> str:
 
 
 def free_bytes(device: Any) -> int | None:
-    """What is free of the memory that JAX may take on a device, or None where it doesn't say."""
+    """The free part of the memory that JAX may take on a device; None if it isn't reported."""
     statistics = device.memory_stats()
     if not statistics or "bytes_limit" not in statistics:
         return None
@@ -125,19 +117,18 @@ def _require_host_memory(device: Any, rank: int) -> None:
     kinds = [memory.kind for memory in device.addressable_memories()]
     if HOST_MEMORY not in kinds:
         raise UserError(
-            f"offload.enabled: got true, expected false: the device of rank {rank} has the "
-            f"memories {', '.join(kinds)}, and no {HOST_MEMORY}"
+            f"offload.enabled: got true, expected false: the device of rank {rank} has no "
+            f"{HOST_MEMORY} memory, only {', '.join(kinds)}"
         )
 
 
 @dataclass(frozen=True)
 class StageNeeds:
-    """What one stage keeps, whatever the schedule.
+    """What one stage keeps in device memory, whatever the schedule.
 
     Attributes:
-        parameter_bytes: Bytes of its parameters, which are float32.
-        prepared_bytes: Bytes of what is computed from the parameters once a step: most often
-            nothing, or the same in the type that the model computes in.
+        prepared_bytes: What the stage computes from its parameters once a step, such as a copy in
+            the compute dtype.
     """
 
     layers: tuple[range, ...]
@@ -149,17 +140,17 @@ class StageNeeds:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of what is kept all the time."""
+        """Bytes kept from step to step."""
         state_bytes = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
         return state_bytes + self.prepared_bytes
 
     @property
     def stash(self) -> StashMemory:
-        """What one microbatch keeps, in all chunks together."""
+        """The stash of one microbatch, all chunks together."""
         return StashMemory(*map(sum, zip(*map(astuple, self.stashes), strict=True)))
 
     def peak_stash_bytes(self, order: Sequence[Op]) -> int:
-        """The most bytes that its stashes take when it runs its ops in an order."""
+        """The most bytes that stashes take when the stage runs its ops in this order."""
         held = peak = 0
         for op in order:
             until_b, until_w = astuple(self.stashes[op.chunk])
@@ -179,10 +170,9 @@ class StepNeeds:
     """What all stages keep in a step.
 
     Attributes:
-        num_parameters: Of the whole model, a tied one counted once.
-        message_bytes: Bytes of a microbatch's activation between two stages, and of its gradient; 0
-            where there is but one stage.
-        plan: The step as it is planned when all ops take as long and links take no time.
+        num_parameters: Of the whole model; tied parameters count once.
+        message_bytes: Bytes of one activation, or of its gradient; 0 with one stage.
+        plan: The plan for equally long ops and links without delay.
     """
 
     num_parameters: int
@@ -192,7 +182,7 @@ class StepNeeds:
 
     @property
     def stash_bytes(self) -> tuple[int, ...]:
-        """The most bytes that each stage's stashes take under the plan, offloaded ones too."""
+        """The most bytes of stashes of each stage under the plan, offloaded ones included."""
         rows = zip(self.stages, self.plan.schedule.orders, strict=True)
         return tuple(stage.peak_stash_bytes(order) for stage, order in rows)
 
@@ -200,19 +190,15 @@ class StepNeeds:
 def needs_of_step(
     config: Config, model: PipelineModel, device_bytes: int | None = None
 ) -> StepNeeds:
-    """What the stages of a run will keep on their devices.
+    """Forecast the memory of a run's stages, by tracing alone; `layers: auto` counts as even.
 
-    What programs need while they run comes on top of it: only compiling tells that.
+    The temporary buffers of compiled programs come on top; only a compilation shows these.
 
     Args:
-        config: The run; `layers: auto` counts as even.
-        device_bytes: What JAX may take of each stage's device; None: that isn't known.
-
-    Returns:
-        The stages' needs, by the shapes that they will be compiled for, and the plan.
+        device_bytes: What JAX may take of each stage's device; None: unknown.
 
     Raises:
-        UserError: If a stage can't keep its cap, or the model can't be traced.
+        UserError: A stage can't keep its cap, or the model can't be traced.
     """
     cut = config.parallelism
     layers = cut_layers(model.num_layers, cut.stages, cut.layers, cut.chunks)
@@ -225,9 +211,8 @@ def needs_of_step(
 def _plan(
     config: Config, stages: Sequence[StageNeeds], num_tied: int, device_bytes: int | None
 ) -> Plan:
-    """The step as a run would plan it, had it measured nothing but memory."""
     stashes = [astuple(stage.stash) for stage in stages]
-    if device_bytes is not None and heeds_budget(config):
+    if device_bytes is not None and keeps_budget(config):
         free = [device_bytes - stage.state_bytes for stage in stages]
         config = with_stash_caps(config, free, [max(stash) for stash in stashes])
     sizes = StashBytes(*zip(*stashes, strict=True))
@@ -237,9 +222,7 @@ def _plan(
 def _needs_of_stages(
     model: PipelineModel, ranks: Sequence[StageSettings]
 ) -> tuple[StageNeeds, ...]:
-    """Each rank's; virtual stages of a kind, as inner ones most often are, are traced once."""
-
-    @cache
+    @cache  # inner stages are mostly alike: each kind is traced once
     def traced(num_layers: int, is_first: bool, is_last: bool) -> TracedStage:
         return _traced(model, ranks[0], num_layers, is_first, is_last)
 
@@ -255,7 +238,6 @@ def _needs_of_stages(
 def _traced(
     model: PipelineModel, settings: StageSettings, num_layers: int, is_first: bool, is_last: bool
 ) -> TracedStage:
-    """A stage of a kind; a model that can't be traced is told in one line, and the rest in logs."""
     try:
         return trace_stage(
             model,

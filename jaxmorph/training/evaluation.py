@@ -1,6 +1,6 @@
-"""The loss on text held out of training, computed through the pipeline between two steps.
+"""Computes the held-out loss through the pipeline, between two steps.
 
-Only forwards run, by the programs that training runs, in the order and on the routes of its plan.
+An evaluation runs the forwards of the current plan, with the programs that training has compiled.
 """
 
 import time
@@ -22,15 +22,15 @@ from jaxmorph.runtime.step import ForwardTotals, StepResult, StepRunner
 from jaxmorph.training.loop import Callback, Effect
 from jaxmorph.training.plan_in_force import PlanInForce
 
-_SEED = 0  # runs of any seed are compared on the same text
+_SEED = 0  # runs with different seeds evaluate the same text
 
 
 class HeldOutLoss(NamedTuple):
-    """What an evaluation gave.
+    """The result of an evaluation.
 
     Attributes:
-        loss: Mean loss of a token of the held-out text; None where nothing was evaluated.
-        took_s: How long all ranks took for it, which is no part of any step.
+        loss: Mean loss of a held-out token; None if nothing was evaluated.
+        took_s: How long it took; no step's time includes it.
     """
 
     loss: float | None
@@ -41,7 +41,7 @@ NOT_EVALUATED = HeldOutLoss(None, 0.0)
 
 
 def held_out_batches(config: Config, held_out: Tokens | None) -> Batches | None:
-    """The batches that are evaluated, each time the same ones; None where none are."""
+    """The batches that each evaluation computes; None if the run evaluates nothing."""
     if held_out is None or config.evaluation.every_steps is None:
         return None
     batch, length = config.batch, config.data.sequence_length
@@ -50,8 +50,8 @@ def held_out_batches(config: Config, held_out: Tokens | None) -> Batches | None:
     if held_out.ids.size < needed:
         raise UserError(
             f"data.held_out_fraction: got {config.data.held_out_fraction:g}, "
-            f"{held_out.ids.size:,} tokens, expected at least {needed:,} for evaluation.batches, "
-            f"{count}, of {config.tokens_per_step:,} tokens each, and one"
+            f"{held_out.ids.size:,} tokens, expected at least {needed:,}: evaluation.batches, "
+            f"{count}, of {config.tokens_per_step:,} tokens each, and one more token"
         )
     return Batches(
         held_out,
@@ -63,12 +63,12 @@ def held_out_batches(config: Config, held_out: Tokens | None) -> Batches | None:
 
 
 def with_room_to_evaluate(config: Config, in_force: PlanInForce) -> PlanInForce:
-    """A plan with the slots that its forwards alone need too, where they will be run."""
+    """`with_room_for_forwards`, if the run evaluates."""
     return in_force if config.evaluation.every_steps is None else with_room_for_forwards(in_force)
 
 
 def with_room_for_forwards(in_force: PlanInForce) -> PlanInForce:
-    """A plan with the slots that its forwards alone need too."""
+    """Add the slots that the plan's forwards need when no backward runs between them."""
     needed = slots_needed([forward_only(program) for program in in_force.programs])
     return replace(in_force, slots=most_slots(in_force.slots, needed))
 
@@ -77,10 +77,10 @@ class Evaluation(Callback):
     """Computes the held-out loss after some of a run's steps.
 
     Args:
-        batches: What to evaluate; None: nothing, ever.
+        batches: What to evaluate; None: never evaluate.
 
     Attributes:
-        latest: What the last call of `after` gave.
+        latest: The result after the last step, `NOT_EVALUATED` if that wasn't evaluated.
     """
 
     def __init__(
@@ -94,46 +94,41 @@ class Evaluation(Callback):
         self._runner = runner
         self._rendezvous = runner.rendezvous
         self._batches = batches
-        self._narrowed: RankProgram | None = None
+        self._program: RankProgram | None = None
         self._programs: list[tuple[int, RankProgram]] = []
         self.latest = NOT_EVALUATED
         if batches is not None:
             check([forward_only(program) for program in programs])
 
     def after(self, result: StepResult) -> Effect:
-        """Evaluate by the forwards of the program that ran; the time for it is in no step."""
+        """Evaluate if it is due, with the forwards of the program that ran."""
         self.latest = self._evaluated(result.step, result.program)
         return Effect(paused_s=self.latest.took_s)
 
     def _evaluated(self, step: int, program: RankProgram) -> HeldOutLoss:
-        """The held-out loss with the parameters as they are, the same on every rank."""
         if self._batches is None or not self._is_due(step):
             return NOT_EVALUATED
-        self._adopt(program)
+        self._use_forwards_of(program)
+        # The update belongs to the step's time: the evaluation begins when all ranks have done it.
         jax.block_until_ready(self._runner.stage.params)
-        self._rendezvous.exchange({})  # every rank's update is over: from now on it isn't its time
+        self._rendezvous.exchange({})
         began_s = time.monotonic()
-        of_batches = [
+        totals = [
             self._run(self._batches, index, first, program, step)
             for index, (first, program) in enumerate(self._programs)
         ]
-        loss_sum = sum(each.loss for each in of_batches)
-        loss = loss_sum / sum(each.counted for each in of_batches)
+        loss = sum(each.loss for each in totals) / sum(each.counted for each in totals)
         return HeldOutLoss(loss, time.monotonic() - began_s)
 
-    def _adopt(self, program: RankProgram) -> None:
-        """Run the forwards of another plan from now on."""
-        if program is self._narrowed:
+    def _use_forwards_of(self, program: RankProgram) -> None:
+        if program is self._program:
             return
-        # A step's messages are identified by their microbatches: these come after its own.
+        # A message carries its step and microbatch, and an evaluation has the number of the step
+        # before it: its microbatches are numbered after that step's own.
         size = self._config.batch.microbatches
-        self._narrowed, self._programs = (
-            program,
-            [
-                (first, forward_only(program, first))
-                for first in range(size, size * (1 + self._config.evaluation.batches), size)
-            ],
-        )
+        firsts = range(size, size * (1 + self._config.evaluation.batches), size)
+        self._program = program
+        self._programs = [(first, forward_only(program, first)) for first in firsts]
 
     def _is_due(self, step: int) -> bool:
         every = self._config.evaluation.every_steps
@@ -143,7 +138,6 @@ class Evaluation(Callback):
     def _run(
         self, batches: Batches, index: int, first: int, program: RankProgram, step: int
     ) -> ForwardTotals:
-        """One batch's forwards on all ranks."""
         rank = self._rendezvous.rank
         is_last = rank == self._rendezvous.num_ranks - 1
         inputs = StepInputs(

@@ -1,4 +1,4 @@
-"""How the layers of a run are cut into stages, and how all ranks come to the same cut."""
+"""Chooses how a model's layers are cut into stages; all ranks get the same cut."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ import numpy as np
 from jaxmorph.config import Config
 from jaxmorph.data import Batches
 from jaxmorph.plain_json import dump, parse_line
+from jaxmorph.report.run_directory import replace_file
 from jaxmorph.runtime.rendezvous import Rendezvous, agree
 from jaxmorph.schedule.partition import even_cut, partition, stage_times_ms
 from jaxmorph.stage.layer_costs import LayerCosts, measure_layer_costs
@@ -16,16 +17,15 @@ from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.stage.model import PipelineModel, cut_layers
 from jaxmorph.training.plan_in_force import op_kinds
 
-_WORTH_IT = 0.02  # measured costs are no better than that: below, cuts would change by chance
+_WORTH_IT = 0.02  # a smaller gain is within the noise of the measured costs
 
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """How the layers are cut.
+    """A cut: the layers of each virtual stage, in pipeline order.
 
     Attributes:
-        layers: Those of each virtual stage, in the order of the pipeline.
-        reason: Why, in one line; empty where the configuration left nothing to choose.
+        reason: Why, in one line; empty if there was no choice.
     """
 
     layers: tuple[range, ...]
@@ -34,8 +34,6 @@ class LayerChoice:
 
 @dataclass(frozen=True)
 class _Counts:
-    """How many layers each stage has, and why."""
-
     layers: tuple[int, ...]
     reason: str
 
@@ -47,18 +45,18 @@ def choose_layers(
     measure: Callable[[], LayerCosts],
     chosen: Sequence[int] | None = None,
 ) -> LayerChoice:
-    """Decides on the cut; every rank calls this at the same point, and all get the same answer.
+    """Choose the cut; all ranks call this at the same point, and get the same answer.
 
-    With ``parallelism.layers: auto`` rank 0 measures while the others wait, so that nothing else
-    runs on this machine's cores, and cuts so that the slowest stage is as fast as can be.
+    With ``parallelism.layers: auto`` rank 0 measures the layers and makes the slowest stage as
+    fast as possible. The other ranks wait meanwhile, so that they don't slow the measurement.
 
     Args:
-        measure: Measures what layers cost; called on rank 0 alone, and only where it matters.
-        chosen: The number of layers of each stage, as an earlier life of the run has chosen them,
-            which takes the place of measuring; None: there was none. Only rank 0's is read.
+        measure: Measures the layers' costs; called on rank 0 alone, and only if it matters.
+        chosen: The number of layers of each stage that an earlier launch of the run chose; rank
+            0 takes it instead of measuring.
 
     Raises:
-        UserError: Stages and layers don't fit one another.
+        UserError: The model has too few layers, or `parallelism.layers` doesn't fit it.
     """
     cut = config.parallelism
     layers = cut_layers(num_layers, cut.stages, cut.layers, cut.chunks)
@@ -82,32 +80,36 @@ def choose_layers(
 def cut_by_costs(
     costs: LayerCosts, num_layers: int, num_stages: int
 ) -> tuple[tuple[int, ...], str]:
-    """The cut whose slowest stage is as fast as can be, unless the even one is all but as good.
+    """The cut with the fastest slowest stage, or the even cut if that is nearly as fast.
 
     Returns:
-        The number of layers of each stage, and the reason, beside the even cut.
+        The number of layers of each stage, and the reason.
     """
     model_costs = ([costs.layer_ms] * num_layers, costs.embed_ms, costs.head_ms)
     even, best = even_cut(num_layers, num_stages), partition(*model_costs, num_stages)
     even_ms, best_ms = (max(stage_times_ms(layers, *model_costs)) for layers in (even, best))
     if best_ms > (1 - _WORTH_IT) * even_ms:
-        says = f"even: slowest stage {even_ms:.3g} ms a microbatch, and none is much faster"
+        reason = f"even: slowest stage {even_ms:.3g} ms a microbatch, and no cut is much faster"
         layers = even
     else:
-        says = (
+        reason = (
             f"slowest stage {best_ms:.3g} ms a microbatch, {even_ms:.3g} ms under the even cut "
             f"{' '.join(map(str, even))}"
         )
         layers = best
-    return layers, f"{says}; {_described(costs)}"
+    measured = (
+        f"embedding {costs.embed_ms:.3g}, a layer {costs.layer_ms:.3g}, "
+        f"the head {costs.head_ms:.3g} ms"
+    )
+    return layers, f"{reason}; {measured}"
 
 
 def measured_on_rank_0(
     config: Config, model: PipelineModel, batches: Batches | None = None
 ) -> LayerCosts:
-    """What the model's layers cost on this process's device, on the run's first microbatch.
+    """Measure the layers' costs on this process's device, on the run's first microbatch.
 
-    Without batches that is token 0 throughout: a user's script has no others before its first step.
+    A script has no batches before its first step: then the microbatch is zeros.
     """
     nothing = np.zeros((config.batch.microbatch_size, config.data.sequence_length), np.int32)
     return measure_layer_costs(
@@ -120,23 +122,12 @@ def measured_on_rank_0(
     )
 
 
-def _described(costs: LayerCosts) -> str:
-    return (
-        f"embedding {costs.embed_ms:.3g}, a layer {costs.layer_ms:.3g}, "
-        f"the head {costs.head_ms:.3g} ms"
-    )
-
-
 FILE = "layers.json"
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """What is written of a cut.
-
-    Attributes:
-        layers: How many each virtual stage has.
-    """
+    """The contents of `layers.json`: the number of layers of each virtual stage."""
 
     stages: int
     chunks: int
@@ -144,10 +135,9 @@ class _Cut:
 
 
 def chosen_before(directory: Path, config: Config, num_layers: int) -> tuple[int, ...] | None:
-    """The number of layers of each virtual stage, as an earlier life of the run has chosen them.
+    """The layers of each virtual stage that an earlier launch of the run chose.
 
-    Returns:
-        None where there was no such life, or it had other stages.
+    None if there was no earlier launch, or it had other stages.
     """
     try:
         before = parse_line(_Cut, (directory / FILE).read_text(encoding="utf-8"), FILE)
@@ -159,11 +149,9 @@ def chosen_before(directory: Path, config: Config, num_layers: int) -> tuple[int
 
 
 def keep_choice(directory: Path, config: Config, layers: Sequence[range]) -> None:
-    """Write down how the layers are cut, where that was not for the configuration to say."""
+    """Write `layers.json`, if the configuration leaves the cut to jaxmorph."""
     cut = config.parallelism
     if cut.layers != "auto":
         return
     chosen = _Cut(cut.stages, cut.chunks, tuple(map(len, layers)))
-    written = directory / f"{FILE}.new"
-    written.write_text(dump(chosen) + "\n", encoding="utf-8")
-    written.replace(directory / FILE)
+    replace_file(directory / FILE, dump(chosen) + "\n")

@@ -1,41 +1,37 @@
-"""What failures have cost a run, each by what it was spent on, and how much time was of use.
+"""Accounts for a run's time: what each failure cost, by phase, and the goodput.
 
-Each phase of a recovery ends at a time that a rank or the launcher has taken, by the one clock of
-the machine, and lasts from the end of the phase before it, so that phases leave no gap:
+A rank or the launcher reports the end of each phase, by the machine's one clock. A phase begins
+where the phase before it ends, so the phases of a recovery add up to the cost of the failure:
 
-- `detect`: from the last sign that all was well, the end of a step, to the first evidence that a
-  rank has failed. What had been done of the step that was cut off is in it.
-- `tear_down`: until no rank is left.
-- `back_off`: the wait before the ranks are started again.
-- `start`: processes, imports, joining, data; until the last rank has loaded what it trains.
-- `compile`: until the last rank has its stage's programs.
-- `restore`: until the last rank has the checkpoint's state.
-- `plan`: a few steps for their timings, and the plan; until training's time begins anew.
-- `replay`: until the steps that were lost have been done again.
-
-So they add up to the time that the failure has cost.
+- `detect`: from the end of the last step to the first evidence that a rank has failed. It includes
+  the part of a step that the failure cut off.
+- `tear_down`: until the last rank has ended.
+- `back_off`: the wait before the next launch.
+- `start`: processes, imports, joining, data; until the last rank has loaded its data and model.
+- `compile`: until the last rank has compiled its stage.
+- `restore`: until the last rank has restored its state from the checkpoint.
+- `plan`: the steps that are run for their timings, and planning.
+- `replay`: until the lost steps are done again.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxmorph.records import BACK_OFF, DETECT, PHASES, REPLAY, TEAR_DOWN
 
-_TOLD = ("restart", "reason", "step", "from_step", "steps_again", "cut_off")
-
 
 @dataclass(frozen=True)
 class Recovery:
-    """A failure, and how the run came back to where it was.
+    """A failure, and the time until the run was back where it had been.
 
     Attributes:
-        restart: Which one of the run, from 1.
-        step: The step that the failure cut off.
-        from_step: The first step that is done after it.
-        steps_again: How many steps had been done, and must be done again.
-        phases_s: What it was spent on, seconds, by `PHASES`.
-        cut_off: Whether another failure, or the end of the run, came before it was over.
+        restart: Its number in the run, from 1.
+        step: The step that the failure interrupted.
+        from_step: The step at which the run resumes.
+        steps_again: How many finished steps were lost.
+        phases_s: Seconds by phase (`PHASES`).
+        cut_off: Another failure, or the end of the run, interrupted the recovery.
     """
 
     restart: int
@@ -48,50 +44,56 @@ class Recovery:
 
     @property
     def total_s(self) -> float:
-        """What the failure has cost."""
+        """The cost of the failure, seconds."""
         return sum(self.phases_s.values())
 
     def to_json(self) -> dict[str, Any]:
         """The recovery as a JSON object."""
-        told = {name: getattr(self, name) for name in _TOLD}
-        return told | {"total_s": self.total_s, "phases_s": dict(self.phases_s)}
+        return {
+            "restart": self.restart,
+            "reason": self.reason,
+            "step": self.step,
+            "from_step": self.from_step,
+            "steps_again": self.steps_again,
+            "cut_off": self.cut_off,
+            "total_s": self.total_s,
+            "phases_s": dict(self.phases_s),
+        }
 
 
 @dataclass
 class PhaseEnds:
-    """When each phase of a recovery ended, as far as it has come.
+    """When the phases of a recovery ended.
 
     Attributes:
-        began_s: The last sign that all was well, on the monotonic clock.
+        began_s: When the last step before the failure ended, on the monotonic clock.
     """
 
     began_s: float
     _ends_s: dict[str, float] = field(default_factory=dict)
 
     def end(self, phase: str, at_s: float) -> None:
-        """Note that a phase has ended; of several ranks' times the last one counts."""
+        """Record the end of a phase; the last rank to end it counts."""
         self._ends_s[phase] = max(at_s, self._ends_s.get(phase, at_s))
 
     def lengths_s(self) -> dict[str, float]:
-        """How long each phase that has ended took; they add up to the time since it all began."""
-        return dict(self._lengths_s())
-
-    def _lengths_s(self) -> Iterator[tuple[str, float]]:
-        last_s = self.began_s
+        """The length of each phase that has ended."""
+        lengths_s, last_s = {}, self.began_s
         for phase in PHASES:
             if phase in self._ends_s:
                 end_s = max(last_s, self._ends_s[phase])
-                yield phase, end_s - last_s
+                lengths_s[phase] = end_s - last_s
                 last_s = end_s
+        return lengths_s
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """How much of a run's time was spent in steps that stayed.
+    """How much of a run's time was spent in steps that count.
 
     Attributes:
-        productive_s: In steps that stayed: one that was done again counts once.
-        wall_s: From when the ranks were first started to the end of the last step.
+        productive_s: Time in steps; a step that was done again counts once.
+        wall_s: From the first launch to the end of the last step.
     """
 
     productive_s: float
@@ -100,16 +102,16 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """Productive time over all of it."""
+        """Productive time over wall time."""
         return self.productive_s / self.wall_s if self.wall_s else 0.0
 
     @property
     def lost_s(self) -> float:
-        """What all failures have cost."""
+        """The cost of all failures, seconds."""
         return sum(recovery.total_s for recovery in self.recoveries)
 
     def to_json(self) -> dict[str, Any]:
-        """The account as a JSON object."""
+        """The contents of `recovery.json`."""
         return {
             "goodput": self.share,
             "productive_s": self.productive_s,
@@ -121,7 +123,7 @@ class Goodput:
 
 @dataclass
 class _Open:
-    """A recovery that isn't over."""
+    """A recovery in progress."""
 
     restart: int
     reason: str
@@ -139,14 +141,14 @@ class _Open:
 
 
 class Ledger:
-    """Keeps the account while a run goes on, in the process that starts its ranks.
+    """Keeps the account of a run, in the process that starts its ranks.
 
     Args:
-        now_s: When the ranks are started, on the monotonic clock.
+        now_s: The time of the first launch, on the monotonic clock, as all times here.
     """
 
     def __init__(self, now_s: float, first_step: int = 0) -> None:
-        self._launched_s = self._well_s = self._last_step_s = now_s
+        self._launched_s = self._healthy_s = self._last_step_s = now_s
         self._next_step = first_step
         self._furthest_step = first_step - 1
         self._open: _Open | None = None
@@ -154,27 +156,23 @@ class Ledger:
 
     @property
     def next_step(self) -> int:
-        """The step that is to be done next."""
+        """The step to come."""
         return self._next_step
 
     @property
     def recoveries(self) -> Sequence[Recovery]:
-        """Those that are over."""
+        """The recoveries that are over."""
         return self._closed
 
     def phase_ended(self, phase: str, at_s: float) -> None:
-        """Note that a rank has come to the end of a phase of its start."""
-        self._well_s = max(self._well_s, at_s)
+        """Record that a rank has ended a phase of its start."""
+        self._healthy_s = max(self._healthy_s, at_s)
         if self._open is not None:
             self._open.ends.end(phase, at_s)
 
     def step_done(self, step: int, at_s: float) -> Recovery | None:
-        """Note a step.
-
-        Returns:
-            The recovery that is over with it, if one is.
-        """
-        self._well_s = self._last_step_s = at_s
+        """Record a step; the recovery that it ends, if it ends one."""
+        self._healthy_s = self._last_step_s = at_s
         self._next_step, self._furthest_step = step + 1, max(step, self._furthest_step)
         if self._open is None or step < self._open.until_step:
             return None
@@ -183,14 +181,14 @@ class Ledger:
         return self._close(self._open)
 
     def failed(self, reason: str, noticed_s: float, ended_s: float, from_step: int) -> None:
-        """Note a failure after which the ranks will be started again.
+        """Record a failure after which the run restarts.
 
         Args:
-            noticed_s: When that was first seen.
-            ended_s: When no rank was left.
+            noticed_s: The first evidence of the failure.
+            ended_s: When the last rank had ended.
         """
-        restart = len(self._closed) + 1  # a recovery that it cuts off has been closed
-        ends = PhaseEnds(self._well_s)
+        restart = len(self._closed) + 1  # `cut_off` has closed a recovery that this one interrupts
+        ends = PhaseEnds(self._healthy_s)
         ends.end(DETECT, noticed_s)
         ends.end(TEAR_DOWN, ended_s)
         step, until_step = self._next_step, self._furthest_step
@@ -198,17 +196,17 @@ class Ledger:
         self._next_step = from_step
 
     def launched(self, at_s: float) -> None:
-        """Note that the ranks are started again."""
+        """Record that the ranks are started again."""
         if self._open is not None:
             self._open.ends.end(BACK_OFF, at_s)
-            self._well_s = max(self._well_s, at_s)
+            self._healthy_s = max(self._healthy_s, at_s)
 
     def cut_off(self) -> Recovery | None:
-        """End the recovery that isn't over, if there is one, where it has come to."""
+        """Close the recovery in progress, if there is one, as interrupted."""
         if self._open is None:
             return None
         if self._next_step > self._open.from_step:
-            self._open.ends.end(REPLAY, self._well_s)
+            self._open.ends.end(REPLAY, self._healthy_s)
         return self._close(self._open, cut_off=True)
 
     def goodput(self, productive_s: float) -> Goodput:

@@ -1,6 +1,6 @@
-"""The only loop over training steps, and the callbacks that act between two of them.
+"""The loop over training steps, and the callbacks that act between two steps.
 
-`jaxmorph train`, `jaxmorph compare` and the library's `Trainer` all run it.
+`jaxmorph train`, `jaxmorph compare` and the library's `Trainer` all run this loop.
 """
 
 import time
@@ -15,12 +15,12 @@ from jaxmorph.runtime.step import StepResult, StepRunner
 
 @dataclass(frozen=True)
 class Effect:
-    """What a callback asks of the loop, on all ranks alike.
+    """What a callback asks of the loop; all ranks must ask the same.
 
     Attributes:
-        program: This rank's instructions from the next step on; None: those that it has.
-        paused_s: Time since the step that is part of no step.
-        ends: No step comes after this one.
+        program: This rank's instructions from the next step on; None: no change.
+        paused_s: Time spent after the step that the next step's time leaves out.
+        ends: Whether the loop ends here.
     """
 
     program: RankProgram | None = None
@@ -32,19 +32,19 @@ GOES_ON = Effect()
 
 
 class Callback:
-    """One rank's part of something that happens along with the steps."""
+    """Acts between steps, on one rank."""
 
     def report(self, step: int) -> tuple[Any, ...]:
-        """What this rank adds to its report of a step, once its gradients are there.
+        """Parts to add to this rank's report of a step, once its gradients are computed.
 
-        Each part is a frozen dataclass whose fields all have defaults; `after` finds all ranks' of
-        a kind by `StepResult.parts_of`.
+        Each part is a frozen dataclass whose fields all have defaults. In `after`,
+        `StepResult.parts_of` returns every rank's part of one type.
         """
         del step
         return ()
 
     def after(self, result: StepResult) -> Effect:
-        """Act on a step that is over; parameters are updated, and all ranks do the same."""
+        """Act after the update; all ranks act alike."""
         del result
         return GOES_ON
 
@@ -52,13 +52,12 @@ class Callback:
 class Loop:
     """Takes steps, one after another; all ranks make the same calls.
 
-    A step lasts from the meeting that ends the one before to the meeting that ends it. The update
-    and the callbacks come after the meeting: they are in the next step's time, but for pauses.
+    A step ends when all ranks have exchanged their scalars, and the next one begins there. So the
+    update and the callbacks are part of the next step's time, except for pauses.
 
     Attributes:
         program: This rank's instructions in the next step.
-        callbacks: All act on every step, in this order: also where one of them ends the loop.
-        next_step: The number of the step to come.
+        callbacks: Called in this order after every step, even if one of them ends the loop.
         is_over: Whether a callback has ended the loop.
     """
 
@@ -77,11 +76,11 @@ class Loop:
         self.begin()
 
     def begin(self) -> None:
-        """Have the next step begin now."""
+        """Count the next step's time from now."""
         self.began_s = time.monotonic()
 
     def step(self, inputs: StepInputs) -> StepResult:
-        """Take a step, and have the callbacks act on it."""
+        """Take a step, then call the callbacks."""
         result = self.runner.run(
             self.program, inputs, self.next_step, began_s=self.began_s, report=self._report
         )
@@ -95,7 +94,7 @@ class Loop:
         return result
 
     def run(self, inputs: Iterator[StepInputs], num_steps: int) -> bool:
-        """Take all steps of a run; whether the last one has been done before the loop ended."""
+        """Take steps up to `num_steps`; False if a callback ended the loop."""
         while self.next_step < num_steps and not self.is_over:
             self.step(next(inputs))
         return not self.is_over

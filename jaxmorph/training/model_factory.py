@@ -1,4 +1,4 @@
-"""From the configuration's `model` section to a model that can be pipelined."""
+"""Builds the model that the configuration's `model` section names."""
 
 import importlib
 import re
@@ -16,13 +16,10 @@ _NAMES_A_KEY = re.compile(r"\w+: ")
 
 
 def build_model(config: Config, vocab_size: int) -> "PipelineModel":
-    """The model that a configuration names.
-
-    The factory is a module with a function `build`; it is looked for among the installed packages
-    and in the current directory.
+    """Build the configuration's model.
 
     Raises:
-        UserError: If there is no such factory, or it refuses its options.
+        UserError: There is no such factory, or it refuses its options.
     """
     build = load_factory(config.model.factory).build
     try:
@@ -40,43 +37,40 @@ def build_model(config: Config, vocab_size: int) -> "PipelineModel":
 
 
 def device_options(factory: str) -> tuple[str, ...]:
-    """The keys of the `model` section that say how to compute, and nothing of which model it is.
+    """The keys of the `model` section that say how to compute: the factory's `DEVICE_OPTIONS`.
 
-    What was trained with one value of theirs may go on, or be sampled, with another.
-
-    Args:
-        factory: The model's module; in its `DEVICE_OPTIONS` they stand.
+    They may change when a run resumes or a checkpoint is sampled, since the model stays the same.
     """
     return tuple(getattr(load_factory(factory), "DEVICE_OPTIONS", ()))
 
 
 def for_any_device(config: Config) -> Config:
-    """The configuration without what it says of its device."""
+    """The configuration without its device options."""
     left_out = device_options(config.model.factory)
     kept = {key: value for key, value in config.model.model_dump().items() if key not in left_out}
     return config.model_copy(update={"model": type(config.model).model_validate(kept)})
 
 
 def load_factory(name: str, where: str = "model.factory") -> Any:
-    """The module that makes a model.
+    """Import the module that makes a model; it has a function `build`.
 
     Args:
-        name: As Python imports it; the current directory is searched too.
-        where: What an error says the name was read from.
+        name: An installed module, or one in the current directory.
+        where: Where the name comes from, for errors.
 
     Raises:
-        UserError: If there is no such module, or it has no such function.
+        UserError: There is no such module, or it has no such function.
     """
     here = str(Path.cwd())
-    if here not in sys.path:  # as `python -m` would have it, for models that are not installed
+    if here not in sys.path:  # like `python -m`: the user's model need not be installed
         sys.path.append(here)
     expected = "expected a module that Python can import, with a function 'build'"
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there, but not something that it needs
+            raise  # the module exists, but something that it imports doesn't
         raise UserError(f"{where}: got {name!r}, {expected}") from error
     if not hasattr(module, "build"):
-        raise UserError(f"{where}: got {name!r} without one, {expected}")
+        raise UserError(f"{where}: got {name!r} without a function 'build', {expected}")
     return module

@@ -1,4 +1,4 @@
-"""A rank's stage: what a configuration says of it, and all that it needs to run."""
+"""Opens a rank's stage: its settings from the configuration, its data plane, its slots."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -29,10 +29,10 @@ from jaxmorph.transport.plane import TransportSettings
 def stage_settings(
     config: Config, layers: tuple[range, ...], rank: int, *, adapts: bool = False
 ) -> StageSettings:
-    """What a rank's stage is built from.
+    """The settings that a rank's stage is built from.
 
     Args:
-        adapts: Whether routes may change from plan to plan: both of every link are made ready.
+        adapts: Whether routes may change, so that every link needs both.
     """
     optimizer = config.optimizer
     direct, delegated = possible_routes(config, adapts=adapts)
@@ -65,9 +65,9 @@ def stage_settings(
 
 
 def stage_pace(config: Config, rank: int) -> Pace | None:
-    """How long a stage's ops last on the emulated accelerator; None where none is emulated.
+    """The durations of a stage's ops on the emulated accelerator; None if none is emulated.
 
-    The configured times are those of the whole stage: an op of one chunk lasts its share of them.
+    The configured times are those of a whole stage, which its chunks share.
     """
     accelerator = config.emulation.accelerator
     if accelerator is None:
@@ -91,17 +91,15 @@ def open_stage(
     settings: StageSettings,
     links: EmulatedLinks,
 ) -> Iterator[StageTrainer]:
-    """A rank's stage, ready to run; what it started is ended however this ends.
+    """Build a rank's stage and start its data plane; all ranks call this at the same point.
+
+    Only the ranks of links that may be delegated need a data plane.
 
     Args:
-        rendezvous: The meeting place of all ranks; they all call this at the same point.
-        settings: How the stage is built. Only where they let a link be delegated is a data plane
-            started, on that link's ranks.
-        links: What is emulated; the data plane is told from the next time on.
+        links: The emulated links; the data plane joins them.
 
     Raises:
-        UserError: If some rank's host can't carry messages as the configuration says; the same on
-            all ranks.
+        UserError: Some rank's host can't transport messages as configured; raised on all ranks.
     """
     if not settings.delegated:
         with closing(StageTrainer(model, settings, rendezvous.rank, links)) as trainer:
@@ -119,7 +117,7 @@ def open_stage(
 
 
 def _agreed_transport(config: Config, rendezvous: Rendezvous) -> TransportSettings:
-    """This host's end of the data plane; what any host lacks is the mistake of all ranks."""
+    """This host's transport settings; an error on one host is raised on all ranks."""
     loopbacks = set(gather(rendezvous, str, loopback_identity()))
     one_loopback, mistake = len(loopbacks) == 1, ""
     try:
@@ -138,7 +136,7 @@ def _agreed_transport(config: Config, rendezvous: Rendezvous) -> TransportSettin
 def _open_failover(
     config: Config, rendezvous: Rendezvous, settings: StageSettings, host: str
 ) -> Iterator[FailoverConnections | None]:
-    """The connections of links that fail over; None where none do."""
+    """The connections between the ends of links that fail over; None if none do."""
     if not settings.failing_over:
         yield None
         return
@@ -149,22 +147,20 @@ def _open_failover(
 
 @dataclass(frozen=True)
 class _Slots:
-    """A rank's slots for delegated messages, and what copies to them; empty where it has none."""
+    """A rank's slots and their copy backend; empty if it has no delegated links."""
 
     tier: str = ""
     num_bytes: int = 0
 
 
 def make_room(rendezvous: Rendezvous, trainer: StageTrainer, slots: Mapping[Channel, int]) -> str:
-    """Give delegated links the slots that a plan needs.
+    """Allocate the slots that a plan needs; all ranks call this between two steps.
 
     Args:
-        rendezvous: The meeting place of all ranks; they all call this at the same point, while no
-            step runs.
-        slots: How many each delegated channel needs, the same on all ranks.
+        slots: The number of slots of each delegated channel, the same on all ranks.
 
     Returns:
-        What delegated links have got, in a few words; nothing where no link is delegated.
+        The copy backends and the slots' bytes, in words; "" if no link is delegated.
     """
     if not slots:
         return ""
@@ -180,7 +176,7 @@ def make_room(rendezvous: Rendezvous, trainer: StageTrainer, slots: Mapping[Chan
 def transport_settings(
     config: Config, *, one_loopback: bool, coordinator_host: str
 ) -> TransportSettings:
-    """How this host's end of the data plane travels; see `listening_addresses`."""
+    """This host's transport settings; `listening_addresses` explains the addresses."""
     transport = config.transport
     configured = None if transport.addresses == "auto" else transport.addresses
     return TransportSettings(

@@ -1,4 +1,4 @@
-"""Takes what rank 0 sends of a run: writes it to the run directory and shows it to the user."""
+"""Writes rank 0's messages to the run directory, and shows them to the user."""
 
 import json
 import time
@@ -32,14 +32,14 @@ PICTURE = "planned_and_measured.png"
 class RunRecord:
     """The record of one run, in the process that the user started.
 
-    Of many traces the latest stay; half of them may be those around changes, whatever came later.
+    It keeps the latest traces, `trace.keep` of them. Traces around changes stay longer: they go
+    only when they fill more than half of the room.
 
     Args:
-        first_step: The step that it begins with. Traces of earlier steps count among those that are
-            kept; those of later ones, which are done again, are removed.
+        first_step: The step at which the run begins or resumes; later traces are removed.
 
     Attributes:
-        stopped: Why it has ended before its last step; empty if it hasn't.
+        stopped: Why the run ended early; empty if it didn't.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class RunRecord:
 
     @property
     def directory(self) -> Path:
-        """Where the run writes."""
+        """The run directory."""
         return self._directory.path
 
     @property
@@ -76,12 +76,12 @@ class RunRecord:
 
     @property
     def num_recorded(self) -> int:
-        """After how many of the run's steps its records end, those from before it went on too."""
+        """How many steps of the run are recorded, those before it resumed included."""
         return self._last_step + 1
 
     @property
     def productive_s(self) -> float:
-        """What the recorded steps took."""
+        """The time spent in the recorded steps."""
         return self._history.productive_s
 
     def take(self, message: RunMessage) -> None:
@@ -109,38 +109,38 @@ class RunRecord:
     def write_event(
         self, step: int, kind: EventKind, detail: str, evidence: Json | None = None
     ) -> None:
-        """Write an event of the ranks that they can't emit, as they have ended."""
+        """Write an event about ranks that have ended, and so can't send it."""
         time_s = self._clock() - self._ranks_began_s
         self._take_event(Event(time_s, step, kind, detail=detail, evidence=evidence))
 
     def go_back(self, step: int) -> None:
-        """Take out the records of the steps from one on: they will be done again."""
+        """Remove the records of `step` and later steps, which will be done again."""
         self._directory.go_back(step)
         self._history.go_back(step)
         self._reporter.go_back(step)
         self._last_step = step - 1
         self._traces = _traces_before(step, self._directory)
-        if self._last_traced_step >= step:  # what will be measured again may come out otherwise
-            self._last_timelines, self._last_traced_step = {}, -1
+        if self._last_traced_step >= step:  # the picture would show a step that will be done again
+            self._last_timelines = {}
         self._last_traced_step = step - 1
 
     def keep_goodput(self, goodput: Goodput) -> None:
-        """Write down how much of the run's time was of use, and what failures have cost."""
+        """Write `recovery.json`, and keep the goodput for the summary."""
         self._goodput = goodput
         self._directory.write_recovery(goodput.to_json())
 
     def finish(self) -> None:
-        """Draw the picture of the last sampled step and show what the run achieved.
+        """Draw the last sampled step, and show the summary.
 
         Raises:
-            RunFailedError: If the picture can't be written.
+            RunFailedError: The picture can't be written.
         """
-        picture = None  # a run that was asked to end may have come to no such step
+        picture = None  # a run that was asked to end may have sampled no step
         if self._last_timelines:
             picture = self._directory.path / PICTURE
             try:
                 save_timelines(picture, self._last_timelines)
-            except UserError as error:  # such as a full disk: no mistake of the user's
+            except UserError as error:  # such as a full disk: not the user's mistake
                 raise RunFailedError(str(error)) from error
         summary = self._history.summary(
             elapsed_s=self._last_step_s - self._began_s,
@@ -151,18 +151,17 @@ class RunRecord:
         self._reporter.finish(replace(summary, **_summed_up(self._goodput)))
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Release the terminal."""
         self._reporter.close()
 
     def _start(self, started: RunStarted) -> None:
-        """The ranks begin to train; of a restart the user knows already what runs."""
         self._ranks_began_s = self._clock()
-        if not self._has_started:
+        if not self._has_started:  # after a restart the header is on the screen already
             self._has_started, self._began_s = True, self._ranks_began_s
             self._reporter.start(self._header(started))
 
     def _take_event(self, event: Event) -> None:
-        self._history.note(event)
+        self._history.add_event(event)
         self._directory.write_event(event)
         self._reporter.event(event)
 
@@ -191,7 +190,7 @@ class RunRecord:
         drawn = {
             f"{name}, step {step}": Timeline.from_json(data) for name, data in timelines.items()
         }
-        if step >= self._last_traced_step:  # those around a change may come later
+        if step >= self._last_traced_step:  # timelines around a change may arrive late
             self._last_timelines, self._last_traced_step = drawn, step
         path = self._directory.trace_path(step)
         path.write_text(json.dumps(chrome_trace(drawn)), encoding="utf-8")
@@ -203,7 +202,7 @@ class RunRecord:
 
 
 def _summed_up(goodput: Goodput | None) -> dict[str, float]:
-    """What a summary says of it."""
+    """The goodput's fields of a `RunSummary`."""
     if goodput is None:
         return {}
     return {
@@ -216,13 +215,13 @@ def _summed_up(goodput: Goodput | None) -> dict[str, float]:
 
 
 def _to_drop(traces: Mapping[int, bool], keep: int) -> int:
-    """The earliest of the traces that are not around a change, or that are, if those are many."""
+    """The earliest trace, of those around changes if they fill over half of the room."""
     too_many = 2 * sum(traces.values()) > keep
     return min(step for step, around_change in traces.items() if around_change == too_many)
 
 
 def _traces_before(step: int, directory: RunDirectory) -> dict[int, bool]:
-    """The traces of earlier steps, taken as around no change; the others are removed."""
+    """The traces before `step`, unmarked; later ones are removed."""
     traces = directory.traces()
     for number, path in traces.items():
         if number >= step:

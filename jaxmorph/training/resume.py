@@ -1,4 +1,7 @@
-"""How a run begins, or what it goes on from: its directory and its last checkpoint, if they fit."""
+"""Begins or resumes a run: opens its directory, and checks its last checkpoint against its config.
+
+A directory belongs to one process at a time, by a file lock (`hold`).
+"""
 
 import os
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -23,11 +26,11 @@ _LOCK = ".in_use"
 
 @dataclass(frozen=True)
 class Resumption:
-    """A run that goes on.
+    """A run to be resumed.
 
     Attributes:
-        config: The run's, with the overrides that it is resumed with.
-        passed_over: Later ones that aren't whole, the newest first.
+        config: With the overrides of `--resume`.
+        passed_over: Damaged checkpoints that are newer, the newest first.
     """
 
     config: Config
@@ -36,7 +39,7 @@ class Resumption:
 
     @property
     def is_done(self) -> bool:
-        """Whether the checkpoint is that of the run's last step."""
+        """Whether the run has done its last step."""
         return self.manifest.step == self.config.run.steps
 
 
@@ -45,9 +48,9 @@ class RunStart:
     """How a run begins.
 
     Attributes:
-        first_step: The step it begins with: 0, or that after its last checkpoint.
-        directory: Where it goes on; None: it gets a directory of its own.
-        passed_over: Later checkpoints that it doesn't go on from, as they aren't whole.
+        first_step: 0, or the step after the checkpoint that it resumes from.
+        directory: The directory of a run that resumes; None: a new one is made.
+        passed_over: Damaged checkpoints that are newer.
     """
 
     config: Config
@@ -59,9 +62,9 @@ class RunStart:
     def open_record(self, reporter: Reporter | None = None) -> Iterator[RunRecord]:
         """Open the run's directory and its records, for this process alone."""
         with ExitStack() as opened:
-            known = (folder_apart(self.config), self.directory)  # nothing is changed there yet
+            known = (folder_apart(self.config), self.directory)
             opened.enter_context(hold(path for path in known if path is not None))
-            if self.directory is not None:
+            if self.directory is not None:  # until it was held, another process may have used it
                 self._require_last(self.directory)
             directory = opened.enter_context(self._open_directory())
             if self.directory is None:
@@ -70,7 +73,7 @@ class RunStart:
             shown = reporter or open_reporter()
             record = RunRecord(self.config, directory, shown, first_step=self.first_step)
             opened.enter_context(closing(record))
-            note_damaged(self.config, directory.path, self.passed_over, record, self.first_step)
+            set_aside(self.config, directory.path, self.passed_over, record, self.first_step)
             yield record
 
     def _open_directory(self) -> RunDirectory:
@@ -79,17 +82,16 @@ class RunStart:
         return reopen_run_directory(self.directory, self.config, self.first_step)
 
     def _require_last(self, directory: Path) -> None:
-        """Whether no checkpoint came since: until now another process may have been on."""
         known = {self.first_step, *(each.step for each in self.passed_over)}
         if max(checkpoint_folder(self.config, directory).steps(), default=0) != max(known):
             raise UserError(
-                f"--resume: got {directory}, which has gone on meanwhile, expected one whose last "
-                f"checkpoint is step_{self.first_step}"
+                f"--resume: got {directory}, which another process has continued, expected one "
+                f"whose last checkpoint is step_{self.first_step}"
             )
 
 
 def checkpoint_folder(config: Config, directory: Path) -> CheckpointFolder:
-    """Where a run has its checkpoints."""
+    """The folder of a run's checkpoints."""
     named = config.checkpoint.dir
     return CheckpointFolder(directory / "checkpoints" if named is None else Path(named))
 
@@ -97,27 +99,19 @@ def checkpoint_folder(config: Config, directory: Path) -> CheckpointFolder:
 def last_whole(
     config: Config, directory: Path, *, thorough: bool = True
 ) -> tuple[int | None, tuple[PassedOver, ...]]:
-    """How many steps a run's last whole checkpoint has done.
-
-    Returns:
-        (the steps, None where there is no such checkpoint; the damaged ones that are newer).
-    """
+    """The step count of a run's last whole checkpoint, if any, and the damaged ones after it."""
     return checkpoint_folder(config, directory).newest_whole(thorough=thorough)
 
 
 def folder_apart(config: Config) -> Path | None:
-    """The folder that `checkpoint.dir` names; None where there is none outside `run.dir`.
-
-    Args:
-        config: The run. Until it has its directory nothing may be made in there.
-    """
+    """The folder that `checkpoint.dir` names, if it is outside of `run.dir`."""
     named, run = config.checkpoint.dir, Path(config.run.dir).absolute()
     folder = None if named is None else Path(named).absolute()
     return None if folder is None or folder.is_relative_to(run) else folder
 
 
 def with_absolute_folder(config: Config) -> Config:
-    """The run with a `checkpoint.dir` that is the same wherever the run is gone on with."""
+    """Make `checkpoint.dir` absolute, so that a run can resume from any working directory."""
     named = config.checkpoint.dir
     absolute = None if named is None else str(Path(named).absolute())
     checkpoint = config.checkpoint.model_copy(update={"dir": absolute})
@@ -125,7 +119,7 @@ def with_absolute_folder(config: Config) -> Config:
 
 
 def prepare_checkpoints(config: Config, directory: Path) -> None:
-    """Make the folder of a run's checkpoints, without what an earlier run left half-done there."""
+    """Make the folder of a run's checkpoints, and remove unfinished ones from it."""
     folder = checkpoint_folder(config, directory)
     if config.checkpoint.saves:
         _make(folder.path)
@@ -133,7 +127,7 @@ def prepare_checkpoints(config: Config, directory: Path) -> None:
 
 
 def try_named_folder(config: Config) -> None:
-    """Make the folder that `checkpoint.dir` names, if one that is used, and write to it."""
+    """Check that the folder that `checkpoint.dir` names can be made and written to."""
     named = folder_apart(config)
     if named is None or not config.checkpoint.saves:
         return
@@ -155,21 +149,21 @@ def _make(folder: Path) -> None:
 
 
 def require_no_checkpoints(config: Config) -> None:
-    """Keep a new run from writing among, and removing, another run's checkpoints.
+    """Refuse a `checkpoint.dir` with another run's checkpoints: `keep` would remove them.
 
     Raises:
-        UserError: If `checkpoint.dir` names a folder that has some.
+        UserError: The folder has some.
     """
     folder = config.checkpoint.dir
     if folder is not None and CheckpointFolder(Path(folder)).steps():
         raise UserError(
             f"checkpoint.dir: got {folder}, which has another run's checkpoints, expected a folder "
-            "without any; --resume RUN_DIR goes on with a run"
+            "without any; --resume RUN_DIR continues a run"
         )
 
 
 def without_weights(config: Config) -> Config:
-    """The run as it goes on: its parameters come from a checkpoint, whatever they started from."""
+    """The configuration of a run that resumes: its parameters come from the checkpoint."""
     return config.model_copy(update={"model": config.model.model_copy(update={"weights": None})})
 
 
@@ -183,20 +177,17 @@ def saved_config(directory: Path, overrides: Sequence[str] = (), where: str = "r
 def find_resumption(
     directory: Path, overrides: Sequence[str], *, thorough: bool = True
 ) -> Resumption:
-    """Finds the last whole checkpoint of a run, and whether it can go on from there.
-
-    Args:
-        overrides: `section.key=value` each; for some keys only the value that they have.
+    """Find the last whole checkpoint of a run, and check the overrides against it.
 
     Raises:
-        UserError: There is no such run, no whole checkpoint, or it is another model's; in one line.
+        UserError: There is no such run, no whole checkpoint, or an override would change the model.
     """
     config = with_absolute_folder(saved_config(directory, overrides, "--resume"))
     was = with_absolute_folder(saved_config(directory))
     folder = checkpoint_folder(was, directory)
     step, passed_over = folder.newest_whole(thorough=thorough)
     if step is None:
-        raise _none_to_go_on_from(folder, passed_over)
+        raise _no_checkpoint(folder, passed_over)
     manifest = folder.manifest(step)
     try:
         _require_agreement(config, was, manifest, config.run.steps)
@@ -206,14 +197,13 @@ def find_resumption(
 
 
 def start_of_script(config: Config, *, resume: bool) -> RunStart:
-    """How the run of a script begins.
+    """How a script's run begins.
 
     Args:
-        resume: Whether it goes on after the last whole checkpoint in `run.dir`; where there is
-            none, it begins.
+        resume: Resume from the last whole checkpoint in `run.dir`, if there is one.
 
     Raises:
-        UserError: It can't go on from that checkpoint, or `checkpoint.dir` has another run's.
+        UserError: The checkpoint is another model's, or `checkpoint.dir` has another run's.
     """
     config, directory = with_absolute_folder(config), Path(config.run.dir)
     if not resume or not (directory / CONFIG).is_file():
@@ -235,47 +225,35 @@ def _require_agreement(
         raise UserError(f"{key}: got {got}, expected {expected}")
 
 
-def _none_to_go_on_from(folder: CheckpointFolder, passed_over: Sequence[PassedOver]) -> UserError:
+def _no_checkpoint(folder: CheckpointFolder, passed_over: Sequence[PassedOver]) -> UserError:
     if not passed_over:
         return UserError(
-            f"--resume: got no checkpoint in {folder.path}, expected one: a run makes them as its "
-            "section 'checkpoint' says"
+            f"--resume: got no checkpoint in {folder.path}, expected one: the run's section "
+            "'checkpoint' says when it saves"
         )
     damages = "; ".join(f"{each.damage}" for each in passed_over)
     return UserError(f"--resume: got no whole checkpoint in {folder.path}, expected one: {damages}")
 
 
-def set_aside(config: Config, directory: Path, passed_over: Sequence[PassedOver]) -> Iterator[str]:
-    """Rename damaged checkpoints, so that nothing reads or counts them, and the next can be there.
-
-    Yields:
-        A line for each: what is wrong with it, and where it is now.
-    """
-    folder = checkpoint_folder(config, directory)
-    for each in passed_over:
-        yield f"passed over, and now {folder.set_aside(each.step)}: {each.damage}"
-
-
-def note_damaged(
+def set_aside(
     config: Config,
     directory: Path,
     passed_over: Sequence[PassedOver],
     record: RunRecord,
     step: int,
 ) -> None:
-    """Set damaged checkpoints aside, with an event for each."""
-    for line in set_aside(config, directory, passed_over):
-        record.write_event(step, EventKind.CHECKPOINT_DAMAGED, line)
+    """Rename damaged checkpoints, so that the run can save at their steps, and report each."""
+    folder = checkpoint_folder(config, directory)
+    for each in passed_over:
+        detail = f"passed over, and now {folder.set_aside(each.step)}: {each.damage}"
+        record.write_event(step, EventKind.CHECKPOINT_DAMAGED, detail)
 
 
 def kept_cut(config: Config, manifest: Manifest) -> tuple[range, ...] | None:
-    """The layers as the checkpoint has them, where they are not to be cut another way.
+    """The checkpoint's cut, if the run keeps it; None: cut as the configuration says.
 
-    What is measured may come out another time; so with `parallelism.layers: auto` the cut stays,
-    for as long as there are as many stages.
-
-    Returns:
-        Each virtual stage's; None: cut them as the configuration says.
+    With `parallelism.layers: auto` and the same stages the cut stays: a new measurement could
+    choose another one by chance.
     """
     now, then = config.parallelism, manifest.config.parallelism
     as_many = (now.stages, now.chunks) == (then.stages, then.chunks)
@@ -283,7 +261,7 @@ def kept_cut(config: Config, manifest: Manifest) -> tuple[range, ...] | None:
 
 
 def check_vocabulary(manifest: Manifest, vocab_size: int) -> None:
-    """Compare the model's vocabulary with that of the checkpoint."""
+    """Require the vocabulary of the checkpoint's model."""
     if vocab_size != manifest.vocab_size:
         raise UserError(
             f"data.vocab_size: got {vocab_size:,}, expected {manifest.vocab_size:,}, that of the "
@@ -292,17 +270,13 @@ def check_vocabulary(manifest: Manifest, vocab_size: int) -> None:
 
 
 def check_data(manifest: Manifest, config: Config, data: DataDigest) -> None:
-    """Compare the data with those that the checkpoint was trained on, if they are named the same.
-
-    Args:
-        config: The run's; with another path or tokenizer, other data are meant.
-    """
+    """Require the data that the checkpoint was trained on, unless other data are named."""
     now, then = config.data, manifest.config.data
     names = [(section.path, section.tokenizer, section.token_dtype) for section in (now, then)]
     if manifest.data is not None and names[0] == names[1] and data != manifest.data:
         raise UserError(
             f"data.path: got {data.num_tokens:,} tokens, expected the {manifest.data.num_tokens:,} "
-            "that the checkpoint was trained on: the data have changed since (to go on with these, "
+            "that the checkpoint was trained on: the data have changed (to continue with these, "
             "give them another data.path)"
         )
 
@@ -310,13 +284,9 @@ def check_data(manifest: Manifest, config: Config, data: DataDigest) -> None:
 def _disagreements(
     config: Config, was: Config, manifest: Manifest, num_steps: int | None
 ) -> Iterator[tuple[str, object, str]]:
-    """Each key that keeps a run from going on: what was got, what was expected.
-
-    Args:
-        num_steps: How many steps the run has; None: as many as a script takes.
-    """
+    """The keys that keep a run from resuming: key, what was got, what was expected."""
     if config.run.dir != was.run.dir:
-        yield "run.dir", config.run.dir, "none: a resumed run goes on in its own directory"
+        yield "run.dir", config.run.dir, "none: a resumed run continues in its own directory"
     folder, was_folder = config.checkpoint.dir, was.checkpoint.dir
     if (folder and Path(folder).resolve()) != (was_folder and Path(was_folder).resolve()):
         there = "none" if was_folder is None else was_folder
@@ -326,7 +296,7 @@ def _disagreements(
         yield "run.steps", num_steps, done
     held_out, was_held_out = config.data.held_out_fraction, was.data.held_out_fraction
     if held_out != was_held_out:
-        kept = f"{was_held_out:g}: what was held out, and what was learned, stay so"
+        kept = f"{was_held_out:g}: held-out text must stay held out"
         yield "data.held_out_fraction", f"{held_out:g}", kept
     yield from _other_model(config, manifest)
 
@@ -340,7 +310,7 @@ def _other_model(config: Config, manifest: Manifest) -> Iterator[tuple[str, obje
 
 
 def _model_options(config: Config, left_out: Container[str]) -> dict[str, object]:
-    """Whatever decides which model it is, but for the data's vocabulary."""
+    """The options that make the model what it is; `check_vocabulary` checks its vocabulary."""
     model = {
         f"model.{key}": value
         for key, value in config.model.model_dump().items()
@@ -351,16 +321,13 @@ def _model_options(config: Config, left_out: Container[str]) -> dict[str, object
 
 @contextmanager
 def hold(folders: Iterable[Path]) -> Iterator[None]:
-    """Keep folders for this process while this lasts; a process that dies lets go of them.
+    """Lock folders for this process, by a file in each; a process that dies releases its locks.
 
-    A file system that knows no locks keeps nobody off, and neither does a folder that isn't there
-    or can't be written to, which whoever uses it will tell.
-
-    Args:
-        folders: Each gets a file, which stays.
+    A folder that is missing, can't be written to, or has a file system without locks stays
+    unlocked: whoever writes to it next reports the first two.
 
     Raises:
-        UserError: Another process has one of them.
+        UserError: Another process holds one of them.
     """
     with ExitStack() as held:
         for folder in {path.resolve() for path in folders}:
@@ -386,4 +353,4 @@ def _lock(descriptor: int, folder: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise UserError(f"{folder} is in use by another run, expected it to have ended") from error
+        raise UserError(f"{folder}: in use by another run, expected one that has ended") from error

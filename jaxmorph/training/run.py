@@ -1,6 +1,6 @@
-"""One rank's part of a run: its stage, the first plan, and the loop with its callbacks.
+"""One rank of a run: load, open the stage, plan, and begin training, in the order of this file.
 
-`train` feeds it from a configuration's data, the library's `Trainer` from a script's batches.
+`train` calls these functions with the configuration's data, `Trainer` with a script's batches.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ from jaxmorph.runtime.step import StepRunner
 from jaxmorph.stage.model import PipelineModel, taken_on_device
 from jaxmorph.stage.parameters import parameter_count
 from jaxmorph.training.adaptation import Adaptation, open_control_loop
-from jaxmorph.training.bookkeeping import Bookkeeper
+from jaxmorph.training.step_recorder import StepRecorder
 from jaxmorph.training.callbacks import Recording, SaveTimes, Saving, SkippedSteps, Skipping
 from jaxmorph.training.device_memory import WithinDevices, budget_in_words, with_device_budget
 from jaxmorph.training.evaluation import Evaluation
@@ -50,12 +50,11 @@ from jaxmorph.training.starting_point import KnownLinks, known_links
 
 @dataclass(frozen=True)
 class Run:
-    """What a rank has loaded, or agreed on with the others, before its stage is compiled.
+    """What a rank knows before it compiles its stage.
 
     Attributes:
-        config: The run as this process takes it up.
-        checkpoints: Where it goes on and what it saves; None of a run without a directory.
-        taken: What of the device the model takes, in a few words.
+        checkpoints: None for a script's run without a directory.
+        taken: Which kernels the model takes on this device, in words.
     """
 
     config: Config
@@ -70,7 +69,7 @@ class Run:
 
     @property
     def first_step(self) -> int:
-        """The step that it begins with: how many its checkpoint has done."""
+        """The step at which the run begins or resumes."""
         return 0 if self.checkpoints is None else self.checkpoints.first_step
 
     @property
@@ -85,11 +84,11 @@ class Run:
         return [self.settings.layers[stage] for stage in own_stages]
 
     def open_stage(self) -> AbstractContextManager[StageTrainer]:
-        """This rank's stage, compiled; all ranks call this at the same point."""
+        """Compile this rank's stage; all ranks call this at the same point."""
         return open_stage(self.config, self.rendezvous, self.model, self.settings, self.links)
 
     def restore(self, stage: StageTrainer) -> None:
-        """Put the checkpoint's state, if there is one, in place of the initial one."""
+        """Restore the checkpoint's state, if the run resumes."""
         if self.checkpoints is not None:
             self.checkpoints.restore(stage, self.own_layers)
 
@@ -104,28 +103,25 @@ def load_run(
     optimizer: optax.GradientTransformation | None = None,
     restarts: int = 0,
 ) -> Run:
-    """Cut the model, and say what each stage is built from; all ranks agree on the cut.
+    """Cut the model into stages; all ranks agree on the cut.
 
     Args:
-        batches: What layers are measured on; None: on token 0 throughout.
-        optimizer: None: AdamW by the configuration.
-        restarts: How often the run was started again.
+        batches: What layers are measured on; None: zeros.
+        optimizer: None: the configuration's AdamW.
+        restarts: How often the run was restarted; emulated cuts end with a restart.
     """
     sizes = config.batch.microbatch_size, config.data.sequence_length
     taken = taken_on_device(model, *sizes)
     if checkpoints is not None:
         checkpoints.require_shared(rendezvous)
-    cut = _cut_of(checkpoints) or _choose_layers(config, rendezvous, model, checkpoints, batches)
+    kept = None if checkpoints is None else checkpoints.cut
+    cut = kept or _choose_layers(config, rendezvous, model, checkpoints, batches)
     settings = stage_settings(config, cut.layers, rendezvous.rank, adapts=config.adapts)
     if optimizer is not None:
         settings = replace(settings, optimizer=optimizer)
     conditions = emulated_conditions(config, restarts)
     links = EmulatedLinks()
     return Run(config, rendezvous, model, checkpoints, taken, cut, settings, conditions, links)
-
-
-def _cut_of(checkpoints: RunCheckpoints | None) -> LayerChoice | None:
-    return None if checkpoints is None else checkpoints.cut
 
 
 def _choose_layers(
@@ -135,7 +131,7 @@ def _choose_layers(
     checkpoints: RunCheckpoints | None,
     batches: Batches | None,
 ) -> LayerChoice:
-    """The cut that an earlier process of the run chose, whatever would be measured now; or new."""
+    """The cut that an earlier launch of the run chose, or else a new one."""
     measure = partial(measured_on_rank_0, config, model, batches)
     if checkpoints is None or rendezvous.rank != 0:
         return choose_layers(config, rendezvous, model.num_layers, measure)
@@ -147,7 +143,7 @@ def _choose_layers(
 
 @dataclass(frozen=True)
 class Planned:
-    """The first plan, and the configuration within which it and later ones are made."""
+    """The first plan, and the memory caps that plans keep."""
 
     within: WithinDevices
     first: FirstPlan
@@ -159,13 +155,11 @@ def plan_run(
     inputs: StepInputs,
     with_slots: Callable[[PlanInForce], PlanInForce],
 ) -> Planned:
-    """Measure a few steps, on links as they are before the first step, and plan.
-
-    What an earlier process of the run knew of its links is planned for, too.
+    """Measure a few steps and plan; degraded links known from an earlier launch are planned for.
 
     Args:
-        inputs: The data of every one of these steps.
-        with_slots: Adds the slots that are needed for more than the plan's own steps.
+        inputs: The data of each of these steps; they update nothing.
+        with_slots: Adds the slots that evaluations need.
     """
     within = with_device_budget(run.config, run.rendezvous, stage)
     run.links.emulate(untimed(run.conditions))
@@ -180,7 +174,7 @@ def plan_run(
 
 @dataclass(frozen=True)
 class Training:
-    """The steps to come, and what is asked for when they are over."""
+    """The loop, and what its caller asks about it."""
 
     loop: Loop
     recording: Recording
@@ -188,12 +182,12 @@ class Training:
     saver: CheckpointSaver | None
 
     def finish(self) -> str:
-        """Wait for the save that is under way, if any; why the last one has failed, or ""."""
+        """Wait for the save that is under way; why the last save failed, or ""."""
         return "" if self.saver is None else self.saver.finish()
 
 
 def never() -> bool:
-    """Whether a process that nobody asks to end has been asked to."""
+    """The `stop_asked` of a process that nothing asks to stop."""
     return False
 
 
@@ -211,15 +205,15 @@ def begin_training(
     compilations: CompilationCounter | None = None,
     stop_asked: Callable[[], bool] = never,
 ) -> Iterator[Training]:
-    """Begin training's time: of its patience with ranks, and of links that change.
+    """Build the loop and its callbacks, and start the clock of emulated links.
 
     Args:
-        send: Takes what rank 0 reports of the run.
-        source: Where the data come from, in a few words.
-        num_steps: How many steps the run has; None: as many as a script takes.
-        trained_on: What checkpoints say of the data.
-        held_out: What is evaluated; None: nothing.
-        stop_asked: Whether this process has been asked to save and end.
+        send: Takes rank 0's messages.
+        source: Where the data come from, in words.
+        num_steps: The run's steps; None for a script, which takes as many as it likes.
+        trained_on: What checkpoints record about the data.
+        held_out: The batches to evaluate; None: never evaluate.
+        stop_asked: Whether this process has been asked to save and stop.
     """
     config, rendezvous, first = planned.within.first, run.rendezvous, planned.first
     rendezvous.limit(config.timeouts.step_s)
@@ -238,8 +232,8 @@ def begin_training(
                 keep=None if run.checkpoints is None else partial(_keep, send),
             )
         )
-        bookkeeper = opened.enter_context(
-            Bookkeeper(
+        recorder = opened.enter_context(
+            StepRecorder(
                 config,
                 first.in_force,
                 first.profiler,
@@ -250,16 +244,16 @@ def begin_training(
                 known_links=_known_links(run),
             )
         )
-        recording = Recording(bookkeeper, evaluation, first.in_force.plan)
+        recording = Recording(recorder, evaluation, first.in_force.plan)
         callbacks: list[Callback] = [evaluation, recording, Skipping(skipped)]
         if run.checkpoints is not None:
             saver = opened.enter_context(
                 run.checkpoints.saver(
-                    rendezvous, run.settings, run.model.tied, trained_on, bookkeeper
+                    rendezvous, run.settings, run.model.tied, trained_on, recorder
                 )
             )
             times = SaveTimes(config.checkpoint, num_steps, leads=run.leads, stop_asked=stop_asked)
-            callbacks.append(Saving(times, skipped, saver, stage, bookkeeper, num_steps))
+            callbacks.append(Saving(times, skipped, saver, stage, recorder, num_steps))
         adaptation = Adaptation(
             rendezvous,
             stage,
@@ -271,13 +265,12 @@ def begin_training(
         )
         callbacks.append(adaptation)
         if run.leads:
-            _announce(run, planned, bookkeeper, source)
+            _announce(run, planned, recorder, source)
         loop = Loop(runner, first.in_force.program, callbacks, run.first_step)
         yield Training(loop, recording, skipped, saver)
 
 
 def _keep(send: Callable[[RunMessage], None], line: str, begins: bool) -> None:
-    """Have what the controller observed written to the run directory."""
     send(ObservationKept(line, begins))
 
 
@@ -287,17 +280,17 @@ def _known_links(run: Run) -> KnownLinks | None:
     return KnownLinks(run.config, run.checkpoints.directory, run.cut.layers)
 
 
-def _announce(run: Run, planned: Planned, bookkeeper: Bookkeeper, source: str) -> None:
-    """Have rank 0's bookkeeper say what runs, and where it goes on."""
+def _announce(run: Run, planned: Planned, recorder: StepRecorder, source: str) -> None:
+    """Report what runs, from which checkpoint, and with which degraded links."""
     cut, known = run.cut, planned.first.known
     computes_on = f"rank 0 computes on {device_kind()}"
     room = budget_in_words(run.config, planned.within)
     equipped = "; ".join(filter(None, (computes_on, planned.first.equipped, run.taken, room)))
     num_parameters = parameter_count(run.model)
-    bookkeeper.start(source, num_parameters, cut.layers, cut.reason, equipped)
+    recorder.start(source, num_parameters, cut.layers, cut.reason, equipped)
     if run.checkpoints is not None and run.first_step > 0:
-        bookkeeper.event(run.first_step, EventKind.RESUMED, run.checkpoints.origin(cut.layers))
+        recorder.emit(run.first_step, EventKind.RESUMED, run.checkpoints.origin(cut.layers))
     if known:
         links = ", ".join(each.in_words() for each in known)
         detail = f"begins with links as they were: {links}"
-        bookkeeper.event(run.first_step, EventKind.LINKS_KNOWN, detail)
+        recorder.emit(run.first_step, EventKind.LINKS_KNOWN, detail)

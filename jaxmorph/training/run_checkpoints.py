@@ -1,4 +1,4 @@
-"""The checkpoints of one run, as one of its ranks uses them: where it begins and what it saves."""
+"""A rank's view of its run's checkpoints: the one it resumes from, and those it saves."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,18 +17,17 @@ from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.planner import Plan
-from jaxmorph.training.bookkeeping import Bookkeeper
+from jaxmorph.training.step_recorder import StepRecorder
 from jaxmorph.training.layer_choice import LayerChoice
 from jaxmorph.training.resume import checkpoint_folder, kept_cut, without_weights
 
 
 @dataclass(frozen=True)
 class TrainedOn:
-    """What a checkpoint says of the data.
+    """What a checkpoint records about the data.
 
     Attributes:
-        vocab_size: 0 of a script's own, whose model no configuration names.
-        data: None: not remembered.
+        vocab_size: 0 for a script's run, whose model the configuration doesn't name.
     """
 
     vocab_size: int = 0
@@ -36,16 +35,12 @@ class TrainedOn:
 
 
 class RunCheckpoints:
-    """What a rank of a run reads from checkpoints, and writes to them.
-
-    Args:
-        first_step: How many steps the checkpoint that it goes on from has done; 0: there is none.
+    """Restores and saves one rank's state.
 
     Attributes:
-        directory: The run's.
-        first_step: As above.
-        starting_config: The run as this process takes it up.
-        cut: The layers as the checkpoint has them; None where the configuration decides.
+        first_step: The steps that the checkpoint has done; 0: the run is new.
+        starting_config: The configuration, without initial weights if the run resumes.
+        cut: The checkpoint's cut of the layers; None if the configuration decides.
     """
 
     def __init__(self, config: Config, directory: Path, first_step: int) -> None:
@@ -57,26 +52,26 @@ class RunCheckpoints:
         self.starting_config = without_weights(config) if resumes else config
         kept = kept_cut(config, self._manifest) if self._manifest else None
         self.cut = LayerChoice(kept) if kept else None
-        # Made, and Orbax imported, now: later it would be in the middle of a step.
+        # Now, since the import of Orbax would slow a step down later.
         self._files = TreeFiles() if resumes or config.checkpoint.saves else None
 
     def origin(self, layers: Sequence[range]) -> str:
-        """The checkpoint that the run goes on from, and what is known of it, for people."""
+        """The checkpoint that the run resumes from, in words."""
         if self._manifest is None:
             return "from the beginning"
         return "; ".join(_described(self._folder, self._manifest, layers))
 
     def require_shared(self, rendezvous: Rendezvous) -> None:
-        """Find out, if anything will be saved, whether all ranks can do so in one folder.
+        """Require that all ranks see one checkpoint folder, if the run saves.
 
         Raises:
-            UserError: If they can't; the same on all ranks.
+            UserError: They don't; raised on all ranks.
         """
         if self._config.checkpoint.saves:
             require_shared(self._folder.path, rendezvous)
 
     def restore(self, trainer: StageTrainer, own_layers: Sequence[range]) -> None:
-        """Put the checkpoint's state, if there is one, in place of the initial one."""
+        """Restore the checkpoint's state, if the run resumes."""
         if self._manifest is not None and self._files is not None:
             checkpoint = self._folder.finished(self._manifest.step)
             saved = self._manifest.layers
@@ -88,9 +83,9 @@ class RunCheckpoints:
         settings: StageSettings,
         tied: TiedPaths,
         trained_on: TrainedOn,
-        bookkeeper: Bookkeeper,
+        recorder: StepRecorder,
     ) -> CheckpointSaver:
-        """What saves the run; rank 0's bookkeeper emits its events."""
+        """The saver, whose events go to the recorder."""
         describe = partial(
             Manifest,
             layers=settings.layers,
@@ -102,24 +97,23 @@ class RunCheckpoints:
         return CheckpointSaver(
             self._folder,
             rendezvous,
-            describe=lambda step: describe(step, **bookkeeper.in_force()),
+            describe=lambda step: describe(step, **recorder.checkpoint_fields()),
             own_stages=settings.own_stages(rendezvous.rank),
             write=self._write,
             keep=self._config.checkpoint.keep,
-            emit=bookkeeper.event,
-            sent_so_far=bookkeeper.sent_so_far,
+            emit=recorder.emit,
+            sent_so_far=recorder.sent_so_far,
         )
 
     def _write(self, path: Path, tree: Any) -> None:
         if self._files is None:
-            raise ValueError(f"nothing should be saved, and yet {path} is")
+            raise ValueError(f"{path}: the run saves no checkpoints")
         self._files.write(path, tree)
 
 
 def _described(
     folder: CheckpointFolder, manifest: Manifest, layers: Sequence[range]
 ) -> Iterator[str]:
-    """Which checkpoint it is, how it is cut another way, and what ran when it was made."""
     checked = "whole, but has no checksums" if manifest.parts is None else "whole by its checksums"
     yield f"from {folder.finished(manifest.step)}, the last that is {checked}"
     if tuple(layers) != manifest.layers:

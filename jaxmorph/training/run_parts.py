@@ -1,4 +1,4 @@
-"""What a run is made of: its model and its data, loaded, and a step's data as a rank reads them."""
+"""Loads a run's model and data, and reads a step's data for a rank."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,11 +17,12 @@ from jaxmorph.training.model_factory import build_model
 
 @dataclass(frozen=True)
 class RunParts:
-    """What a configuration names, loaded and fitting together.
+    """A run's model and data, checked against each other.
 
     Attributes:
-        held_out: What is evaluated; None: nothing.
-        data: What tells whether they are still the same data.
+        held_out: The batches to evaluate, if any.
+        source: Where the data come from, in words.
+        data: Identifies the data when the run resumes.
     """
 
     model: PipelineModel
@@ -33,7 +34,11 @@ class RunParts:
 
 
 def load_parts(config: Config) -> RunParts:
-    """Load what a configuration names."""
+    """Load a configuration's model and data.
+
+    Raises:
+        UserError: They can't be loaded, or don't fit each other or the stages.
+    """
     data, batch, cut = config.data, config.batch, config.parallelism
     whole = load_tokens(data.path, data.tokenizer, data.token_dtype, data.vocab_size)
     tokens, held_out = hold_out(whole, data.held_out_fraction)
@@ -47,18 +52,14 @@ def load_parts(config: Config) -> RunParts:
         sequence_length=data.sequence_length,
         seed=config.run.seed,
     )
-    cut_layers(model.num_layers, cut.stages, cut.layers, cut.chunks)  # whether they fit
+    cut_layers(model.num_layers, cut.stages, cut.layers, cut.chunks)  # raises if they don't fit
     held_out = held_out_batches(config, held_out)
     data_digest = digest_of(whole.ids)
     return RunParts(model, batches, held_out, tokens.source, tokens.vocab_size, data_digest)
 
 
 def step_reader(config: Config, batches: Batches, rank: int) -> Callable[[int], StepInputs]:
-    """How a rank reads a step's data: tokens on the first stage, targets on the last.
-
-    Returns:
-        A function from a step's number to its inputs.
-    """
+    """A function from a step's number to a rank's inputs: tokens, targets, or neither."""
     is_last = rank == config.parallelism.stages - 1
 
     def read(step: int) -> StepInputs:

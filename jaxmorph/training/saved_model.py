@@ -1,4 +1,4 @@
-"""A run's model as a checkpoint has it, on this process alone, and how it continues a text."""
+"""Loads a run's model from a checkpoint into one process, and samples from it."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -29,11 +29,10 @@ class SavedModel:
     """A model with its parameters.
 
     Attributes:
-        config: The run's, as it was when it saved.
-        model: The model, as it can be computed on any device.
-        stages: Each virtual stage's layers and parameters, float32 numpy arrays, in the order of
-            the pipeline: {"embed": (first stage), "layers": leaves stacked over the layers, "head":
-            (last stage)}.
+        config: The run's, at the time of the save.
+        model: Without options for a certain device.
+        stages: The layers and parameters of each virtual stage, float32 numpy arrays: {"embed":
+            (first stage), "layers": leaves stacked over the layers, "head": (last stage)}.
     """
 
     config: Config
@@ -43,13 +42,10 @@ class SavedModel:
 
 
 def load_saved_model(run_dir: Path, step: int | None = None) -> SavedModel:
-    """A run's model from one of its checkpoints.
-
-    Args:
-        step: After how many steps; None: the last checkpoint.
+    """Load a run's model from the checkpoint after `step` steps, or from the last one.
 
     Raises:
-        UserError: There is no such run or checkpoint, or it isn't whole; in one line.
+        UserError: There is no such run or checkpoint, or it is damaged.
     """
     folder = checkpoint_folder(saved_config(run_dir), run_dir)
     manifest = folder.manifest(_chosen(folder, step))
@@ -58,7 +54,7 @@ def load_saved_model(run_dir: Path, step: int | None = None) -> SavedModel:
         raise UserError(f"{damage} (--step takes another checkpoint)")
     if manifest.vocab_size == 0:
         raise UserError(
-            f"{run_dir}: got the run of a script, whose model is its own, expected one of "
+            f"{run_dir}: got a script's run, whose model only the script knows, expected a run of "
             "`jaxmorph train`"
         )
     files = TreeFiles()
@@ -77,12 +73,12 @@ def load_saved_model(run_dir: Path, step: int | None = None) -> SavedModel:
 def _chosen(folder: CheckpointFolder, step: int | None) -> int:
     steps = folder.steps()
     if not steps:
-        raise UserError(f"{folder.path}: got no checkpoint, expected one, as a finished run has")
+        raise UserError(f"{folder.path}: got no checkpoint, expected a run that has saved one")
     if step is None:
         return steps[-1]
     if step not in steps:
         there = ", ".join(map(str, steps))
-        raise UserError(f"--step: got {step}, expected a checkpoint's in {folder.path}: {there}")
+        raise UserError(f"--step: got {step}, expected a checkpoint in {folder.path}: {there}")
     return step
 
 
@@ -91,12 +87,11 @@ class SamplingSettings:
     """How tokens are drawn.
 
     Attributes:
-        temperature: What logits are divided by; with 0 the likeliest token is taken, always.
-        top_k: How many of the likeliest tokens one is drawn from; None: all.
-        seed: The same one draws the same tokens.
+        temperature: Divides the logits; 0: always take the likeliest token.
+        top_k: Draw from this many of the likeliest tokens; None: from all.
 
     Raises:
-        UserError: If a number is out of its range; in one line, by the command's option.
+        UserError: A number is out of range; the error names the command's option.
     """
 
     num_tokens: int
@@ -124,16 +119,15 @@ def continuation(
     sequence_length: int,
     num_known: int,
 ) -> Iterator[int]:
-    """Draws tokens that go on from a prompt, one by one.
+    """Draw the tokens that follow a prompt, one by one.
 
-    A token is predicted from those before it, the last `sequence_length` of them at most, all of
-    which are computed again each time: one program, compiled once.
+    Each token is predicted from the last `sequence_length` tokens before it. They are computed
+    anew for every token, without a cache: one program is compiled, for any causal model.
 
     Args:
-        model: The model; it looks at no later token when it predicts one.
-        params: Of all of it: see `join_stages`.
-        prompt: Ids of the text so far, at least one.
-        num_known: Ids from this one on are never drawn: the tokenizer doesn't know them.
+        params: The whole model's (`join_stages`).
+        prompt: At least one id.
+        num_known: Ids from this one on are never drawn, as the tokenizer has no text for them.
     """
     params = jax.device_put(params)
     draw = jax.jit(drawing(model, settings, num_known))
@@ -149,11 +143,11 @@ def continuation(
 def drawing(
     model: GivesLogits, settings: SamplingSettings, num_known: int
 ) -> Callable[[Params, ArrayLike, ArrayLike, ArrayLike], jax.Array]:
-    """How the next token is drawn, as a function that can be compiled.
+    """A function, ready for `jax.jit`, that draws the next token.
 
     Returns:
-        A function of the model's parameters, a window of int32 tokens [1, sequence_length], how
-        many of them there are, and how many have been drawn before, to an id.
+        (parameters, int32 tokens [1, sequence_length], the number of valid ones, the number of
+        tokens drawn before) -> id.
     """
     key = jax.random.key(settings.seed)
 

@@ -1,4 +1,4 @@
-"""A user's script: how its processes find one another, what they read, how one ends by an error."""
+"""The processes of a user's script: how they meet, what they read, and how they end on an error."""
 
 import os
 import sys
@@ -24,25 +24,27 @@ from jaxmorph.runtime.join import (
 from jaxmorph.runtime.launcher import threads_for
 from jaxmorph.runtime.rendezvous import Rendezvous, SoleRank
 from jaxmorph.training.cluster import join_cluster, num_tasks, started_by_cluster
-from jaxmorph.training.script_launch import launch_told
+from jaxmorph.training.script_launch import launch_arguments
 
-_met: list[Rendezvous] = []  # this process's one, which several trainers may use in turn
-_left: list[Rendezvous] = []  # the one that it has left for good
+# At most one entry each: a process has one rendezvous, which its trainers use in turn.
+_met: list[Rendezvous] = []
+_left: list[Rendezvous] = []
 _ends_at_once: list[bool] = []
 
 
 def join(*, start_timeout_s: float = 120.0, step_timeout_s: float = 60.0) -> None:
-    """Find the script's other processes, for a script that has JAX compute before its trainer.
+    """Join the script's other processes, in a script that uses JAX before it makes its `Trainer`.
 
-    A trainer that is made first does it by itself. JAX wants it done before its first computation.
+    JAX must know all processes before it computes anything. A trainer that is made first joins
+    them by itself.
 
     Args:
-        start_timeout_s: How long to wait for the others.
-        step_timeout_s: How long a transfer on CPU waits for its other end; what a trainer's
-            configuration says of that comes too late.
+        start_timeout_s: How long to wait for the other processes.
+        step_timeout_s: How long a transfer on CPU waits for its peer. The trainer's configuration
+            comes too late to set it.
 
     Raises:
-        UserError: If JAX has already computed something, or finds this process no place in its job.
+        UserError: JAX has already computed something, or can't place this process in its job.
     """
     meet(start_timeout_s, step_timeout_s)
 
@@ -53,24 +55,22 @@ def meet(
     least_threads: int = 1,
     fails_over: bool = False,
 ) -> Rendezvous:
-    """The rendezvous of this script's processes: one made before, or a new one.
+    """The rendezvous of this script's processes, made on the first call.
 
-    They are those that `jaxmorph launch` has started, those that `jax.distributed` has joined, or
-    the tasks of a cluster's job. A process that was started by itself is alone.
+    They are the processes that `jaxmorph launch` has started, that `jax.distributed` has joined,
+    or the tasks of a cluster's job; otherwise this process alone.
 
     Args:
-        least_threads: How many threads XLA's pools need, of processes that `jaxmorph launch` has
-            started.
-        fails_over: Whether links may fail, and begin again over a spare device.
+        least_threads: How many threads XLA's pools need, in processes of `jaxmorph launch`.
+        fails_over: Whether links fail over, for which each process needs a spare device.
 
     Raises:
-        UserError: If JAX has already computed something, or finds this process no place in its job,
-            or the process has left its rendezvous.
+        UserError: As for `join`; or an earlier trainer of this process ended with an error.
     """
     if _left:
         raise UserError(
-            "Trainer: an earlier trainer of this process ended with an error, and the others were "
-            "told that it goes no further: start the script anew"
+            "Trainer: an earlier trainer of this process ended with an error, and the other "
+            "processes no longer wait for it: start the script again"
         )
     if not _met:
         _met.append(_join(start_timeout_s, direct_timeout_s, least_threads, fails_over))
@@ -79,7 +79,7 @@ def meet(
 
 
 def leave() -> None:
-    """Close the rendezvous, by which the others learn that this process goes no further."""
+    """Close the rendezvous; the other processes then know that this one has stopped."""
     while _met:
         met = _met.pop()
         met.close()
@@ -88,12 +88,12 @@ def leave() -> None:
 
 
 def _join(start_s: float, step_s: float, least_threads: int, fails_over: bool) -> Rendezvous:
-    told = launch_told()
+    launched = launch_arguments()
     try:
-        if told is not None:
-            have_threads(told, least_threads)
+        if launched is not None:
+            have_threads(launched, least_threads)
             return join_run(
-                told, start_timeout_s=start_s, step_timeout_s=step_s, fails_over=fails_over
+                launched, start_timeout_s=start_s, step_timeout_s=step_s, fails_over=fails_over
             )
         if jax.distributed.is_initialized():
             limit_collectives(step_s)
@@ -109,8 +109,8 @@ def _join(start_s: float, step_s: float, least_threads: int, fails_over: bool) -
         if "before any JAX" not in str(error):
             raise
         raise UserError(
-            "Trainer: JAX has computed something already, expected the trainer to be made first, "
-            "or jaxmorph.join() to be called: processes find one another before JAX begins"
+            "Trainer: JAX has already computed something, expected the trainer to be made first, "
+            "or jaxmorph.join() to be called: JAX must know all processes before it computes"
         ) from error
     if met.num_ranks > 1:
         end_on_uncaught_errors()
@@ -118,11 +118,11 @@ def _join(start_s: float, step_s: float, least_threads: int, fails_over: bool) -
 
 
 def end_on_uncaught_errors() -> None:
-    """From now on an uncaught error ends this process when it has been printed.
+    """From now on an uncaught error ends this process as soon as it is printed.
 
-    Left to itself, Python would first clean up, and in that JAX waits for minutes for the other
-    ranks. The cluster's launcher, and they by their connections, see at once that it is gone. The
-    exit code is 2 for a `UserError`, else 1. `sys.exit` isn't seen here: see `end_if_failed`.
+    In Python's clean-up JAX would wait for minutes for the other ranks. Without it, the cluster's
+    launcher and the other ranks, by their connections, notice the end at once. The exit code is 2
+    for a `UserError`, else 1. `sys.exit` doesn't come here (`end_if_failed`).
     """
     print_error = sys.excepthook
 
@@ -135,10 +135,9 @@ def end_on_uncaught_errors() -> None:
 
 
 def end_if_failed(ending: SystemExit) -> None:
-    """End this process now, if uncaught errors do and `sys.exit` was given a failure.
+    """End this process at once if `sys.exit` was called with a failure, as uncaught errors do.
 
-    Args:
-        ending: What `sys.exit` has raised. Text is printed, and its exit code is 1.
+    Like Python, print a text, and end with exit code 1.
     """
     code = ending.code
     if not _ends_at_once or code is None or code == 0:
@@ -164,20 +163,19 @@ Source = Config | Mapping[str, Any] | str | Path | None
 
 
 def configure(source: Source) -> tuple[Config, Rendezvous]:
-    """The configuration, and the processes that have found one another by it.
+    """Check a configuration and join the script's processes.
 
     Args:
-        source: A mapping of sections, the path of a YAML file, a configuration, or all defaults.
+        source: A mapping of sections, the path of a YAML file, a `Config`, or None for defaults.
 
     Returns:
-        The configuration, with the number of processes for `parallelism.stages` where that isn't
-        given, and the rendezvous of the processes.
+        The configuration, with `parallelism.stages` set, and the rendezvous.
 
     Raises:
-        UserError: If a key is wrong, or asks for another number of processes than there are.
+        UserError: A key is wrong, or asks for another number of processes than there are.
     """
     tree, name = _tree(source), _name(source)
-    # First without the rest: what is given per stage can be checked when the processes are counted.
+    # Joining needs some sections; values per stage can be checked only when the stages are known.
     first = check_config(_about_joining(tree), name)
     start_s, direct_s = first.timeouts.start_s, first.direct_timeout_s
     rendezvous = meet(start_s, direct_s, threads_for(first), first.fails_over)
@@ -192,11 +190,10 @@ def configure(source: Source) -> tuple[Config, Rendezvous]:
 
 
 def script_directory(source: Source, config: Config) -> tuple[Path | None, Config]:
-    """Where a script's run is written, and the run that is saved if that is asked for.
+    """A script's run directory, if it names one, and its configuration.
 
-    Returns:
-        The directory, None unless `run.dir` is named: the default that follows from a file's name
-        doesn't count. The configuration; without a section `checkpoint` nothing is saved.
+    A script writes only if it sets `run.dir`, and saves only if it has a section `checkpoint`. The
+    directory that follows from a YAML file's name doesn't count.
     """
     tree = _tree(source)
     run, default = tree.get("run"), None if isinstance(source, Mapping) else Run().dir
@@ -211,18 +208,14 @@ def script_directory(source: Source, config: Config) -> tuple[Path | None, Confi
 
 
 def sections_without_effect(config: Config, directory: Path | None = None) -> list[str]:
-    """The sections that ask for more than the defaults, of which a trainer does nothing.
-
-    Args:
-        directory: Where the run is written; None: nowhere.
-    """
+    """The configured sections that a trainer ignores."""
     names = _OF_COMMAND if directory else sorted(_OF_COMMAND + _OF_RUN_DIRECTORY)
     default = Config()
     return [name for name in names if getattr(config, name) != getattr(default, name)]
 
 
 def _tree(source: Source) -> Mapping[str, Any]:
-    """What is said of the configuration, without defaults."""
+    """The configuration as given, without defaults."""
     if source is None:
         return {}
     if isinstance(source, Mapping):
@@ -236,13 +229,10 @@ def _tree(source: Source) -> Mapping[str, Any]:
 
 
 def _about_joining(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """What says how long processes wait for each other, and how many threads they need.
-
-    How many there are is known before they have met where that is given, or by their launcher.
-    """
-    told = launch_told()
+    """The sections that joining needs: timeouts, and what decides the number of threads."""
+    launched = launch_arguments()
     about = {name: tree.get(name) for name in ("timeouts", "failover", "offload", "adaptation")}
-    about["parallelism"] = {"stages": told.num_ranks if told else _given_stages(tree)}
+    about["parallelism"] = {"stages": launched.num_ranks if launched else _given_stages(tree)}
     return about
 
 
@@ -253,26 +243,23 @@ def _given_stages(tree: Mapping[str, Any]) -> int:
 
 
 def _name(source: Source) -> str:
-    """What errors call the configuration."""
+    """The configuration's name in errors."""
     return str(source) if isinstance(source, str | Path) else "config"
 
 
 def _with_stages(tree: Mapping[str, Any], num_stages: int) -> dict[str, Any]:
     given = tree.get("parallelism") or {}
     if not isinstance(given, Mapping):
-        return dict(tree)  # for the check to complain of
+        return dict(tree)  # `check_config` refuses it
     return {**tree, "parallelism": {"stages": num_stages, **given}}
 
 
 def cut_batch(batch: Sequence[Any], config: Config, rank: int) -> StepInputs:
-    """What one rank feeds into a step: tokens on the first stage, targets on the last.
+    """Cut a batch into microbatches; returns a rank's inputs: tokens, targets, or neither.
 
     Args:
-        batch: Tokens and targets, whole numbers [batch, sequence] each, or already cut:
+        batch: Tokens and targets, integers [batch, sequence] each, or already cut:
             [microbatches, microbatch size, sequence]. Targets below 0 don't count.
-
-    Returns:
-        The microbatches, int32; the loss is the mean over the targets that count.
     """
     try:
         tokens, targets = batch

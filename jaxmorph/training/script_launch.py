@@ -1,6 +1,6 @@
-"""Starts a script of the user's on this machine, once for each stage: `jaxmorph launch`.
+"""`jaxmorph launch`: runs a user's script on this machine, one process for each stage.
 
-It imports no JAX, so that a process can note what it was told before it does.
+It imports no JAX: a process must know its launch arguments before JAX starts.
 """
 
 import json
@@ -15,32 +15,32 @@ from jaxmorph.errors import UserError
 from jaxmorph.runtime.launcher import RankFailedError, run_ranks
 from jaxmorph.runtime.rank_process import RankArguments
 
-_told: list[RankArguments] = []
+_launched_with: list[RankArguments] = []  # at most one
 
 
 def launch_script(
     script: Path, arguments: Sequence[str], num_stages: int, logs: Path | None = None
 ) -> None:
-    """Run a script in one process for each stage until all are done.
+    """Run a script in one process for each stage, until all have ended.
 
-    Rank 0 prints to this process's standard output. Everything else goes to logs.
+    Rank 0's standard output appears here; everything else goes to the logs.
 
     Args:
-        arguments: What the script finds in `sys.argv` after its name.
-        logs: Where `rank_N.log` are written; None: a folder of their own, kept where the script
-            fails or is stopped.
+        arguments: The rest of the script's `sys.argv`.
+        logs: The folder for `rank_N.log`; None: a temporary one, kept only if the script fails.
 
     Raises:
-        UserError: If there is no such script, or the script makes a mistake in using jaxmorph.
-        RankFailedError: If a process raised or died; all others have been ended.
+        UserError: There is no such script, or it uses jaxmorph wrongly.
+        RankFailedError: A process raised or died; all others have been ended.
     """
     if not script.is_file():
         raise UserError(f"{script}: no such file, expected a Python script")
-    told = [json.dumps([str(script), *arguments])]  # one word: none may pass for the launcher's own
+    # As one word, so that no argument of the script is taken for one of the launcher's.
+    packed = [json.dumps([str(script), *arguments])]
     with _log_folder(logs) as folder:
         run_ranks(
             "jaxmorph.training.script_rank",
-            told,
+            packed,
             num_stages,
             folder,
             lambda message: None,
@@ -59,10 +59,10 @@ def _log_folder(wanted: Path | None) -> Iterator[Path]:
     except UserError:
         raise
     except RankFailedError:
-        is_kept = True  # the error says where its rank's log is
+        is_kept = True  # the error names the rank's log
         raise
     except BaseException:
-        is_kept = True  # whoever stops a script that hangs wants to know where
+        is_kept = True  # Ctrl-C on a script that hangs: the logs show where
         print(f"logs: {folder}", file=sys.stderr, flush=True)  # noqa: T201
         raise
     finally:
@@ -70,11 +70,11 @@ def _log_folder(wanted: Path | None) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def note_launch(arguments: RankArguments) -> None:
-    """Keep what the launcher said."""
-    _told[:] = [arguments]
+def set_launch_arguments(arguments: RankArguments) -> None:
+    """Keep the launcher's arguments for the `Trainer` that the script will make."""
+    _launched_with[:] = [arguments]
 
 
-def launch_told() -> RankArguments | None:
-    """What the launcher said; None where no launcher of jaxmorph's has started this process."""
-    return _told[0] if _told else None
+def launch_arguments() -> RankArguments | None:
+    """The launcher's arguments; None in a process that `jaxmorph launch` has not started."""
+    return _launched_with[0] if _launched_with else None

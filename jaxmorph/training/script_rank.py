@@ -7,15 +7,15 @@ import sys
 from pathlib import Path
 
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
-from jaxmorph.training.script_launch import note_launch
+from jaxmorph.training.script_launch import set_launch_arguments
 
 
 def _run_script(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> None:
     """Run the script as `python SCRIPT ...` would."""
-    del link  # the script has nothing to say to the launcher
-    (told,) = rest
-    script, *words = json.loads(told)
-    note_launch(arguments)
+    del link  # a script sends the launcher no messages
+    (packed,) = rest
+    script, *words = json.loads(packed)
+    set_launch_arguments(arguments)
     _leave_standard_output_to_python()
     sys.argv = [script, *words]
     sys.path[0] = str(Path(script).resolve().parent)
@@ -27,7 +27,7 @@ def _run_script(arguments: RankArguments, link: LauncherLink, rest: list[str]) -
 
 
 def _leave_standard_output_to_python() -> None:
-    """Send to the log what libraries print by themselves, such as collectives when they connect."""
+    """Send the output of native libraries to the log, such as Gloo's when it connects."""
     shown = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = os.fdopen(shown, "w", buffering=1, encoding=sys.stdout.encoding)

@@ -1,4 +1,8 @@
-"""Starts a training run: one process per stage on this machine, or one rank of a cluster's job."""
+"""Starts a training run: one process per stage on this machine, or one rank of a cluster's job.
+
+This process is the user's command. Locally it launches the ranks and supervises them; in a job it
+is a rank itself, and the scheduler starts it again (`TRY_AGAIN`).
+"""
 
 import os
 import signal
@@ -33,7 +37,7 @@ from jaxmorph.training.resume import (
     checkpoint_folder,
     find_resumption,
     last_whole,
-    note_damaged,
+    set_aside,
     prepare_checkpoints,
     require_no_checkpoints,
     try_named_folder,
@@ -48,11 +52,11 @@ if TYPE_CHECKING:
 
 
 TRY_AGAIN = 75
-"""The exit code of a cluster's rank that failed while there is a checkpoint to go on from.
+"""The exit code of a cluster's rank that failed, if a new job could resume from a checkpoint.
 
 It is EX_TEMPFAIL of sysexits.h: a temporary failure.
 """
-_ENDED_BY_SIGTERM = 128 + signal.SIGTERM  # what a shell makes of it: not done, and saved nothing
+_ENDED_BY_SIGTERM = 128 + signal.SIGTERM  # as a shell reports it
 _LAUNCHES = ("auto", "local", "cluster")
 
 
@@ -61,33 +65,35 @@ def start_training(path: Path, overrides: Sequence[str], launch: str = "auto") -
 
     Args:
         launch: "local" starts one process per stage here; "cluster" makes this process one rank
-            of a job; "auto" looks whether a cluster has started this process.
+            of a job; "auto" decides by the cluster's environment variables.
     """
     config = with_absolute_folder(load_config(path, overrides))
     with placing_errors(path, overrides):
-        check_run(config)  # a mistake is told before anything is written or started
+        check_run(config)  # report mistakes before anything is written or started
         require_no_checkpoints(config)
         try_named_folder(config)
     _run(RunStart(config), launch)
 
 
 def resume_training(directory: Path, overrides: Sequence[str], launch: str = "auto") -> str:
-    """Run a run that has stopped from its last checkpoint to its end.
+    """Resume a run from its last checkpoint, and run it to its end.
 
     Returns:
-        Why nothing was done, of a run that had come to its end, for one task to tell; else "".
+        Why there was nothing to do, on one task of a job; "" otherwise.
     """
     _check_launch(launch)
-    # In a job of many tasks the first alone decides on the checkpoint, and reads all of it.
+    # The first task of a job chooses the checkpoint, and reads all of it to verify it.
     is_first = launch == "local" or is_first_task()
     found = find_resumption(directory, overrides, thorough=is_first)
     if found.is_done and not is_first:
-        # The first task finds out whether the last checkpoint is whole, and else goes on from
-        # another: so each of them has to find that out before it leaves.
+        # If the last checkpoint is damaged, the first task resumes from an earlier one and needs
+        # the others. So before they leave, they must verify it too.
         found = find_resumption(directory, overrides)
     if found.is_done:
+        if not is_first:
+            return ""
         done = f"{directory} has done its {found.config.run.steps} steps"
-        return f"{done}: nothing is left to do (run.steps=N goes on to N)" if is_first else ""
+        return f"{done}: nothing is left to do (run.steps=N continues to step N)"
     with placing_errors(directory / CONFIG, overrides):
         parts = check_run(without_weights(found.config))
         check_vocabulary(found.manifest, parts.vocab_size)
@@ -98,24 +104,24 @@ def resume_training(directory: Path, overrides: Sequence[str], launch: str = "au
 
 
 def run_here(config: Config, reporter: Reporter) -> bool:
-    """Run a configuration that has been checked to its end, a process for each stage here.
+    """Run a checked configuration to its end, with one process per stage on this machine.
 
     Returns:
-        Whether it was asked to end when only its last step was left to do.
+        Whether it was asked to end during its last step.
 
     Raises:
-        RunStoppedError: If it was asked to end before, and has saved.
+        RunStoppedError: It was asked to end earlier, and has saved.
     """
     return _run_here(RunStart(config), reporter)
 
 
 def check_run(config: Config) -> "RunParts":
-    """Find out whether a configuration can be run, without running any of it.
+    """Load a configuration's model and data, and check everything that needs no device.
 
     Raises:
-        UserError: If data, model, sizes or memory caps don't fit one another.
+        UserError: Data, model, sizes or memory caps don't fit each other.
     """
-    # Grain and the model's factory import JAX, which `import jaxmorph` doesn't.
+    # Imported here: Grain and the model's factory import JAX, which `import jaxmorph` must not.
     from jaxmorph.emulation.link_settings import emulated_conditions
     from jaxmorph.training.plan_in_force import plan_step, unmeasured_profile
     from jaxmorph.training.run_parts import load_parts
@@ -158,9 +164,9 @@ def _launch(
     restarts: int,
     take: Callable[[RunMessage], None],
 ) -> bool:
-    """One life of the run's ranks on this machine; whether they were asked to end."""
+    """Launch the run's ranks on this machine; whether they were asked to end."""
     if restarts:
-        prepare_checkpoints(config, directory)  # without what the life before left half-done
+        prepare_checkpoints(config, directory)  # the last launch may have left unfinished ones
     arguments = [str(directory / CONFIG), str(first_step), str(restarts)]
     logs = _log_folder(directory, first_step)
     stages = config.parallelism.stages
@@ -176,19 +182,16 @@ def _launch(
 
 
 def _last_whole(config: Config, directory: Path, record: RunRecord) -> int | None:
-    """How many steps the last whole checkpoint has done, None where there is none.
-
-    What the ranks had written, and only hadn't agreed on yet, becomes one. Damaged ones are told
-    of, and set aside.
-    """
+    """The step count of the last whole checkpoint; damaged ones are reported and set aside."""
+    # The ranks may have written all of a checkpoint, and failed before they agreed on that.
     checkpoint_folder(config, directory).commit_written(record.num_recorded)
     step, passed_over = last_whole(config, directory)
-    note_damaged(config, directory, passed_over, record, step or 0)
+    set_aside(config, directory, passed_over, record, step or 0)
     return step
 
 
 def _log_folder(directory: Path, first_step: int) -> Path:
-    """Where the ranks' logs go: beside those from before, where a run goes on."""
+    """A new folder for the ranks' logs, beside those of earlier launches."""
     logs = directory / "logs"
     if first_step == 0 and not logs.exists():
         return logs
@@ -217,9 +220,9 @@ def _run_as_rank(start: RunStart) -> None:
 
 @contextmanager
 def _leaving_at_once(rank: int, exit_code: Callable[[BaseException], int]) -> Iterator[None]:
-    """End the process on any error, without the clean-up that would wait for the other ranks.
+    """End the process on any error, without Python's clean-up: in it JAX waits for other ranks.
 
-    The cluster's launcher, and the other ranks by their connections, see at once that it is gone.
+    The cluster's launcher and the other ranks, by their connections, notice at once.
     """
     try:
         yield
@@ -230,7 +233,7 @@ def _leaving_at_once(rank: int, exit_code: Callable[[BaseException], int]) -> It
 
 
 def _in_words(error: BaseException, rank: int) -> str:
-    """What ended a rank; where that doesn't say it all, after where it was raised."""
+    """One line about the error; for an unexpected one, a traceback comes first."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, UserError | RunFailedError):
@@ -240,15 +243,15 @@ def _in_words(error: BaseException, rank: int) -> str:
 
 
 def _exit_code(config: Config, known: Sequence[Path], error: BaseException) -> int:
-    """What tells a scheduler whether to start the job again: `TRY_AGAIN` where that would help."""
+    """The exit code, by which a scheduler may start the job again (`TRY_AGAIN`)."""
     if isinstance(error, UserError):
         return 2
     if isinstance(error, KeyboardInterrupt):
         return 130
-    if isinstance(error, RunFailedError):  # that would come again
+    if isinstance(error, RunFailedError):  # it would fail again
         return 1
     if config.restart_policy.max_restarts > 0 and known:
-        with suppress(OSError, UserError):  # what can't be read is nothing to go on from
+        with suppress(OSError, UserError):  # an unreadable checkpoint doesn't help
             done, _ = last_whole(config, known[-1], thorough=False)
             return TRY_AGAIN if done is not None and done < config.run.steps else 1
     return 1
@@ -266,7 +269,7 @@ def _check_job(config: Config, rendezvous: "Rendezvous") -> None:
 
 @dataclass(frozen=True)
 class _Found:
-    """The run's directory, and the step that it begins with."""
+    """The run's directory and first step, from rank 0 to the other ranks."""
 
     directory: str
     first_step: int
@@ -275,26 +278,26 @@ class _Found:
 def _train_as_rank(
     start: RunStart,
     rendezvous: "Rendezvous",
-    note_directory: Callable[[Path], None],
+    set_directory: Callable[[Path], None],
     stop_asked: Callable[[], bool],
 ) -> tuple[bool, Path]:
-    """Whether the run has come to its last step, and its directory."""
+    """Train as one rank; whether the run has done its last step, and its directory."""
     from jaxmorph.runtime.kept_programs import keep_compiled
     from jaxmorph.runtime.rendezvous import agree
     from jaxmorph.training.train import train
 
     config = start.config
     if rendezvous.rank != 0:
-        found = agree(rendezvous, _Found, None)  # rank 0 knows which directory is free
+        found = agree(rendezvous, _Found, None)  # rank 0 has claimed a directory
         path, first_step = Path(found.directory), found.first_step
-        note_directory(path)
+        set_directory(path)
         keep_compiled(config, path, rendezvous.rank)
-        is_done = train(config, rendezvous, _hear_nothing, path, first_step, stop_asked=stop_asked)
+        is_done = train(config, rendezvous, _ignore, path, first_step, stop_asked=stop_asked)
         return is_done, path
     with start.open_record() as record:
         path, first_step = record.directory.resolve(), start.first_step
         agree(rendezvous, _Found, _Found(str(path), first_step))
-        note_directory(path)
+        set_directory(path)
         keep_compiled(config, path, rendezvous.rank)
         is_done = train(config, rendezvous, record.take, path, first_step, stop_asked=stop_asked)
         record.finish()
@@ -302,25 +305,25 @@ def _train_as_rank(
 
 
 def _stopped(directory: Path, why: str) -> RunStoppedError:
-    return RunStoppedError(f"{why}, saved: jaxmorph train --resume {directory} goes on")
+    return RunStoppedError(f"{why}, saved: jaxmorph train --resume {directory} continues it")
 
 
-def _hear_nothing(message: RunMessage) -> None:
-    """Only rank 0 has something to say."""
+def _ignore(message: RunMessage) -> None:
+    """Drop a message: only rank 0 reports, but every rank sends the phases of its start."""
 
 
 @contextmanager
 def sigterm_asks(within_s: float | None) -> Iterator[Callable[[], bool]]:
-    """While this lasts, SIGTERM asks this process to end, and a second one ends it at once.
+    """Within this context SIGTERM asks the process to save and end; a second one ends it at once.
 
     Args:
-        within_s: How long it may take to end, once asked; None: it isn't asked, and SIGTERM does
-            what Ctrl-C does.
+        within_s: Seconds from the request until the process ends anyway; None: SIGTERM acts like
+            Ctrl-C instead.
 
     Yields:
-        Whether it has been asked.
+        A function: whether the process has been asked to end.
     """
-    # In a process that has joined others either takes the place of JAX's own, which ends nothing.
+    # Both replace the handler that JAX installs in a distributed process, which ends nothing.
     if within_s is None:
         with sigterm_interrupts():
             yield lambda: False
@@ -348,6 +351,6 @@ def sigterm_asks(within_s: float | None) -> Iterator[Callable[[], bool]]:
 
 
 def _end() -> None:
-    """End without the clean-up that would wait for other ranks."""
+    """End without the clean-up, in which JAX would wait for other ranks."""
     print("error: ended by SIGTERM before the state was saved", file=sys.stderr, flush=True)  # noqa: T201
     os._exit(_ENDED_BY_SIGTERM)

@@ -1,4 +1,4 @@
-"""`jaxmorph train` as one rank sees it: loads what the configuration names, and runs the loop.
+"""One rank of `jaxmorph train`: loads the model and data, plans, and runs the loop.
 
 The launcher starts each rank as `python -m jaxmorph.training.train`.
 """
@@ -39,17 +39,17 @@ def train(
     """Train as one rank of a run.
 
     Args:
-        send: Takes what rank 0 reports, and each rank when a phase of its start is over.
-        first_step: The step to begin with: 0, or how many the checkpoint to go on from has done.
-        stop_asked: Whether this process has been asked to save and end; asked at each step's end.
+        send: Takes rank 0's messages, and every rank's phases of its start.
+        first_step: 0, or the steps that the checkpoint has done.
+        stop_asked: Whether this process has been asked to save and end.
 
     Returns:
-        Whether the last step has been done; if not, some rank was asked to end.
+        Whether the last step is done; if not, some rank was asked to end.
 
     Raises:
-        UserError: If model, data and sizes don't fit one another.
-        CheckpointError: If the last state could not be saved.
-        RunFailedError: If too many steps in a row were not finite.
+        UserError: Model, data and sizes don't fit each other.
+        CheckpointError: The last state could not be saved.
+        RunFailedError: Too many steps in a row were not finite.
     """
     compilations = CompilationCounter()
     checkpoints = RunCheckpoints(config, directory, first_step)
@@ -66,7 +66,7 @@ def train(
         _send_end_of(RESTORE, send)
         planned = plan_run(run, stage, read(0), partial(with_room_to_evaluate, config))
         settle_garbage()
-        stage.events()  # those of the start
+        stage.events()  # drop those of the start
         _send_end_of(PLAN, send)
         with begin_training(
             run,
@@ -82,7 +82,7 @@ def train(
         ) as training:
             is_done = training.loop.run(inputs, config.run.steps)
             failure = training.finish()
-        # Rank 0 has said what failed, and no rank ends before it has.
+        # No rank ends before rank 0 has reported what failed.
         if training.skipped.why_stop:
             rendezvous.exchange({})
             raise RunFailedError(training.skipped.why_stop)
@@ -93,8 +93,7 @@ def train(
 
 
 def _send_end_of(phase: str, send: Callable[[RunMessage], None]) -> None:
-    """How far this rank has come: what a failure costs is split by it, whichever rank is last."""
-    send(PhaseEnded(phase, time.monotonic()))
+    send(PhaseEnded(phase, time.monotonic()))  # for the phases of a recovery (`ledger`)
 
 
 def _run_rank(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Training steps for a loop of the user's own, over their own model and batches."""
+"""`Trainer`: training steps for a loop of your own, over your own model and batches."""
 
 import logging
 import os
@@ -47,12 +47,12 @@ from jaxmorph.training.script import (
 )
 
 _log = logging.getLogger(__name__)
-_LOGGED = CHANGES - {EventKind.LINK_FAILED}  # of that every trainer warns by itself
+_LOGGED = CHANGES - {EventKind.LINK_FAILED}  # `_log_step` warns about that, on every rank
 
 
 @dataclass(frozen=True)
 class _Found:
-    """The directory of a run, and the step that it begins with; or why there is none."""
+    """The run's directory and first step, from rank 0; or why there is none."""
 
     directory: str = ""
     first_step: int = 0
@@ -61,17 +61,17 @@ class _Found:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What a step gave, the same on every rank.
+    """The results of a step, the same on every rank.
 
     Attributes:
         step: Its number, from 0.
         loss: Mean loss of the targets that count, before the update.
         grad_norm: Global norm of the gradients, before clipping.
-        updated: Whether parameters were updated: not where the loss or a gradient is not finite.
+        updated: False if the loss or a gradient is not finite: then parameters stay as they are.
         step_s: Seconds from the last rank's call to the last gradient.
         tokens_per_s: Tokens of the batch, divided by `step_s`.
-        failed_links: The links, such as "1-2", whose direct path failed in this step: it went on by
-            hosts, with the same bits, and so do the steps after it. See `failover.enabled`.
+        failed_links: Links, such as "1-2", whose direct path failed in this step. From then on
+            they are delegated to the hosts; no bit of the results changes (`failover.enabled`).
     """
 
     step: int
@@ -84,31 +84,30 @@ class StepMetrics:
 
 
 class Trainer:
-    """A stage of a pipeline, and the steps that all stages take together.
+    """One stage of a pipeline, which takes training steps together with the other stages.
 
-    Every process of a script makes one, and makes the same calls. One stage needs one process and
-    no launcher; `jaxmorph launch --stages N SCRIPT` starts N processes on this machine, and on a
-    cluster its own launcher does. With several, the trainer is made before JAX computes anything.
-    Use it in a `with` statement, or close it.
+    Every process of a script makes one `Trainer`, and all make the same calls. A single stage needs
+    no launcher; `jaxmorph launch --stages N SCRIPT` starts N processes on this machine, and a
+    cluster has a launcher of its own. With several processes, make the trainer before JAX computes
+    anything. Use it in a `with` statement, or call `close`.
 
     Args:
-        model: Embedding, layers and head, as pure functions: see `PipelineModel`.
-        config: What `jaxmorph train` reads, by the same names: sections as a mapping, the path of a
-            YAML file, or a `Config`. With no `parallelism.stages` there are as many as processes.
-            With `run.dir` the run is written there, and saved as a section `checkpoint` says. The
-            model, the data but for `sequence_length`, and evaluations are the script's own: these
-            keys have no effect.
-        optimizer: An Optax transformation that updates each number by itself; None: AdamW, by the
-            configuration. Either way gradients are first clipped to `optimizer.clip_norm`.
-        resume: Whether to go on after the last whole checkpoint in `run.dir`, if there is one; the
-            script's batches go on at `next_step`.
+        model: Embedding, layers and head as pure functions (`PipelineModel`).
+        config: The configuration of `jaxmorph train`: a mapping of sections, the path of a YAML
+            file, or a `Config`. `parallelism.stages` defaults to the number of processes. With
+            `run.dir` the run is written there, and with a section `checkpoint` it is saved. Keys
+            about the model, the data (except `sequence_length`) and evaluation have no effect.
+        optimizer: An Optax transformation that updates each number by itself; None: the
+            configuration's AdamW. Gradients are clipped to `optimizer.clip_norm` first.
+        resume: Resume from the last whole checkpoint in `run.dir`, if there is one; the first batch
+            is then that of `next_step`.
 
     Attributes:
-        rank: The number of this process and of its stage.
-        layers: The layers of each of its virtual stages; of several only with chunks.
+        rank: The number of this process and its stage.
+        layers: The layers of each of its virtual stages; several only with chunks.
 
     Raises:
-        UserError: If model, configuration, optimizer and processes don't fit one another.
+        UserError: Model, configuration, optimizer and processes don't fit each other.
     """
 
     def __init__(
@@ -150,70 +149,70 @@ class Trainer:
 
     @property
     def params(self) -> tuple[Params, ...]:
-        """The parameters of each of the rank's virtual stages, as `layers` has them, float32.
+        """The float32 parameters of each of the rank's virtual stages, in the order of `layers`.
 
         {"embed": (first stage), "layers": each leaf stacked over the layers, "head": (last stage)}.
-        The next step makes new ones of them, and these arrays are gone.
+        The next step donates these arrays: copy what you want to keep.
         """
         return self._stage.params
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """All that the next step depends on: for each of the rank's virtual stages one tree.
+        """Parameters and optimizer state: nested dictionaries, one for each virtual stage.
 
-        A tree is nested dictionaries of arrays, parameters and optimizer state. As with `params`,
-        the next step ends these arrays.
+        As with `params`, the next step donates these arrays.
         """
         return self._stage.state
 
     @property
     def next_step(self) -> int:
-        """The number of the step to come: how many have been done."""
+        """The number of the step to come, which is the number of steps done."""
         return self._next_step
 
     def restore(self, state: Sequence[Any], next_step: int) -> None:
-        """Go on from an earlier state, which may be another trainer's of the same stages.
+        """Continue from an earlier state, which may be another trainer's of the same stages.
 
         Args:
-            state: What `state` was on this rank, copied with `jax.device_get`.
+            state: `state` of this rank, copied with `jax.device_get`.
 
         Raises:
-            UserError: If it is of another model, cut or optimizer.
+            UserError: It belongs to another model, cut or optimizer.
         """
         self._stage.restore(state)
         self._next_step = next_step
 
     @property
     def plan(self) -> Plan | None:
-        """What is run, and why; None before the first step, which measures and plans.
+        """The plan, and why; None before the first step, which measures and plans.
 
-        Rank 0 has the plan in force; where a run adapts, the other ranks keep their first one.
+        If the run adapts, only rank 0 has the current plan; the other ranks keep the first one.
         """
         return self._training and self._training.recording.plan
 
     @property
     def timeline(self) -> Timeline | None:
-        """When every op and transfer of the last step ran, on rank 0; None elsewhere."""
+        """When each op and transfer of the last step ran, on rank 0; None on other ranks."""
         return measured_timeline(self._last.reports) if self._last and self.rank == 0 else None
 
     def step(self, batch: Sequence[Any]) -> StepMetrics:
-        """Take one step of training, together with all other ranks.
+        """Take one training step, together with all other ranks.
 
-        The first call also takes a few steps for their timings alone, and plans.
+        The first call also runs a few steps for their timings, which update nothing, and plans.
 
         Args:
-            batch: Tokens and targets, the same on every rank: whole numbers [batch.microbatches *
+            batch: Tokens and targets, the same on every rank: integers [batch.microbatches *
                 batch.microbatch_size, data.sequence_length] each. Targets below 0 don't count.
 
         Raises:
-            UserError: If the batch is no such pair; nothing has been changed then.
-            RunFailedError: If this is one too many of steps in a row that were not finite: see
-                `optimizer.stop_after_skipped`. Parameters are as the last finite step left them.
+            UserError: The batch is no such pair; nothing has changed.
+            RunFailedError: Too many steps in a row were not finite
+                (`optimizer.stop_after_skipped`); parameters are those after the last finite step.
         """
         inputs = cut_batch(batch, self.config, self.rank)
         training = self._begun(inputs)
         loop = training.loop
-        self._rendezvous.exchange({})  # what ranks did since the last step is no part of this one
+        # The step begins with the last rank's call, not with the end of the step before.
+        self._rendezvous.exchange({})
         loop.begin()
         loop.next_step = self._next_step
         result = self._last = loop.step(inputs)
@@ -233,13 +232,9 @@ class Trainer:
         )
 
     def evaluate(self, batch: Sequence[Any]) -> float:
-        """The mean loss of a batch, by forwards alone, together with all other ranks.
+        """The mean loss of a batch with the current parameters, by forwards alone.
 
-        Args:
-            batch: As for `step`, such as one of held-out data; nothing is learnt from it.
-
-        Returns:
-            The loss with the parameters as they are, the same on every rank.
+        All ranks call it with the same batch, as for `step`, and get the same loss.
 
         Raises:
             UserError: As for `step`.
@@ -247,20 +242,20 @@ class Trainer:
         inputs = cut_batch(batch, self.config, self.rank)
         loop = self._begun(inputs).loop
         self._make_room(loop.program)
-        # No message may pass for one of the next step's: those have the microbatches before these.
+        # A message carries its step and microbatch. Higher microbatch numbers tell these messages
+        # from those of the next step.
         self._first_microbatch += self.config.batch.microbatches
         program = forward_only(loop.program, self._first_microbatch)
         inputs = replace(inputs, first_microbatch=self._first_microbatch)
         return loop.runner.forwards(program, inputs, self._next_step).loss
 
     def close(self) -> None:
-        """End what the trainer has started; another one may be made afterwards.
+        """Stop everything that the trainer has started; then a script may make another one.
 
-        A save that is under way is waited for, together with all other ranks. After an error inside
-        its `with` statement this holds for one stage alone.
+        All ranks first wait for the save that is under way.
 
         Raises:
-            RunFailedError: If the last save has failed.
+            RunFailedError: The last save has failed.
         """
         training, self._training = self._training, None
         try:
@@ -285,7 +280,7 @@ class Trainer:
         if error is None:
             self.close()
             return
-        leave()  # so that the other ranks don't wait for this one
+        leave()  # the other ranks then don't wait for this one
         self._training = None
         self._opened.__exit__(kind, error, trace)
         if isinstance(error, SystemExit):
@@ -294,7 +289,7 @@ class Trainer:
     def _open_directory(
         self, opening: ExitStack, directory: Path | None, resume: bool
     ) -> RunCheckpoints | None:
-        """Where the run is written; rank 0 finds it, and opens its records."""
+        """Open the run's directory on rank 0; all ranks learn where it is."""
         if directory is None:
             if resume:
                 expected = "run.dir in the configuration: where the run's checkpoints are"
@@ -309,7 +304,7 @@ class Trainer:
                 record = opening.enter_context(start.open_record(shown))
                 self._take = record.take
                 found = _Found(str(record.directory.resolve()), start.first_step)
-            except Exception as error:  # the others wait to hear of it
+            except Exception as error:  # raised below, once the other ranks know of it
                 failed, found = error, _Found(mistake=str(error) or type(error).__name__)
         found = agree(self._rendezvous, _Found, found)
         if failed is not None:
@@ -319,7 +314,7 @@ class Trainer:
         return RunCheckpoints(self.config, Path(found.directory), found.first_step)
 
     def _begun(self, inputs: StepInputs) -> Training:
-        """Measure a few steps over a batch, plan and begin, unless that has been done."""
+        """On the first call, measure a few steps over a batch, plan, and begin training."""
         if self._training is None:
             planned = plan_run(self._run, self._stage, inputs, with_room_for_forwards)
             self._training = self._opened.enter_context(
@@ -338,7 +333,7 @@ class Trainer:
         return self._training
 
     def _receive(self, message: RunMessage) -> None:
-        """Write down and log what rank 0 reports of the run."""
+        """Write and log rank 0's messages."""
         if self._take is not None:
             self._take(message)
         if isinstance(message, EventEmitted) and message.event.kind in _LOGGED:
@@ -346,7 +341,7 @@ class Trainer:
             _log.info("step %d: %s: %s", event.step, event.kind, event.detail)
 
     def _log_step(self, result: StepResult) -> Sequence[PathFailure]:
-        """Log what happened to links in a step; the paths that failed in it."""
+        """Log a step's events; returns the direct paths that failed in it."""
         for event in result.events:
             _log.info("rank %d, step %d: %s: %s", self.rank, result.step, event.kind, event.detail)
         news = path_news(result.parts_of(PathReport))
@@ -357,7 +352,7 @@ class Trainer:
         return failures
 
     def _make_room(self, program: RankProgram) -> None:
-        """Give delegated links of another plan the slots that its forwards alone need."""
+        """Allocate the slots that the forwards of a new plan need when no backward frees any."""
         if program is self._has_room:
             return
         self._has_room = program
@@ -365,4 +360,4 @@ class Trainer:
         delegated = (each.transfer for each in moves if each.route == "delegated")
         slots = {channel_of(each): self.config.batch.microbatches for each in delegated}
         self._stage.make_room(slots)
-        self._rendezvous.exchange({})  # nobody sends before both ends have them
+        self._rendezvous.exchange({})  # no rank sends before both ends have them

@@ -1,4 +1,4 @@
-"""Commands in this process, and what they say to a user's mistake."""
+"""Runs commands in this process."""
 
 import pytest
 
@@ -7,14 +7,14 @@ from jaxmorph.cli.app import main
 
 @pytest.fixture
 def run(capsys):
-    """Runs a command: its exit code, and what it wrote to either stream."""
+    """Runs a command; returns its exit code, standard output and standard error."""
 
     def run(*words: object) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as ended:
             main([*map(str, words)])
-        said = capsys.readouterr()
+        output = capsys.readouterr()
         assert isinstance(ended.value.code, int)
-        return ended.value.code, said.out, said.err
+        return ended.value.code, output.out, output.err
 
     return run
 

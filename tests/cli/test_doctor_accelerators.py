@@ -1,4 +1,4 @@
-"""What is told of devices and of copies: on a CPU, and with a driver that stands for a GPU's."""
+"""Facts about devices and copies: on a CPU, and with a double of a GPU driver."""
 
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ def no_driver(number):
 
 
 class Driver:
-    """Stands for a driver that works."""
+    """A double of a driver that works."""
 
     is_closed = False
 
@@ -36,7 +36,7 @@ def by_name(facts):
 @pytest.mark.parametrize(
     ("raised", "works", "note"),
     [
-        (None, True, "what models take here in bfloat16"),
+        (None, True, "used here in bfloat16"),
         (RuntimeError("cuDNN is not\ndetected."), False, "RuntimeError: cuDNN is not detected."),
     ],
 )
@@ -53,7 +53,7 @@ def test_on_a_gpu_attention_by_cudnn_is_tried(monkeypatch, raised, works, note):
     assert (fact.works, fact.note) == (works, note)
 
 
-def test_a_gpu_is_told_with_what_it_can_compute(monkeypatch):
+def test_a_gpu_has_its_compute_capability(monkeypatch):
     gpu = SimpleNamespace(
         id=0,
         device_kind="NVIDIA H800",
@@ -65,7 +65,7 @@ def test_a_gpu_is_told_with_what_it_can_compute(monkeypatch):
     assert found == "NVIDIA H800, compute capability 9.0, 60.0 GiB for JAX"
 
 
-def test_a_driver_is_told_with_its_version_and_let_go():
+def test_a_driver_has_its_version_and_is_closed():
     driver: Any = Driver()
     fact = driver_fact(lambda number: driver)
     assert (fact.found, fact.works) == ("for CUDA 13.0", True)
@@ -74,7 +74,7 @@ def test_a_driver_is_told_with_its_version_and_let_go():
     assert (fact.works, fact.note) == (False, "loading libcuda.so.1: no such file")
 
 
-def test_on_a_cpu_every_way_that_works_is_named_and_that_which_runs_take():
+def test_a_cpu_lists_its_copy_backends():
     found = by_name([*device_facts(), attention_fact(), *copy_facts(open_driver=no_driver)])
     assert found["JAX computes on"].found == "cpu"
     assert found["device 0"].found.startswith("cpu")
@@ -82,15 +82,15 @@ def test_on_a_cpu_every_way_that_works_is_named_and_that_which_runs_take():
     assert (attention.works, attention.note) == (False, "JAX computes on cpu, not on a GPU")
     ways = ("buffer_callback", "io_callback", "pinned_host")
     assert all(found[f"into slots by {name}"].works for name in ways)
-    assert found["into slots by buffer_callback"].note == "what runs take here"
-    assert found["out of slots by host"].note == "what runs take here"
+    assert found["into slots by buffer_callback"].note == "used here"
+    assert found["out of slots by host"].note == "used here"
     for name in ("by copy_engine", "by pallas", "CUDA driver"):
         assert found[name].works is False
     assert found["by pallas"].note == "JAX computes on cpu, not on a GPU"
 
 
 class Trials:
-    """A way of copying that notes when it is tried."""
+    """A copy backend that records when it is tried."""
 
     def __init__(self, name, tried):
         self.name, self._tried = name, tried
@@ -100,7 +100,7 @@ class Trials:
         raise NotImplementedError(f"{self.name} of a test")
 
 
-def test_kernels_are_tried_last_lest_one_that_goes_wrong_hides_what_works():
+def test_kernels_are_tried_last():
     tried: list[str] = []
     into = [Trials(name, tried) for name in ("copy_engine", "pallas", "pinned_host")]
     out_of: list[Any] = [Trials(name, tried) for name in ("copy_engine", "pallas", "host")]
@@ -114,7 +114,7 @@ def test_kernels_are_tried_last_lest_one_that_goes_wrong_hides_what_works():
     ]  # fmt: skip
 
 
-def test_of_ways_that_do_not_work_the_reason_is_told_and_the_next_is_taken():
+def test_broken_backends_have_reasons():
     ending, closed = ExitStack(), []
     ending.callback(closed.append, True)
     absent = UnavailableBackend("copy_engine", CudaError("cuInit", 100, "CUDA_ERROR_NO_DEVICE"))
@@ -122,7 +122,7 @@ def test_of_ways_that_do_not_work_the_reason_is_told_and_the_next_is_taken():
     found = by_name(copy_facts(lambda *_, **__: ways, no_driver))
     assert found["into slots by copy_engine"].works is False
     assert "cuInit gave 100 (CUDA_ERROR_NO_DEVICE)" in found["into slots by copy_engine"].note
-    assert found["into slots by pinned_host"].note == "what runs take here"
+    assert found["into slots by pinned_host"].note == "used here"
     assert found["out of slots by copy_engine"].works is False
     assert found["out of slots by host"].works
     assert "by copy_engine" not in found

@@ -1,4 +1,4 @@
-"""What is told of a host: by what Linux, its network, a cluster and NVIDIA's driver say of it."""
+"""Facts about a host, its network, cluster and NVIDIA driver, from made-up files and variables."""
 
 import shutil
 
@@ -9,7 +9,7 @@ from jaxmorph.cli.doctor_host import (
     Fact,
     Section,
     cluster_facts,
-    find_out,
+    run_checks,
     host_facts,
     network_facts,
     nvidia_facts,
@@ -17,18 +17,18 @@ from jaxmorph.cli.doctor_host import (
 )
 
 
-def test_what_can_not_be_looked_at_is_a_fact_and_keeps_nothing_else_back():
+def test_a_failed_check_is_a_fact():
     def broken():
         yield Fact("first", "1")
         raise OSError("no such\nthing")
 
-    sections = [*find_out({"a": broken, "b": lambda: [Fact("second", "2", True)]})]
+    sections = [*run_checks({"a": broken, "b": lambda: [Fact("second", "2", True)]})]
     assert sections == [
         Section(
             "a",
             (
                 Fact("first", "1"),
-                Fact("this could not be looked at", "", False, "OSError: no such thing"),
+                Fact("check failed", "", False, "OSError: no such thing"),
             ),
         ),
         Section("b", (Fact("second", "2", True),)),
@@ -38,8 +38,8 @@ def test_what_can_not_be_looked_at_is_a_fact_and_keeps_nothing_else_back():
     def hangs():
         raise KeyboardInterrupt
 
-    found = find_out({"b": lambda: [Fact("second", "2", True)], "a": hangs})
-    assert next(found) == sections[1]  # before the next thing is looked at
+    found = run_checks({"b": lambda: [Fact("second", "2", True)], "a": hangs})
+    assert next(found) == sections[1]  # before the next check begins
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def facts(tmp_path):
     return facts
 
 
-def test_the_hosts_size_is_told_as_linux_tells_it(facts):
+def test_host_facts_come_from_linux(facts):
     found = facts()
     assert found["memory"].found == "32.0 GiB"
     assert found["cores"].found.endswith(", by quota 2.5")
@@ -73,17 +73,17 @@ def test_the_hosts_size_is_told_as_linux_tells_it(facts):
         ("cpu.max", "max 100000\n", "cores", ""),
     ],
 )
-def test_limits_and_what_the_system_does_not_tell(facts, tmp_path, file, text, name, found):
+def test_missing_limits_are_no_error(facts, tmp_path, file, text, name, found):
     (tmp_path / file).unlink()
     if text is not None:
         (tmp_path / file).write_text(text)
-    told = facts()[name].found
-    assert told.startswith(found)
-    assert "quota" not in told
+    text = facts()[name].found
+    assert text.startswith(found)
+    assert "quota" not in text
     assert facts(shared=tmp_path / "none")["/dev/shm"].found == "none"
 
 
-def test_why_no_slots_can_be_had_is_told(facts, monkeypatch):
+def test_slots_that_cannot_be_made_have_a_reason(facts, monkeypatch):
     def none(num_slots, slot_bytes):
         raise OSError("too many open files")
 
@@ -101,7 +101,7 @@ def test_why_no_slots_can_be_had_is_told(facts, monkeypatch):
     ],
     ids=["can", "may not", "has no command"],
 )
-def test_whether_namespaces_can_be_made_is_tried(monkeypatch, command, works, note):
+def test_namespaces_are_tried(monkeypatch, command, works, note):
     monkeypatch.setattr(host, "_NAMESPACES", command)
     fact = {fact.name: fact for fact in privilege_facts()}["network namespaces"]
     assert (fact.works, fact.note) == (works, note)
@@ -125,7 +125,7 @@ def network(cards, **kind):
     return {fact.name: fact for fact in network_facts(**places, **{**known, **kind})}
 
 
-def test_each_card_is_told_with_its_address_and_rate_and_whether_it_is_used(cards):
+def test_each_card_has_address_speed_and_use(cards):
     found = network(cards)
     assert found["card eth0"].found == "10.0.0.7, 25,000 Mbit/s"
     assert found["card eth0"].note.startswith("carries")
@@ -137,10 +137,10 @@ def test_each_card_is_told_with_its_address_and_rate_and_whether_it_is_used(card
     [
         ("10.0.0.7", True, ""),
         ("127.0.1.1", None, "enough for runs on this machine"),
-        (None, False, "Gloo wants to look it up: Name or service not known"),
+        (None, False, "Gloo must resolve this name: Name or service not known"),
     ],
 )
-def test_a_host_whose_name_is_its_loopbacks_is_not_said_to_reach_others(
+def test_a_loopback_name_does_not_reach_other_hosts(
     cards, address, works, note
 ):
     def look_up(name):
@@ -165,9 +165,9 @@ def test_rdma_needs_devices_and_nixl(cards):
     assert found["NIXL"].works
 
 
-def test_a_cluster_is_known_by_what_it_tells_its_processes():
-    told = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "1", "NCCL_DEBUG": "INFO", "HOME": "/root"}
-    found = {fact.name: fact.found for fact in cluster_facts(told)}
+def test_clusters_are_detected_by_variables():
+    variables = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "1", "NCCL_DEBUG": "INFO", "HOME": "/root"}
+    found = {fact.name: fact.found for fact in cluster_facts(variables)}
     assert found == {
         "Slurm": "SLURM_JOB_ID=7, SLURM_PROCID=1",
         "Open MPI": "no",
@@ -190,17 +190,17 @@ def driver(tmp_path):
     return tmp_path
 
 
-def told(driver):
+def facts_of(driver):
     return {fact.name: fact for fact in nvidia_facts(driver)}
 
 
-def test_the_driver_is_told_with_its_gpus(driver):
-    found = told(driver)
+def test_nvidias_driver_lists_its_gpus(driver):
+    found = facts_of(driver)
     assert found["NVIDIA's driver"].found == "580.65.06"
     assert (found["its GPUs"].found, found["its GPUs"].works) == ("2 x NVIDIA H800", True)
     (driver / "gpus" / "0000:08:00.0" / "information").write_text("IRQ: 1\n")
-    assert told(driver)["its GPUs"].found == "1 x unknown, 1 x NVIDIA H800"
+    assert facts_of(driver)["its GPUs"].found == "1 x unknown, 1 x NVIDIA H800"
     shutil.rmtree(driver / "gpus")
-    none = told(driver)["its GPUs"]
-    assert (none.found, none.works, none.note) == ("none", False, "it has found none")
-    assert told(driver / "nowhere") == {}
+    none = facts_of(driver)["its GPUs"]
+    assert (none.found, none.works, none.note) == ("none", False, "the driver found none")
+    assert facts_of(driver / "nowhere") == {}

@@ -17,21 +17,21 @@ schedule: {name: 1f1b}
 
 @pytest.fixture
 def run(run, tmp_path, monkeypatch):
-    """Runs the command where there is nothing but a configuration, and gives all that it said."""
+    """Runs the command in a folder with only a configuration; returns its output."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # as it would stay set
     (tmp_path / "tiny.yaml").write_text(TINY)
 
     def run_(*words):
-        said = run("train", *words)
+        output = run("train", *words)
         assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
-        return said
+        return output
 
     return run_
 
 
-def test_it_says_what_stages_will_keep_and_starts_nothing(run):
+def test_dry_run_shows_memory_and_starts_nothing(run):
     code, out, _ = run("tiny.yaml", "--dry-run")
     assert code == 0
     assert "1f1b, warm-up forwards 2 1" in out
@@ -43,23 +43,23 @@ def test_it_says_what_stages_will_keep_and_starts_nothing(run):
     assert [len(row) for row in rows] == [12, 12]  # eight cells, four of them with a unit
 
 
-def test_nothing_of_the_table_is_cut_off_where_stages_have_chunks(run):
+def test_tables_with_chunks_are_not_cut(run):
     _, out, _ = run(
         "tiny.yaml", "--dry-run", "schedule.name=interleaved", "parallelism={stages: 2, chunks: 2}"
     )
     assert "…" not in out
     assert re.search(r"^ *1 +1-1 3-3 ", out, re.MULTILINE)
-    assert "those of each chunk by themselves" in out
+    assert "counted for each chunk" in out
 
 
-def test_what_a_run_will_find_out_or_move_to_host_memory_is_said(run):
+def test_automatic_layers_and_offload_are_explained(run):
     _, out, _ = run(
         "tiny.yaml", "--dry-run", "parallelism={stages: 4, layers: auto}", "model.num_layers=8",
         "batch.microbatches=8", "schedule={name: adaptive, max_live: 2}", "offload.enabled=true",
     )  # fmt: skip
     assert "layers    cut evenly here; a run times them first" in out
-    assert "waits in host memory" in out
-    assert "in all" not in out  # two kinds of memory
+    assert "wait in host memory" in out
+    assert "total" not in out  # two kinds of memory
 
 
 def test_a_model_that_cannot_be_traced_is_one_line(run, monkeypatch):
@@ -75,7 +75,7 @@ def test_a_model_that_cannot_be_traced_is_one_line(run, monkeypatch):
     )
 
 
-def test_what_cannot_be_run_is_one_line(run):
+def test_a_wrong_configuration_is_one_line(run):
     code, _, error = run("tiny.yaml", "--dry-run", "schedule.max_stash_bytes=1000")
     assert code == 2
     assert error.startswith(
@@ -84,7 +84,7 @@ def test_what_cannot_be_run_is_one_line(run):
     assert error.count("\n") == 1
 
 
-def test_a_run_that_goes_on_is_not_for_it(run):
+def test_dry_run_refuses_resume_and_launch(run):
     assert run("tiny.yaml", "--launch", "cluster", "--dry-run")[0] == 2
     code, _, error = run("--resume", "runs/some", "--dry-run")
     assert (code, error) == (

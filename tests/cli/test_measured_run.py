@@ -26,7 +26,7 @@ def run_directory(tmp_path):
     return tmp_path
 
 
-def test_a_run_is_a_problem_with_its_sizes_costs_and_links(run_directory):
+def test_a_run_becomes_a_planning_problem(run_directory):
     problem = parse_problem({"name": "run", "link_ms": 0, **run_fields(read_run(run_directory))})
     assert (problem.num_microbatches, problem.schedule, problem.num_chunks) == (6, "zb-h1", 1)
     assert problem.costs == COSTS
@@ -34,7 +34,7 @@ def test_a_run_is_a_problem_with_its_sizes_costs_and_links(run_directory):
     assert (problem.limits.max_live, problem.limits.live_until) == ((5, 5, 5), "W")
 
 
-def test_a_run_tells_what_its_stages_keep(run_directory):
+def test_a_run_gives_its_stash_sizes(run_directory):
     sizes = StashBytes((30, 20, 10), (3, 2, 1))
     profile = Profile(COSTS, LINKS, sizes)
     (run_directory / "profile.json").write_text(json.dumps(profile.to_json()))
@@ -45,14 +45,14 @@ def test_a_run_tells_what_its_stages_keep(run_directory):
     assert (limits.max_stash_bytes, limits.stash_bytes) == ((90, 90, 90), sizes)
 
 
-def test_another_schedule_may_need_the_link_around(run_directory):
+def test_another_schedule_may_need_the_wrap_around_link(run_directory):
     fields = run_fields(read_run(run_directory), "interleaved")
     problem = parse_problem({"name": "run", "link_ms": 0, **fields})
     assert (problem.schedule, problem.num_chunks) == ("interleaved", 2)
     assert problem.links[Link(0, 2)] == LinkDelay(9.0, 9.5)
 
 
-def test_an_interleaved_run_has_its_own_chunks(run_directory):
+def test_an_interleaved_run_keeps_its_chunks(run_directory):
     own = {"parallelism": {"stages": 3, "chunks": 4}, "schedule": {"name": "interleaved"}}
     config = Config.model_validate(CONFIG | own)
     (run_directory / "config.yaml").write_text(dump_config(config))
@@ -62,7 +62,7 @@ def test_an_interleaved_run_has_its_own_chunks(run_directory):
     assert run_fields(run, "zb-h2")["chunks"] == 1
 
 
-def test_what_is_no_run_directory_is_named(run_directory, tmp_path):
+def test_a_directory_without_a_run_is_named(run_directory, tmp_path):
     with pytest.raises(UserError, match=r"^profile: got \S+/x, expected a run directory"):
         read_run(tmp_path / "x")
     profile = run_directory / "profile.json"

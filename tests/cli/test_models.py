@@ -1,4 +1,4 @@
-"""Text from saved models that stand here, without a run, and the sizes of presets."""
+"""Samples from saved models made here, without a run, and the sizes of presets."""
 
 import sys
 from functools import partial
@@ -24,7 +24,7 @@ LENGTH, LAYERS = 8, 3
 
 
 def saved(num_stages=1, vocab_size=256, never=(), **data):
-    """A saved model of random numbers, which draws any token but for some of them."""
+    """A saved model with random parameters that draws any token except some."""
     config = Config.model_validate({"data": {"sequence_length": LENGTH, **data}})
     model = build(
         preset="tiny", sequence_length=LENGTH, vocab_size=vocab_size,
@@ -47,7 +47,7 @@ def saved(num_stages=1, vocab_size=256, never=(), **data):
 
 @pytest.fixture
 def load(monkeypatch):
-    """Makes runs have this saved model; says what was asked for."""
+    """Gives all runs this saved model; returns the arguments with which it was loaded."""
     asked = []
 
     def load(model):
@@ -67,7 +67,7 @@ def text(prompt="def ", **changes):
     return models.sample(Path("runs/a"), prompt, settings, **options)
 
 
-def test_the_text_is_the_prompt_and_as_many_tokens(load):
+def test_a_sample_is_the_prompt_and_more_tokens(load):
     asked = load(saved(never=[0, *range(128, 256)]))
     found = text(step=5)
     assert found.startswith("def ")
@@ -78,22 +78,22 @@ def test_the_text_is_the_prompt_and_as_many_tokens(load):
     assert asked[1] == (Path("runs/a"), None)
 
 
-def test_it_is_the_same_from_any_number_of_stages(load):
+def test_any_number_of_stages_gives_the_same_sample(load):
     load(saved(1))
     alone = text()
     load(saved(3))
     assert text() == alone
 
 
-def test_it_ends_where_the_model_ends_the_document(load, monkeypatch):
+def test_a_sample_ends_with_the_document(load, monkeypatch):
     load(saved(never=range(1, 256)))
     assert text() == "def "
-    load(saved())  # and nothing of what comes after the document is shown
+    load(saved())  # nothing after the document is shown
     monkeypatch.setattr(models, "continuation", lambda *_, **__: iter([97, 98, 0, 99]))
     assert text() == "def ab"
 
 
-def test_a_text_longer_than_the_model_sees_goes_on(load):
+def test_a_long_prompt_keeps_its_last_tokens(load):
     load(saved(never=[0, *range(128, 256)]))
     assert len(text("")) == 12  # the beginning of a document
     prompt = "x" * 50
@@ -109,7 +109,7 @@ def words(tmp_path):
     return str(tmp_path / "tokenizer.json")
 
 
-def test_a_tokenizers_words_are_put_together_as_it_says(load, words):
+def test_the_tokenizer_joins_words(load, words):
     load(saved(vocab_size=300, tokenizer=words))  # more than the tokenizer knows
     found = text("a  b")
     assert found.startswith("a  b ")
@@ -117,9 +117,9 @@ def test_a_tokenizers_words_are_put_together_as_it_says(load, words):
     assert len(found[4:].split()) == 12
 
 
-def test_what_cannot_be_encoded_is_one_line(load, words):
+def test_prompts_that_cannot_be_encoded_are_one_line(load, words):
     load(saved(path="tokens.bin", vocab_size=4))
-    with pytest.raises(UserError, match=r"^--tokenizer: got none, expected what made the run's to"):
+    with pytest.raises(UserError, match=r"^--tokenizer: got none, expected the tokenizer of the r"):
         text()
     assert text("a", tokenizer=words).startswith("a ")
     with pytest.raises(UserError, match=r"^--prompt: got '', expected some text: the tokenizer h"):
@@ -130,7 +130,7 @@ def test_what_cannot_be_encoded_is_one_line(load, words):
         text("\udcff", tokenizer="bytes")
 
 
-def test_the_command_prints_the_text_or_a_users_mistake(load, run, expect_mistake):
+def test_the_command_prints_the_sample(load, run, expect_mistake):
     load(saved(never=[0, *range(128, 256)]))
     words = ["sample", "runs/a", "--prompt", "[red]def", "--tokens", "90", "--temperature"]
     assert run(*words, "3") == (0, text("[red]def", num_tokens=90) + "\n", "")
@@ -145,7 +145,7 @@ def odd_factory(monkeypatch):
     monkeypatch.setitem(sys.modules, "odd_model", SimpleNamespace(build=refuse))
 
 
-def test_every_preset_has_a_row_of_80_columns(run, monkeypatch):
+def test_presets_have_rows_of_80_columns(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     code, out, err = run("model", "--stages", "4")
     assert (code, err) == (0, "")
@@ -155,7 +155,7 @@ def test_every_preset_has_a_row_of_80_columns(run, monkeypatch):
     assert len(rows) == 15  # twelve presets, the title, the names of the columns and a rule
 
 
-def test_another_factorys_presets_are_listed_the_same_way(run):
+def test_other_factories_have_presets(run):
     code, out, err = run("model", "--factory", "models.llama", "--vocab-size", "32000")
     assert (code, err) == (0, "")
     counts = {words[0]: words[2] for line in out.splitlines() if len(words := line.split()) == 3}

@@ -76,7 +76,7 @@ def test_plan_answers_in_json(plan, arguments, makespan_ms):
     assert plan(*arguments)["makespan_ms"] == makespan_ms
 
 
-def test_plan_takes_numbers_per_stage_keeps_caps_and_takes_warm_ups(plan):
+def test_plan_takes_costs_caps_and_warm_ups_per_stage(plan):
     costs = ["--forward-ms", "1,2", "--backward-input-ms", "3,4", "--backward-weight-ms", "5,6.5"]
     assert plan("--stages", "2", "--microbatches", "1", *costs)["makespan_ms"] == 15.0
     capped = plan("--max-live", "4", "--live-until", "W")
@@ -118,7 +118,7 @@ def test_plan_takes_numbers_per_stage_keeps_caps_and_takes_warm_ups(plan):
         (["--layers-cost", "1,a,2,3"], "--layers-cost[1]: got 'a', expected a number of ms"),
         (["--layers-cost", "1,1,1,1", "--forward-ms", "1,2,3,4"], "--forward-ms: got [1, 2, 3, 4]"),
         (["--layers-cost", "1,1,1,1", "--forward-ms", "0"], "--forward-ms: got 0, expected a num"),
-        (["--head-cost", "3"], "--head-cost: got no --layers-cost, expected it too"),
+        (["--head-cost", "3"], "--head-cost: got no --layers-cost, expected both"),
         (["--profile", "nowhere"], "--profile: got nowhere, expected a run directory"),
         (["--profile", ".", "--stages", "3"], "--profile: got --stages as well"),
         (["--max-stash-bytes", "9"], "--stash-bytes-after-forward: missing, expected bytes"),
@@ -128,14 +128,7 @@ def test_mistakes_are_one_line(expect_mistake, arguments, message):
     expect_mistake(message, "plan", *arguments)
 
 
-@pytest.mark.parametrize("suffix", [".png", ".svg", ".txt", ".json"])
-def test_plan_writes_a_file(run, tmp_path, suffix):
-    path = tmp_path / f"plan{suffix}"
-    assert run("plan", "--out", str(path))[0] == 0
-    assert path.stat().st_size > 1000
-
-
-def test_a_batch_goes_on_after_a_bad_line(run, tmp_path):
+def test_a_batch_continues_after_a_bad_line(run, tmp_path):
     good = {
         "name": "good", "num_stages": 2, "num_microbatches": 4, "forward_ms": [10, 10],
         "backward_input_ms": [10, 10], "backward_weight_ms": [10, 10], "link_ms": [0],
@@ -154,7 +147,7 @@ def test_a_batch_goes_on_after_a_bad_line(run, tmp_path):
     assert run("plan", "--batch", str(batch))[0] == 0
 
 
-def test_blocking_links_hold_up_what_latency_lets_pass(run, plan, tmp_path):
+def test_blocking_links_hold_queues(run, plan, tmp_path):
     arguments = ["--schedule", "zb-h2", "--link-ms", "0,0,30", "--link-model"]
     latency = plan(*arguments, "latency")["makespan_ms"]
     blocking = plan(*arguments, "blocking")["makespan_ms"]
@@ -183,14 +176,14 @@ def test_interleaved_runs_virtual_stages(plan):
     assert around["makespan_ms"] > two["makespan_ms"]
 
 
-def test_jitter_is_planned_for_and_its_effect_told(run):
+def test_jitter_is_planned_for_and_shown(run):
     code, out, _ = run("plan", "--link-ms", "0,0,20", "--link-jitter-ms", "10")
     assert code == 0
     assert "\nwith jitter  " in out
-    assert "on average; one step in ten over " in out
+    assert "mean; one step in ten takes over " in out
 
 
-def test_caps_in_bytes_tell_the_peak(run):
+def test_caps_in_bytes_show_the_peak(run):
     sizes = ["--stash-bytes-after-forward", "1000", "--stash-bytes-after-backward", "500"]
     code, out, _ = run("plan", "--max-stash-bytes", "5000", *sizes)
     assert code == 0
@@ -200,14 +193,14 @@ def test_caps_in_bytes_tell_the_peak(run):
     assert max(peaks) <= 5000
 
 
-def test_a_schedule_that_does_not_fit_is_left_out_of_the_table_with_its_reason(run, plan):
+def test_schedules_that_do_not_fit_are_left_out(run, plan):
     capped = ["plan", "--compare", "zb-h2,1f1b,interleaved", "--max-live", "6", "--chunks", "2"]
     code, out, err = run(*capped)
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["1f1b", "interleaved", "zb-h2:"]
     assert lines[2].endswith("(each 1/2)")
-    assert lines[3].startswith("zb-h2: not there, max_live[0]: zb-h2 holds 7 microbatches")
+    assert lines[3].startswith("zb-h2: left out, max_live[0]: zb-h2 holds 7 microbatches")
     answers = plan(*capped[1:])
     assert [answer["name"] for answer in answers] == ["1f1b", "interleaved", "zb-h2"]
     assert "holds 7 microbatches" in answers[2]["error"]
@@ -225,7 +218,7 @@ def test_schedules_are_compared_in_a_table_and_in_json(run, plan, tmp_path):
     assert [answer["makespan_ms"] for answer in answers] == [690.0, 460.0, 490.0]
 
 
-def test_what_if_stands_beside_what_is(run, plan):
+def test_what_if_is_compared_with_the_original(run, plan):
     arguments = ["--link-ms", "0,0,20", "--what-if", "link=2:0ms"]
     now, then = plan(*arguments)
     assert (now["name"], now["makespan_ms"]) == ("as it is", 410.0)
@@ -242,7 +235,7 @@ def test_the_schedule_is_exported(run, tmp_path):
     assert path.read_text() == "0F0,,,0B0\n,1F0,1B0,\n"
 
 
-def test_layers_are_cut_beside_the_even_cut(run, plan):
+def test_layer_cuts_are_compared_with_the_even_cut(run, plan):
     arguments = ["--layers-cost", "1,1,1,1,1,1,1,1", "--head-cost", "3"]
     code, out, _ = run("plan", *arguments)
     assert code == 0
@@ -256,7 +249,7 @@ def test_layers_are_cut_beside_the_even_cut(run, plan):
     assert answer["makespan_ms"] < answer["even_makespan_ms"]
 
 
-def test_a_run_is_planned_from_what_it_measured(plan, measured_run):
+def test_a_run_is_planned_from_its_measurements(plan, measured_run):
     links = {Link(0, 1): LinkDelay(30, 30)}
     run = measured_run(links, batch={"microbatches": 4}, schedule={"name": "zb-h2"})
     assert plan(*run)["schedule"] == "zb-h2"
@@ -267,7 +260,7 @@ def test_a_run_is_planned_from_what_it_measured(plan, measured_run):
     assert (now["makespan_ms"], then["makespan_ms"]) == (220.0, 130.0)
 
 
-def test_a_cap_that_is_given_takes_the_place_of_the_runs_own(plan, measured_run):
+def test_a_given_cap_overrides_the_runs(plan, measured_run):
     schedule = {"name": "adaptive", "max_stash_bytes": 500}
     run = measured_run({}, StashBytes((100, 100), (50, 50)), schedule=schedule)
     assert max(plan(*run)["peak_stash_bytes"]) <= 500

@@ -8,7 +8,7 @@ from jaxmorph.emulation.link_trace import read_link_trace
 from jaxmorph.records import Link
 
 
-def test_a_regime_is_written_as_a_table_and_summed_up(run, tmp_path):
+def test_a_regime_is_written_and_summarized(run, tmp_path):
     path = tmp_path / "c.csv"
     options = ("--seed", 3, "--duration-s", 60, "--links", "1-2 0-1", "--out", path)
     code, out, err = run("trace", "C", *options)
@@ -43,7 +43,7 @@ def test_mistakes_are_one_line(expect_mistake, tmp_path, monkeypatch, arguments,
     expect_mistake(says, "trace", *arguments)
 
 
-def test_links_may_be_those_of_any_pipeline_where_no_stages_are_given(run):
+def test_without_stages_any_links_may_be_drawn(run):
     code, out, _ = run("trace", "A", "--links", "6-7", "--duration-s", 1)
     assert (code, {row.split(",")[1] for row in out.splitlines()[1:]}) == (0, {"6-7"})
 
@@ -52,7 +52,7 @@ def test_links_may_be_those_of_any_pipeline_where_no_stages_are_given(run):
     ("arguments", "option"),
     [(["A", "--duration-s", 8], "--duration-s"), (["events", "--steps", 9000], "--steps")],
 )
-def test_what_no_configuration_would_take_is_not_written(
+def test_too_many_changes_are_refused(
     run, tmp_path, monkeypatch, arguments, option
 ):
     monkeypatch.setattr(link_trace, "MOST_CHANGES", 50)

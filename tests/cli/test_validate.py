@@ -13,7 +13,7 @@ def saved(tmp_path):
     return path
 
 
-def test_a_sound_schedule_is_ok_and_drawn_with_its_numbers(run, saved):
+def test_a_valid_schedule_is_drawn(run, saved):
     code, out, err = run("validate", saved, "--link-ms", "0,0,20")
     assert (code, err) == (0, "")
     assert out.splitlines()[:2] == ["ok: every op runs", "mine: 4 stages, 12 microbatches"]
@@ -37,7 +37,7 @@ def test_every_kind_of_file_gives_the_same_answer(run, tmp_path, suffix):
     assert answer["peak_live"] == [4, 3, 2, 1]
 
 
-def test_a_deadlock_is_shown_in_the_grid_and_is_exit_code_2(run, tmp_path):
+def test_a_deadlock_is_shown_in_the_grid(run, tmp_path):
     path = tmp_path / "stuck.csv"
     path.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
     code, out, err = run("validate", path)
@@ -50,7 +50,7 @@ def test_a_deadlock_is_shown_in_the_grid_and_is_exit_code_2(run, tmp_path):
     ]
 
 
-def test_a_missing_op_in_json(run, tmp_path):
+def test_a_missing_op_is_reported_in_json(run, tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("short: 1 stages, 2 microbatches\nstage 0  F0 F1 BW0\n")
     code, out, _ = run("validate", path, "--json")
@@ -64,7 +64,7 @@ def test_a_missing_op_in_json(run, tmp_path):
     }
 
 
-def test_torchs_virtual_stages_are_chunks_and_go_around(run, tmp_path):
+def test_pytorchs_virtual_stages_are_chunks(run, tmp_path):
     path = tmp_path / "loop.csv"
     path.write_text("0F0,,3F0,,,,,3B0,,0B0\n,1F0,,4F0,,,4B0,,1B0,\n,,2F0,,5F0,5B0,,2B0,,\n")
     code, out, _ = run("validate", path, "--link-ms", "0,0,7", "--json")
@@ -99,8 +99,8 @@ def test_a_file_that_is_no_schedule_is_named(expect_mistake, tmp_path):
     expect_mistake(f"{tmp_path}/none.csv: cannot", "validate", tmp_path / "none.csv")
 
 
-def test_who_gives_a_runs_configuration_is_told_what_checks_it(run):
+def test_a_yaml_file_points_to_dry_run(run):
     code, _, error = run("validate", "configs/demo.yaml")
     assert code == 2
-    assert error.startswith("error: configs/demo.yaml: got a run's configuration by its name, ")
-    assert error.endswith("; jaxmorph train configs/demo.yaml --dry-run checks a configuration\n")
+    assert error.startswith("error: configs/demo.yaml: got a YAML file, expected a schedule in a ")
+    assert error.endswith("train configs/demo.yaml --dry-run checks a run's configuration\n")

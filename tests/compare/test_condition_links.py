@@ -18,7 +18,7 @@ LISTED = {"between": [2, 3], "latency_ms": 30.0}
 NEVER = range(0)
 
 
-def test_a_condition_is_told_to_those_who_emulate_links_key_by_key():
+def test_a_conditions_keys_reach_the_emulation():
     condition = Condition.model_validate(
         {
             "name": "narrow",
@@ -34,7 +34,7 @@ def test_a_condition_is_told_to_those_who_emulate_links_key_by_key():
     )
 
 
-def test_latencies_of_a_direction_add_up_and_jitters_as_independent_ones():
+def test_latencies_add_up_and_jitters_as_independent():
     conditions = (
         LinkCondition((1, 2), latency_ms=10.0, jitter_ms=3.0),
         LinkCondition((1, 2), latency_ms=5.0, jitter_ms=4.0, source=1),
@@ -43,7 +43,7 @@ def test_latencies_of_a_direction_add_up_and_jitters_as_independent_ones():
     assert declared_states(conditions, 0, 1.0) == {Link(1, 2): LinkDelay(20.0, 13.0)}
 
 
-def test_a_bandwidth_occupies_the_link_for_a_messages_bytes():
+def test_bandwidth_occupies_the_link():
     conditions = (
         LinkCondition((0, 1), bandwidth_mbps=100.0),
         LinkCondition((0, 1), bandwidth_mbps=10.0, source=0),
@@ -52,7 +52,7 @@ def test_a_bandwidth_occupies_the_link_for_a_messages_bytes():
     assert declared_states(conditions, 2500) == {Link(0, 1): LinkDelay(0.0, 0.0, 2.0, 0.2)}
 
 
-def test_delays_come_on_top_of_what_links_have():
+def test_delays_add_to_links():
     links = {Link(0, 1): LinkDelay(1.0, 2.0, 0.5), Link(1, 2): LinkDelay(3.0, 3.0)}
     added = {Link(0, 1): LinkDelay(10.0, 20.0, 1.0, 4.0), Link(2, 3): LinkDelay(7.0)}
     assert delayed(links, added) == {
@@ -62,7 +62,7 @@ def test_delays_come_on_top_of_what_links_have():
     }
 
 
-def test_a_round_has_what_is_listed_and_its_own_draw_of_the_trace():
+def test_each_round_draws_its_own_trace():
     condition = Condition.model_validate(
         {"name": "A", "links": [LISTED], "trace": {"regime": "A", "seed": 2, "duration_s": 3}}
     )
@@ -82,13 +82,13 @@ def test_a_trace_by_step_begins_with_the_round(tmp_path):
     )
 
 
-def test_a_wrong_trace_is_told_under_its_conditions_key():
+def test_a_wrong_trace_names_its_condition():
     condition = Condition.model_validate({"name": "mine", "trace": "nowhere.csv"})
     with pytest.raises(UserError, match=r"^compare\.conditions\.1\.trace: nowhere\.csv: No such f"):
         round_links(condition, 4, "compare.conditions.1")
 
 
-def test_the_mean_and_the_jitter_are_over_time():
+def test_delays_are_averaged_over_time():
     history = DelayHistory(
         [
             LinkCondition((0, 1), 10.0, from_s=0.0, to_s=1.0),
@@ -105,7 +105,7 @@ def test_the_mean_and_the_jitter_are_over_time():
     assert history.over(NEVER, 2.0, 3.5)[0] == LinkCondition((0, 1), 30.0, source=0)
 
 
-def test_what_is_still_to_come_is_not_seen():
+def test_future_delays_are_not_seen():
     slow_later = DelayHistory([LinkCondition((0, 1), 50.0, from_s=2.0)])
     assert slow_later.over(NEVER, 0.0, 2.0) == ()
     assert slow_later.over(NEVER, 0.0, 0.0) == ()
@@ -114,7 +114,7 @@ def test_what_is_still_to_come_is_not_seen():
     assert by_step.over(range(5, 6), 0.0, 0.0)[0].latency_ms == 50.0
 
 
-def test_steps_count_alike_and_add_to_what_goes_by_time():
+def test_delays_by_step_add_to_delays_by_time():
     history = DelayHistory(
         [
             LinkCondition((1, 2), 40.0, jitter_ms=3.0, from_step=0, to_step=2, source=1),

@@ -1,4 +1,4 @@
-"""Plans of systems under conditions, as rank 0 of a pipeline of four stages makes them."""
+"""Systems' plans under conditions, on rank 0 of four stages."""
 
 import pytest
 
@@ -50,19 +50,19 @@ def planner(name: str, costs: StageCosts | None = None) -> ConditionPlanner:
         ("adaptive", 390.0, 420.0),
     ],
 )
-def test_predictions_of_head_of_line_blocking(system, healthy_ms, slow_ms):
+def test_direct_delays_block_and_delegated_ones_overlap(system, healthy_ms, slow_ms):
     plans = planner(system)
     assert plans.make(())[1].predicted_ms == pytest.approx(healthy_ms)
     assert plans.make(SLOW)[1].predicted_ms == pytest.approx(slow_ms)
 
 
 @pytest.mark.parametrize("system", ["1f1b", "zb", "zb-delegated"])
-def test_one_that_does_not_adapt_keeps_its_healthy_programs(system):
+def test_without_adaptation_programs_stay(system):
     plans = planner(system)
     assert plans.make(())[0].programs == plans.make(SLOW)[0].programs
 
 
-def test_the_adaptive_step_is_the_shortest_there_can_be_with_the_slow_link_delegated():
+def test_the_adaptive_step_meets_its_bound():
     in_force, planned = planner("adaptive").make(SLOW)
     assert planned.predicted_ms == pytest.approx(planned.lower_bound_ms)
     assert planned.routes == {"0-1": "direct", "1-2": "direct", "2-3": "delegated"}
@@ -72,7 +72,7 @@ def test_the_adaptive_step_is_the_shortest_there_can_be_with_the_slow_link_deleg
     assert simulate_blocking(in_force.programs, costs, links).makespan_ms == pytest.approx(420.0)
 
 
-def test_one_that_adapts_on_direct_routes_is_no_worse_than_one_that_does_not_adapt():
+def test_direct_adaptation_is_never_worse():
     in_force, planned = planner("adaptive-direct").make(SLOW)
     assert set(planned.routes.values()) == {"direct"}
     assert planned.regime == HOLDS_QUEUES
@@ -80,7 +80,7 @@ def test_one_that_adapts_on_direct_routes_is_no_worse_than_one_that_does_not_ada
     assert in_force.programs != planner("adaptive-direct").make(())[0].programs
 
 
-def test_what_to_expect_of_a_plan_is_what_it_was_made_with_under_what_it_was_made_for():
+def test_a_plan_expects_the_step_it_was_made_for():
     plans = planner("adaptive")
     in_force, planned = plans.make(SLOW)
     assert plans.expect(in_force, SLOW) == planned
@@ -88,7 +88,7 @@ def test_what_to_expect_of_a_plan_is_what_it_was_made_with_under_what_it_was_mad
     assert plans.expect(plans.make(())[0], SLOW).predicted_ms == pytest.approx(1110.0)
 
 
-def test_nothing_is_delegated_on_healthy_links_unless_it_is_worth_it():
+def test_healthy_links_are_delegated_only_for_a_gain():
     _, planned = planner("adaptive").make(())
     assert set(planned.routes.values()) == {"direct"}
     assert planned.regime == HOLDS_QUEUES
@@ -96,7 +96,7 @@ def test_nothing_is_delegated_on_healthy_links_unless_it_is_worth_it():
     assert set(planned.routes.values()) == {"delegated"}
 
 
-def test_a_link_that_jitters_is_planned_for_with_a_margin_and_predicted_without():
+def test_jitter_adds_a_margin_to_plans_alone():
     steady = planner("adaptive").make(SLOW)[1]
     unsteady = (LinkCondition((2, 3), latency_ms=30.0, jitter_ms=20.0),)
     wary = planner("adaptive").make(unsteady)[1]
@@ -104,14 +104,14 @@ def test_a_link_that_jitters_is_planned_for_with_a_margin_and_predicted_without(
     assert wary.predicted_ms >= steady.predicted_ms
 
 
-def test_the_regime_of_a_mixed_plan_is_that_of_its_slow_links():
+def test_a_mixed_plan_has_the_regime_of_its_slow_links():
     both = (*SLOW, LinkCondition((0, 1), latency_ms=30.0))
     assert planner("adaptive").make(both)[1].regime == OVERLAPS
     assert planner("zb").make(both)[1].regime == HOLDS_QUEUES
 
 
-def test_one_that_detects_begins_with_its_own_first_plan_whatever_the_condition():
-    first = planner("zb-delegated").make(())[0]  # any plan that its configuration doesn't say
+def test_a_detecting_system_begins_with_its_first_plan():
+    first = planner("zb-delegated").make(())[0]  # any plan that differs from the configured one
     begins = planner("adaptive-detecting")
     for conditions in ((), SLOW):
         in_force, planned = begins.begin(first, conditions)
@@ -121,54 +121,54 @@ def test_one_that_detects_begins_with_its_own_first_plan_whatever_the_condition(
     assert planner("adaptive").begin(first, SLOW)[1].predicted_ms == pytest.approx(420.0)
 
 
-def test_one_that_detects_and_may_delegate_any_link_begins_like_one_that_is_told():
-    told = planner("adaptive", UNEVEN).make(())[0].plan
+def test_a_detecting_system_may_begin_delegated():
+    informed = planner("adaptive", UNEVEN).make(())[0].plan
     system = SYSTEMS["adaptive-detecting"]
     routes = Routes.model_validate({"default": "delegated"})
     config = system_config(CONFIG, system).model_copy(update={"routes": routes})
     own = plan_step(config, Profile(UNEVEN, {}))
-    assert (own.schedule, own.routes) == (told.schedule, told.routes)
+    assert (own.schedule, own.routes) == (informed.schedule, informed.routes)
 
 
 class RecordingPlanner:
     def __init__(self):
-        self.told = []
+        self.conditions = []
 
     def make(self, conditions):
-        self.told.append(conditions)
-        return f"plan {len(self.told)}", None
+        self.conditions.append(conditions)
+        return f"plan {len(self.conditions)}", None
 
 
 def replanner(*traced: LinkCondition) -> tuple[Replanner, list]:
     planner = RecordingPlanner()
     links = RoundLinks((STEADY,), traced)
-    return Replanner(planner, links), planner.told  # pyright: ignore[reportArgumentType]
+    return Replanner(planner, links), planner.conditions  # pyright: ignore[reportArgumentType]
 
 
-def test_an_event_is_planned_for_from_the_step_after_its_first_and_again_when_it_is_over():
-    replan, told = replanner(LinkCondition((0, 1), 30.0, from_step=10, to_step=13))
+def test_a_traced_event_is_planned_for_one_step_later():
+    replan, planned = replanner(LinkCondition((0, 1), 30.0, from_step=10, to_step=13))
     plans = [replan(step, 0.5 * step) for step in range(8, 16)]
     assert plans == [None, None, None, "plan 1", None, None, "plan 2", None]
     slow = (LinkCondition((0, 1), 30.0, source=0), LinkCondition((0, 1), 30.0, source=1))
-    assert told == [(STEADY, *slow), (STEADY,)]
+    assert planned == [(STEADY, *slow), (STEADY,)]
 
 
-def test_delays_of_the_last_seconds_are_told_and_none_of_the_future():
+def test_planning_sees_recent_delays_only():
     first = LinkCondition((0, 1), 100.0, from_s=0.0, to_s=1.0, source=0)
     second = LinkCondition((0, 1), 20.0, from_s=1.0, to_s=30.0, source=0)
     third = LinkCondition((0, 1), 900.0, from_s=30.0, source=0)
-    replan, told = replanner(first, second, third)
+    replan, planned = replanner(first, second, third)
     assert replan(0, 0.0) is None
     assert replan(1, 1.0) == "plan 1"
     assert replan(2, 1.0 + RECENT_S) == "plan 2"
     assert replan(9, 30.0) is None
-    assert [each[1:] for each in told] == [
+    assert [each[1:] for each in planned] == [
         (LinkCondition((0, 1), 100.0, source=0),),
         (LinkCondition((0, 1), 20.0, source=0),),
     ]
 
 
-def test_a_plan_stays_while_what_it_is_for_has_hardly_changed():
+def test_small_changes_of_delays_keep_the_plan():
     delays_ms = (40.0, 43.9, 50.0, 50.5)
     replan, _ = replanner(
         *(

@@ -48,7 +48,7 @@ FEW = Compare.model_validate({"systems": ["zb"], "conditions": [{"name": "health
 
 
 def steps(condition: int, *step_ms: float) -> dict:
-    """What rank 0 tells of a round, of two stages of which the second is blocked a tenth."""
+    """Rank 0's message about a round of two stages; the second is blocked for a tenth of it."""
     count = len(step_ms)
     end = np.array([max(step_ms)])
     timeline = Timeline(((Op.parse("F0"),),), (np.array([0.0]),), (end,))
@@ -63,21 +63,21 @@ def steps(condition: int, *step_ms: float) -> dict:
 
 
 def record(*rounds, compare=COMPARE) -> MatrixRecord:
-    """What was told of rounds of `zb`, and what was planned for them."""
-    books = MatrixRecord(compare, "made up")
+    """The record of rounds of `zb`, with the plans for them."""
+    results = MatrixRecord(compare, "made up")
     plans = {"kind": "AllPlanned", "plans": [PLAN, PLAN | {"predicted_ms": 1110.0}]}
-    for told in (plans, *rounds):
-        books.take("zb", parse_comparison_message(told))
-    return books
+    for message in (plans, *rounds):
+        results.take("zb", parse_comparison_message(message))
+    return results
 
 
-def test_rounds_of_a_condition_are_one_run_held_against_the_healthy_one():
-    books = record(
+def test_rounds_of_a_condition_are_one_run():
+    results = record(
         steps(0, 400, 402, 404), steps(1, 800, 804, 808), steps(0, 396, 398, 400),
         steps(1, 802, 806, 810),
     )  # fmt: skip
-    books.finish("zb")
-    matrix = books.matrix({"load": "none"})
+    results.finish("zb")
+    matrix = results.matrix({"load": "none"})
     run = matrix.runs["zb", "slow"]
     assert run.step_ms is not None
     assert (run.step_ms.median, run.step_ms.n) == (805.0, 6)
@@ -96,49 +96,49 @@ def test_rounds_of_a_condition_are_one_run_held_against_the_healthy_one():
     assert "- zb, healthy: 2 x lane_down\n" in matrix_markdown(matrix)
 
 
-def test_training_that_comes_to_nothing_is_a_failed_run():
-    books = record(steps(0, 400, 402, 404), steps(0, 396, 398, 400) | {"loss": [5.0, nan, nan]})
-    books.finish("zb")
-    matrix = books.matrix({})
+def test_a_diverged_loss_is_a_failed_run():
+    results = record(steps(0, 400, 402, 404), steps(0, 396, 398, 400) | {"loss": [5.0, nan, nan]})
+    results.finish("zb")
+    matrix = results.matrix({})
     assert matrix.runs["zb", "healthy"].failed == "the loss is not finite in 2 of 6 steps"
     assert matrix.loss_difference is None
 
 
-def test_results_are_the_contracts_fields_and_more():
+def test_results_have_the_contracts_fields():
     (run,) = record(steps(0, 400, 402, 404)).matrix({}).to_json()["runs"]
     assert run["step_ms"] == {"median": 402.0, "p10": 400.4, "p90": 403.6, "n": 3}
     assert {"system", "condition", "predicted_ms", "bubble_rate", "slowdown", "loss"} <= set(run)
     assert (run["regime"], run["failed"], run["noisy"]) == ("holds queues", None, None)
 
 
-def test_what_a_failed_system_did_before_stays_and_the_rest_is_there_as_failed():
+def test_a_failed_system_keeps_its_finished_rounds():
     healthy = steps(0, 400, 402, 404)
-    books = record(healthy, steps(1, 800, 801, 802), healthy)
-    books.finish("zb", "rank 1 failed: ended by SIGKILL")
-    books.finish("1f1b", "rank 0 failed: no memory")
-    runs = books.matrix({}).runs
+    results = record(healthy, steps(1, 800, 801, 802), healthy)
+    results.finish("zb", "rank 1 failed: ended by SIGKILL")
+    results.finish("1f1b", "rank 0 failed: no memory")
+    runs = results.matrix({}).runs
     assert runs["zb", "healthy"].failed is None
     assert runs["zb", "slow"].failed == ("3 of 6 steps measured: rank 1 failed: ended by SIGKILL")
     assert runs["1f1b", "slow"].step_ms is None
     assert runs["1f1b", "slow"].failed == "0 of 6 steps measured: rank 0 failed: no memory"
-    assert set(books.failures) == {"zb", "1f1b"}
+    assert set(results.failures) == {"zb", "1f1b"}
 
 
-def test_times_that_spread_too_much_are_noisy():
-    books = record(steps(0, 400, 400, 480), steps(0, 400, 500, 500))
-    assert books.matrix({}).runs["zb", "healthy"].noisy == "p90 / p10 is 1.250, above 1.2"
+def test_widely_spread_times_are_noisy():
+    results = record(steps(0, 400, 400, 480), steps(0, 400, 500, 500))
+    assert results.matrix({}).runs["zb", "healthy"].noisy == "p90 / p10 is 1.250, above 1.2"
 
 
-def test_the_kept_timeline_is_of_the_step_nearest_to_the_median_of_all_rounds():
+def test_the_typical_step_is_nearest_to_the_median():
     assert record().typical_step("zb", "healthy") is None
-    books = record(steps(0, 500, 510, 520), steps(0, 400, 401, 402), steps(0, 400, 403, 404))
-    kept = books.typical_step("zb", "healthy")
+    results = record(steps(0, 500, 510, 520), steps(0, 400, 401, 402), steps(0, 400, 403, 404))
+    kept = results.typical_step("zb", "healthy")
     assert kept is not None
     step_ms, timeline = kept
     assert (step_ms, timeline.makespan_ms) == (403.0, 404.0)
 
 
-def test_under_a_trace_what_was_expected_in_the_end_stands_and_steps_may_differ():
+def test_a_traced_condition_keeps_its_last_prediction():
     planned = {"kind": "RoundPlanned", "condition": 1, "plan": PLAN | {"predicted_ms": 900.0}}
     of_both = [steps(condition, 400, 800, 1200) for condition in (0, 1)]
     runs = record(planned, *of_both, compare=TRACED).matrix({}).runs
@@ -149,7 +149,7 @@ def test_under_a_trace_what_was_expected_in_the_end_stands_and_steps_may_differ(
     assert runs["zb", "A"].total_s == pytest.approx(2.4)
 
 
-def test_a_message_of_no_known_kind_is_refused():
+def test_an_unknown_message_is_refused():
     with pytest.raises(ParseError, match="of the kinds AllPlanned, RoundPlanned, RoundMeasured"):
         parse_comparison_message({"kind": "step"})
 
@@ -173,7 +173,7 @@ HEALTHY, SLOW = latency(), latency((1, 2, 10.0))
         ([HEALTHY, SLOW, latency((1, 2, 60.0)) | {"trace": "x.csv"}], ("", ())),
     ],
 )
-def test_conditions_that_differ_in_one_links_latency_are_found(conditions, expected):
+def test_one_slow_link_is_found(conditions, expected):
     compare = Compare.model_validate({"conditions": conditions})
     assert one_slow_link(compare.conditions) == expected
 
@@ -186,22 +186,22 @@ def notes_of(compare, **sections):
     return comparison_notes(config, config.compare, "jaxmorph compare x.yaml")
 
 
-def test_a_reader_is_told_what_is_needed_to_judge_and_to_repeat_it():
+def test_notes_let_a_reader_repeat_the_comparison():
     paced = {"forward_ms": 10.0, "backward_input_ms": 9.0, "backward_weight_ms": 8.0}
     compare = {"systems": ["zb", "zb-delegated"], "steps": 5, "repeats": 3, "largest_spread": 1.25}
     notes = notes_of(compare, emulation={"accelerator": paced})
     assert notes["systems"].startswith("zb: zero bubbles while links are healthy; zb-delegated: ")
-    for said in ("paced: F 10 ms, B 9 ms, W 8 ms", "'holds queues'", "'overlaps'"):
-        assert said in notes["regime"]
-    for said in ("3 rounds of 5 steps a condition", "above 1.25"):
-        assert said in notes["steps"]
+    for text in ("paced: F 10 ms, B 9 ms, W 8 ms", "'holds queues'", "'overlaps'"):
+        assert text in notes["regime"]
+    for text in ("3 rounds of 5 steps a condition", "above 1.25"):
+        assert text in notes["steps"]
     assert notes["command"] == "`jaxmorph compare x.yaml`"
     assert "jax " in notes["versions"]
     assert len(notes["load at the start"].split()) > 3
     assert "left aside" not in notes
 
 
-def test_what_the_configuration_says_for_other_commands_is_named():
+def test_ignored_sections_are_noted():
     notes = notes_of(
         {"profiling_steps": 0},
         parallelism={"stages": 4},
@@ -217,16 +217,16 @@ def test_what_the_configuration_says_for_other_commands_is_named():
     assert notes["steps"].startswith("planned and predicted from warm-up; ")
 
 
-def test_traces_and_whole_runs_are_told_as_such():
+def test_traces_and_whole_runs_are_noted():
     of_regime = {"name": "A", "trace": {"regime": "A", "seed": 3}}
     of_file = {"name": "mine", "trace": {"file": "x.csv", "time_scale": 0.2, "latency_scale": 0.5}}
     notes = notes_of({"conditions": [{"name": "healthy"}, of_regime, of_file]})
     assert notes["traces"].startswith(
-        "A: regime A, seed 3; mine: x.csv, times or steps times 0.2, delays times 0.5; begun anew"
+        "A: regime A, seed 3; mine: x.csv, times or steps times 0.2, delays times 0.5; a trace st"
     )
     notes = notes_of({"systems": ["restart"], "steps": 40}, checkpoint={"every_steps": 10})
     assert notes["steps"].startswith("each system under each condition is a run of 40 steps")
-    assert "restart: 1f1b that starts again" in notes["systems"]
+    assert "restart: 1f1b that restarts" in notes["systems"]
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_traces_and_whole_runs_are_told_as_such():
         (None, None),
     ],
 )
-def test_what_cannot_be_made_of_the_results_is_one_line_and_the_rest_is_there(
+def test_a_file_that_fails_is_one_line(
     tmp_path, monkeypatch, broken, name
 ):
     def fail(*_: object) -> None:
@@ -246,10 +246,10 @@ def test_what_cannot_be_made_of_the_results_is_one_line_and_the_rest_is_there(
 
     if broken:
         monkeypatch.setattr(f"jaxmorph.{broken}", fail)
-    books = _Results("few", FEW, tmp_path, {})
-    books.record.finish("zb", "rank 0 failed: no memory")
+    results = _Results("few", FEW, tmp_path, {})
+    results.record.finish("zb", "rank 0 failed: no memory")
     complaints = [f"could not write {name}: ValueError: no such shape"] if broken else []
-    assert books.write() == complaints
+    assert results.write() == complaints
     (run,) = json.loads((tmp_path / "results.json").read_text())["runs"]
     assert run["failed"].endswith("rank 0 failed: no memory")
     written = {"results.json", "table.md", "timelines.json", "figure.png", "report.html"}

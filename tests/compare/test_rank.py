@@ -11,12 +11,12 @@ USUAL: UsualLinks = {
 MEASURED = {NEAR: LinkDelay(1.5, 1.5), FAR: LinkDelay(4.5, 4.5)}
 
 
-def test_what_links_did_counts_for_the_routes_that_they_had():
+def test_new_delays_count_for_their_route():
     usual = measured_anew(USUAL, MEASURED, {NEAR: "direct", FAR: "delegated"})
     assert usual["direct"] == {NEAR: LinkDelay(1.5, 1.5), FAR: LinkDelay(2.0, 2.0)}
     assert usual["delegated"] == {NEAR: LinkDelay(3.0, 3.0), FAR: LinkDelay(4.5, 4.5)}
 
 
-def test_a_system_that_never_measured_the_other_route_still_knows_nothing_of_it():
+def test_an_unmeasured_route_stays_unknown():
     assert measured_anew({}, MEASURED, {}) == {}
     assert measured_anew({"direct": {}}, MEASURED, {}) == {"direct": MEASURED}

@@ -16,8 +16,8 @@ LINK = LINKS[0]
 LIMIT_S = 20.0
 
 
-class Meeting:
-    """Where three ranks meet, each in a thread of its own."""
+class Exchange:
+    """The rendezvous of three ranks, each in a thread of its own."""
 
     def __init__(self):
         self._said = [""] * 3
@@ -26,33 +26,33 @@ class Meeting:
     def exchange(self, rank, message):
         self._said[rank] = dump(message)
         self._barrier.wait()
-        told = [*map(json.loads, self._said)]
+        replies = [*map(json.loads, self._said)]
         self._barrier.wait()
-        return told
+        return failures
 
 
 class Rank:
-    """A rank's place in the meeting, and its stage with its end of one link that has failed.
+    """A rank's rendezvous, and its stage, with one end of a failed link.
 
     Attributes:
         looks: What it finds of the link's path, look by look, and then again and again.
     """
 
-    def __init__(self, rank, meeting, looks=(True,), lives=1):
-        self._rank, self._meeting = rank, meeting
-        self.looks, self.lives = list(looks), lives
+    def __init__(self, rank, exchange, looks=(True,), spares=1):
+        self._rank, self._exchange = rank, exchange
+        self.looks, self.spares = list(looks), spares
         self.by_hosts = {LINK} if rank in LINK else set()
-        self.untold = [PathFailure(link, "cut") for link in self.by_hosts]
+        self.new_failures = [PathFailure(link, "cut") for link in self.by_hosts]
         self.paused_s = 0.0
         own: Any = self
         self.paths = RoundPaths(own, own, LINKS, self._pause)
 
     def exchange(self, message):
-        return self._meeting.exchange(self._rank, message)
+        return self._exchange.exchange(self._rank, message)
 
     def link_failures(self):
-        told, self.untold = self.untold, []
-        return told
+        failures, self.new_failures = self.new_failures, []
+        return failures
 
     def path_is_up(self, link):
         if link not in self.by_hosts:
@@ -60,7 +60,7 @@ class Rank:
         return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
 
     def can_restore(self, link):
-        return link in self.by_hosts and self.lives > 0
+        return link in self.by_hosts and self.spares > 0
 
     def restore_direct(self, link):
         self.by_hosts.remove(link)
@@ -69,10 +69,10 @@ class Rank:
         self.paused_s += seconds
 
 
-def three_ranks(looks=((True,), (True,)), lives=1):
-    meeting = Meeting()
-    ends = [Rank(rank, meeting, found, lives) for rank, found in enumerate(looks)]
-    return [*ends, Rank(2, meeting)]
+def three_ranks(looks=((True,), (True,)), spares=1):
+    exchange = Exchange()
+    ends = [Rank(rank, exchange, found, spares) for rank, found in enumerate(looks)]
+    return [*ends, Rank(2, exchange)]
 
 
 def of_all(work):
@@ -80,42 +80,42 @@ def of_all(work):
         return [each.result(LIMIT_S) for each in [threads.submit(one) for one in work]]
 
 
-def begin_again(ranks):
-    return of_all([each.paths.begin_again for each in ranks])
+def restore(ranks):
+    return of_all([each.paths.restore for each in ranks])
 
 
 @pytest.mark.parametrize("looks", [[(True,), (True,)], [(True,), (False, False, False, True)]])
-def test_a_path_that_both_ends_find_up_begins_again_and_nobody_hears_of_it(looks):
+def test_a_path_that_both_ends_find_up_is_restored(looks):
     ranks = three_ranks(looks)
-    assert begin_again(ranks) == [[], [], []]
+    assert restore(ranks) == [[], [], []]
     assert [each.by_hosts for each in ranks] == [set()] * 3
-    assert [each.link_failures() for each in ranks] == [[]] * 3  # it is whole: no round hears so
+    assert [each.link_failures() for each in ranks] == [[]] * 3  # restored: no round reports it
 
 
-def test_a_path_that_one_end_finds_down_stays_as_it_is_at_both():
+def test_a_path_down_at_one_end_stays_delegated():
     ranks = three_ranks([(True,), (False,)])
-    told = [PathFailure(LINK, "cut")]
-    assert begin_again(ranks) == [told, told, []]
+    failures = [PathFailure(LINK, "cut")]
+    assert restore(ranks) == [failures, failures, []]
     assert [each.by_hosts for each in ranks] == [{LINK}, {LINK}, set()]
     assert ranks[1].paused_s == pytest.approx(3.0)
-    again = begin_again(ranks)  # a round later
+    again = restore(ranks)  # a round later
     assert [each.link for each in again[0]] == [LINK]
     assert again[0] == again[1]
     assert again[0][0].restores_left is None
 
 
-def test_a_path_that_can_begin_no_more_is_told_with_that():
-    ranks = three_ranks(lives=0)
-    begin_again(ranks)
-    (told,), also, none = begin_again(ranks)
-    assert (told.restores_left, also, none) == (0, [told], [])
+def test_an_exhausted_path_is_reported_so():
+    ranks = three_ranks(spares=0)
+    restore(ranks)
+    (failure,), also, none = restore(ranks)
+    assert (failure.restores_left, also, none) == (0, [failure], [])
     assert [each.paused_s for each in ranks] == [0.0] * 3
 
 
-def test_failures_in_a_round_that_nobody_watches_are_counted_once_with_those_before_it():
-    ranks = three_ranks(lives=0)
-    stayed = begin_again(ranks)
-    ranks[2].untold = [PathFailure(LINKS[1], "cut")]
+def test_failures_are_counted_once_without_a_controller():
+    ranks = three_ranks(spares=0)
+    stayed = restore(ranks)
+    ranks[2].new_failures = [PathFailure(LINKS[1], "cut")]
     counted = of_all(
         partial(each.paths.failures, own) for each, own in zip(ranks, stayed, strict=True)
     )

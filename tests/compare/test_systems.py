@@ -22,13 +22,13 @@ CONFIG = Config.model_validate(
 )
 
 
-def test_the_configuration_and_the_table_name_the_same_systems():
+def test_configuration_and_table_name_the_same_systems():
     assert set(SYSTEMS) == set(get_args(SystemName))
     assert all(name == system.name for name, system in SYSTEMS.items())
 
 
 @pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
-def test_a_system_is_its_schedule_and_its_routes_whatever_the_configuration_has(system):
+def test_a_system_sets_schedule_and_routes(system):
     own = system_config(CONFIG, system)
     assert own.schedule.name == system.schedule
     assert (own.routes.default, own.routes.by_link) == (system.route, {})
@@ -40,20 +40,20 @@ def test_a_system_is_its_schedule_and_its_routes_whatever_the_configuration_has(
 
 
 @pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
-def test_only_a_system_that_detects_runs_as_one_that_adapts_by_itself(system):
+def test_only_a_detecting_system_enables_adaptation(system):
     asked = CONFIG.adaptation.model_copy(update={"enabled": True})
     own = system_config(CONFIG.model_copy(update={"adaptation": asked}), system)
     assert own.adapts == system.detects
 
 
-def test_healthy_links_may_be_delegated_by_one_that_detects_if_the_configuration_says_so():
+def test_a_detecting_system_keeps_configured_adaptation():
     asked = CONFIG.adaptation.model_copy(update={"delegates": "any"})
     config = CONFIG.model_copy(update={"adaptation": asked})
     own = system_config(config, SYSTEMS["adaptive-detecting"])
     assert (own.adaptation.enabled, own.adaptation.delegates) == (True, "any")
 
 
-def test_the_cap_of_one_that_is_capped_is_the_configured_one_or_that_of_1f1b_twice_over():
+def test_a_capped_system_defaults_to_twice_1f1b():
     held = {name: system_config(CONFIG, system) for name, system in SYSTEMS.items()}
     caps = {name: own.schedule.max_live for name, own in held.items()}
     assert {name for name, cap in caps.items() if cap} == {"adaptive-capped", "adaptive-offload"}
@@ -76,16 +76,16 @@ def delegated(system: str, *slow: Link) -> list[set[str]]:
     ]
 
 
-def test_only_one_that_reroutes_has_a_choice_of_routes():
+def test_only_a_rerouting_system_chooses_routes():
     assert delegated("zb", Link(2, 3)) == [set()]
     assert delegated("zb-delegated", Link(2, 3)) == [{"0-1", "1-2", "2-3"}]
     assert delegated("adaptive-direct", Link(2, 3)) == [set()]
-    assert delegated("adaptive-detecting", Link(2, 3)) == [set()]  # it is told of no slow link
+    assert delegated("adaptive-detecting", Link(2, 3)) == [set()]  # it gets no slow link in advance
     assert delegated("adaptive") == [set(), {"0-1", "1-2", "2-3"}]
     assert delegated("adaptive", Link(2, 3)) == [{"2-3"}, {"0-1", "1-2", "2-3"}]
 
 
-def test_systems_that_restart_do_not_fail_over_whatever_the_others_do():
+def test_restarting_systems_do_not_fail_over():
     config = Config.model_validate({"parallelism": {"stages": 2}, "failover": {"enabled": True}})
     fails_over = {
         name: system_config(config, system).fails_over for name, system in SYSTEMS.items()

@@ -1,4 +1,4 @@
-"""Comparisons of whole runs: what each system runs under, and what is made of what it wrote."""
+"""Comparisons of whole runs: each system's configuration, and the results from its files."""
 
 import json
 import os
@@ -55,7 +55,7 @@ FULL = "rank 1 failed: disk full"
 
 
 @pytest.mark.parametrize("name", COMPARE.systems)
-def test_a_run_is_the_systems_under_the_condition_with_its_own_policy(tmp_path, name):
+def test_a_whole_run_has_its_systems_policy(tmp_path, name):
     own = whole_config(CONFIG, SYSTEMS[name], COMPARE.conditions[1], tmp_path / "a")
     (tmp_path / "run.yaml").write_text(dump_config(own))  # as ranks will read it
     assert load_config(tmp_path / "run.yaml") == own
@@ -81,8 +81,8 @@ def written(path, num_steps, recoveries=(), held_up_s=()):
             for step, each_s in held_up_s
         ),
     ]
-    told = [event.line() for event in events]
-    for name, lines in (("metrics.jsonl", steps), ("events.jsonl", told)):
+    event_lines = [event.line() for event in events]
+    for name, lines in (("metrics.jsonl", steps), ("events.jsonl", event_lines)):
         (path / name).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step"')
     (path / "recovery.json").write_text(json.dumps({"goodput": 0.4, "recoveries": [*recoveries]}))
     return path
@@ -90,7 +90,7 @@ def written(path, num_steps, recoveries=(), held_up_s=()):
 
 @pytest.fixture
 def matrix(tmp_path):
-    """One system that was restarted, one that failed, and one that has still to be run."""
+    """A system that was restarted, one that failed, and one still to come."""
     record = MatrixRecord(COMPARE, "few")
     for system, totals_s in (("restart", (10.0, 32.5)), ("restart-cold", (11.0, None))):
         for name, total_s in zip(("healthy", "cut"), totals_s, strict=True):
@@ -100,7 +100,7 @@ def matrix(tmp_path):
     return record.matrix({"load": "2.0"})
 
 
-def test_a_run_is_held_against_the_same_systems_without_the_failure(matrix):
+def test_a_whole_run_is_compared_with_its_healthy_one(matrix):
     run = matrix.runs["restart", "cut"]
     assert (run.total_s, run.slowdown, run.goodput) == (32.5, 3.25, 0.4)
     assert run.step_ms is not None
@@ -112,39 +112,39 @@ def test_a_run_is_held_against_the_same_systems_without_the_failure(matrix):
     assert ("adaptive-detecting", "cut") not in matrix.runs
 
 
-def test_results_keep_what_failures_cost(matrix):
+def test_results_keep_recoveries(matrix):
     again = Matrix.from_json(json.loads(json.dumps(matrix.to_json())))
     assert again.runs["restart", "cut"].recoveries == (RECOVERY,)
     assert again.has_whole_runs
     fields = matrix.runs["restart", "cut"].to_json()
-    del fields["held_up_s"]  # as older results have it
+    del fields["held_up_s"]  # as in older results
     older = replace(matrix, runs={("restart", "cut"): Run.from_json(fields)})
     (cells,) = whole_rows(older)
     assert dict(zip(WHOLE_COLUMNS, cells, strict=True))["held up s"] == "-"
 
 
-def test_the_table_says_what_a_failure_cost_and_where(matrix):
+def test_the_table_shows_the_cost_of_failures(matrix):
     rows = [
         [cell.strip() for cell in line.split("|")[1:-1]]
         for line in matrix_markdown(matrix).splitlines()
         if line.startswith("|")
     ]
     heads = next(row for row in rows if "goodput" in row)
-    told = {
+    rows = {
         (row[0], row[1]): dict(zip(heads, row, strict=True))
         for row in rows
         if len(row) == len(heads)
     }
-    cut = told["restart", "cut"]
+    cut = rows["restart", "cut"]
     assert (cut["total s"], cut["more s"], cut["goodput"], cut["restarts"], cut["lost s"]) == (
         "32.5", "+22.5", "40.0%", "1", "22.5",
     )  # fmt: skip
     assert (cut["detect"], cut["compile"], cut["replay"]) == ("15.00", "0.00", "2.00")
-    assert told["restart", "healthy"]["more s"] == "-"
-    assert told["restart-cold", "cut"]["total s"] == "FAILED"
+    assert rows["restart", "healthy"]["more s"] == "-"
+    assert rows["restart-cold", "cut"]["total s"] == "FAILED"
 
 
-def test_the_table_says_what_failed_paths_held_up(matrix, tmp_path):
+def test_the_table_shows_stalls_of_failed_paths(matrix, tmp_path):
     held_up_s = ((6, 2.0), (6, 1.9), (11, 0.01))  # one card with both its links, then one link
     delegated = written(tmp_path / "delegated", 20, held_up_s=held_up_s)
     run = read_whole("adaptive-detecting", "cut", delegated, 21.0, None)
@@ -157,7 +157,7 @@ def test_the_table_says_what_failed_paths_held_up(matrix, tmp_path):
     assert dict(zip(WHOLE_COLUMNS, calm, strict=True))["held up s"] == "0.00"
 
 
-def test_the_page_has_the_same_table_and_a_picture_is_drawn_without_failures_too(matrix, tmp_path):
+def test_the_page_has_the_table_of_whole_runs(matrix, tmp_path):
     page = comparison_page(ComparisonFiles(matrix, {}))
     assert page.count("<th") > len(WHOLE_COLUMNS)
     for cell in ("+22.5", "FAILED", "40.0%", "Whole runs, from the first step"):
@@ -169,16 +169,16 @@ def test_the_page_has_the_same_table_and_a_picture_is_drawn_without_failures_too
         assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_says_what_befell_it():
-    said: list[str] = []
-    progress = Progress(said.append, "restart, cut")
+def test_progress_shows_failures():
+    shown: list[str] = []
+    progress = Progress(shown.append, "restart, cut")
     progress.event(Event(1.0, 12, "checkpoint_saved", detail="step_10"))
     progress.event(Event(1.0, 12, "rank_failed", detail="rank 2 failed: link 2-3 is cut"))
-    assert said == ["restart, cut: rank failed: rank 2 failed: link 2-3 is cut"]
+    assert shown == ["restart, cut: rank failed: rank 2 failed: link 2-3 is cut"]
 
 
 class Runs:
-    """Stands in for `run_here`: a run does eight steps, and may end in its own way.
+    """A double of `run_here`: a run of eight steps with a given end.
 
     Attributes:
         ends: By what each run ends, one after another; the others come to their ends.
@@ -211,7 +211,7 @@ def run_as(name, directory, put=lambda run: None):
 
 
 @pytest.mark.parametrize("end", [None, RunFailedError("rank 1 failed"), KeyboardInterrupt()])
-def test_only_a_cold_run_hears_of_no_cache_whatever_the_environment_says(
+def test_a_cold_restart_hides_the_cache(
     runs, tmp_path, monkeypatch, end
 ):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/warm")
@@ -236,21 +236,21 @@ def test_only_a_cold_run_hears_of_no_cache_whatever_the_environment_says(
         (None, pytest.raises(RunStoppedError, match="restart, healthy: asked to end in its"), None),
     ],
 )
-def test_a_run_that_is_asked_to_end_ends_the_comparison_and_is_told(
+def test_a_stopped_run_ends_the_comparison(
     runs, tmp_path, end, raised, failed
 ):
-    told: list[Run] = []
+    runs: list[Run] = []
     runs.ends, runs.asked_to_end = [end], end is None
     with raised:
-        run_as("restart", tmp_path / "a", told.append)
-    (run,) = told
+        run_as("restart", tmp_path / "a", runs.append)
+    (run,) = runs
     assert run.failed == (failed and f"8 steps done: {failed}")
     assert (run.total_s is None) == (failed is not None)
     assert run.step_ms is not None
     assert run.step_ms.n == 8
 
 
-def test_what_was_measured_before_a_comparison_is_asked_to_end_is_written(
+def test_a_stopped_comparison_writes_its_results(
     runs, tmp_path, monkeypatch
 ):
     runs.ends = [None, None, RunStoppedError("asked to end after 8 of 20 steps, saved")]
@@ -260,7 +260,7 @@ def test_what_was_measured_before_a_comparison_is_asked_to_end_is_written(
         comparison.start_comparison(tmp_path / "few.yaml", [f"run.dir={tmp_path / 'out'}"])
     assert str(raised.value) == (
         "restart-cold, healthy: asked to end after 8 of 20 steps, saved; the comparison has ended "
-        "with it, and what it has measured is written"
+        "with it, and its results so far are written"
     )
     results = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
     assert [(each["system"], each["condition"], each["failed"]) for each in results] == [

@@ -57,5 +57,5 @@ _MATRIX = Matrix(
 
 @pytest.fixture
 def made_up() -> Matrix:
-    """A comparison: one run sound, one noisy, one failed, one still to come."""
+    """A comparison with a good run, a noisy one, a failed one, and one to come."""
     return _MATRIX

@@ -21,7 +21,7 @@ def _printed(*names, **changes):
     return shown.getvalue().splitlines()
 
 
-def test_answers_stand_in_one_table_that_is_never_cut():
+def test_a_comparison_is_one_table():
     assert _printed("1f1b", "zb-h2") == [
         "       makespan  lower bound    gap  bubble rate  warm-ups  peak live",
         "1f1b   690.0 ms     410.0 ms  68.3%        47.8%  4 3 2 1   4 3 2 1",
@@ -29,7 +29,7 @@ def test_answers_stand_in_one_table_that_is_never_cut():
     ]
 
 
-def test_with_jitter_there_is_a_column_for_it():
+def test_jitter_adds_a_column():
     heading, row = _printed("1f1b", link_jitter_ms=0)
     assert "with jitter" in heading
     assert row.count("690.0 ms") == 2

@@ -33,7 +33,7 @@ def _timeline(stages: int = 3, microbatches: int = 4, link_ms: float = 0.0) -> T
     return simulate(zb_h2(stages, microbatches), costs, links)
 
 
-def test_gantt_text_is_a_picture_in_time():
+def test_gantt_text_draws_ops_over_time():
     timeline = simulate(one_forward_one_backward(2, 3), StageCosts.uniform(2, 10.0, 10.0, 10.0))
     assert gantt_text(timeline, 60).splitlines() == [
         "stage 0 F0  F1  ........BW0     F2  BW1     ....BW2     ",
@@ -51,14 +51,14 @@ def test_gantt_text_names_the_chunk_of_an_op():
     ]
 
 
-def test_gantt_text_falls_back_to_letters_where_names_do_not_fit():
+def test_gantt_text_shortens_names_to_letters():
     costs = StageCosts.uniform(1, 10.0, 10.0, 10.0)
     row = gantt_text(simulate(zb_h2(1, 11), costs), 41).splitlines()[0]
     assert row == "stage 0 " + "FBW" * 11
 
 
 @pytest.mark.parametrize("width", [1, 40, 80, 200])
-def test_gantt_text_keeps_to_the_width(width):
+def test_gantt_text_keeps_its_width(width):
     lines = gantt_text(_timeline(4, 12, 7.0), width).splitlines()
     assert len(lines) == 4 + 2
     assert len({len(line) for line in lines[:5]}) == 1
@@ -82,13 +82,13 @@ def _drawn(tmp_path: Path, links: Links = NO_LATENCY, **timelines: Timeline) -> 
     return _texts(tmp_path / "plan.svg")
 
 
-def test_a_step_that_takes_no_time_can_be_drawn(tmp_path):
+def test_a_step_of_no_length_can_be_drawn(tmp_path):
     timeline = simulate(zb_h2(2, 2), StageCosts.uniform(2, 0.0, 0.0, 0.0))
     assert "stage 1" in gantt_text(timeline, 40)
     assert "stage 1" in _drawn(tmp_path, still=timeline)
 
 
-def test_a_picture_has_a_panel_per_timeline_with_names_and_numbers(tmp_path):
+def test_a_figure_has_a_panel_for_each_timeline(tmp_path):
     planned, measured = _timeline(), _timeline(link_ms=20.0)
     texts = _drawn(tmp_path, planned=planned, measured=measured)
     for name, timeline in (("planned", planned), ("measured", measured)):
@@ -99,7 +99,7 @@ def test_a_picture_has_a_panel_per_timeline_with_names_and_numbers(tmp_path):
     assert "BW  backward" not in texts
 
 
-def test_a_picture_names_slow_links_and_the_causes_of_bubbles(tmp_path):
+def test_a_figure_labels_slow_links_and_bubbles(tmp_path):
     links = {Link(0, 1): LinkDelay(20.0, 20.0), Link(1, 2): LinkDelay(0.0, 2.5)}
     costs = StageCosts.uniform(3, 10.0, 10.0, 10.0)
     timeline = simulate(zb_h2(3, 6), costs, links)
@@ -110,7 +110,7 @@ def test_a_picture_names_slow_links_and_the_causes_of_bubbles(tmp_path):
     assert "activation in flight" not in _drawn(tmp_path, zb=timeline)
 
 
-def test_a_picture_bears_warm_ups_and_slackness_beside_the_stages(tmp_path):
+def test_a_figure_shows_warm_ups_and_slackness(tmp_path):
     texts = _drawn(tmp_path, zb=_timeline(3, 16))
     beside = texts[texts.index("stage 2") + 1 : texts.index("slackness")]
     assert beside == ["5", "3", "1", "warm-up"]
@@ -118,7 +118,7 @@ def test_a_picture_bears_warm_ups_and_slackness_beside_the_stages(tmp_path):
     assert after[:2] == ["2", "2"]
 
 
-def test_microbatches_are_numbered_where_there_is_room(tmp_path):
+def test_microbatches_are_numbered_if_there_is_room(tmp_path):
     assert _drawn(tmp_path, zb=_timeline(8, 32)).count("31") == 3 * 8
     narrow = simulate(zb_h2(2, 400), StageCosts.uniform(2, 0.1, 0.1, 0.1))
     texts = _drawn(tmp_path, wide=_timeline(), narrow=narrow)
@@ -126,7 +126,7 @@ def test_microbatches_are_numbered_where_there_is_room(tmp_path):
     assert "399" not in texts
 
 
-def test_a_picture_of_many_stages_in_little_room_names_some_of_them():
+def test_many_stages_are_labelled_sparsely():
     timeline = simulate(one_forward_one_backward(32, 64), StageCosts.uniform(32, 4.0, 4.0, 4.0))
     sizes = Sizes(width=(8.0, 8.0), row=(0.06, 0.2), rows=2.0)
     panel = Panel("wide", timeline, find_bubbles(timeline), timeline.makespan_ms)
@@ -137,7 +137,7 @@ def test_a_picture_of_many_stages_in_little_room_names_some_of_them():
     assert not {"stage 1", "slackness"} & set(texts)
 
 
-def test_chunks_are_shades_of_one_colour_and_have_no_slackness(tmp_path):
+def test_chunks_are_shades_without_slackness(tmp_path):
     assert [shade(OpKind.F, chunk, 3) for chunk in range(3)] == ["#56b4e9", "#84c9ef", "#b3ddf5"]
     assert shade(OpKind.W, 0, 1) == COLOURS[OpKind.W].lower()
     timeline = simulate(interleaved(2, 4, 2), StageCosts.uniform(2, 4.0, 4.0, 4.0))
@@ -146,19 +146,19 @@ def test_chunks_are_shades_of_one_colour_and_have_no_slackness(tmp_path):
     assert "slackness" not in texts
 
 
-def test_the_same_picture_is_the_same_file(tmp_path):
+def test_equal_figures_are_equal_files(tmp_path):
     for name in ("one", "two"):
         save_timelines(tmp_path / f"{name}.svg", {"planned": _timeline()})
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
-def test_a_command_that_draws_nothing_imports_no_matplotlib():
+def test_commands_without_figures_import_no_matplotlib():
     code = "import sys, jaxmorph.cli.app, jaxmorph.compare.comparison, jaxmorph.training.record; "
     code += "sys.exit('matplotlib' in sys.modules or 'jinja2' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_chrome_trace_has_a_process_per_timeline_and_a_thread_per_stage():
+def test_chrome_trace_has_a_thread_for_each_stage():
     timeline = _timeline(2, 2)
     events = chrome_trace({"planned": timeline, "measured": timeline})["traceEvents"]
     processes = [event["args"]["name"] for event in events if event["name"] == "process_name"]
@@ -180,7 +180,7 @@ def test_chrome_trace_has_a_process_per_timeline_and_a_thread_per_stage():
     }
 
 
-def test_chrome_trace_keeps_what_overlaps_on_threads_of_their_own():
+def test_chrome_trace_puts_overlaps_on_separate_threads():
     timeline = replace(
         _timeline(2, 2),
         transfers=(
@@ -205,7 +205,7 @@ def test_chrome_trace_keeps_what_overlaps_on_threads_of_their_own():
     assert "stage 0 offload" not in stages
 
 
-def test_timelines_can_be_read_back_from_a_chrome_trace():
+def test_timelines_survive_a_chrome_trace():
     costs = StageCosts.uniform(3, 1.5, 1.1, 0.7)
     timeline = simulate(interleaved(3, 3, 2), costs)
     delegated = TransferSpan(1, "activation[0] 0>1", 0.25, 2.125, holds_queue=False)
@@ -223,12 +223,12 @@ def test_timelines_can_be_read_back_from_a_chrome_trace():
 
 
 @pytest.mark.parametrize("trace", [{}, {"traceEvents": [{"pid": 1}]}, {"traceEvents": 3}])
-def test_what_is_no_trace_of_timelines_is_refused(trace):
+def test_another_trace_is_refused(trace):
     with pytest.raises(ValueError, match="got a trace"):
         read_chrome_trace(trace)
 
 
-def test_a_chrome_trace_keeps_to_what_perfetto_reads():
+def test_chrome_trace_events_do_not_overlap():
     costs = StageCosts.uniform(3, 1 / 3, 0.1, 0.7)
     timeline = simulate(interleaved(3, 9, 2), costs, chain_links([0.3, 1 / 7]))
     trace = json.loads(json.dumps(chrome_trace({"planned": timeline})))
@@ -247,7 +247,7 @@ def test_a_chrome_trace_keeps_to_what_perfetto_reads():
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".txt", ".json"])
-def test_timelines_are_saved_in_the_format_of_the_name(tmp_path, suffix):
+def test_the_suffix_decides_the_format(tmp_path, suffix):
     path = tmp_path / f"plan{suffix}"
     save_timelines(path, {"planned": _timeline()})
     if suffix == ".json":
@@ -259,7 +259,7 @@ def test_timelines_are_saved_in_the_format_of_the_name(tmp_path, suffix):
     assert path.stat().st_size > 100
 
 
-def test_a_name_without_a_known_format_is_refused(tmp_path):
+def test_an_unknown_suffix_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"plan.pdf, expected a name that ends in .png"):
         save_timelines(tmp_path / "plan.pdf", {"planned": _timeline()})
     with pytest.raises(UserError, match="there is no folder"):

@@ -19,20 +19,20 @@ def _drawn(timeline: Timeline, links: Links, link_model: LinkModel = "latency") 
     ]
 
 
-def test_messages_leave_at_the_end_of_their_op_and_arrive_when_the_next_may_start():
+def test_messages_leave_after_their_op():
     links = {Link(0, 1): LinkDelay(5.0, 7.0)}
     timeline = simulate(SCHEDULE, COSTS, links)
     assert _drawn(timeline, links) == ["0>1 10-15", "0>1 20-25", "1>0 45-52", "1>0 75-82"]
     assert timeline.start_ms[0].tolist() == [0.0, 10.0, 52.0, 82.0]
 
 
-def test_links_without_delay_carry_nothing_to_draw():
+def test_links_without_delay_draw_nothing():
     assert _drawn(simulate(SCHEDULE, COSTS), {}) == []
     links = {Link(0, 1): LinkDelay(0.0, 7.0)}
     assert _drawn(simulate(SCHEDULE, COSTS, links), links) == ["1>0 40-47", "1>0 70-77"]
 
 
-def test_messages_that_wait_for_the_link_arrive_one_after_the_other():
+def test_queued_messages_arrive_one_after_another():
     links = {Link(0, 1): LinkDelay(4.0, 0.0, 16.0, 0.0)}
     timeline = simulate(SCHEDULE, COSTS, links)
     assert _drawn(timeline, links) == ["0>1 10-30", "0>1 20-46"]
@@ -41,7 +41,7 @@ def test_messages_that_wait_for_the_link_arrive_one_after_the_other():
     assert _drawn(timeline, slow, "serialized")[:2] == ["0>1 10-30", "0>1 20-50"]
 
 
-def test_a_recorded_transfer_says_when_its_message_moved():
+def test_a_recorded_transfer_times_its_message():
     links = chain_links([5.0])
     plain = simulate(SCHEDULE, COSTS, links)
     recorded = (
@@ -52,7 +52,7 @@ def test_a_recorded_transfer_says_when_its_message_moved():
     assert _drawn(timeline, links)[:2] == ["0>1 10-15", "0>1 28-33"]
 
 
-def test_a_recorded_transfer_is_that_of_its_chunk():
+def test_a_recorded_transfer_belongs_to_its_chunk():
     costs, links = StageCosts.uniform(2, 4.0, 4.0, 4.0), chain_links([1.0])
     plain = simulate(interleaved(2, 2, 2), costs, links)
     recorded = (
@@ -66,7 +66,7 @@ def test_a_recorded_transfer_is_that_of_its_chunk():
 
 
 @pytest.mark.parametrize("stages", [2, 3])
-def test_chunks_send_around_the_pipeline(stages):
+def test_chunks_send_from_last_to_first_stage(stages):
     costs = StageCosts.uniform(stages, 4.0, 4.0, 4.0)
     links = {Link(0, stages - 1): LinkDelay(3.0, 5.0)}
     timeline = simulate(interleaved(stages, stages, 2), costs, links)
@@ -79,7 +79,7 @@ def test_chunks_send_around_the_pipeline(stages):
     assert {m.arrives_ms - m.sent_ms for m in down} == {3.0}
 
 
-def test_slow_links_are_those_that_delay_either_way():
+def test_a_link_slow_in_one_direction_is_slow():
     links = {
         Link(0, 1): LinkDelay(1.0, 2.0, 3.0, 4.0),
         Link(1, 2): LinkDelay(),

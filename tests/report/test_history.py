@@ -19,14 +19,14 @@ def summed_up(history) -> RunSummary:
     return history.summary(elapsed_s=2.0, run_directory=Path("runs/a"))
 
 
-def test_only_the_last_records_are_kept_whole_and_every_loss(step):
+def test_every_loss_but_few_records_are_kept(step):
     history = history_of(*(replace(step, step=n, loss=float(n)) for n in range(3 * RECENT)))
     assert [record.step for record in history.recent] == list(range(2 * RECENT, 3 * RECENT))
     assert list(history.losses) == [float(n) for n in range(3 * RECENT)]
     assert len(history) == 3 * RECENT
 
 
-def test_a_summary_has_medians_of_what_is_known(step):
+def test_a_summary_has_medians(step):
     history = history_of(
         replace(step, step_s=0.1, predicted_step_s=None, held_out_loss=5.5),
         replace(step, step_s=0.2, predicted_step_s=0.3, loss=4.0),
@@ -41,14 +41,14 @@ def test_a_summary_has_medians_of_what_is_known(step):
     assert summary.held_out_losses == ()
 
 
-def test_a_summary_counts_the_steps_that_were_skipped(step):
+def test_a_summary_counts_skipped_steps(step):
     skipped = replace(step, loss=float("nan"), skipped=True)
     summary = summed_up(history_of(step, skipped, step, skipped))
     assert summary.skipped_steps == 2
     assert summary_rows(summary)[0] == ("steps", "4 in 2.0 s, 2 of them skipped: not finite")
 
 
-def test_a_summary_has_the_most_memory_of_any_life(step):
+def test_a_summary_has_the_peak_memory_of_all_launches(step):
     records = [replace(step, peak_device_bytes=peaks) for peaks in ((5 << 20, 4), (9, 7 << 20))]
     summary = summed_up(history_of(*records))
     assert summary.peak_device_bytes == (5 << 20, 7 << 20)
@@ -56,7 +56,7 @@ def test_a_summary_has_the_most_memory_of_any_life(step):
     assert "memory" not in dict(summary_rows(summed_up(history_of(step))))
 
 
-def test_steps_are_held_against_their_own_plans(step):
+def test_steps_are_compared_with_their_own_plans(step):
     """Medians of all steps and of all plans would say 10 %."""
     history = history_of(
         replace(step, step_s=0.1, predicted_step_s=0.1),
@@ -68,7 +68,7 @@ def test_steps_are_held_against_their_own_plans(step):
     assert longer_than_planned([]) is None
 
 
-def test_steps_that_will_be_done_again_are_forgotten(step):
+def test_going_back_forgets_steps(step):
     steps = [
         replace(
             step,
@@ -83,9 +83,9 @@ def test_steps_that_will_be_done_again_are_forgotten(step):
     ]
     history, expected = history_of(*steps), history_of(*steps[:4])
     for at in (2, 4, 6):
-        history.note(Event(1.0, at, "plan_changed"))
+        history.add_event(Event(1.0, at, "plan_changed"))
     history.go_back(4)
-    expected.note(Event(1.0, 2, "plan_changed"))
+    expected.add_event(Event(1.0, 2, "plan_changed"))
     assert summed_up(history) == summed_up(expected)
     assert [record.step for record in history.recent] == [0, 1, 2, 3]
     assert history.productive_s == pytest.approx(0.1 + 0.2 + 0.3 + 0.4)

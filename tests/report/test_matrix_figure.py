@@ -8,7 +8,7 @@ from matplotlib.patches import Rectangle
 from jaxmorph.report.matrix_figure import matrix_figure, save_matrix_figure
 
 
-def test_conditions_are_groups_of_bars_with_error_bars_and_the_reference_dashed(made_up):
+def test_conditions_are_groups_of_bars(made_up):
     figure = matrix_figure(made_up)
     (axes,) = figure.axes
     bars = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
@@ -25,7 +25,7 @@ def test_conditions_are_groups_of_bars_with_error_bars_and_the_reference_dashed(
     assert axes.get_title(loc="left") == title
 
 
-def test_latencies_of_one_link_are_an_axis(made_up):
+def test_one_links_latencies_are_an_axis(made_up):
     (axes,) = matrix_figure(replace(made_up, latencies_ms=(0.0, 30.0), link="0-1")).axes
     assert axes.get_xlabel() == "latency of link 0-1 (ms)"
     assert not axes.patches
@@ -36,6 +36,6 @@ def test_latencies_of_one_link_are_an_axis(made_up):
 
 
 @pytest.mark.parametrize("name", ["$x", "made up"])
-def test_a_comparison_of_which_nothing_has_run_is_an_empty_picture(made_up, tmp_path, name):
+def test_a_comparison_without_runs_is_an_empty_figure(made_up, tmp_path, name):
     save_matrix_figure(tmp_path / "figure.png", replace(made_up, name=name, runs={}))
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

@@ -10,7 +10,7 @@ def rows(markdown: str) -> list[str]:
     return [line for line in markdown.splitlines() if line.startswith("|")]
 
 
-def test_a_page_says_what_each_run_took_and_why_its_stages_idled(made_up):
+def test_markdown_shows_steps_and_idle_causes(made_up):
     assert rows(matrix_markdown(made_up))[:4] == [
         "|  | healthy | slow |",
         "| --- | --- | --- |",
@@ -24,7 +24,7 @@ def test_a_page_says_what_each_run_took_and_why_its_stages_idled(made_up):
     )
 
 
-def test_failed_and_noisy_runs_are_counted_and_explained_on_one_line_each(made_up):
+def test_failed_and_noisy_runs_are_explained(made_up):
     page = matrix_markdown(made_up)
     assert "Of 3 runs 1 failed and 1 is too noisy." in page
     assert "- zb, slow: p90 / p10 is 1.556, above 1.15\n" in page
@@ -35,7 +35,7 @@ def test_failed_and_noisy_runs_are_counted_and_explained_on_one_line_each(made_u
     assert "*the paper*" not in matrix_markdown(replace(made_up, runs=bare))
 
 
-def test_a_bar_in_a_name_does_not_split_its_cell(made_up):
+def test_a_bar_in_a_name_is_escaped(made_up):
     page = matrix_markdown(replace(made_up, conditions=("a|b", "c"), runs={}))
     assert rows(page)[0] == "|  | a\\|b | c |"
 
@@ -49,11 +49,11 @@ def test_a_bar_in_a_name_does_not_split_its_cell(made_up):
         (("adaptive", "slow"), "…"),
     ],
 )
-def test_a_run_in_a_few_characters(made_up, key, cell):
+def test_short_cells_summarize_runs(made_up, key, cell):
     assert short_cell(made_up.runs.get(key)) == cell
 
 
-def test_a_run_that_failed_half_way_shows_what_it_measured(made_up):
+def test_a_failed_run_shows_its_measurements(made_up):
     half = replace(made_up.runs["zb", "healthy"], failed="5 of 20 steps measured: no memory")
     page = matrix_markdown(replace(made_up, runs={("zb", "healthy"): half}))
     assert "| zb | FAILED<br>**402.2** (399.0 to 405.0)" in page
@@ -66,7 +66,7 @@ def test_step_times_are_percentiles_of_all_steps():
     assert times.spread == 9.0
 
 
-def test_losses_of_systems_that_trained_on_the_same_data_are_held_against_each_other(made_up):
+def test_losses_of_systems_are_compared(made_up):
     assert made_up.loss_difference is None
     assert "their losses differ" not in matrix_markdown(made_up)
     other = replace(made_up.runs["zb", "healthy"], system="adaptive", loss=4.0)

@@ -31,14 +31,14 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
-def test_a_fresh_directory_holds_the_config_that_loads_back(tmp_path):
+def test_a_new_directory_holds_the_configuration(tmp_path):
     config = config_for(tmp_path / "deep" / "run")
     with open_run_directory(config) as directory:
         assert directory.path == tmp_path / "deep" / "run"
         assert load_config(directory.path / "config.yaml") == config
 
 
-def test_a_second_run_goes_beside_the_first_and_touches_nothing(tmp_path, step):
+def test_a_second_run_gets_its_own_directory(tmp_path, step):
     paths = []
     for number in range(3):
         with open_run_directory(config_for(tmp_path / "demo")) as directory:
@@ -48,7 +48,7 @@ def test_a_second_run_goes_beside_the_first_and_touches_nothing(tmp_path, step):
     assert [lines(path / "metrics.jsonl")[0]["step"] for path in paths] == [0, 1, 2]
 
 
-def test_an_empty_directory_is_used_and_a_file_in_the_way_is_passed_by(tmp_path):
+def test_empty_directories_are_used_but_files_skipped(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("precious")
     for wanted, got in (("empty", "empty"), ("file", "file-2")):
@@ -63,7 +63,7 @@ def test_a_step_is_one_line_with_exactly_the_metrics(directory, step):
     directory.write_step(step)
     directory.write_step(replace(step, held_out_loss=5.75))
     directory.write_step(replace(step, held_out_loss=float("nan")))
-    # Before closing: nothing is held back.
+    # Before closing: every line is flushed.
     line, evaluated, diverged = lines(directory.path / "metrics.jsonl")
     assert list(line.items()) == [
         ("step", 0),
@@ -84,7 +84,7 @@ def test_a_step_is_one_line_with_exactly_the_metrics(directory, step):
     assert evaluated["held_out_loss"] == 5.75
 
 
-def test_numbers_that_are_not_finite_or_not_pythons_are_still_json(directory, step):
+def test_odd_numbers_become_valid_json(directory, step):
     odd = replace(step, loss=float("nan"), grad_norm=np.float32("inf"), step=np.int64(3))
     directory.write_step(odd)
     [line] = lines(directory.path / "metrics.jsonl")
@@ -103,7 +103,7 @@ def test_events_have_their_own_file(directory):
     ]
 
 
-def test_a_profile_and_costs_take_the_place_of_those_before(directory):
+def test_profile_and_recovery_files_are_replaced(directory):
     for number in (1.5, 2.5):
         directory.write_profile({"links": {"0-1": {"forward_latency_ms": number}}})
         directory.write_recovery({"goodput": number / 4, "recoveries": []})
@@ -112,8 +112,8 @@ def test_a_profile_and_costs_take_the_place_of_those_before(directory):
     assert lines(directory.path / "profile.json") == [
         {"links": {"0-1": {"forward_latency_ms": 2.5}}}
     ]
-    told = json.loads((directory.path / "recovery.json").read_text())
-    assert told == {"goodput": 0.625, "recoveries": []}
+    written = json.loads((directory.path / "recovery.json").read_text())
+    assert written == {"goodput": 0.625, "recoveries": []}
     assert names == [
         "config.yaml", "events.jsonl", "metrics.jsonl", "profile.json", "recovery.json", "trace",
     ]  # fmt: skip
@@ -121,7 +121,7 @@ def test_a_profile_and_costs_take_the_place_of_those_before(directory):
 
 @pytest.fixture
 def stopped(tmp_path, step) -> Path:
-    """The directory of a run that was killed in its fourth step, and had a checkpoint after two."""
+    """A run that was killed in its fourth step, with a checkpoint after two."""
     with open_run_directory(config_for(tmp_path / "run")) as directory:
         for number in range(3):
             directory.write_step(replace(step, step=number, loss=1.0))
@@ -135,7 +135,7 @@ def stopped(tmp_path, step) -> Path:
     return tmp_path / "run"
 
 
-def test_a_run_that_goes_on_has_each_step_once_and_loses_nothing_else(stopped, step):
+def test_a_resumed_run_has_each_step_once(stopped, step):
     longer = Config.model_validate({"run": {"dir": str(stopped), "steps": 500}})
     with reopen_run_directory(stopped, longer, 2) as directory:
         directory.write_step(replace(step, step=2, loss=2.0))
@@ -149,7 +149,7 @@ def test_a_run_that_goes_on_has_each_step_once_and_loses_nothing_else(stopped, s
     assert load_config(stopped / "config.yaml").run.steps == 500
 
 
-def test_a_line_that_is_no_step_is_named(stopped):
+def test_an_invalid_line_is_named(stopped):
     metrics = stopped / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace("10240.0", '"many"', 1))
     says = r"^--resume: \S+/metrics.jsonl, line 1: tokens_per_s: got 'many', expected a number$"
@@ -159,7 +159,7 @@ def test_a_line_that_is_no_step_is_named(stopped):
         read_records(metrics, StepRecord)
 
 
-def test_records_are_read_back_but_for_a_line_that_was_cut_off(stopped, step):
+def test_records_are_read_without_a_truncated_line(stopped, step):
     first, *_ = records = read_records(stopped / "metrics.jsonl", StepRecord)
     assert [record.step for record in records] == [0, 1, 2]
     assert first == replace(step, loss=1.0, planned_bubble_rate=None)
@@ -168,14 +168,14 @@ def test_records_are_read_back_but_for_a_line_that_was_cut_off(stopped, step):
     assert read_records(stopped / "none.jsonl", Event) == []
 
 
-def test_a_run_that_cannot_be_written_to_is_told_of(stopped):
+def test_an_unwritable_directory_is_the_users_mistake(stopped):
     (stopped / "events.jsonl").unlink()
     (stopped / "events.jsonl").mkdir()
     with pytest.raises(UserError, match=r"^--resume: \S+/run: cannot write: Is a directory"):
         reopen_run_directory(stopped, config_for(stopped), 2)
 
 
-def test_a_run_that_cannot_write_for_tensorboard_goes_on_with_nothing_changed(stopped, monkeypatch):
+def test_a_missing_tensorboard_library_changes_no_file(stopped, monkeypatch):
     before = {path.name: path.read_bytes() for path in stopped.iterdir()}
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     wanted = {"run": {"dir": str(stopped)}, "metrics": {"tensorboard": True}}
@@ -184,7 +184,7 @@ def test_a_run_that_cannot_write_for_tensorboard_goes_on_with_nothing_changed(st
     assert {path.name: path.read_bytes() for path in stopped.iterdir()} == before
 
 
-def test_a_run_that_goes_back_forgets_what_it_will_do_again_but_not_why(directory, step):
+def test_going_back_keeps_events_about_failures(directory, step):
     for number in range(6):
         directory.write_step(replace(step, step=number, loss=float(number)))
     for number, kind in (
@@ -194,8 +194,8 @@ def test_a_run_that_goes_back_forgets_what_it_will_do_again_but_not_why(director
     directory.go_back(4)
     directory.write_event(Event(2.0, 4, "resumed"))
     directory.write_step(replace(step, step=4, loss=44.0))
-    told = lines(directory.path / "metrics.jsonl")
+    written = lines(directory.path / "metrics.jsonl")
     events = lines(directory.path / "events.jsonl")
-    assert [line["loss"] for line in told] == [0.0, 1.0, 2.0, 3.0, 44.0]
+    assert [line["loss"] for line in written] == [0.0, 1.0, 2.0, 3.0, 44.0]
     kinds = [event["kind"] for event in events]
     assert kinds == ["plan_adopted", "link_failed", "rank_failed", "resumed"]

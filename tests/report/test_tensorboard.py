@@ -1,4 +1,4 @@
-"""Events are read back as TensorBoard reads them: records of protobufs."""
+"""Reads events as TensorBoard does: records of protobufs."""
 
 import struct
 import sys
@@ -37,7 +37,7 @@ def scalars(folder):
     ]
 
 
-def test_a_step_is_a_scalar_for_each_number_that_was_measured(tmp_path):
+def test_each_measured_number_is_a_scalar(tmp_path):
     events = TensorBoardEvents(tmp_path)
     events.write_step(STEP)
     events.write_step(replace(STEP, step=4, grad_norm=0.0, held_out_loss=None, bubble_rate=None))
@@ -53,14 +53,14 @@ def test_a_step_is_a_scalar_for_each_number_that_was_measured(tmp_path):
     }  # fmt: skip
 
 
-def test_a_loss_that_is_not_finite_is_written_as_it_is(tmp_path):
+def test_a_nan_loss_is_written(tmp_path):
     events = TensorBoardEvents(tmp_path)
     events.write_step(replace(STEP, loss=float("inf")))
     events.close()
     assert (3, "loss", float("inf")) in scalars(tmp_path)
 
 
-def test_a_checkpoints_steps_are_on_disk_when_it_is_told_of(tmp_path):
+def test_steps_are_on_disk_at_a_checkpoint(tmp_path):
     with RunDirectory(tmp_path, tensorboard=TensorBoardEvents(tmp_path)) as directory:
         directory.write_step(STEP)
         directory.write_event(Event(0.5, 3, "checkpoint_saved"))
@@ -69,7 +69,7 @@ def test_a_checkpoints_steps_are_on_disk_when_it_is_told_of(tmp_path):
     assert [step for step, tag, _ in scalars(tmp_path) if tag == "loss"] == [3, 4]
 
 
-def test_a_run_that_goes_on_takes_back_what_it_will_write_again(tmp_path):
+def test_a_resumed_run_hides_repeated_steps(tmp_path):
     for first_step in (0, 3):
         events = TensorBoardEvents(tmp_path, first_step)
         events.write_step(STEP)
@@ -79,11 +79,11 @@ def test_a_run_that_goes_on_takes_back_what_it_will_write_again(tmp_path):
     assert len([1 for step, tag, _ in scalars(tmp_path) if (step, tag) == (3, "loss")]) == 2
 
 
-def test_a_missing_library_is_one_line_that_says_what_to_install(monkeypatch, tmp_path):
+def test_a_missing_library_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(UserError) as caught:
         load_writer()
     assert str(caught.value) == (
-        "metrics.tensorboard: got true, but tensorboardX is not installed, expected it: "
+        "metrics.tensorboard: got true without tensorboardX, expected it to be installed: "
         "pip install -e '.[tensorboard]'"
     )

@@ -38,7 +38,7 @@ def steps(step):
 
 @pytest.fixture
 def summary(steps):
-    """What they come to."""
+    """The summary of thirty steps."""
     return summed_up(*steps)
 
 
@@ -72,7 +72,7 @@ def test_the_live_view_shows_the_last_ten_steps_and_the_time_left(steps):
     assert "25 of 30, 2.0 s left" in resumed
 
 
-def test_the_plans_name_and_the_state_of_links_change_as_it_happens(step):
+def test_the_live_view_shows_plan_and_degraded_links(step):
     before = drawn(live_view(history_of(step), 30))
     assert "plan  zb-h2, warm-up forwards 3 1, direct" in before
     assert "links" not in before
@@ -90,7 +90,7 @@ def test_the_plans_name_and_the_state_of_links_change_as_it_happens(step):
 def test_the_summary_counts_morphs(steps, summary):
     history = history_of(*steps)
     for kind, step in (("plan_changed", 8), ("route_changed", 8), ("plan_changed", 17)):
-        history.note(Event(1.0, step, kind))
+        history.add_event(Event(1.0, step, kind))
     file = io.StringIO()
     morphed = history.summary(elapsed_s=12.0, run_directory=Path("runs/demo"))
     PlainReporter(file).finish(morphed)
@@ -100,7 +100,7 @@ def test_the_summary_counts_morphs(steps, summary):
 
 
 @pytest.mark.parametrize("width", [80, 60, 200])
-def test_routes_give_way_first_on_a_narrow_terminal(step, width):
+def test_routes_shrink_on_a_narrow_terminal(step, width):
     routes = {f"{link}-{link + 1}": "delegated" if link > 4 else "direct" for link in range(8)}
     text = drawn(live_view(history_of(replace(step, routes=routes)), 30), width)
     assert max(map(len, text.splitlines())) <= width
@@ -108,7 +108,7 @@ def test_routes_give_way_first_on_a_narrow_terminal(step, width):
     assert ("5-6 delegated, 6-7 delegated, 7-8 delegated, else direct" in text) == (width == 200)
 
 
-def test_a_run_without_a_plan_or_a_finite_loss_can_be_shown(step):
+def test_missing_numbers_can_be_shown(step):
     bare = replace(
         step, loss=math.nan, predicted_step_s=None, bubble_rate=None, planned_bubble_rate=None
     )
@@ -118,7 +118,7 @@ def test_a_run_without_a_plan_or_a_finite_loss_can_be_shown(step):
     assert "finished" in text
 
 
-def test_held_out_losses_have_a_course_of_their_own_beside_that_of_the_loss(steps):
+def test_held_out_losses_have_a_sparkline(steps):
     evaluated = [replace(each, held_out_loss=each.loss + 0.25) for each in steps[::5]]
     text = drawn(live_view(history_of(*evaluated), 30))
     assert "held out" in text
@@ -126,7 +126,7 @@ def test_held_out_losses_have_a_course_of_their_own_beside_that_of_the_loss(step
     assert "held out" not in drawn(live_view(history_of(*steps), 30))
 
 
-def test_a_run_that_evaluates_has_a_column_for_it(steps, step):
+def test_evaluation_adds_a_column(steps, step):
     file = io.StringIO()
     reporter = PlainReporter(file)
     reporter.start(replace(HEADER, evaluates=True))
@@ -140,7 +140,7 @@ def test_a_run_that_evaluates_has_a_column_for_it(steps, step):
     assert "held out  5.2500 → 5.2500" in file.getvalue()
 
 
-def test_a_pipe_gets_aligned_lines_each_at_once(steps, summary):
+def test_a_pipe_gets_aligned_lines(steps, summary):
     file = io.StringIO()
     reporter = open_reporter(Console(file=file))
     assert isinstance(reporter, PlainReporter)
@@ -163,7 +163,7 @@ def test_a_pipe_gets_aligned_lines_each_at_once(steps, summary):
     assert "\x1b" not in file.getvalue()
 
 
-def test_a_stream_that_knows_only_ascii_is_no_reason_to_fail(summary):
+def test_an_ascii_stream_is_no_error(summary):
     raw = io.BytesIO()
     reporter = open_reporter(Console(file=io.TextIOWrapper(raw, encoding="ascii")))
     reporter.finish(summary)
@@ -176,7 +176,7 @@ def live_reporter(clock) -> tuple[LiveReporter, io.StringIO]:
     return LiveReporter(console, clock), file
 
 
-def test_short_steps_are_not_each_drawn_but_the_last_one_is(steps, summary):
+def test_short_steps_share_frames_but_the_last_is_drawn(steps, summary):
     now = [0.0]
     reporter, file = live_reporter(lambda: now[0])
     reporter.start(HEADER)
@@ -191,7 +191,7 @@ def test_short_steps_are_not_each_drawn_but_the_last_one_is(steps, summary):
     assert "done" in file.getvalue()
 
 
-def test_closing_gives_the_cursor_back_once():
+def test_closing_restores_the_cursor_once():
     reporter, file = live_reporter(lambda: 0.0)
     reporter.close()
     reporter.start(HEADER)
@@ -209,7 +209,7 @@ def test_a_terminal_that_cannot_redraw_gets_plain_lines(monkeypatch):
     assert isinstance(open_reporter(Console(force_terminal=True)), LiveReporter)
 
 
-def test_a_comparisons_table_has_a_cell_for_each_run(made_up):
+def test_a_comparison_has_a_cell_for_each_run(made_up):
     lines = [" ".join(line.split()) for line in drawn(matrix_view(made_up, "busy")).splitlines()]
     assert "step ms healthy slow" in lines
     assert "zb 402 1.00x 1,150 2.86x noisy" in lines
@@ -217,7 +217,7 @@ def test_a_comparisons_table_has_a_cell_for_each_run(made_up):
     assert "busy" in lines
 
 
-def test_a_comparison_says_once_in_plain_lines_what_is_being_run(made_up):
+def test_plain_lines_name_each_running_system_once(made_up):
     shown = io.StringIO()
     view = MatrixView(Console(file=shown, width=20))
     for doing in ("zb is starting", "zb is running", "zb is running", ""):
@@ -229,7 +229,7 @@ def test_a_comparison_says_once_in_plain_lines_what_is_being_run(made_up):
     ]  # fmt: skip
 
 
-def test_a_terminal_shows_the_last_table_of_a_comparison(made_up):
+def test_the_last_table_of_a_comparison_stays(made_up):
     shown = io.StringIO()
     view = MatrixView(Console(file=shown, force_terminal=True, width=80))
     view.say("writes runs/x")

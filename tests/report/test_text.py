@@ -44,7 +44,7 @@ def test_counts_and_shares_are_short():
     assert (percent(0.1234), percent(None)) == ("12.3 %", "-")
 
 
-def test_the_regime_is_always_said():
+def test_the_regime_says_whether_ops_are_paced():
     assert describe_regime(Emulation()).startswith("unpaced")
     paced = Emulation.model_validate(
         {"accelerator": {"forward_ms": 10, "backward_input_ms": [9, 11.5], "backward_weight_ms": 8}}
@@ -52,7 +52,7 @@ def test_the_regime_is_always_said():
     assert describe_regime(paced) == "paced: F 10 ms, B 9 11.5 ms, W 8 ms"
 
 
-def test_a_summary_compares_the_measured_step_with_the_planned_one():
+def test_a_summary_compares_measured_and_planned_steps():
     summary = RunSummary(
         (5.5, 2.25), 61.0, 0.4, 0.39, 0.12, 0.11, 9000.0, Path("runs/a"),
         longer_than_planned=0.026,

@@ -1,4 +1,4 @@
-"""A small run of four stages, as a user runs it: what several of these tests look at."""
+"""A small run of four stages, as a user runs it, which several tests share."""
 
 import os
 import subprocess
@@ -23,14 +23,14 @@ checkpoint: {every_steps: 0}
 
 
 def arguments_of(folder, *overrides):
-    """Those of a run of CONFIG in a folder of its own."""
+    """The arguments of a run of CONFIG in a folder of its own."""
     path = folder / "run.yaml"
     path.write_text(CONFIG)
     return ["train", str(path), f"run.dir={folder / 'out'}", *overrides]
 
 
 def run_whole(folder, environment):
-    """CONFIG with checkpoints, by a command of its own; its output and where it wrote."""
+    """Run CONFIG with checkpoints as a separate command; its output and directory."""
     done = subprocess.run(
         [*JAXMORPH, *arguments_of(folder, SAVES)], env=os.environ | environment,
         cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False,

@@ -1,4 +1,4 @@
-"""The `jaxmorph` command without a process of its own, which would begin with importing JAX."""
+"""Runs the `jaxmorph` command in this process, which saves the import of JAX."""
 
 import io
 from contextlib import chdir, redirect_stderr, redirect_stdout
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Done:
-    """What a command said, and its exit code."""
+    """The output and the exit code of a command."""
 
     returncode: int
     stdout: str
@@ -20,7 +20,7 @@ class Done:
 
 
 def jaxmorph(*words: object, cwd: Path = ROOT) -> Done:
-    """Run a command to its end; the ranks that it starts are processes as ever."""
+    """Run a command to its end; its ranks are processes as usual."""
     out, err, code = io.StringIO(), io.StringIO(), None
     with chdir(cwd), redirect_stdout(out), redirect_stderr(err):
         try:

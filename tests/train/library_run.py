@@ -1,4 +1,4 @@
-"""A script whose runs adapt, are saved and go on: `library_run.py FOLDER plain|begin|resume`.
+"""A script whose runs adapt, save and resume: `library_run.py FOLDER plain|begin|resume`.
 
 Each rank writes what it has found to `WHAT_rank_N.json` there.
 """

@@ -52,7 +52,7 @@ def batches():
 
 
 def piped(**sections):
-    """What a trainer told and gave, and its rank's parameters in the end."""
+    """A trainer's metrics, and its rank's parameters in the end."""
     with jaxmorph.Trainer(build_model(), CONFIG | sections, optimizer=OPTIMIZER) as trainer:
         assert trainer.plan is None
         evaluated = [trainer.evaluate(batch) for batch in batches()]

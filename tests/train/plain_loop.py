@@ -32,12 +32,12 @@ def run_plain_loop():
         return optax.apply_updates(params, updates), state, loss, optax.tree.norm(gradients)
 
     params = jax.jit(partial(_initial_params, model))()
-    state, told = jax.jit(optimizer.init)(params), []
+    state, results = jax.jit(optimizer.init)(params), []
     initial = [float(step(params, state, *batch)[2]) for batch in batches()]
     for tokens, targets in batches():
         params, state, loss, norm = step(params, state, tokens, targets)
-        told.append((float(loss), float(norm)))
-    losses, norms = (list(column) for column in zip(*told, strict=True))
+        results.append((float(loss), float(norm)))
+    losses, norms = (list(column) for column in zip(*results, strict=True))
     return PlainLoop(initial, losses, norms, named_leaves(_with_copy(params)))
 
 

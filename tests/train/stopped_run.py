@@ -1,4 +1,4 @@
-"""A run that was stopped, from one that wasn't, and what must be the same once it has gone on."""
+"""A stopped and resumed run, and what must equal an uninterrupted one."""
 
 import json
 import shutil
@@ -62,7 +62,7 @@ def flip_a_byte(part):
 
 
 def ask_to_end_with_step(step, patch):
-    """Have this process sent SIGTERM as it hears of a step, which is while its run is on."""
+    """Send this process SIGTERM when it receives a step, so while its run is on."""
     take = RunRecord.take
 
     def take_and_ask(record, message):

@@ -59,7 +59,7 @@ def two_systems(tmp_path_factory):
     return done, out
 
 
-def test_every_run_is_in_the_results_with_the_contracts_fields(two_systems):
+def test_every_run_is_in_the_results(two_systems):
     _, out = two_systems
     runs = read_runs(out)
     systems, conditions = ("zb", "zb-delegated"), ("healthy", "slow")
@@ -72,7 +72,7 @@ def test_every_run_is_in_the_results_with_the_contracts_fields(two_systems):
     assert runs["zb", "healthy"]["slowdown"] == 1.0
 
 
-def test_a_condition_is_real_and_its_regime_is_that_of_the_route(two_systems):
+def test_conditions_slow_steps_by_route(two_systems):
     _, out = two_systems
     runs = read_runs(out)
     for system, regime in (("zb", "holds queues"), ("zb-delegated", "overlaps")):
@@ -93,7 +93,7 @@ def test_systems_that_split_the_backward_train_the_same_bits(two_systems):
     assert runs["zb", "healthy"]["loss"] != runs["zb", "slow"]["loss"]  # it went on training
 
 
-def test_table_picture_timelines_and_page_are_written(two_systems):
+def test_all_result_files_are_written(two_systems):
     done, out = two_systems
     table = (out / "table.md").read_text()
     assert "# few\n" in table
@@ -138,7 +138,7 @@ def start_comparison(folder):
 
 
 @pytest.mark.long
-def test_a_system_that_dies_is_reported_and_the_others_run(tmp_path):
+def test_a_failed_system_does_not_stop_the_others(tmp_path):
     run, watchdog, ranks = start_comparison(tmp_path)
     assert len(ranks) == 2
     os.kill(ranks[1], signal.SIGKILL)
@@ -148,7 +148,7 @@ def test_a_system_that_dies_is_reported_and_the_others_run(tmp_path):
     runs = read_runs(tmp_path / "out")
     assert runs["adaptive", "slow"]["failed"] is None
     assert runs["adaptive", "slow"]["step_ms"]["n"] == 6
-    # It was told nothing of the trace at first, and of its past before every later step.
+    # It planned without the trace at first, and with its past before every later step.
     assert runs["adaptive", "slow"]["routes"] == {"0-1": "delegated"}
     assert runs["adaptive", "slow"]["predicted_ms"] > runs["adaptive", "healthy"]["predicted_ms"]
     assert "rank 1 failed: ended by SIGKILL" in runs["zb", "slow"]["failed"]
@@ -156,7 +156,7 @@ def test_a_system_that_dies_is_reported_and_the_others_run(tmp_path):
 
 
 @pytest.mark.long
-def test_a_system_that_is_told_nothing_finds_out_and_runs_what_it_morphs_to(tmp_path):
+def test_a_detecting_system_adapts(tmp_path):
     done, out = compare(
         tmp_path,
         "compare.systems=[adaptive-detecting]",
@@ -177,7 +177,7 @@ def test_a_system_that_is_told_nothing_finds_out_and_runs_what_it_morphs_to(tmp_
 
 
 @pytest.mark.long
-def test_memory_inside_a_step_is_counted(tmp_path):
+def test_peak_stashes_on_devices_are_recorded(tmp_path):
     done, out = compare(
         tmp_path,
         "compare.systems=[adaptive, adaptive-capped, adaptive-offload]",
@@ -202,7 +202,7 @@ def test_memory_inside_a_step_is_counted(tmp_path):
         ("compare=null", "few.yaml: compare: missing, expected a section with conditions"),
         ("compare.systems=[falcon]", "(falcon is not available yet)"),
         ("parallelism.stages=3", "parallelism.stages=3 (command line): got 3, expected"),
-        ("compare.systems=[interleaved]", "(as system 'interleaved' needs it)"),
+        ("compare.systems=[interleaved]", "(for system 'interleaved')"),
         ("compare.conditions.1.trace=no.csv", "=no.csv (command line): no.csv: No such file or"),
     ],
 )
@@ -215,7 +215,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path, override, line):
     assert not out.exists()
 
 
-def test_help_says_what_it_takes():
+def test_help_lists_the_arguments():
     done = jaxmorph("compare", "--help")
     assert done.returncode == 0
     assert "Run systems under conditions of links" in done.stdout

@@ -1,4 +1,4 @@
-"""`jaxmorph train` on delegated routes: the same losses, whatever happens to its sidecars."""
+"""`jaxmorph train` on delegated routes: the same losses, also when sidecars are killed."""
 
 import json
 import os
@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.long]
 
 
 class Written:
-    """What a run has written."""
+    """The files of a run."""
 
     def __init__(self, out):
         self.out = out
@@ -54,7 +54,7 @@ class Written:
 
 
 def arguments_of(folder, *overrides):
-    """Those of a run of CONFIG in a folder of its own."""
+    """The arguments of a run of CONFIG in its own folder."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "run.yaml"
     path.write_text(CONFIG)
@@ -62,7 +62,7 @@ def arguments_of(folder, *overrides):
 
 
 class Training(Written):
-    """A run of CONFIG that goes on while its test looks on."""
+    """A run of CONFIG that a test observes."""
 
     def __init__(self, folder, *overrides):
         super().__init__(folder / "out")
@@ -75,13 +75,13 @@ class Training(Written):
         self._watchdog.start()
 
     def finish(self):
-        """Its output and its exit code, once it has ended."""
+        """Wait for its end; its output and exit code."""
         output, _ = self.process.communicate()
         self._watchdog.cancel()
         return output, self.process.returncode
 
     def wait_for_step(self, step):
-        """Return once that step has been written down."""
+        """Wait until that step is written."""
         while len(self.lines("metrics.jsonl")) <= step:
             if self.process.poll() is not None:
                 pytest.fail(f"it has ended: {self.finish()}")
@@ -118,7 +118,7 @@ def delegated(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def offloaded(tmp_path_factory):
-    """Paced, with room for two stashes on each device, of which stage 0 holds five."""
+    """Paced, with room for two stashes on each device; stage 0 needs five."""
     folder = tmp_path_factory.mktemp("offloaded")
     paced = (*OFFLOADED, "emulation.host_copy_gbps=0.01")
     done = jaxmorph(*arguments_of(folder, "routes.default=delegated", *paced))
@@ -182,16 +182,16 @@ def waits_of_ready_ops_ms(timeline, stage):
     ]
 
 
-def test_all_delegated_gives_the_direct_routes_losses_bit_by_bit(direct, delegated):
+def test_delegation_changes_no_bit(direct, delegated):
     assert delegated.losses() == direct.losses()
     assert len(delegated.losses()) == 14
     last = delegated.lines("metrics.jsonl")[-1]
     assert last["routes"] == {"0-1": "delegated", "1-2": "delegated", "0-2": "delegated"}
     assert direct.lines("metrics.jsonl")[-1]["routes"] == {"0-1": "direct", "1-2": "direct"}
-    assert direct.sidecars == []  # nothing to carry, nothing started
+    assert direct.sidecars == []  # without delegated links none starts
 
 
-def test_the_trace_shows_every_delegated_message_on_its_way_and_no_queue_held(delegated):
+def test_delegated_messages_hold_no_queue(delegated):
     timeline = timeline_of(delegated, 13)
     labels = {span.label for span in timeline.transfers}
     activations = {f"activation[{m}] {at}>{at + 1}" for m in range(6) for at in range(2)}
@@ -201,7 +201,7 @@ def test_the_trace_shows_every_delegated_message_on_its_way_and_no_queue_held(de
     assert all(span.end_ms >= span.start_ms for span in timeline.transfers)
 
 
-def test_stashes_in_host_memory_change_no_loss_and_no_device_holds_more_than_fits(
+def test_offload_changes_no_loss_and_keeps_caps(
     direct, offloaded
 ):
     assert offloaded.losses() == direct.losses()
@@ -218,7 +218,7 @@ def test_stashes_in_host_memory_change_no_loss_and_no_device_holds_more_than_fit
 
 
 @pytest.mark.one_jax
-def test_a_slow_delegated_link_holds_up_no_op_that_is_ready(tmp_path):
+def test_a_slow_delegated_link_blocks_no_ready_op(tmp_path):
     slow = ("emulation.links=[{between: [1, 2], latency_ms: 40}]", PACED, "run.steps=4")
     training = Training(tmp_path, "routes={1-2: delegated}", *slow)
     training.wait_for_step(0)
@@ -240,7 +240,7 @@ def test_a_slow_delegated_link_holds_up_no_op_that_is_ready(tmp_path):
 
 
 @pytest.mark.one_jax
-def test_killed_sidecars_are_replaced_and_change_no_loss(tmp_path, delegated):
+def test_killed_sidecars_are_replaced(tmp_path, delegated):
     training = Training(tmp_path, "routes.default=delegated", PACED)
     for step in (1, 5, 9):
         training.wait_for_step(step)
@@ -254,8 +254,8 @@ def test_killed_sidecars_are_replaced_and_change_no_loss(tmp_path, delegated):
     assert all(e["detail"].startswith("rank ") and e["step"] >= 1 for e in restarts)
 
 
-def test_a_killed_rank_ends_the_run_and_nothing_written_is_lost(tmp_path):
-    """Of its neighbours one has a direct link to it, and the other one that is delegated."""
+def test_a_killed_rank_ends_the_run(tmp_path):
+    """It has a direct link to one neighbour, and a delegated link to the other."""
     routes = "routes={default: delegated, 0-1: direct}"
     training = Training(tmp_path, routes, "run.steps=100000")
     training.wait_for_step(1)

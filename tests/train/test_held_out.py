@@ -1,4 +1,4 @@
-"""Held-out losses of a run: what they are, and that training goes on as without them."""
+"""Held-out losses of a run, and that they don't change its training."""
 
 import json
 
@@ -42,7 +42,7 @@ def trained(folder, *overrides):
 
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory):
-    """A run that is evaluated, over sidecars, with ops that last as long as they are told to."""
+    """A run that is evaluated, over sidecars, with paced ops."""
     delegated = ("routes.default=delegated", PACED)
     return trained(tmp_path_factory.mktemp("evaluated"), *EVALUATED, *delegated)
 
@@ -57,7 +57,7 @@ def metrics_of(run):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_every_third_step_and_the_last_have_a_held_out_loss(evaluated, plain):
+def test_held_out_losses_come_at_their_steps(evaluated, plain):
     found = {m["step"]: m["held_out_loss"] for m in metrics_of(evaluated) if "held_out_loss" in m}
     assert list(found) == [2, 5, 7]
     assert 5.8 > found[2] > found[5] > found[7] > 2
@@ -65,7 +65,7 @@ def test_every_third_step_and_the_last_have_a_held_out_loss(evaluated, plain):
     assert not any("held_out_loss" in line for line in metrics_of(plain))
 
 
-def test_the_last_one_is_the_loss_on_one_device_of_the_same_batches(evaluated):
+def test_held_out_loss_equals_that_of_one_device(evaluated):
     saved = load_saved_model(evaluated[0])
     assert saved.step == 8
     _, held_out = hold_out(load_tokens(None), 0.01)
@@ -83,7 +83,7 @@ def test_the_last_one_is_the_loss_on_one_device_of_the_same_batches(evaluated):
     assert metrics_of(evaluated)[-1]["held_out_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
 
 
-def test_training_is_the_same_bit_by_bit(evaluated, plain):
+def test_evaluation_changes_no_bit_of_training(evaluated, plain):
     with_it, without = metrics_of(evaluated), metrics_of(plain)
     for name in ("loss", "grad_norm"):
         assert [line[name] for line in with_it] == [line[name] for line in without]
@@ -94,17 +94,17 @@ def test_training_is_the_same_bit_by_bit(evaluated, plain):
     assert all(leaves)
 
 
-def test_nothing_compiles_for_it(evaluated):
+def test_evaluation_compiles_nothing(evaluated):
     assert len({line["compilations"] for line in metrics_of(evaluated)}) == 1
 
 
-def test_no_send_of_an_evaluation_waits_for_a_slot(evaluated):
+def test_evaluation_never_waits_for_slots(evaluated):
     events = (evaluated[0] / "events.jsonl").read_text()
     assert "plan_adopted" in events
     assert "waited_for_slots" not in events
 
 
-def test_tensorboard_gets_what_the_metrics_have(evaluated, plain):
+def test_tensorboard_matches_the_metrics(evaluated, plain):
     (events,) = (evaluated[0] / "tensorboard").iterdir()
     data = events.read_bytes()
     assert data.count(b"held_out_loss") == 3
@@ -112,7 +112,7 @@ def test_tensorboard_gets_what_the_metrics_have(evaluated, plain):
     assert not (plain[0] / "tensorboard").exists()
 
 
-def test_the_runs_model_goes_on_with_a_text(evaluated):
+def test_the_runs_model_can_be_sampled(evaluated):
     words = ("--prompt", "def ", "--tokens", "20", "--temperature", "0.5", "--top-k", "40")
     done = jaxmorph("sample", evaluated[0], *words)
     assert done.returncode == 0, done.stderr
@@ -122,11 +122,11 @@ def test_the_runs_model_goes_on_with_a_text(evaluated):
     assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
 
 
-def test_a_missing_tensorboard_library_is_told_before_anything_is_written(tmp_path, monkeypatch):
+def test_a_missing_tensorboard_library_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tensorboardX", None)
     path = tmp_path / "run.yaml"
     path.write_text(CONFIG)
     done = jaxmorph("train", path, f"run.dir={tmp_path / 'out'}", "metrics.tensorboard=true")
     assert done.returncode == 2
-    assert "metrics.tensorboard: got true, but tensorboardX is not installed" in done.stderr
+    assert "metrics.tensorboard: got true without tensorboardX, expected it" in done.stderr
     assert not (tmp_path / "out").exists()

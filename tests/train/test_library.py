@@ -1,4 +1,4 @@
-"""Loops of one's own: `jaxmorph.Trainer` in one process, and under `jaxmorph launch`."""
+"""A user's own loop: `jaxmorph.Trainer` in one process, and under `jaxmorph launch`."""
 
 import json
 import re
@@ -22,13 +22,13 @@ def plain():
 
 @pytest.fixture(scope="module")
 def one_stage():
-    """What the one rank found, and its parameters, without a launcher."""
+    """The metrics and parameters of a single rank, without a launcher."""
     return [library_steps.piped()]
 
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
-    """What the script printed through two stages, as its user starts it, and where it wrote."""
+    """The script's output with two stages, and its folder."""
     folder = tmp_path_factory.mktemp("two")
     done = subprocess.run(
         [sys.executable, "-m", "jaxmorph", "launch", "--stages", "2", "--logs", folder,
@@ -57,7 +57,7 @@ def ranks(request):
 
 
 @pytest.mark.multiprocess
-def test_the_documented_loop_learns_through_two_stages_and_rank_0_alone_is_shown(launched):
+def test_the_documented_loop_learns(launched):
     printed, _ = launched
     shown = re.findall(r"^step (\d+): loss ([\d.]+) in", printed, re.MULTILINE)
     assert [int(step) for step, _ in shown] == [9, 19, 29, 39, 49]
@@ -65,7 +65,7 @@ def test_the_documented_loop_learns_through_two_stages_and_rank_0_alone_is_shown
     assert float(shown[-1][1]) < float(shown[0][1]) - 0.5
 
 
-def test_losses_and_norms_are_a_plain_loops(ranks, plain):
+def test_losses_and_norms_equal_a_plain_loops(ranks, plain):
     assert min(plain.norms) > library_steps.CLIP_NORM
     for found, _ in ranks:
         losses, norms = zip(
@@ -75,7 +75,7 @@ def test_losses_and_norms_are_a_plain_loops(ranks, plain):
         assert norms == pytest.approx(plain.norms, rel=SINGLE)
 
 
-def test_every_parameter_is_a_plain_loops(ranks, plain):
+def test_parameters_equal_a_plain_loops(ranks, plain):
     for found, params in ranks:
         for name, leaf in params.items():
             expected = plain.params[name]
@@ -85,12 +85,12 @@ def test_every_parameter_is_a_plain_loops(ranks, plain):
     assert {name for _, params in ranks for name in params} == set(plain.params)
 
 
-def test_evaluating_gives_the_losses_of_the_parameters_as_they_are(ranks, plain):
+def test_evaluate_uses_current_parameters(ranks, plain):
     for found, _ in ranks:
         assert found["evaluated"] == pytest.approx(plain.initial_losses, rel=SINGLE)
 
 
-def test_steps_from_an_earlier_state_have_the_same_bits(ranks):
+def test_restored_state_repeats_the_same_bits(ranks):
     exact = ("step", "loss", "grad_norm", "updated")
     for found, _ in ranks:
         for before, again in zip(found["metrics"][2:], found["again"], strict=True):
@@ -99,20 +99,20 @@ def test_steps_from_an_earlier_state_have_the_same_bits(ranks):
 
 
 @pytest.mark.multiprocess
-def test_a_step_whose_link_fails_tells_it_on_every_rank_and_goes_on(two_stages):
+def test_every_rank_learns_of_a_failed_link(two_stages):
     for found, _ in two_stages:
         failed = {step["step"]: step["failed_links"] for step in found["metrics"]}
         assert failed == {0: [], 1: [], library_steps.FAILS_IN: ["0-1"], 3: []}
         assert [step["failed_links"] for step in found["again"]] == [[], []]
 
 
-def test_a_batch_of_another_shape_is_refused_by_every_rank_and_changes_nothing(ranks):
+def test_a_wrong_batch_is_refused_by_every_rank(ranks):
     for found, _ in ranks:
         assert found["refused"].startswith("batch: got tokens of shape [7, 12], expected [8, 12]")
 
 
-def test_stages_share_the_layers_and_have_the_same_metrics_and_the_plan_asked_for(ranks):
-    found = [told for told, _ in ranks]
+def test_stages_have_the_same_metrics_and_plan(ranks):
+    found = [metrics for metrics, _ in ranks]
     assert [rank["stages"] for rank in found] == [len(ranks)] * len(ranks)
     assert [layer for rank in found for layer in rank["layers"]] == [0, 1, 2, 3, 4]
     assert all(rank["metrics"] == found[0]["metrics"] for rank in found)

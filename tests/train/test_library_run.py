@@ -1,4 +1,4 @@
-"""`jaxmorph.Trainer` adapts, is saved and goes on, and gives the bits of an undisturbed run."""
+"""`jaxmorph.Trainer` adapts, saves and resumes, with the bits of an undisturbed run."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def launch(stages, *words, cwd=ROOT):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What a plain run wrote, one on a slow link that adapted until it was ended, and its rest."""
+    """The files of a plain run, of one that adapted and stopped, and of its resumption."""
     folder = tmp_path_factory.mktemp("library")
     for what in ("plain", "begin", "resume"):
         launch(STAGES, library_run.__file__, folder, what)
@@ -46,7 +46,7 @@ def bits(metrics):
     return [(each["step"], each["loss"], each["grad_norm"]) for each in metrics]
 
 
-def test_an_adapting_run_has_the_bits_of_a_plain_one(folder):
+def test_an_adapting_run_has_the_bits_of_a_static_one(folder):
     plain, begun = found(folder, "plain"), found(folder, "begin")
     for one, other in zip(plain, begun, strict=True):
         assert bits(other["metrics"]) == bits(one["metrics"])[: library_run.ENDED_AFTER]
@@ -61,7 +61,7 @@ def test_the_slow_link_is_delegated(folder):
     assert (routes[0], routes[-1]) == ("direct", "delegated")
 
 
-def test_a_resumed_run_goes_on_with_the_same_bits(folder):
+def test_a_resumed_run_has_the_same_bits(folder):
     plain, resumed = found(folder, "plain"), found(folder, "resume")
     saved = library_run.ENDED_AFTER // library_run.SAVED_EVERY * library_run.SAVED_EVERY
     for one, other in zip(plain, resumed, strict=True):
@@ -69,7 +69,7 @@ def test_a_resumed_run_goes_on_with_the_same_bits(folder):
         assert bits(other["metrics"]) == bits(one["metrics"])[saved:]
 
 
-def test_run_files_have_every_step_once_and_its_events(folder):
+def test_run_files_have_every_step_once(folder):
     assert [each["step"] for each in lines(folder, "metrics.jsonl")] == [*range(library_run.STEPS)]
     kinds = {each["kind"] for each in lines(folder, "events.jsonl")}
     assert {"plan_adopted", "checkpoint_saved", "resumed", "straggler_detected"} <= kinds
@@ -78,10 +78,10 @@ def test_run_files_have_every_step_once_and_its_events(folder):
 def test_the_model_of_a_script_is_not_exported(folder):
     done = jaxmorph("export", folder / "run")
     assert done.returncode == 2
-    assert "got the run of a script, whose model is its own" in done.stderr
+    assert "got a script's run, whose model only the script knows" in done.stderr
 
 
-def test_the_documented_script_goes_on_where_its_checkpoint_is(tmp_path):
+def test_the_documented_script_resumes(tmp_path):
     shown = launch(2, EXAMPLE, cwd=tmp_path)
     assert re.findall(r"^step (\d+): loss", shown, re.MULTILINE) == ["9", "19", "29", "39"]
     assert launch(2, EXAMPLE, cwd=tmp_path) == ""

@@ -1,4 +1,4 @@
-"""A run that has left what is finite: it skips, stops, says why, and spoils no checkpoint."""
+"""A run that diverges: it skips, stops, says why, and keeps its checkpoint."""
 
 import json
 
@@ -29,7 +29,7 @@ def read_strictly(path):
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
-def test_a_run_that_is_no_longer_finite_stops_in_one_line_and_keeps_its_checkpoint(tmp_path):
+def test_a_diverged_run_keeps_its_checkpoint(tmp_path):
     (tmp_path / "run.yaml").write_text(CONFIG)
     out = tmp_path / "out"
     done = jaxmorph("train", tmp_path / "run.yaml", f"run.dir={out}")

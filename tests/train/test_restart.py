@@ -50,7 +50,7 @@ def runs(tmp_path_factory):
 
 
 def kill_once(patch, taken):
-    """Have a rank killed as soon as a step is told, and note when which steps are."""
+    """Kill a rank as soon as a step is reported, and record when each step is."""
     ranks, start, take = [], launcher._start, RunRecord.take
 
     def start_and_note(*arguments, **options):
@@ -74,7 +74,7 @@ def states(directory):
     return [TreeFiles().read(stage_path(checkpoint, stage)) for stage in range(2)]
 
 
-def test_it_ends_with_the_same_bits(runs):
+def test_a_restarted_run_has_the_same_bits(runs):
     whole, disturbed, _ = runs
     once, again = (read_lines(path / "metrics.jsonl") for path in (whole, disturbed))
     assert [line["step"] for line in again] == list(range(STEPS))
@@ -86,12 +86,12 @@ def test_it_ends_with_the_same_bits(runs):
         assert one.tobytes() == other.tobytes()
 
 
-def test_its_events_say_who_failed_and_what_that_cost(runs):
+def test_events_report_failure_and_cost(runs):
     _, disturbed, taken = runs
     events = read_lines(disturbed / "events.jsonl")
-    lives = [e for e in events if e["kind"] in ("rank_failed", "resumed", "restarted")]
-    assert [event["kind"] for event in lives] == ["rank_failed", "resumed", "restarted"]
-    failed, resumed, restarted = lives
+    lifecycle = [e for e in events if e["kind"] in ("rank_failed", "resumed", "restarted")]
+    assert [event["kind"] for event in lifecycle] == ["rank_failed", "resumed", "restarted"]
+    failed, resumed, restarted = lifecycle
     assert failed["detail"].startswith(f"rank {KILLED} failed: ended by SIGKILL; its log: ")
     assert "(restart 1 of 3)" in failed["detail"]
     cost = restarted["evidence"]
@@ -106,21 +106,21 @@ def test_its_events_say_who_failed_and_what_that_cost(runs):
 
 
 def lost_from(taken):
-    """Where the second life's steps begin."""
+    """Where the second launch begins."""
     steps = [step for step, _ in taken]
     return next(at for at in range(1, len(steps)) if steps[at] <= steps[at - 1])
 
 
-def test_its_books_and_the_logs_of_both_lives_are_there(runs):
+def test_records_and_logs_of_both_launches_exist(runs):
     whole, disturbed, _ = runs
     (resumed,) = [e for e in read_lines(disturbed / "events.jsonl") if e["kind"] == "resumed"]
-    for life in ("logs", f"logs/from_step_{resumed['step']}"):
-        assert (disturbed / life / "rank_1.log").exists()
+    for logs in ("logs", f"logs/from_step_{resumed['step']}"):
+        assert (disturbed / logs / "rank_1.log").exists()
     for run, num_restarts in ((whole, 0), (disturbed, 1)):
-        books = json.loads((run / "recovery.json").read_text())
-        assert len(books["recoveries"]) == num_restarts
-        assert 0 < books["goodput"] < 1
-        assert books["goodput"] == pytest.approx(books["productive_s"] / books["wall_s"])
-        assert books["lost_s"] <= books["wall_s"]
+        recovery = json.loads((run / "recovery.json").read_text())
+        assert len(recovery["recoveries"]) == num_restarts
+        assert 0 < recovery["goodput"] < 1
+        assert recovery["goodput"] == pytest.approx(books["productive_s"] / books["wall_s"])
+        assert recovery["lost_s"] <= books["wall_s"]
     for rank in range(2):
         assert any((disturbed / "compilation_cache" / f"rank_{rank}").glob("*.program"))

@@ -1,4 +1,4 @@
-"""A run that stops and goes on is the run that never stopped, and its model can be taken along.
+"""A stopped and resumed run equals an uninterrupted one, and its model can be exported.
 
 That holds for whole backwards, 1f1b's, as well: see `test_restart`.
 """
@@ -37,7 +37,7 @@ def run(*words):
 
 @pytest.fixture(scope="module")
 def both(four_stages, tmp_path_factory):
-    """The directories of a run of 20 steps, and of one that stopped after 7 and went on."""
+    """The directories of a run of 20 steps, and of one that stopped after 7 and resumed."""
     _, whole = four_stages
     stopped = tmp_path_factory.mktemp("runs") / "stopped"
     stop_after_seven(whole, stopped)
@@ -45,16 +45,16 @@ def both(four_stages, tmp_path_factory):
     return whole, stopped
 
 
-def test_a_run_that_stopped_goes_on_to_the_same_bits(both):
+def test_a_stopped_run_resumes_to_the_same_bits(both):
     require_same_bits(*both)
 
 
-def test_a_checkpoint_is_of_its_step(both):
+def test_checkpoints_hold_their_steps_state(both):
     counts = {int(part["optimizer"]["0"]["count"]) for part in states(both[0], 7)}
     assert counts == {7}
 
 
-def test_what_was_saved_and_resumed_is_told(both):
+def test_saves_and_resumption_are_reported(both):
     whole, stopped = both
     saved = [e for e in read_lines(stopped / "events.jsonl") if e["kind"] == "checkpoint_saved"]
     assert [event["step"] for event in saved] == [6, 13, 19]
@@ -71,7 +71,7 @@ def test_what_was_saved_and_resumed_is_told(both):
     assert (stopped / "logs" / "from_step_7" / "rank_3.log").exists()
 
 
-def test_nothing_compiles_for_a_save(both):
+def test_saving_compiles_nothing(both):
     for directory in both:
         lines = read_lines(directory / "metrics.jsonl")
         assert len({line["compilations"] for line in lines[7:]}) == 1
@@ -81,10 +81,10 @@ PACED = "emulation.accelerator={forward_ms: 5, backward_input_ms: 5, backward_we
 
 
 @pytest.mark.long
-def test_other_stages_go_on_from_the_last_whole_checkpoint_and_end_when_asked_to(
+def test_other_stages_resume_from_the_checkpoint(
     both, tmp_path, monkeypatch
 ):
-    """Four stages' checkpoint goes on with two, which SIGTERM stops, and then with one."""
+    """Four stages' checkpoint resumes with two, which SIGTERM stops, and then with one."""
     whole, run_dir = both[0], tmp_path / "run"
     shutil.copytree(whole, run_dir)
     shutil.rmtree(run_dir / "checkpoints/step_20")
@@ -109,7 +109,7 @@ def test_other_stages_go_on_from_the_last_whole_checkpoint_and_end_when_asked_to
     assert f"step_{last}, the last that is whole by its checksums; layers 2 2 are" in resumed[1]
 
 
-def test_an_exported_model_is_what_a_run_starts_from(both, tmp_path):
+def test_a_run_starts_from_an_exported_model(both, tmp_path):
     _, stopped = both
     done = run("export", stopped, "--to", tmp_path / "model")
     assert done.stdout.count("\n") == 1
@@ -129,41 +129,41 @@ def test_an_exported_model_is_what_a_run_starts_from(both, tmp_path):
 def test_a_step_without_a_checkpoint_is_one_line(both):
     done = jaxmorph("export", both[0], "--step", "8")
     assert done.returncode == 2
-    assert "--step: got 8, expected a checkpoint's in " in done.stderr
+    assert "--step: got 8, expected a checkpoint in " in done.stderr
     assert done.stderr.endswith("checkpoints: 7, 14, 20\n")
 
 
-def test_a_run_that_is_done_is_left_as_it_is_and_that_is_no_mistake(both):
+def test_resuming_a_finished_run_does_nothing(both):
     whole, _ = both
     before = [path.read_bytes() for path in (whole / "metrics.jsonl", whole / "events.jsonl")]
     done = run("train", "--resume", whole)
     assert done.stdout == (
-        f"{whole} has done its 20 steps: nothing is left to do (run.steps=N goes on to N)\n"
+        f"{whole} has done its 20 steps: nothing is left to do (run.steps=N continues to step N)\n"
     )
     after = [path.read_bytes() for path in (whole / "metrics.jsonl", whole / "events.jsonl")]
     assert after == before
 
 
-def test_a_run_that_is_in_use_is_left_as_it_is(both):
+def test_a_run_in_use_is_refused(both):
     stopped = both[1]
     names = ("config.yaml", "metrics.jsonl", "events.jsonl")
     before = [(stopped / name).read_bytes() for name in names]
     with hold([stopped]):
         done = jaxmorph("train", "--resume", stopped, "run.steps=30")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert f"{stopped} is in use by another run" in done.stderr
+    assert f"{stopped}: in use by another run" in done.stderr
     assert [(stopped / name).read_bytes() for name in names] == before
 
 
-def test_data_that_are_not_the_checkpoints_are_refused(both):
+def test_other_data_are_refused(both):
     manifest = both[1] / "checkpoints" / "step_20" / "manifest.json"
-    seal, told = manifest.with_suffix(".seal"), manifest.read_bytes()
-    other = json.dumps(json.loads(told) | {"data": {"num_tokens": 9, "digest": "a"}}).encode()
+    seal, original = manifest.with_suffix(".seal"), manifest.read_bytes()
+    other = json.dumps(json.loads(original) | {"data": {"num_tokens": 9, "digest": "a"}}).encode()
     manifest.write_bytes(other)
     seal.write_bytes(seal_of(other))
     done = jaxmorph("train", "--resume", both[1], "run.steps=30")
-    manifest.write_bytes(told)
-    seal.write_bytes(seal_of(told))
+    manifest.write_bytes(original)
+    seal.write_bytes(seal_of(original))
     assert done.returncode == 2
     assert "tokens, expected the 9 that the checkpoint was trained on" in done.stderr
 

@@ -1,4 +1,4 @@
-"""`jaxmorph launch`: what a script is given, and what its user sees of it."""
+"""`jaxmorph launch`: what a script gets, and what its user sees."""
 
 import json
 import re
@@ -14,14 +14,14 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(60)]
 GIVEN = """
 import json, sys
 from pathlib import Path
-from jaxmorph.training.script_launch import launch_told
-told = launch_told()
+from jaxmorph.training.script_launch import launch_arguments
+launched = launch_arguments()
 found = {
-    "words": sys.argv, "name": __name__, "path": sys.path[0], "rank": told.rank,
-    "ranks": told.num_ranks, "jax": "jax" in sys.modules,
+    "words": sys.argv, "name": __name__, "path": sys.path[0], "rank": launched.rank,
+    "ranks": launched.num_ranks, "jax": "jax" in sys.modules,
 }
-Path(sys.argv[-1], f"{told.rank}.json").write_text(json.dumps(found))
-print("shown by rank", told.rank)
+Path(sys.argv[-1], f"{launched.rank}.json").write_text(json.dumps(found))
+print("shown by rank", launched.rank)
 sys.exit(0)
 """
 MISTAKEN = """
@@ -29,7 +29,7 @@ import jaxmorph
 raise jaxmorph.UserError("batch: got a wombat, expected tokens")
 """
 FAILING = """
-print("heard")
+print("received")
 import sys
 print("half way", file=sys.stderr)
 raise ArithmeticError("upside down")
@@ -42,7 +42,7 @@ def script(folder, text):
     return path
 
 
-def test_a_script_runs_as_its_own_program_in_every_process_and_rank_0_is_shown(tmp_path, capfd):
+def test_a_script_runs_in_every_process(tmp_path, capfd):
     path = script(tmp_path, GIVEN)
     done = jaxmorph("launch", "--stages", 2, path, "--rank=7", "--stages", 5, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -56,13 +56,13 @@ def test_a_script_runs_as_its_own_program_in_every_process_and_rank_0_is_shown(t
         assert not found["jax"]  # the script is the first to import it
 
 
-def test_a_mistake_in_using_jaxmorph_is_one_line(tmp_path):
+def test_a_users_mistake_in_a_script_is_one_line(tmp_path):
     done = jaxmorph("launch", "--stages", 1, script(tmp_path, MISTAKEN))
     assert done.returncode == 2
     assert done.stderr == "error: batch: got a wombat, expected tokens\n"
 
 
-def test_a_script_that_fails_is_told_with_its_log_which_is_kept(tmp_path):
+def test_a_failed_script_keeps_its_log(tmp_path):
     done = jaxmorph("launch", "--stages", 1, script(tmp_path, FAILING))
     assert done.returncode == 1
     assert done.stderr.startswith("error: rank 0 failed: ArithmeticError: upside down")
@@ -73,13 +73,13 @@ def test_a_script_that_fails_is_told_with_its_log_which_is_kept(tmp_path):
     Path(log).parent.rmdir()
 
 
-def test_a_script_that_is_not_there_is_one_line(tmp_path):
+def test_a_missing_script_is_one_line(tmp_path):
     done = jaxmorph("launch", "--stages", 2, tmp_path / "none.py")
     assert done.returncode == 2
     assert done.stderr == f"error: {tmp_path / 'none.py'}: no such file, expected a Python script\n"
 
 
-def test_stopping_a_script_that_hangs_keeps_its_logs_and_says_where(tmp_path, monkeypatch):
+def test_a_stopped_script_keeps_its_logs(tmp_path, monkeypatch):
     def hang(module, arguments, num_ranks, log_dir, on_message, **options):
         (log_dir / "rank_1.log").write_text("waits for ever")
         raise KeyboardInterrupt

@@ -27,7 +27,7 @@ def test_a_run_leaves_nothing_behind(ending, tmp_path):
     assert left_by(ending, tmp_path) == []
 
 
-# What holds one of everything, and says so; its child goes on when it has ended.
+# Holds one of each resource, and prints that; its child outlives it.
 HOLDER = """
 import fcntl, mmap, os, socket, sys, tempfile
 from pathlib import Path
@@ -48,7 +48,7 @@ sys.stdin.read()
 ON_DISK = ["shared", "temporary", "half-written"]
 
 
-def test_whatever_a_process_still_holds_is_found_and_nothing_of_others(tmp_path):
+def test_leftovers_of_a_process_are_found(tmp_path):
     (temporary := tmp_path / "tmp").mkdir()
     (folder := tmp_path / "out").mkdir()
     shared = f"/dev/shm/jaxmorph-test-{os.getpid()}"

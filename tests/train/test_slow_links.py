@@ -1,4 +1,4 @@
-"""`jaxmorph train` with links that are made slow: what its steps show, and what they must not."""
+"""`jaxmorph train` with emulated slow links: longer steps, the same losses."""
 
 import json
 
@@ -38,7 +38,7 @@ def healthy(tmp_path_factory):
     return train(tmp_path_factory.mktemp("healthy"))
 
 
-def test_a_link_slows_direct_steps_from_the_step_on_that_the_file_names_and_changes_no_loss(
+def test_a_slow_link_slows_direct_steps_alone(
     tmp_path, healthy
 ):
     slow = train(tmp_path, LISTED)
@@ -47,26 +47,26 @@ def test_a_link_slows_direct_steps_from_the_step_on_that_the_file_names_and_chan
     assert [line["loss"] for line in slow] == [line["loss"] for line in healthy]
 
 
-def test_a_trace_slows_every_step_after_the_first_began_and_planning_heeds_what_it_is_told(
+def test_a_trace_slows_steps_and_declared_delays_are_planned(
     tmp_path,
 ):
     trace = tmp_path / "trace.csv"
     trace.write_text(
         f"time_s,between,latency_ms,bandwidth_mbps,jitter_ms,cut\n0,0-1,{LATENCY_MS},,,\n"
     )
-    told = "schedule={name: adaptive, link_ms: {0-1: 500}}"
-    slow = train(tmp_path, f"emulation.trace={trace}", told)
+    declared = "schedule={name: adaptive, link_ms: {0-1: 500}}"
+    slow = train(tmp_path, f"emulation.trace={trace}", declared)
     assert all(line["step_s"] >= SLOW_STEP_S for line in slow)
     # With a link that is so much slower than any op, the first stage runs all forwards first; by
     # what was measured before the trace began it would not.
     assert slow[0]["warmup_forwards"][0] == NUM_MICROBATCHES
-    assert slow[0]["predicted_step_s"] < 2.0  # by what was measured; by what was told, over 4
+    assert slow[0]["predicted_step_s"] < 2.0  # by measured delays; by the declared one, over 4
 
 
-def test_a_delegated_link_that_is_cut_in_the_middle_heals_by_itself_and_changes_no_loss(
+def test_a_cut_delegated_link_recovers(
     tmp_path, healthy
 ):
-    """Ops are paced, so that the run goes on for long enough for the cut to come in its middle."""
+    """Paced ops make the run long enough for a cut in its middle."""
     trace = tmp_path / "trace.csv"
     header = "time_s,between,latency_ms,bandwidth_mbps,jitter_ms,cut"
     trace.write_text(f"{header}\n{CUT_S},0-1,,,,1\n{HEALED_S},0-1,,,,0\n")

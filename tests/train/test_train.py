@@ -1,4 +1,4 @@
-"""`jaxmorph train` as its user meets it: what it writes, repeats, refuses and survives."""
+"""`jaxmorph train` as a user runs it: its files, results, errors and interruption."""
 
 import json
 import os
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.multiprocess
 
 
 def train(folder, *overrides, check=True):
-    """A finished run of CONFIG in a folder of its own; its output and where it wrote."""
+    """A finished run of CONFIG in its own folder; its output and directory."""
     done = jaxmorph(*arguments_of(folder, *overrides))
     if check:
         assert done.returncode == 0, done.stderr
@@ -35,7 +35,7 @@ def read_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_step_a_line_with_the_contracts_fields(four_stages):
+def test_metrics_have_a_line_for_each_step(four_stages):
     _, out = four_stages
     metrics = read_lines(out / "metrics.jsonl")
     assert [line["step"] for line in metrics] == list(range(20))
@@ -77,7 +77,7 @@ def one_stage(tmp_path_factory):
 
 
 def require_same_losses(out, alone):
-    """Every step's loss and norm are those of another run, but for rounding."""
+    """Require another run's losses and norms, up to rounding."""
     runs = (read_lines(path / "metrics.jsonl") for path in (out, alone))
     for line, one in zip(*runs, strict=True):
         assert line["loss"] == pytest.approx(one["loss"], rel=1e-5)
@@ -102,7 +102,7 @@ def test_the_losses_of_interleaved_chunks_are_those_of_one_stage(
 
 @pytest.mark.long
 @pytest.mark.one_jax
-def test_a_costly_head_gets_fewer_layers_beside_it_and_the_losses_stay(tmp_path, four_stages):
+def test_a_costly_head_gets_fewer_layers(tmp_path, four_stages):
     alone_in, auto_in = tmp_path / "alone", tmp_path / "auto"
     alone_in.mkdir()
     auto_in.mkdir()
@@ -120,7 +120,7 @@ def test_a_costly_head_gets_fewer_layers_beside_it_and_the_losses_stay(tmp_path,
 
 @pytest.fixture(scope="module")
 def under_a_cap(four_stages, tmp_path_factory):
-    """CONFIG again, with a planned schedule that may hold three microbatches on each stage."""
+    """CONFIG with a planned schedule, and at most three live microbatches on each stage."""
     _, out = four_stages
     stash = Profile.from_json(json.loads((out / "profile.json").read_text())).stash_bytes
     assert stash is not None
@@ -132,7 +132,7 @@ def under_a_cap(four_stages, tmp_path_factory):
 
 @pytest.mark.long
 @pytest.mark.one_jax
-def test_a_config_run_twice_gives_the_same_bits_under_any_split_schedule(four_stages, under_a_cap):
+def test_split_schedules_repeat_the_same_bits(four_stages, under_a_cap):
     (_, out), (_, again) = four_stages, under_a_cap
     first, second = (read_lines(path / "metrics.jsonl") for path in (out, again))
     assert {line["schedule"] for line in first} != {line["schedule"] for line in second}
@@ -143,7 +143,7 @@ def test_a_config_run_twice_gives_the_same_bits_under_any_split_schedule(four_st
 
 @pytest.mark.long
 @pytest.mark.one_jax
-def test_a_cap_in_bytes_holds_by_what_the_compiled_stages_keep(four_stages, under_a_cap):
+def test_a_cap_in_bytes_holds(four_stages, under_a_cap):
     (_, out), (_, less) = four_stages, under_a_cap
     assert max(read_lines(out / "metrics.jsonl")[-1]["peak_live"]) == 7
     assert max(read_lines(less / "metrics.jsonl")[-1]["peak_live"]) <= 3
@@ -151,7 +151,7 @@ def test_a_cap_in_bytes_holds_by_what_the_compiled_stages_keep(four_stages, unde
 
 @pytest.mark.long
 @pytest.mark.one_jax
-def test_a_cap_in_bytes_that_is_too_low_is_a_users_mistake(tmp_path):
+def test_too_low_a_cap_is_a_users_mistake(tmp_path):
     too_low = ("schedule.max_stash_bytes=1000", "parallelism.stages=2")
     done, _ = train(tmp_path, "schedule.name=adaptive", *too_low, check=False)
     assert done.returncode == 2
@@ -193,7 +193,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path, override, line):
         ("batch.microbatch_size=1000000", "data.path: the Python standard library's sources: got "),
     ],
 )
-def test_a_mistake_that_shows_elsewhere_names_the_file_and_that_key(tmp_path, override, line):
+def test_a_late_mistake_names_file_and_key(tmp_path, override, line):
     done, _ = train(tmp_path, override, check=False)
     assert done.returncode == 2
     assert line in done.stderr
@@ -276,7 +276,7 @@ def test_tasks_of_a_cluster_job_are_ranks_of_one_run(tmp_path):
 
 
 @pytest.mark.one_jax
-def test_a_job_of_another_size_is_refused(tmp_path):
+def test_a_job_of_the_wrong_size_is_refused(tmp_path):
     results = as_tasks_of_open_mpi(tmp_path, 1)
     ((_, stderr, code),) = results
     assert code == 2

@@ -1,4 +1,4 @@
-"""A script whose processes `jax.distributed.initialize` has joined: nobody but they end them."""
+"""A script whose processes `jax.distributed.initialize` has joined: nothing else ends them."""
 
 import os
 import re
@@ -31,7 +31,7 @@ with jaxmorph.Trainer(build_model(), CONFIG) as trainer:
 """
 
 
-def test_both_processes_end_soon_when_one_exits_between_steps():
+def test_a_process_that_exits_ends_the_other():
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -51,8 +51,8 @@ def test_both_processes_end_soon_when_one_exits_between_steps():
         ]  # fmt: skip
         for rank in ranks:
             opened.callback(rank.kill)
-        (_, lost), (printed, said) = [rank.communicate(timeout=LIMIT_S) for rank in ranks]
-    assert re.findall(r"^step \d+", printed, re.MULTILINE) == ["step 0"], said
-    assert said.splitlines()[-1] == "no more data"
+        (_, lost), (printed, errors) = [rank.communicate(timeout=LIMIT_S) for rank in ranks]
+    assert re.findall(r"^step \d+", printed, re.MULTILINE) == ["step 0"], errors
+    assert errors.splitlines()[-1] == "no more data"
     assert "RendezvousError: rank 1 is gone" in lost
     assert [rank.returncode for rank in ranks] == [1, 1]

@@ -44,7 +44,7 @@ def losses(directory, *overrides):
     return [json.loads(line)["loss"] for line in lines]
 
 
-def test_a_run_starts_from_stored_weights_whatever_its_stages(tmp_path):
+def test_runs_start_from_stored_weights(tmp_path):
     own = losses(tmp_path / "own")
     same = losses(tmp_path / "same", f"model.weights={stored(tmp_path / 'a', SEED)}")
     weights = stored(tmp_path / "b", OTHER_SEED)

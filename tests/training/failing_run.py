@@ -1,6 +1,6 @@
 """A run of three stages whose direct paths fail and come back, as all of its ranks see it.
 
-What carries messages is made up here; what tells, decides and books is the program's own.
+What carries messages is made up here; the recorder, controller and adaptation are the real ones.
 """
 
 import json
@@ -25,7 +25,7 @@ from jaxmorph.runtime.rendezvous import DETAIL
 from jaxmorph.runtime.report import StepReport, StepTotals, named_parts, parts_of
 from jaxmorph.schedule.costs import LinkDelay
 from jaxmorph.training.adaptation import Adaptation, Announced
-from jaxmorph.training.bookkeeping import Bookkeeper
+from jaxmorph.training.step_recorder import StepRecorder
 from jaxmorph.training.control_loop import ControlLoop
 from jaxmorph.training.plan_in_force import PlanInForce
 
@@ -58,9 +58,8 @@ class Wires:
         self.lives[link] -= 1
         detail, restores_left = f"no answer in {HOLD_MS:.0f} ms", self.lives[link]
         for rank in link:
-            stages[rank].untold.append(
-                PathFailure(link, detail, resent=1, restores_left=restores_left)
-            )
+            failure = PathFailure(link, detail, resent=1, restores_left=restores_left)
+            stages[rank].unreported.append(failure)
 
 
 class Stage:
@@ -70,14 +69,14 @@ class Stage:
 
     def __init__(self, rank, wires, stages):
         self._rank, self._wires, self._stages = rank, wires, stages
-        self.untold, self.failed_before = [], []
+        self.unreported, self.failed_before = [], []
 
     def begin_delegated(self, link):
         self.failed_before.append(link)
 
     def link_failures(self):
-        told, self.untold = self.untold, []
-        return told
+        failures, self.unreported = self.unreported, []
+        return failures
 
     def path_is_up(self, link):
         return None if self._rank not in link else link not in self._wires.down
@@ -127,10 +126,10 @@ class FailingRun:
     """
 
     def __init__(self, lives=99, dead=(), **settings):
-        """Links that are dead were found so in an earlier life of the run."""
+        """Links that are dead were failed in an earlier launch of the run."""
         adaptation = CONFIG.adaptation.model_copy(update=settings)
         config = CONFIG.model_copy(update={"adaptation": adaptation})
-        self.wires, self.told, self.log, self.step = Wires(lives), [], [], 0
+        self.wires, self.sent, self.log, self.step = Wires(lives), [], [], 0
         self.wires.by_hosts.update(dead)
         detector = Detector()
         for low, high in dead:
@@ -146,14 +145,16 @@ class FailingRun:
         self.routes = dict(plan.routes)
         in_force = PlanInForce(plan, tuple(self.programs), 0)
         self.profiler = Profiler(3)
-        told = self.told.append
-        self.books = Bookkeeper(config, in_force, self.profiler, told, active=True, loop=self.loop)
+        send = self.sent.append
+        self.recorder = StepRecorder(
+            config, in_force, self.profiler, send, active=True, loop=self.loop
+        )
         stages = []
         stages += [Stage(rank, self.wires, stages) for rank in range(3)]
         self.stages = stages
         loops = (self.loop, None, None)
         self.ranks = [
-            Adaptation(Meeting(rank), stages[rank], self.books, loops[rank], 10**6, failed=dead)
+            Adaptation(Meeting(rank), stages[rank], self.recorder, loops[rank], 10**6, failed=dead)
             for rank in range(3)
         ]
 
@@ -176,13 +177,13 @@ class FailingRun:
         return [event.detail for event in self._events() if event.kind == kind]
 
     def _events(self):
-        return [each.event for each in self.told if isinstance(each, EventEmitted)]
+        return [each.event for each in self.sent if isinstance(each, EventEmitted)]
 
     def records(self):
-        return [each.record for each in self.told if isinstance(each, StepDone)]
+        return [each.record for each in self.sent if isinstance(each, StepDone)]
 
     def close(self):
-        self.books.__exit__(None)
+        self.recorder.__exit__(None)
         self.loop.close()
 
     def _step(self, slow_ms):
@@ -199,9 +200,9 @@ class FailingRun:
         reports = [self._report(rank, timeline, waited_ms) for rank in range(3)]
         for link in after:
             wires.found_up[link] = 0 if link in wires.down else wires.found_up[link] + 1
-        self.books.note(self.step, StepTotals(1.0, 1.0), reports, 0.3)
+        self.recorder.record(self.step, StepTotals(1.0, 1.0), reports, 0.3)
         self._heed(reports)
-        self.books.sent_so_far().result(30)
+        self.recorder.sent_so_far().result(30)
         for _ in range(4):  # answers of the planning process, one after another
             self.loop._planner.submit(lambda: None).result(30)
         self.step += 1
@@ -214,7 +215,7 @@ class FailingRun:
             self.programs[rank] = program or self.programs[rank]
         for link in self.wires.begun[begun:]:
             self.on_begun(link, self.wires.found_up[link])
-        self.books.sent_so_far().result(30)
+        self.recorder.sent_so_far().result(30)
         self.routes = dict(self.loop.state.plan.routes)
 
     def on_begun(self, link, found_up):
@@ -225,7 +226,7 @@ class FailingRun:
         if link in failing:
             return LinkDelay(HOLD_MS, HOLD_MS)
         if self.routes[link] == "direct" and link in self.wires.by_hosts:
-            return LinkDelay()  # whoever sends waits for nobody
+            return LinkDelay()  # no sender waits
         return LinkDelay(usual + slow_ms, usual + slow_ms)
 
     def _report(self, rank, timeline, waited_ms):

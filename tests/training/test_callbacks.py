@@ -1,4 +1,4 @@
-"""All ranks save, and end, after the same step, on whichever rank the reason is known."""
+"""All ranks save, and stop, after the same step, whichever rank knows the reason."""
 
 import math
 
@@ -13,7 +13,7 @@ STOPS = AfterStep(saves=True, stops=True)
 
 
 class Ranks:
-    """Two ranks that meet after each step, with clocks that differ."""
+    """Two ranks with different clocks."""
 
     def __init__(self, num_steps=20, **settings):
         self.clocks, self.asked, self.step = [0.0, 0.0], [False, False], 0
@@ -27,50 +27,50 @@ class Ranks:
         ]  # fmt: skip
 
     def after_step(self, rank_0_s=1.0, rank_1_s=1.0):
-        """What comes after the next step, which is the same on both."""
+        """What both ranks do after the next step."""
         self.clocks = [self.clocks[0] + rank_0_s, self.clocks[1] + rank_1_s]
         self.step += 1
-        wishes = [times.report() for times in self.times]
-        one, other = (times.after(self.step, wishes) for times in self.times)
+        requests = [times.report() for times in self.times]
+        one, other = (times.after(self.step, requests) for times in self.times)
         assert one == other
         return one
 
 
-def test_rank_0s_clock_says_when_minutes_have_passed():
+def test_rank_0s_clock_decides_saves_by_minutes():
     ranks = Ranks(every_minutes=0.5)
-    said = [ranks.after_step(rank_0_s=11.0, rank_1_s=90.0) for _ in range(9)]
-    assert said == [NOTHING, NOTHING, SAVES] * 3
+    decided = [ranks.after_step(rank_0_s=11.0, rank_1_s=90.0) for _ in range(9)]
+    assert decided == [NOTHING, NOTHING, SAVES] * 3
 
 
-def test_minutes_begin_anew_with_every_save_whatever_its_reason():
+def test_every_save_restarts_the_minutes():
     ranks = Ranks(every_minutes=1.0, every_steps=4)
-    said = [ranks.after_step(rank_0_s=25.0) for _ in range(9)]
+    decided = [ranks.after_step(rank_0_s=25.0) for _ in range(9)]
     by_steps, by_minutes = {4, 8}, {3, 7}
-    assert {n for n, after in enumerate(said, 1) if after == SAVES} == by_steps | by_minutes
+    assert {n for n, after in enumerate(decided, 1) if after == SAVES} == by_steps | by_minutes
 
 
 @pytest.mark.parametrize(("settings", "saves"), [({}, SAVES), ({"every_steps": 0}, NOTHING)])
-def test_the_last_step_is_saved_but_where_nothing_ever_is(settings, saves):
+def test_the_last_step_is_saved_if_any_is(settings, saves):
     ranks = Ranks(num_steps=2, **settings)
     assert [ranks.after_step(), ranks.after_step()] == [NOTHING, saves]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_whichever_rank_is_asked_to_end_all_save_and_end(rank):
+def test_one_rank_asked_to_stop_stops_all(rank):
     ranks = Ranks()
     assert ranks.after_step() == NOTHING
     ranks.asked[rank] = True
     assert ranks.after_step() == STOPS
 
 
-def test_a_run_that_has_come_to_its_end_is_not_stopped():
+def test_a_finished_run_is_not_stopped():
     ranks = Ranks(num_steps=1)
     ranks.asked[0] = True
     assert ranks.after_step() == SAVES
 
 
 @pytest.mark.parametrize("settings", [{"every_steps": 0}, {"on_sigterm": False}])
-def test_a_run_that_does_not_save_when_asked_does_not_heed_it(settings):
+def test_a_run_that_cannot_save_ignores_a_stop(settings):
     ranks = Ranks(**settings)
     ranks.asked[0] = True
     assert ranks.after_step() == NOTHING
@@ -80,14 +80,14 @@ SOUND = StepTotals(2.0, 1.0)
 BAD = StepTotals(math.nan, math.inf, {2: "loss nan"})
 
 
-def noted(stop_after, *steps):
-    """Whether each was one too many, and why in the end."""
+def counted(stop_after, *steps):
+    """Whether each step ends the run, and why."""
     skipped = SkippedSteps(stop_after)
-    return [skipped.note(number, each) for number, each in enumerate(steps)], skipped.why_stop
+    return [skipped.count(number, each) for number, each in enumerate(steps)], skipped.why_stop
 
 
-def test_so_many_in_a_row_stop_the_run_with_the_last_finite_step_and_what_to_try():
-    stops, last = noted(3, BAD, SOUND, BAD, BAD, SOUND, BAD, BAD, BAD)
+def test_too_many_skipped_steps_stop_the_run():
+    stops, last = counted(3, BAD, SOUND, BAD, BAD, SOUND, BAD, BAD, BAD)
     assert stops == [False] * 7 + [True]
     assert last.startswith("3 steps in a row were not finite, the latest, step 7, with loss nan, ")
     assert "; stage 2: loss nan; the last finite step was 4, and parameters are as it left" in last
@@ -96,30 +96,30 @@ def test_so_many_in_a_row_stop_the_run_with_the_last_finite_step_and_what_to_try
     assert "\n" not in last
 
 
-def test_a_run_without_any_finite_step_says_so():
-    assert "no step since the start was finite" in noted(2, BAD, BAD)[1]
+def test_a_run_without_a_finite_step_says_so():
+    assert "no step since the start was finite" in counted(2, BAD, BAD)[1]
 
 
-def test_without_a_number_no_run_is_stopped():
-    assert noted(None, *[BAD] * 50) == ([False] * 50, "")
+def test_without_a_limit_skipped_steps_continue():
+    assert counted(None, *[BAD] * 50) == ([False] * 50, "")
 
 
 def saved_after(steps, every, keep_last=True):
-    """After how many steps there is a save, of which every so manieth should be one."""
+    """The steps after which a state is saved, with a save due every so many steps."""
     skipped, saved = SkippedSteps(None), []
     for done, totals in enumerate(steps, start=1):
-        skipped.note(done - 1, totals)
+        skipped.count(done - 1, totals)
         is_last = keep_last and done == len(steps)
         if skipped.lets_save(done % every == 0 or is_last, is_last):
             saved.append(done)
     return saved
 
 
-def test_what_is_skipped_is_not_saved_and_what_fell_due_comes_after_the_next_update():
+def test_a_save_waits_for_the_next_update():
     steps = [SOUND, SOUND, BAD, BAD, BAD, SOUND, SOUND, SOUND, BAD]
     assert saved_after(steps, every=1, keep_last=False) == [1, 2, 6, 7, 8]
     assert saved_after(steps, every=4, keep_last=False) == [6, 8]
 
 
-def test_the_last_state_is_saved_whatever_its_step_was():
+def test_a_skipped_last_step_is_saved():
     assert saved_after([SOUND, BAD, BAD], every=2) == [3]

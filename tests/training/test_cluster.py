@@ -8,7 +8,7 @@ PACED = {"accelerator": {"forward_ms": 5.0, "backward_input_ms": 5.0, "backward_
 
 
 class RanksOn:
-    """A meeting place of ranks on some hosts."""
+    """A rendezvous of ranks on some hosts."""
 
     def __init__(self, *hosts: str) -> None:
         self._hosts = hosts
@@ -23,13 +23,13 @@ def require(emulation: dict, *hosts: str) -> None:
 
 
 @pytest.mark.parametrize("emulation", [PACED, {"trace": {"regime": "A", "duration_s": 1}}])
-def test_what_one_clock_times_is_refused_on_several_hosts(emulation):
+def test_clocked_emulation_is_refused_on_several_hosts(emulation):
     require(emulation, "one", "one")
     with pytest.raises(UserError, match="got ranks on 2 hosts, expected one"):
         require(emulation, "one", "two")
 
 
-def test_a_trace_by_step_may_have_several_hosts(tmp_path):
+def test_a_trace_by_step_works_on_several_hosts(tmp_path):
     path = tmp_path / "events.csv"
     path.write_text("step,links,latency_ms\n0,0-1,30\n")
     require({"trace": str(path)}, "one", "two")
@@ -37,7 +37,7 @@ def test_a_trace_by_step_may_have_several_hosts(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX"])
-def test_a_jobs_first_task_and_a_process_of_no_job_come_first(monkeypatch, name):
+def test_the_first_task_is_known(monkeypatch, name):
     for each in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX"):
         monkeypatch.delenv(each, raising=False)
     assert is_first_task()

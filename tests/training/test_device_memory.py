@@ -1,4 +1,4 @@
-"""Caps by what devices have free, and needs of stages against stages that are built."""
+"""Caps from free memory, and forecasts against stages that are built."""
 
 import gc
 from contextlib import closing
@@ -29,21 +29,21 @@ from jaxmorph.training.open_stage import stage_settings
 
 
 @dataclass
-class Meeting:
-    """Rank 0 of two; the other has told its part before."""
+class Exchange:
+    """Rank 0 of two, with the other rank's reply."""
 
     other: dict[str, Any]
     rank: int = 0
-    told: list[dict[str, Any]] = field(default_factory=list)
+    sent: list[dict[str, Any]] = field(default_factory=list)
 
     def exchange(self, message):
-        self.told.append(message["value"])
+        self.sent.append(message["value"])
         return [message, {"value": self.other}]
 
 
 @dataclass(frozen=True)
 class Device:
-    """One that tells, or doesn't."""
+    """A device that reports its memory, or not."""
 
     statistics: tuple[tuple[str, int], ...] | None
     memories: tuple[str, ...] = ("device", "pinned_host")
@@ -66,33 +66,33 @@ def config(**sections) -> Config:
 
 
 def budget(asked: Config, statistics, other: int | None = 500, least: int = 1):
-    meeting = Meeting({"free_bytes": other, "least_bytes": least})
-    made = with_device_budget(asked, cast(Rendezvous, meeting), trainer_on(statistics))
+    exchange = Exchange({"free_bytes": other, "least_bytes": least})
+    made = with_device_budget(asked, cast(Rendezvous, exchange), trainer_on(statistics))
     assert made.first == made.new
-    return made.first.schedule.max_stash_bytes, meeting.told
+    return made.first.schedule.max_stash_bytes, exchange.sent
 
 
 ENABLED = {"offload": {"enabled": True, "device_memory_fraction": 0.5}}
-TELLS = {"bytes_limit": 1000, "bytes_in_use": 200}
+REPORTED = {"bytes_limit": 1000, "bytes_in_use": 200}
 
 
-def test_each_stage_gets_a_fraction_of_its_free_memory():
-    told = {"free_bytes": 800, "least_bytes": 1}
-    assert budget(config(**ENABLED), TELLS) == ((400, 250), [told])
+def test_each_stage_is_capped_by_its_free_memory():
+    sent = {"free_bytes": 800, "least_bytes": 1}
+    assert budget(config(**ENABLED), REPORTED) == ((400, 250), [sent])
 
 
 @pytest.mark.parametrize("name", ["adaptive", "paper", "initial"])
-def test_a_planned_schedule_keeps_to_it_without_offload(name):
+def test_planned_schedules_keep_the_cap(name):
     asked = config(schedule={"name": name}, offload={"device_memory_fraction": 0.1})
-    caps, told = budget(asked, TELLS, least=70)
-    assert told == [{"free_bytes": 800, "least_bytes": 60}]
+    caps, sent = budget(asked, REPORTED, least=70)
+    assert sent == [{"free_bytes": 800, "least_bytes": 60}]
     assert caps == (80, 70)  # a tenth, but never less than one microbatch needs
 
 
-def test_a_budget_that_the_devices_have_set_is_told():
+def test_a_budget_from_devices_is_reported():
     asked = config(schedule={"name": "adaptive"}, offload={"device_memory_fraction": 0.5})
-    meeting = Meeting({"free_bytes": 3 << 20, "least_bytes": 1})
-    made = with_device_budget(asked, cast(Rendezvous, meeting), trainer_on(TELLS))
+    exchange = Exchange({"free_bytes": 3 << 20, "least_bytes": 1})
+    made = with_device_budget(asked, cast(Rendezvous, exchange), trainer_on(REPORTED))
     assert budget_in_words(asked, made) == (
         "stashes may take 400 B, 1.5 MiB of what the devices have free"
     )
@@ -101,11 +101,11 @@ def test_a_budget_that_the_devices_have_set_is_told():
         assert budget_in_words(same, WithinDevices(same, same)) == ""
 
 
-def test_plans_replacing_a_fixed_schedule_keep_to_it():
+def test_later_plans_keep_the_cap():
     adapts = {"schedule": {"name": "zb-h2"}, "adaptation": {"enabled": True}}
     asked = config(**adapts, offload={"device_memory_fraction": 0.5})
-    meeting = Meeting({"free_bytes": 500, "least_bytes": 1})
-    made = with_device_budget(asked, cast(Rendezvous, meeting), trainer_on(TELLS))
+    exchange = Exchange({"free_bytes": 500, "least_bytes": 1})
+    made = with_device_budget(asked, cast(Rendezvous, exchange), trainer_on(REPORTED))
     assert made.first == asked
     assert made.new.schedule.name == "zb-h2"
     assert made.new.schedule.max_stash_bytes == (400, 250)
@@ -114,9 +114,9 @@ def test_plans_replacing_a_fixed_schedule_keep_to_it():
     )
 
 
-@pytest.mark.parametrize("silent", [(None, 500), (TELLS, None)])
+@pytest.mark.parametrize("silent", [(None, 500), (REPORTED, None)])
 @pytest.mark.parametrize("sections", [ENABLED, {}])
-def test_a_device_that_does_not_tell_gives_no_cap(sections, silent):
+def test_unknown_memory_gives_no_cap(sections, silent):
     assert budget(config(**sections), *silent)[0] is None
 
 
@@ -129,21 +129,21 @@ def test_a_device_that_does_not_tell_gives_no_cap(sections, silent):
         {**ENABLED, "schedule": {"max_stash_bytes": 7}},
     ],
 )
-def test_nobody_asks_where_a_cap_exists_or_helps_nothing(sections):
+def test_memory_is_not_queried_without_need(sections):
     asked = config(**sections)
-    assert budget(asked, TELLS) == (asked.schedule.max_stash_bytes, [])
+    assert budget(asked, REPORTED) == (asked.schedule.max_stash_bytes, [])
 
 
 def test_a_device_without_host_memory_is_refused():
-    meeting = cast(Rendezvous, Meeting({}))
+    exchange = cast(Rendezvous, Exchange({}))
     says = r"^offload.enabled: got true, .* device of rank 0 has the memories device, and no pinned"
     with pytest.raises(UserError, match=says):
-        with_device_budget(config(**ENABLED), meeting, trainer_on(TELLS, "device"))
+        with_device_budget(config(**ENABLED), exchange, trainer_on(REPORTED, "device"))
     fixed = config(schedule={"name": "zb-h2"})
-    with_device_budget(fixed, meeting, trainer_on(TELLS, "device"))
+    with_device_budget(fixed, exchange, trainer_on(REPORTED, "device"))
 
 
-def test_what_is_free_is_what_jax_may_take_and_has_not():
+def test_free_memory_is_limit_minus_use():
     assert free_bytes(Device((("bytes_limit", 100), ("bytes_in_use", 30)))) == 70
     assert free_bytes(Device((("bytes_limit", 100),))) == 100
     assert free_bytes(Device((("bytes_in_use", 30),))) is None
@@ -193,7 +193,7 @@ def built(config, model, rank):
     ],
     ids=["float32", "bfloat16-recompute", "bfloat16-chunks"],
 )
-def test_it_is_what_a_stage_holds_once_it_is_built(config, rank):
+def test_forecast_equals_a_built_stage(config, rank):
     model = build_model(config, VOCABULARY)
     needs = needs_of_step(config, model).stages[rank]
     before = live_bytes()
@@ -202,7 +202,7 @@ def test_it_is_what_a_stage_holds_once_it_is_built(config, rank):
         assert trainer.stash_memory == needs.stash
 
 
-def test_stashes_are_those_of_the_planned_order():
+def test_stashes_follow_the_planned_order():
     config = config_of(2)
     needs = needs_of_step(config, build_model(config, VOCABULARY))
     first, last = (stage.stash for stage in needs.stages)
@@ -215,7 +215,7 @@ def test_stashes_are_those_of_the_planned_order():
     assert needs.message_bytes == 2 * 8 * 16 * 4
 
 
-def test_each_chunk_counts_with_what_it_keeps_itself():
+def test_each_chunk_counts_its_own_stash():
     few, many = (
         needs_of_step(config, build_model(config, VOCABULARY)).stages[0]
         for config in (config_of(2, chunks=2, layers=cut) for cut in ([1, 1, 1, 3], [3, 1, 1, 1]))
@@ -229,7 +229,7 @@ def test_each_chunk_counts_with_what_it_keeps_itself():
     assert few.peak_stash_bytes(twice_the_first) < many.peak_stash_bytes(twice_the_first)
 
 
-def test_more_microbatches_under_way_keep_more_and_one_stage_sends_nothing():
+def test_more_live_microbatches_need_more_memory():
     some, all_ = (
         needs_of_step(config, build_model(config, VOCABULARY))
         for config in (config_of(1), config_of(1, name="gpipe"))
@@ -240,7 +240,7 @@ def test_more_microbatches_under_way_keep_more_and_one_stage_sends_nothing():
     assert some.message_bytes == 0
 
 
-def test_a_plan_keeps_within_what_a_device_has_free_beside_the_state():
+def test_a_plan_fits_beside_the_state():
     config = config_of(2, name="adaptive")
     model = build_model(config, VOCABULARY)
     unbounded = needs_of_step(config, model)
@@ -254,7 +254,7 @@ def test_a_plan_keeps_within_what_a_device_has_free_beside_the_state():
     assert needs_of_step(fixed, model, device_bytes=1).plan == needs_of_step(fixed, model).plan
 
 
-def test_a_cap_that_cannot_be_kept_is_a_users_mistake():
+def test_an_impossible_cap_is_a_users_mistake():
     config = config_of(2, max_stash_bytes=1000)
     with pytest.raises(UserError, match=r"schedule\.max_stash_bytes\[0\]: got 1,000 bytes"):
         needs_of_step(config, build_model(config, VOCABULARY))

@@ -1,4 +1,4 @@
-"""Which steps are evaluated, on what, and what comes of it; the ranks are told by hand."""
+"""Which steps are evaluated, on which text, with what result; on made-up ranks."""
 
 import time
 from types import SimpleNamespace
@@ -60,7 +60,7 @@ def held_out(evaluation, step):
 
 
 class FakeTrainer:
-    """Notes what it is made to run; a batch's losses sum to its number of runs so far."""
+    """Records its runs; the losses of a batch sum to the number of runs so far."""
 
     def __init__(self):
         self.params, self.ran = {}, []
@@ -78,14 +78,14 @@ def evaluation_of(config, num_tokens=49):
     return Evaluation(config, runner, programs, batches), trainer, batches
 
 
-def test_every_nth_step_and_the_last_one_are_evaluated():
+def test_every_nth_and_the_last_step_are_evaluated():
     evaluation, trainer, _ = evaluation_of(config_of())
     losses = [held_out(evaluation, step).loss for step in range(10)]
     assert [step for step, loss in enumerate(losses) if loss is not None] == [3, 7, 9]
     assert [step for _, _, step in trainer.ran] == [3, 3, 7, 7, 9, 9]
 
 
-def test_the_loss_is_the_mean_over_all_tokens_of_the_same_batches():
+def test_the_loss_is_the_mean_of_all_tokens():
     evaluation, trainer, batches = evaluation_of(config_of())
     assert batches is not None
     began_s = time.monotonic()
@@ -101,7 +101,7 @@ def test_the_loss_is_the_mean_over_all_tokens_of_the_same_batches():
     assert np.any(batches.inputs(0) != batches.inputs(1))
 
 
-def test_no_message_of_an_evaluation_has_a_name_of_the_steps():
+def test_evaluation_messages_have_their_own_microbatches():
     evaluation, trainer, _ = evaluation_of(config_of())
     held_out(evaluation, 3)
     numbers = [[op.microbatch for op in program.ops()] for program, _, _ in trainer.ran]
@@ -117,7 +117,7 @@ def test_without_evaluation_nothing_runs():
     assert trainer.ran == []
 
 
-def test_too_little_held_out_text_is_told_with_what_is_needed():
+def test_too_little_held_out_text_is_refused():
     assert held_out_batches(config_of(), held_out_of(49)) is not None
     with pytest.raises(UserError) as caught:
         held_out_batches(config_of(), held_out_of(48))
@@ -127,13 +127,13 @@ def test_too_little_held_out_text_is_told_with_what_is_needed():
     )
 
 
-def test_runs_of_any_seed_are_compared_on_the_same_text():
+def test_every_seed_evaluates_the_same_text():
     made = [held_out_batches(config_of(run__seed=seed), held_out_of(490)) for seed in (1, 2)]
     first, second = (batches.inputs(0) for batches in made if batches is not None)
     assert np.array_equal(first, second)
 
 
-def test_forwards_alone_get_the_slots_they_need_too():
+def test_forwards_alone_get_their_slots():
     delegated = config_of(4, routes__default="delegated", batch__microbatches=16)
     plan = plan_of(delegated)
     with_room = with_room_to_evaluate(delegated, plan)

@@ -25,15 +25,15 @@ PACED = {"forward_ms": 1, "backward_input_ms": 1, "backward_weight_ms": 1}
 
 
 class Rank(SoleRank):
-    """One of several ranks: rank 0's messages are kept, another rank hears them."""
+    """One of several ranks: rank 0's messages are kept for the other ranks."""
 
-    def __init__(self, rank, heard=()):
+    def __init__(self, rank, received=()):
         self.rank, self.num_ranks = rank, 2
-        self.said, self._heard = [], list(heard)
+        self.sent, self._received = [], list(received)
 
     def exchange(self, message, detail=None):
-        self.said.append(message)
-        return [message if self.rank == 0 else self._heard.pop(0), {}]
+        self.sent.append(message)
+        return [message if self.rank == 0 else self._received.pop(0), {}]
 
 
 def config_of(stages=2, accelerator=None, schedule="zb-h2", **parallelism):
@@ -77,16 +77,16 @@ def test_stages_with_a_heavy_end_get_fewer_layers(costs, num_layers, layers, rea
     ("before", "measure", "cut"),
     [(None, lambda: HEAVY_HEAD, [5, 3]), ((6, 2), not_measured, [6, 2])],
 )
-def test_rank_0_measures_unless_it_was_cut_before_and_the_others_take_its_answer(
+def test_rank_0_measures_and_all_agree(
     before, measure, cut
 ):
     rank_0 = Rank(0)
     first = choose_layers(config_of(), rank_0, 8, measure, before)
-    second = choose_layers(config_of(), Rank(1, heard=rank_0.said), 8, not_measured)
+    second = choose_layers(config_of(), Rank(1, received=rank_0.sent), 8, not_measured)
     assert counts(first) == cut
     assert first == second
     assert (first.reason == "as the run was cut before") is (before is not None)
-    assert before or rank_0.said[0] == {}
+    assert before or rank_0.sent[0] == {}
 
 
 @pytest.mark.parametrize(
@@ -100,14 +100,14 @@ def test_rank_0_measures_unless_it_was_cut_before_and_the_others_take_its_answer
         (config_of(stages=1), [8], ""),
     ],
 )
-def test_nothing_is_measured_where_it_does_not_matter(config, cut, reason):
+def test_nothing_is_measured_without_a_choice(config, cut, reason):
     choice = choose_layers(config, SoleRank(), 8, not_measured)
     assert counts(choice) == cut
     assert choice.reason.startswith(reason)
     assert bool(choice.reason) == bool(reason)
 
 
-def test_more_stages_than_layers_is_refused_before_measuring():
+def test_too_many_stages_are_refused_before_measuring():
     with pytest.raises(UserError, match=r"parallelism.stages: got 9, expected between 1 and"):
         choose_layers(config_of(stages=9), SoleRank(), 8, not_measured)
 
@@ -129,27 +129,27 @@ def kept_config_of(layers: Any = "auto", stages=2, chunks=1, schedule="zb-h2"):
 
 
 @pytest.mark.parametrize("first_step", [0, 7])
-def test_a_life_after_a_failure_keeps_the_cut_that_the_one_before_has_measured(
+def test_a_restart_keeps_the_measured_cut(
     tmp_path, monkeypatch, first_step
 ):
-    """With a checkpoint of one stage to go on from, or none at all."""
+    """With a checkpoint of one stage to resume from, or none."""
     manifest = Manifest(7, (range(8),), 256, (), kept_config_of(stages=1))
     monkeypatch.setattr(CheckpointFolder, "manifest", lambda folder, step: manifest)
     measured = [HEAVY_HEAD, HEAVY_EMBEDDING]
     monkeypatch.setattr(run, "measured_on_rank_0", lambda *_: measured.pop(0))
 
-    def life(restarts):
+    def launch(restarts):
         checkpoints = RunCheckpoints(kept_config_of(), tmp_path, first_step)
         config = checkpoints.starting_config
         model = load_parts(config).model
         return run.load_run(config, SoleRank(), model, checkpoints, restarts=restarts)
 
-    lives = [life(restarts) for restarts in (0, 1)]
-    assert [life.cut.layers for life in lives] == [LAYERS, LAYERS]
+    launches = [launch(restarts) for restarts in (0, 1)]
+    assert [launch.cut.layers for launch in launches] == [LAYERS, LAYERS]
     assert measured == [HEAVY_EMBEDDING]
 
 
-def test_only_a_cut_that_was_to_be_chosen_is_kept(tmp_path):
+def test_only_a_chosen_cut_is_kept(tmp_path):
     keep_choice(tmp_path, kept_config_of(layers=[5, 3]), LAYERS)
     assert chosen_before(tmp_path, kept_config_of(), 8) is None
     keep_choice(tmp_path, kept_config_of(), LAYERS)
@@ -166,7 +166,7 @@ def test_only_a_cut_that_was_to_be_chosen_is_kept(tmp_path):
         (kept_config_of(), 9),
     ],
 )
-def test_other_stages_are_cut_anew(tmp_path, config, num_layers):
+def test_other_stages_get_a_new_cut(tmp_path, config, num_layers):
     keep_choice(tmp_path, kept_config_of(), LAYERS)
     assert chosen_before(tmp_path, config, num_layers) is None
 
@@ -174,6 +174,6 @@ def test_other_stages_are_cut_anew(tmp_path, config, num_layers):
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", json.dumps({"stages": 2, "chunks": 1, "layers": [9, -1]})]
 )
-def test_what_cannot_be_is_cut_anew(tmp_path, text):
+def test_an_unreadable_cut_is_replaced(tmp_path, text):
     (tmp_path / FILE).write_text(text)
     assert chosen_before(tmp_path, kept_config_of(), 8) is None

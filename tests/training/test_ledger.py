@@ -1,4 +1,4 @@
-"""What failures cost: every second between two signs of health is in exactly one recovery."""
+"""The cost of failures: every second belongs to at most one recovery."""
 
 import pytest
 from hypothesis import given
@@ -24,7 +24,7 @@ def live(steps, *ends_s):
     return ledger
 
 
-def test_a_recovery_is_split_from_the_last_step_before_it_to_the_lost_steps_done_again():
+def test_a_recovery_is_split_into_phases():
     ledger = live(5, 5.0, 8.0, 8.0, 10.0)
     ledger.failed("rank 1 failed: ended by SIGKILL", 15.2, 16.2, from_step=3)
     ledger.launched(17.2)
@@ -44,8 +44,8 @@ def test_a_recovery_is_split_from_the_last_step_before_it_to_the_lost_steps_done
 
 
 @st.composite
-def lives(draw):
-    """How long each part of each life takes, how many steps it does, and what the next keeps."""
+def launches(draw):
+    """Lengths of each launch's parts, its number of steps, and how many the next one keeps."""
     parts = st.lists(st.floats(0, 10), min_size=4, max_size=4)
     steps = st.integers(0, 6)
     kept = st.floats(0, 1)
@@ -53,8 +53,8 @@ def lives(draw):
     return draw(st.lists(st.tuples(parts, steps, kept, failure), min_size=1, max_size=5))
 
 
-@given(lives(), st.integers(1, 3))
-def test_all_time_is_of_first_start_of_new_steps_or_of_one_recovery(lives, num_last_steps):
+@given(launches(), st.integers(1, 3))
+def test_all_time_is_accounted_for(launches, num_last_steps):
     now_s, from_step, furthest, fresh_s = 0.0, 0, -1, 0.0
     ledger, step_s = Ledger(0.0), 1.0
 
@@ -70,7 +70,7 @@ def test_all_time_is_of_first_start_of_new_steps_or_of_one_recovery(lives, num_l
             furthest = max(furthest, step)
             ledger.step_done(step, now_s)
 
-    for number, (parts, num_steps, kept, failure) in enumerate(lives):
+    for number, (parts, num_steps, kept, failure) in enumerate(launches):
         live(parts, num_steps, is_first=number == 0)
         ledger.cut_off()
         kept_step = round(from_step + kept * (ledger.next_step - from_step))
@@ -80,13 +80,13 @@ def test_all_time_is_of_first_start_of_new_steps_or_of_one_recovery(lives, num_l
         from_step = kept_step
     live([1.0] * 4, max(0, furthest - from_step + 1) + num_last_steps)
     lost_s = sum(recovery.total_s for recovery in ledger.recoveries)
-    assert [each.restart for each in ledger.recoveries] == [*range(1, len(lives) + 1)]
+    assert [each.restart for each in ledger.recoveries] == [*range(1, len(launches) + 1)]
     assert not ledger.recoveries[-1].cut_off
     assert lost_s + fresh_s == pytest.approx(now_s)
     assert ledger.goodput(fresh_s).wall_s == pytest.approx(now_s)
 
 
-def test_goodput_is_the_share_of_steps_that_stayed():
+def test_goodput_is_the_share_of_productive_time():
     assert Goodput(productive_s=30.0, wall_s=40.0).share == 0.75
     assert Goodput(productive_s=0.0, wall_s=0.0).share == 0.0
     assert Goodput(30.0, 40.0).to_json() == {
@@ -95,12 +95,12 @@ def test_goodput_is_the_share_of_steps_that_stayed():
 
 
 @given(TIMES, st.lists(st.tuples(st.sampled_from(PHASES), TIMES)))
-def test_phases_add_up_to_the_time_until_the_last_of_them_ended(began_s, told):
+def test_phases_leave_no_gap(began_s, phases):
     ends = PhaseEnds(began_s)
-    for phase, at_s in told:
+    for phase, at_s in phases:
         ends.end(phase, at_s)
     lengths_s = ends.lengths_s()
-    assert set(lengths_s) == {phase for phase, _ in told}
+    assert set(lengths_s) == {phase for phase, _ in phases}
     assert min(lengths_s.values(), default=0.0) >= 0.0
-    last_s = max([began_s, *(at_s for _, at_s in told)])
+    last_s = max([began_s, *(at_s for _, at_s in phases)])
     assert sum(lengths_s.values()) == pytest.approx(last_s - began_s, abs=1e-9)

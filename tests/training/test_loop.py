@@ -1,4 +1,4 @@
-"""What callbacks do to a loop between two steps, and what is in a step's time."""
+"""What callbacks do between two steps, and what counts as a step's time."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ NOTHING: Any = None
 
 
 class Asks(Callback):
-    """Asks the same after every step, and counts them."""
+    """Returns the same effect after every step, and counts steps."""
 
     def __init__(self, effect):
         self.effect, self.count = effect, 0
@@ -27,7 +27,7 @@ class Asks(Callback):
 
 
 class Saver:
-    """Notes after how many steps there is a save."""
+    """Records the steps after which a state is saved."""
 
     def __init__(self):
         self.saved, self.advanced = [], 0
@@ -51,7 +51,7 @@ def loop_of(*callbacks, totals=(FINITE,)):
     return Loop(runner, NOTHING, callbacks)
 
 
-def test_all_callbacks_act_on_the_step_that_ends_a_loop():
+def test_all_callbacks_act_on_the_last_step():
     program: Any = object()
     ends, swaps = Asks(Effect(ends=True)), Asks(Effect(program=program))
     loop = loop_of(ends, swaps)
@@ -71,12 +71,12 @@ def saving_loop(num_steps, stop_after, totals):
         stop_asked=lambda: False,
         clock=lambda: 0.0,
     )
-    books: Any = SimpleNamespace(event=lambda *event: events.append(event))
-    saving = Saving(times, skipped, saver, stage, books, num_steps)
+    recorder: Any = SimpleNamespace(emit=lambda *event: events.append(event))
+    saving = Saving(times, skipped, saver, stage, recorder, num_steps)
     return loop_of(Skipping(skipped), saving, totals=totals), saver
 
 
-def test_a_step_too_many_saves_nothing_but_saves_go_on():
+def test_giving_up_finishes_the_open_save():
     loop, saver = saving_loop(4, 2, [FINITE, FINITE, BAD, BAD])
     assert not loop.run(iter([NOTHING] * 4), 4)
     assert (saver.saved, saver.advanced) == ([1, 2], 4)
@@ -89,7 +89,7 @@ def test_a_script_has_no_last_step_to_save():
 
 
 class Acting(Callback):
-    """Answers with what is given for a step."""
+    """Returns the effect given for each step."""
 
     def __init__(self, name, log, effects):
         self.name, self.log, self.effects = name, log, effects
@@ -111,7 +111,7 @@ def clock(monkeypatch):
 
 
 def timed_loop(clock, next_step=0, **effects):
-    """A loop whose steps take two seconds, and what each was given."""
+    """A loop of two-second steps, their arguments, and a log of callbacks."""
     steps, log = [], []
 
     def run(program, inputs, step, *, began_s, report):
@@ -124,7 +124,7 @@ def timed_loop(clock, next_step=0, **effects):
     return Loop(runner, NOTHING, callbacks, next_step), steps, log
 
 
-def test_callbacks_report_and_act_in_their_order(clock):
+def test_callbacks_act_in_order(clock):
     loop, steps, log = timed_loop(clock, next_step=7, one={}, two={})
     inputs = iter([NOTHING] * 3)
     assert loop.run(inputs, num_steps=9)
@@ -133,14 +133,14 @@ def test_callbacks_report_and_act_in_their_order(clock):
     assert len([*inputs]) == 1  # nothing is read for a step that doesn't run
 
 
-def test_another_program_runs_from_the_next_step_on(clock):
+def test_a_new_program_runs_from_the_next_step(clock):
     other: Any = "another"
     loop, steps, _ = timed_loop(clock, one={1: Effect(program=other)}, two={})
     loop.run(iter([NOTHING] * 4), num_steps=4)
     assert [program for _, program, *_ in steps] == [NOTHING, NOTHING, other, other]
 
 
-def test_a_step_begins_with_the_meeting_before_it_but_for_pauses(clock):
+def test_pauses_are_part_of_no_step(clock):
     loop, steps, _ = timed_loop(clock, one={1: Effect(paused_s=0.5)}, two={})
     clock.now_s = 11.0
     loop.begin()

@@ -1,4 +1,4 @@
-"""What of a configuration says which model it is, and what how it is computed."""
+"""Which options decide the model, and which how it is computed."""
 
 from typing import Any
 
@@ -10,18 +10,18 @@ from jaxmorph.training.model_factory import build_model, device_options, for_any
 
 
 def configured(**model):
-    told = {"model": {"preset": "tiny", **model}, "precision": {"compute": "bfloat16"}}
-    return Config.model_validate(told)
+    sections = {"model": {"preset": "tiny", **model}, "precision": {"compute": "bfloat16"}}
+    return Config.model_validate(sections)
 
 
 def built(config):
-    """The sizes of what is built."""
+    """The sizes of the built model."""
     model: Any = build_model(config, 16)
     return model.config
 
 
 @pytest.mark.parametrize("factory", ["models.gpt2", "models.llama"])
-def test_a_model_for_any_device_is_the_same_but_for_its_device(factory):
+def test_device_options_are_removed(factory):
     config = configured(factory=factory, attention="cudnn", num_layers=2)
     assert built(config).attention == "cudnn"
     anywhere = for_any_device(config)
@@ -31,7 +31,7 @@ def test_a_model_for_any_device_is_the_same_but_for_its_device(factory):
     assert built(anywhere).attention == "auto"
 
 
-def test_a_factory_need_not_say_anything_of_devices(tmp_path, monkeypatch):
+def test_a_factory_needs_no_device_options(tmp_path, monkeypatch):
     (tmp_path / "silent_factory.py").write_text("def build(**options): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert device_options("silent_factory") == ()

@@ -1,4 +1,4 @@
-"""What a rank agrees on with the others before it opens its stage."""
+"""The agreement of ranks before they open their stages."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from jaxmorph.errors import UserError
 from jaxmorph.training import open_stage
 
 
-class Meeting:
-    """Rank 0 of two; the other one is of the same host, and has this mistake."""
+class Exchange:
+    """Rank 0 of two; the other rank is on the same host, and has this error."""
 
     def __init__(self, mistake):
         self._answers = [None, {"value": mistake}]
@@ -21,7 +21,7 @@ class Meeting:
 
 def agreed(mistake, addresses: Any = "auto"):
     config = check_config({"transport": {"addresses": addresses}})
-    return open_stage._agreed_transport(config, Meeting(mistake))  # pyright: ignore[reportArgumentType]
+    return open_stage._agreed_transport(config, Exchange(mistake))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def nobody_to_ask(monkeypatch):
     monkeypatch.setattr(open_stage, "coordinator_host", lambda: "127.0.0.1")
 
 
-def test_what_one_host_lacks_is_the_mistake_of_all_ranks():
+def test_an_error_on_one_host_is_raised_on_all():
     assert agreed("").addresses == ("127.0.0.1",)
     with pytest.raises(UserError, match=r"^theirs$"):
         agreed("theirs")

@@ -21,7 +21,7 @@ from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
 from jaxmorph.training import record
-from jaxmorph.training.bookkeeping import TracedSteps
+from jaxmorph.training.step_recorder import TracedSteps
 from jaxmorph.training.ledger import Goodput
 
 STEP = StepRecord(
@@ -42,63 +42,63 @@ def directory(tmp_path):
 
 @pytest.fixture
 def now():
-    """The one time of the books' clock."""
+    """The one time of the record's clock."""
     return [100.0]
 
 
 @pytest.fixture
-def books_of(directory, monkeypatch, now):
-    """Books of a run, with what they show and which pictures they would have drawn."""
+def record_of(directory, monkeypatch, now):
+    """A run's record, with what it shows and the pictures that it would have drawn."""
 
-    def books_of(first_step=0, **sections):
+    def record_of(first_step=0, **sections):
         config, shown = Config.model_validate(sections), io.StringIO()
         reporter = PlainReporter(shown)
-        books = record.RunRecord(config, directory, reporter, lambda: now[0], first_step)
-        return books, shown, pictures
+        run_record = record.RunRecord(config, directory, reporter, lambda: now[0], first_step)
+        return run_record, shown, pictures
 
     pictures = []
     monkeypatch.setattr(record, "save_timelines", lambda path, drawn: pictures.append([*drawn]))
-    return books_of
+    return record_of
 
 
 def _step(step=0):
     return StepDone(replace(STEP, step=step))
 
 
-def test_a_run_lasts_from_its_start_to_its_last_step_and_no_picture_is_timed(
-    books_of, now, monkeypatch
+def test_elapsed_time_excludes_figures(
+    record_of, now, monkeypatch
 ):
     def draw_slowly(*_):
         now[0] += 50.0
 
     monkeypatch.setattr(record, "save_timelines", draw_slowly)
-    books, shown, _ = books_of()
+    run_record, shown, _ = record_of()
     now[0] = 110.0
-    books.take(STARTED)
+    run_record.take(STARTED)
     for now[0] in (111.0, 113.0):
-        books.take(_step())
+        run_record.take(_step())
     now[0] = 120.0
-    books.take(_timelines(0))
-    books.finish()
+    run_record.take(_timelines(0))
+    run_record.finish()
     assert now == [170.0]
     assert "2 in 3.0 s" in shown.getvalue()
 
 
-def test_a_run_that_ended_before_any_sampled_step_has_no_picture_and_says_why_it_ended(books_of):
-    books, shown, pictures = books_of()
-    books.take(STARTED)
-    books.take(_step())
+def test_a_run_without_samples_has_no_picture(record_of):
+    run_record, shown, pictures = record_of()
+    run_record.take(STARTED)
+    run_record.take(_step())
     event = Event(0.0, 0, EventKind.STOPPED, detail="asked to end after 1 of 9 steps")
-    books.take(EventEmitted(event))
-    books.finish()
-    assert books.stopped == "asked to end after 1 of 9 steps"
+    run_record.take(EventEmitted(event))
+    run_record.finish()
+    assert run_record.stopped == "asked to end after 1 of 9 steps"
     assert "picture" not in shown.getvalue()
     assert pictures == []
 
 
-def test_a_profile_is_written_to_the_run_directory(directory, books_of):
-    books, *_ = books_of()
-    books.take(ProfileUpdated({"costs": {}, "links": {}}))
+def test_a_profile_is_written(directory, record_of):
+    run_record, *_ = record_of()
+    run_record.take(ProfileUpdated({"costs": {}, "links": {}}))
     assert json.loads((directory.path / "profile.json").read_text()) == {"costs": {}, "links": {}}
 
 
@@ -110,12 +110,12 @@ def _timelines(step: int, around_change: bool = False) -> StepTimelines:
     ("keep", "around", "left"),
     [(2, (), [8, 9]), (4, {1, 2}, [1, 2, 8, 9]), (4, {0, 1, 2, 3, 4}, [3, 4, 8, 9])],
 )
-def test_of_many_traces_the_latest_stay_and_those_around_changes_in_half_of_the_room(
-    directory, books_of, keep, around, left
+def test_traces_around_changes_keep_half_the_room(
+    directory, record_of, keep, around, left
 ):
-    books, *_ = books_of(trace={"keep": keep})
+    run_record, *_ = record_of(trace={"keep": keep})
     for step in range(10):
-        books.take(_timelines(step, step in around))
+        run_record.take(_timelines(step, step in around))
     assert list(directory.traces()) == left
 
 
@@ -123,67 +123,67 @@ def test_of_many_traces_the_latest_stay_and_those_around_changes_in_half_of_the_
     ("back_to", "again", "drawn"),
     [(3, [3], ["planned, step 3"]), (3, [], None), (6, [], ["planned, step 5"])],
 )
-def test_the_picture_shows_no_step_that_was_taken_back(directory, books_of, back_to, again, drawn):
-    books, _, pictures = books_of()
-    for told in (STARTED, _step(), _timelines(2), _timelines(5)):
-        books.take(told)
-    books.go_back(back_to)
+def test_the_picture_shows_no_withdrawn_step(directory, record_of, back_to, again, drawn):
+    run_record, _, pictures = record_of()
+    for message in (STARTED, _step(), _timelines(2), _timelines(5)):
+        run_record.take(message)
+    run_record.go_back(back_to)
     assert [*directory.traces()] == ([2] if back_to == 3 else [2, 5])
     for step in again:
-        books.take(_timelines(step))
-    books.finish()
+        run_record.take(_timelines(step))
+    run_record.finish()
     assert pictures == ([drawn] if drawn else [])
 
 
 @pytest.mark.parametrize("change", [7, 8, 9])
-def test_the_last_steps_trace_stays_whatever_changes_where_one_is_kept(directory, books_of, change):
+def test_the_last_steps_trace_always_stays(directory, record_of, change):
     sections = {"run": {"steps": 10}, "trace": {"keep": 1, "every_steps": 4}}
-    books, *_ = books_of(**sections)
-    traced = TracedSteps(Config.model_validate(sections), books.take)
+    run_record, *_ = record_of(**sections)
+    traced = TracedSteps(Config.model_validate(sections), run_record.take)
     for step in range(10):
-        traced.note(step, TIMELINE, TIMELINE)
+        traced.record(step, TIMELINE, TIMELINE)
         if step == change:
-            traced.pass_on(EventEmitted(Event(0.0, step, EventKind.PLAN_CHANGED)))
+            traced.send(EventEmitted(Event(0.0, step, EventKind.PLAN_CHANGED)))
     assert list(directory.traces()) == [9]
 
 
-def test_the_last_picture_is_of_the_last_step_though_earlier_ones_are_told_later(books_of):
-    books, _, pictures = books_of()
-    for told in (_step(), _timelines(9), _timelines(7, around_change=True)):
-        books.take(told)
-    books.finish()
+def test_the_picture_is_of_the_last_step(record_of):
+    run_record, _, pictures = record_of()
+    for message in (_step(), _timelines(9), _timelines(7, around_change=True)):
+        run_record.take(message)
+    run_record.finish()
     assert pictures == [["planned, step 9"]]
 
 
-def test_a_run_that_goes_on_keeps_as_many_traces_as_one_that_did_not_stop(directory, books_of):
+def test_a_resumed_run_keeps_as_many_traces(directory, record_of):
     for step in (2, 9, 10, 30):
         directory.trace_path(step).write_text("{}")
-    books, *_ = books_of(first_step=20, trace={"keep": 2})
+    run_record, *_ = record_of(first_step=20, trace={"keep": 2})
     assert list(directory.traces()) == [2, 9, 10]
-    books.take(_timelines(20))
+    run_record.take(_timelines(20))
     assert list(directory.traces()) == [10, 20]
 
 
-def test_a_run_that_goes_back_takes_its_steps_again_and_lasts_from_its_first_start(
-    directory, books_of, now
+def test_a_run_that_goes_back_records_steps_again(
+    directory, record_of, now
 ):
-    books, shown, _ = books_of()
-    for now[0], told in ((110.0, STARTED), (111.0, _step(0)), (112.0, _step(1)), (113.0, _step(2))):
-        books.take(told)
+    run_record, shown, _ = record_of()
+    for now[0], sent in ((110.0, STARTED), (111.0, _step(0)), (112.0, _step(1)), (113.0, _step(2))):
+        run_record.take(sent)
     now[0] = 114.0
-    books.write_event(3, EventKind.RANK_FAILED, "rank 1 failed")
-    books.go_back(1)
-    assert (books.num_steps, books.num_recorded) == (1, 1)
+    run_record.write_event(3, EventKind.RANK_FAILED, "rank 1 failed")
+    run_record.go_back(1)
+    assert (run_record.num_steps, run_record.num_recorded) == (1, 1)
     now[0] = 130.0
-    books.take(PhaseEnded("plan", 130.0))
-    for now[0], told in ((130.0, STARTED), (131.0, _step(1)), (132.5, _step(2))):
-        books.take(told)
-    books.write_event(1, EventKind.RESTARTED, "19.5 s lost", evidence={"total_s": 19.5})
-    assert books.productive_s == pytest.approx(3 * 0.4)
-    books.keep_goodput(Goodput(1.5, 30.0))
-    books.finish()
+    run_record.take(PhaseEnded("plan", 130.0))
+    for now[0], sent in ((130.0, STARTED), (131.0, _step(1)), (132.5, _step(2))):
+        run_record.take(sent)
+    run_record.write_event(1, EventKind.RESTARTED, "19.5 s lost", evidence={"total_s": 19.5})
+    assert run_record.productive_s == pytest.approx(3 * 0.4)
+    run_record.keep_goodput(Goodput(1.5, 30.0))
+    run_record.finish()
     assert "3 in 22.5 s" in shown.getvalue()
-    assert "goodput   5.0 %: 1.5 s in steps that stayed, of 30.0 s since the launch" in (
+    assert "goodput   5.0 %: 1.5 s in steps, of 30.0 s since the launch" in (
         shown.getvalue()
     )
     assert shown.getvalue().count("some text") == 1
@@ -198,9 +198,9 @@ def test_a_run_that_goes_back_takes_its_steps_again_and_lasts_from_its_first_sta
 
 
 def test_a_picture_that_cannot_be_written_fails_the_run(directory):
-    books = record.RunRecord(Config(), directory, PlainReporter(io.StringIO()))
-    for told in (STARTED, _step(), _timelines(0)):
-        books.take(told)
+    run_record = record.RunRecord(Config(), directory, PlainReporter(io.StringIO()))
+    for message in (STARTED, _step(), _timelines(0)):
+        run_record.take(message)
     (directory.path / record.PICTURE).mkdir()
     with pytest.raises(RunFailedError, match=r"cannot write .*png: Is a directory"):
-        books.finish()
+        run_record.finish()

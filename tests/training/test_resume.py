@@ -1,4 +1,4 @@
-"""Whether a run can go on, told before anything is started."""
+"""Whether a run can resume, known before anything is started."""
 
 import errno
 import sys
@@ -52,7 +52,7 @@ def write_run(directory, steps, config=CONFIG):
     return directory
 
 
-def test_a_run_goes_on_from_its_last_checkpoint_with_its_overrides(tmp_path):
+def test_a_run_resumes_with_its_overrides(tmp_path):
     run = write_run(tmp_path, [7, 14])
     (checkpoint_folder(Config(), run).path / "step_16.unfinished").mkdir()
     found = find_resumption(run, ["run.steps=30", "optimizer.learning_rate=1e-4"])
@@ -68,23 +68,23 @@ def test_a_run_goes_on_from_its_last_checkpoint_with_its_overrides(tmp_path):
     ("override", "says"),
     [
         ("run.steps=13", "got 13, expected at least the 14 steps that the last checkpoint has"),
-        ("run.dir=runs/other", "got runs/other, expected none: a resumed run goes on in its own"),
+        ("run.dir=runs/other", "got runs/other, expected none: a resumed run continues in its"),
         ("model.width=64", "got 64, expected 32, that of the checkpoint's model"),
         ("model.num_heads=2", "got 2, expected None, that of the checkpoint's model"),
         ("model.preset=small", "got small, expected tiny, that of the checkpoint's model"),
-        ("data.held_out_fraction=0.1", "got 0.1, expected 0: what was held out, and what was"),
+        ("data.held_out_fraction=0.1", "got 0.1, expected 0: held-out text must stay held out"),
         ("checkpoint.dir=/other", "got /other, expected none: a run's checkpoints stay in one"),
         ("data.sequence_length=64", "got 64, expected 128, that of the checkpoint's model"),
     ],
 )
-def test_what_cannot_go_on_is_one_line_that_names_the_override(tmp_path, override, says):
+def test_a_refused_override_is_named(tmp_path, override, says):
     run = write_run(tmp_path, [7, 14])
     with pytest.raises(UserError) as error:
         find_resumption(run, [override])
     assert str(error.value).startswith(f"{override} (command line): {says}")
 
 
-def test_a_run_is_done_with_the_checkpoint_of_its_last_step(tmp_path):
+def test_the_last_steps_checkpoint_ends_a_run(tmp_path):
     run = write_run(tmp_path, [7, 14])
     assert find_resumption(run, ["run.steps=14"]).is_done
     assert not find_resumption(run, []).is_done
@@ -92,14 +92,14 @@ def test_a_run_is_done_with_the_checkpoint_of_its_last_step(tmp_path):
     assert not find_resumption(run, ["run.steps=14"]).is_done
 
 
-def test_a_script_goes_on_after_more_steps_than_the_runs(tmp_path):
+def test_a_script_may_exceed_run_steps(tmp_path):
     config = Config.model_validate(CONFIG | {"run": {"dir": str(tmp_path), "steps": 20}})
     run = write_run(tmp_path, [150], config)
     start = start_of_script(config, resume=True)
     assert (start.first_step, start.directory) == (150, run)
 
 
-def test_what_does_not_change_the_model_may_change(tmp_path):
+def test_options_that_keep_the_model_may_change(tmp_path):
     run = write_run(tmp_path, [7])
     overrides = ["model.weights=null", "parallelism.layers=auto", "checkpoint.every_steps=3"]
     overrides += ["model.attention=xla"]
@@ -116,7 +116,7 @@ def test_what_does_not_change_the_model_may_change(tmp_path):
         ("parallelism.layers=[2,2]", None),
     ],
 )
-def test_another_cut_may_go_on_and_one_that_nobody_names_stays(tmp_path, override, kept):
+def test_an_automatic_cut_stays_and_another_may_be_set(tmp_path, override, kept):
     found = find_resumption(write_run(tmp_path, [7]), [override])
     assert kept_cut(found.config, found.manifest) == kept
 
@@ -127,20 +127,24 @@ def corrupt(run, step):
     return part
 
 
-def test_a_damaged_checkpoint_is_passed_over_told_of_and_set_aside(tmp_path):
+def test_a_damaged_checkpoint_is_set_aside(tmp_path):
     run = write_run(tmp_path, [7, 14, 18])
     path = corrupt(run, 18)
     assert find_resumption(run, [], thorough=False).manifest.step == 18
     found = find_resumption(run, [])
     assert found.manifest.step == 14
-    (line,) = set_aside(found.config, run, found.passed_over)
+    events = []
+    record: Any = SimpleNamespace(write_event=lambda *event: events.append(event))
+    set_aside(found.config, run, found.passed_over, record, 14)
+    ((step, kind, line),) = events
+    assert (step, kind) == (14, "checkpoint_damaged")
     aside = tmp_path / "checkpoints" / "step_18.damaged"
     assert line.startswith(f"passed over, and now {aside}: {path}: got 4 bytes of CRC-32 ")
     assert aside.is_dir()
     assert find_resumption(run, []).passed_over == ()
 
 
-def test_where_no_checkpoint_is_whole_each_ones_damage_is_told(tmp_path):
+def test_without_a_whole_checkpoint_all_damage_is_listed(tmp_path):
     run = write_run(tmp_path, [7, 14])
     paths = [corrupt(run, step) for step in (14, 7)]
     with pytest.raises(UserError) as error:
@@ -151,7 +155,7 @@ def test_where_no_checkpoint_is_whole_each_ones_damage_is_told(tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_no_run_and_a_run_without_a_checkpoint_are_told_apart(tmp_path):
+def test_a_missing_run_differs_from_a_missing_checkpoint(tmp_path):
     with pytest.raises(UserError, match=r"^--resume: got \S+/none, expected a run's directory, w"):
         find_resumption(tmp_path / "none", [])
     run = write_run(tmp_path, [])
@@ -160,7 +164,7 @@ def test_no_run_and_a_run_without_a_checkpoint_are_told_apart(tmp_path):
         find_resumption(run, [])
 
 
-def test_another_vocabulary_is_another_model(tmp_path):
+def test_another_vocabulary_is_refused(tmp_path):
     manifest = find_resumption(write_run(tmp_path, [7]), []).manifest
     check_vocabulary(manifest, 256)
     with pytest.raises(UserError, match=r"^data.vocab_size: got 300, expected 256"):
@@ -178,7 +182,7 @@ def test_checkpoints_may_be_elsewhere_but_not_among_another_runs(tmp_path):
         require_no_checkpoints(config)
 
 
-def test_what_was_left_half_done_goes_before_a_run_begins(tmp_path):
+def test_unfinished_checkpoints_are_removed(tmp_path):
     run = write_run(tmp_path / "run", [7])
     folder = checkpoint_folder(Config(), run)
     folder.unfinished(9).mkdir()
@@ -191,13 +195,13 @@ def named_folder(folder, **sections):
 
 
 @pytest.mark.parametrize("make", [try_named_folder, lambda own: prepare_checkpoints(own, Path())])
-def test_a_folder_that_cannot_be_made_is_told_before_training(tmp_path, make):
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, make):
     (tmp_path / "file").write_text("precious")
     with pytest.raises(UserError, match=r"^checkpoint.dir: \S+/file/in: cannot be made: Not a dir"):
         make(named_folder(tmp_path / "file" / "in"))
 
 
-def test_data_that_changed_under_the_same_name_are_not_gone_on_with(tmp_path):
+def test_changed_data_are_refused(tmp_path):
     found = find_resumption(write_run(tmp_path, [7]), [])
     check_data(found.manifest, found.config, DataDigest(9, "ab"))
     for changed in (DataDigest(10, "ab"), DataDigest(9, "cd")):
@@ -219,7 +223,7 @@ def test_a_named_folder_is_the_same_from_another_directory(tmp_path, monkeypatch
         find_resumption(run, ["checkpoint.dir=saved"])
 
 
-def test_a_named_folder_is_made_and_left_empty_but_not_one_in_a_run_that_is_yet_to_be(tmp_path):
+def test_a_named_folder_outside_the_run_is_made(tmp_path):
     prepare_checkpoints(Config.model_validate({"checkpoint": {"every_steps": 0}}), tmp_path)
     try_named_folder(named_folder(tmp_path / "run" / "saved", run={"dir": f"{tmp_path}/run"}))
     assert not list(tmp_path.iterdir())
@@ -227,7 +231,7 @@ def test_a_named_folder_is_made_and_left_empty_but_not_one_in_a_run_that_is_yet_
     assert not list((tmp_path / "saved").iterdir())
 
 
-def test_a_folder_that_cannot_be_written_to_is_told(tmp_path, monkeypatch):
+def test_a_read_only_folder_is_refused(tmp_path, monkeypatch):
     def full(**_):
         raise OSError(28, "No space left on device")
 
@@ -238,12 +242,12 @@ def test_a_folder_that_cannot_be_written_to_is_told(tmp_path, monkeypatch):
         try_named_folder(named_folder(tmp_path / "saved"))
 
 
-def test_a_folder_in_use_is_refused_until_it_is_let_go(tmp_path):
+def test_a_held_folder_is_refused_until_released(tmp_path):
     one, other = tmp_path / "one", tmp_path / "other"
     one.mkdir()
     other.mkdir()
     with hold([one, one]):
-        in_use = pytest.raises(UserError, match=r"^\S+/one is in use by another run, expected")
+        in_use = pytest.raises(UserError, match=r"^\S+/one: in use by another run, expected")
         with in_use, hold([other, one]):
             pass
         with hold([other]):
@@ -252,7 +256,7 @@ def test_a_folder_in_use_is_refused_until_it_is_let_go(tmp_path):
         pass
 
 
-def test_a_folder_that_cannot_be_held_is_used_without(tmp_path, monkeypatch):
+def test_a_folder_without_locks_is_used(tmp_path, monkeypatch):
     with hold([tmp_path / "none"]):
         assert not list(tmp_path.iterdir())
 

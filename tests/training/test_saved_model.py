@@ -26,7 +26,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def params(model):
-    """Of the whole model: random numbers by which some tokens are clearly likelier than others."""
+    """Random parameters of the whole model, with some tokens much likelier than others."""
     init = partial(init_stage_params, model, layers=range(LAYERS), is_first=True, is_last=True)
     shapes = jax.eval_shape(init, jax.random.key(0))
     random = np.random.default_rng(3)
@@ -38,7 +38,7 @@ def params(model):
 
 
 def cut(params, num_stages):
-    """The parameters as a pipeline's stages have them."""
+    """The parameters, cut into stages."""
     stages = []
     for layers in cut_layers(LAYERS, num_stages):
         own = jax.tree.map(lambda leaf, own=layers: leaf[own.start : own.stop], params["layers"])
@@ -55,7 +55,7 @@ def drawn(model, params, prompt, num_tokens, **changes):
 
 @pytest.fixture(scope="module")
 def logits_after(model, params):
-    """Of the token after some, with nothing behind them and no scan."""
+    """The logits of the next token, without padding and without a scan."""
 
     params = jax.device_put(params)
 
@@ -69,7 +69,7 @@ def logits_after(model, params):
     return lambda ids: np.asarray(logits_of(np.array([ids], np.int32)))
 
 
-def test_without_temperature_each_token_is_the_likeliest_after_the_last_ones(
+def test_temperature_0_takes_the_likeliest_token(
     model, params, logits_after
 ):
     ids = list(range(LENGTH - 1))
@@ -81,7 +81,7 @@ def test_without_temperature_each_token_is_the_likeliest_after_the_last_ones(
 
 
 def first_draws(model, params, prompt, count, **changes):
-    """So many independent draws of the token after a prompt."""
+    """Independent draws of the token after a prompt."""
     window = np.zeros((1, LENGTH), np.int32)
     window[0, : len(prompt)] = prompt
     draw, params = drawing(model, SamplingSettings(1, **changes), VOCAB), jax.device_put(params)
@@ -98,14 +98,14 @@ def test_drawing_follows_the_models_probabilities(model, params, logits_after):
     np.testing.assert_allclose(found, expected, atol=0.05)
 
 
-def test_top_k_draws_from_the_likeliest_only(model, params, logits_after):
+def test_top_k_draws_from_the_likeliest(model, params, logits_after):
     likeliest = set(np.argsort(logits_after([5]))[-3:].tolist())
     assert set(first_draws(model, params, [5], 200, top_k=3, temperature=9.0)) == likeliest
     everything = set(first_draws(model, params, [5], 500, top_k=10_000, temperature=50.0))
     assert everything == set(range(VOCAB))
 
 
-def test_the_seed_decides_what_is_drawn_unless_only_one_token_may_be(model, params):
+def test_the_seed_decides_the_draw(model, params):
     hot = {"temperature": 5.0}
     once = drawn(model, params, [1], 10, seed=7, **hot)
     assert drawn(model, params, [1], 10, seed=7, **hot) == once
@@ -114,13 +114,13 @@ def test_the_seed_decides_what_is_drawn_unless_only_one_token_may_be(model, para
     assert drawn(model, params, [1], 10, top_k=1, seed=4) == likeliest
 
 
-def test_ids_that_the_tokenizer_does_not_know_are_never_drawn(model, params):
+def test_unknown_ids_are_never_drawn(model, params):
     settings = SamplingSettings(40, temperature=50.0)
     ids = continuation(model, params, [1], settings, sequence_length=LENGTH, num_known=5)
     assert set(ids) <= set(range(5))
 
 
-def test_one_program_is_compiled_whatever_the_length_of_the_text(model, params):
+def test_one_program_serves_all_lengths(model, params):
     tokens = continuation(
         model, params, [1], SamplingSettings(20), sequence_length=LENGTH, num_known=VOCAB
     )
@@ -131,12 +131,12 @@ def test_one_program_is_compiled_whatever_the_length_of_the_text(model, params):
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_parameters_of_any_stages_are_joined_to_the_same_model(params, num_stages):
+def test_stages_are_joined_to_one_model(params, num_stages):
     joined = join_stages(reversed(cut(params, num_stages)))
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, params, joined)))
 
 
-def test_a_model_without_logits_is_told_so():
+def test_a_model_without_logits_is_refused():
     with pytest.raises(UserError, match=r"^the model SimpleNamespace has no logits\(params, x\)"):
         with_logits(SimpleNamespace(embed=None))  # pyright: ignore[reportArgumentType]
 
@@ -151,7 +151,7 @@ def test_a_model_without_logits_is_told_so():
         ({"seed": -1}, "--seed: got -1, expected a whole number from 0 to below 4294967296"),
     ],
 )
-def test_numbers_out_of_range_are_told_by_their_option(changes, says):
+def test_numbers_out_of_range_name_their_option(changes, says):
     with pytest.raises(UserError) as caught:
         SamplingSettings(**{"num_tokens": 5, **changes})
     assert str(caught.value) == says

@@ -1,4 +1,4 @@
-"""What a script gives its trainer, and how its processes meet and end."""
+"""A script's batches, and how its processes meet and end."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ CONFIG = check_config(
 TOKENS = np.arange(24).reshape(6, 4)
 
 
-def test_the_first_stage_gets_tokens_the_last_targets_and_all_the_weight_of_a_target():
+def test_stages_get_tokens_targets_or_neither():
     targets = np.where(TOKENS % 4 == 0, -1, TOKENS)
     first, middle, last = (cut_batch((TOKENS, targets), CONFIG, rank) for rank in range(3))
     assert first.targets is middle.tokens is middle.targets is last.tokens is None
@@ -33,7 +33,7 @@ def test_the_first_stage_gets_tokens_the_last_targets_and_all_the_weight_of_a_ta
     assert first.loss_weight == middle.loss_weight == last.loss_weight == 1 / 18
 
 
-def test_one_stage_gets_both_and_batches_may_be_of_jax_and_already_cut():
+def test_batches_may_be_jax_arrays_and_cut():
     one = Config(batch=CONFIG.batch, data=CONFIG.data)
     given = jnp.asarray(TOKENS.reshape(3, 2, 4), jnp.uint8)
     inputs = cut_batch([given, given], one, 0)
@@ -42,7 +42,7 @@ def test_one_stage_gets_both_and_batches_may_be_of_jax_and_already_cut():
     assert inputs.tokens.tolist() == inputs.targets.tolist() == given.tolist()
 
 
-def test_a_batch_without_any_target_that_counts_weighs_nothing():
+def test_a_batch_without_targets_weighs_nothing():
     assert cut_batch((TOKENS, TOKENS * 0 - 1), CONFIG, 2).loss_weight == 1.0
 
 
@@ -57,7 +57,7 @@ def test_a_batch_without_any_target_that_counts_weighs_nothing():
         ((TOKENS > 3, TOKENS), "got tokens of bool, expected whole numbers"),
     ],
 )
-def test_anything_else_is_refused_in_one_line(batch, says):
+def test_any_other_batch_is_refused(batch, says):
     with pytest.raises(UserError, match=f"^batch: {says}"):
         cut_batch(batch, CONFIG, 0)
 
@@ -82,7 +82,7 @@ except KeyError:
         ("raise ArithmeticError('upside down')", 1, "ArithmeticError: upside down"),
     ],
 )
-def test_an_uncaught_error_is_printed_and_nothing_is_cleaned_up(ends, code, last_line):
+def test_an_uncaught_error_skips_the_clean_up(ends, code, last_line):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT + ends],
         capture_output=True, text=True, timeout=60, check=False,
@@ -96,7 +96,7 @@ def test_an_uncaught_error_is_printed_and_nothing_is_cleaned_up(ends, code, last
     ("code", "ends_with", "cleaned_up"),
     [("3", 3, ""), ("'no data'", 1, ""), ("0", 0, "cleaned up\n"), ("None", 0, "cleaned up\n")],
 )
-def test_exiting_with_a_failure_cleans_nothing_up_either(code, ends_with, cleaned_up):
+def test_a_failing_exit_skips_the_clean_up(code, ends_with, cleaned_up):
     done = subprocess.run(
         [sys.executable, "-c", f"{SCRIPT}end_if_failed(SystemExit({code}))"],
         capture_output=True, text=True, timeout=60, check=False,

@@ -1,4 +1,4 @@
-"""What `jaxmorph train` does around the ranks: where they log, how a cluster's rank ends."""
+"""`jaxmorph train` around the ranks: their logs, and how a cluster's rank ends."""
 
 import signal
 import threading
@@ -19,7 +19,7 @@ from jaxmorph.training.start import TRY_AGAIN, _exit_code, _log_folder, sigterm_
 LIMIT_S = 30
 
 
-def test_each_life_of_a_run_has_a_folder_for_its_logs(tmp_path):
+def test_each_launch_has_its_own_logs(tmp_path):
     names = []
     for first_step in (0, 0, 6, 6, 0):
         folder = _log_folder(tmp_path, first_step)
@@ -31,7 +31,7 @@ def test_each_life_of_a_run_has_a_folder_for_its_logs(tmp_path):
     ]  # fmt: skip
 
 
-def test_before_ranks_start_again_what_they_had_all_written_becomes_a_checkpoint(tmp_path):
+def test_a_restart_commits_written_checkpoints(tmp_path):
     config = check_config({"checkpoint": {"every_steps": 4}, "model": {"num_layers": 2}})
     folder = CheckpointFolder(tmp_path / "checkpoints")
     for step in (4, 8):
@@ -58,7 +58,7 @@ def test_before_ranks_start_again_what_they_had_all_written_becomes_a_checkpoint
         ([4], {}, KeyboardInterrupt(), 130),
     ],
 )
-def test_a_clusters_rank_says_by_its_exit_code_whether_starting_again_helps(
+def test_exit_codes_say_whether_to_retry(
     tmp_path, monkeypatch, saved, policy, error, code
 ):
     def newest_whole(folder, *, thorough):
@@ -71,8 +71,8 @@ def test_a_clusters_rank_says_by_its_exit_code_whether_starting_again_helps(
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_each_task_makes_sure_that_a_run_is_done_and_one_says_so(monkeypatch, tmp_path, is_first):
-    """Else the others could be gone by the time the first one finds the last checkpoint damaged."""
+def test_each_task_verifies_a_finished_run(monkeypatch, tmp_path, is_first):
+    """Otherwise the others could have left when the first task finds the checkpoint damaged."""
     thoroughly = []
 
     def find(directory, overrides, *, thorough=True):
@@ -81,29 +81,29 @@ def test_each_task_makes_sure_that_a_run_is_done_and_one_says_so(monkeypatch, tm
 
     monkeypatch.setattr(start, "find_resumption", find)
     monkeypatch.setattr(start, "is_first_task", lambda: is_first)
-    said = start.resume_training(tmp_path, [])
+    reported = start.resume_training(tmp_path, [])
     assert thoroughly[-1]
-    assert said == (f"{tmp_path} has done its 8 steps: " * is_first) + (
-        "nothing is left to do (run.steps=N goes on to N)" * is_first
+    assert reported == (f"{tmp_path} has done its 8 steps: " * is_first) + (
+        "nothing is left to do (run.steps=N continues to step N)" * is_first
     )
     with pytest.raises(UserError, match="--launch: got 'nowhere'"):
         start.resume_training(tmp_path, [], "nowhere")
 
 
-def test_before_a_rank_knows_its_run_starting_again_is_no_help():
-    assert _exit_code(check_config({}), [], RuntimeError("nobody there")) == 1
+def test_without_a_run_directory_there_is_no_retry():
+    assert _exit_code(check_config({}), [], RuntimeError("peer gone")) == 1
 
 
 @pytest.fixture
 def handled_by_jax():
-    """SIGTERM as `jax.distributed` leaves it: heard, and nothing comes of it."""
+    """SIGTERM as `jax.distributed` leaves it: handled, without an effect."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: None)
     yield
     signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.usefixtures("handled_by_jax")
-def test_a_clusters_rank_that_is_not_to_save_ends_at_sigterm_as_at_ctrl_c(monkeypatch, capsys):
+def test_a_rank_that_may_not_save_ends_at_sigterm(monkeypatch, capsys):
     def end(code):
         raise SystemExit(code)
 
@@ -123,7 +123,7 @@ def test_a_clusters_rank_that_is_not_to_save_ends_at_sigterm_as_at_ctrl_c(monkey
 
 @pytest.fixture
 def ended(monkeypatch):
-    """Exit codes of this process, had it ended."""
+    """The exit codes with which this process would have ended."""
     codes, has_ended = [], threading.Event()
 
     def end(code):
@@ -134,7 +134,7 @@ def ended(monkeypatch):
     return codes, has_ended
 
 
-def test_the_first_one_asks_and_the_second_one_ends(ended, capsys):
+def test_a_second_sigterm_ends_at_once(ended, capsys):
     codes, _ = ended
     with sigterm_asks(within_s=1e4) as asked:
         assert not asked()
@@ -146,7 +146,7 @@ def test_the_first_one_asks_and_the_second_one_ends(ended, capsys):
     assert "ended by SIGTERM before the state was saved" in capsys.readouterr().err
 
 
-def test_who_is_asked_has_a_deadline(ended):
+def test_a_stop_has_a_deadline(ended):
     codes, has_ended = ended
     with sigterm_asks(within_s=0.01):
         signal.raise_signal(signal.SIGTERM)
@@ -154,7 +154,7 @@ def test_who_is_asked_has_a_deadline(ended):
     assert codes == [143]
 
 
-def test_who_ends_in_time_meets_no_deadline_and_signals_are_as_before(ended):
+def test_ending_in_time_restores_signals(ended):
     before = signal.getsignal(signal.SIGTERM)
     threads = threading.active_count()
     with sigterm_asks(within_s=1e4):
@@ -167,7 +167,7 @@ def test_who_ends_in_time_meets_no_deadline_and_signals_are_as_before(ended):
     assert ended[0] == []
 
 
-def test_without_a_deadline_it_interrupts_as_ctrl_c_does(ended):
+def test_without_a_deadline_sigterm_is_ctrl_c(ended):
     before = signal.getsignal(signal.SIGTERM)
     with sigterm_asks(within_s=None) as asked:
         assert not asked()
@@ -178,8 +178,8 @@ def test_without_a_deadline_it_interrupts_as_ctrl_c_does(ended):
 
 
 @pytest.mark.parametrize("within_s", [None, 1e4])
-def test_a_handler_that_python_did_not_set_leaves_the_default(monkeypatch, within_s):
-    """One that was installed from C is None to Python, which takes no None back."""
+def test_a_foreign_handler_becomes_the_default(monkeypatch, within_s):
+    """Python sees a handler installed from C as None, and can't set None."""
     install, before = signal.signal, signal.getsignal(signal.SIGTERM)
 
     def of_c(number, handler):

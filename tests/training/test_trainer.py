@@ -1,4 +1,4 @@
-"""What a trainer refuses before it compiles anything."""
+"""Errors that a trainer raises before it compiles, and its steps on doubles."""
 
 import math
 import os
@@ -65,14 +65,14 @@ FAILS_OVER = {"failover": {"enabled": True}}
         ({"model": {"weights": "nowhere"}}, "model.weights"),
     ],
 )
-def test_what_does_not_fit_is_one_line(config, says):
+def test_mismatches_are_one_line(config, says):
     with pytest.raises(UserError) as caught:
         Trainer(MODEL, config)
     assert str(caught.value).startswith(says)
     assert "\n" not in str(caught.value)
 
 
-def test_a_configuration_may_be_a_mapping_a_file_or_typed(tmp_path):
+def test_a_configuration_may_be_mapping_file_or_object(tmp_path):
     tree = {"batch": {"microbatches": 3}, "routes": {"default": "delegated"}, "run": {"steps": 50}}
     path = tmp_path / "run.yaml"
     path.write_text("batch: {microbatches: 3}\nroutes: {default: delegated}\nrun: {steps: 50}\n")
@@ -87,9 +87,9 @@ def test_a_configuration_may_be_a_mapping_a_file_or_typed(tmp_path):
     assert configure(None)[0].batch.microbatches == 8
 
 
-def test_what_only_runs_do_is_named_where_a_script_asks_for_it(caplog):
+def test_ignored_sections_are_named(caplog):
     asked = {"checkpoint": {"every_steps": 100}, "trace": {"every_steps": 5}}
-    with pytest.raises(UserError, match="nowhere"):  # which it comes to after its configuration
+    with pytest.raises(UserError, match="nowhere"):  # it reads the configuration first
         Trainer(MODEL, {**asked, "model": {"weights": "nowhere"}})
     assert caplog.messages == [
         "Trainer ignores checkpoint, trace: only `jaxmorph train` reads these sections"
@@ -97,7 +97,7 @@ def test_what_only_runs_do_is_named_where_a_script_asks_for_it(caplog):
     assert not sections_without_effect(check_config({"run": {"steps": 50}}))
 
 
-def test_a_run_directory_gives_its_sections_an_effect(tmp_path):
+def test_a_run_directory_enables_its_sections(tmp_path):
     sections = {name: {} for name in ("checkpoint", "evaluation")}
     asked = {**sections, "checkpoint": {"every_steps": 7}, "restart_policy": {"max_restarts": 1}}
     config = check_config(asked)
@@ -110,7 +110,7 @@ def directory_of(source):
     return None if directory is None else str(directory), config.checkpoint.saves
 
 
-def test_a_run_is_written_where_run_dir_is_named_and_saved_as_its_section_says(tmp_path):
+def test_run_dir_and_checkpoint_enable_writing(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("run: {steps: 3}\ncheckpoint: {every_steps: 2}\n")
     assert directory_of(path)[0] is None
@@ -128,15 +128,15 @@ def test_resuming_without_a_run_directory_is_refused():
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), RunFailedError("it is in use")])
-def test_other_ranks_hear_why_a_directory_cannot_be_opened(monkeypatch, tmp_path, error):
+def test_all_ranks_raise_rank_0s_directory_error(monkeypatch, tmp_path, error):
     def fail(config, *, resume):
         raise error
 
-    heard = []
+    received = []
 
     def agreed(rendezvous, kind, own):
-        heard.append(own or kind(mistake="of rank 0"))
-        return heard[-1]
+        received.append(own or kind(mistake="of rank 0"))
+        return received[-1]
 
     monkeypatch.setattr("jaxmorph.training.trainer.start_of_script", fail)
     monkeypatch.setattr("jaxmorph.training.trainer.agree", agreed)
@@ -145,13 +145,13 @@ def test_other_ranks_hear_why_a_directory_cannot_be_opened(monkeypatch, tmp_path
     with pytest.raises(type(error)) as raised, ExitStack() as opening:
         trainer._open_directory(opening, tmp_path, resume=False)
     assert raised.value is error
-    assert heard[0].mistake == str(error)
+    assert received[0].mistake == str(error)
     trainer.rank = 1
     with pytest.raises(UserError, match=r"^of rank 0$"), ExitStack() as opening:
         trainer._open_directory(opening, tmp_path, resume=False)
 
 
-def test_a_trainer_whose_peer_is_gone_closes_all_it_opened(monkeypatch):
+def test_a_lost_peer_closes_the_trainer(monkeypatch):
     def finish():
         raise RendezvousError("rank 1 is gone")
 
@@ -165,7 +165,7 @@ def test_a_trainer_whose_peer_is_gone_closes_all_it_opened(monkeypatch):
     assert (closed, left) == ([RendezvousError], [True])
 
 
-def test_a_file_without_stages_may_say_what_is_per_stage_or_link(tmp_path, monkeypatch):
+def test_values_per_stage_need_no_stage_count(tmp_path, monkeypatch):
     monkeypatch.setattr(script, "meet", lambda *_: SimpleNamespace(num_ranks=3))
     path = tmp_path / "mine.yaml"
     path.write_text("schedule: {max_live: [3, 2, 1]}\nroutes: {default: direct, 1-2: delegated}\n")
@@ -191,7 +191,7 @@ def test_a_file_without_stages_may_say_what_is_per_stage_or_link(tmp_path, monke
         (10, FAILS_OVER, 6.0, "launcher"),
     ],
 )
-def test_a_transfer_waits_as_long_as_the_configuration_and_the_number_of_ranks_say(
+def test_transfers_wait_for_the_configured_time(
     monkeypatch, num_ranks, sections, waits_s, known_by
 ):
     told_s = []
@@ -206,13 +206,13 @@ def test_a_transfer_waits_as_long_as_the_configuration_and_the_number_of_ranks_s
         monkeypatch.setenv("SLURM_NTASKS", str(num_ranks))
     if known_by == "launcher":
         launched = RankArguments(0, num_ranks, "127.0.0.1:1", 0, 0)
-        monkeypatch.setattr(script, "launch_told", lambda: launched)
+        monkeypatch.setattr(script, "launch_arguments", lambda: launched)
     configure(sections)
     assert told_s == [waits_s]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_after_an_error_in_a_trainer_of_several_the_next_one_says_so(monkeypatch, num_ranks):
+def test_a_trainer_after_an_error_is_refused(monkeypatch, num_ranks):
     met = SoleRank()
     met.num_ranks = num_ranks
     monkeypatch.setattr(script, "_left", [])
@@ -227,7 +227,7 @@ def test_after_an_error_in_a_trainer_of_several_the_next_one_says_so(monkeypatch
 
 @pytest.fixture
 def trainer_of(monkeypatch):
-    """A trainer whose stage and meeting place are given, and whose batches and updates are none."""
+    """A trainer with a given stage and rendezvous, without batches and updates."""
 
     def trainer_of(rendezvous, next_step=0, stop_after=None, **stage):
         device = SimpleNamespace(memory_stats=lambda: None)
@@ -237,10 +237,10 @@ def trainer_of(monkeypatch):
         trainer: Any = Trainer.__new__(Trainer)
         trainer.config, trainer.rank, trainer._next_step = check_config({}), 0, next_step
         trainer._rendezvous, trainer._failed = rendezvous, FailedPaths()
-        skipped, nobody = SkippedSteps(stop_after), cast(Any, None)
-        ends = Adaptation(rendezvous, own, nobody, None, last_step=99, adapts=False)
+        skipped, none = SkippedSteps(stop_after), cast(Any, None)
+        ends = Adaptation(rendezvous, own, none, None, last_step=99, adapts=False)
         runner = StepRunner(own, rendezvous, clip_norm=1.0)
-        loop = Loop(runner, nobody, [Skipping(skipped), ends])
+        loop = Loop(runner, none, [Skipping(skipped), ends])
         trainer._training = SimpleNamespace(loop=loop, skipped=skipped)
         return trainer
 
@@ -274,19 +274,19 @@ def test_a_step_begins_when_all_ranks_have_called(monkeypatch, trainer_of):
     assert [*details[-1]["ops"]] == [("F0", 750.0, 1000.0)]
 
 
-def test_a_link_that_failed_is_told_in_one_step_though_its_ends_tell_in_two(trainer_of):
-    """A receiver may know of it at the end of a step, and its sender after that."""
+def test_a_failed_link_is_reported_in_one_step(trainer_of):
+    """A receiver may report it at the end of a step, and its sender later."""
     failure = PathFailure(Link(0, 1), "its cable")
-    told = [[failure], [failure], []]
+    failures = [[failure], [failure], []]
     trainer = trainer_of(
         SoleRank(),
         run=lambda program, inputs, step: StepOutcome(0.5, (), []),
-        link_failures=lambda: told.pop(0),
+        link_failures=lambda: failures.pop(0),
     )
     assert [trainer.step(None).failed_links for _ in range(3)] == [("0-1",), (), ()]
 
 
-def test_too_many_steps_that_are_not_finite_end_in_an_error_and_nothing_is_updated(trainer_of):
+def test_too_many_skipped_steps_raise(trainer_of):
     discarded = []
     trainer = trainer_of(
         SoleRank(),
@@ -306,23 +306,24 @@ def test_too_many_steps_that_are_not_finite_end_in_an_error_and_nothing_is_updat
     ("given", "offloads", "has"),
     [(1, True, "4"), (1, False, "1"), (6, True, "6"), (None, True, "1")],
 )
-def test_stashes_that_move_have_threads_to_move_by_unless_the_user_has_said_how_many(
+def test_offload_gets_threads_unless_configured(
     monkeypatch, given, offloads, has
 ):
-    """Given by `jaxmorph launch`, which doesn't know what the script will ask for."""
-    told = RankArguments(0, 1, "127.0.0.1:1", 0, 0, num_threads=given)
+    """`jaxmorph launch` sets the number without knowing the script's configuration."""
+    launched = RankArguments(0, 1, "127.0.0.1:1", 0, 0, num_threads=given)
     monkeypatch.setattr(script, "_met", [])
-    monkeypatch.setattr(script, "launch_told", lambda: told)
+    monkeypatch.setattr(script, "launch_arguments", lambda: launched)
     monkeypatch.setattr(script, "join_run", lambda *_, **__: SoleRank())
     monkeypatch.setenv("NPROC", str(given or 1))
     configure({"offload": {"enabled": offloads}})
     assert os.environ["NPROC"] == has
 
 
-def test_a_trainer_that_comes_after_jax_has_begun_is_told_to_come_first(monkeypatch):
+def test_a_trainer_after_jax_is_refused(monkeypatch):
     jax.devices()
     monkeypatch.setattr(script, "_met", [])
-    monkeypatch.setattr(script, "launch_told", lambda: RankArguments(0, 2, "127.0.0.1:1", 0, 0))
+    launched = RankArguments(0, 2, "127.0.0.1:1", 0, 0)
+    monkeypatch.setattr(script, "launch_arguments", lambda: launched)
     monkeypatch.setenv("XLA_FLAGS", "")  # joining adds to them
-    with pytest.raises(UserError, match=r"^Trainer: JAX has computed something already.*join\(\)"):
+    with pytest.raises(UserError, match=r"^Trainer: JAX has already computed something.*join\(\)"):
         Trainer(MODEL, {})

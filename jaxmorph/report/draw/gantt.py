@@ -1,9 +1,9 @@
-"""Steps as a Gantt chart, drawn by matplotlib: the one for files, run pages and comparisons alike.
+"""Gantt charts of steps, drawn by Matplotlib for files, run pages and comparisons.
 
-A panel for each timeline, under each other, on one time axis. Ops bear their microbatch where it
-fits; idle time is filled by its cause; a slow link has a lane of its own, through which its
-messages run from sender to receiver. Beside each stage stand its warm-up forwards, and between two
-stages their slackness. All sizes are in inches, and y runs downwards.
+Each timeline has a panel; all panels share one time axis. An op shows its microbatch if there is
+room, and idle time is filled by its cause. A slow link has a lane, through which its messages run
+from sender to receiver. Each stage's warm-up forwards stand beside it, and the slackness between
+two stages. All sizes are in inches, and y points downwards.
 """
 
 import math
@@ -37,7 +37,7 @@ _LEGEND_ROW, _LEGEND_ENTRY, _LEGEND_LETTER = 0.2, 0.44, 0.067
 _LEAST_LABEL = 0.11  # height of a label beside a row
 _POINTS, _DIGIT_EM = 72.0, 0.636
 _INK, _FAINT, _LANE = "#222222", "#666666", "#fbfbe8"
-_ON_COLOUR = "#000001"  # unlike black, it stays as it is on a dark page
+_ON_COLOUR = "#000001"  # the style sheet of pages turns #000000 white in dark mode, but not this
 _WARMUP_POINTS, _SLACKNESS_POINTS = 26, 72  # from the axes' right edge
 
 _BAR_CODES = (Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY)
@@ -47,11 +47,11 @@ _Bar = tuple[float, float, float]  # start, end, middle of its row
 
 @dataclass(frozen=True)
 class Panel:
-    """A timeline to be drawn.
+    """A timeline to draw.
 
     Attributes:
-        idle: When stages idle, and why: stage, start and end in milliseconds, cause in `SHADINGS`.
-        end_ms: Where a dashed line says that the step ends.
+        idle: Idle times: stage, start and end in milliseconds, cause in `SHADINGS`.
+        end_ms: The end of the step, a dashed line.
     """
 
     title: str
@@ -62,10 +62,10 @@ class Panel:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a picture has room for: least and most inches of the bars' width and a row's height.
+    """Least and most inches of the bars' width and of a row's height.
 
     Attributes:
-        rows: What the rows of a panel share, within the limits of a row.
+        rows: The height that a panel's rows share, within the limits of a row.
     """
 
     width: tuple[float, float] = (6.9, 24.0)
@@ -79,10 +79,10 @@ def gantt_figure(
     link_model: LinkModel = "latency",
     sizes: Sizes | None = None,
 ) -> Figure:
-    """Draws at least one panel; within an ``rc_context`` of `palette.STYLE`, and saved in it too.
+    """Draw at least one panel; draw and save it within an ``rc_context`` of `palette.STYLE`.
 
     Args:
-        links: State of the links, milliseconds, whose messages are drawn.
+        links: The delays of the messages to draw.
     """
     sizes = sizes or Sizes()
     end_ms = max(panel.end_ms for panel in panels)
@@ -107,13 +107,13 @@ def gantt_figure(
 
 @dataclass(frozen=True)
 class _Rows:
-    """Where a panel's rows are and, where a link is slow, the lane between them.
+    """The places of a panel's rows, and of the lanes of slow links.
 
     Attributes:
-        row: Distance from one stage's row to the next, lanes apart.
-        middles: Of each stage's row.
-        lanes: Top and bottom of each slow link's lane. Its top belongs to the lower stage; for a
-            link around the pipeline, at the very bottom, to the last one.
+        row: Height of a stage's row.
+        middles: Middle of each stage's row.
+        lanes: Top and bottom of each slow link's lane. The top edge is the lower stage's; the lane
+            of the link from the last stage to the first is at the bottom, under the last stage.
     """
 
     row: float
@@ -128,17 +128,17 @@ class _Rows:
 
     @property
     def labelled(self) -> int:
-        """Every how many rows there is room for a label."""
+        """A label has room in every so many rows."""
         return max(1, math.ceil(_LEAST_LABEL / self.row))
 
     @property
     def label_points(self) -> float:
-        """Font size of what stands beside a row."""
+        """Font size of a label beside a row."""
         return min(9.0, 0.62 * self.row * self.labelled * _POINTS)
 
 
 def _lay_out(timeline: Timeline, links: Links, sizes: Sizes) -> _Rows:
-    """Stacks the rows, with a lane under the stages whose link delays what they send."""
+    """Stack the rows, with a lane under each stage whose link is slow."""
     count = timeline.num_stages
     row = float(np.clip(sizes.rows / count, *sizes.row))
     lane = max(0.16, 0.8 * row)
@@ -218,7 +218,7 @@ class _Drawing:
             self._add_bars(of_colour, facecolor=colour, zorder=2, **edges)
 
     def _add_bars(self, bars: Sequence[_Bar], **look: Any) -> None:
-        """Draws bars of one look as one outline: with a path each, files are four times as long."""
+        # One outline for all bars of a look: with a path for each, files are four times as long.
         start, end, middle = np.array(bars, np.float64).T
         top, bottom = middle - self.rows.bar / 2, middle + self.rows.bar / 2
         corners = [(start, top), (end, top), (end, bottom), (start, bottom), (start, top)]
@@ -230,7 +230,7 @@ class _Drawing:
         self.axes.add_artist(patch)
 
     def _draw_numbers(self) -> None:
-        """Writes the microbatch into every bar that has room for it."""
+        """Write the microbatch into each bar that has room for it."""
         timeline = self.panel.timeline
         digits = len(
             str(max((op.microbatch for order in timeline.orders for op in order), default=0))
@@ -238,7 +238,7 @@ class _Drawing:
         for stage, op, start, end in timeline.spans():
             room_points = ((end - start) * self.inches_per_ms - 0.015) * _POINTS
             points = min(7.5, room_points / (_DIGIT_EM * digits), 0.6 * self.rows.bar * _POINTS)
-            if points >= 4.4:  # what is smaller is illegible
+            if points >= 4.4:  # smaller text is illegible
                 at = {
                     "x": (start + end) / 2,
                     "y": self.rows.middles[stage],
@@ -249,7 +249,7 @@ class _Drawing:
                 )
 
     def _draw_messages(self, links: Links, link_model: LinkModel) -> None:
-        """Draws each message as a line through its link's lane, from its sending to its arrival."""
+        """Draw each message as a line through its link's lane, from departure to arrival."""
         lines: dict[OpKind, list[Sequence[tuple[float, float]]]] = defaultdict(list)
         for message in messages_in_flight(self.panel.timeline, links, link_model):
             top, bottom = self.rows.lanes[message.link]
@@ -265,7 +265,7 @@ class _Drawing:
             self.axes.add_collection(collection, autolim=False)
 
     def _draw_stage_names(self, links: Links) -> None:
-        """Names the rows on the left, and between them the delay of each slow link."""
+        """Label the rows on the left, and the lanes with their links' delays."""
         rows, timeline = self.rows, self.panel.timeline
         for stage in range(0, timeline.num_stages, rows.labelled):
             self._beside(f"stage {stage}", rows.middles[stage], -6, rows.label_points, _INK)
@@ -277,14 +277,14 @@ class _Drawing:
             self.axes.broken_barh([(0, timeline.makespan_ms)], lane, facecolors=_LANE, zorder=0)
 
     def _draw_warmups(self) -> None:
-        """Writes stages' warm-up forwards on the right, and the slackness between two of them."""
+        """Write each stage's warm-up forwards on the right, and the slackness of neighbours."""
         rows = self.rows
         warmups = Schedule("", 0, self.panel.timeline.orders).warmup_forwards
         labelled = [*zip(warmups, rows.middles, strict=True)][:: rows.labelled]
         for count, y in labelled:
             self._beside(str(count), y, _WARMUP_POINTS, rows.label_points, _INK)
         self._beside("warm-up", -0.1, _WARMUP_POINTS, 7.5)
-        # Between virtual stages of one rank, the difference of whole ranks' counts means nothing.
+        # With chunks, the difference of two ranks' totals is no slackness of any pair of stages.
         if num_chunks(self.panel.timeline) > 1 or len(warmups) < 2 or rows.labelled > 1:
             return
         self._beside("slackness", -0.1, _SLACKNESS_POINTS, 7.5)
@@ -295,7 +295,7 @@ class _Drawing:
     def _beside(
         self, text: str, y: float, points: float, size: float, colour: str = _FAINT
     ) -> None:
-        """Writes at a distance in points from the axes' left (negative) or right edge."""
+        """Write at a distance in points from the axes' left (negative) or right edge."""
         self.axes.annotate(
             text,
             xy=(1.0 if points > 0 else 0.0, y),
@@ -320,7 +320,7 @@ def _delay_label(link: Link, up_ms: float, down_ms: float) -> str:
 def _legend_rows(
     panels: Sequence[Panel], width: float, *, has_messages: bool
 ) -> list[list[Artist]]:
-    """What occurs and nothing else: ops, chunks and messages, and from a new row on the causes."""
+    """Entries for what the panels show: ops, chunks and messages; causes in rows of their own."""
     return [
         *_wrapped(_op_entries(panels, has_messages=has_messages), width),
         *_wrapped(_idle_entries(panels), width),

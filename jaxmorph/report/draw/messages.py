@@ -1,4 +1,4 @@
-"""Messages on their way between stages, as the link states say."""
+"""The messages in flight between a timeline's stages, by the links' delays."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from jaxmorph.schedule.timeline import Timeline, TransferIndex
 
 
 class Message(NamedTuple):
-    """One F's or B's output on its way; times in milliseconds since the step's start."""
+    """The output of an F or a B in flight; times in milliseconds since the step's start."""
 
     sender: int
     receiver: int
@@ -21,24 +21,17 @@ class Message(NamedTuple):
 
     @property
     def link(self) -> Link:
-        """The link it travels, whatever its direction."""
+        """The link between the two stages."""
         return Link(min(self.sender, self.receiver), max(self.sender, self.receiver))
 
 
 def messages_in_flight(
     timeline: Timeline, links: Links, link_model: LinkModel = "latency"
 ) -> Iterator[Message]:
-    """What the stages of a timeline send over links that delay it.
+    """The messages over links with a delay, stage by stage.
 
-    A message whose arrival was recorded is on its way for the link's delay before that, since its
-    transfer begins when both ends are ready for it; any other from the end of its op.
-
-    Args:
-        timeline: When ops ran.
-        links: State of the links, milliseconds.
-
-    Yields:
-        The messages, stage by stage.
+    A message with a recorded arrival left the link's delay before it, since a transfer begins only
+    when both ends are ready. Any other message leaves at the end of its op.
     """
     count, chunks = timeline.num_stages, num_chunks(timeline)
     directions = outgoing(links, count, chunks)
@@ -47,34 +40,29 @@ def messages_in_flight(
     for stage, op, _, end_ms in timeline.spans():
         is_forward = op.kind is OpKind.F
         virtual = op.chunk * count + stage + (1 if is_forward else -1)
-        way, queue = (
+        direction, queue = (
             (directions[stage].forward, queues[stage].forward)
             if is_forward
             else (directions[stage].backward, queues[stage].backward)
         )
-        if op.kind is OpKind.W or not 0 <= virtual < count * chunks or not way.delay_ms:
+        if op.kind is OpKind.W or not 0 <= virtual < count * chunks or not direction.delay_ms:
             continue
         receiver = virtual % count
-        _, landing = transfers.ends_of(op.kind, op.chunk, op.microbatch, stage, receiver)
-        if landing is not None:
-            sent_ms, arrives_ms = max(end_ms, landing.end_ms - way.delay_ms), landing.end_ms
+        _, received = transfers.ends_of(op.kind, op.chunk, op.microbatch, stage, receiver)
+        if received is not None:
+            sent_ms, arrives_ms = max(end_ms, received.end_ms - direction.delay_ms), received.end_ms
         else:
             gets_link_ms = queue.enter(end_ms) if queue else end_ms
-            sent_ms, arrives_ms = end_ms, gets_link_ms + way.delay_ms
+            sent_ms, arrives_ms = end_ms, gets_link_ms + direction.delay_ms
         yield Message(stage, receiver, is_forward, sent_ms, arrives_ms)
 
 
 def link_delays_ms(
     links: Links, num_stages: int, num_chunks: int = 1
 ) -> dict[Link, tuple[float, float]]:
-    """The links that delay messages, and for how long each way.
+    """The links with a delay: latency and occupancy together, lower to upper stage and back.
 
-    Args:
-        links: State of the links, milliseconds.
-        num_chunks: Virtual stages a stage runs; with several, the link around counts too.
-
-    Returns:
-        Latency and occupancy together, lower to upper stage and back, for each slow link.
+    With several chunks the link from the last stage to the first counts too.
     """
     directions = outgoing(links, num_stages, num_chunks)
     chain = {
@@ -91,5 +79,5 @@ def link_delays_ms(
 
 
 def num_chunks(timeline: Timeline) -> int:
-    """Virtual stages a stage runs: as many as its ops name."""
+    """The number of chunks that a timeline's ops name."""
     return 1 + max((op.chunk for order in timeline.orders for op in order), default=0)

@@ -1,4 +1,4 @@
-"""Colours, patterns and fonts of all pictures: Okabe and Ito's, which the colour-blind can tell."""
+"""Colours, patterns and fonts of all figures: Okabe and Ito's, safe for the colour-blind."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ MEANINGS = {
 
 
 class Shading(NamedTuple):
-    """How idle time is filled; the pattern tells causes apart without colour."""
+    """How idle time is filled; patterns distinguish causes without colour."""
 
     face: str
     hatch: str = ""
@@ -50,16 +50,16 @@ STYLE: Any = {
     "font.size": 9,
     "hatch.linewidth": 0.7,
     "svg.fonttype": "none",
-    "svg.hashsalt": "jaxmorph",  # the same picture is the same file
-    "text.parse_math": False,  # a name may hold a $
+    "svg.hashsalt": "jaxmorph",  # equal figures are equal files
+    "text.parse_math": False,  # a name may contain a $
 }
-"""Settings of Matplotlib, for its ``rc_context``."""
+"""For Matplotlib's ``rc_context``."""
 
 _LIGHTEST = 0.45
 
 
 def shade(kind: OpKind, chunk: int, num_chunks: int) -> str:
-    """The colour of an op, such as ``#56b4e9``: the kind's, and lighter the later the chunk."""
+    """The colour of an op, such as ``#56b4e9``: its kind's, lighter for later chunks."""
     strength = 1.0 - (1.0 - _LIGHTEST) * chunk / max(1, num_chunks - 1)
     parts = (int(COLOURS[kind][at : at + 2], 16) for at in (1, 3, 5))
     return "#" + "".join(f"{round(255 - strength * (255 - part)):02x}" for part in parts)

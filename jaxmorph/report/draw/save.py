@@ -1,4 +1,4 @@
-"""Writes timelines to a file in the format its name asks for."""
+"""Saves timelines as a figure, a text chart or a Chrome trace, by the file's suffix."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ FORMATS = (".png", ".svg", ".txt", ".json")
 
 
 def require_format(path: Path) -> None:
-    """Checks that ``save_timelines`` could write a file of this name.
+    """Check a name for ``save_timelines``.
 
     Raises:
         UserError: An unknown suffix, or a folder that does not exist.
@@ -36,11 +36,11 @@ def save_timelines(
     links: Links = NO_LATENCY,
     link_model: LinkModel = "latency",
 ) -> None:
-    """Writes a picture (.png, .svg), a text chart (.txt) or a Chrome trace (.json).
+    """Write a figure (.png, .svg), a text chart (.txt) or a Chrome trace (.json).
 
     Args:
         timelines: At least one, by names such as ``planned`` and ``measured``.
-        links: State of the links, milliseconds: what a picture shows of messages in flight.
+        links: The delays of the messages in flight that a figure shows.
 
     Raises:
         UserError: An unknown suffix, or a file that cannot be written.
@@ -64,7 +64,7 @@ def save_timelines(
 def _save_picture(
     path: Path, timelines: Mapping[str, Timeline], links: Links, link_model: LinkModel
 ) -> None:
-    # Imported here, since matplotlib takes longer to import than most plans take to make.
+    # Imported here: the import of Matplotlib takes longer than most planning.
     from matplotlib import rc_context
 
     from jaxmorph.report.draw.gantt import Panel, gantt_figure

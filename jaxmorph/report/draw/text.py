@@ -1,4 +1,4 @@
-"""A timeline as a Gantt chart of letters, for the terminal."""
+"""A Gantt chart of letters, for the terminal."""
 
 import math
 from collections.abc import Iterator
@@ -32,21 +32,15 @@ class _Run(NamedTuple):
 
 
 def gantt_text(timeline: Timeline, width: int = 100) -> str:
-    """Draws a timeline as plain text: a row per stage, time from left to right.
+    """A timeline as plain text: a line per stage, and two lines of time axis.
 
-    Returns:
-        One line per stage and two of time axis. A cell is an op's name, or its letter where the
-        name does not fit; dots are idle time.
+    Each op shows its name, or its letter if the name doesn't fit; dots are idle time.
     """
     return styled_gantt(timeline, width).plain
 
 
 def styled_gantt(timeline: Timeline, width: int = 100) -> Text:
-    """Draws a timeline as ``gantt_text`` does, in colours.
-
-    Returns:
-        The drawing; its plain text is that of ``gantt_text``.
-    """
+    """The chart of ``gantt_text``, in colours."""
     digits = len(str(timeline.num_stages - 1))
     margin = len("stage ") + digits + 1
     columns = _even_columns(timeline, max(width - margin, _LEAST_COLUMNS))
@@ -64,7 +58,7 @@ def styled_gantt(timeline: Timeline, width: int = 100) -> Text:
 
 
 def fitting_width(timeline: Timeline) -> int:
-    """The width at which the shortest op's name would still fit, up to 400 characters."""
+    """The least width at which every op's name fits, up to 400 characters."""
     shortest_ms = min(_durations_ms(timeline), default=0.0)
     if not shortest_ms:
         return _LEAST_COLUMNS
@@ -73,7 +67,7 @@ def fitting_width(timeline: Timeline) -> int:
 
 
 def _even_columns(timeline: Timeline, most: int) -> int:
-    """Columns that give the shortest op a whole number of them, when it has two or more."""
+    """At most so many columns that the shortest op has a whole number of them, if two or more."""
     shortest_ms = min(_durations_ms(timeline), default=0.0)
     if not shortest_ms:
         return most
@@ -86,7 +80,7 @@ def _durations_ms(timeline: Timeline) -> list[float]:
 
 
 def _runs(timeline: Timeline, stage: int, columns: int) -> Iterator[_Run]:
-    """What each column of a stage shows: the op that runs at the column's middle."""
+    """Each column of a stage shows the op that runs at the column's middle."""
     order, start, end = (
         timeline.orders[stage],
         timeline.start_ms[stage],
@@ -107,7 +101,7 @@ def _style(op: Op | None, chunks: int) -> str:
 
 
 def _axis(makespan_ms: float, columns: int) -> tuple[str, str]:
-    """Tick marks, and under them the times they stand for."""
+    """A line of tick marks, and the line of their times."""
     marks, times = ["-"] * columns, [" "] * columns
     per_column = makespan_ms / columns
     for tick in _ticks(makespan_ms, most=max(2, columns // _TICK_COLUMNS)):
@@ -120,7 +114,7 @@ def _axis(makespan_ms: float, columns: int) -> tuple[str, str]:
 
 
 def _ticks(makespan_ms: float, most: int) -> list[float]:
-    """Round times from 0 on, at most ``most`` of them."""
+    """Round times from 0 on, about ``most`` of them."""
     if makespan_ms <= 0:
         return [0.0]
     least = makespan_ms / most

@@ -1,4 +1,4 @@
-"""Timelines as a Chrome trace, which Perfetto and chrome://tracing open."""
+"""Timelines as a Chrome trace, for Perfetto and chrome://tracing."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
 
 _NANOSECONDS_PER_MS = 1e6
 _NANOSECONDS_PER_MICROSECOND = 1e3
-_FIRST_ID = 1  # of processes and threads: Perfetto keeps 0 for the machine's own idle one
+_FIRST_ID = 1  # of processes and threads: 0 is the idle process of Perfetto
 _THREADS_PER_STAGE = 1000
 _COPIES_AFTER = {"offload": 998, "fetch": 999}  # below a stage's transfers
 
@@ -19,15 +19,12 @@ Event = dict[str, Any]
 
 
 def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
-    """Lays timelines under each other in one trace.
-
-    Args:
-        timelines: Timelines by name, such as ``planned`` and ``measured``.
+    """Timelines by name, such as ``planned`` and ``measured``, as one trace.
 
     Returns:
-        A JSON object in Chrome's trace format: a process per timeline, a thread per stage, more
-        threads under a stage for its measured transfers and one for each direction of its copies,
-        and every op a complete event.
+        A JSON object in Chrome's trace format. Each timeline is a process, each stage a thread, and
+        each op a complete event. A stage has more threads for its measured transfers, and one for
+        each direction of its copies.
     """
     events: list[Event] = []
     for process, (name, timeline) in enumerate(timelines.items(), _FIRST_ID):
@@ -52,7 +49,7 @@ def _op_events(process: int, timeline: Timeline) -> Iterator[Event]:
 
 
 def _transfer_events(process: int, stage: int, spans: Sequence[TransferSpan]) -> Iterator[Event]:
-    """Transfers of a stage on as many threads as overlap: events of one thread must not."""
+    """A stage's transfers; those that overlap are on several threads, as the format requires."""
     busy_until_ms: list[float] = []
     for _, label, start_ms, end_ms, holds_queue in sorted(spans, key=lambda span: span.start_ms):
         free = (lane for lane, until in enumerate(busy_until_ms) if until <= start_ms)
@@ -67,7 +64,7 @@ def _transfer_events(process: int, stage: int, spans: Sequence[TransferSpan]) ->
 
 
 def _copy_events(process: int, stage: int, copies: Sequence[CopySpan]) -> Iterator[Event]:
-    """Copies of a stage's stashes, those of each direction on a thread: they don't overlap."""
+    """Copies of a stage's stashes; those of one direction don't overlap, and share a thread."""
     threads = {kind: _thread_of(stage) + after for kind, after in _COPIES_AFTER.items()}
     for kind in sorted({copy.kind for copy in copies}, reverse=True):
         yield from _thread(process, threads[kind], f"stage {stage} {kind}")
@@ -90,8 +87,8 @@ def _metadata(kind: str, process: int, args: dict[str, Any]) -> Event:
 
 
 def _complete(process: int, thread: int, name: str, start_ms: float, end_ms: float) -> Event:
-    # Perfetto drops an event that overlaps the last of its thread, by a rounding error even:
-    # both ends are rounded, rather than the start and the duration.
+    # Perfetto drops an event that overlaps the one before it, even by a rounding error. So both
+    # ends are rounded to nanoseconds, rather than the start and the duration.
     start_ns = round(start_ms * _NANOSECONDS_PER_MS)
     end_ns = round(end_ms * _NANOSECONDS_PER_MS)
     return {
@@ -105,10 +102,7 @@ def _complete(process: int, thread: int, name: str, start_ms: float, end_ms: flo
 
 
 def read_chrome_trace(trace: Mapping[str, Any]) -> dict[str, Timeline]:
-    """The timelines that ``chrome_trace`` laid out.
-
-    Returns:
-        The timelines by name, with times to a nanosecond.
+    """The timelines of a trace by ``chrome_trace``, by name, with times to a nanosecond.
 
     Raises:
         ValueError: The object is no such trace.

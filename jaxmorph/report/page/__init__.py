@@ -1,8 +1,8 @@
-"""A run or a comparison as one HTML page that needs nothing else: no network, no script.
+"""A run or a comparison as one HTML page, without scripts or anything from the network.
 
 Read `run_page` with `templates/run.html`, or `comparison_page` with `templates/comparison.html`.
-`files` reads what runs have written, `changes` and `decisions` put their events together,
-`timelines` and `charts` draw it, and `html` turns templates and charts into a page.
+`files` reads the directory, `changes` and `decisions` group its events, `timelines` and `charts`
+draw, and `html` renders templates and charts.
 """
 
 from pathlib import Path
@@ -13,19 +13,16 @@ REPORT = "report.html"
 
 
 def write_report(directory: Path, out: Path | None = None) -> Path:
-    """Write one HTML file that says how a run or a comparison went.
+    """Write the HTML report of a run or a comparison, finished or not; returns the file's path.
 
     Args:
-        directory: What `jaxmorph train` or `jaxmorph compare` has written, or is still writing.
-        out: The file; `report.html` in the directory when None.
-
-    Returns:
-        The file.
+        directory: A directory of `jaxmorph train` or `jaxmorph compare`.
+        out: The file; None: `report.html` in the directory.
 
     Raises:
         UserError: The directory is neither's, or the file can't be written.
     """
-    # Imported here: who only wants the file's name needs neither Matplotlib nor Jinja.
+    # Imported here, so that `REPORT` can be imported without Matplotlib and Jinja.
     from jaxmorph.report.page.comparison_page import comparison_page
     from jaxmorph.report.page.files import is_comparison, read_comparison_files, read_run_files
     from jaxmorph.report.page.run_page import run_page

@@ -1,4 +1,4 @@
-"""When a run changed: its events put together, and the steps before, during and after."""
+"""Groups a run's events into changes, and chooses steps before, during and after each."""
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,24 +7,21 @@ from itertools import pairwise
 from jaxmorph.records import CHANGES, Event, EventKind, StepRecord
 
 MORPHS = frozenset({EventKind.PLAN_CHANGED, EventKind.ROUTE_CHANGED})
-"""The kinds of event that change what a run does, from their step on."""
+"""Events after which a run executes another plan."""
 
 _DECISIVE = ("plan_", "planning_", "route_", "straggler_", "link_", "compute_", "layers_")
 _STEPS_APART = 4
-"""Events that are no further apart may belong together: detection, planning and the swap."""
-_ONSET = 2  # a slow link is detected after this many steps at most
+"""Events this close may belong to one change: detection, planning and the morph."""
+_ONSET = 2  # a link may be slow for so many steps before it is detected
 _LONG_BEFORE = 25
 
 
 @dataclass(frozen=True)
 class Change:
-    """What belongs together of what happened to a run.
+    """Events that belong together, and the steps that they are about.
 
     Attributes:
-        events: In their order.
-        first_step: The first step that any of it is about.
-        new_step: The first step that ran a new plan; None where none did.
-        last_step: The last step that any of it is about.
+        new_step: The first step of the new plan; None if the plan stays.
     """
 
     number: int
@@ -35,22 +32,20 @@ class Change:
 
     @property
     def marked_at(self) -> int:
-        """The step at which plots mark it."""
+        """The step at which plots mark the change."""
         return self.first_step if self.new_step is None else self.new_step
 
 
 def is_decision(event: Event) -> bool:
-    """Whether an event says what was found out or decided, rather than what was done."""
+    """Whether an event reports a measurement or a decision of the controller."""
     return event.kind.startswith(_DECISIVE) or event.evidence is not None
 
 
 def find_changes(steps: Sequence[StepRecord], events: Iterable[Event]) -> tuple[Change, ...]:
     """The changes of a run, in their order.
 
-    Args:
-        steps: Its steps: where schedule, warm-ups or routes change, a change is at hand too.
-        events: Its events. Those that steps leave traces for make changes; other decisions belong
-            to one if they fall into it, or shortly before.
+    A change comes from an event of `CHANGES`, or from steps with another schedule, warm-ups or
+    routes. Other decisions belong to a change if they fall into it, or shortly before.
     """
     decisions = [event for event in events if is_decision(event)]
     swapped = {*_swaps(steps), *(event.step for event in decisions if event.kind in MORPHS)}
@@ -65,7 +60,7 @@ def find_changes(steps: Sequence[StepRecord], events: Iterable[Event]) -> tuple[
 
 
 def count_morphs(steps: Sequence[StepRecord], events: Iterable[Event]) -> int:
-    """How often plan or routes changed."""
+    """The number of morphs, by events, or else by the steps' plans."""
     changed = {event.step for event in events if event.kind in MORPHS}
     return len(changed) or len(list(_swaps(steps)))
 
@@ -73,13 +68,9 @@ def count_morphs(steps: Sequence[StepRecord], events: Iterable[Event]) -> int:
 def steps_to_show(
     change: Change, traced: Iterable[int], step_ms: Mapping[int, float]
 ) -> dict[str, int]:
-    """Which traced steps show a change best.
+    """The traced steps that show a change best: `before`, `during` and `after`, if traced.
 
-    Args:
-        traced: The steps whose timelines are there.
-
-    Returns:
-        Steps by when they were: `before`, `during` and `after`, as far as they are there.
+    Of several steps during a change the slowest is shown.
     """
     there = sorted(traced)
     first, new = change.first_step, change.new_step
@@ -107,7 +98,7 @@ def _plan_of(step: StepRecord) -> tuple[object, ...]:
 
 
 def _groups(at: Iterable[int], swapped: Container[int]) -> Iterator[list[int]]:
-    """Steps that are close to one another; each group ends with the new plan."""
+    """Steps close to each other; a new plan ends its group."""
     group: list[int] = []
     for step in at:
         if group and (step - group[-1] > _STEPS_APART or group[-1] in swapped):

@@ -1,4 +1,4 @@
-"""The charts of a run's page: numbers over steps, shares of steps, samples against a threshold."""
+"""The charts of a run's page: numbers over steps, shares of steps, samples and thresholds."""
 
 from collections.abc import Iterator, Sequence
 from statistics import median
@@ -14,7 +14,7 @@ from jaxmorph.report.page.changes import Change
 from jaxmorph.schedule.bubbles import IdleCause, StepShares
 
 MOST_POINTS = 600
-"""A line of more numbers is drawn as the medians of so many groups, in a band of their extremes."""
+"""A longer line is drawn as medians of groups, in a band of their extremes."""
 
 FULL, LOW, SMALL = (10.8, 3.2), (10.8, 1.9), (3.6, 2.3)
 """Sizes of plots in inches."""
@@ -30,7 +30,7 @@ Points = Sequence[tuple[float, float | None]]
 
 
 class Line(NamedTuple):
-    """A line over steps: (x, y) pairs in rising x, None where nothing is known."""
+    """A line over steps: (x, y) pairs in rising x; y is None if unknown."""
 
     label: str
     points: Points
@@ -47,9 +47,9 @@ def plot_over_steps(
     """Lines over the steps of a run.
 
     Args:
-        steps: The first and the last one.
-        heights: Ends of the axis upwards; None: as the lines need it. What is above is cut off.
-        changes: What is marked, each with a link to its place on the page.
+        steps: The first and the last step.
+        heights: The limits of the y axis; None: as the lines need. Larger values are cut off.
+        changes: Marked, each with a link to its section of the page.
     """
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
@@ -84,12 +84,12 @@ def _draw_line(axes: Axes, line: Line) -> None:
     style = (0, (4, 2.5)) if line.is_second else "-"
     axes.plot(x, y, linestyle=style, linewidth=1.4, label=shortened(line.label), **look)
     is_known = np.pad(~np.isnan(y), 1)
-    alone = is_known[1:-1] & ~is_known[:-2] & ~is_known[2:]  # of these no line is drawn
+    alone = is_known[1:-1] & ~is_known[:-2] & ~is_known[2:]  # a line would not show these
     axes.plot(x[alone], y[alone], ".", markersize=4, **look)
 
 
 def _groups(points: Points) -> Iterator[tuple[float, list[float]]]:
-    """Neighbouring points together: the middle x, and the y that are known."""
+    """Groups of neighbouring points: the middle x, and the known y."""
     count = MOST_POINTS // 2
     for index in range(count):
         group = points[len(points) * index // count : len(points) * (index + 1) // count]
@@ -97,11 +97,11 @@ def _groups(points: Points) -> Iterator[tuple[float, list[float]]]:
 
 
 def _mark(axes: Axes, changes: Sequence[Change], steps: tuple[int, int], width: float) -> None:
-    """Vertical lines, with numbers above where there is room for them."""
+    """Draw a vertical line for each change, and its number above if there is room."""
     ends = ((0, 0), (0, 1), (np.nan, 0))
     lines = np.array([(change.marked_at + x, y) for change in changes for x, y in ends])
     across = axes.get_xaxis_transform()
-    label = "a change, told of below" if width > SMALL[0] else None
+    label = "a change, described below" if width > SMALL[0] else None
     axes.plot(*lines.T, transform=across, color=_MARK, linewidth=0.8, alpha=0.6, label=label)
     free_from = [float("-inf")] * _MARK_ROWS
     apart = _MARK_INCHES / width * max(1, steps[1] - steps[0])
@@ -119,7 +119,7 @@ def _mark(axes: Axes, changes: Sequence[Change], steps: tuple[int, int], width: 
 
 
 def plot_shares(rows: Sequence[tuple[str, StepShares]]) -> Figure:
-    """Where steps, or their stages, went: a bar for each, all of one length."""
+    """A bar of shares for each row, all of one length."""
     figure = Figure(figsize=(10.8, 0.55 + 0.26 * len(rows)), layout="constrained")
     axes = figure.subplots()
     places, begins = np.arange(len(rows)), np.zeros(len(rows))
@@ -145,7 +145,7 @@ def plot_shares(rows: Sequence[tuple[str, StepShares]]) -> Figure:
 def plot_samples(
     samples: Sequence[float], baseline: float | None, threshold: float | None
 ) -> Figure:
-    """Samples as dots over the levels they are judged by, small enough for a table."""
+    """Samples as dots, with their baseline and threshold, small enough for a table."""
     figure = Figure(figsize=(1.5, 0.45))
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     axes.axis("off")
@@ -160,5 +160,5 @@ def plot_samples(
 
 
 def shortened(text: str) -> str:
-    """A name as a chart can show it."""
+    """A name, cut to the length that a chart can show."""
     return text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 3]}..."

@@ -1,4 +1,4 @@
-"""A comparison as a page: what `templates/comparison.html` shows, section by section."""
+"""The page of a comparison: the values of `templates/comparison.html`, section by section."""
 
 from collections.abc import Iterator, Sequence
 
@@ -16,13 +16,13 @@ from jaxmorph.report.page.timelines import MEANINGS, SHARES, show_steps
 from jaxmorph.report.run_matrix import Matrix, Run
 
 MOST_CONDITIONS = 12
-"""Of more conditions, so many are drawn, lest the page grow without bound."""
+"""The timelines of more conditions are left out, to keep the page small."""
 
-_PLAN_COLUMNS = 6  # of RUN_COLUMNS; the step's times stand after them
+_PLAN_COLUMNS = 6  # of RUN_COLUMNS; the step's times come after them
 
 
 def comparison_page(files: ComparisonFiles) -> str:
-    """The page of a comparison: a whole HTML document."""
+    """The whole HTML document."""
     matrix = files.matrix
     return render(
         "comparison.html",
@@ -55,7 +55,7 @@ def comparison_page(files: ComparisonFiles) -> str:
 
 
 def result_sentence(matrix: Matrix) -> str:
-    """The comparison in one sentence: what happens where slowdowns differ most."""
+    """The comparison in one sentence: the best and the worst system where slowdowns are largest."""
     size = f"{len(matrix.systems)} systems under {len(matrix.conditions)} conditions"
     measured = [run for run in matrix.runs.values() if run.step_ms and not run.failed]
     if not measured:

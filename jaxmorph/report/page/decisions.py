@@ -1,4 +1,4 @@
-"""Events as a page has them: what was found out and decided, and the evidence it rests on."""
+"""Tables of events, with the evidence of decisions: samples, and the plans that were compared."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from textwrap import shorten
@@ -13,7 +13,7 @@ from jaxmorph.report.page.html import UNKNOWN, inline_svg, milliseconds
 from jaxmorph.report.text import describe_routes
 
 MOST_ROWS = 200
-"""Of more events, so many of the first and last are in a table."""
+"""A longer table keeps half as many of the first events, and of the last."""
 
 _MOST_SAMPLES = 24
 _MOST_CHARACTERS = 500
@@ -21,11 +21,10 @@ _MOST_CANDIDATES = 12
 
 
 class Evidence(NamedTuple):
-    """One thing that an event rests on.
+    """A piece of evidence of an event: a text with a picture of its samples, or compared plans.
 
     Attributes:
-        picture: Samples drawn against the threshold, where the text has samples.
-        plans: Or the plans that were weighed: what each is, in words, and whether it was chosen.
+        plans: Its role, the plan in words, and whether it was chosen.
     """
 
     text: str = ""
@@ -34,7 +33,7 @@ class Evidence(NamedTuple):
 
 
 class EventRow(NamedTuple):
-    """An event's cells; `change` is the number of the change that it belongs to."""
+    """An event's cells; `change` is the number of its change."""
 
     step: str
     time: str
@@ -46,17 +45,17 @@ class EventRow(NamedTuple):
 
 
 class EventTable(NamedTuple):
-    """Rows, and how many between the first and the last ones are left out."""
+    """Rows, and the number of events left out in the middle."""
 
     rows: Sequence[EventRow]
     left_out: int
 
 
 def event_table(events: Sequence[Event], number_of: Mapping[int, int] | None = None) -> EventTable:
-    """Events with what they rest on.
+    """Events with their evidence.
 
     Args:
-        number_of: The numbers of the changes that events belong to, by their `id`.
+        number_of: The number of each event's change, by the event's `id`.
     """
     half = MOST_ROWS // 2
     shown = events if len(events) <= MOST_ROWS else [*events[:half], *events[-half:]]
@@ -76,7 +75,6 @@ def event_table(events: Sequence[Event], number_of: Mapping[int, int] | None = N
 
 
 def _evidence(event: Event) -> Iterator[Evidence]:
-    """What a decision rests on: samples and plans, all else in words."""
     evidence = event.evidence or {}
     samples = list(_with_samples(evidence))
     if _plans(evidence.get("candidates")):
@@ -89,13 +87,13 @@ def _evidence(event: Event) -> Iterator[Evidence]:
 
 
 def _plans(value: Any) -> list[Mapping[str, Any]]:
-    """The plans among candidates: mappings that say what step is predicted."""
+    """The plans among candidates: mappings with a predicted step."""
     listed = value if isinstance(value, list | tuple) else []
     return [each for each in listed if isinstance(each, Mapping) and "predicted_ms" in each]
 
 
 def _candidates(evidence: Mapping[str, Any]) -> Iterator[tuple[str, str, bool]]:
-    """The plans that were weighed, the one in force first."""
+    """The compared plans, the current one first."""
     rows = [("in force", each) for each in _plans([evidence.get("from")])]
     rows += [("or", each) for each in _plans(evidence["candidates"])]
     for what, plan in rows[:_MOST_CANDIDATES]:
@@ -110,7 +108,7 @@ def _plan_in_words(plan: Mapping[str, Any]) -> str:
 
 
 def _with_samples(value: Any) -> Iterator[Mapping[str, Any]]:
-    """The mappings with samples that a value is or holds."""
+    """All mappings with samples within a value."""
     if isinstance(value, Mapping):
         if _numbers(value.get("samples_ms")):
             yield value

@@ -1,4 +1,4 @@
-"""What the directory of a run says, which goes on, was cut off, or has ended; or a comparison's."""
+"""Reads the directory of a run or a comparison, which may be running, killed or finished."""
 
 import json
 import math
@@ -28,16 +28,13 @@ _Line = TypeVar("_Line")
 
 @dataclass(frozen=True)
 class RunFiles:
-    """A run directory as read.
+    """The contents of a run directory.
 
     Attributes:
-        config_text: Its configuration, as it stands there.
-        config: The same; None where this version can't read it.
-        steps: In rising order, each once; those whose `step_s` is not finite are left out.
-        events: In the order they were written.
-        num_unreadable: Lines that could not be read, such as the last of a run that was cut off.
-        goodput: Which share of the time since its last launch was spent in steps that stayed; None
-            where it isn't known.
+        config: None if this version can't read it.
+        steps: In rising order, each once; only steps with a finite `step_s`.
+        events: In the order of the file.
+        num_unreadable: The number of lines that can't be read, such as a killed run's last.
     """
 
     path: Path
@@ -79,11 +76,7 @@ def read_run_files(path: Path) -> RunFiles:
 
 
 def read_trace(path: Path) -> dict[str, Timeline]:
-    """A step's timelines, `planned` and `measured`.
-
-    Returns:
-        What there is of them; nothing where the file can't be read.
-    """
+    """A step's timelines, `planned` and `measured`; empty if the file can't be read."""
     try:
         found = read_chrome_trace(_parsed(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -107,7 +100,7 @@ def _goodput(path: Path) -> float | None:
 
 
 def _read_lines(path: Path, kind: type[_Line]) -> tuple[list[_Line], int]:
-    """The lines that can be read, and how many can't."""
+    """The readable lines, and the number of others."""
     lines: list[_Line] = []
     unreadable = 0
     for number, text in enumerate(_texts(path), start=1):
@@ -119,7 +112,7 @@ def _read_lines(path: Path, kind: type[_Line]) -> tuple[list[_Line], int]:
 
 
 def _parsed(text: str) -> Any:
-    """JSON without what no page and no font can hold: halves of surrogate pairs."""
+    """Parse JSON, and replace lone surrogates, which no page can hold."""
     found = json.loads(text)
     if "\\ud" not in text.lower():
         return found
@@ -133,12 +126,12 @@ def _texts(path: Path) -> Iterator[str]:
 
 
 def finite(value: Any) -> float | None:
-    """A number; None where it is none, or not finite."""
+    """A finite number; None for anything else."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def in_ms(seconds: float | None) -> float | None:
-    """Seconds as milliseconds; None where they are none, or not finite."""
+    """Finite seconds as milliseconds; None for anything else."""
     known = finite(seconds)
     return None if known is None else 1e3 * known
 
@@ -148,8 +141,7 @@ class ShownStep(NamedTuple):
 
     Attributes:
         name: Such as `step 41, during`.
-        planned: As the plan in force had it; None where that isn't known.
-        step_ms: From barrier to barrier; None where that isn't known.
+        step_ms: From barrier to barrier, if known.
     """
 
     name: str
@@ -160,7 +152,7 @@ class ShownStep(NamedTuple):
 
 @dataclass(frozen=True)
 class ComparisonFiles:
-    """A comparison's directory as read.
+    """The contents of a comparison's directory.
 
     Attributes:
         steps: By condition, a typical step of each system.
@@ -171,12 +163,10 @@ class ComparisonFiles:
 
 
 def is_comparison(path: Path) -> bool:
-    """Whether a directory is a comparison's, though it may have no results yet.
-
-    Every run has a `metrics.jsonl` from its start, even one of a configuration that compares.
-    """
+    """Whether a directory is a comparison's, with or without results."""
     if (path / RESULTS).is_file():
         return True
+    # A run may have a configuration with `compare`, but has `metrics.jsonl` from its start.
     if not (path / CONFIG).is_file() or (path / METRICS).exists():
         return False
     config = _config(path / CONFIG)

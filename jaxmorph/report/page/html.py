@@ -1,4 +1,4 @@
-"""What pages are made with: templates that escape all text, and charts as SVG within the page."""
+"""Renders templates, with all text escaped, and Matplotlib figures as inline SVG."""
 
 import re
 from collections.abc import Callable
@@ -16,10 +16,10 @@ from matplotlib.figure import Figure
 from jaxmorph.report.draw.palette import STYLE
 
 UNKNOWN = "-"
-"""What stands for a number that isn't known."""
+"""Shown for a number that isn't known."""
 
 _PIXELS_PER_INCH = 96
-# What is not for people, or the style sheet's: names of groups, fonts, spaces between elements.
+# Parts of Matplotlib's SVG that a page doesn't need: metadata, styles, ids, fonts, white space.
 _NOT_FOR_PAGES = re.compile(
     r"<!--.*?-->|<metadata>.*?</metadata>|<style.*?</style>|(?<=>)\s+(?=<)"
     r'| id="[A-Za-z.]+\d?_\d+"| target="_blank"| transform="rotate\(-0 [^"]*"'
@@ -31,10 +31,9 @@ _PATTERN = re.compile(r"<pattern.*?</pattern>", re.DOTALL)
 
 
 def render(template: str, **values: Any) -> str:
-    """A whole document, made by one of `templates/`.
-
-    Patterns stand once, where no folded part of the page hides them from the charts outside of it.
-    """
+    """A whole document, from one of `templates/`."""
+    # A pattern inside a folded section is hidden from charts outside of it. So the patterns of all
+    # charts stand once, at the top of the page.
     page = _environment().get_template(template).render(values)
     patterns = "".join(dict.fromkeys(_PATTERN.findall(page)))
     hidden = f'<svg width="0" height="0" class="patterns" aria-hidden="true">{patterns}</svg>'
@@ -55,15 +54,15 @@ def _environment() -> Environment:
 
 
 def inline_svg(label: str, draw: Callable[[], Figure]) -> Markup:
-    """A figure as an SVG element, in whose colours the style sheet may put others.
+    """A figure as an SVG element, whose colours the style sheet can replace.
 
     Args:
-        label: What it shows, for those who can't see it.
-        draw: Makes the figure, in `palette.STYLE`.
+        label: What it shows, for screen readers.
+        draw: Makes the figure, within `palette.STYLE`.
     """
     written = StringIO()
     with rc_context(STYLE), catch_warnings():
-        filterwarnings("ignore", "Glyph")  # the reader's browser has fonts of its own
+        filterwarnings("ignore", "Glyph")  # a glyph that this machine lacks, the browser may have
         figure = draw()
         figure.savefig(written, format="svg", transparent=True)
     start, inner = written.getvalue().partition("<svg")[2].split(">", 1)
@@ -71,7 +70,7 @@ def inline_svg(label: str, draw: Callable[[], Figure]) -> Markup:
     inner = _NOT_FOR_PAGES.sub("", inner)
     inner = _PLACES.sub(lambda found: re.sub(r"(\.\d)\d+", r"\1", found[0]), inner)
     inner = re.sub(r'fill="(#[0-9a-f]{6})"', r'style="fill: \1"', inner)
-    # Each colour may be another one in the dark: `--c-222222` in place of #222222.
+    # In dark mode the style sheet sets `--c-222222`, which takes the place of #222222.
     inner = re.sub(r"(?<=: )#([0-9a-f]{6})\b", r"var(--c-\1, #\1)", inner)
     width = round(_PIXELS_PER_INCH * figure.get_figwidth())
     return Markup(

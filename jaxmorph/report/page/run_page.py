@@ -1,4 +1,4 @@
-"""A run as a page: what `templates/run.html` shows, section by section."""
+"""The page of a run: the values of `templates/run.html`, section by section."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -23,17 +23,17 @@ from jaxmorph.report.page.timelines import MEANINGS, SHARES, Shown, show_steps
 from jaxmorph.report.text import describe_regime, describe_routes, longer_than_planned, percent
 
 MOST_DRAWN = 8
-"""Of more changes, so many of the first and last are drawn, lest the page grow without bound."""
+"""Of more changes, half as many of the first and of the last are drawn, to keep the page small."""
 
 _OUTLIER, _NEARLY_ALL_STEPS = 4.0, 0.98
-"""Steps so much longer than nearly all others are cut off at the top, lest all others look flat."""
+"""The y axis ends at this many times the length of nearly all steps, which would else look flat."""
 _MOST_PLANS = 40
 _MOST_LINKS, _NEARLY_ALL_TRANSFERS = 8, 0.995
-"""Of more links, those whose transfers were slowest are drawn; one stray step flattens none."""
+"""Of more links, the slowest are drawn; the slowest few transfers don't set the scale."""
 
 
 def run_page(files: RunFiles) -> str:
-    """The page of a run: a whole HTML document."""
+    """The whole HTML document."""
     steps, events = files.steps, files.events
     changes = find_changes(steps, events)
     number_of = {id(event): change.number for change in changes for event in change.events}
@@ -106,7 +106,7 @@ def _what_ran(files: RunFiles) -> Iterator[str]:
     if files.num_unreadable:
         count = files.num_unreadable
         lines = "1 line is" if count == 1 else f"{count} lines are"
-        yield f"{lines} incomplete and left out, such as the last of a run that was cut off."
+        yield f"{lines} incomplete and left out, such as the last line of a run that was killed."
 
 
 def _figures(files: RunFiles) -> Iterator[tuple[str, str]]:
@@ -142,7 +142,7 @@ def _span(steps: Sequence[StepRecord]) -> tuple[int, int]:
 
 
 def _plots(steps: Sequence[StepRecord], changes: Sequence[Change]) -> Iterator[tuple[str, Markup]]:
-    """Caption and picture of step times, and of the loss where it is known."""
+    """Caption and figure of the step times, and of the loss if it is known."""
     measured = list(_step_ms(steps).items())
     predicted = [(step.step, in_ms(step.predicted_step_s)) for step in steps]
     highest = _highest(_known(ms for _, ms in (*measured, *predicted)))
@@ -174,13 +174,12 @@ def _plots(steps: Sequence[StepRecord], changes: Sequence[Change]) -> Iterator[t
 
 
 def _highest(values: Sequence[float]) -> float:
-    """The top of an axis: the largest value, unless it stands far above nearly all."""
+    """The top of an axis: the largest value, unless it is far above nearly all others."""
     nearly_all = sorted(values)[int(_NEARLY_ALL_STEPS * (len(values) - 1))]
     return min(max(values), _OUTLIER * nearly_all) or 1.0
 
 
 def _plan_rows(steps: Sequence[StepRecord]) -> Iterator[list[str]]:
-    """The plans that were in force, one after another."""
     for (schedule, _, routes), group in groupby(steps, _plan_of):
         run = list(group)
         predicted = sorted(_known(in_ms(step.predicted_step_s) for step in run))
@@ -197,7 +196,7 @@ def _plan_of(step: StepRecord) -> tuple[str, tuple[int, ...], tuple[tuple[str, s
 
 
 class Links(NamedTuple):
-    """What a page says of links: pictures with their captions, and a table of directions."""
+    """Captions and figures of links, and the rows of a table of directions."""
 
     plots: list[tuple[str, Markup]]
     left_out: int
@@ -217,22 +216,22 @@ def _links(steps: Sequence[StepRecord], changes: Sequence[Change]) -> Links | No
     for direction in courses:
         links.setdefault(_ends(direction)[:2], []).append(direction)
     high = {direction: _high(course) for direction, course in courses.items()}
-    slowest = sorted(links.values(), key=lambda of_link: -max(high[way] for way in of_link))
+    slowest = sorted(links.values(), key=lambda both: -max(high[each] for each in both))
     top = 1.1 * max(high.values()) or 1.0
     plots = [
         (
-            f"Link {_link_name(of_link[0])}, ms",
+            f"Link {_link_name(both[0])}, ms",
             inline_svg(
-                f"Milliseconds of transfers {' and '.join(of_link)} over steps",
-                lambda of_link=of_link: plot_over_steps(
-                    [_course_line(way, courses[way], way != of_link[0]) for way in of_link[:2]],
+                f"Milliseconds of transfers {' and '.join(both)} over steps",
+                lambda both=both: plot_over_steps(
+                    [_course_line(each, courses[each], each != both[0]) for each in both[:2]],
                     _span(steps), SMALL, (0.0, top), changes,
                 ),
             ),
         )
-        for of_link in slowest[:_MOST_LINKS]
+        for both in slowest[:_MOST_LINKS]
     ]  # fmt: skip
-    rows = [_direction_cells(way, course) for way, course in courses.items()]
+    rows = [_direction_cells(direction, course) for direction, course in courses.items()]
     return Links(plots, max(0, len(links) - _MOST_LINKS), rows)
 
 
@@ -242,7 +241,7 @@ def _link_ms(step: StepRecord) -> dict[str, float]:
 
 
 def _ends(direction: str) -> tuple[int, int, str]:
-    """What directions are sorted by: the lower stage, the upper one, the direction."""
+    """A sort key of directions: the lower stage, the upper one, the direction."""
     source, _, destination = direction.partition(">")
     if not (source.isdecimal() and destination.isdecimal()):
         return -1, -1, direction
@@ -256,7 +255,7 @@ def _link_name(direction: str) -> str:
 
 
 def _high(course: Points) -> float:
-    """Nearly the largest number of a course: one stray step doesn't flatten all plots."""
+    """Nearly the largest number of a course."""
     known = sorted(_known(ms for _, ms in course))
     return known[int(_NEARLY_ALL_TRANSFERS * (len(known) - 1))] if known else 0.0
 
@@ -274,18 +273,18 @@ def _direction_cells(direction: str, course: Points) -> list[str]:
 
 
 def recoveries(events: Sequence[Event]) -> list[Mapping[str, Any]]:
-    """What events say of failures after which the ranks were started again."""
+    """The recoveries that the events of restarts carry."""
     found = (event.evidence for event in events if event.kind == EventKind.RESTARTED)
     return [each for each in found if each and _phases_s(each)]
 
 
 def _failure_rows(failures: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
-    """What each failure cost, by what the time was spent on, and all of them together."""
+    """The cost of each failure by phase, and the sums of all."""
     for each in failures:
         lengths_s = _phases_s(each)
         yield [
             _count(each.get("step")),
-            f"{each.get('reason', '')}{' (not over)' if each.get('cut_off') else ''}",
+            f"{each.get('reason', '')}{' (interrupted)' if each.get('cut_off') else ''}",
             _count(each.get("from_step")),
             *(_seconds(lengths_s.get(phase)) for phase in PHASES),
             _seconds(sum(lengths_s.values())),
@@ -316,7 +315,7 @@ def _seconds(value: float | None) -> str:
 
 
 class ShownChange(NamedTuple):
-    """A change with its events and, if any of them left a trace, the steps around it."""
+    """A change with its events and, if any were traced, the steps around it."""
 
     number: int
     title: str
@@ -325,7 +324,7 @@ class ShownChange(NamedTuple):
 
 
 def _to_draw(changes: Sequence[Change]) -> list[Change]:
-    """So many of the first and the last; of too many, those that led to a new plan."""
+    """The first and the last changes; if there are many, only those that led to a new plan."""
     if len(changes) <= MOST_DRAWN:
         return list(changes)
     half = MOST_DRAWN // 2
@@ -352,7 +351,7 @@ def _in_words(change: Change) -> str:
 
 
 def _unchanged(files: RunFiles) -> Shown | None:
-    """Of a run without changes, the first traced step after the very first, and the last."""
+    """For a run without changes: the second traced step, and the last."""
     traced = list(files.traces)
     chosen = [*traced[1:2], *traced[-1:]] or traced
     return _shown({f"step {step}": step for step in chosen}, files, None)

@@ -1,4 +1,4 @@
-"""Steps as they are shown: their timelines on one time axis, and where each of them went."""
+"""Shows steps: their timelines on one time axis, and the shares of compute and idle time."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -26,26 +26,27 @@ SHARES = [COMPUTE, *map(str, IdleCause)]
 
 MEANINGS = (
     (COMPUTE, "an op runs"),
-    (IdleCause.WARM_UP, "the stage fills: the data of its first op isn't made yet"),
-    (IdleCause.DEPENDENCY, "the next op's data isn't made yet on another stage"),
-    (IdleCause.TRANSFER, "the data is made and on its way"),
-    (IdleCause.BLOCKING, "the data is made, but a transfer of other data holds a queue"),
+    (IdleCause.WARM_UP, "the pipeline fills: the data of the stage's first op isn't computed yet"),
+    (IdleCause.DEPENDENCY, "another stage hasn't computed the next op's data yet"),
+    (IdleCause.TRANSFER, "the next op's data is in flight"),
+    (IdleCause.BLOCKING, "the data is computed, but another transfer holds a queue"),
     (
         IdleCause.COPIES,
-        "the data is there, but the stash isn't back from host memory, or one hasn't made room yet",
+        "the data is there, but the op's stash isn't back from host memory, or another stash must "
+        "leave the device first",
     ),
-    (IdleCause.DISPATCH, "the op is ready and the queue free: what starting ops costs"),
-    (IdleCause.COOL_DOWN, "the stage has run its last op, others have not"),
+    (IdleCause.DISPATCH, "the op is ready and the queue is free: the overhead of starting ops"),
+    (IdleCause.COOL_DOWN, "the stage has run its last op; other stages haven't"),
     (
         IdleCause.OPTIMIZER,
-        "before the first op of any stage and after the last: tied gradients, norms, the meeting "
-        "of the ranks, the update",
+        "before the step's first op and after its last: tied gradients, norms, the exchange "
+        "between ranks, the update",
     ),
 )
 
 
 class Shown(NamedTuple):
-    """What a page shows of some steps: pictures, and the cells of two tables."""
+    """Steps as a page shows them: two figures, and the cells of two tables."""
 
     timelines: Markup
     shares: Markup
@@ -54,10 +55,10 @@ class Shown(NamedTuple):
 
 
 def show_steps(steps: Sequence[ShownStep], what: str) -> Shown:
-    """Pictures and tables of at least one step.
+    """Figures and tables of at least one step.
 
     Args:
-        what: What the steps are of, such as `change 2`; another one for each call.
+        what: What the steps belong to, such as `change 2`; unique on the page.
     """
     shares = [step_shares(step.measured, step.step_ms) for step in steps]
     means = [(step.name, mean_shares(of)) for step, of in zip(steps, shares, strict=True)]
@@ -66,7 +67,7 @@ def show_steps(steps: Sequence[ShownStep], what: str) -> Shown:
     titles = "; ".join(f"{panel.title}, {panel.timeline.num_stages} stages" for panel in panels)
     return Shown(
         inline_svg(f"Timelines of {what}: {titles}", lambda: gantt_figure(panels, sizes=_PAGE)),
-        inline_svg(f"Where steps of {what} went", lambda: plot_shares(means)),
+        inline_svg(f"Shares of steps of {what}", lambda: plot_shares(means)),
         [[name, ms, *_cells(mean)] for (name, mean), ms in zip(means, took, strict=True)],
         [
             [step.name, str(stage), *_cells(of_stage)]

@@ -49,7 +49,7 @@ def line(step: int, **fields) -> dict:
 
 
 def morphing_steps(count: int = 40) -> list[dict]:
-    """A link turns slow at step 20, and from step 22 on another plan is in force."""
+    """A link turns slow at step 20, and a new plan runs from step 22."""
     return [
         line(step, **(HEALTHY if step < 20 else SLOW if step < 22 else MORPHED))
         for step in range(count)
@@ -63,14 +63,14 @@ def write_run(
     traced: Sequence[int] = (),
     num_stages: int = 2,
 ) -> Path:
-    """A run directory as `jaxmorph train` writes it; what is not given of a line is unknown."""
+    """A run directory of `jaxmorph train`; fields that are not given are unknown."""
     (path / "trace").mkdir(parents=True)
     (path / "config.yaml").write_text(dump_config(Config.model_validate({"run": {"steps": 40}})))
     for name, lines, unknown in (
         ("metrics.jsonl", steps, UNKNOWN), ("events.jsonl", events, {"time_s": None}),
     ):  # fmt: skip
-        whole = (unknown | told if isinstance(told, dict) else told for told in lines)
-        (path / name).write_text("".join(json.dumps(told) + "\n" for told in whole))
+        whole = (unknown | given if isinstance(given, dict) else given for given in lines)
+        (path / name).write_text("".join(json.dumps(given) + "\n" for given in whole))
     costs = StageCosts.uniform(num_stages, 4.0, 4.0, 4.0)
     for step in traced:
         timelines = {
@@ -86,13 +86,13 @@ def write_run(
 
 @pytest.fixture
 def make_run(tmp_path) -> Callable[..., Path]:
-    """Makes a run directory from steps, events and the steps that left a trace."""
-    return lambda *told, **more: write_run(tmp_path / "made", *told, **more)
+    """Makes a run directory from steps, events and traced steps."""
+    return lambda *given, **more: write_run(tmp_path / "made", *given, **more)
 
 
 @pytest.fixture
 def morphed_run(make_run) -> Path:
-    """A run whose link turned slow and which changed its plan."""
+    """A run that morphed because of a slow link."""
     return make_run(morphing_steps(), EVENTS, traced=[0, 10, 18, 19, 20, 21, 22, 23, 24, 39])
 
 
@@ -130,7 +130,7 @@ class PageFacts(HTMLParser):
             texts.append(data)
 
     def texts(self, name: str, look: str = "") -> list[str]:
-        """What stands in the elements of a name, or in those of them of a class."""
+        """The texts of elements, by name and class."""
         return [
             "".join(texts).strip()
             for tag, attributes, texts in self.tags
@@ -138,11 +138,11 @@ class PageFacts(HTMLParser):
         ]
 
     def values(self, attribute: str) -> list[str]:
-        """What elements have as an attribute."""
+        """The values of an attribute."""
         return [of[attribute] or "" for _, of, _ in self.tags if attribute in of]
 
     def rows(self, label: str) -> list[list[str]]:
-        """The cells of the table in the box of a label, row by row, without its heads."""
+        """The rows of the table with a label, without its head."""
         rows: list[list[str]] = []
         labels = [attributes.get("aria-label") for _, attributes, _ in self.tags]
         for tag, attributes, texts in self.tags[labels.index(label) + 1 :]:

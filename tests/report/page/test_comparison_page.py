@@ -23,12 +23,12 @@ def page(tmp_path, made_up, parse):
     return parse(comparison_page(read_comparison_files(tmp_path)))
 
 
-def test_a_matrix_comes_back_from_its_json(made_up):
-    told = json.loads(json.dumps(plain_json(made_up.to_json())))
-    assert Matrix.from_json(told) == replace(made_up, conditions=("healthy", "slow"))
+def test_a_matrix_survives_json(made_up):
+    data = json.loads(json.dumps(plain_json(made_up.to_json())))
+    assert Matrix.from_json(data) == replace(made_up, conditions=("healthy", "slow"))
 
 
-def test_the_sentence_says_who_does_best_where_slowdowns_are_greatest(made_up):
+def test_the_sentence_names_the_best_at_the_largest_slowdown(made_up):
     assert result_sentence(made_up) == (
         "2 systems under 2 conditions: under 'slow' zb takes 1,150.0 ms (2.86 times its healthy "
         "step)."
@@ -36,7 +36,7 @@ def test_the_sentence_says_who_does_best_where_slowdowns_are_greatest(made_up):
     assert result_sentence(replace(made_up, runs={})).endswith("no run is complete.")
 
 
-def test_each_run_has_a_row_and_what_failed_says_why(page):
+def test_each_run_has_a_row_and_failures_a_reason(page):
     rows = page.rows("Runs")
     assert [row[:2] for row in rows] == [["zb", "healthy"], ["zb", "slow"], ["adaptive", "healthy"]]
     assert rows[0][2:] == [
@@ -48,7 +48,7 @@ def test_each_run_has_a_row_and_what_failed_says_why(page):
     assert any("ended by SIGKILL its log: | here" in text for text in page.texts("p", "what"))
 
 
-def test_steps_are_drawn_and_notes_are_there(page):
+def test_timelines_and_notes_are_shown(page):
     drawn = [text for text in page.values("aria-label") if text.startswith("Timelines of")]
     assert drawn == [
         "Timelines of condition 'healthy': zb, measured: 125.0 ms, 2 stages",

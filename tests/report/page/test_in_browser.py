@@ -1,4 +1,4 @@
-"""Pages in a real browser: laid out on a desk and on a phone, with everything unfolded."""
+"""Lays out pages in a browser at the widths of a phone and a desktop, all sections unfolded."""
 
 import json
 import re
@@ -31,10 +31,10 @@ QUIET = (
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
     "--hide-scrollbars", "--virtual-time-budget=5000",
 )  # fmt: skip
-WIDTHS = (390, 1280)  # of a phone and a desk; a window of its own is never as narrow as a phone
+WIDTHS = (390, 1280)  # of frames, since a browser window is never as narrow as a phone
 PROBE = """<script>
 addEventListener("load", () => {
-  const told = [...document.querySelectorAll("iframe")].map(({contentDocument: page}) => {
+  const measured = [...document.querySelectorAll("iframe")].map(({contentDocument: page}) => {
     for (const folded of page.querySelectorAll("details")) folded.open = true;
     const width = page.documentElement.clientWidth;
     const out = [...page.body.querySelectorAll("*")]
@@ -45,13 +45,13 @@ addEventListener("load", () => {
       .filter(e => e.getBoundingClientRect().width < 100).length;
     return {width, page: page.documentElement.scrollWidth, out, narrow};
   });
-  document.body.setAttribute("data-told", JSON.stringify(told));
+  document.body.setAttribute("data-measured", JSON.stringify(measured));
 });
 </script>"""
 
 
 def _laid_out(page: Path, profile: Path) -> list[dict]:
-    """What a browser says of a page in frames of each width."""
+    """What a browser measures of a page in frames of each width."""
     source = escape(page.read_text())
     frames = (
         f'<iframe width="{width}" height="844" srcdoc="{source}"></iframe>' for width in WIDTHS
@@ -60,7 +60,7 @@ def _laid_out(page: Path, profile: Path) -> list[dict]:
     framed.write_text(f"<!doctype html><body>{''.join(frames)}{PROBE}</body>")
     words = [str(BROWSER), *QUIET, f"--user-data-dir={profile}", "--dump-dom", framed.as_uri()]
     ran = subprocess.run(words, capture_output=True, text=True, timeout=90, check=True)
-    found = re.search(r'data-told="([^"]*)"', ran.stdout)
+    found = re.search(r'data-measured="([^"]*)"', ran.stdout)
     assert found is not None, ran.stderr
     return json.loads(unescape(found[1]))
 
@@ -78,5 +78,5 @@ def comparison(tmp_path, made_up) -> Path:
 @pytest.mark.parametrize("kind", ["morphed_run", "comparison"])
 def test_no_page_is_wider_than_its_window(kind, request, tmp_path):
     page = write_report(request.getfixturevalue(kind))
-    told = _laid_out(page, tmp_path / "profile")
-    assert told == [{"width": width, "page": width, "out": [], "narrow": 0} for width in WIDTHS]
+    measured = _laid_out(page, tmp_path / "profile")
+    assert measured == [{"width": width, "page": width, "out": [], "narrow": 0} for width in WIDTHS]

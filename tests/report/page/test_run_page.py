@@ -15,7 +15,7 @@ def page_of(parse):
     return lambda path: parse(run_page(read_run_files(path)))
 
 
-def test_the_page_of_a_morphed_run_tells_it_section_by_section(morphed_run, page_of):
+def test_a_morphed_run_fills_every_section(morphed_run, page_of):
     page = page_of(morphed_run)
     assert page.texts("h1") == ["Run made"]
     assert page.texts("p", "result") == [
@@ -54,7 +54,7 @@ def test_a_change_is_marked_and_shown_before_during_and_after(morphed_run, page_
     assert len(page.rows("Shares of the steps by stage")) == 6
 
 
-def test_decisions_stand_with_their_evidence(morphed_run, page_of):
+def test_decisions_show_their_evidence(morphed_run, page_of):
     page = page_of(morphed_run)
     rows = page.rows("Decisions with their evidence")
     assert [row[2] for row in rows] == [
@@ -80,7 +80,7 @@ def test_decisions_stand_with_their_evidence(morphed_run, page_of):
         ),
     ],
 )
-def test_the_sentence_suits_what_there_is(make_run, steps, sentence):
+def test_the_sentence_fits_the_recorded_steps(make_run, steps, sentence):
     assert result_sentence(read_run_files(make_run(steps))) == sentence
 
 
@@ -90,7 +90,7 @@ def _evidence_row(page_of, make_run, evidence):
     return page, page.rows("Decisions with their evidence")[0][5]
 
 
-def test_the_plans_that_were_weighed_stand_as_evidence(make_run, page_of):
+def test_compared_plans_are_evidence(make_run, page_of):
     kept = {"schedule": "zb-h2", "warmup_forwards": [3, 1], "predicted_ms": 300.04}
     better = {
         "schedule": "adaptive", "warmup_forwards": [6, 1], "predicted_ms": 120.0,
@@ -104,25 +104,25 @@ def test_the_plans_that_were_weighed_stand_as_evidence(make_run, page_of):
     assert "adaptive 6 1, delegated: 120.0 ms" in page.texts("b")
 
 
-def test_evidence_of_another_form_is_told_in_words(make_run, page_of):
+def test_other_evidence_is_text(make_run, page_of):
     evidence = {"took_ms": [0.5, 1.25], "is_late": False}
     _, cell = _evidence_row(page_of, make_run, evidence)
     assert cell == "evidence: took_ms 0.5 1.25, is_late False"
 
 
-def test_samples_that_are_no_numbers_are_left_out(make_run, page_of):
+def test_invalid_samples_are_left_out(make_run, page_of):
     evidence = {"samples_ms": [float("nan"), "1", None, 2.0], "threshold_ms": float("inf")}
     assert _evidence_row(page_of, make_run, evidence)[1] == "samples 2.0 ms"
 
 
-def test_the_page_needs_nothing_from_elsewhere(morphed_run):
+def test_the_page_loads_nothing(morphed_run):
     source = run_page(read_run_files(morphed_run))
     assert not re.findall(r"https?:|//[a-z]|@import|<script|<link|<img|src=", source)
     needed = {*re.findall(r"(?:url\(|xlink:href=\")#([^)\"]*)", source)}
     assert needed <= {*re.findall(r'id="([^"]*)"', source)}
 
 
-def test_text_from_files_is_escaped_wherever_it_stands(make_run, parse):
+def test_all_text_is_escaped(make_run, parse):
     attack = '</title><script>alert("1")</script>'
     steps = [
         {
@@ -132,8 +132,8 @@ def test_text_from_files_is_escaped_wherever_it_stands(make_run, parse):
         for step in range(4)
     ]  # fmt: skip
     event = {"step": 1, "kind": f"plan_{attack}", "link": attack, "detail": attack}
-    told = [event | {"evidence": each} for each in ({attack: attack}, EVIDENCE)]
-    path = make_run(steps, [*told, event | {"kind": attack}])
+    extra = [event | {"evidence": each} for each in ({attack: attack}, EVIDENCE)]
+    path = make_run(steps, [*extra, event | {"kind": attack}])
     (path / "config.yaml").write_text(f"x: {attack}\n")
     source = run_page(read_run_files(path))
     assert "<script" not in source
@@ -141,7 +141,7 @@ def test_text_from_files_is_escaped_wherever_it_stands(make_run, parse):
     assert attack in parse(source).texts("pre")[0]
 
 
-def test_a_run_without_changes_shows_an_early_and_the_last_step(make_run, page_of):
+def test_without_changes_two_steps_are_shown(make_run, page_of):
     steps = [{"step": step, "step_s": 0.1} for step in range(40)]
     page = page_of(make_run(steps, traced=[0, 20, 39]))
     rows = page.rows("Shares of the steps, means of their stages")
@@ -152,10 +152,10 @@ def test_a_run_without_changes_shows_an_early_and_the_last_step(make_run, page_o
 def test_short_runs_have_a_page(make_run, page_of, count):
     page = page_of(make_run([{"step": step, "step_s": 0.1} for step in range(count)]))
     assert ("steps" in page.values("id")) == (count > 0)
-    assert "No step of this run has left a trace." in page.texts("p", "note")
+    assert "No step of this run was traced." in page.texts("p", "note")
 
 
-def test_one_stray_step_does_not_flatten_all_others(make_run, page_of):
+def test_an_outlier_does_not_flatten_the_plot(make_run, page_of):
     steps = [{"step": at, "step_s": 9.0 if at == 77 else 0.4} for at in range(200)]
     page = page_of(make_run(steps))
     says = page.texts("figcaption")[0]
@@ -164,14 +164,14 @@ def test_one_stray_step_does_not_flatten_all_others(make_run, page_of):
     assert "9,000" not in heights
 
 
-def test_a_cut_off_line_is_told(morphed_run, page_of):
+def test_a_truncated_line_is_reported(morphed_run, page_of):
     with (morphed_run / "events.jsonl").open("a") as file:
         file.write('{"time_s": 3')
     assert any("1 line is incomplete" in text for text in page_of(morphed_run).texts("p"))
 
 
 @pytest.mark.long
-def test_a_long_run_with_many_changes_has_a_page_of_bounded_size(make_run):
+def test_a_long_run_has_a_small_page(make_run):
     steps = [
         {"step": step, "step_s": 0.1 + 0.001 * (step % 7), "loss": 4.0, "predicted_step_s": 0.1}
         | {"link_ms": {f"{a}>{a + 1}": 1.0 + step % 3 for a in range(7)}}
@@ -189,12 +189,13 @@ def test_a_long_run_with_many_changes_has_a_page_of_bounded_size(make_run):
     assert source.count('class="change"') <= MOST_DRAWN
 
 
-def restarted(step, lengths_s, **told):
-    evidence = {"step": step, "from_step": step - 1, "phases_s": lengths_s, "cut_off": False} | told
+def restarted(step, lengths_s, **extra):
+    evidence = {"step": step, "from_step": step - 1, "phases_s": lengths_s, "cut_off": False}
+    evidence |= extra
     return {"time_s": 1.0, "step": step - 1, "kind": "restarted", "evidence": evidence}
 
 
-def test_what_failures_cost_is_a_table(make_run, page_of):
+def test_failures_have_a_table_of_costs(make_run, page_of):
     first = {"detect": 0.25, "tear_down": 1.0, "back_off": 1.0, "start": 4.0}
     second = first | {"compile": 2.0, "restore": 0.5, "plan": 3.0, "replay": 0.75}
     events = [
@@ -204,9 +205,9 @@ def test_what_failures_cost_is_a_table(make_run, page_of):
     run = make_run([{"step": 0, "step_s": 0.1}], events)
     (run / "recovery.json").write_text(json.dumps({"goodput": 0.625}))
     page = page_of(run)
-    rows = page.rows("What failures have cost, seconds")
+    rows = page.rows("Cost of failures, seconds")
     assert rows[0] == [
-        "7", "rank 1 failed: <b> (not over)", "6", "0.25", "1.00", "1.00", "4.00", "-", "-", "-",
+        "7", "rank 1 failed: <b> (interrupted)", "6", "0.25", "1.00", "1.00", "4.00", "-", "-", "-",
         "-", "6.25",
     ]  # fmt: skip
     assert rows[1][-1] == "12.50"

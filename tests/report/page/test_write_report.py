@@ -13,12 +13,12 @@ def _main(capsys, *words: str) -> tuple[int | str | None, str, str]:
     return ended.value.code, *capsys.readouterr()
 
 
-def test_the_page_is_written_beside_the_run_and_its_path_printed(morphed_run, capsys):
+def test_the_report_path_is_printed(morphed_run, capsys):
     assert _main(capsys, str(morphed_run)) == (0, f"{morphed_run / 'report.html'}\n", "")
     assert (morphed_run / "report.html").read_text().startswith("<!doctype html>")
 
 
-def test_the_page_may_be_written_elsewhere_again_and_again(morphed_run, tmp_path, capsys):
+def test_out_is_overwritten(morphed_run, tmp_path, capsys):
     out = tmp_path / "page.html"
     for _ in range(2):
         assert _main(capsys, str(morphed_run), "--out", str(out))[:2] == (0, f"{out}\n")
@@ -26,7 +26,7 @@ def test_the_page_may_be_written_elsewhere_again_and_again(morphed_run, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "page.html"]
 
 
-def test_text_that_is_no_unicode_is_no_error(make_run, capsys):
+def test_invalid_unicode_is_replaced(make_run, capsys):
     path = make_run([], [{"step": 1, "kind": "odd", "detail": "\ud800"}])
     assert _main(capsys, str(path))[0] == 0
     assert "?" in (path / "report.html").read_text()
@@ -35,9 +35,9 @@ def test_text_that_is_no_unicode_is_no_error(make_run, capsys):
 @pytest.mark.parametrize(
     ("name", "shown"), [("made up", "made up"), ("$ \ud800<i>\u6587", "$ ?&lt;i&gt;\u6587")]
 )
-def test_a_comparison_has_a_page_too(tmp_path, made_up, capsys, name, shown):
-    told = json.dumps(plain_json(made_up.to_json()))
-    (tmp_path / "results.json").write_text(told.replace('"made up"', json.dumps(name)))
+def test_a_comparison_has_a_page(tmp_path, made_up, capsys, name, shown):
+    text = json.dumps(plain_json(made_up.to_json()))
+    (tmp_path / "results.json").write_text(text.replace('"made up"', json.dumps(name)))
     assert _main(capsys, str(tmp_path))[0] == 0
     assert f"<title>Comparison {shown}</title>" in (tmp_path / "report.html").read_text()
 
@@ -45,7 +45,7 @@ def test_a_comparison_has_a_page_too(tmp_path, made_up, capsys, name, shown):
 COMPARES = Config.model_validate({"compare": {"conditions": [{"name": "healthy"}]}})
 
 
-def test_a_comparison_without_results_is_no_run(tmp_path, capsys):
+def test_a_comparison_without_results_is_refused(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text(dump_config(COMPARES))
     code, _, error = _main(capsys, str(tmp_path))
     assert code == 2
@@ -54,14 +54,14 @@ def test_a_comparison_without_results_is_no_run(tmp_path, capsys):
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_run_of_a_configuration_that_compares_is_a_run(morphed_run, capsys):
+def test_a_run_with_a_compare_section_is_a_run(morphed_run, capsys):
     (morphed_run / "config.yaml").write_text(dump_config(COMPARES))
     assert _main(capsys, str(morphed_run))[0] == 0
     assert "<title>Comparison" not in (morphed_run / "report.html").read_text()
 
 
 @pytest.mark.parametrize("name", ["missing", "no_run"])
-def test_what_is_no_run_is_one_line_and_the_users_mistake(tmp_path, capsys, name):
+def test_no_run_directory_is_the_users_mistake(tmp_path, capsys, name):
     (tmp_path / "no_run").mkdir()
     code, _, error = _main(capsys, str(tmp_path / name))
     assert (code, error.count("\n")) == (2, 1)
@@ -76,7 +76,7 @@ def test_what_is_no_run_is_one_line_and_the_users_mistake(tmp_path, capsys, name
         ("none/a.html", "cannot write none/a.html: No such file or directory"),
     ],
 )
-def test_a_file_that_cannot_be_written_is_the_users_mistake(
+def test_an_unwritable_file_is_the_users_mistake(
     morphed_run, tmp_path, monkeypatch, capsys, out, says
 ):
     monkeypatch.chdir(tmp_path)

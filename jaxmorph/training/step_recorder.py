@@ -1,4 +1,7 @@
-"""What rank 0 reports of a run (`jaxmorph.messages`), worked out beside the steps on a thread."""
+"""Turns the ranks' reports into step records and events, on a thread of rank 0's.
+
+The messages (`jaxmorph.messages`) go to `record.RunRecord`, in the process that the user started.
+"""
 
 import time
 from collections import deque
@@ -49,14 +52,14 @@ AROUND = 2
 """How many steps before and after a change leave timelines."""
 
 
-class Bookkeeper:
-    """Turns ranks' reports into records of steps.
+class StepRecorder:
+    """Sends a record of each step, and the run's events.
 
     Args:
-        profiler: What has been measured before the first step; it learns from every step.
-        active: Whether this rank records, as rank 0 does; if not, every call does nothing.
-        loop: What watches steps and decides on morphs; None: the plan stays.
-        known_links: Finds changes in what is known of degraded links; None: they are not sent.
+        profiler: The measurements so far; each step adds its own.
+        active: True on rank 0; on other ranks every call does nothing.
+        loop: The controller, which observes each step.
+        known_links: Finds changes in degraded links to keep for a restart; None: none are kept.
     """
 
     def __init__(
@@ -76,13 +79,13 @@ class Bookkeeper:
         self._plan = in_force.plan
         self._profiler = profiler
         self._traced = TracedSteps(config, send)
-        self._send = self._traced.pass_on
+        self._send = self._traced.send
         self._first_step = first_step
         self._loop = loop
         self._known_links = known_links
         self._began_s = time.monotonic()
         self._error: BaseException | None = None
-        self._thread = ThreadPoolExecutor(1, "jaxmorph-bookkeeper") if active else None
+        self._thread = ThreadPoolExecutor(1, "jaxmorph-recorder") if active else None
 
     def start(
         self,
@@ -92,18 +95,17 @@ class Bookkeeper:
         cut_reason: str = "",
         equipped: str = "",
     ) -> None:
-        """Send what runs.
+        """Send the run's header and its first events.
 
         Args:
-            cut_reason: Why these; empty where there was nothing to choose.
-            equipped: What rank 0 computes on, what delegated links have got for the plan, what the
-                model takes of its device, and what stashes may take where the devices say so.
+            cut_reason: Why the layers are cut so; empty if there was no choice.
+            equipped: The device, the slots and the memory budget in words, for `plan_adopted`.
         """
         stages = self._config.parallelism.stages
         per_stage = [sum(map(len, layers[stage::stages])) for stage in range(stages)]
         self._submit(self._send_start, data, num_parameters, per_stage, cut_reason, equipped)
 
-    def note(
+    def record(
         self,
         step: int,
         totals: StepTotals,
@@ -116,30 +118,26 @@ class Bookkeeper:
         self._submit(self._send_step, step, totals, reports, step_s, held_out.loss)
         self._submit(self._send_link_events, step, reports, step_began_s)
 
-    def adopt(self, morph: Morph, step: int) -> None:
-        """Emit the events of another plan.
+    def record_morph(self, morph: Morph, step: int) -> None:
+        """Send the events of a new plan, which `step` is the first to run."""
+        self._submit(self._switch_plan, morph, step)
 
-        Args:
-            step: The first step that runs it.
-        """
-        self._submit(self._adopt, morph, step)
-
-    def event(self, step: int, kind: EventKind, detail: str) -> None:
-        """Emit an event."""
+    def emit(self, step: int, kind: EventKind, detail: str) -> None:
+        """Send an event."""
         self._submit(self._emit, step, kind, detail)
 
-    def in_force(self) -> dict[str, Any]:
-        """What a checkpoint remembers of this moment: see `Manifest.plan` and `link_states`."""
+    def checkpoint_fields(self) -> dict[str, Any]:
+        """The plan and the links' states, as fields of a `Manifest`."""
         links = {} if self._loop is None else describe_states(self._loop.state.verdicts)
         return {"plan": self._plan.to_json(), "link_states": links}
 
     def sent_so_far(self) -> Future[None]:
-        """Done once all that was noted so far is sent; its exception is what prevented that."""
+        """Done once everything up to this call is sent; it holds the error if that failed."""
         if self._thread is not None:
-            return self._thread.submit(self._raise_error)  # after all that is queued
-        nothing: Future[None] = Future()
-        nothing.set_result(None)
-        return nothing
+            return self._thread.submit(self._raise_error)  # it runs after all that is queued
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
     def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
         if self._thread is not None:
@@ -161,7 +159,7 @@ class Bookkeeper:
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         if self._thread is not None:
-            self._thread.shutdown()  # whatever has failed, steps that were done are sent
+            self._thread.shutdown()  # the steps that are done are sent, even after an error
             if kind is None:
                 self._raise_error()
 
@@ -187,9 +185,8 @@ class Bookkeeper:
         if cut_reason:
             chosen = f"{' '.join(map(str, layers))}: {cut_reason}"
             self._emit(self._first_step, EventKind.LAYERS_CUT, chosen)
-        reasons = [self._plan.reason, equipped]
-        adopted = "; ".join(filter(None, reasons))
-        self._emit(self._first_step, EventKind.PLAN_ADOPTED, adopted)
+        detail = "; ".join(filter(None, (self._plan.reason, equipped)))
+        self._emit(self._first_step, EventKind.PLAN_ADOPTED, detail)
         if self._config.adaptation.enabled and not self._config.adapts:
             why = "adaptation.enabled: true: a pipeline of one stage has no links to adapt to"
             self._emit(self._first_step, EventKind.WITHOUT_EFFECT, why)
@@ -205,11 +202,13 @@ class Bookkeeper:
         loop = self._controlled
         profile = controller.expected_profile(loop.state, self._profiler.profile())
         measured = measured_timeline(reports)
-        seen = step_observed(step, measured, reports)
-        _, paths = controller.paths_of_step(loop.state, seen)
+        observed = step_observed(step, measured, reports)
+        _, paths = controller.paths_of_step(loop.state, observed)
+        # A step in which a path fails measures nothing: its timings include the stall.
         if not paths.news.is_disturbed:
             self._profiler.observe(measured, paths.samples)
-        events = loop.observe(seen)  # before all else, as a decision may wait for it
+        # First, since the next step may already wait for the controller's decision.
+        events = loop.observe(observed)
         self._send_known_links(step, loop)
         planned = self._in_force.simulate(profile)
         record = StepRecord(
@@ -239,7 +238,7 @@ class Bookkeeper:
         if not totals.is_finite:
             evidence = _evidence(totals)
             self._emit(step, EventKind.STEP_SKIPPED, totals.in_words(), evidence=evidence)
-        self._traced.note(step, planned, measured)
+        self._traced.record(step, planned, measured)
         if self._traced.is_sampled(step):
             self._send(ProfileUpdated(self._profiler.profile().to_json()))
 
@@ -258,10 +257,10 @@ class Bookkeeper:
     @property
     def _controlled(self) -> ControlLoop:
         if self._loop is None:
-            raise ValueError("records are made where the controller is, on rank 0")
+            raise ValueError("steps are recorded on rank 0, where the controller is")
         return self._loop
 
-    def _adopt(self, morph: Morph, step: int) -> None:
+    def _switch_plan(self, morph: Morph, step: int) -> None:
         programs = tuple(map(parse_program, morph.programs))
         self._in_force = PlanInForce(morph.plan, programs, self._in_force.rank, morph.slots)
         self._plan = morph.plan
@@ -302,12 +301,12 @@ def step_observed(step: int, measured: Timeline, reports: Sequence[StepReport]) 
 
 
 def _rounded(sample: LinkSample) -> LinkSample:
-    """To a microsecond: what is kept for a replay is what was decided by."""
+    # A replay reads samples rounded to a microsecond, so decisions use the same ones.
     return sample._replace(duration_ms=round(sample.duration_ms, 3), at_ms=round(sample.at_ms, 3))
 
 
 def _evidence(totals: StepTotals) -> dict[str, Any]:
-    """A step's scalars as text: JSON has no word for a number that is not finite."""
+    # As text, since JSON has no NaN and no infinity.
     return {
         "loss": f"{totals.loss:g}",
         "grad_norm": f"{totals.grad_norm:g}",
@@ -320,50 +319,53 @@ def _link_name(rank: int, peer: int | None) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _StepTimelines:
     step: int
     planned: Timeline
     measured: Timeline
 
 
 class TracedSteps:
-    """Keeps the last steps' timelines in memory, and sends those that are to stay."""
+    """Sends the timelines of sampled steps, and of the steps around a change.
+
+    A change is known only after the steps before it, so the last few timelines wait in memory.
+    """
 
     def __init__(self, config: Config, send: Callable[[RunMessage], None]) -> None:
         self._config = config
         self._send = send
-        self._kept: deque[_Held] = deque(maxlen=AROUND + 1)
+        self._recent: deque[_StepTimelines] = deque(maxlen=AROUND + 1)
         self._until_step = -1
 
-    def pass_on(self, message: RunMessage) -> None:
-        """Send a message; with the event of a change, the timelines around it too."""
+    def send(self, message: RunMessage) -> None:
+        """Send a message, and after the event of a change the timelines before it."""
         self._send(message)
         if isinstance(message, EventEmitted) and message.event.kind in CHANGES:
             step = message.event.step
             self._until_step = max(self._until_step, step + AROUND)
-            for held in self._kept:
-                if held.step >= step - AROUND:
-                    self._send_timelines(held, around_change=True)
-            self._kept.clear()
+            for recent in self._recent:
+                if recent.step >= step - AROUND:
+                    self._send_timelines(recent, around_change=True)
+            self._recent.clear()
 
-    def note(self, step: int, planned: Timeline, measured: Timeline) -> None:
-        """Send a step's timelines, or keep them for a while."""
-        held = _Held(step, planned, measured)
+    def record(self, step: int, planned: Timeline, measured: Timeline) -> None:
+        """Send a step's timelines, or keep them in case a change follows."""
+        timelines = _StepTimelines(step, planned, measured)
         is_around = step <= self._until_step
         if is_around or self.is_sampled(step):
-            self._send_timelines(held, around_change=is_around and not self._is_last(step))
+            # The last step's trace is the latest, and so it stays without the mark of a change.
+            self._send_timelines(timelines, around_change=is_around and not self._is_last(step))
         else:
-            self._kept.append(held)
+            self._recent.append(timelines)
 
     def is_sampled(self, step: int) -> bool:
-        """Whether a step leaves its timelines in any case."""
+        """Whether a step leaves its timelines, with or without a change."""
         every = self._config.trace.every_steps
         return self._is_last(step) or (every > 0 and step % every == 0)
 
     def _is_last(self, step: int) -> bool:
-        """Whether it is the run's last, whose trace stays whatever changes: it is the latest."""
         return step == self._config.run.steps - 1
 
-    def _send_timelines(self, held: _Held, *, around_change: bool) -> None:
-        timelines = {"planned": held.planned.to_json(), "measured": held.measured.to_json()}
-        self._send(StepTimelines(held.step, timelines, around_change))
+    def _send_timelines(self, step: _StepTimelines, *, around_change: bool) -> None:
+        timelines = {"planned": step.planned.to_json(), "measured": step.measured.to_json()}
+        self._send(StepTimelines(step.step, timelines, around_change))

@@ -1,11 +1,11 @@
-"""What a round makes of direct paths that fail in it, or have failed before it."""
+"""A round with direct paths that fail in it, or have failed before it."""
 
 import json
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from jaxmorph.compare.detecting_rounds import Following, RoundRecord
+from jaxmorph.compare.rounds import RoundAdaptation, RoundRecord
 from jaxmorph.config import Config
 from jaxmorph.control.controller import paths_of_step
 from jaxmorph.control.controller_state import first_state
@@ -30,7 +30,7 @@ LINK = Link(0, 1)
 
 
 class Watched(ControlLoop):
-    """A controller that keeps what each step has shown of paths."""
+    """A controller that records the paths of each step."""
 
     def __init__(self):
         settings, profile = Config().adaptation, Profile(COSTS, {})
@@ -45,7 +45,7 @@ class Watched(ControlLoop):
 
 
 class Stage:
-    """A rank's end of a link that goes by hosts since an earlier round, though its path is up."""
+    """A rank's end of a link delegated since an earlier round, though its path is up."""
 
     def link_failures(self):
         return []
@@ -69,19 +69,19 @@ def result_of(step, reported):
     return found
 
 
-def test_a_failure_is_counted_once_and_what_goes_by_hosts_is_no_measure():
+def test_a_failure_is_counted_once():
     loop = Watched()
     record = RoundRecord(IN_FORCE, loop)
-    record.note(0, reports())
-    record.note(1, reports(*[[PathReport((PathFailure(LINK, "no answer in 3 s"),))]] * 2))
-    record.note(2, reports(*[[PathReport(up={LINK: True}, restore=(LINK,))]] * 2))
-    record.note(3, reports())
+    record.observe(0, reports())
+    record.observe(1, reports(*[[PathReport((PathFailure(LINK, "no answer in 3 s"),))]] * 2))
+    record.observe(2, reports(*[[PathReport(up={LINK: True}, restore=(LINK,))]] * 2))
+    record.observe(3, reports())
     record.finish()
     assert loop.seen == [(0, [], 1), (1, [LINK], 0), (2, [], 0), (3, [], 1)]
     assert record.events == {"link_failed": 1, "link_restored": 1}
 
 
-def test_a_link_that_failed_before_a_round_is_known_from_its_first_step_on():
+def test_an_earlier_failure_is_reported_in_the_first_step():
     loop = Watched()
     record = RoundRecord(IN_FORCE, loop)
     before = (PathFailure(LINK, "its direct path failed in an earlier round"),)
@@ -89,19 +89,19 @@ def test_a_link_that_failed_before_a_round_is_known_from_its_first_step_on():
     def follower(rank, kept):
         place: Any = SimpleNamespace(rank=rank)
         stage: Any = Stage()
-        return Following(Adaptation(place, stage, record, None, last_step=9), kept, before)
+        return RoundAdaptation(Adaptation(place, stage, record, None, last_step=9), kept, before)
 
-    nobodies = RoundRecord(IN_FORCE, None)
-    followers = [follower(0, record), follower(1, nobodies)]
-    told = []
+    empty = RoundRecord(IN_FORCE, None)
+    followers = [follower(0, record), follower(1, empty)]
+    reported = []
     for step in range(3):
         parts = [each.report(step) for each in followers]
-        told.append([paths for paths, *_ in parts])
+        reported.append([paths for paths, *_ in parts])
         for each in followers:
             each.after(result_of(step, reports(*parts)))
     record.finish()
-    nobodies.finish()
-    assert told[0] == [PathReport(before)] * 2
-    assert told[1:] == [[PathReport(up={LINK: True})] * 2] * 2  # so that it can come back
-    assert loop.seen == [(0, [LINK], 0), (1, [], 0), (2, [], 0)]  # none of it is a measure
+    empty.finish()
+    assert reported[0] == [PathReport(before)] * 2
+    assert reported[1:] == [[PathReport(up={LINK: True})] * 2] * 2  # so that it can be restored
+    assert loop.seen == [(0, [LINK], 0), (1, [], 0), (2, [], 0)]  # no sample counts
     assert record.events == {"link_failed": 1}

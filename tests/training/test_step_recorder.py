@@ -23,7 +23,7 @@ from jaxmorph.schedule.costs import Limits, StageCosts
 from jaxmorph.schedule.planner import plan
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
-from jaxmorph.training.bookkeeping import Bookkeeper, TracedSteps
+from jaxmorph.training.step_recorder import StepRecorder, TracedSteps
 from jaxmorph.training.control_loop import ControlLoop, Morph
 from jaxmorph.training.evaluation import HeldOutLoss
 from jaxmorph.training.plan_in_force import PlanInForce
@@ -46,10 +46,10 @@ def _report(forward_ms: float = 1.0, events=(), arrivals=()) -> StepReport:
     return StepReport(1.0, 1.0, detail=dump(timings))
 
 
-def bookkeeper_of(tell, in_force=IN_FORCE, profiler=None, loop=None, active=True, **sections):
+def recorder_of(send, in_force=IN_FORCE, profiler=None, loop=None, active=True, **sections):
     config = Config.model_validate({"run": {"steps": 9}} | sections)
     loop = loop or ControlLoop(_state(in_force.plan), None)
-    return Bookkeeper(config, in_force, profiler or Profiler(1), tell, active=active, loop=loop)
+    return StepRecorder(config, in_force, profiler or Profiler(1), send, active=active, loop=loop)
 
 
 def _state(in_force):
@@ -58,52 +58,52 @@ def _state(in_force):
     return first_state(settings, in_force, profile, {}, Detector(), adapts=False)
 
 
-def note(bookkeeper, *steps):
+def record_steps(recorder, *steps):
     for step in steps:
-        bookkeeper.note(step, SOUND, [_report()], 0.03)
+        recorder.record(step, SOUND, [_report()], 0.03)
 
 
 def of_kind(messages, kind, field):
     return [getattr(message, field) for message in messages if isinstance(message, kind)]
 
 
-def test_sampled_steps_and_the_last_one_tell_what_ops_cost_by_then():
+def test_sampled_steps_send_the_profile():
     """Every second of four steps is sampled; F grows by 1 ms each."""
     messages = []
-    with bookkeeper_of(messages.append, run={"steps": 4}, trace={"every_steps": 2}) as bookkeeper:
+    with recorder_of(messages.append, run={"steps": 4}, trace={"every_steps": 2}) as recorder:
         for step in range(4):
-            bookkeeper.note(step, SOUND, [_report(10.0 + step)], 0.03)
+            recorder.record(step, SOUND, [_report(10.0 + step)], 0.03)
     step = [StepDone, StepTimelines, ProfileUpdated]
     assert [type(message) for message in messages] == [*step, StepDone, *step, *step]
     profiles = map(Profile.from_json, of_kind(messages, ProfileUpdated, "profile"))
     assert [profile.costs.forward_ms for profile in profiles] == [(10.0,), (11.0,), (11.5,)]
 
 
-def test_a_step_tells_what_its_transfers_took_if_there_were_any():
+def test_a_record_has_its_transfer_times():
     messages = []
-    with bookkeeper_of(messages.append) as bookkeeper:
-        note(bookkeeper, 0)
+    with recorder_of(messages.append) as recorder:
+        record_steps(recorder, 0)
         arrived = ["gradient[0] 1>0", 3.0, 35.0]
-        bookkeeper.note(1, SOUND, [_report(arrivals=[arrived])], 0.03)
-    told = [record.link_ms for record in of_kind(messages, StepDone, "record")]
-    assert told == [None, {"1>0": 32.0}]
+        recorder.record(1, SOUND, [_report(arrivals=[arrived])], 0.03)
+    link_ms = [record.link_ms for record in of_kind(messages, StepDone, "record")]
+    assert link_ms == [None, {"1>0": 32.0}]
 
 
-def test_steps_around_a_change_leave_their_timelines():
+def test_steps_around_a_change_leave_timelines():
     messages = []
-    with bookkeeper_of(messages.append, run={"steps": 99}) as bookkeeper:
-        note(bookkeeper, *range(10, 15))
-        bookkeeper.event(14, EventKind.PLAN_CHANGED, "another plan")
-        note(bookkeeper, *range(15, 19))
+    with recorder_of(messages.append, run={"steps": 99}) as recorder:
+        record_steps(recorder, *range(10, 15))
+        recorder.emit(14, EventKind.PLAN_CHANGED, "another plan")
+        record_steps(recorder, *range(15, 19))
     assert of_kind(messages, StepTimelines, "step") == [12, 13, 14, 15, 16]
 
 
-def test_a_step_that_was_evaluated_tells_its_held_out_loss_and_no_time_of_it():
+def test_a_record_has_its_held_out_loss():
     messages, event = [], LinkEvent(0.01, EventKind.LANE_UP, peer=1)
-    with bookkeeper_of(messages.append) as bookkeeper:
-        told = (SOUND, [_report(1.0, [event])], 0.03)
-        bookkeeper.note(3, *told, HeldOutLoss(2.5, took_s=100.0))
-        bookkeeper.note(4, *told)
+    with recorder_of(messages.append) as recorder:
+        step = (SOUND, [_report(1.0, [event])], 0.03)
+        recorder.record(3, *step, HeldOutLoss(2.5, took_s=100.0))
+        recorder.record(4, *step)
     first, second = of_kind(messages, StepDone, "record")
     assert (first.held_out_loss, second.held_out_loss) == (2.5, None)
     assert first.step_s == 0.03
@@ -111,11 +111,11 @@ def test_a_step_that_was_evaluated_tells_its_held_out_loss_and_no_time_of_it():
     assert at_s[1] - at_s[0] > 99  # the first step was over before it was evaluated
 
 
-def test_a_step_that_was_skipped_says_so_and_what_was_not_finite_where():
+def test_a_skipped_step_names_what_was_not_finite():
     messages, skipped = [], StepTotals(math.nan, math.inf, {1: "loss nan"})
-    with bookkeeper_of(messages.append) as bookkeeper:
+    with recorder_of(messages.append) as recorder:
         for step, totals in ((3, SOUND), (4, skipped), (5, StepTotals(math.inf, 1))):
-            bookkeeper.note(step, totals, [_report()], 0.03)
+            recorder.record(step, totals, [_report()], 0.03)
     records = of_kind(messages, StepDone, "record")
     assert [record.skipped for record in records] == [False, True, True]
     first, second = of_kind(messages, EventEmitted, "event")
@@ -127,12 +127,12 @@ def test_a_step_that_was_skipped_says_so_and_what_was_not_finite_where():
 
 
 class SlowPipe:
-    """Takes messages once it is let."""
+    """Takes messages only once it is free."""
 
     def __init__(self):
         self.free, self.messages = threading.Event(), []
 
-    def tell(self, message):
+    def send(self, message):
         assert self.free.wait(30)
         self.messages.append(message)
 
@@ -140,11 +140,11 @@ class SlowPipe:
         return [record.step for record in of_kind(self.messages, StepDone, "record")]
 
 
-def test_all_so_far_is_told_only_when_every_step_before_is():
+def test_sent_so_far_waits_for_every_step():
     pipe, seen = SlowPipe(), []
-    with bookkeeper_of(pipe.tell) as bookkeeper:
-        note(bookkeeper, 0, 1, 2)
-        sent = bookkeeper.sent_so_far()
+    with recorder_of(pipe.send) as recorder:
+        record_steps(recorder, 0, 1, 2)
+        sent = recorder.sent_so_far()
         sent.add_done_callback(lambda _: seen.extend(pipe.steps()))
         assert not sent.done()
         pipe.free.set()
@@ -152,28 +152,28 @@ def test_all_so_far_is_told_only_when_every_step_before_is():
     assert seen == [0, 1, 2]
 
 
-def test_what_could_not_be_told_is_not_sent_so_far():
+def test_sent_so_far_holds_the_error():
     def refuse(message):
         raise OSError("Broken pipe")
 
-    bookkeeper = bookkeeper_of(refuse)
-    bookkeeper.event(0, EventKind.STOPPED, "detail")
-    assert isinstance(bookkeeper.sent_so_far().exception(30), OSError)
+    recorder = recorder_of(refuse)
+    recorder.emit(0, EventKind.STOPPED, "detail")
+    assert isinstance(recorder.sent_so_far().exception(30), OSError)
     with pytest.raises(OSError, match="Broken pipe"):
-        bookkeeper.__exit__(None)
+        recorder.__exit__(None)
 
 
-def test_a_rank_without_records_has_sent_all():
-    with bookkeeper_of(print, active=False) as bookkeeper:
-        assert bookkeeper.sent_so_far().done()
+def test_an_inactive_recorder_has_sent_all():
+    with recorder_of(print, active=False) as recorder:
+        assert recorder.sent_so_far().done()
 
 
-def test_steps_that_were_done_are_told_though_the_run_fails():
+def test_finished_steps_are_sent_though_the_run_fails():
     pipe = SlowPipe()
 
     def run():
-        with bookkeeper_of(pipe.tell) as bookkeeper:
-            note(bookkeeper, 0, 1, 2)
+        with recorder_of(pipe.send) as recorder:
+            record_steps(recorder, 0, 1, 2)
             threading.Timer(0.05, pipe.free.set).start()
             raise RuntimeError("a peer is gone")
 
@@ -182,27 +182,27 @@ def test_steps_that_were_done_are_told_though_the_run_fails():
     assert pipe.steps() == [0, 1, 2]
 
 
-def test_events_of_links_become_events_of_the_run():
+def test_link_events_become_run_events():
     restarted = LinkEvent(0.25, EventKind.SIDECAR_RESTARTED, "generation 2")
     lost = LinkEvent(0.5, EventKind.LANE_DOWN, "reason reset", peer=1)
     messages = []
-    with bookkeeper_of(messages.append) as bookkeeper:
-        bookkeeper.note(3, SOUND, [_report(1.0, [restarted, lost])], 0.03)
+    with recorder_of(messages.append) as recorder:
+        recorder.record(3, SOUND, [_report(1.0, [restarted, lost])], 0.03)
     first, second = of_kind(messages, EventEmitted, "event")
     assert second.time_s - first.time_s == pytest.approx(0.25)
-    told = [(e.step, e.kind, e.link, e.detail) for e in (first, second)]
-    assert told == [
+    emitted = [(e.step, e.kind, e.link, e.detail) for e in (first, second)]
+    assert emitted == [
         (3, "sidecar_restarted", None, "rank 0: generation 2"),
         (3, "lane_down", "0-1", "rank 0: reason reset"),
     ]
 
 
-def test_a_plan_is_adopted_with_what_its_delegated_links_have_got_and_what_is_in_vain_is_told():
+def test_the_first_plan_and_useless_settings_are_events():
     messages, one_stage = [], {"stages": 1}
-    with bookkeeper_of(
+    with recorder_of(
         messages.append, adaptation={"enabled": True}, parallelism=one_stage
-    ) as bookkeeper:
-        bookkeeper.start("text", 7, [range(1)], equipped="slots: 9 bytes")
+    ) as recorder:
+        recorder.start("text", 7, [range(1)], equipped="slots: 9 bytes")
     adopted, in_vain = of_kind(messages, EventEmitted, "event")
     assert adopted.detail == f"{PLAN.reason}; slots: 9 bytes"
     assert in_vain.kind == "without_effect"
@@ -210,7 +210,7 @@ def test_a_plan_is_adopted_with_what_its_delegated_links_have_got_and_what_is_in
 
 
 class OneMorph:
-    """A controller that keeps its calls, and has one event for each."""
+    """A controller that records its calls, and emits an event for each."""
 
     def __init__(self):
         self.calls, self.state = [], _state(PLAN)
@@ -224,24 +224,24 @@ class OneMorph:
         return change_events(morph.change)
 
 
-def test_another_plan_counts_from_the_step_that_runs_it_and_its_events_have_that_step():
+def test_a_morph_counts_from_its_first_step():
     loop: Any = OneMorph()
     other = plan(COSTS, {}, Limits(), 1, "adaptive")
     programs = tuple(map(program_text, IN_FORCE.programs))
     messages = []
-    with bookkeeper_of(messages.append, loop=loop) as bookkeeper:
-        note(bookkeeper, 3)
-        bookkeeper.adopt(Morph(PlanChange(other, "it is shorter", {}, {}), programs, {}), 4)
-        note(bookkeeper, 4)
+    with recorder_of(messages.append, loop=loop) as recorder:
+        record_steps(recorder, 3)
+        recorder.record_morph(Morph(PlanChange(other, "it is shorter", {}, {}), programs, {}), 4)
+        record_steps(recorder, 4)
     assert loop.calls == [("observe", 3), ("adopted", "adaptive"), ("observe", 4)]
     records = of_kind(messages, StepDone, "record")
     assert [record.schedule for record in records] == ["zb-h2", "adaptive"]
-    told = [
+    emitted = [
         (event.step, event.kind, event.link, event.evidence)
         for event in of_kind(messages, EventEmitted, "event")
     ]
     detected = ("straggler_detected", "0-1", {"n": 1})
-    assert told == [(3, *detected), (4, "plan_changed", None, None), (4, *detected)]
+    assert emitted == [(3, *detected), (4, "plan_changed", None, None), (4, *detected)]
 
 
 def _two_reports(took_ms=1.0, waited_ms=0.0, failed_at=(), failure=FAILED):
@@ -265,17 +265,17 @@ def _two_reports(took_ms=1.0, waited_ms=0.0, failed_at=(), failure=FAILED):
 
 
 def _two_stages(*steps):
-    """What rank 0 tells of a run of two stages on a direct link that doesn't adapt."""
+    """The messages of a run of two stages on a direct link, without adaptation."""
     messages, profiler = [], Profiler(2)
     programs = lower_step(TWO_STAGES.schedule, Profile(TWO, {}), TWO_STAGES.routes)
     in_force = PlanInForce(TWO_STAGES, programs, rank=0)
-    with bookkeeper_of(messages.append, in_force, profiler) as bookkeeper:
+    with recorder_of(messages.append, in_force, profiler) as recorder:
         for step, reports in enumerate(steps):
-            bookkeeper.note(step, SOUND, reports, 0.03)
+            recorder.record(step, SOUND, reports, 0.03)
     return messages, profiler.profile()
 
 
-def test_a_link_that_failed_is_an_event_and_delegated_from_its_step_on_without_adaptation_too():
+def test_a_failed_link_is_recorded_as_delegated():
     usual = _two_reports()
     failing = _two_reports(3000.0, failed_at=(0, 1), failure=replace(FAILED, held_up_s=3.0))
     messages, _ = _two_stages(usual, failing, _two_reports(0.0), _two_reports(0.0))
@@ -295,7 +295,7 @@ def test_a_link_that_failed_is_an_event_and_delegated_from_its_step_on_without_a
     assert (event.evidence or {})["told_by"] == (0, 1)
 
 
-def test_what_waited_for_a_failing_link_and_went_by_hosts_on_its_queue_is_no_measure_of_it():
+def test_a_failed_path_is_excluded_from_the_profile():
     usual = [_two_reports()]
     failing = _two_reports(3000.0, waited_ms=3000.0, failed_at=(0, 1))
     messages, profile = _two_stages(*usual, failing, *[_two_reports(0.0)] * 5)
@@ -305,7 +305,7 @@ def test_what_waited_for_a_failing_link_and_went_by_hosts_on_its_queue_is_no_mea
     assert link_ms == [{"0>1": 1.0, "1>0": 1.0}] + [None] * 6
 
 
-def test_a_step_in_which_the_other_end_tells_of_a_failure_is_no_measure_either():
+def test_a_late_failure_report_excludes_its_step():
     failing = _two_reports(waited_ms=3000.0, failed_at=(1,))
     later = _two_reports(waited_ms=3000.0, failed_at=(0,))
     messages, profile = _two_stages(_two_reports(), failing, later)
@@ -320,15 +320,15 @@ def _event(step: int, kind: str) -> EventEmitted:
 def _traced(
     events: dict[int, list[EventEmitted]], every_steps: int = 0, steps: int = 20
 ) -> list[tuple]:
-    """The steps that were told and whether for a change; events come after their key's step."""
+    """The steps whose timelines were sent, and whether for a change; events follow their step."""
     config = Config.model_validate({"run": {"steps": steps}, "trace": {"every_steps": every_steps}})
-    told = []
-    traced = TracedSteps(config, told.append)
+    sent = []
+    traced = TracedSteps(config, sent.append)
     for step in range(steps):
-        traced.note(step, TIMELINE, TIMELINE)
+        traced.record(step, TIMELINE, TIMELINE)
         for event in events.get(step, []):
-            traced.pass_on(event)
-    timelines = [message for message in told if isinstance(message, StepTimelines)]
+            traced.send(event)
+    timelines = [message for message in sent if isinstance(message, StepTimelines)]
     return [(message.step, message.around_change) for message in timelines]
 
 
@@ -337,26 +337,26 @@ def _around(*steps):
 
 
 @pytest.mark.parametrize(
-    ("events", "every_steps", "told"),
+    ("events", "every_steps", "sent"),
     [
         ({}, 8, [(0, False), (8, False), (16, False), (19, False)]),
         *(
             ({7: [_event(7, kind)] * 2}, 0, [*_around(5, 6, 7, 8, 9), (19, False)])
             for kind in ("straggler_detected", "plan_changed", "route_changed")
         ),
-        # A change that is told ahead, and one by the run's end.
+        # A change announced in advance, and one at the run's end.
         ({8: [_event(9, "plan_changed")]}, 0, [*_around(7, 8, 9, 10, 11), (19, False)]),
         ({18: [_event(18, "plan_changed")]}, 0, [*_around(16, 17, 18), (19, False)]),
     ],
 )
-def test_the_grid_the_last_step_and_two_steps_around_a_change_are_told(events, every_steps, told):
-    assert _traced(events, every_steps) == told
+def test_sampled_last_and_changed_steps_send_timelines(events, every_steps, sent):
+    assert _traced(events, every_steps) == sent
 
 
-def test_other_events_are_passed_on_and_leave_no_trace():
-    config, told = Config.model_validate({"run": {"steps": 9}}), []
-    traced = TracedSteps(config, told.append)
-    traced.note(3, TIMELINE, TIMELINE)
-    traced.pass_on(_event(3, "checkpoint_saved"))
-    traced.pass_on(ProfileUpdated({}))
-    assert [type(message) for message in told] == [EventEmitted, ProfileUpdated]
+def test_other_events_send_no_timelines():
+    config, sent = Config.model_validate({"run": {"steps": 9}}), []
+    traced = TracedSteps(config, sent.append)
+    traced.record(3, TIMELINE, TIMELINE)
+    traced.send(_event(3, "checkpoint_saved"))
+    traced.send(ProfileUpdated({}))
+    assert [type(message) for message in sent] == [EventEmitted, ProfileUpdated]
