@@ -67,6 +67,7 @@ def _check(path: Path, overrides: Sequence[str]) -> _DryRun:
     # Before JAX starts: otherwise it takes most of a GPU's memory, which a run may be using.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from jaxmorph.runtime.join import own_devices
+    from jaxmorph.stage.model import taken_on_device
     from jaxmorph.training.device_memory import needs_of_step
     from jaxmorph.training.resume import require_no_checkpoints
     from jaxmorph.training.start import check_run
@@ -77,16 +78,11 @@ def _check(path: Path, overrides: Sequence[str]) -> _DryRun:
     with placing_errors(path, overrides):
         parts = check_run(config)
         require_no_checkpoints(config)
-        taken = _taken(config, parts)
+        sizes = config.batch.microbatch_size, config.data.sequence_length
+        taken = taken_on_device(parts.model, *sizes)
         needs = needs_of_step(config, parts.model, device_bytes)
     words = "; ".join(filter(None, (f"{device.device_kind}, the device of JAX here", taken)))
     return _DryRun(config, parts, needs, words, device_bytes)
-
-
-def _taken(config: Config, parts: "RunParts") -> str:
-    from jaxmorph.stage.model import taken_on_device
-
-    return taken_on_device(parts.model, config.batch.microbatch_size, config.data.sequence_length)
 
 
 def _rows(found: _DryRun) -> Iterator[tuple[str, str]]:

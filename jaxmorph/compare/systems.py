@@ -89,6 +89,8 @@ def system_config(config: Config, system: System) -> Config:
     steps = config.compare.total_steps if config.compare else config.run.steps
     warmup_steps = min(config.optimizer.warmup_steps, steps)
     chunks = max(2, config.parallelism.chunks) if system.schedule == "interleaved" else 1
+    offload = {} if system.memory == "config" else {"enabled": system.memory == "offload"}
+    failover = {} if system.restarts == "never" else {"enabled": False}  # it restarts instead
     return config.model_copy(
         update={
             "run": config.run.model_copy(update={"steps": steps}),
@@ -96,8 +98,8 @@ def system_config(config: Config, system: System) -> Config:
             "schedule": config.schedule.model_copy(
                 update={"name": system.schedule, "link_ms": None, **_cap(config, system)}
             ),
-            "offload": config.offload.model_copy(update=_offload(system)),
-            "failover": config.failover.model_copy(update=_failover(system)),
+            "offload": config.offload.model_copy(update=offload),
+            "failover": config.failover.model_copy(update=failover),
             "parallelism": config.parallelism.model_copy(update={"chunks": chunks}),
             "routes": Routes.model_validate({"default": system.route}),
             "adaptation": config.adaptation.model_copy(update={"enabled": system.detects}),
@@ -111,15 +113,6 @@ def _cap(config: Config, system: System) -> dict[str, int]:
     if system.memory == "config" or config.schedule.is_capped:
         return {}
     return {"max_live": 2 * config.parallelism.stages - 1}
-
-
-def _failover(system: System) -> dict[str, bool]:
-    """A system that restarts doesn't fail over."""
-    return {} if system.restarts == "never" else {"enabled": False}
-
-
-def _offload(system: System) -> dict[str, bool]:
-    return {} if system.memory == "config" else {"enabled": system.memory == "offload"}
 
 
 def route_choices(config: Config, system: System, slow: Sequence[Link]) -> Iterator[Config]:

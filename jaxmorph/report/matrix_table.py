@@ -29,7 +29,10 @@ def matrix_markdown(matrix: Matrix) -> str:
     parts = [
         f"# {matrix.name}\n",
         _legend(matrix),
-        _table(["", *matrix.conditions], _times_rows(matrix)),
+        _table(
+            ["", *matrix.conditions],
+            ([system, *map(_times_cell, row)] for system, row in matrix.rows()),
+        ),
         "What ran, and why its stages idled, as shares of the step, averaged over the stages. "
         "*Dependency*: the data isn't computed yet, or is in flight; *blocking*: a ready op waits "
         "behind a transfer; *other*: dispatch and copies; *most blocked*: the stage that waits "
@@ -124,11 +127,6 @@ def _legend(matrix: Matrix) -> str:
     )
 
 
-def _times_rows(matrix: Matrix) -> Iterator[list[str]]:
-    for system, row in matrix.rows():
-        yield [system, *(_times_cell(run) for run in row)]
-
-
 def _times_cell(run: Run | None) -> str:
     if run is None:
         return _NOT_YET
@@ -172,11 +170,8 @@ def _complaints(matrix: Matrix) -> Iterator[str]:
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [heads, ["---"] * len(heads), *rows]
-    return "".join(f"| {' | '.join(map(_escaped, line))} |\n" for line in lines)
-
-
-def _escaped(cell: str) -> str:
-    return cell.replace("|", "\\|")
+    escaped = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+    return "".join(f"| {' | '.join(line)} |\n" for line in escaped)
 
 
 def _mean(shares: Sequence[float]) -> float | None:

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -91,7 +91,7 @@ class RunDirectory:
             folder = self.path / CONTROL
             folder.mkdir(exist_ok=True)
             files = sorted(folder.glob("*.jsonl"))
-            while len(files) > 1 and sum(map(_size, files)) > _MOST_CONTROL_BYTES:
+            while len(files) > 1 and _total_bytes(files) > _MOST_CONTROL_BYTES:
                 files.pop(0).unlink()
             number = int(files[-1].stem) + 1 if files else 1
             self._control = folder / f"{number:06d}.jsonl"
@@ -158,8 +158,8 @@ def read_records(path: Path, kind: type[_Line]) -> list[_Line]:
         raise UserError(str(error)) from error
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size
+def _total_bytes(files: Iterable[Path]) -> int:
+    return sum(path.stat().st_size for path in files)
 
 
 def find_traces(path: Path) -> dict[int, Path]:
@@ -220,13 +220,10 @@ def _keep_lines(path: Path, kind: type[_Line], wanted: Callable[[_Line], bool]) 
             kept = [
                 line
                 for number, line in enumerate(file, start=1)
-                if _is_whole(line) and wanted(parse_line(kind, line, f"{path}, line {number}"))
+                if line.endswith("}\n")  # the last line of a killed run may be cut off
+                and wanted(parse_line(kind, line, f"{path}, line {number}"))
             ]
         replace_file(path, "".join(kept))
-
-
-def _is_whole(line: str) -> bool:
-    return line.endswith("}\n")  # the last line of a killed run may be cut off
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -244,9 +241,10 @@ def claim_run_directory(config: Config) -> Path:
     Raises:
         UserError: The directory can't be made.
     """
-    text = dump_config(config)
+    text, wanted = dump_config(config), Path(config.run.dir)
+    numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in count(2))
     try:
-        return next(path for path in _candidates(Path(config.run.dir)) if _claim(path, text))
+        return next(path for path in chain([wanted], numbered) if _claim(path, text))
     except OSError as error:
         raise _cannot_write(config, error) from error
 
@@ -255,11 +253,6 @@ def _cannot_write(config: Config, error: OSError) -> UserError:
     wanted = Path(config.run.dir)
     at = error.filename or wanted
     return UserError(f"run.dir: {wanted}: cannot write {at}: {error.strerror}")
-
-
-def _candidates(wanted: Path) -> Iterator[Path]:
-    numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in count(2))
-    return chain([wanted], numbered)
 
 
 def _claim(path: Path, config_text: str) -> bool:

@@ -324,7 +324,7 @@ def hold(folders: Iterable[Path]) -> Iterator[None]:
     """Lock folders for this process, by a file in each; a process that dies releases its locks.
 
     A folder that is missing, can't be written to, or has a file system without locks stays
-    unlocked: whoever writes to it next reports the first two.
+    unlocked; the next write to it reports the first two.
 
     Raises:
         UserError: Another process holds one of them.

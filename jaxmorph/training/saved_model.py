@@ -122,7 +122,7 @@ def continuation(
     """Draw the tokens that follow a prompt, one by one.
 
     Each token is predicted from the last `sequence_length` tokens before it. They are computed
-    anew for every token, without a cache: one program is compiled, for any causal model.
+    again for every token, without a cache: one program is compiled, for any causal model.
 
     Args:
         params: The whole model's (`join_stages`).

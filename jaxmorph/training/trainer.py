@@ -242,8 +242,8 @@ class Trainer:
         inputs = cut_batch(batch, self.config, self.rank)
         loop = self._begun(inputs).loop
         self._make_room(loop.program)
-        # A message carries its step and microbatch. Higher microbatch numbers tell these messages
-        # from those of the next step.
+        # A message carries its step and microbatch. Higher microbatch numbers keep these messages
+        # apart from those of the next step.
         self._first_microbatch += self.config.batch.microbatches
         program = forward_only(loop.program, self._first_microbatch)
         inputs = replace(inputs, first_microbatch=self._first_microbatch)
