@@ -53,7 +53,7 @@ def kill_once(patch, taken):
     """Kill a rank as soon as a step is reported, and record when each step is."""
     ranks, start, take = [], launcher._start, RunRecord.take
 
-    def start_and_note(*arguments, **options):
+    def start_and_record(*arguments, **options):
         ranks.append(start(*arguments, **options))
         return ranks[-1]
 
@@ -64,7 +64,7 @@ def kill_once(patch, taken):
             if message.record.step == KILLED_AT and len(ranks) == 2:
                 os.kill(ranks[KILLED].process.pid, signal.SIGKILL)
 
-    patch.setattr(launcher, "_start", start_and_note)
+    patch.setattr(launcher, "_start", start_and_record)
     patch.setattr(RunRecord, "take", take_and_kill)
 
 
@@ -120,7 +120,7 @@ def test_records_and_logs_of_both_launches_exist(runs):
         recovery = json.loads((run / "recovery.json").read_text())
         assert len(recovery["recoveries"]) == num_restarts
         assert 0 < recovery["goodput"] < 1
-        assert recovery["goodput"] == pytest.approx(recovery["productive_s"] / books["wall_s"])
+        assert recovery["goodput"] == pytest.approx(recovery["productive_s"] / recovery["wall_s"])
         assert recovery["lost_s"] <= recovery["wall_s"]
     for rank in range(2):
         assert any((disturbed / "compilation_cache" / f"rank_{rank}").glob("*.program"))

@@ -194,11 +194,11 @@ def test_values_per_stage_need_no_stage_count(tmp_path, monkeypatch):
 def test_transfers_wait_for_the_configured_time(
     monkeypatch, num_ranks, sections, waits_s, known_by
 ):
-    told_s = []
+    waited_s = []
 
     def meet(start_s, direct_s, least_threads, fails_over):
         assert fails_over == ("failover" in sections)
-        told_s.append(direct_s)
+        waited_s.append(direct_s)
         return SimpleNamespace(num_ranks=num_ranks)
 
     monkeypatch.setattr(script, "meet", meet)
@@ -208,7 +208,7 @@ def test_transfers_wait_for_the_configured_time(
         launched = RankArguments(0, num_ranks, "127.0.0.1:1", 0, 0)
         monkeypatch.setattr(script, "launch_arguments", lambda: launched)
     configure(sections)
-    assert told_s == [waits_s]
+    assert waited_s == [waits_s]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
