@@ -34,9 +34,9 @@ def inspect_machine() -> Iterator["Section"]:
     from jaxmorph.cli.doctor_host import (
         cluster_facts,
         host_facts,
-        run_checks,
         network_facts,
         privilege_facts,
+        run_checks,
         software_facts,
     )
 

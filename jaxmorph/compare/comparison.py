@@ -112,9 +112,7 @@ class _Results:
         replace_file(directory / RESULTS, results)
         made: dict[str, Callable[[], object]] = {
             TABLE: lambda: replace_file(directory / TABLE, matrix_markdown(matrix)),
-            TIMELINES: lambda: replace_file(
-                directory / TIMELINES, _timelines(self.record, matrix)
-            ),
+            TIMELINES: lambda: replace_file(directory / TIMELINES, _timelines(self.record, matrix)),
             FIGURE: lambda: save_matrix_figure(directory / FIGURE, matrix),
             REPORT: lambda: write_report(directory),
         }

@@ -16,10 +16,10 @@ from jaxmorph.runtime.report import StepTotals
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepResult
 from jaxmorph.schedule.planner import Plan
-from jaxmorph.training.step_recorder import StepRecorder
 from jaxmorph.training.control_loop import Morph
 from jaxmorph.training.evaluation import Evaluation
 from jaxmorph.training.loop import GOES_ON, Callback, Effect
+from jaxmorph.training.step_recorder import StepRecorder
 
 _S_PER_MINUTE = 60.0
 _ADVICE = (

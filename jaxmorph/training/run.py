@@ -29,7 +29,6 @@ from jaxmorph.runtime.step import StepRunner
 from jaxmorph.stage.model import PipelineModel, taken_on_device
 from jaxmorph.stage.parameters import parameter_count
 from jaxmorph.training.adaptation import Adaptation, open_control_loop
-from jaxmorph.training.step_recorder import StepRecorder
 from jaxmorph.training.callbacks import Recording, SaveTimes, Saving, SkippedSteps, Skipping
 from jaxmorph.training.device_memory import WithinDevices, budget_in_words, with_device_budget
 from jaxmorph.training.evaluation import Evaluation
@@ -46,6 +45,7 @@ from jaxmorph.training.open_stage import open_stage, stage_settings
 from jaxmorph.training.plan_in_force import PlanInForce
 from jaxmorph.training.run_checkpoints import RunCheckpoints, TrainedOn
 from jaxmorph.training.starting_point import KnownLinks, known_links
+from jaxmorph.training.step_recorder import StepRecorder
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.planner import Plan
-from jaxmorph.training.step_recorder import StepRecorder
 from jaxmorph.training.layer_choice import LayerChoice
 from jaxmorph.training.resume import checkpoint_folder, kept_cut, without_weights
+from jaxmorph.training.step_recorder import StepRecorder
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from jaxmorph.cli.doctor_host import (
     Fact,
     Section,
     cluster_facts,
-    run_checks,
     host_facts,
     network_facts,
     nvidia_facts,
     privilege_facts,
+    run_checks,
 )
 
 
@@ -140,9 +140,7 @@ def test_each_card_has_address_speed_and_use(cards):
         (None, False, "Gloo must resolve this name: Name or service not known"),
     ],
 )
-def test_a_loopback_name_does_not_reach_other_hosts(
-    cards, address, works, note
-):
+def test_a_loopback_name_does_not_reach_other_hosts(cards, address, works, note):
     def look_up(name):
         if address is None:
             raise OSError("Name or service not known")

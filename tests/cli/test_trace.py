@@ -52,9 +52,7 @@ def test_without_stages_any_links_may_be_drawn(run):
     ("arguments", "option"),
     [(["A", "--duration-s", 8], "--duration-s"), (["events", "--steps", 9000], "--steps")],
 )
-def test_too_many_changes_are_refused(
-    run, tmp_path, monkeypatch, arguments, option
-):
+def test_too_many_changes_are_refused(run, tmp_path, monkeypatch, arguments, option):
     monkeypatch.setattr(link_trace, "MOST_CHANGES", 50)
     path = tmp_path / "long.csv"
     code, _, err = run("trace", *arguments, "--out", path)

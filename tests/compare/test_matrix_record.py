@@ -238,9 +238,7 @@ def test_traces_and_whole_runs_are_noted():
         (None, None),
     ],
 )
-def test_a_file_that_fails_is_one_line(
-    tmp_path, monkeypatch, broken, name
-):
+def test_a_file_that_fails_is_one_line(tmp_path, monkeypatch, broken, name):
     def fail(*_: object) -> None:
         raise ValueError("no such shape\nin line 2")
 

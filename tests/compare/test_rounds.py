@@ -28,7 +28,7 @@ class Exchange:
         self._barrier.wait()
         replies = [*map(json.loads, self._said)]
         self._barrier.wait()
-        return failures
+        return replies
 
 
 class Rank:

@@ -211,9 +211,7 @@ def run_as(name, directory, put=lambda run: None):
 
 
 @pytest.mark.parametrize("end", [None, RunFailedError("rank 1 failed"), KeyboardInterrupt()])
-def test_a_cold_restart_hides_the_cache(
-    runs, tmp_path, monkeypatch, end
-):
+def test_a_cold_restart_hides_the_cache(runs, tmp_path, monkeypatch, end):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/warm")
     for name in COMPARE.systems:
         runs.ends = [end]
@@ -236,9 +234,7 @@ def test_a_cold_restart_hides_the_cache(
         (None, pytest.raises(RunStoppedError, match="restart, healthy: asked to end in its"), None),
     ],
 )
-def test_a_stopped_run_ends_the_comparison(
-    runs, tmp_path, end, raised, failed
-):
+def test_a_stopped_run_ends_the_comparison(runs, tmp_path, end, raised, failed):
     runs: list[Run] = []
     runs.ends, runs.asked_to_end = [end], end is None
     with raised:
@@ -250,9 +246,7 @@ def test_a_stopped_run_ends_the_comparison(
     assert run.step_ms.n == 8
 
 
-def test_a_stopped_comparison_writes_its_results(
-    runs, tmp_path, monkeypatch
-):
+def test_a_stopped_comparison_writes_its_results(runs, tmp_path, monkeypatch):
     runs.ends = [None, None, RunStoppedError("asked to end after 8 of 20 steps, saved")]
     monkeypatch.setattr(comparison, "check_run", lambda config: None)
     (tmp_path / "few.yaml").write_text(dump_config(CONFIG))

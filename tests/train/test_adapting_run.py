@@ -172,9 +172,7 @@ def test_a_morph_compiles_nothing(adapting):
     assert len({line["compilations"] for line in adapting.steps}) == 1
 
 
-def test_adaptation_changes_no_bit(
-    adapting, undisturbed
-):
+def test_adaptation_changes_no_bit(adapting, undisturbed):
     assert adapting.results() == undisturbed.results()
     assert len(undisturbed.results()) == STEPS
     states = adapting.state()
@@ -189,9 +187,7 @@ def test_the_terminal_shows_every_event(adapting):
 
 
 @pytest.mark.long
-def test_a_failed_path_costs_no_step(
-    failing, undisturbed
-):
+def test_a_failed_path_costs_no_step(failing, undisturbed):
     (failed,) = failing.events("link_failed")
     assert (failed["step"], failed["link"]) == (SLOW_FROM, "1-2")
     assert failed["evidence"]["held_up_s"] >= DIRECT_S

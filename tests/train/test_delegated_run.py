@@ -201,9 +201,7 @@ def test_delegated_messages_hold_no_queue(delegated):
     assert all(span.end_ms >= span.start_ms for span in timeline.transfers)
 
 
-def test_offload_changes_no_loss_and_keeps_caps(
-    direct, offloaded
-):
+def test_offload_changes_no_loss_and_keeps_caps(direct, offloaded):
     assert offloaded.losses() == direct.losses()
     lines = offloaded.lines("metrics.jsonl")
     assert {tuple(line["peak_live"]) for line in lines} == {(5, 3, 1)}

@@ -38,9 +38,7 @@ def healthy(tmp_path_factory):
     return train(tmp_path_factory.mktemp("healthy"))
 
 
-def test_a_slow_link_slows_direct_steps_alone(
-    tmp_path, healthy
-):
+def test_a_slow_link_slows_direct_steps_alone(tmp_path, healthy):
     slow = train(tmp_path, LISTED)
     assert min(line["step_s"] for line in slow[:FIRST_SLOW]) < SLOW_STEP_S
     assert all(line["step_s"] >= SLOW_STEP_S for line in slow[FIRST_SLOW:])
@@ -63,9 +61,7 @@ def test_a_trace_slows_steps_and_declared_delays_are_planned(
     assert slow[0]["predicted_step_s"] < 2.0  # by measured delays; by the declared one, over 4
 
 
-def test_a_cut_delegated_link_recovers(
-    tmp_path, healthy
-):
+def test_a_cut_delegated_link_recovers(tmp_path, healthy):
     """Paced ops make the run long enough for a cut in its middle."""
     trace = tmp_path / "trace.csv"
     header = "time_s,between,latency_ms,bandwidth_mbps,jitter_ms,cut"

@@ -25,9 +25,9 @@ from jaxmorph.runtime.rendezvous import DETAIL
 from jaxmorph.runtime.report import StepReport, StepTotals, named_parts, parts_of
 from jaxmorph.schedule.costs import LinkDelay
 from jaxmorph.training.adaptation import Adaptation, Announced
-from jaxmorph.training.step_recorder import StepRecorder
 from jaxmorph.training.control_loop import ControlLoop
 from jaxmorph.training.plan_in_force import PlanInForce
+from jaxmorph.training.step_recorder import StepRecorder
 
 LINKS = (Link(0, 1), Link(1, 2))
 HOLD_MS = 3000.0

@@ -77,9 +77,7 @@ def test_stages_with_a_heavy_end_get_fewer_layers(costs, num_layers, layers, rea
     ("before", "measure", "cut"),
     [(None, lambda: HEAVY_HEAD, [5, 3]), ((6, 2), not_measured, [6, 2])],
 )
-def test_rank_0_measures_and_all_agree(
-    before, measure, cut
-):
+def test_rank_0_measures_and_all_agree(before, measure, cut):
     rank_0 = Rank(0)
     first = choose_layers(config_of(), rank_0, 8, measure, before)
     second = choose_layers(config_of(), Rank(1, received=rank_0.sent), 8, not_measured)
@@ -129,9 +127,7 @@ def kept_config_of(layers: Any = "auto", stages=2, chunks=1, schedule="zb-h2"):
 
 
 @pytest.mark.parametrize("first_step", [0, 7])
-def test_a_restart_keeps_the_measured_cut(
-    tmp_path, monkeypatch, first_step
-):
+def test_a_restart_keeps_the_measured_cut(tmp_path, monkeypatch, first_step):
     """With a checkpoint of one stage to resume from, or none."""
     manifest = Manifest(7, (range(8),), 256, (), kept_config_of(stages=1))
     monkeypatch.setattr(CheckpointFolder, "manifest", lambda folder, step: manifest)

@@ -21,8 +21,8 @@ from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
 from jaxmorph.training import record
-from jaxmorph.training.step_recorder import TracedSteps
 from jaxmorph.training.ledger import Goodput
+from jaxmorph.training.step_recorder import TracedSteps
 
 STEP = StepRecord(
     step=0, loss=5.0, grad_norm=1.5, step_s=0.4, tokens_per_s=10_240.0, schedule="zb-h2",
@@ -65,9 +65,7 @@ def _step(step=0):
     return StepDone(replace(STEP, step=step))
 
 
-def test_elapsed_time_excludes_figures(
-    record_of, now, monkeypatch
-):
+def test_elapsed_time_excludes_figures(record_of, now, monkeypatch):
     def draw_slowly(*_):
         now[0] += 50.0
 
@@ -110,9 +108,7 @@ def _timelines(step: int, around_change: bool = False) -> StepTimelines:
     ("keep", "around", "left"),
     [(2, (), [8, 9]), (4, {1, 2}, [1, 2, 8, 9]), (4, {0, 1, 2, 3, 4}, [3, 4, 8, 9])],
 )
-def test_traces_around_changes_keep_half_the_room(
-    directory, record_of, keep, around, left
-):
+def test_traces_around_changes_keep_half_the_room(directory, record_of, keep, around, left):
     run_record, *_ = record_of(trace={"keep": keep})
     for step in range(10):
         run_record.take(_timelines(step, step in around))
@@ -164,9 +160,7 @@ def test_a_resumed_run_keeps_as_many_traces(directory, record_of):
     assert list(directory.traces()) == [10, 20]
 
 
-def test_a_run_that_goes_back_records_steps_again(
-    directory, record_of, now
-):
+def test_a_run_that_goes_back_records_steps_again(directory, record_of, now):
     run_record, shown, _ = record_of()
     for now[0], sent in ((110.0, STARTED), (111.0, _step(0)), (112.0, _step(1)), (113.0, _step(2))):
         run_record.take(sent)
@@ -183,9 +177,7 @@ def test_a_run_that_goes_back_records_steps_again(
     run_record.keep_goodput(Goodput(1.5, 30.0))
     run_record.finish()
     assert "3 in 22.5 s" in shown.getvalue()
-    assert "goodput   5.0 %: 1.5 s in steps, of 30.0 s since the launch" in (
-        shown.getvalue()
-    )
+    assert "goodput   5.0 %: 1.5 s in steps, of 30.0 s since the launch" in (shown.getvalue())
     assert shown.getvalue().count("some text") == 1
     metrics = (directory.path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in metrics] == [0, 1, 2]

@@ -3,6 +3,8 @@
 import errno
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 

@@ -69,9 +69,7 @@ def logits_after(model, params):
     return lambda ids: np.asarray(logits_of(np.array([ids], np.int32)))
 
 
-def test_temperature_0_takes_the_likeliest_token(
-    model, params, logits_after
-):
+def test_temperature_0_takes_the_likeliest_token(model, params, logits_after):
     ids = list(range(LENGTH - 1))
     for token in drawn(model, params, ids[:], 6, temperature=0.0):
         assert token == np.argmax(logits_after(ids[-LENGTH:]))

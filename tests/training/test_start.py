@@ -58,9 +58,7 @@ def test_a_restart_commits_written_checkpoints(tmp_path):
         ([4], {}, KeyboardInterrupt(), 130),
     ],
 )
-def test_exit_codes_say_whether_to_retry(
-    tmp_path, monkeypatch, saved, policy, error, code
-):
+def test_exit_codes_say_whether_to_retry(tmp_path, monkeypatch, saved, policy, error, code):
     def newest_whole(folder, *, thorough):
         assert folder.path == tmp_path / "checkpoints"
         return max(saved, default=None), ()

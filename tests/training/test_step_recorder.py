@@ -23,10 +23,10 @@ from jaxmorph.schedule.costs import Limits, StageCosts
 from jaxmorph.schedule.planner import plan
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
-from jaxmorph.training.step_recorder import StepRecorder, TracedSteps
 from jaxmorph.training.control_loop import ControlLoop, Morph
 from jaxmorph.training.evaluation import HeldOutLoss
 from jaxmorph.training.plan_in_force import PlanInForce
+from jaxmorph.training.step_recorder import StepRecorder, TracedSteps
 
 TWO = StageCosts.uniform(2, 1.0, 1.0, 1.0)
 TWO_STAGES = plan(TWO, {}, Limits(), 1, "zb-h2")

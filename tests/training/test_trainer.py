@@ -306,9 +306,7 @@ def test_too_many_skipped_steps_raise(trainer_of):
     ("given", "offloads", "has"),
     [(1, True, "4"), (1, False, "1"), (6, True, "6"), (None, True, "1")],
 )
-def test_offload_gets_threads_unless_configured(
-    monkeypatch, given, offloads, has
-):
+def test_offload_gets_threads_unless_configured(monkeypatch, given, offloads, has):
     """`jaxmorph launch` sets the number without knowing the script's configuration."""
     launched = RankArguments(0, 1, "127.0.0.1:1", 0, 0, num_threads=given)
     monkeypatch.setattr(script, "_met", [])
