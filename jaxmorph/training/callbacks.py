@@ -167,7 +167,7 @@ class Recording(Callback):
     def adopt(self, morph: Morph, step: int) -> None:
         """Record a new plan and the first step that runs it."""
         self.plan = morph.plan
-        self._recorder.record_morph(morph, step)
+        self._recorder.adopt(morph, step)
 
 
 class Skipping(Callback):

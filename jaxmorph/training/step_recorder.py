@@ -118,7 +118,7 @@ class StepRecorder:
         self._submit(self._send_step, step, totals, reports, step_s, held_out.loss)
         self._submit(self._send_link_events, step, reports, step_began_s)
 
-    def record_morph(self, morph: Morph, step: int) -> None:
+    def adopt(self, morph: Morph, step: int) -> None:
         """Send the events of a new plan, which `step` is the first to run."""
         self._submit(self._switch_plan, morph, step)
 

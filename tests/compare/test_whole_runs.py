@@ -130,18 +130,18 @@ def test_the_table_shows_the_cost_of_failures(matrix):
         if line.startswith("|")
     ]
     heads = next(row for row in rows if "goodput" in row)
-    rows = {
+    cells = {
         (row[0], row[1]): dict(zip(heads, row, strict=True))
         for row in rows
         if len(row) == len(heads)
     }
-    cut = rows["restart", "cut"]
+    cut = cells["restart", "cut"]
     assert (cut["total s"], cut["more s"], cut["goodput"], cut["restarts"], cut["lost s"]) == (
         "32.5", "+22.5", "40.0%", "1", "22.5",
     )  # fmt: skip
     assert (cut["detect"], cut["compile"], cut["replay"]) == ("15.00", "0.00", "2.00")
-    assert rows["restart", "healthy"]["more s"] == "-"
-    assert rows["restart-cold", "cut"]["total s"] == "FAILED"
+    assert cells["restart", "healthy"]["more s"] == "-"
+    assert cells["restart-cold", "cut"]["total s"] == "FAILED"
 
 
 def test_the_table_shows_stalls_of_failed_paths(matrix, tmp_path):
@@ -160,7 +160,7 @@ def test_the_table_shows_stalls_of_failed_paths(matrix, tmp_path):
 def test_the_page_has_the_table_of_whole_runs(matrix, tmp_path):
     page = comparison_page(ComparisonFiles(matrix, {}))
     assert page.count("<th") > len(WHOLE_COLUMNS)
-    for cell in ("+22.5", "FAILED", "40.0%", "Whole runs, from the first step"):
+    for cell in ("+22.5", "FAILED", "40.0%", "Whole runs, from the start of the first step"):
         assert cell in page
     healthy = {key: run for key, run in matrix.runs.items() if key[1] == "healthy"}
     calm = Matrix("calm", matrix.systems, ("healthy",), healthy)
@@ -235,11 +235,11 @@ def test_a_cold_restart_hides_the_cache(runs, tmp_path, monkeypatch, end):
     ],
 )
 def test_a_stopped_run_ends_the_comparison(runs, tmp_path, end, raised, failed):
-    runs: list[Run] = []
+    put: list[Run] = []
     runs.ends, runs.asked_to_end = [end], end is None
     with raised:
-        run_as("restart", tmp_path / "a", runs.append)
-    (run,) = runs
+        run_as("restart", tmp_path / "a", put.append)
+    (run,) = put
     assert run.failed == (failed and f"8 steps done: {failed}")
     assert (run.total_s is None) == (failed is not None)
     assert run.step_ms is not None

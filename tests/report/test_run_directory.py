@@ -179,7 +179,7 @@ def test_a_missing_tensorboard_library_changes_no_file(stopped, monkeypatch):
     before = {path.name: path.read_bytes() for path in stopped.iterdir()}
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     wanted = {"run": {"dir": str(stopped)}, "metrics": {"tensorboard": True}}
-    with pytest.raises(UserError, match=r"tensorboardX is not installed"):
+    with pytest.raises(UserError, match=r"without tensorboardX, expected"):
         reopen_run_directory(stopped, Config.model_validate(wanted), 2)
     assert {path.name: path.read_bytes() for path in stopped.iterdir()} == before
 

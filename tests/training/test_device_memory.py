@@ -136,7 +136,7 @@ def test_memory_is_not_queried_without_need(sections):
 
 def test_a_device_without_host_memory_is_refused():
     exchange = cast(Rendezvous, Exchange({}))
-    says = r"^offload.enabled: got true, .* device of rank 0 has the memories device, and no pinned"
+    says = r"^offload.enabled: got true, .* device of rank 0 has no pinned_host memory"
     with pytest.raises(UserError, match=says):
         with_device_budget(config(**ENABLED), exchange, trainer_on(REPORTED, "device"))
     fixed = config(schedule={"name": "zb-h2"})

@@ -122,8 +122,8 @@ def test_too_little_held_out_text_is_refused():
     with pytest.raises(UserError) as caught:
         held_out_batches(config_of(), held_out_of(48))
     assert str(caught.value) == (
-        "data.held_out_fraction: got 0.5, 48 tokens, expected at least 49 for evaluation.batches, "
-        "2, of 24 tokens each, and one"
+        "data.held_out_fraction: got 0.5, 48 tokens, expected at least 49: evaluation.batches, "
+        "2, of 24 tokens each, and one more token"
     )
 
 

@@ -231,7 +231,7 @@ def test_a_morph_counts_from_its_first_step():
     messages = []
     with recorder_of(messages.append, loop=loop) as recorder:
         record_steps(recorder, 3)
-        recorder.record_morph(Morph(PlanChange(other, "it is shorter", {}, {}), programs, {}), 4)
+        recorder.adopt(Morph(PlanChange(other, "it is shorter", {}, {}), programs, {}), 4)
         record_steps(recorder, 4)
     assert loop.calls == [("observe", 3), ("adopted", "adaptive"), ("observe", 4)]
     records = of_kind(messages, StepDone, "record")
