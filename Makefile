@@ -93,6 +93,7 @@ goldens: setup
 # The tables of docs/reference/, from the types and commands that they describe.
 reference: setup
 	$(BIN)/python -m tests.reference
+	$(BIN)/python -m tests.command_reference
 
 # The documentation as a site in build/site; a dead link or anchor is an error.
 docs: setup

@@ -19,6 +19,7 @@ import typer
 import jaxmorph
 from jaxmorph.cli.app import app, main
 from jaxmorph.config import check_config, load_config
+from tests.command_reference import PAGE, command_tables, with_command_tables
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -291,3 +292,16 @@ def test_every_public_name_is_there_and_no_other():
         assert getattr(jaxmorph, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'wombat'"):
         _ = jaxmorph.wombat
+
+
+def test_the_reference_page_has_every_command_as_it_is():
+    page = PAGE.read_text(encoding="utf-8")
+    assert with_command_tables(page) == page, "make reference writes the page anew"
+    verbs = typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
+    assert re.findall(r"^## jaxmorph (\w+)$", page, re.MULTILINE) == list(verbs)
+
+
+def test_every_option_says_what_it_is():
+    rows = [line for line in command_tables().splitlines() if line.startswith("| `")]
+    assert len(rows) > 60
+    assert [row for row in rows if row.endswith("|  |")] == []
