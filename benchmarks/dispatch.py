@@ -80,6 +80,7 @@ def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> No
     import numpy as np
 
     from benchmarks.instruction_kinds import TimedExecutor
+    from jaxmorph.models.gpt2 import build
     from jaxmorph.program.instructions import Free, Payload, Transfer
     from jaxmorph.program.lowering import lower
     from jaxmorph.runtime.executor import StepInputs
@@ -93,7 +94,6 @@ def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> No
     from jaxmorph.schedule.fixed import FIXED_SCHEDULES
     from jaxmorph.schedule.ops import OpKind
     from jaxmorph.schedule.simulate import simulate
-    from models.gpt2 import build
 
     rendezvous = join_run(arguments, start_timeout_s=60, step_timeout_s=60)
     model = build(

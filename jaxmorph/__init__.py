@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from jaxmorph.training.script import join
     from jaxmorph.training.trainer import StepMetrics, Trainer
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Config",
     "Limits",

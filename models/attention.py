@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from models.sizes import AttentionSizes
+from .sizes import AttentionSizes
 
 _CUDNN_DTYPES = ("bfloat16", "float16")
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from models.attention import AttentionChoice, choose_attention, default_device
+from .attention import AttentionChoice, choose_attention, default_device
 
 Params = dict[str, Any]
 Build = Callable[[Any, nnx.Rngs], Any]

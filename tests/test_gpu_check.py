@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import resolve_name
 from math import prod
 from pathlib import Path
 
@@ -461,9 +462,9 @@ def test_every_part_runs_small_on_a_cpu(tmp_path):
 
 
 def test_the_check_needs_jax_flax_optax_and_numpy_alone():
-    own, on_call = {"jaxmorph", "models", "benchmarks"}, "models.gpt2.stages"
+    own, on_call = {"jaxmorph", "benchmarks"}, "jaxmorph.models.gpt2.stages"
     waiting = {f"benchmarks.gpu.{path.stem}" for path in (ROOT / "benchmarks/gpu").glob("*.py")}
-    waiting.add(on_call)  # what `models.gpt2` imports once a model is built
+    waiting.add(on_call)  # what `jaxmorph.models.gpt2` imports once a model is built
     seen, foreign = set(), {}
     while waiting:
         module = waiting.pop()
@@ -488,5 +489,7 @@ def imported_by(module):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            package = module if path.is_dir() else module.rpartition(".")[0]
+            taken = resolve_name("." * node.level + (node.module or ""), package)
+            names |= {taken, *(f"{taken}.{alias.name}" for alias in node.names)}
     return {name.rsplit(".", depth)[0] for name in names for depth in range(name.count(".") + 1)}

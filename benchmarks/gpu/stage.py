@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.gpu.child import Row
+from jaxmorph.models.gpt2 import build
+from jaxmorph.models.gpt2.stages import GPT2
 from jaxmorph.stage.build import OP_KINDS, StagePrograms, build_stage
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.stage.model import PipelineModel
 from jaxmorph.stage.parameters import init_stage_params
-from models.gpt2 import build
-from models.gpt2.stages import GPT2
 
 OP_NAMES = ("F", "B", "W", "BW", "plain")
 """The stage's programs, and the plain one: forward and backward of the layers in one."""

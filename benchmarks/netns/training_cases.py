@@ -19,7 +19,7 @@ JOB = Job(
     "demo.yaml",
     40,
     (
-        "model={factory: models.gpt2, preset: tiny}",
+        "model={factory: gpt2, preset: tiny}",
         "data.sequence_length=128",
         "batch={microbatches: 4, microbatch_size: 2}",
         "transport.chunk_bytes=32768",

@@ -7,8 +7,8 @@ import numpy as np
 import jaxmorph
 from benchmarks.training_speed.worker import WorkerOptions, confine, serve
 from benchmarks.training_speed.workload import VOCAB_SIZE, Workload
+from jaxmorph.models.gpt2 import build
 from jaxmorph.training.script_launch import launch_arguments
-from models.gpt2 import build
 
 
 def config(workload: Workload, schedule: str, num_stages: int) -> dict:

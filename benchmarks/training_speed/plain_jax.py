@@ -15,10 +15,10 @@ import optax
 from flax import nnx
 
 from benchmarks.training_speed.workload import VOCAB_SIZE, Workload
+from jaxmorph.models.gpt2.config import GPT2Config
+from jaxmorph.models.gpt2.model import Block, Embedding, Head
+from jaxmorph.models.gpt2.stages import GPT2
 from jaxmorph.stage.parameters import init_stage_params
-from models.gpt2.config import GPT2Config
-from models.gpt2.model import Block, Embedding, Head
-from models.gpt2.stages import GPT2
 
 
 def gpt2_config(workload: Workload) -> GPT2Config:

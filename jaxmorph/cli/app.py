@@ -1,14 +1,15 @@
 """The ``jaxmorph`` command: its subcommands, their options, and its exit codes."""
 
+import shlex
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
+import jaxmorph
 from jaxmorph.cli.doctor import doctor
 from jaxmorph.cli.plan import plan
 from jaxmorph.cli.trace import trace
@@ -56,7 +57,7 @@ def _fail(code: int, message: str) -> NoReturn:
 
 def _print_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"jaxmorph {metadata.version('jaxmorph')}")
+        typer.echo(f"jaxmorph {jaxmorph.__version__}")
         raise typer.Exit
 
 
@@ -76,6 +77,21 @@ app.command()(plan)
 app.command()(validate)
 app.command()(trace)
 app.command()(doctor)
+
+
+@app.command()
+def init(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[DIR]", help="Where to; made if it is not there.")
+    ] = Path(),
+    name: Annotated[str, typer.Option(help="Which one: demo or llama.")] = "demo",
+) -> int:
+    """Write a configuration to start from: DIR/demo.yaml."""
+    from jaxmorph.cli.init import write_starter
+
+    path = write_starter(folder, name)
+    typer.echo(f"wrote {path}: jaxmorph train {shlex.quote(str(path))}")
+    return 0
 
 
 @app.command()
@@ -239,7 +255,7 @@ def replay(
 
 @app.command()
 def model(
-    factory: Annotated[str, typer.Option(help="The model's Python module.")] = "models.gpt2",
+    factory: Annotated[str, typer.Option(help="gpt2, llama, or a Python module.")] = "gpt2",
     preset: Annotated[str | None, typer.Option(help="A preset; default: all presets.")] = None,
     vocab_size: Annotated[int, typer.Option(min=1, help="Tokens in the vocabulary.")] = 50257,
     sequence_length: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 1024,

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxmorph.config import Config
+from jaxmorph.config.sections import short_factory_name
 from jaxmorph.data import Tokenizer, is_token_array, open_tokenizer
 from jaxmorph.errors import UserError
 from jaxmorph.report.text import short_count
@@ -149,7 +150,8 @@ def print_model_table(
     Raises:
         UserError: There is no such factory or preset, or it can't be built or cut.
     """
-    module = load_factory(factory, "--factory")
+    factory = short_factory_name(factory)
+    module = load_factory(factory, where="--factory")
     table = Table(
         box=box.SIMPLE_HEAD,
         title=f"{factory}, vocabulary {vocab_size:,}, {sequence_length:,} positions",

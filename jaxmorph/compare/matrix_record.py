@@ -10,6 +10,7 @@ from importlib import metadata
 from statistics import median
 from typing import Any, TypeAlias
 
+import jaxmorph
 from jaxmorph.compare.systems import SYSTEMS
 from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Compare, Condition
@@ -252,7 +253,11 @@ def _most(steps: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 def comparison_notes(config: Config, wanted: Compare, command: str) -> dict[str, str]:
     """What a reader must know to judge and repeat a comparison, by label."""
-    versions = [f"{name} {metadata.version(name)}" for name in ("jaxmorph", "jax", "numpy")]
+    versions = [
+        f"jaxmorph {jaxmorph.__version__}",
+        *(f"{name} {metadata.version(name)}" for name in ("jax", "numpy")),
+        f"Python {platform.python_version()}",
+    ]
     emulated = (
         "latency and bandwidth of links are emulated: a direct transfer holds the queues of both "
         "its stages for the delay ('holds queues'); delegated messages in flight overlap, and no "
@@ -274,7 +279,7 @@ def comparison_notes(config: Config, wanted: Compare, command: str) -> dict[str,
         **_traces(wanted),
         **_left_aside(config),
         "command": f"`{command}`",
-        "versions": ", ".join([*versions, f"Python {platform.python_version()}"]),
+        "versions": ", ".join(versions),
         "machine": f"{os.cpu_count()} processors, {platform.system()} {platform.machine()}",
         "load at the start": load_averages(),
     }

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from jaxmorph.config.overrides import Origin, Override, apply_overrides
 from jaxmorph.config.problems import find_problems, printable, show
 from jaxmorph.config.schema import Config
-from jaxmorph.config.sections import Run
+from jaxmorph.config.sections import SHIPPED_MODELS, Run, short_factory_name
 from jaxmorph.config.yaml_text import NotYamlError, format_yaml, parse_yaml
 from jaxmorph.errors import UserError
 
@@ -17,8 +17,9 @@ from jaxmorph.errors import UserError
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a run's configuration, with every mistake told in one line.
 
-    Where the file and the overrides leave them out, `run.dir` is `runs/` and the file's name, and
-    `optimizer.warmup_steps` a tenth of `run.steps`.
+    Where the file and the overrides leave them out, `run.dir` is `runs/` and the file's name,
+    `optimizer.warmup_steps` a tenth of `run.steps`, and `model.folder`, for a factory that does not
+    come with jaxmorph, the file's folder.
 
     Args:
         path: a YAML file, UTF-8.
@@ -33,7 +34,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     name = printable(str(path))
     parsed = tuple(Override.parse(text) for text in overrides)
     tree = _with_derived_defaults(apply_overrides(_read_tree(path, name), parsed), Path(path).stem)
-    return _checked(tree, Origin(name, parsed))
+    return _checked(_with_model_folder(tree, Path(path).parent), Origin(name, parsed))
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -113,6 +114,22 @@ def _with_derived_defaults(tree: Mapping[str, Any], name: str) -> dict[str, Any]
     if isinstance(run, Mapping) and isinstance(run["steps"], int):
         derived = _under(derived, "optimizer", {"warmup_steps": max(run["steps"], 0) // 10})
     return derived
+
+
+def _with_model_folder(tree: Mapping[str, Any], config_folder: Path) -> dict[str, Any]:
+    """Names the folder of a user's own model: the run's ranks read another file elsewhere."""
+    model = tree.get("model")
+    if not isinstance(model, Mapping):
+        return dict(tree)
+    factory = model.get("factory")
+    if not isinstance(factory, str) or short_factory_name(factory) in SHIPPED_MODELS:
+        return dict(tree)
+    folder = model.get("folder")
+    if folder is None:
+        folder = config_folder
+    elif not isinstance(folder, str) or not folder:
+        return dict(tree)  # which is refused
+    return {**tree, "model": {**model, "folder": str(Path(folder).resolve())}}
 
 
 def _under(tree: Mapping[str, Any], section: str, defaults: Mapping[str, Any]) -> dict[str, Any]:

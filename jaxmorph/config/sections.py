@@ -4,10 +4,11 @@ Values are taken strictly: `"12"` or `true` is no number, `.nan` and `.inf` are 
 number is welcome where any number is. Each field says in words what it expects, for errors.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,23 @@ class Run(Section):
     steps: Count = 100
 
 
+SHIPPED_MODELS = ("gpt2", "llama")
+"""The models that come with jaxmorph, `jaxmorph.models.gpt2` for one, by their short names."""
+_SHIPPED_MODEL = re.compile(rf"(?:(?:jaxmorph\.)?models\.)?({'|'.join(SHIPPED_MODELS)})")
+
+
+def short_factory_name(factory: str) -> str:
+    """`gpt2` for `jaxmorph.models.gpt2` and for `models.gpt2`, its name in earlier versions."""
+    shipped = _SHIPPED_MODEL.fullmatch(factory)
+    return factory if shipped is None else shipped[1]
+
+
 class Model(Section):
     """Which model, and from which weights; every other key is passed to the factory.
 
-    No `weights`: the parameters start from the run's seed.
+    A factory that does not come with jaxmorph is looked for among the installed packages, then in
+    `folder`, by default the configuration's, then in the current directory. No `weights`: the
+    parameters start from the run's seed.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -88,8 +102,14 @@ class Model(Section):
     )
 
     factory: Annotated[
-        str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"), Expected("a Python module's name")
-    ] = "models.gpt2"
+        str,
+        Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"),
+        AfterValidator(short_factory_name),
+        Expected("a Python module's name"),
+    ] = "gpt2"
+    folder: Annotated[
+        str | None, Field(min_length=1), Expected("null, or the folder of the factory's module")
+    ] = None
     preset: Text = "tiny"
     weights: Annotated[
         str | None, Field(min_length=1), Expected("null, or where the model finds its weights")

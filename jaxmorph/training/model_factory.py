@@ -3,10 +3,12 @@
 import importlib
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxmorph.config import Config
+from jaxmorph.config.sections import SHIPPED_MODELS, Model, short_factory_name
 from jaxmorph.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ def build_model(config: Config, vocab_size: int) -> "PipelineModel":
     Raises:
         UserError: There is no such factory, or it refuses its options.
     """
-    build = load_factory(config.model.factory).build
+    build = load_factory(config.model.factory, config.model.folder).build
     try:
         return build(
             preset=config.model.preset,
@@ -36,35 +38,42 @@ def build_model(config: Config, vocab_size: int) -> "PipelineModel":
         raise UserError(f"{key}{text}") from error
 
 
-def device_options(factory: str) -> tuple[str, ...]:
+def device_options(model: Model) -> tuple[str, ...]:
     """The keys of the `model` section that say how to compute: the factory's `DEVICE_OPTIONS`.
 
     They may change when a run resumes or a checkpoint is sampled, since the model stays the same.
     """
-    return tuple(getattr(load_factory(factory), "DEVICE_OPTIONS", ()))
+    return tuple(getattr(load_factory(model.factory, model.folder), "DEVICE_OPTIONS", ()))
 
 
 def for_any_device(config: Config) -> Config:
     """The configuration without its device options."""
-    left_out = device_options(config.model.factory)
+    left_out = device_options(config.model)
     kept = {key: value for key, value in config.model.model_dump().items() if key not in left_out}
     return config.model_copy(update={"model": type(config.model).model_validate(kept)})
 
 
-def load_factory(name: str, where: str = "model.factory") -> Any:
+def load_factory(name: str, folder: str | None = None, where: str = "model.factory") -> Any:
     """Import the module that makes a model; it has a function `build`.
 
     Args:
-        name: An installed module, or one in the current directory.
+        name: `gpt2`, `llama`, or a module, looked for among the installed packages, then in
+            `folder`, then in the current directory.
         where: Where the name comes from, for errors.
 
     Raises:
         UserError: There is no such module, or it has no such function.
     """
+    short = short_factory_name(name)
+    if short in SHIPPED_MODELS:
+        return importlib.import_module(f"jaxmorph.models.{short}")
     here = str(Path.cwd())
-    if here not in sys.path:  # like `python -m`: the user's model need not be installed
-        sys.path.append(here)
-    expected = "expected a module that Python can import, with a function 'build'"
+    places = [here] if folder in (None, here) else [folder, here]
+    _search_last(places)
+    expected = (
+        f"expected {', '.join(SHIPPED_MODELS)}, or a module with a function 'build' among the "
+        f"installed packages or in {' or '.join(places)}"
+    )
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -74,3 +83,12 @@ def load_factory(name: str, where: str = "model.factory") -> Any:
     if not hasattr(module, "build"):
         raise UserError(f"{where}: got {name!r} without a function 'build', {expected}")
     return module
+
+
+def _search_last(places: Sequence[str]) -> None:
+    """Have Python search these folders, in this order, after all others."""
+    # Ranks start by `python -m`, which searches the current directory first. They could import
+    # another module of the same name than the one that the command has checked.
+    if sys.path[0] in ("", str(Path.cwd())):
+        del sys.path[0]
+    sys.path.extend(place for place in places if place not in sys.path)

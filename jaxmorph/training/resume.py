@@ -302,7 +302,9 @@ def _disagreements(
 
 
 def _other_model(config: Config, manifest: Manifest) -> Iterator[tuple[str, object, str]]:
-    left_out = {"weights", *device_options(manifest.config.model.factory)}
+    # Where the module is says nothing of the model, and it may be elsewhere by now.
+    moved = manifest.config.model.model_copy(update={"folder": config.model.folder})
+    left_out = {"folder", "weights", *device_options(moved)}
     now, then = _model_options(config, left_out), _model_options(manifest.config, left_out)
     for key in sorted(now.keys() | then.keys()):
         if now.get(key) != then.get(key):

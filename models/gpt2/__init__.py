@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
-from models.gpt2.config import PRESETS, preset_config
+from .config import PRESETS, preset_config
 
 if TYPE_CHECKING:
-    from models.gpt2.stages import GPT2
+    from .stages import GPT2
 
 __all__ = ["DEVICE_OPTIONS", "PRESETS", "build"]
 
@@ -43,6 +43,6 @@ def build(
         **overrides,
     )
     # The sizes are useful without JAX, whose import takes a second.
-    from models.gpt2.stages import GPT2
+    from .stages import GPT2
 
     return GPT2(sizes)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from models.sizes import (
+from ..sizes import (
     AttentionSizes,
     check_attention,
     check_compute_dtype,

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from models.gpt2.config import GPT2Config
-from models.stored_tensors import StoredTensors, write_tensors
+from ..stored_tensors import StoredTensors, write_tensors
+from .config import GPT2Config
 
 Tree = dict[str, Any]
 

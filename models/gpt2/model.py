@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.attention import causal_attention
-from models.gpt2.config import GPT2Config
-from models.loss import summed_loss
+from ..attention import causal_attention
+from ..loss import summed_loss
+from .config import GPT2Config
 
 _INIT_SCALE = 0.02
 _EPSILON = 1e-5

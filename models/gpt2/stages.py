@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from models.gpt2.config import GPT2Config
-from models.gpt2.model import Block, Embedding, Head
-from models.in_pieces import ModelInPieces, Params
+from ..in_pieces import ModelInPieces, Params
+from .config import GPT2Config
+from .model import Block, Embedding, Head
 
 
 class GPT2(ModelInPieces):
@@ -24,7 +24,7 @@ class GPT2(ModelInPieces):
 
         Arguments, results and errors are those of `hugging_face.read_weights`.
         """
-        from models.gpt2 import hugging_face  # and safetensors, which training has no need of
+        from . import hugging_face  # and safetensors, which training has no need of
 
         return hugging_face.read_weights(self.config, path, layers, is_first, is_last)
 
@@ -33,6 +33,6 @@ class GPT2(ModelInPieces):
 
         Arguments and errors are those of `hugging_face.write_weights`.
         """
-        from models.gpt2 import hugging_face
+        from . import hugging_face
 
         hugging_face.write_weights(self.config, folder, stages)

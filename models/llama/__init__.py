@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
-from models.llama.config import PRESETS, preset_config
+from .config import PRESETS, preset_config
 
 if TYPE_CHECKING:
-    from models.llama.stages import Llama
+    from .stages import Llama
 
 __all__ = ["DEVICE_OPTIONS", "PRESETS", "build"]
 
@@ -38,6 +38,6 @@ def build(
     """
     sizes = preset_config(preset, vocab_size=vocab_size, compute_dtype=compute_dtype, **overrides)
     # The sizes are useful without JAX, whose import takes a second.
-    from models.llama.stages import Llama
+    from .stages import Llama
 
     return Llama(sizes)

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.attention import causal_attention
-from models.llama.config import LlamaConfig
-from models.loss import summed_loss
+from ..attention import causal_attention
+from ..loss import summed_loss
+from .config import LlamaConfig
 
 _INIT_SCALE = 0.02
 _EPSILON = 1e-5

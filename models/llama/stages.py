@@ -1,8 +1,8 @@
 """How a Llama is cut for a pipeline."""
 
-from models.in_pieces import ModelInPieces
-from models.llama.config import LlamaConfig
-from models.llama.model import Block, Embedding, Head
+from ..in_pieces import ModelInPieces
+from .config import LlamaConfig
+from .model import Block, Embedding, Head
 
 
 class Llama(ModelInPieces):

@@ -15,10 +15,10 @@ from tokenizers.pre_tokenizers import Whitespace
 from jaxmorph.cli import models
 from jaxmorph.config import Config
 from jaxmorph.errors import UserError
+from jaxmorph.models.gpt2 import build
 from jaxmorph.stage.model import cut_layers
 from jaxmorph.stage.parameters import init_stage_params
 from jaxmorph.training.saved_model import SamplingSettings, SavedModel
-from models.gpt2 import build
 
 LENGTH, LAYERS = 8, 3
 
@@ -156,7 +156,7 @@ def test_presets_have_rows_of_80_columns(run, monkeypatch):
 
 
 def test_other_factories_have_presets(run):
-    code, out, err = run("model", "--factory", "models.llama", "--vocab-size", "32000")
+    code, out, err = run("model", "--factory", "llama", "--vocab-size", "32000")
     assert (code, err) == (0, "")
     counts = {words[0]: words[2] for line in out.splitlines() if len(words := line.split()) == 3}
     assert counts["7B"] == "6,738,415,616"
@@ -167,7 +167,10 @@ def test_other_factories_have_presets(run):
     [
         (["--preset", "huge"], "--preset: got 'huge', expected one of tiny, "),
         (["--stages", "9"], "--stages: got 9, expected at most the 8 layers of 'tiny'"),
-        (["--factory", "no.such"], "--factory: got 'no.such', expected a module"),
+        (
+            ["--factory", "no.such"],
+            "--factory: got 'no.such', expected gpt2, llama, or a module with",
+        ),
         (["--factory", "odd_model"], "--factory: got 'odd_model' without PRESETS"),
         (
             ["--factory", "odd_model", "--preset", "a"],

@@ -40,7 +40,7 @@ def test_a_short_file_is_a_whole_run():
     config = load(TEN_LINES)
     assert config.run.dir == "runs/x"
     assert config.run.seed == 7
-    assert config.model.factory == "models.gpt2"
+    assert config.model.factory == "gpt2"
     assert config.model.options == {"num_layers": 4, "tied": False}
     assert config.parallelism.layers == (1, 3)
     assert config.schedule.max_live_per_stage(2) == (3, 3)

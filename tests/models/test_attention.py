@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import attention
-from models.attention import (
+from jaxmorph.models import attention
+from jaxmorph.models.attention import (
     AttentionChoice,
     causal_attention,
     causal_softmax,
@@ -19,7 +19,7 @@ from models.attention import (
     default_device,
     why_not_cudnn,
 )
-from models.sizes import AttentionSizes
+from jaxmorph.models.sizes import AttentionSizes
 
 BATCH, LENGTH, HEADS, WIDTH = 2, 16, 6, 8
 GPU: Any = SimpleNamespace(platform="gpu")

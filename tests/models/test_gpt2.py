@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmorph.models.attention import causal_softmax
+from jaxmorph.models.gpt2 import PRESETS, build
+from jaxmorph.models.gpt2.config import preset_config
+from jaxmorph.models.gpt2.stages import GPT2
 from jaxmorph.stage.parameters import parameter_count
-from models.attention import causal_softmax
-from models.gpt2 import PRESETS, build
-from models.gpt2.config import preset_config
-from models.gpt2.stages import GPT2
 
 KEY = jax.random.key(0)
 LENGTH, VOCAB, WIDTH, HEADS, LAYERS = 8, 32, 16, 2, 3
@@ -211,5 +211,5 @@ def test_wrong_sizes_are_named_with_what_was_expected(wrong, message):
 
 
 def test_the_sizes_are_known_without_jax():
-    code = "import sys, models.gpt2.config; sys.exit('jax' in sys.modules)"
+    code = "import sys, jaxmorph.models.gpt2.config; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

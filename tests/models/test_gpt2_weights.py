@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxmorph.models.gpt2 import build
+from jaxmorph.models.stored_tensors import StoredTensors
 from jaxmorph.stage.model import cut_layers
-from models.gpt2 import build
-from models.stored_tensors import StoredTensors
 
 LENGTH, VOCAB, WIDTH, HEADS, LAYERS = 6, 11, 8, 2, 3
 

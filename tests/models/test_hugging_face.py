@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxmorph.models import gpt2, llama
 from jaxmorph.stage.model import cut_layers
-from models import gpt2, llama
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

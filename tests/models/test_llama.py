@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmorph.models.llama import PRESETS, build
+from jaxmorph.models.llama.config import preset_config
+from jaxmorph.models.llama.model import rotate
+from jaxmorph.models.llama.stages import Llama
 from jaxmorph.stage.parameters import parameter_count
-from models.llama import PRESETS, build
-from models.llama.config import preset_config
-from models.llama.model import rotate
-from models.llama.stages import Llama
 
 KEY = jax.random.key(0)
 LENGTH, VOCAB, WIDTH, HEADS, GROUPS, HIDDEN, LAYERS = 8, 32, 24, 6, 2, 20, 3
@@ -203,5 +203,5 @@ def test_wrong_sizes_are_named_with_what_was_expected(wrong, message):
 
 
 def test_the_sizes_are_known_without_jax():
-    code = "import sys, models.llama; sys.exit('jax' in sys.modules)"
+    code = "import sys, jaxmorph.models.llama; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

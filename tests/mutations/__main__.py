@@ -92,9 +92,9 @@ class Tree:
         listed = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
         names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True).stdout
         for name in filter(None, names.decode().split("\0")):
-            if (ROOT / name).is_file():
+            if (ROOT / name).exists():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, folder / name)
+                shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
         self._passes = cache(lambda tests: self._first_failure(tests) is None)
 
     def try_out(self, mutation: Mutation) -> Result:

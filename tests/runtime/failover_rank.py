@@ -13,6 +13,7 @@ import numpy as np
 from compiled_once import compile_alike_once
 
 from jaxmorph.emulation.link_conditions import LinkCondition
+from jaxmorph.models.gpt2 import build
 from jaxmorph.program.check import check
 from jaxmorph.program.lowering import lower
 from jaxmorph.records import Link
@@ -31,7 +32,6 @@ from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import plan
 from jaxmorph.schedule.simulate import simulate
 from jaxmorph.stage.model import cut_layers
-from models.gpt2 import build
 from tests.oracles.switch_check import check_every_switch
 
 COLLECTIVE_S, CUT_S, STOPPED_S = 2, 0.5, 5

@@ -5,9 +5,9 @@ from functools import partial
 from compiled_once import compile_alike_once
 from parity_rank import CLIP_NORM, OPTIMIZER, TRAINED_ON, Parity, batch, check_parameters
 
+from jaxmorph.models.llama import build
 from jaxmorph.runtime.join import join_run
 from jaxmorph.runtime.rank_process import run_rank
-from models.llama import build
 
 SCHEDULES = ("1f1b", "zb-h2", "adaptive")
 GROUPED = {"num_key_value_heads": 1, "hidden_width": 24}  # two query heads on one of keys

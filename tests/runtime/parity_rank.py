@@ -13,6 +13,7 @@ from compiled_once import compile_alike_once
 from one_device import QUICKLY, untie
 from shared_reference import SharedReference, norm
 
+from jaxmorph.models.gpt2 import build
 from jaxmorph.program.check import check
 from jaxmorph.program.lowering import forward_only, lower
 from jaxmorph.program.slots_needed import slots_needed
@@ -37,7 +38,6 @@ from jaxmorph.stage.model import cut_layers
 from jaxmorph.stage.stage_functions import StashPolicy
 from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.plane import TransportSettings
-from models.gpt2 import build
 from tests.transport.proxy import Proxy
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2", "adaptive", "initial")

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmorph.config import check_config
+from jaxmorph.models.gpt2 import build
 from jaxmorph.runtime import kept_programs
 from jaxmorph.runtime.kept_programs import CompilationCounter, KeptPrograms, keep_compiled
 from jaxmorph.stage.build import OP_KINDS, build_stage
 from jaxmorph.stage.compiling import compile_by
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.stage.parameters import init_stage_params
-from models.gpt2 import build
 
 X = jnp.linspace(0.0, 1.0, 1024).reshape(32, 32)
 

@@ -2,6 +2,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmorph.copies.backends import PayloadShape
+from jaxmorph.models.gpt2 import build
 from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.records import Link
 from jaxmorph.runtime.payloads import (
@@ -11,7 +12,6 @@ from jaxmorph.runtime.payloads import (
     channel_specs,
     slot_use,
 )
-from models.gpt2 import build
 
 ACTIVATION = Channel(Payload.ACTIVATION, 0, 1)
 TIED = Channel(Payload.TIED, 0, 1)

@@ -11,6 +11,7 @@ import pytest
 from oracles.loopback import LoopbackNetwork
 
 from jaxmorph.errors import UserError
+from jaxmorph.models.gpt2 import build
 from jaxmorph.program.lowering import lower
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.optimizer import OptimizerSettings
@@ -22,7 +23,6 @@ from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
 from jaxmorph.stage.model import cut_layers
-from models.gpt2 import build
 
 
 def settings_of(num_layers, num_stages, num_chunks, kinds=()):

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxmorph.models.gpt2 import build
 from jaxmorph.stage.parameters import init_stage_params
-from models.gpt2 import build
 from tests.stage.in_turn import part_of
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax.extend.core import Var
 
+from jaxmorph.models.gpt2 import build
 from jaxmorph.stage.backward import ValueGraph, split_backward
 from jaxmorph.stage.equations import size_bytes
-from models.gpt2 import build
 
 FLOAT = jnp.float32
 EXPENSIVE = ("dot_general", "scan", "sin", "cos", "exp", "tanh", "logistic", "rsqrt", "reduce_max")

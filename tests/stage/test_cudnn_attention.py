@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxmorph.models import attention, gpt2, llama
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.stage.stage_functions import StashPolicy, split_stage, total_bytes
-from models import attention, gpt2, llama
 
 BATCH, LENGTH, HEADS, WIDTH, LAYERS = 2, 64, 4, 64, 2
 FORWARD, BACKWARD = "__cudnn$fmhaSoftmax(", "__cudnn$fmhaSoftmaxBackward("

@@ -5,9 +5,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxmorph.models.gpt2 import build
 from jaxmorph.stage.layer_costs import measure_layer_costs
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
-from models.gpt2 import build
 
 SIZES = {"preset": "tiny", "sequence_length": 8, "width": 16, "num_heads": 2, "num_layers": 3}
 

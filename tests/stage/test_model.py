@@ -7,8 +7,8 @@ import pytest
 
 import jaxmorph
 from jaxmorph.errors import UserError
+from jaxmorph.models import attention, gpt2
 from jaxmorph.stage.model import cut_layers, taken_on_device
-from models import attention, gpt2
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_on_a_cpu_there_is_nothing_to_tell():
 )
 def test_on_a_gpu_it_tells_what_computes_attention_and_why(monkeypatch, by, reason, told):
     gpu = SimpleNamespace(platform="gpu")
-    monkeypatch.setattr("models.in_pieces.default_device", lambda: gpu)
+    monkeypatch.setattr("jaxmorph.models.in_pieces.default_device", lambda: gpu)
     monkeypatch.setattr(attention, "why_not_cudnn", lambda *arguments: reason)
     assert taken_on_device(build(attention=by), 2, 8) == told
 

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmorph.models import llama
 from jaxmorph.stage.backward import split_backward
 from jaxmorph.stage.build import OP_KINDS, build_stage
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.stage.model import cut_layers
 from jaxmorph.stage.parameters import init_stage_params, leaf_at
 from jaxmorph.stage.stage_functions import StashPolicy
-from models import llama
 from tests.stage.in_turn import Pipeline, expected_gradients, joined, largest_error, part_of
 
 BATCH, LENGTH, VOCAB, LAYERS, STAGES = 2, 8, 32, 3, 2

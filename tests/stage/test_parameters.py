@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxmorph.errors import UserError
+from jaxmorph.models import llama
 from jaxmorph.stage.model import cut_layers
 from jaxmorph.stage.parameters import (
     check_weights,
@@ -13,7 +14,6 @@ from jaxmorph.stage.parameters import (
     read_stage_params,
     write_model,
 )
-from models import llama
 
 
 def test_initial_values_do_not_depend_on_the_cut(model_of, initial_params):

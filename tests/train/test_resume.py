@@ -111,7 +111,7 @@ def test_a_run_starts_from_an_exported_model(both, tmp_path):
     _, stopped = both
     done = run("export", stopped, "--to", tmp_path / "model")
     assert done.stdout.count("\n") == 1
-    assert done.stdout.startswith("models.gpt2 tiny after 20 steps: ")
+    assert done.stdout.startswith("gpt2 tiny after 20 steps: ")
     saved = load_saved_model(stopped)
     assert (saved.step, saved.config.run.seed) == (20, 5)
     assert [layers for layers, _ in saved.stages] == [range(n, n + 1) for n in range(4)]

@@ -168,7 +168,7 @@ def test_too_low_a_cap_is_a_users_mistake(tmp_path):
         ),
         ("parallelism.layers=[1,1,1,2]", "got [1, 1, 1, 2], expected 4 positive counts"),
         ("model.preset=huge", "got 'huge', expected one of tiny, "),
-        ("model.factory=models.none", "got 'models.none', expected a module that"),
+        ("model.factory=models.none", "got 'models.none', expected gpt2, llama, or a module"),
         ("data.path=nowhere.txt", "nowhere.txt: no such file"),
         ("batch.microbatchs=3", "unknown key; did you mean 'microbatches'?"),
         ("adaptation.intra_step=auto", "got 'auto', expected 'off': changing the order inside a "),

@@ -9,8 +9,8 @@ import jax
 import pytest
 from in_this_process import ROOT, jaxmorph
 
+from jaxmorph.models.gpt2 import build
 from jaxmorph.stage.parameters import init_stage_params, write_model
-from models.gpt2 import build
 
 SIZES: dict[str, Any] = {"width": 32, "num_layers": 4, "num_heads": 2}
 SEED, OTHER_SEED = 3, 9

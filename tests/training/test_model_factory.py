@@ -1,12 +1,20 @@
-"""Which options decide the model, and which how it is computed."""
+"""Which options decide the model and where it is found, and which how it is computed."""
 
+import sys
 from typing import Any
 
 import pytest
 
-from jaxmorph.config import Config
+from jaxmorph.checkpoints.manifest import Manifest
+from jaxmorph.config import Config, dump_config, load_config
 from jaxmorph.errors import UserError
-from jaxmorph.training.model_factory import build_model, device_options, for_any_device
+from jaxmorph.models import gpt2, llama
+from jaxmorph.training.model_factory import (
+    build_model,
+    device_options,
+    for_any_device,
+    load_factory,
+)
 
 
 def configured(**model):
@@ -20,7 +28,27 @@ def built(config):
     return model.config
 
 
-@pytest.mark.parametrize("factory", ["models.gpt2", "models.llama"])
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """Three folders that Python searches in turn, each with more modules than the one before."""
+    folders = [tmp_path / name for name in ("installed", "config", "current")]
+    modules = (["first"], ["first", "second"], ["first", "second", "third"])
+    for folder, names in zip(folders, modules, strict=True):
+        folder.mkdir()
+        for name in names:
+            path = folder / f"{name}_searched_model.py"
+            path.write_text(f"def build(**options): return {folder.name!r}\n")
+    monkeypatch.chdir(folders[2])
+    path = [str(folders[2]), str(folders[0]), *sys.path]  # as `python -m` has it
+    monkeypatch.setattr(sys, "path", path)
+    known = set(sys.modules)
+    yield folders
+    for name in sys.modules.keys() - known:
+        if name.endswith(("_searched_model", "no_factory")):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("factory", ["gpt2", "llama"])
 def test_device_options_are_removed(factory):
     config = configured(factory=factory, attention="cudnn", num_layers=2)
     assert built(config).attention == "cudnn"
@@ -31,9 +59,49 @@ def test_device_options_are_removed(factory):
     assert built(anywhere).attention == "auto"
 
 
-def test_a_factory_needs_no_device_options(tmp_path, monkeypatch):
-    (tmp_path / "silent_factory.py").write_text("def build(**options): ...\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert device_options("silent_factory") == ()
-    with pytest.raises(UserError, match=r"model\.factory: got 'no_such_factory'"):
-        device_options("no_such_factory")
+@pytest.mark.parametrize("prefix", ["", "models.", "jaxmorph.models."])
+def test_names_of_a_shipped_model_give_one_module(prefix):
+    assert load_factory(f"{prefix}gpt2") is gpt2
+    assert load_factory(f"{prefix}llama") is llama
+    assert configured(factory=f"{prefix}llama").model.factory == "llama"
+
+
+def test_older_manifests_name_the_same_model():
+    manifest = Manifest(1, (range(1),), 16, (), configured()).to_json()
+    manifest["config"]["model"]["factory"] = "models.gpt2"
+    del manifest["config"]["model"]["folder"]
+    assert Manifest.from_json(manifest).config.model == configured().model
+
+
+def test_installed_modules_win_and_the_current_directorys_lose(folders):
+    found = [
+        load_factory(f"{name}_searched_model", str(folders[1])).build()
+        for name in ("first", "second", "third")
+    ]
+    assert found == ["installed", "config", "current"]
+
+
+def test_a_run_remembers_its_configurations_folder(folders):
+    (folders[1] / "own.yaml").write_text("model: {factory: second_searched_model}\n")
+    config = load_config("../config/own.yaml")
+    copied = folders[0] / "config.yaml"
+    copied.write_text(dump_config(config))
+    assert load_config(copied) == config
+    assert load_config(copied, ["model.folder=."]).model.folder == str(folders[2])
+    assert build_model(config, 16) == "config"
+
+
+def test_a_missing_factory_is_a_users_mistake(folders):
+    (folders[1] / "no_factory.py").touch()
+    expected = (
+        "expected gpt2, llama, or a module with a function 'build' among the installed packages or "
+        f"in {folders[1]} or {folders[2]}"
+    )
+    for name, got in (("none.such", ""), ("no_factory", " without a function 'build'")):
+        with pytest.raises(UserError) as caught:
+            load_factory(name, str(folders[1]))
+        assert str(caught.value) == f"model.factory: got {name!r}{got}, {expected}"
+
+
+def test_a_factory_needs_no_device_options(folders):
+    assert device_options(configured(factory="third_searched_model").model) == ()

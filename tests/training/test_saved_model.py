@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from jaxmorph.errors import UserError
+from jaxmorph.models.gpt2 import build
 from jaxmorph.runtime.kept_programs import CompilationCounter
 from jaxmorph.stage.model import cut_layers, join_stages, with_logits
 from jaxmorph.stage.parameters import init_stage_params
 from jaxmorph.training.saved_model import SamplingSettings, continuation, drawing
-from models.gpt2 import build
 
 LENGTH, VOCAB, LAYERS = 8, 32, 3
 SIZES: dict[str, Any] = {"width": 16, "num_heads": 2, "num_layers": LAYERS}

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 from functools import cache
-from importlib import metadata
 from io import StringIO
 from typing import Any
 from warnings import catch_warnings, filterwarnings
@@ -13,6 +12,7 @@ from markupsafe import Markup, escape
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+import jaxmorph
 from jaxmorph.report.draw.palette import STYLE
 
 UNKNOWN = "-"
@@ -49,7 +49,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals.update(UNKNOWN=UNKNOWN, version=metadata.version("jaxmorph"))
+    environment.globals.update(UNKNOWN=UNKNOWN, version=jaxmorph.__version__)
     return environment
 
 
