@@ -1,27 +1,27 @@
-"""The errors that are the user's to mend, told apart from the program's own."""
+"""The errors that end a command with a message instead of a traceback."""
 
 
 class UserError(Exception):
-    """A mistake the user can correct: one clear line, exit code 2, never a traceback.
+    """A mistake that the user can correct: exit code 2.
 
-    The message names what was got, what was expected and where.
+    The message is one line: where, what was got, what was expected.
     """
 
 
 class RunStoppedError(Exception):
-    """A run that was asked to end has saved its state and ended before its last step.
+    """A run was asked to end and has saved its state before its last step: exit code 143.
 
-    The message says after which step, and how to go on. The exit code, 143, is that of a process
-    that SIGTERM has ended, so that a scheduler doesn't take the run for done.
+    The message names the step and how to continue. The exit code is that of a process that SIGTERM
+    has ended, so that a scheduler doesn't consider the run finished.
     """
 
 
 class RunFailedError(Exception):
-    """A run that was sound began and could not be finished: exit code 1.
+    """A valid run started and failed: exit code 1.
 
     Args:
-        message: In a few lines what failed, why, and where to read more.
-        asked_to_end: Whether the run had been asked to end by then, as by SIGTERM.
+        message: A few lines: what failed, why, and where to read more.
+        asked_to_end: Whether the run had been asked to end before, as by SIGTERM.
     """
 
     def __init__(self, message: str, *, asked_to_end: bool = False) -> None:

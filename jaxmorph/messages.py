@@ -1,4 +1,4 @@
-"""The messages that ranks send to the process that started them, as `tagged` writes them."""
+"""The messages that ranks send to their launcher, as `plain_json.tagged` writes them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from jaxmorph.records import Event, StepRecord
 
 @dataclass(frozen=True)
 class RunStarted:
-    """Rank 0 begins to train: the fields of `RunHeader` that a rank alone knows."""
+    """Rank 0 begins to train: the fields of `RunHeader` that only a rank knows."""
 
     data: str
     num_parameters: int
@@ -23,25 +23,25 @@ class RunStarted:
 
 @dataclass(frozen=True)
 class StepDone:
-    """A step is over."""
+    """The record of a finished step."""
 
     record: StepRecord
 
 
 @dataclass(frozen=True)
 class EventEmitted:
-    """An event beside the steps."""
+    """An event of the run."""
 
     event: Event
 
 
 @dataclass(frozen=True)
 class StepTimelines:
-    """A step that leaves a trace.
+    """The timelines of a step, for its trace.
 
     Attributes:
         timelines: `planned` and `measured`, as `Timeline.to_json` writes them.
-        around_change: Whether the trace is kept because a change is near.
+        around_change: Whether it is saved because a change is near.
     """
 
     step: int
@@ -51,18 +51,18 @@ class StepTimelines:
 
 @dataclass(frozen=True)
 class ProfileUpdated:
-    """What ops and links cost by now, as `Profile.to_json` writes it; with each sampled step."""
+    """The latest costs of ops and links (`Profile.to_json`), sent with each sampled step."""
 
     profile: Json
 
 
 @dataclass(frozen=True)
 class LinksChanged:
-    """What the run has to know of degraded links when it starts again: `links.json`.
+    """The degraded links that a restarted run begins with: `links.json`.
 
     Attributes:
-        pipeline: What decides which links there are, and what a message on them takes.
-        step: The one that showed it.
+        pipeline: The settings that determine the links and their usual delays.
+        step: The step of the last change.
         ways: Each direction, as `KnownDirection.to_json` writes it.
     """
 
@@ -73,10 +73,10 @@ class LinksChanged:
 
 @dataclass(frozen=True)
 class ObservationKept:
-    """A line of `control/`, from which `jaxmorph replay` makes the run's decisions again.
+    """A line of `control/`, from which `jaxmorph replay` repeats the run's decisions.
 
     Attributes:
-        begins: Whether a new file begins with it.
+        begins: Whether it begins a new file.
     """
 
     line: str
@@ -85,10 +85,10 @@ class ObservationKept:
 
 @dataclass(frozen=True)
 class PhaseEnded:
-    """A rank has come to the end of a phase of its start, one of `PHASES`.
+    """A rank has finished a phase of its start, one of `PHASES`.
 
     Attributes:
-        time_s: When, by the machine's monotonic clock.
+        time_s: By the machine's monotonic clock.
     """
 
     phase: str
@@ -105,27 +105,27 @@ RunMessage: TypeAlias = (
     | ObservationKept
     | PhaseEnded
 )
-"""What a rank of a run sends to the process that started it; all but `PhaseEnded` from rank 0."""
+"""All messages of a rank of a run; only `PhaseEnded` comes from other ranks than rank 0."""
 
 
 def parse_run_message(data: Any) -> RunMessage:
-    """The message that a rank sent.
+    """Reads a rank's message.
 
     Raises:
-        ParseError: It is none.
+        ParseError: It is not a `RunMessage`.
     """
     return parse(RunMessage, data, "a message of a rank")
 
 
 @dataclass(frozen=True)
 class RankFailed:
-    """A rank that can't go on, of whatever program; the launcher reads this one itself.
+    """A rank of any program cannot continue; the launcher itself reads this message.
 
     Attributes:
-        time_s: When, by the machine's monotonic clock.
-        is_user_error: Whether the user made a mistake, of which `reason` says all.
-        says_all: Whether all ranks fail with the same reason, to which no log would add anything.
-        follows_others: Whether the failure seems to be the consequence of another rank's.
+        time_s: By the machine's monotonic clock.
+        is_user_error: Whether the user made a mistake, which `reason` explains completely.
+        says_all: Whether all ranks fail with the same reason, to which no log adds anything.
+        follows_others: Whether another rank's failure seems to be the cause.
     """
 
     follows_others: bool

@@ -1,17 +1,17 @@
-"""Plain values as JSON and back: dataclasses of numbers, text, tuples and mappings.
+"""Converts dataclasses of numbers, text, tuples and mappings to JSON and back.
 
-A dataclass is an object of its fields. `parse` reads it back and checks every field: what is wrong
-is one line, such as ``rank 2: layers: got 'all', expected a list``. Keys that the dataclass doesn't
-have are ignored: other versions may write more.
+A dataclass becomes an object of its fields. `parse` reads it back and checks every field; an error
+is one line, such as ``rank 2: layers: got 'all', expected a list``. It ignores unknown keys, which
+another version may have written.
 
-The type of a field decides the form of what JSON doesn't have:
+The type of a field decides how it is written where JSON has no such type:
 
-- A NamedTuple is a list, and a mapping whose keys are not text a list of ``[key, value]``.
-- A dataclass out of a union of several also has the key ``kind``, the name of its class.
+- A NamedTuple is a list, and a mapping whose keys are not text is a list of ``[key, value]``.
+- A member of a union of dataclasses has the key ``kind``, the name of its class.
 - A number that is not finite is ``Infinity``, ``-Infinity`` or ``NaN``, as Python reads it.
 
-This module does without pydantic: ranks read what they exchange by it, and the check of a GPU
-(`benchmarks.gpu`) runs ranks where only JAX, Flax, Optax and NumPy are installed.
+This module does not use pydantic, because ranks need it to exchange messages and the GPU check
+(`benchmarks.gpu`) runs ranks with only JAX, Flax, Optax and NumPy installed.
 """
 
 import json
@@ -34,28 +34,28 @@ _LONGEST = 60  # characters of a value quoted in an error
 
 
 class ParseError(ValueError):
-    """JSON that is not what its reader expects; the message is one line: where, got, expected."""
+    """JSON of another form than expected; the message is one line: where, got, expected."""
 
 
 class _MismatchError(ValueError):
-    """The same, before it is known where the value comes from; built from the inside out."""
+    """A `ParseError` whose path is still being built, from the inside out."""
 
-    def __init__(self, says: str, path: str = "") -> None:
-        super().__init__(f"{path}: {says}" if path else says)
-        self.says, self.path = says, path
+    def __init__(self, reason: str, path: str = "") -> None:
+        super().__init__(f"{path}: {reason}" if path else reason)
+        self.reason, self.path = reason, path
 
     def within(self, name: str) -> "_MismatchError":
-        """The same, one level further out."""
-        return _MismatchError(self.says, f"{name}.{self.path}" if self.path else name)
+        """The error as seen from one level further out."""
+        return _MismatchError(self.reason, f"{name}.{self.path}" if self.path else name)
 
 
 def dump(value: Any) -> str:
-    """The JSON of a value, in which dataclasses and configuration sections may stand anywhere."""
+    """The JSON of a value that may contain dataclasses and configuration sections."""
     return json.dumps(value, default=as_object)
 
 
 def as_object(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass by their names, in the form that `dump` writes."""
+    """The fields of a dataclass, as `dump` writes them."""
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
     if not is_dataclass(value):
@@ -64,7 +64,7 @@ def as_object(value: Any) -> dict[str, Any]:
 
 
 def tagged(message: Any) -> dict[str, Any]:
-    """A dataclass as an object with its class's name: the form that `parse` reads for a union."""
+    """A dataclass as an object with its class name as ``kind``, as `parse` reads a union."""
     return {"kind": type(message).__name__} | as_object(message)
 
 
@@ -84,26 +84,26 @@ def _key(item: Field[Any]) -> str:
 
 
 def _writer(kind: Any) -> _Write:
-    """What makes of a value of a type one that `json` and `as_object` can write."""
+    """The function that turns a value of a type into one that `json` can write."""
     outer, inner = get_origin(kind), get_args(kind)
     if outer in (Union, UnionType):
         choices = [each for each in inner if each is not NoneType]
         is_tagged = len(choices) > 1 and all(map(is_dataclass, choices))
         write = tagged if is_tagged else _writer(choices[0])
-        return write if write is _as_it_is else _or_none(write)
+        return write if write is _unchanged else _or_none(write)
     if outer is tuple and inner[1:] == (...,):
         write = _writer(inner[0])
-        return write if write is _as_it_is else lambda value: [write(each) for each in value]
+        return write if write is _unchanged else lambda value: [write(each) for each in value]
     if outer in (Mapping, dict):
         write = _writer(inner[1])
         if not _is_text(inner[0]):
             return lambda value: [[key, write(each)] for key, each in value.items()]
-        if write is not _as_it_is:
+        if write is not _unchanged:
             return lambda value: {key: write(each) for key, each in value.items()}
-    return _as_it_is
+    return _unchanged
 
 
-def _as_it_is(value: Any) -> Any:
+def _unchanged(value: Any) -> Any:
     return value
 
 
@@ -116,14 +116,14 @@ def _is_text(kind: Any) -> bool:
 
 
 def parse(kind: type[_Value] | UnionType, data: Any, where: str) -> _Value:
-    """A value of a type, from what `json.loads` gives.
+    """Reads a value of a type from the result of `json.loads`.
 
-    Types are those of JSON, `float`, for which null is NaN, enums, tuples, mappings, optional
-    values, dataclasses and NamedTuples of them, unions of dataclasses, and sections of the
-    configuration, which check themselves. `Any` is left as it is.
+    Types are those of JSON, `float` (null is NaN), enums, tuples, mappings, optional values,
+    dataclasses and NamedTuples of them, unions of dataclasses, and sections of the configuration,
+    which check themselves. `Any` accepts everything.
 
     Raises:
-        ParseError: It is another type's; the error begins with `where`.
+        ParseError: The value has another type; the message begins with `where`.
     """
     try:
         return _reader(kind)(data)
@@ -132,7 +132,7 @@ def parse(kind: type[_Value] | UnionType, data: Any, where: str) -> _Value:
 
 
 def parse_line(kind: type[_Value] | UnionType, line: str, where: str) -> _Value:
-    """A value of a type, from a line of JSON; see `parse`."""
+    """Reads a value of a type from a line of JSON; see `parse`."""
     try:
         data = json.loads(line)
     except ValueError:
@@ -151,7 +151,7 @@ def _shown(value: Any) -> str:
 
 @cache
 def _reader(kind: Any) -> _Read:
-    """What reads values of a type; made once, as a long run has a hundred thousand lines."""
+    """The function that reads values of a type; cached, as a long run has 100,000 lines."""
     outer, inner = get_origin(kind), get_args(kind)
     if kind in _PLAIN:
         return _PLAIN[kind]
@@ -203,7 +203,7 @@ def _plain_reader(kind: type, expected: str) -> _Read:
 
 
 def _read_number(value: Any) -> float:
-    if value is None:  # JSON has no word for a number that is not finite
+    if value is None:  # some writers write null for a number that is not finite
         return math.nan
     if type(value) not in (int, float):
         raise _mismatch(value, "a number")
@@ -211,7 +211,7 @@ def _read_number(value: Any) -> float:
 
 
 _PLAIN: Mapping[Any, _Read] = {
-    Any: _as_it_is,
+    Any: _unchanged,
     bool: _plain_reader(bool, "true or false"),
     int: _plain_reader(int, "a whole number"),
     str: _plain_reader(str, "a text"),
@@ -285,7 +285,7 @@ def _dataclass_reader(kind: type) -> _Read:
 def _make(kind: type, values: Mapping[str, Any]) -> Any:
     try:
         return kind(**values)
-    except ValueError as error:  # from a check of its own
+    except ValueError as error:  # from the class's own check
         raise _MismatchError(" ".join(str(error).split())) from None
 
 

@@ -1,4 +1,4 @@
-"""What rooms hand one another as plain values; it imports nothing of jaxmorph."""
+"""Plain values that all packages share: links, routes, events, step records and summaries."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -30,7 +30,7 @@ class Link(NamedTuple):
 
 
 Route: TypeAlias = Literal["direct", "delegated"]
-"""How a link's transfers travel: on the accelerators' queues, or by the hosts."""
+"""How a link's transfers travel: on the accelerators' queues, or through the hosts."""
 
 Routes: TypeAlias = Mapping[Link, Route]
 """The route of each link; a link that is not in the mapping is direct."""
@@ -50,11 +50,11 @@ DETECT, TEAR_DOWN, BACK_OFF = "detect", "tear_down", "back_off"
 START, COMPILE, RESTORE, PLAN = "start", "compile", "restore", "plan"
 REPLAY = "replay"
 PHASES = (DETECT, TEAR_DOWN, BACK_OFF, START, COMPILE, RESTORE, PLAN, REPLAY)
-"""What a recovery is spent on, one after another; `training.ledger` says what each lasts."""
+"""The phases of a recovery, in order; `training.ledger` measures them."""
 
 
 class EventKind(StrEnum):
-    """What an event reports; the text below each is its row in `docs/reference/run-files.md`."""
+    """The kinds of events; the text below each one is its row in `docs/reference/run-files.md`."""
 
     LAYERS_CUT = "layers_cut"
     """`parallelism.layers: auto` has cut the layers, and why so"""
@@ -128,7 +128,7 @@ CHANGES = frozenset({
     EventKind.STRAGGLER_DETECTED, EventKind.STRAGGLER_CLEARED, EventKind.PLAN_CHANGED,
     EventKind.ROUTE_CHANGED, EventKind.LINK_FAILED, EventKind.LINK_RESTORED,
 })  # fmt: skip
-"""The kinds of events around which steps leave timelines."""
+"""The kinds of events near which steps save their timelines."""
 
 
 @dataclass(frozen=True)
@@ -136,11 +136,10 @@ class RunHeader:
     """What is about to run.
 
     Attributes:
-        model: the model in a few words, such as `gpt2 tiny`.
-        warmup_forwards: forwards before the first backward, for each stage.
-        data: where the text comes from, in a few words.
+        model: in a few words, such as `gpt2 tiny`.
+        data: the source of the text, in a few words.
         regime: whether ops are paced, in a few words (`describe_regime`).
-        cut_reason: why the model is cut so; empty where there was nothing to choose.
+        cut_reason: why the layers are cut this way; empty if there was no choice.
         evaluates: whether some steps will have a held-out loss.
     """
 
@@ -161,7 +160,6 @@ class RunHeader:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one optimizer step is trained on."""
         return self.microbatches * self.microbatch_size * self.sequence_length
 
 
@@ -219,7 +217,7 @@ class StepRecord:
     """whether nothing was updated, as the loss or a gradient was not finite"""
 
     def metrics(self) -> dict[str, Any]:
-        """The fields of a line of `metrics.jsonl`."""
+        """A line of `metrics.jsonl`."""
         return {
             item.name: value
             for item in fields(self)
@@ -230,7 +228,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that the run reports beside its steps: a line of `events.jsonl`.
+    """What a run reports besides its steps: a line of `events.jsonl`.
 
     The text below each field is its row in `docs/reference/run-files.md`.
     """
@@ -249,32 +247,26 @@ class Event:
     """of decisions: what was measured, and what each plan was predicted to take"""
 
     def line(self) -> dict[str, Any]:
-        """The fields of a line of `events.jsonl`."""
+        """A line of `events.jsonl`."""
         found = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: value for name, value in found.items() if name != "evidence" or value}
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a finished run achieved.
+    """The results of a finished run; `None` where nothing was planned, measured or reported.
 
     Attributes:
         elapsed_s: from the first step's start to the last one's end.
-        predicted_step_s: median planned step, if steps had plans.
-        bubble_rate: median measured idle share, if measured.
-        planned_bubble_rate: median planned idle share, if steps had plans.
-        picture: the picture of planned against measured, if drawn.
+        step_s, predicted_step_s, bubble_rate, planned_bubble_rate: medians over the steps.
+        picture: planned against measured.
         traces: Chrome traces of sampled steps.
-        held_out_losses: the held-out losses of the steps that were evaluated.
         morph_steps: the first step of each plan after the first one.
-        longer_than_planned: by which share the median step was longer than its own plan, if steps
-            had plans.
-        goodput: which share of all the time since the launch was spent in steps that stayed, if
-            known.
-        productive_s: that time, seconds.
-        num_restarts: how often the ranks were started again.
-        lost_s: what their failures have cost, seconds.
-        peak_device_bytes: most bytes in use on each stage's device, if the devices report it.
+        longer_than_planned: median excess of a step over its own plan, as a share.
+        goodput: share of the time since the launch that was spent in steps that count.
+        productive_s: that time.
+        lost_s: the cost of failures.
+        peak_device_bytes: of each stage's device.
     """
 
     losses: tuple[float, ...]
@@ -300,7 +292,7 @@ class RunSummary:
 
 
 def in_bytes(count: float) -> str:
-    """A number of bytes with a unit that suits it, such as `1.5 MiB`."""
+    """A number of bytes with a fitting unit, such as `1.5 MiB`."""
     for unit in ("B", "KiB", "MiB"):
         if abs(count) < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"

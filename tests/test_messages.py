@@ -41,7 +41,7 @@ LINE = STEP.metrics()
     ],
     ids=lambda message: type(message).__name__,
 )  # fmt: skip
-def test_a_message_comes_back_as_it_was_sent(message):
+def test_messages_round_trip(message):
     assert isinstance(message, get_args(RunMessage))
     assert parse_run_message(json.loads(dump(tagged(message)))) == message
 
@@ -51,7 +51,7 @@ def test_a_message_of_no_known_kind_is_refused():
         parse_run_message({"kind": "step"})
 
 
-def test_a_value_that_is_not_finite_comes_back():
+def test_non_finite_values_round_trip():
     record = replace(STEP, loss=math.inf, grad_norm=math.nan)
     message = parse_run_message(json.loads(dump(tagged(StepDone(record)))))
     assert isinstance(message, StepDone)
@@ -59,12 +59,12 @@ def test_a_value_that_is_not_finite_comes_back():
     assert math.isnan(message.record.grad_norm)
 
 
-def test_lines_of_a_run_are_read_back():
+def test_lines_of_a_run_round_trip():
     read = parse_line(StepRecord, json.dumps(LINE), "metrics.jsonl, line 4")
     assert read == replace(STEP, planned_bubble_rate=None, link_states={})  # only shown
     assert parse_line(Event, json.dumps(EVENT.line()), "events.jsonl, line 1") == EVENT
 
 
-def test_a_line_that_was_cut_off_is_no_record():
+def test_a_truncated_line_is_refused():
     with pytest.raises(ParseError, match=r"line 9: got '{\"st.*, expected a line of JSON$"):
         parse_line(StepRecord, json.dumps(LINE)[:40], "metrics.jsonl, line 9")

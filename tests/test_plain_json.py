@@ -81,7 +81,7 @@ MOVING = Moving({Place(0, 1): math.inf, Place(1, None): 0.5})
         {"section": Adaptation(worth=0.5)},
     ],
 )  # fmt: skip
-def test_what_json_does_not_have_comes_back_equal(own):
+def test_types_without_json_form_round_trip(own):
     value = replace(WHOLE, **own)
     assert parse(Whole, json.loads(dump(value)), "here") == value
 
@@ -131,7 +131,7 @@ def test_a_field_that_is_missing_is_named():
         parse(Part, [1], "rank 0")
 
 
-def test_a_section_refuses_in_one_line():
+def test_a_section_error_is_one_line():
     with pytest.raises(ParseError, match=r"^here: section: .*Adaptation worth.*less than 1") as it:
         parse(Whole, PART | {"section": {"worth": 2}}, "here")
     assert "\n" not in str(it.value)

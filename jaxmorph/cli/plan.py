@@ -23,7 +23,7 @@ from jaxmorph.schedule.planner import INTERLEAVED, SCHEDULE_NAMES
 from jaxmorph.schedule.problem import Problem, parse_problem
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.timeline import Timeline
-from jaxmorph.schedule.what_if import changed, parse_change
+from jaxmorph.schedule.what_if import apply_changes, parse_change
 
 Given = Mapping[str, Any]  # options on the command line, by the name of their parameter
 
@@ -198,7 +198,7 @@ def _changed(context: typer.Context, given: Given) -> dict[str, Problem]:
     now, then = "as it is", f"what if {', '.join(map(str, changes))}"
     return {
         now: replace(problem, name=now),
-        then: replace(changed(problem, changes), name=then),
+        then: replace(apply_changes(problem, changes), name=then),
     }
 
 

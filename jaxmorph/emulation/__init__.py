@@ -1,1 +1,1 @@
-"""Delays of links that change while a run lasts, and what those who emulate links are told."""
+"""Settings of emulated links: conditions, traces of conditions, and generators of traces."""

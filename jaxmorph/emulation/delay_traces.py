@@ -1,7 +1,7 @@
-"""Delays of links that change while a run lasts, drawn from seeds: for emulation and for tests.
+"""Draws traces of changing link delays from seeds, for emulation and tests.
 
-Regimes A, B and C are those of the paper's Section 7.2, `bursty` has the statistics that its
-Section 7.5 tells of a recorded trace, and events are of the kind in Table 3 of its preprint.
+Regimes A, B and C are those of the paper's Section 7.2, `bursty` has the statistics of a recorded
+trace in its Section 7.5, and events are like those in Table 3 of its preprint.
 """
 
 import math
@@ -20,33 +20,28 @@ REGIMES: tuple[Regime, ...] = ("A", "B", "C", "bursty")
 
 MEAN_MS, DEVIATION_MS = 30.0, 10.0
 REDRAWN_S = {"A": (0.05, 0.1), "B": (0.1, 0.2), "C": (0.2, 0.4)}
-"""After how many seconds, at least and at most, a regime draws a link's delay anew."""
+"""The least and the most seconds until a regime draws a link's next delay."""
 
 
 @dataclass(frozen=True)
 class LogNormal:
-    """Numbers whose logarithm is normal.
-
-    Attributes:
-        median: Half of them are below.
-        sigma: Standard deviation of the logarithm.
-    """
+    """A distribution whose logarithm is normal with standard deviation ``sigma``."""
 
     median: float
     sigma: float
 
     def draw(self, random: np.random.Generator, count: int) -> np.ndarray:
-        """Draws numbers, float64 ``[count]``."""
+        """Float64 ``[count]``."""
         return self.median * np.exp(self.sigma * random.standard_normal(count))
 
 
 CALM, CONGESTED = LogNormal(8.674, 0.6), LogNormal(43.917, 0.3136)
 CONGESTED_SHARE = 1 / 3
-"""The delays of `bursty`, ms, while a link is calm and while it is congested, a third of the time.
+"""The delays of `bursty`, ms, while a link is calm and while it is congested.
 
-A single lognormal of median 13.0 and mean 22.3 would have its 99th percentile at 146, so there are
-two. Share and calm sigma are chosen; the other three numbers are then the solution of three
-equations: of all delays the median is 13.0, the mean 22.3 and the 99th percentile 79.3 ms.
+One lognormal of median 13.0 and mean 22.3 would have its 99th percentile at 146, so there are two.
+Share and calm sigma are free choices; the other three numbers then follow from the published
+median 13.0, mean 22.3 and 99th percentile 79.3 ms.
 """
 _BURSTY_REDRAWN_S = (0.5, 1.5)
 _CALM_DRAWS, _CONGESTED_DRAWS = (10, 30), (5, 15)  # in a row, at least and at most
@@ -54,12 +49,10 @@ _CALM_DRAWS, _CONGESTED_DRAWS = (10, 30), (5, 15)  # in a row, at least and at m
 
 @dataclass(frozen=True)
 class DelayChange:
-    """From when on messages over some links take longer, and by how much.
+    """A new delay of some links, in both directions, until their next change.
 
     Attributes:
-        at: The time since the origin, in seconds, or the step.
-        links: The links, in both directions.
-        latency_ms: The delay, until the next change of a link.
+        at: Seconds since the origin, or the step.
     """
 
     at: float
@@ -69,18 +62,13 @@ class DelayChange:
 
 @dataclass(frozen=True)
 class DelayTrace:
-    """How delays of links change, by time or by step.
-
-    Attributes:
-        unit: What changes are counted in.
-        changes: In the order in which they happen.
-    """
+    """Changes of link delays, in order, by time or by step."""
 
     unit: Literal["time_s", "step"]
     changes: tuple[DelayChange, ...]
 
     def conditions(self) -> list[LinkCondition]:
-        """The same as those who emulate links are told it."""
+        """The conditions of the emulated links."""
         return until_next(
             LinkCondition(
                 (link.lower, link.upper),
@@ -93,7 +81,7 @@ class DelayTrace:
         )
 
     def to_csv(self) -> str:
-        """The same as a table that `read_link_trace` reads."""
+        """The table that `read_link_trace` reads."""
         rows = (
             f"{change.at:.15g},{' '.join(map(str, change.links))},{change.latency_ms:.15g}\n"
             for change in self.changes
@@ -102,26 +90,18 @@ class DelayTrace:
 
 
 def draw_regime(regime: Regime, links: Sequence[Link], duration_s: float, seed: int) -> DelayTrace:
-    """Draws delays that change in the middle of steps.
+    """Draws delays by time, which change in the middle of steps.
 
     In A, B and C a link's delay is normal, 30 ms with a standard deviation of 10 ms and at least 0,
-    and is drawn anew after 50 to 100, 100 to 200 or 200 to 400 ms. In `bursty` links are calm and
-    congested by turns: delays have a median of 13.0, a mean of 22.3 and a 99th percentile of
-    79.3 ms, and are drawn anew after 0.5 to 1.5 s.
-
-    Args:
-        links: Each has its own delays, the same whatever other links there are.
-        duration_s: Until when delays change, in seconds, at least 0 and finite.
-        seed: Of the random numbers, at least 0.
-
-    Returns:
-        The trace, by time from 0.
+    and is redrawn after 50 to 100, 100 to 200 or 200 to 400 ms. In `bursty`, links alternate
+    between calm and congested: delays have a median of 13.0, a mean of 22.3 and a 99th percentile
+    of 79.3 ms, and are redrawn after 0.5 to 1.5 s. A link's delays do not depend on other links.
 
     Raises:
-        ValueError: If the duration is not such a number.
+        ValueError: The duration is negative or not finite.
 
-    Source: "Attack of the Bubbles", Sections 7.2 (Figure 18) and 7.5 (Figure 22). Neither the
-    distribution behind the latter's three numbers nor how fast delays change is published.
+    Source: "Attack of the Bubbles", Sections 7.2 (Figure 18) and 7.5 (Figure 22), which publishes
+    these three numbers, but neither their distribution nor how fast delays change.
     """
     if not (math.isfinite(duration_s) and duration_s >= 0):
         raise ValueError(f"duration_s: got {duration_s}, expected a finite number of at least 0")
@@ -136,7 +116,7 @@ def draw_regime(regime: Regime, links: Sequence[Link], duration_s: float, seed: 
 def _series(
     regime: Regime, duration_s: float, random: np.random.Generator
 ) -> tuple[list[float], list[float]]:
-    """When one link's delay is drawn, and what is drawn."""
+    """The times and values of one link's delays."""
     shortest_s, longest_s = REDRAWN_S.get(regime, _BURSTY_REDRAWN_S)
     most = int(duration_s / shortest_s) + 1
     began_s = np.concatenate(([0.0], np.cumsum(random.uniform(shortest_s, longest_s, most))))
@@ -150,7 +130,7 @@ def _series(
 
 
 def _bursty_ms(count: int, random: np.random.Generator) -> np.ndarray:
-    """Delays of a link that is congested a third of the time, many draws in a row."""
+    """Delays of a link that alternates between runs of calm and of congested draws."""
     runs, missing = [np.empty(0)], count
     congested = random.random() < CONGESTED_SHARE
     while missing > 0:
@@ -163,12 +143,11 @@ def _bursty_ms(count: int, random: np.random.Generator) -> np.ndarray:
 
 @dataclass(frozen=True)
 class EventRanges:
-    """What events of slow links are like: each pair is the least and the most of something.
+    """The least and the most of each property of events; the defaults are like Table 3.
 
     Attributes:
         gap_steps: Healthy steps before an event, at least 1.
-        num_links: Links that are slow at once.
-        latency_ms: Their delay, the same on all of an event's links, whole milliseconds.
+        latency_ms: Whole milliseconds, the same on all of an event's links.
     """
 
     gap_steps: tuple[int, int] = (20, 60)
@@ -179,12 +158,7 @@ class EventRanges:
 
 @dataclass(frozen=True)
 class DelayEvent:
-    """Some links are slow for some steps.
-
-    Attributes:
-        to_step: The first that isn't any more.
-        latency_ms: What messages over them take longer, in both directions.
-    """
+    """Some links are slow, in both directions, in steps ``from_step`` to ``to_step - 1``."""
 
     from_step: int
     to_step: int
@@ -195,19 +169,10 @@ class DelayEvent:
 def draw_events(
     links: Sequence[Link], num_steps: int, seed: int, ranges: EventRanges | None = None
 ) -> tuple[DelayEvent, ...]:
-    """Draws events of slow links, one after another with healthy steps between them.
-
-    Args:
-        links: Those that may become slow.
-        num_steps: All events are over by then.
-        seed: Of the random numbers, at least 0.
-        ranges: What events are like; as those of Table 3 when None.
-
-    Returns:
-        The events in their order.
+    """Draws successive events of slow links, with healthy steps between them, before ``num_steps``.
 
     Source: the paper's preprint ("Adaptra"), Table 3, whose nine events begin 15 to 50 steps after
-    the one before, last 70 steps, and delay 1 to 3 of 7 links by 20 to 60 ms.
+    the previous one, last 70 steps, and delay 1 to 3 of 7 links by 20 to 60 ms.
     """
     ranges = ranges or EventRanges()
     random = np.random.default_rng((seed, len(REGIMES)))
@@ -225,11 +190,7 @@ def draw_events(
 
 
 def events_trace(events: Iterable[DelayEvent]) -> DelayTrace:
-    """Events as a trace by step.
-
-    Args:
-        events: No two at the same time on the same link.
-    """
+    """Events as a trace by step; events of one link must not overlap."""
     changes: list[DelayChange] = []
     for event in events:
         changes.append(DelayChange(event.from_step, event.links, event.latency_ms))
@@ -242,5 +203,5 @@ def _between(random: np.random.Generator, least_and_most: tuple[int, int]) -> in
 
 
 def _in_order(changes: Iterable[DelayChange]) -> tuple[DelayChange, ...]:
-    """In the order in which they happen; at one time an end comes before a beginning."""
+    """Sorted by time; at one time, an end comes before a start."""
     return tuple(sorted(changes, key=lambda change: (change.at, change.latency_ms)))

@@ -1,4 +1,4 @@
-"""How links are to behave: what holds on which of them, and when."""
+"""Conditions of emulated links: latency, bandwidth, jitter and cuts, and when they hold."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -11,22 +11,22 @@ AffectedRoute: TypeAlias = Literal["both", "direct", "delegated"]
 class LinkCondition:
     """How one link behaves, always or within a span of steps or of time.
 
-    Several conditions on a link add up: latencies add, the smallest bandwidth holds, jitters add as
-    independent ones do, and any cut cuts.
+    Several conditions on a link combine: latencies add up, jitters add up as independent ones do,
+    the smallest bandwidth holds, and any cut cuts the link.
 
     Attributes:
         between: The ranks it joins, the lower one first.
-        latency_ms: Added to every message's way; messages on their way overlap.
-        bandwidth_mbps: Megabits per second that all messages of a direction share, one after
-            another; None: no limit.
-        jitter_ms: Standard deviation of what is added to the latency, which stays at least 0.
-        from_step: The first step it holds in; None: from the beginning.
-        to_step: The first step it no longer holds in; None: to the end.
-        from_s: When it begins, in seconds since the origin; None: at the beginning.
-        to_s: When it has ended, in seconds since the origin; None: never.
-        source: The sending rank of the only direction it holds for; None: both directions.
-        route: The route whose messages it holds for, or both. A cut of the direct route alone is a
-            network card that has died on an accelerator whose host still has another one.
+        latency_ms: Delays every message; messages overlap.
+        bandwidth_mbps: Megabits per second that the messages of a direction share, one after
+            another; None for no limit.
+        jitter_ms: Standard deviation of the latency, which stays at least 0.
+        from_step: The first step in which it holds; None for the first of all.
+        to_step: The first step in which it no longer holds; None for never.
+        from_s: Start, in seconds since the origin.
+        to_s: End, in seconds since the origin.
+        source: The sending rank of the only direction it affects; None for both directions.
+        route: The route it affects. A cut of the direct route alone is a network card that failed
+            on an accelerator whose host still has another one.
     """
 
     between: tuple[int, int]
@@ -42,13 +42,13 @@ class LinkCondition:
     route: AffectedRoute = "both"
 
     def directions(self) -> tuple[tuple[int, int], ...]:
-        """The (source, destination) pairs it holds for."""
+        """The (source, destination) pairs it affects."""
         low, high = self.between
         both = ((low, high), (high, low))
-        return both if self.source is None else tuple(way for way in both if way[0] == self.source)
+        return both if self.source is None else tuple(e for e in both if e[0] == self.source)
 
     def holds(self, step: int, elapsed_s: float) -> bool:
-        """Whether it holds for a message, so many seconds after the origin."""
+        """Whether it holds for a message of a step, so many seconds after the origin."""
         return _within(step, self.from_step, self.to_step) and _within(
             elapsed_s, self.from_s, self.to_s
         )
@@ -57,7 +57,7 @@ class LinkCondition:
 def of_route(
     conditions: Iterable[LinkCondition], route: Literal["direct", "delegated"]
 ) -> tuple[LinkCondition, ...]:
-    """Those that messages of a route are subject to."""
+    """The conditions that affect a route."""
     return tuple(each for each in conditions if each.route in ("both", route))
 
 
@@ -66,7 +66,7 @@ def _within(value: float, first: float | None, end: float | None) -> bool:
 
 
 def begun_at(conditions: Sequence[LinkCondition], step: int) -> tuple[LinkCondition, ...]:
-    """Conditions whose step 0 becomes another one."""
+    """Conditions with their steps shifted so that step 0 becomes ``step``."""
 
     def later(first: int | None) -> int | None:
         return None if first is None else first + step
@@ -78,5 +78,5 @@ def begun_at(conditions: Sequence[LinkCondition], step: int) -> tuple[LinkCondit
 
 
 def untimed(conditions: Sequence[LinkCondition]) -> tuple[LinkCondition, ...]:
-    """Those that hold before the time has begun that the others go by."""
+    """The conditions without a span of time, which hold before the origin too."""
     return tuple(each for each in conditions if each.from_s is None and each.to_s is None)

@@ -1,4 +1,4 @@
-"""What a configuration says of links, as those who emulate them or carry messages are told it."""
+"""Reads the conditions of emulated links from a configuration."""
 
 from dataclasses import replace
 from functools import partial
@@ -15,18 +15,15 @@ from jaxmorph.records import Link, pipeline_links
 def trace_conditions(
     trace: LinkTrace | None, num_stages: int, key: str, draw: int = 0
 ) -> tuple[LinkCondition, ...]:
-    """How links behave by a trace.
+    """A trace's conditions, one for each change of each link, scaled as configured.
 
     Args:
-        key: Where the trace stands in the configuration, for errors.
-        draw: Which draw of a regime: its seed is so much higher.
-
-    Returns:
-        A condition for each change of each link, scaled as configured.
+        key: The trace's key in the configuration, for errors.
+        draw: Added to the seed of a regime.
 
     Raises:
-        UserError: If the file can't be read, or names a link that the pipeline doesn't have, or a
-            link changes more often than a rank's end of the data plane can be told.
+        UserError: The file can't be read, names a link that the pipeline doesn't have, or a link
+            changes more often than one record to a sidecar can hold.
     """
     if trace is None:
         return ()
@@ -73,14 +70,13 @@ def _scaled(condition: LinkCondition, *, time_scale: float, latency_scale: float
 
 
 def emulated_conditions(config: Config, restarts: int = 0) -> tuple[LinkCondition, ...]:
-    """How a run's links are to behave: those that the configuration lists, and its trace's.
-
-    Ranks that were started again after a failure meet no cut: they would use what is left.
+    """The conditions that a run's configuration lists, and those of its trace.
 
     Raises:
-        UserError: If the trace can't be read, or names a link that the pipeline doesn't have.
+        UserError: The trace can't be read, or names a link that the pipeline doesn't have.
     """
     listed = [LinkCondition(**dict(link)) for link in config.emulation.links]
     trace, stages = config.emulation.trace, config.parallelism.stages
     found = (*listed, *trace_conditions(trace, stages, "emulation.trace"))
+    # A cut holds until a restart: the ranks would then be started on what still works.
     return tuple(each for each in found if not (restarts and each.cut))

@@ -1,4 +1,4 @@
-"""Reads a trace of how links behaved: a table of times or steps, links, and what they were like."""
+"""Reads a trace of link conditions: a CSV table by time or by step."""
 
 import csv
 import math
@@ -32,14 +32,14 @@ _LONGEST_VALUE = 60  # characters of a value quoted in an error
 
 Row = Mapping[str, str]
 Directions = tuple[tuple[int, int], int | None]
-"""The ranks that a link joins, and the sending one where it is of one direction alone."""
+"""The ranks that a link joins, and the sending one if only one direction is meant."""
 Subject = tuple[Directions, AffectedRoute]
-"""What a row is about."""
+"""The directions and the route that a row describes."""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where in the file something stands, for errors."""
+    """A line of the file, for errors."""
 
     path: Path
     line: int
@@ -54,21 +54,20 @@ class _Place:
 def read_link_trace(path: str | Path) -> list[LinkCondition]:
     """Reads a CSV file with a header such as `time_s,links,latency_ms` or `step,links,latency_ms`.
 
-    The first column says from when on a row holds: in seconds since the origin, or from which step.
-    The second (`between` is another name for it) has one link or several, with spaces between
-    them: `2-3` is both directions of a link, `2>3` that from rank 2 to rank 3. Then come, in any
-    order, `latency_ms`, `bandwidth_mbps`, `jitter_ms`, `cut` and `route`, those that are needed.
-    For each of its links a row holds until the next row that has this link and route, the last one
-    to the end; a message is subject to rows of its link and to rows of its direction. Times of one
-    link increase. Empty cells, but in the first two columns, mean no latency, no limit, no jitter,
-    no cut and both routes. Empty lines and lines that begin with `#` are passed over.
+    - The first column is the start of a row: seconds since the origin, or a step. For each link
+      and route a row holds until the next one; starts increase.
+    - The second (or `between`) has one or more links, separated by spaces: `2-3` is both directions
+      of a link, `2>3` the one from rank 2 to rank 3. A message is subject to rows of its link and
+      to rows of its direction.
+    - `latency_ms`, `bandwidth_mbps`, `jitter_ms`, `cut` and `route` are optional and in any order.
+      An empty cell means no latency, no limit, no jitter, no cut, both routes.
+    - Empty lines and lines that begin with `#` are skipped.
 
     Returns:
-        One condition for each link of each row, with its span of time or of steps.
+        One condition for each link of each row, with its span of time or steps.
 
     Raises:
-        UserError: If the file can't be read, or a line is wrong; it names file, line, what was
-            got and what was expected.
+        UserError: The file can't be read, or a line is wrong; it names file, line, got, expected.
     """
     last: dict[Subject, LinkCondition] = {}
     conditions: list[LinkCondition] = []
@@ -83,13 +82,10 @@ def read_link_trace(path: str | Path) -> list[LinkCondition]:
 
 
 def until_next(conditions: Iterable[LinkCondition]) -> list[LinkCondition]:
-    """Conditions that each hold until the next one of the same link, direction and route begins.
+    """Ends each condition where the next one of the same link, direction and route begins.
 
     Args:
-        conditions: In the order of time for each link; all begin at a time, or all at a step.
-
-    Returns:
-        The same, each with an end; of each link the last one has none.
+        conditions: In order for each link; all begin at a time, or all at a step.
     """
     ended = list(conditions)
     last: dict[Subject, int] = {}
@@ -107,7 +103,7 @@ def _subject(condition: LinkCondition) -> Subject:
 
 
 def _rows(path: Path) -> Iterator[tuple[_Place, Row]]:
-    """Each row's cells by column; empty lines and comments are passed over."""
+    """Each row's cells by column."""
     columns: tuple[str, ...] | None = None
     lines = csv.reader(_text(path).splitlines())
     for cells in lines:
@@ -150,7 +146,7 @@ def _columns(place: _Place, header: Sequence[str]) -> tuple[str, ...]:
 
 
 def _conditions(place: _Place, row: Row) -> Iterator[tuple[str, LinkCondition]]:
-    """What a row says of each of its links, with the link as it is written."""
+    """The condition of each of a row's links, with the link as written."""
     when, of_links, *_ = row
     bandwidth_mbps = _number(place, row, "bandwidth_mbps")
     if bandwidth_mbps == 0:
@@ -207,7 +203,7 @@ def _time_s(place: _Place, row: Row) -> float:
 
 
 def _number(place: _Place, row: Row, column: str) -> float | None:
-    """The number in a cell, None where the cell is empty or the table has no such column."""
+    """The number in a cell; None if the cell is empty or missing."""
     text = row.get(column, "")
     if not text:
         return None
@@ -233,14 +229,14 @@ def _check_later(
 
 
 MOST_CHANGES = 60_000
-"""How often a link may change: a rank's sidecar is told of all its links in one record.
+"""The most changes of a link: a sidecar gets the conditions of all its links in one record.
 
 Regime A changes a link 48,000 times in an hour.
 """
 
 
 def require_links_of(num_stages: int, links: Iterable[Link], key: str) -> None:
-    """Raise `UserError` for a link that a pipeline doesn't have; it names the trace's key."""
+    """Raises `UserError` for a link that the pipeline doesn't have; it names the trace's key."""
     possible = possible_links(num_stages)
     unknown = set(links).difference(possible)
     if unknown:
@@ -250,7 +246,7 @@ def require_links_of(num_stages: int, links: Iterable[Link], key: str) -> None:
 
 
 def require_few_changes(links: Iterable[Link], key: str) -> None:
-    """Raise `UserError` where a link changes more often than the data plane can be told."""
+    """Raises `UserError` for a link with more than `MOST_CHANGES` changes."""
     for link, count in Counter(links).most_common(1):
         if count > MOST_CHANGES:
             got = f"got {count} changes of link {link}"

@@ -1,4 +1,4 @@
-"""When lowered programs would run, on in-order queues that direct transfers hold up."""
+"""Simulates the times of lowered programs on in-order queues, which direct transfers block."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -25,29 +25,27 @@ from jaxmorph.program.instructions import (
 )
 from jaxmorph.schedule.costs import NO_LATENCY, CopyCosts, LinkDelay, Links, StageCosts
 from jaxmorph.schedule.ops import Op, OpKind
-from jaxmorph.schedule.replay import DirectionDelay, LinkQueue, StageTimes
+from jaxmorph.schedule.replay import DirectionDelay, LinkQueue, StageTimes, downward, upward
 from jaxmorph.schedule.simulate import stage_times
 from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
 
 
 class Disturbance(Protocol):
-    """How single ops and messages of a simulated step differ from what is planned.
+    """How single ops and messages of a simulated step deviate from the plan.
 
-    The same question must get the same answer: both ends of a direct transfer ask it.
+    Equal calls must return equal values: both ends of a direct transfer call.
     """
 
     def op_ms(self, rank: int, op: Op, planned_ms: float) -> float:
-        """How long an op lasts that was to last so many milliseconds."""
+        """An op's duration."""
         ...
 
     def message_ms(self, transfer: Transfer, begins_ms: float, planned_ms: float) -> float:
-        """How long a message takes from a time on that was to take so many milliseconds."""
+        """A message's duration."""
         ...
 
 
 class _Undisturbed:
-    """Everything as planned."""
-
     def op_ms(self, rank: int, op: Op, planned_ms: float) -> float:
         return planned_ms
 
@@ -62,32 +60,23 @@ def simulate_blocking(
     disturbance: Disturbance | None = None,
     copies: CopyCosts | None = None,
 ) -> Timeline:
-    """Runs lowered programs on paper, each rank's instructions one after another on its queue.
+    """The exact times of every op, transfer and copy, as in a measured timeline.
 
-    A direct transfer is a rendezvous: each end holds its rank's queue from when it gets there until
-    both ends have and the link's occupancy and latency have passed. A delegated send holds nothing:
-    its message waits until those before it have occupied the link direction, and arrives after its
-    own occupancy and the latency; the queue of the receiver stands still until then. Copies of
-    stashes run beside the queue, one after another in each direction; what needs a stash that is
-    not back yet, or a place that is not free yet, holds the queue. Exact, without a time step; time
-    and memory are linear in the instructions.
+    A direct transfer is a rendezvous: each end holds its rank's queue from its arrival there until
+    both ends have arrived and the link's occupancy and latency have passed. A delegated send holds
+    no queue: its message waits for earlier ones to leave the link direction and arrives after its
+    occupancy and latency; a receive holds the queue until then. Copies of stashes run beside the
+    queue, one after another in each direction; an op that needs a stash or a place waits for it.
+    The makespan excludes tied gradients, which are exchanged after the last op.
 
     Args:
-        programs: One program per rank, in rank order.
-        costs: Durations of the ops, milliseconds; an op of one of V chunks takes 1/V of them.
-        links: State of the links, milliseconds.
-        disturbance: How single ops and messages differ from that; None: not at all.
-        copies: What copies of stashes take; None: no time.
-
-    Returns:
-        Start and end of every op, transfer and copy, as in a measured timeline: a direct one for
-        as long as it holds each end's queue, a delegated one at its receiver from when it was sent
-        until it is there. The makespan is the end of the last op; tied gradients exchanged after it
-        are not in it.
+        programs: One per rank, in rank order.
+        costs: An op of one of V chunks takes 1/V of these.
+        copies: None for copies that take no time.
 
     Raises:
         ProgramError: The ranks wait for each other for ever.
-        ValueError: Costs or links are of another number of stages.
+        ValueError: Costs or links of another number of stages.
     """
     if costs.num_stages != len(programs):
         raise ValueError(f"got costs of {costs.num_stages} stages, expected {len(programs)}")
@@ -101,7 +90,7 @@ def simulate_blocking(
         _Rank(program.rank, times[program.rank], *common, own)
         for program, own in zip(programs, engines, strict=True)
     ]
-    _run_to_rest(ranks, programs, board)
+    _run_until_idle(ranks, programs, board)
     return Timeline(
         orders=tuple(tuple(rank.ops) for rank in ranks),
         start_ms=tuple(np.array(rank.starts_ms, np.float64) for rank in ranks),
@@ -113,14 +102,7 @@ def simulate_blocking(
 
 @dataclass
 class _CopyEngines:
-    """A device's two copy engines, one for each direction, beside its queue of ops.
-
-    Copies of a direction share its bandwidth: they follow one another.
-
-    Args:
-        offload_ms: What a copy to host memory takes, milliseconds.
-        fetch_ms: What a copy back takes, milliseconds.
-    """
+    """A device's two copy engines; copies of one direction run one after another."""
 
     rank: int
     offload_ms: float
@@ -132,68 +114,65 @@ class _CopyEngines:
     _in_free_ms: float = 0.0
 
     def begin(self, step: Offload | Fetch, now_ms: float) -> None:
-        """Add a copy to those of its direction.
-
-        Args:
-            now_ms: When the queue comes to it.
-        """
+        """Starts a copy when the queue reaches it, or when its direction is free."""
         if isinstance(step, Offload):
             start_ms = max(now_ms, self._out_free_ms)
             self._out_free_ms = self._gone_ms[step.buffer] = start_ms + self.offload_ms
-            self._note("offload", step.buffer, start_ms, self._out_free_ms)
+            self._record("offload", step.buffer, start_ms, self._out_free_ms)
             return
         waits = (self._gone_ms[stash] for stash in (step.buffer, step.after) if stash)
         start_ms = max(now_ms, self._in_free_ms, *waits)
         self._in_free_ms = self._back_ms[step.buffer] = start_ms + self.fetch_ms
-        self._note("fetch", step.buffer, start_ms, self._in_free_ms)
+        self._record("fetch", step.buffer, start_ms, self._in_free_ms)
 
     def gone_ms(self, stash: Buffer) -> float:
         """When a stash has left the device."""
         return self._gone_ms[stash]
 
     def back_ms(self, op: Op) -> float:
-        """When the stash that an op reads is back; 0 where it has not been away."""
+        """When the stash that an op reads is back on the device; 0 if it never left."""
         if not self._back_ms or op.kind not in (OpKind.B, OpKind.BW):
             return 0.0
         return self._back_ms.get(Buffer(BufferKind.STASH, op.microbatch, op.chunk), 0.0)
 
-    def _note(self, kind: str, stash: Buffer, start_ms: float, end_ms: float) -> None:
+    def _record(self, kind: str, stash: Buffer, start_ms: float, end_ms: float) -> None:
         span = CopySpan(self.rank, kind, stash.microbatch, stash.chunk, start_ms, end_ms)
         self.spans.append(span)
 
 
 _Posted = dict[Transfer, float]
-"""When ranks came to one end of direct transfers, or when delegated ones arrive."""
+"""When ranks reached one end of direct transfers, or when delegated ones arrive."""
 
 
 @dataclass
 class _Board:
-    """Where ranks post when they came to a direct transfer, or when a delegated one arrives."""
+    """Where ranks post when they reached a direct transfer, or when a delegated one arrives."""
 
     links: Links
     sent_ms: _Posted = field(default_factory=dict)
     received_ms: _Posted = field(default_factory=dict)
     waiting: dict[Transfer, int] = field(default_factory=dict)
     awake: deque[int] = field(default_factory=deque)
-    _ways: dict[tuple[int, int], DirectionDelay] = field(default_factory=dict)
+    _delays: dict[tuple[int, int], DirectionDelay] = field(default_factory=dict)
 
     def post(self, end: _Posted, transfer: Transfer, time_ms: float) -> None:
-        """Posts a time at one end of a transfer, and wakes the rank that waits for it."""
+        """Posts a time at one end of a transfer and wakes the rank that waits for it."""
         end[transfer] = time_ms
         if transfer in self.waiting:
             self.awake.append(self.waiting.pop(transfer))
 
-    def way(self, transfer: Transfer) -> DirectionDelay:
-        """The direction of the link that a transfer travels."""
+    def delay(self, transfer: Transfer) -> DirectionDelay:
+        """The delay of a transfer's link direction."""
         ends = transfer.source, transfer.destination
-        if ends not in self._ways:
-            self._ways[ends] = _direction(self.links, transfer)
-        return self._ways[ends]
+        if ends not in self._delays:
+            link = self.links.get(transfer.link, LinkDelay())
+            self._delays[ends] = upward(link) if ends[0] < ends[1] else downward(link)
+        return self._delays[ends]
 
 
 @dataclass
 class _Rank:
-    """One rank's queue: how far its clock is, and what it has run."""
+    """One rank's queue: its clock and what it has run."""
 
     rank: int
     times: StageTimes
@@ -208,13 +187,13 @@ class _Rank:
     outgoing: dict[int, LinkQueue] = field(default_factory=dict)
 
     def advance(self, instructions: Sequence[Instruction]) -> Iterator[Transfer]:
-        """Runs instructions in order; yields a transfer whose other end must be posted first."""
+        """Runs instructions in order; yields a transfer whose other end is not posted yet."""
         sent_ms, received_ms = self.board.sent_ms, self.board.received_ms
         for step in instructions:
             match step:
                 case Run(op):
                     self._run(op)
-                case Free():  # takes no time on the queue
+                case Free():  # early, as it is the most frequent one
                     pass
                 case Send(transfer, "direct"):
                     yield from self._meet(transfer, sent_ms, received_ms)
@@ -228,7 +207,7 @@ class _Rank:
                     self.copies.begin(step, self.clock_ms)
                 case AwaitRoom(stash):
                     self.clock_ms = max(self.clock_ms, self.copies.gone_ms(stash))
-                case _:  # nor does what ends the step
+                case _:  # takes no time on the queue, or comes after the last op
                     pass
 
     def _run(self, op: Op) -> None:
@@ -245,7 +224,7 @@ class _Rank:
         while transfer not in other:
             yield transfer
         met_ms = max(start_ms, other[transfer])
-        delay_ms = self.board.way(transfer).delay_ms
+        delay_ms = self.board.delay(transfer).total_ms
         self.clock_ms = met_ms + self.disturbance.message_ms(transfer, met_ms, delay_ms)
         span = TransferSpan(self.rank, _label(transfer), start_ms, self.clock_ms)
         self.transfers.append(span)
@@ -257,10 +236,10 @@ class _Rank:
         self.clock_ms = max(self.clock_ms, arrivals_ms[transfer])
 
     def _delegate(self, transfer: Transfer) -> None:
-        way = self.board.way(transfer)
-        queue = self.outgoing.setdefault(transfer.destination, LinkQueue(way.occupancy_ms))
+        delay = self.board.delay(transfer)
+        queue = self.outgoing.setdefault(transfer.destination, LinkQueue(delay.occupancy_ms))
         begins_ms = queue.enter(self.clock_ms)
-        took_ms = self.disturbance.message_ms(transfer, begins_ms, way.delay_ms)
+        took_ms = self.disturbance.message_ms(transfer, begins_ms, delay.total_ms)
         arrival_ms = begins_ms + took_ms
         self.board.post(self.board.sent_ms, transfer, arrival_ms)
         span = TransferSpan(
@@ -269,8 +248,8 @@ class _Rank:
         self.transfers.append(span)
 
 
-def _run_to_rest(ranks: Sequence[_Rank], programs: Sequence[RankProgram], board: _Board) -> None:
-    """Resumes ranks until each has ended or waits for a peer that never comes."""
+def _run_until_idle(ranks: Sequence[_Rank], programs: Sequence[RankProgram], board: _Board) -> None:
+    """Resumes ranks until each has ended or waits for a peer that never arrives."""
     running = [
         rank.advance(program.instructions) for rank, program in zip(ranks, programs, strict=True)
     ]
@@ -303,11 +282,4 @@ def _duration_ms(times: StageTimes, kind: OpKind) -> float:
 
 
 _label = lru_cache(maxsize=1 << 14)(str)
-"""A transfer's text: steps that are simulated one after another have the same ones."""
-
-
-def _direction(links: Links, transfer: Transfer) -> DirectionDelay:
-    state = links.get(transfer.link, LinkDelay())
-    if transfer.source < transfer.destination:
-        return DirectionDelay(state.forward_latency_ms, state.forward_occupancy_ms)
-    return DirectionDelay(state.backward_latency_ms, state.backward_occupancy_ms)
+"""A transfer's text, cached because successive simulated steps have the same transfers."""

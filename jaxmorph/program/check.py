@@ -1,8 +1,8 @@
-"""Proof by replay that every rank's program runs to completion and uses only what it has.
+"""Proves by replay that the ranks' programs run to completion and use only data they have.
 
-All ranks are run together against the rules of the real queue: instructions in order, a direct
-transfer only when both ends stand at it, a delegated send at once and its receive once it was sent
-and all that its channel carried before has been received.
+The replay runs all ranks together under the rules of the real queues: instructions in order; a
+direct transfer only when both ends have reached it; a delegated send at once, and its receive after
+the send and all earlier receives of its channel.
 """
 
 from collections import deque
@@ -34,18 +34,18 @@ from jaxmorph.schedule.costs import StageMemory
 from jaxmorph.schedule.ops import Op, OpKind
 
 InFlight = dict[Channel, deque[Transfer]]
-"""Delegated messages that were sent and not received, in the order of sending."""
+"""Delegated messages that were sent and not received yet, in the order of sending."""
 
 _LINES_BEFORE, _LINES_AFTER = 3, 2
 
 
 class ProgramError(ValueError):
-    """The programs of the ranks don't fit together; the message shows where each rank stands."""
+    """The ranks' programs don't fit together; the message shows each rank's position."""
 
 
 @dataclass
 class _Replay:
-    """Where one rank stands."""
+    """The state of one rank."""
 
     program: RankProgram
     position: int = 0
@@ -66,18 +66,17 @@ class _Replay:
 
 
 def check(programs: Sequence[RankProgram], memory: Sequence[StageMemory] = ()) -> None:
-    """Replay all ranks to completion.
+    """Replays all ranks, in rank order, to completion.
 
     Args:
-        programs: One program per rank, in rank order.
-        memory: What a microbatch holds on each rank's device, and what there is room for; empty:
-            as much as there is.
+        memory: What a microbatch holds on each rank's device, and the room there; empty for no
+            limit.
 
     Raises:
-        ProgramError: If the ranks deadlock or meet in different transfers, an op runs before its
-            data is there, or while that is in host memory, a buffer is read after it was freed or
-            never freed, a weight gradient is unfinished at the update, a message is sent that
-            nobody receives, or a device may have to hold more than fits.
+        ProgramError: The ranks deadlock or reach different transfers; an op runs before its data
+            has arrived or while it is in host memory; a buffer is read after it was freed, or never
+            freed; a weight gradient is unfinished at the update; a message is never received; or a
+            device may have to hold more than fits.
     """
     ranks = [_Replay(program) for program in programs]
     in_flight: InFlight = {}
@@ -90,14 +89,14 @@ def check(programs: Sequence[RankProgram], memory: Sequence[StageMemory] = ()) -
             raise _error(f"rank {rank.program.rank} never frees {_names(rank.held)}", ranks)
     left = sorted(transfer for waiting in in_flight.values() for transfer in waiting)
     if left:
-        raise _error(f"nobody receives {', '.join(map(str, left))}", ranks)
+        raise _error(f"no rank receives {', '.join(map(str, left))}", ranks)
     if memory:
         for program, of_rank in zip(programs, memory, strict=True):
             _check_room(program, of_rank)
 
 
 def _check_room(program: RankProgram, memory: StageMemory) -> None:
-    """Whether a rank's device has room for all that it may hold, however long copies take."""
+    """Checks that a rank's device has room for all that it may hold, however long copies take."""
     room = memory.room * program.num_chunks
     for step, held in zip(program.instructions, most_held(program, memory), strict=True):
         if held > room:
@@ -108,7 +107,7 @@ def _check_room(program: RankProgram, memory: StageMemory) -> None:
 
 
 def _advance(rank: _Replay, ranks: list[_Replay], in_flight: InFlight) -> bool:
-    """Run what the rank can run now; say whether anything moved."""
+    """Runs what the rank can run now; returns whether anything moved."""
     moved = False
     while (head := rank.head) is not None and _can_run(head, rank, ranks, in_flight):
         match head:
@@ -134,7 +133,7 @@ def _can_run(head: Instruction, rank: _Replay, ranks: list[_Replay], in_flight: 
 
 
 def _is_next(transfer: Transfer, in_flight: InFlight, ranks: list[_Replay]) -> bool:
-    """Whether a message has been sent; another one before it on its channel is an error."""
+    """Whether a message has been sent; an earlier one still waiting on its channel is an error."""
     waiting = in_flight.get(channel_of(transfer))
     if waiting and waiting[0] != transfer:
         raise _error(f"{transfer} is received while {waiting[0]} is before it", ranks)
@@ -147,7 +146,7 @@ def _peer(head: Send | Receive, rank: _Replay) -> int:
 
 
 def _peer_is_there(head: Send | Receive, rank: _Replay, ranks: list[_Replay]) -> bool:
-    """Whether the other end stands at the same transfer; another one on this link is an error."""
+    """Whether the peer has reached the same transfer; another one on this link is an error."""
     other = ranks[_peer(head, rank)].head
     if not isinstance(other, Send | Receive) or other.route != "direct":
         return False
@@ -161,9 +160,9 @@ def _peer_is_there(head: Send | Receive, rank: _Replay, ranks: list[_Replay]) ->
 
 
 def _complete(rank: _Replay, ranks: list[_Replay]) -> None:
-    """Account for the head instruction's effects and step over it."""
+    """Applies the head instruction's effects and steps over it."""
     head = rank.head
-    assert head is not None  # callers look before
+    assert head is not None
     number = rank.program.rank
     for buffer in reads(head, number, rank.pipeline):
         if buffer in rank.freed:
@@ -192,27 +191,18 @@ def _complete(rank: _Replay, ranks: list[_Replay]) -> None:
 def _account_for_copies(
     head: Offload | Fetch | AwaitRoom, rank: _Replay, ranks: list[_Replay]
 ) -> None:
-    """Whether the offload that a copy waits for has begun; afterwards, where a stash is."""
-    number = rank.program.rank
-    awaited = _awaited(head)
+    """Checks that an awaited offload has started, and records where the stash is."""
+    number, awaited = rank.program.rank, None
+    match head:
+        case AwaitRoom(awaited):
+            pass
+        case Fetch(buffer, awaited):
+            rank.away.discard(buffer)
+        case Offload(buffer):
+            rank.away.add(buffer)
+            rank.offloaded.add(buffer)
     if awaited is not None and awaited not in rank.offloaded:
         raise _error(f"rank {number}: {head} before {awaited} is offloaded", ranks)
-    if isinstance(head, Offload):
-        rank.away.add(head.buffer)
-        rank.offloaded.add(head.buffer)
-    if isinstance(head, Fetch):
-        rank.away.discard(head.buffer)
-
-
-def _awaited(step: Instruction) -> Buffer | None:
-    """The stash whose offload an instruction waits for, besides that of its own."""
-    match step:
-        case AwaitRoom(buffer):
-            return buffer
-        case Fetch(_, after):
-            return after
-        case _:
-            return None
 
 
 def _sends_tied_gradient(step: Instruction) -> bool:
@@ -242,7 +232,7 @@ def _error(reason: str, ranks: list[_Replay]) -> ProgramError:
 
 
 def _grid(ranks: list[_Replay]) -> str:
-    """Where each rank stands: a few instructions around its head, the head marked."""
+    """A few instructions around each rank's position, which is marked."""
     return "\n".join(f"rank {rank.program.rank}: {_around_head(rank)}" for rank in ranks)
 
 

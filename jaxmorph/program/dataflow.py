@@ -1,7 +1,7 @@
-"""Which buffers each instruction reads and makes, and which message an op's result becomes.
+"""Which buffers each instruction reads and writes, and which message carries an op's result.
 
-This follows from the instruction and its place alone, so the executor, the checker and the pass
-that frees buffers agree by construction.
+Both follow from the instruction and its rank alone, so the executor, the checker and the pass that
+frees buffers agree by construction.
 """
 
 from functools import lru_cache
@@ -24,15 +24,14 @@ from jaxmorph.program.instructions import (
 )
 from jaxmorph.schedule.ops import Op, OpKind
 
-# Plans of one run are made of the same ops, and lowering asks about each many times over.
-_remembered = lru_cache(maxsize=1 << 14)
+# All plans of a run share their ops, and lowering looks each of them up many times.
+_cached = lru_cache(maxsize=1 << 14)
 
 
 def reads(instruction: Instruction, rank: int, pipeline: Pipeline) -> tuple[Buffer, ...]:
-    """The buffers an instruction needs.
+    """The buffers an instruction reads.
 
-    F of the first virtual stage reads tokens and B of the last one starts from the loss weight:
-    both come from the host, not from a buffer.
+    The tokens of the first F and the loss weight of the last B come from the host, not a buffer.
     """
     match instruction:
         case Run(op):
@@ -48,7 +47,7 @@ def reads(instruction: Instruction, rank: int, pipeline: Pipeline) -> tuple[Buff
 
 
 def writes(instruction: Instruction, rank: int, pipeline: Pipeline) -> tuple[Buffer, ...]:
-    """The buffers an instruction makes."""
+    """The buffers an instruction fills."""
     match instruction:
         case Run(op):
             return _op_writes(op, rank, pipeline)
@@ -58,7 +57,7 @@ def writes(instruction: Instruction, rank: int, pipeline: Pipeline) -> tuple[Buf
             return ()
 
 
-@_remembered
+@_cached
 def _op_reads(op: Op, rank: int, pipeline: Pipeline) -> tuple[Buffer, ...]:
     place, microbatch, chunk = Place(rank, op.chunk), op.microbatch, op.chunk
     if op.kind is OpKind.F:
@@ -72,7 +71,7 @@ def _op_reads(op: Op, rank: int, pipeline: Pipeline) -> tuple[Buffer, ...]:
     return (stash, Buffer(BufferKind.OUTPUT_GRADIENT, microbatch, chunk))
 
 
-@_remembered
+@_cached
 def _op_writes(op: Op, rank: int, pipeline: Pipeline) -> tuple[Buffer, ...]:
     made: list[Buffer] = []
     if op.kind is OpKind.F:
@@ -84,17 +83,17 @@ def _op_writes(op: Op, rank: int, pipeline: Pipeline) -> tuple[Buffer, ...]:
     return tuple(made)
 
 
-def _taker(op: Op, rank: int, pipeline: Pipeline) -> Place | None:
-    """The virtual stage that waits for an op's result."""
+def _consumer(op: Op, rank: int, pipeline: Pipeline) -> Place | None:
+    """The virtual stage that needs an op's result."""
     if op.kind is OpKind.W:
         return None
     place = Place(rank, op.chunk)
     return pipeline.after(place) if op.kind is OpKind.F else pipeline.before(place)
 
 
-@_remembered
+@_cached
 def feeder(op: Op, rank: int, pipeline: Pipeline) -> tuple[int, Op] | None:
-    """The rank and the op whose result an op waits for; None where it waits for none."""
+    """The rank and the op whose result an op needs, or None."""
     if op.kind is OpKind.W:
         return None
     place = Place(rank, op.chunk)
@@ -103,33 +102,29 @@ def feeder(op: Op, rank: int, pipeline: Pipeline) -> tuple[int, Op] | None:
 
 
 def result_buffer(op: Op, rank: int, pipeline: Pipeline) -> Buffer | None:
-    """Where an F's activations or a B's input gradient are kept; None at an end of the chain.
-
-    On one rank alone nothing is sent: the result is the next chunk's input already.
-    """
-    taker = _taker(op, rank, pipeline)
-    if taker is None:
+    """The buffer of an F's activations or a B's input gradient; None at an end of the chain."""
+    consumer = _consumer(op, rank, pipeline)
+    if consumer is None:
         return None
     is_forward = op.kind is OpKind.F
-    if taker.rank == rank:
+    if consumer.rank == rank:  # a single rank sends nothing: the result is the next chunk's input
         kind = BufferKind.INPUT if is_forward else BufferKind.OUTPUT_GRADIENT
-        return Buffer(kind, op.microbatch, taker.chunk)
+        return Buffer(kind, op.microbatch, consumer.chunk)
     kind = BufferKind.OUTPUT if is_forward else BufferKind.INPUT_GRADIENT
     return Buffer(kind, op.microbatch, op.chunk)
 
 
-@_remembered
+@_cached
 def output_transfer(op: Op, rank: int, pipeline: Pipeline) -> Transfer | None:
-    """The message that an op's result becomes, or None where it stays on the rank.
+    """The message that carries an op's result, or None if it stays on the rank.
 
-    The op that waits for it is the same op on the destination: F3 makes the next stage's F3 ready,
-    B3 the previous stage's B3; from one end of the ranks to the other it is that of the next chunk.
+    The same op of the destination needs it: F3 the next stage's F3, B3 the previous stage's B3.
     """
-    taker = _taker(op, rank, pipeline)
-    if taker is None or taker.rank == rank:
+    consumer = _consumer(op, rank, pipeline)
+    if consumer is None or consumer.rank == rank:
         return None
     payload = Payload.ACTIVATION if op.kind is OpKind.F else Payload.GRADIENT
-    return Transfer(payload, rank, taker.rank, op.microbatch, op.chunk)
+    return Transfer(payload, rank, consumer.rank, op.microbatch, op.chunk)
 
 
 _SENT = {Payload.ACTIVATION: BufferKind.OUTPUT, Payload.GRADIENT: BufferKind.INPUT_GRADIENT}
@@ -140,13 +135,13 @@ _RECEIVED = {
 }
 
 
-@_remembered
+@_cached
 def sent_buffer(transfer: Transfer) -> Buffer:
-    """The buffer whose value an activation or a gradient transfer carries."""
+    """The buffer that an activation or gradient transfer sends."""
     return Buffer(_SENT[transfer.payload], transfer.microbatch, transfer.chunk)
 
 
-@_remembered
+@_cached
 def received_buffer(transfer: Transfer) -> Buffer:
     """The buffer that a transfer fills on its destination."""
     return Buffer(_RECEIVED[transfer.payload], transfer.microbatch, transfer.destination_chunk)

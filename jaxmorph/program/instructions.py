@@ -1,7 +1,7 @@
-"""What one rank does in one step, as data: run an op, send, receive, offload, free, reduce, update.
+"""The instructions of one rank for one step: run an op, send, receive, offload, reduce, update.
 
-An instruction names buffers, never arrays; `dataflow` says which ones each instruction touches. A
-program has a text form, one line an instruction, so that one process can hand it to another.
+An instruction names buffers, never arrays; `dataflow` derives which buffers each one reads and
+writes. A program has a text form of one line per instruction, which processes exchange.
 """
 
 import re
@@ -15,7 +15,7 @@ from jaxmorph.schedule.ops import Op
 
 
 class Place(NamedTuple):
-    """Where a virtual stage runs: a rank, and which of the rank's chunks it is."""
+    """Where a virtual stage runs: a rank and one of its chunks."""
 
     rank: int
     chunk: int
@@ -24,24 +24,21 @@ class Place(NamedTuple):
 class Pipeline(NamedTuple):
     """S ranks with V chunks each: chunk c of rank r is virtual stage c * S + r.
 
-    So the chain goes around the ranks V times, and with V = 1 a rank is a stage.
-
-    Args:
-        num_chunks: Number of virtual stages each rank runs, V.
+    The chain goes around the ranks V times; with V = 1 a rank is a stage.
     """
 
     num_ranks: int
     num_chunks: int = 1
 
     def after(self, place: Place) -> Place | None:
-        """Where activations go from here; None at the end of the chain, which has the head."""
+        """The next virtual stage, or None."""
         rank, chunk = place
         if rank + 1 < self.num_ranks:
             return Place(rank + 1, chunk)
         return Place(0, chunk + 1) if chunk + 1 < self.num_chunks else None
 
     def before(self, place: Place) -> Place | None:
-        """Where gradients go from here; None at the start of the chain, which embeds."""
+        """The previous virtual stage, or None."""
         rank, chunk = place
         if rank > 0:
             return Place(rank - 1, chunk)
@@ -72,7 +69,9 @@ class Buffer(NamedTuple):
 
 
 class Payload(StrEnum):
-    """What a transfer carries: an activation downstream, a gradient upstream, a tied gradient."""
+    """What a transfer carries: an activation to the next stage, a gradient to the previous one, or
+    the gradient of a tied parameter.
+    """
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
@@ -83,10 +82,10 @@ _TRANSFER_TEXT = re.compile(r"(?:(\d+)\.)?(activation|gradient|tied)\[(\d+)\] (\
 
 
 class Transfer(NamedTuple):
-    """One message of a step; with the epoch and the step number it identifies a message for ever.
+    """The identity of a message within a step and an epoch.
 
-    `microbatch` is the index of the tied parameter where the payload is a tied gradient. `chunk` is
-    that of the source's virtual stage which made the payload.
+    `microbatch` is the tied parameter's index if the payload is a tied gradient; `chunk` is the
+    source's chunk.
     """
 
     payload: Payload
@@ -97,12 +96,11 @@ class Transfer(NamedTuple):
 
     @property
     def link(self) -> Link:
-        """The link the message travels, whatever its direction."""
         return Link(min(self.source, self.destination), max(self.source, self.destination))
 
     @property
     def goes_around(self) -> bool:
-        """Whether it joins the two ends of the ranks: the next virtual stage is the next chunk's.
+        """Whether it wraps around between the last rank and the first, to another chunk.
 
         Then an activation travels to a lower rank, or a gradient to a higher one.
         """
@@ -112,7 +110,7 @@ class Transfer(NamedTuple):
 
     @property
     def destination_chunk(self) -> int:
-        """The chunk of the destination's virtual stage that waits for the payload."""
+        """The destination's chunk that needs the payload."""
         if not self.goes_around:
             return self.chunk
         return self.chunk + (1 if self.payload is Payload.ACTIVATION else -1)
@@ -123,10 +121,10 @@ class Transfer(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Transfer":
-        """The transfer that `str` wrote.
+        """Reads a transfer back from `str(transfer)`.
 
         Raises:
-            ValueError: If the text is not of the form `activation[3] 0>1`.
+            ValueError: The text is not of the form `activation[3] 0>1`.
         """
         found = _TRANSFER_TEXT.fullmatch(text)
         if found is None:
@@ -137,15 +135,14 @@ class Transfer(NamedTuple):
 
 
 def _of_chunk(chunk: int, text: str) -> str:
-    """A text in front of which the chunk stands as before an op: not for the first chunk."""
     return f"{chunk}.{text}" if chunk else text
 
 
 class Channel(NamedTuple):
-    """One kind of payload on one direction of a link; tied parameters have a channel each.
+    """One kind of payload in one direction of a link; each tied parameter has its own channel.
 
-    On two stages with chunks, gradients to the stage below and activations that go around share a
-    direction, as two channels.
+    On two stages with chunks, gradients and activations that wrap around share a direction, but not
+    a channel.
     """
 
     payload: Payload
@@ -155,7 +152,6 @@ class Channel(NamedTuple):
 
     @property
     def link(self) -> Link:
-        """The link it is a direction of."""
         return Link(min(self.source, self.destination), max(self.source, self.destination))
 
     def __str__(self) -> str:
@@ -164,14 +160,14 @@ class Channel(NamedTuple):
 
 
 def channel_of(transfer: Transfer) -> Channel:
-    """The channel that a transfer travels."""
+    """The channel of a transfer."""
     index = transfer.microbatch if transfer.payload is Payload.TIED else 0
     return Channel(transfer.payload, transfer.source, transfer.destination, index)
 
 
 @dataclass(frozen=True)
 class Run:
-    """Run the op's compiled program."""
+    """Runs the op's compiled program."""
 
     op: Op
 
@@ -181,7 +177,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Send:
-    """Hand a buffer to the route; on a direct route the queue waits until the peer receives."""
+    """Sends a buffer; on a direct route the queue waits until the peer receives."""
 
     transfer: Transfer
     route: Route = "direct"
@@ -192,7 +188,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Receive:
-    """Wait for a message and keep it as a buffer."""
+    """Waits for a message and stores it as a buffer."""
 
     transfer: Transfer
     route: Route = "direct"
@@ -203,7 +199,7 @@ class Receive:
 
 @dataclass(frozen=True)
 class Free:
-    """Drop a buffer: nothing after this reads it."""
+    """Drops a buffer that no later instruction reads."""
 
     buffer: Buffer
 
@@ -213,9 +209,9 @@ class Free:
 
 @dataclass(frozen=True)
 class Offload:
-    """Begin to copy a stash to host memory; its place on the device is free when that is over.
+    """Starts to copy a stash to host memory, which frees its place on the device at the end.
 
-    A rank's offloads are over in the order in which they stand in its program.
+    A rank's offloads end in program order.
     """
 
     buffer: Buffer
@@ -226,11 +222,10 @@ class Offload:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Begin to copy a stash back, beside the ops that follow; the op that reads it waits for that.
+    """Starts to copy a stash back while ops run; the op that reads it waits for the copy.
 
     Attributes:
-        after: The stash whose offload must be over first, as there is no room before; None: there
-            is room already.
+        after: The stash whose offload must end first to make room, if any.
     """
 
     buffer: Buffer
@@ -242,7 +237,7 @@ class Fetch:
 
 @dataclass(frozen=True)
 class AwaitRoom:
-    """Run nothing that follows before a stash's offload is over: it needs the place."""
+    """Waits until a stash's offload has ended: what follows needs its place."""
 
     buffer: Buffer
 
@@ -252,11 +247,11 @@ class AwaitRoom:
 
 @dataclass(frozen=True)
 class Reduce:
-    """Make both copies' gradients of a tied parameter their sum, in stage order on both ends.
+    """Sums the gradients of a tied parameter's two copies, in stage order on both ends.
 
     Attributes:
-        index: Which of the model's tied parameters.
-        buffer: The gradient of the peer's copy; None where one rank holds both copies.
+        index: That of the tied parameter.
+        buffer: The gradient of the peer's copy; None if one rank holds both copies.
     """
 
     index: int
@@ -268,7 +263,7 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Update:
-    """Exchange the step's scalars over the host network and apply the optimizer."""
+    """Exchanges the step's scalars over the host network and applies the optimizer."""
 
     def __str__(self) -> str:
         return "update"
@@ -289,7 +284,6 @@ class RankProgram:
 
     @property
     def pipeline(self) -> Pipeline:
-        """The chain of virtual stages that this rank is part of."""
         return Pipeline(self.num_ranks, self.num_chunks)
 
     def __str__(self) -> str:
@@ -298,7 +292,6 @@ class RankProgram:
 
     @property
     def offloads(self) -> bool:
-        """Whether stashes go to host memory and come back."""
         return any(isinstance(step, Offload) for step in self.instructions)
 
     def ops(self) -> Iterator[Op]:
@@ -311,7 +304,7 @@ _BUFFER = re.compile(r"(?:(\d+)\.)?([a-z-]+)\[(\d+)\]")
 
 
 def program_text(program: RankProgram) -> str:
-    """A program as text that `parse_program` reads back."""
+    """The text of a program, which `parse_program` reads back."""
     heading = (
         f"rank {program.rank} of {program.num_ranks}, {program.num_microbatches} microbatches, "
         f"{program.num_chunks} chunks"
@@ -320,10 +313,10 @@ def program_text(program: RankProgram) -> str:
 
 
 def parse_program(text: str) -> RankProgram:
-    """The program that `program_text` wrote.
+    """Reads a program back from `program_text`.
 
     Raises:
-        ValueError: If a line is no instruction.
+        ValueError: A line is not an instruction.
     """
     heading, *lines = text.split("\n")
     found = _HEADING.fullmatch(heading)
@@ -348,10 +341,10 @@ def _instruction(line: str) -> Instruction:
     match line.split(" "):
         case ["run", op]:
             return Run(Op.parse(op))
-        case ["send", payload, way, ("direct" | "delegated") as route]:
-            return Send(Transfer.parse(f"{payload} {way}"), route)
-        case ["receive", payload, way, ("direct" | "delegated") as route]:
-            return Receive(Transfer.parse(f"{payload} {way}"), route)
+        case ["send", payload, ranks, ("direct" | "delegated") as route]:
+            return Send(Transfer.parse(f"{payload} {ranks}"), route)
+        case ["receive", payload, ranks, ("direct" | "delegated") as route]:
+            return Receive(Transfer.parse(f"{payload} {ranks}"), route)
         case ["free", buffer]:
             return Free(_buffer(buffer))
         case ["reduce", index]:

@@ -1,10 +1,9 @@
-"""From a planned schedule to each rank's instructions: pure passes, list in and list out.
+"""Lowers a planned schedule to each rank's instructions, in pure passes from list to list.
 
-All ops and transfers of a step are put into one global order, which every rank's instructions
-follow. Direct transfers are rendezvous on an in-order queue: both ends must reach them in the same
-order or they deadlock. If every rank's instructions are a subsequence of one total order that
-respects the data dependencies, the earliest unfinished item of that order can always run, so
-nothing deadlocks.
+Direct transfers are rendezvous on in-order queues: both ends must reach them in the same order, or
+they deadlock. So all ops and transfers of a step get one global order that respects the data
+dependencies, and every rank's instructions are a subsequence of it. The earliest unfinished item of
+that order can always run, so nothing deadlocks.
 """
 
 from bisect import bisect_left
@@ -44,19 +43,16 @@ from jaxmorph.schedule.timeline import Timeline
 def lower(
     schedule: Schedule, planned: Timeline, routes: Routes | None = None, *, num_tied: int = 0
 ) -> tuple[RankProgram, ...]:
-    """Every rank's instructions for one step of a schedule.
+    """One program per rank for one step of a schedule.
+
+    Direct transfers have the same order on both ends. A delegated send comes right after its op, a
+    delegated receive right before, and a buffer is freed right after its last reader.
 
     Args:
-        schedule: Which ops each stage runs, in which order.
-        planned: The simulated timeline of the same schedule; it decides the order of transfers.
-        routes: The route of each link; a link that is not named is direct.
-        num_tied: How many parameters the first and the last stage both hold a copy of; they
+        planned: The schedule's simulated timeline, which decides the order of transfers.
+        routes: A link that is missing is direct.
+        num_tied: How many parameters have a copy on both the first and the last stage, which
             exchange the copies' gradients after their last op.
-
-    Returns:
-        One program per rank. Direct transfers stand in the same order on both ends; a delegated
-        send follows its op at once and a delegated receive stands right before its op. A buffer is
-        freed right after its last reader.
     """
     return tuple(map(insert_frees, lower_order(schedule, planned, routes, num_tied=num_tied)))
 
@@ -64,7 +60,7 @@ def lower(
 def lower_order(
     schedule: Schedule, planned: Timeline, routes: Routes | None = None, *, num_tied: int = 0
 ) -> tuple[RankProgram, ...]:
-    """The instructions of `lower` that take time, which a simulation needs: nothing is freed."""
+    """As `lower`, without the frees, which a simulation does not need."""
     routes = routes or {}
     num_ranks = schedule.num_stages
     rows = _rows(global_order(schedule, planned, routes), num_ranks, routes)
@@ -85,20 +81,9 @@ def lower_order(
 def lower_in_step(
     schedule: Schedule, costs: StageCosts, links: Links, routes: Routes, *, num_tied: int = 0
 ) -> tuple[RankProgram, ...]:
-    """Every rank's instructions for one step, in which ranks wait little for each other.
+    """As `lower`, with the order of transfers in which direct links block ranks the least.
 
-    When all run as early as they can, each rank is one forward behind the rank before it: with one
-    chunk, ops of neighbours end together. Around a ring the delays add up, and unless they come to
-    whole turns of forward and backward, transfers between the last rank and the first fall into the
-    middle of each other's ops, turn after turn. Planned with a message that takes as long as a
-    forward, all ranks keep time, for a longer warm-up. Which of the two is shorter, a simulation of
-    the programs tells.
-
-    Args:
-        links: States of the links that count in the order of transfers.
-
-    Returns:
-        One program per rank; with one chunk, those of the schedule as early as it can run.
+    It simulates two orders and takes the shorter one; with one chunk there is only the first.
     """
     lowered = [
         lower(schedule, planned, routes, num_tied=num_tied)
@@ -116,6 +101,11 @@ def _timelines(
     ring = range(schedule.num_stages)
     if schedule.num_chunks == 1 or len(ring) == 1:
         return
+    # If all ops run as early as possible, each rank is one forward behind the previous one. Around
+    # a ring these delays add up. Unless the sum is a whole number of turns of forward and backward,
+    # transfers between the last rank and the first block each other in the middle of ops, in every
+    # turn. If messages are planned to take as long as a forward, all ranks stay in step, at the
+    # price of a longer warm-up.
     forward_ms = max(costs.forward_ms) / schedule.num_chunks
     pairs = (sorted((rank, (rank + 1) % len(ring))) for rank in ring)
     direct = [link for link in map(Link._make, pairs) if routes.get(link, "direct") == "direct"]
@@ -127,8 +117,8 @@ def _timelines(
 class Key(NamedTuple):
     """A place in the global order.
 
-    At one instant transfers come before the ops that start then, and they take turns: links that
-    share no stage have the same turn, so that no transfer waits for a chain of others.
+    At one instant, transfers come before the ops that start then. Links that share a stage have
+    different turns, so that no transfer waits for a chain of others.
     """
 
     time_us: int
@@ -138,7 +128,7 @@ class Key(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """An op on a rank, or the transfer that the op makes, with its place in the global order."""
+    """An op on a rank, or the transfer of its result, with its place in the global order."""
 
     key: Key
     rank: int
@@ -147,7 +137,7 @@ class Placed(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """When a rank's ops run: their starts in microseconds, starts and ends in whole ones."""
+    """The times of a rank's ops: exact starts, and starts and ends in whole microseconds."""
 
     exact_start_us: list[float]
     start_us: list[int]
@@ -155,17 +145,15 @@ class _Planned(NamedTuple):
 
     @classmethod
     def of(cls, start_ms: np.ndarray, end_ms: np.ndarray) -> "_Planned":
-        """The times of a rank in a timeline."""
         return cls((start_ms * 1e3).tolist(), _microseconds(start_ms), _microseconds(end_ms))
 
 
 def global_order(schedule: Schedule, planned: Timeline, routes: Routes) -> list[Placed]:
     """All ops and transfers of a step in one order that every rank follows.
 
-    Returns:
-        Ops at their planned starts; each transfer at the end of the op that made it, except that a
-        direct transfer whose receiver started an op only shortly before goes before that op: the
-        receiver then waits a little instead of the sender a lot.
+    An op is placed at its planned start, a transfer at the end of its producer. If the receiver of
+    a direct transfer has started an op shortly before, the transfer goes before that op: the
+    receiver then waits a little instead of the sender a lot.
     """
     pipeline = Pipeline(schedule.num_stages, schedule.num_chunks)
     ties = _topological_index(schedule, pipeline)
@@ -186,13 +174,13 @@ def global_order(schedule: Schedule, planned: Timeline, routes: Routes) -> list[
 
 
 def _microseconds(times_ms: np.ndarray) -> list[int]:
-    """Whole microseconds, in which sums of the same durations in another order are equal."""
+    """Whole microseconds, so that sums of the same durations in another order are equal."""
     return np.rint(times_ms * 1e3).astype(np.int64).tolist()
 
 
 def _transfer_key(made: Key, end_us: int, turn: int, there: _Planned | None) -> Key:
-    """Any time after the producer's start and up to the consumer's start keeps the order sound."""
-    if end_us <= made.time_us:  # an op that takes no time: its transfer stays behind it by the tie
+    # Any time after the producer's start and up to the consumer's start keeps the order valid.
+    if end_us <= made.time_us:  # after an op of no duration, the tie keeps the transfer behind it
         return made._replace(tie=made.tie + 0.5)
     boundary_us = _nearer_boundary(end_us, there) if there else None
     if boundary_us is not None and boundary_us > made.time_us:
@@ -203,8 +191,8 @@ def _transfer_key(made: Key, end_us: int, turn: int, there: _Planned | None) -> 
 def _turn(transfer: Transfer, num_ranks: int) -> int:
     """Activations on even links, then on odd ones, then gradients likewise.
 
-    The link around the ranks counts as the one after the last; where that is even, so is link 0-1
-    beside it, and it has a turn of its own.
+    The wrap-around link counts as the one after the last. If its number is even, its neighbour
+    link 0-1 is even too, so it gets a turn of its own.
     """
     link = num_ranks - 1 if transfer.goes_around else transfer.link.lower
     alone = transfer.goes_around and link % 2 == 0
@@ -212,7 +200,7 @@ def _turn(transfer: Transfer, num_ranks: int) -> int:
 
 
 def _nearer_boundary(time_us: int, there: _Planned) -> int | None:
-    """The start of the op that a rank is running at a time, if that is nearer than its end."""
+    """The start of the op that a rank runs at a time, if it is nearer than the op's end."""
     position = bisect_left(there.exact_start_us, time_us) - 1
     if position < 0:
         return None
@@ -221,7 +209,7 @@ def _nearer_boundary(time_us: int, there: _Planned) -> int | None:
 
 
 def _topological_index(schedule: Schedule, pipeline: Pipeline) -> dict[tuple[int, Op], int]:
-    """Positions of all ops in one order that respects each stage's order and the data."""
+    """Positions of all ops in one order that respects each stage's order and the dependencies."""
     index: dict[tuple[int, Op], int] = {}
     remaining = [deque(order) for order in schedule.orders]
     ready = deque(range(schedule.num_stages))
@@ -239,13 +227,13 @@ def _topological_index(schedule: Schedule, pipeline: Pipeline) -> dict[tuple[int
 
 
 def _input_made(op: Op, rank: int, pipeline: Pipeline, made: dict[tuple[int, Op], int]) -> bool:
-    """Whether the op that feeds this one, if any does, has run."""
+    """Whether the op's input, if any, has been made."""
     source = feeder(op, rank, pipeline)
     return source is None or source in made
 
 
 def _rows(order: list[Placed], num_ranks: int, routes: Routes) -> list[list[Instruction]]:
-    """Each rank's ops, and both ends' instructions of each transfer, in the global order."""
+    """Each rank's ops and its ends of transfers, in the global order."""
     rows: list[list[Instruction]] = [[] for _ in range(num_ranks)]
     for _, rank, op, transfer in order:
         if transfer is None:
@@ -258,11 +246,11 @@ def _rows(order: list[Placed], num_ranks: int, routes: Routes) -> list[list[Inst
 
 
 def _place_delegated(program: RankProgram) -> RankProgram:
-    """Move each delegated send right behind the op it is of, each receive right before its op.
+    """Moves each delegated send right after its op and each receive right before its op.
 
-    Nothing stands between them: no direct transfer may hold up a message that waits for nobody. A
-    channel delivers in the order of sending, so where ops take messages in another order, those
-    sent earlier are received with the first that is needed; they have been sent by then.
+    So no direct transfer delays a delegated message. A channel delivers in the order of sending. If
+    ops need messages in another order, earlier messages are received together with the first needed
+    one; they have been sent by then.
     """
     moved = [step for step in program.instructions if _is_delegated(step)]
     if not moved:
@@ -283,14 +271,14 @@ def _place_delegated(program: RankProgram) -> RankProgram:
 
 
 def _is_delegated(step: Instruction) -> TypeGuard[Send | Receive]:
-    """Whether it is the delegated transfer of an op's result: tied gradients are exchanged last."""
+    """Whether it is a delegated transfer of an op's result; tied gradients stay at the end."""
     if not isinstance(step, Send | Receive) or step.transfer.payload is Payload.TIED:
         return False
     return step.route == "delegated"
 
 
 class _Receives:
-    """A rank's delegated receives, of each channel in the order of sending."""
+    """A rank's delegated receives, by channel and in the order of sending."""
 
     def __init__(self, receives: Iterable[Receive]) -> None:
         self._waiting: dict[tuple[Payload, int], deque[Receive]] = {}
@@ -301,7 +289,7 @@ class _Receives:
             self._channel[received_buffer(step.transfer)] = channel
 
     def up_to(self, buffer: Buffer) -> Iterator[Receive]:
-        """Takes out the receives of a buffer's channel up to its own, if that is still there."""
+        """Removes the receives of a buffer's channel up to the buffer's own, if still waiting."""
         while buffer in self._channel:
             step = self._waiting[self._channel[buffer]].popleft()
             del self._channel[received_buffer(step.transfer)]
@@ -309,7 +297,7 @@ class _Receives:
 
 
 def _step_end(rank: int, num_ranks: int, routes: Routes, num_tied: int) -> list[Instruction]:
-    """The exchange of tied gradients between the first and the last stage, and the update."""
+    """The exchange of tied gradients between the first and the last rank, and the update."""
     if num_ranks == 1:
         return [*(Reduce(index, None) for index in range(num_tied)), Update()]
     if rank not in (0, num_ranks - 1):
@@ -333,7 +321,7 @@ def _tied_exchange(rank: int, last: int, index: int, routes: Routes) -> list[Ins
 
 
 def insert_frees(program: RankProgram) -> RankProgram:
-    """The same program with each buffer freed right after its last reader, or where it was made."""
+    """Frees each buffer right after its last reader, or right after it was made."""
     steps, rank, pipeline = program.instructions, program.rank, program.pipeline
     last_use: dict[Buffer, int] = {}
     for position, step in enumerate(steps):
@@ -350,14 +338,14 @@ def insert_frees(program: RankProgram) -> RankProgram:
 
 
 def forward_only(program: RankProgram, first_microbatch: int = 0) -> RankProgram:
-    """A rank's program with nothing but its forwards and their transfers: to evaluate a loss.
+    """Keeps only a program's forwards and their transfers, to evaluate a loss.
 
-    What is left on all ranks stands in the order that the whole step had, so it runs to completion
-    as that does. Nothing reads a stash, which is therefore freed as soon as its forward has run.
+    It keeps the step's order, so it runs to completion as the step does. A stash has no reader and
+    is freed right after its forward.
 
     Args:
-        first_microbatch: The number of its first microbatch, where those of the step itself, whose
-            messages have these names, are to be told apart.
+        first_microbatch: The new number of microbatch 0, so that messages of the evaluation and of
+            the step have different identities.
     """
     kept = tuple(
         _renumbered(step, first_microbatch)

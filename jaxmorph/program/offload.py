@@ -1,11 +1,10 @@
-"""Which stashes a rank keeps in host memory, from when to when: a pass, a program in, one out.
+"""A pass that moves some of a rank's stashes to host memory and back.
 
-Every use of a stash is known beforehand, so what goes out is, as in Belady's optimal caching, what
-is needed farthest in the future, and nothing goes before there is no room otherwise.
+Every use of a stash is known beforehand. So the pass offloads the stash that is needed farthest in
+the future (Belady's optimal caching), and only if there is no room otherwise.
 
-A stash on its way out counts as held until something waits for its offload, or for a later one:
-those of a rank are over in the order of its program. So a program that keeps its room here keeps it
-whatever anything takes.
+A stash counts as held until an instruction waits for its offload or for a later one (a rank's
+offloads end in program order). So a program that fits here fits whatever the copies take.
 """
 
 from collections import Counter, deque
@@ -37,27 +36,21 @@ def offload(
     ahead: int = 1,
     early: bool = False,
 ) -> RankProgram:
-    """The same program, never with more on the device than fits, by the fewest offloads.
+    """The program with the fewest offloads that make it fit the device; unchanged if it fits.
 
-    A stash goes out right after its F, so that its copy has the longest time, and comes back before
-    its B as soon as there is room, but at most ``ahead`` ops before. What needs the place of one on
-    its way out waits for that: see `await_room`.
+    An offload starts right after its F, so that the copy has the most time. The stash comes back
+    before its B as soon as there is room, at most ``ahead`` ops before. An instruction that needs
+    the place of a leaving stash waits for its offload: see `await_room`.
 
     Args:
         program: A rank's instructions, without offloads.
-        memory: What a microbatch holds, in microbatches or bytes, and what there is room for; of V
-            chunks each holds 1/V of it. A stash stays until B, what B leaves until W.
-        spare: Places that are kept free for stashes on their way, so that others wait less, for
-            more offloads.
-        ahead: How many ops before its B a stash begins to come back, at most.
-        early: Whether, of as many stashes that do as well, those go that were made first: then
-            places are free earlier, and stashes needed back earlier.
-
-    Returns:
-        The program; the same one if all fits as it is.
+        memory: In microbatches or bytes; each of V chunks holds 1/V.
+        spare: Places kept free for stashes that are being copied: fewer waits, more offloads.
+        early: Whether to prefer the stashes made first, among equally good choices. Places are then
+            free earlier, and stashes come back earlier.
 
     Raises:
-        UserError: If the room doesn't do with every stash in host memory that can be there.
+        UserError: The room is too small even with all other stashes in host memory.
     """
     memory = _of_chunks(memory, program.num_chunks)
     ops = tuple(program.ops())
@@ -72,23 +65,23 @@ def offload(
 def offload_these(
     program: RankProgram, stashes: Collection[Buffer], *, ahead: int = 1
 ) -> RankProgram:
-    """The same program with some stashes offloaded, whether there is room for them or not."""
+    """The program with the given stashes offloaded, whether they would fit or not."""
     ops = tuple(program.ops())
     return _with_copies(program, ops, stashes, StageMemory(1, 0, len(ops)), ahead)
 
 
 def count_offloads(programs: Collection[RankProgram]) -> int:
-    """How many stashes some programs offload, all together."""
+    """How many stashes the programs offload together."""
     return sum(isinstance(step, Offload) for program in programs for step in program.instructions)
 
 
 def waiting_longest(program: RankProgram, count: int) -> tuple[Buffer, ...]:
-    """The stashes of a rank that wait for their B for most ops."""
-    lives = _lives(tuple(program.ops()))
-    return tuple(sorted(lives, key=lambda stash: lives[stash].made - lives[stash].used)[:count])
+    """The stashes of a rank with the most ops between their F and their B."""
+    uses = _uses(tuple(program.ops()))
+    return tuple(sorted(uses, key=lambda stash: uses[stash].made - uses[stash].used)[:count])
 
 
-class _Life(NamedTuple):
+class _Use(NamedTuple):
     """The positions, among a rank's ops, of a stash's F and of its B or BW."""
 
     made: int
@@ -96,15 +89,15 @@ class _Life(NamedTuple):
 
 
 def _of_chunks(memory: StageMemory, num_chunks: int) -> StageMemory:
-    """The memory of a rank as its chunks' stashes fill it, in units of a V-th microbatch."""
+    """The room of a rank in stashes of one chunk."""
     return memory._replace(room=memory.room * num_chunks)
 
 
-def _lives(ops: Sequence[Op]) -> dict[Buffer, _Life]:
+def _uses(ops: Sequence[Op]) -> dict[Buffer, _Use]:
     """When each stash is needed on the device, in the order of the B's."""
     made = {_stash(op): at for at, op in enumerate(ops) if op.kind is OpKind.F}
     used = {_stash(op): at for at, op in enumerate(ops) if op.kind in (OpKind.B, OpKind.BW)}
-    return {stash: _Life(made[stash], at) for stash, at in used.items()}
+    return {stash: _Use(made[stash], at) for stash, at in used.items()}
 
 
 def _stash(op: Op) -> Buffer:
@@ -114,8 +107,8 @@ def _stash(op: Op) -> Buffer:
 def _farthest(
     program: RankProgram, ops: Sequence[Op], memory: StageMemory, spare: int
 ) -> set[Buffer]:
-    """The fewest stashes without which the others, between their ops, have room at every op."""
-    lives = _lives(ops)
+    """The fewest stashes whose offload makes room for the others at every op."""
+    uses = _uses(ops)
     present: dict[Buffer, int] = {}
     chosen: set[Buffer] = set()
     for op, needed in zip(ops, _held_besides(ops, memory), strict=True):
@@ -129,39 +122,39 @@ def _farthest(
             del present[farthest]
             chosen.add(farthest)
         if op.kind is OpKind.F:
-            present[stash] = lives[stash].used
+            present[stash] = uses[stash].used
     return chosen
 
 
 def _made_first(
     ops: Sequence[Op], chosen: Collection[Buffer], memory: StageMemory, spare: int
 ) -> set[Buffer]:
-    """As many stashes, each replaced by the first made that leaves room at every op."""
-    lives, held = _lives(ops), _held_at(ops, chosen, memory)
+    """As many stashes, each replaced by the one made first that leaves room at every op."""
+    uses, held = _uses(ops), _held_at(ops, chosen, memory)
     room = memory.room - (1 + spare) * memory.forward_holds
     replaced = set(chosen)
-    for stash in sorted(chosen, key=lambda one: lives[one].made):
-        life = lives[stash]
-        full = (at for at in range(life.used - 1, life.made, -1) if held[at] > room)
-        since = next(full, life.made) + 1  # it can stay from then on
+    for stash in sorted(chosen, key=lambda one: uses[one].made):
+        made, used = uses[stash]
+        full = (at for at in range(used - 1, made, -1) if held[at] > room)
+        since = next(full, made) + 1  # from here on it fits
         first = next(
             other
-            for other, of_other in lives.items()
-            if other == stash or (other not in replaced and since <= of_other.used < life.used)
+            for other, use in uses.items()
+            if other == stash or (other not in replaced and since <= use.used < used)
         )
         replaced ^= {stash, first} if first != stash else set()
-        held.subtract(_between(lives[first], memory))
-        held.update(_between(life, memory))
+        held.subtract(_between(uses[first], memory))
+        held.update(_between(uses[stash], memory))
     return replaced
 
 
-def _between(life: _Life, memory: StageMemory) -> Counter[int]:
-    """What a stash holds at each op between its own two."""
-    return Counter(dict.fromkeys(range(life.made + 1, life.used), memory.forward_holds))
+def _between(use: _Use, memory: StageMemory) -> Counter[int]:
+    """What a stash holds at each op between its F and its B."""
+    return Counter(dict.fromkeys(range(use.made + 1, use.used), memory.forward_holds))
 
 
 def _held_besides(ops: Sequence[Op], memory: StageMemory) -> Iterator[int]:
-    """What each op needs beside other microbatches' stashes: its own, and what waits for a W."""
+    """What each op needs besides other microbatches' stashes: its own, and what waits for a W."""
     weights = 0
     for op in ops:
         match op.kind:
@@ -191,10 +184,10 @@ def _with_copies(
     memory: StageMemory,
     ahead: int,
 ) -> RankProgram:
-    """The program with copies of the chosen stashes, and what waits for room."""
+    """The program with copies of the chosen stashes and waits for room."""
     fetched_before = _fetches(ops, chosen, memory, ahead)
     instructions: list[Instruction] = []
-    at = -1  # among the ops: the last one that has run
+    at = -1  # the position of the last op
     fetches: list[Fetch] = []
     for step in program.instructions:
         if not isinstance(step, Free):
@@ -212,17 +205,15 @@ def _with_copies(
 def _fetches(
     ops: Sequence[Op], chosen: Collection[Buffer], memory: StageMemory, ahead: int
 ) -> dict[int, list[Buffer]]:
-    """The stashes that begin to come back before each op, by its position.
-
-    What is needed first takes the room first.
+    """The stashes that begin to come back before each op, by its position; the first B comes first.
     """
     held = _held_at(ops, chosen, memory)
     starts: dict[int, list[Buffer]] = {}
-    for stash, life in _lives(ops).items():
+    for stash, use in _uses(ops).items():
         if stash not in chosen:
             continue
-        start = life.used
-        earliest = max(life.made + 1, life.used - ahead)
+        start = use.used
+        earliest = max(use.made + 1, use.used - ahead)
         while start > earliest and held[start - 1] + memory.forward_holds <= memory.room:
             start -= 1
             held[start] += memory.forward_holds
@@ -231,31 +222,24 @@ def _fetches(
 
 
 def _held_at(ops: Sequence[Op], chosen: Collection[Buffer], memory: StageMemory) -> Counter[int]:
-    """What is held while each op runs, the chosen stashes there for their own ops alone."""
+    """What is held while each op runs, with the chosen stashes there only for their own ops."""
     held = Counter(dict(enumerate(_held_besides(ops, memory))))
-    for stash, life in _lives(ops).items():
+    for stash, use in _uses(ops).items():
         if stash not in chosen:
-            held.update(_between(life, memory))
+            held.update(_between(use, memory))
     return held
 
 
 def await_room(program: RankProgram, memory: StageMemory) -> RankProgram:
-    """The same program, in which whatever needs the place of a stash on its way out waits for it.
-
-    Args:
-        program: A rank's instructions that keep their room if offloads take no time.
-        memory: What a microbatch of a chunk holds, and what there is room for.
-
-    Returns:
-        The program that keeps it whatever they take; nothing waits for more than it needs.
+    """Adds the waits with which a program fits whatever copies take; without them it must fit if
+    copies take no time. No instruction waits for more offloads than it needs.
     """
-    device = _Device(memory)
-    return replace(program, instructions=tuple(_awaiting(program, device)))
+    return replace(program, instructions=tuple(_awaiting(program, _Device(memory))))
 
 
 @dataclass
 class _Device:
-    """What is on a rank's device, step by step."""
+    """What a rank's device holds, instruction by instruction."""
 
     memory: StageMemory
     held: int = 0
@@ -263,16 +247,16 @@ class _Device:
 
     @property
     def most(self) -> int:
-        """What is held if nothing that is on its way out has left yet."""
+        """What is held if no leaving stash has left yet."""
         return self.held + len(self.leaving) * self.memory.forward_holds
 
-    def over(self, stash: Buffer) -> None:
-        """A stash has left, and with it those before it."""
+    def has_left(self, stash: Buffer) -> None:
+        """Applies that a stash has left, and so have the ones before it."""
         while stash in self.leaving:
             self.leaving.popleft()
 
     def last_to_leave(self, growth: int) -> Buffer | None:
-        """The stash that must have left before there is room for something more."""
+        """The stash that must leave to make room for so much more, if any."""
         last = None
         for stash in self.leaving:
             if self.most + growth <= self.memory.room:
@@ -282,7 +266,7 @@ class _Device:
         return last
 
     def needs(self, step: Instruction) -> int:
-        """What a step needs beyond what is held before it, while it runs."""
+        """What an instruction needs while it runs, beyond what is held before it."""
         match step:
             case Fetch() | Run((OpKind.F, _, _)):
                 return self.memory.forward_holds
@@ -292,7 +276,7 @@ class _Device:
                 return 0
 
     def step(self, step: Instruction) -> None:
-        """Account for a step."""
+        """Applies an instruction."""
         forward, backward = self.memory.forward_holds, self.memory.backward_holds
         match step:
             case Run(op):
@@ -302,12 +286,12 @@ class _Device:
                 self.held -= forward
                 self.leaving.append(buffer)
             case Fetch(buffer, after):
-                self.over(buffer)
+                self.has_left(buffer)
                 if after is not None:
-                    self.over(after)
+                    self.has_left(after)
                 self.held += forward
             case AwaitRoom(buffer):
-                self.over(buffer)
+                self.has_left(buffer)
             case _:
                 pass
 
@@ -315,27 +299,24 @@ class _Device:
 def _awaiting(program: RankProgram, device: _Device) -> Iterator[Instruction]:
     for step in program.instructions:
         if isinstance(step, Fetch):
-            device.over(step.buffer)  # it can't come back before it is there
+            device.has_left(step.buffer)  # it can't come back before it has left
         last = device.last_to_leave(device.needs(step))
         if last is not None and isinstance(step, Fetch):
             step = replace(step, after=last)
         elif last is not None:
             yield AwaitRoom(last)
-            device.over(last)
+            device.has_left(last)
         device.step(step)
         yield step
 
 
 def most_held(program: RankProgram, memory: StageMemory) -> Iterator[int]:
-    """What the device may hold while each instruction runs, whatever anything takes.
-
-    A step makes no stash twice; the memory's room doesn't matter.
-    """
+    """What the device may hold while each instruction runs, whatever copies take."""
     device = _Device(memory)
     for step in program.instructions:
         if isinstance(step, Fetch):
-            device.over(step.buffer)
-            device.over(step.after or step.buffer)
+            device.has_left(step.buffer)
+            device.has_left(step.after or step.buffer)
         needs = device.needs(step)
         during = device.most + needs
         device.step(step)

@@ -1,10 +1,9 @@
-"""How many messages of a channel can be under way at once, however slow the link.
+"""How many messages of a channel can be under way at once, under any timing.
 
-A rank's host hands instructions to its queue ahead of time: only a delegated receive makes it wait.
-A send takes its slot there, before it is handed over, and gives it back once the receiver has the
-message. So what bounds the slots in use is what a send knows to have been received already, by
-the messages that its own rank had to wait for. That doesn't depend on any duration: one replay of
-the ranks, each event with a clock of what it knows about every host, tells it for every timing.
+A rank's host enqueues instructions ahead of time; only a delegated receive makes it wait. A send
+takes its slot when it is enqueued and frees it when the receiver has the message. So the slots in
+use are bounded by what a send's rank knows about the receiver's progress, through the messages that
+it had to wait for. One replay with vector clocks finds that knowledge, which no duration changes.
 """
 
 from collections import deque
@@ -29,15 +28,10 @@ _Clock = np.ndarray
 
 
 def slots_needed(programs: Sequence[RankProgram]) -> dict[Channel, int]:
-    """The slots with which no send of a step ever waits for one.
+    """For every delegated channel, the slots with which no send of a step ever waits for one.
 
-    Args:
-        programs: One program per rank, in rank order, which run to completion.
-
-    Returns:
-        For every channel that delegated transfers travel, the largest number of messages sent and
-        not received under any timing of ops and links, rounded up to a power of two. As many are
-        enough at both ends.
+    It is the largest number of messages sent and not received under any timing of ops and links,
+    rounded up to a power of two, and is enough at both ends.
 
     Raises:
         ProgramError: The ranks wait for each other for ever.
@@ -56,22 +50,18 @@ def slots_needed(programs: Sequence[RankProgram]) -> dict[Channel, int]:
 
 
 def most_slots(*needed: Mapping[Channel, int]) -> dict[Channel, int]:
-    """The slots with which each of several programs has enough.
-
-    Args:
-        needed: What each of them needs.
-    """
+    """For every channel, the most slots that any of several programs needs."""
     channels = dict.fromkeys(channel for slots in needed for channel in slots)
     return {channel: max(slots.get(channel, 0) for slots in needed) for channel in channels}
 
 
 def power_of_two(number: int) -> int:
-    """The smallest power of two that is at least a number."""
+    """The number rounded up to a power of two."""
     return 1 << max(number - 1, 0).bit_length()
 
 
 def _received_by(program: RankProgram) -> dict[Channel, list[int]]:
-    """At which instructions a rank takes the delegated messages of each channel."""
+    """The positions at which a rank receives the delegated messages of each channel."""
     positions: dict[Channel, list[int]] = {}
     for position, step in enumerate(program.instructions):
         if isinstance(step, Receive) and step.route == "delegated":
@@ -81,7 +71,7 @@ def _received_by(program: RankProgram) -> dict[Channel, list[int]]:
 
 @dataclass
 class _Rank:
-    """How far a rank's host and its queue are, and what they know of all hosts."""
+    """The progress of a rank's host and queue, and what each knows of all hosts."""
 
     program: RankProgram
     host: _Clock
@@ -91,12 +81,11 @@ class _Rank:
 
     @property
     def front(self) -> Send | Receive | None:
-        """The transfer that the queue stands at."""
         return self.queued[0][0] if self.queued else None
 
 
 def _sends(programs: Sequence[RankProgram]) -> Iterator[tuple[Transfer, _Clock]]:
-    """Every delegated send as its host handles it, in each host's order, and what that knows."""
+    """Every delegated send, in each host's order, with what its host knows at that time."""
     size = len(programs)
     ranks = [_Rank(program, np.zeros(size, int), np.zeros(size, int)) for program in programs]
     on_the_way: dict[Transfer, _Clock] = {}
@@ -114,7 +103,7 @@ def _sends(programs: Sequence[RankProgram]) -> Iterator[tuple[Transfer, _Clock]]
 
 
 def _advance_host(rank: _Rank, on_the_way: dict[Transfer, _Clock]) -> Iterator[Instruction]:
-    """Handles instructions up to a delegated receive of what hasn't been sent."""
+    """Handles instructions up to a delegated receive whose message hasn't been sent."""
     instructions = rank.program.instructions
     while rank.handled < len(instructions):
         step = instructions[rank.handled]
@@ -130,7 +119,7 @@ def _advance_host(rank: _Rank, on_the_way: dict[Transfer, _Clock]) -> Iterator[I
 
 
 def _advance_queue(rank: _Rank, ranks: Sequence[_Rank], on_the_way: dict[Transfer, _Clock]) -> bool:
-    """Runs what a queue can; says whether anything moved."""
+    """Runs what a queue can run; returns whether anything moved."""
     moved = False
     while (step := rank.front) is not None:
         if step.route == "direct":

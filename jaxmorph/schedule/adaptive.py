@@ -1,10 +1,9 @@
-"""The best planner: several rules, forwards and backwards in time, then a search from the best.
+"""The best planner: several rules, forwards and backwards in time, then a tabu search.
 
-The search moves ops along the schedule's longest path: tabu search. A path is as long as it is
-because some ops run back to back on a stage, in a block, before the one whose output is waited for.
-Moving an op of the block behind its last one, or ahead of its first one, is all that can shorten it
-(Grabowski's block property, as for job shops). The best such move is made even where it makes the
-step longer, and is not undone for a while, so that the search leaves what is only locally best.
+The search moves ops of the schedule's longest path. On that path, blocks of ops run back to back on
+one stage. Only a move of an op behind its block's last op, or ahead of its first, can shorten the
+path (Grabowski's block property for job shops). The search makes the best such move even if the
+step gets longer, and does not undo it for a while, so that it leaves local optima.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,8 +12,8 @@ from typing import NamedTuple
 from jaxmorph.schedule.list_schedule import PAPER, ListSchedule, Rule, Workload, list_schedule
 from jaxmorph.schedule.order_graph import Arcs, OrderGraph
 
-# Together they make the shortest schedules of what was tried on random problems like those of
-# benchmarks.planner_gap, the first ones most of it.
+# The best set of those tried on random problems like those of benchmarks.planner_gap; the first
+# ones contribute most.
 _RULES = (
     Rule(backward_first=False, weight_patience=1.0, spare_share=0.5, mirrored=True),
     Rule(patience=0.5, weight_patience=0.5, spare_share=0.5),
@@ -24,17 +23,17 @@ _RULES = (
     Rule(backward_first=False, patience=1.0, weight_patience=1.0, spare_share=0.5, mirrored=True),
     Rule(backward_first=False, weight_patience=0.75, mirrored=True),
 )
-_EFFORT = 60_000  # ops that rules and searches may visit together: some 6 ms of a processor
-_SEARCH_SHARE = 1 / 2  # of it is left to the searches, unless few rules are enough to use it up
-_RULE_EFFORT = 6  # visits that running an op under a rule takes as long as
-_FIXED_EFFORT = 25  # less of it for each op: the rest of planning takes longer for a longer step
+_EFFORT = 60_000  # visits of ops by rules and searches together: about 6 ms of processor time
+_SEARCH_SHARE = 1 / 2  # of the effort is left to the searches, unless the least rules use it up
+_RULE_EFFORT = 6  # visits that scheduling one op by a rule costs
+_FIXED_EFFORT = 25  # visits per op that the rest of planning costs
 _ROUNDS = ((3, 0.5), (1, 0.5))
-"""How many of the best searches go on in each round, and their share of the effort together."""
+"""How many of the best searches continue in each round, and their joint share of the effort."""
 
-_LEAST_RULES = 3  # tried even where a step is so long that they take more than the effort
-_LEAST_MOVES = 20  # visits per op below which a search gets nowhere
+_LEAST_RULES = 3  # tried even if a long step makes them cost more than the effort
+_LEAST_MOVES = 20  # visits per op below which a search finds nothing
 _SLACK = 1_000  # picoseconds by which sums of rounded durations may be off
-_TENURE = 8  # moves for which a move is not undone
+_TENURE = 8  # moves until a move may be undone
 
 
 def adaptive_schedule(
@@ -42,16 +41,12 @@ def adaptive_schedule(
 ) -> ListSchedule:
     """The shortest schedule found, never longer than the paper's.
 
-    The paper's rule and others each make a schedule; from the best ones a search goes on, in rounds
-    of fewer and fewer. All of it ends at once when a schedule meets the bound. The effort is
-    counted in ops, not in time, so that the same problem has the same answer on every machine.
-
-    Args:
-        warmup_forwards: The paper's warm-up forwards of each stage.
-        bound: A makespan that no schedule can beat, picoseconds.
+    The paper's rule and others each make a schedule, and searches continue from the best ones.
+    Planning stops as soon as a schedule meets ``bound``, a makespan that no schedule can beat. The
+    effort counts ops, not time, so that a problem has the same answer on every machine.
 
     Raises:
-        ValueError: The warm-ups are more than the stages can hold.
+        ValueError: The paper's warm-ups are more than the stages can hold.
     """
     paper = list_schedule(workload, PAPER, warmup_forwards)
     if paper is None:
@@ -74,7 +69,7 @@ def adaptive_schedule(
 
 
 def _spare(workload: Workload, bound: int) -> list[float]:
-    """How long each stage may idle for every microbatch if the step is to meet the bound."""
+    """How long each stage may idle per microbatch in a step that meets the bound."""
     rows = zip(workload.forward, workload.backward_input, workload.backward_weight, strict=True)
     return [max(0.0, bound / workload.num_microbatches - sum(row)) for row in rows]
 
@@ -95,7 +90,7 @@ def _search(
 
 
 class _Move(NamedTuple):
-    """Move `op` right behind `other` (or ahead of it), and how long the path then is."""
+    """Move `op` right behind `other` (or ahead of it); `length` is that of the path afterwards."""
 
     length: int
     op: int
@@ -112,12 +107,7 @@ class _Move(NamedTuple):
 
 
 class Search:
-    """A search from one schedule on, which can be continued as long as it is worth it.
-
-    Args:
-        start: Where to begin.
-        bound: A makespan that can't be beaten: the search ends when it is met, picoseconds.
-    """
+    """A search from one schedule, which can be continued; it ends when it meets the bound."""
 
     def __init__(self, workload: Workload, arcs: Arcs, start: ListSchedule, bound: int) -> None:
         self._workload = workload
@@ -130,12 +120,7 @@ class Search:
         self._exhausted = False
 
     def run(self, effort: int) -> None:
-        """Go on.
-
-        Args:
-            effort: How many ops to visit: the same work on every machine. Making the search counts
-                as the first of its visits.
-        """
+        """Continues for so many visits of ops; the search's own set-up counts as the first."""
         self._allowance += effort
         graph = self._graph
         while not self._is_over and graph.visits < self._allowance:
@@ -157,14 +142,14 @@ class Search:
         self._tabu[move.undone()] = self._step + _TENURE
         make = graph.move_behind if move.behind else graph.move_ahead
         if not make(move.op, move.other):
-            self._tabu[move.order()] = self._step + _TENURE  # not possible now: not again at once
+            self._tabu[move.order()] = self._step + _TENURE  # impossible now: don't retry at once
             return
         makespan = graph.end(graph.last_op())
         if makespan < self.best.makespan:
             self.best = ListSchedule(graph.numbers, makespan)
 
     def _best_move(self) -> _Move | None:
-        """The move after which the path is shortest, of those not tabu or better than ever."""
+        """The move with the shortest path afterwards; a tabu one only if it beats the best."""
         best = None
         for move in _moves(self._graph, self._workload):
             is_tabu = self._tabu.get(move.order(), 0) > self._step
@@ -178,7 +163,7 @@ class Search:
 def _moves(graph: OrderGraph, workload: Workload) -> Iterator[_Move]:
     """Every move of a critical block's op to the block's end or start.
 
-    The first block's start and the last block's end are the step's own: nothing waits there.
+    The first block's start and the last block's end are excluded: no other stage waits there.
     """
     blocks = graph.critical_blocks()
     graph.visits += sum(map(len, blocks))
@@ -193,10 +178,10 @@ def _moves(graph: OrderGraph, workload: Workload) -> Iterator[_Move]:
 def _moves_behind(graph: OrderGraph, workload: Workload, block: list[int]) -> Iterator[_Move]:
     count, other = workload.num_microbatches, block[-1]
     end, room = graph.position[other], workload.room[other // (3 * count)]
-    for op in _last_of_each_kind(block[-2::-1], other, count):
+    for op in _first_of_each_kind(block[-2::-1], other, count):
         kind = op % (3 * count) // count
         if kind < 2 and graph.position[op + count] <= end:
-            continue  # its own microbatch's next op would come first
+            continue  # its microbatch's next op would come before it
         passed = graph.row_of(op)[graph.position[op] + 1 : end + 1]
         if graph.change[op] < 0 and _most(graph, passed) - graph.change[op] > room:
             continue
@@ -207,7 +192,7 @@ def _moves_behind(graph: OrderGraph, workload: Workload, block: list[int]) -> It
 def _moves_ahead(graph: OrderGraph, workload: Workload, block: list[int]) -> Iterator[_Move]:
     count, other = workload.num_microbatches, block[0]
     begin, room = graph.position[other], workload.room[other // (3 * count)]
-    for op in _last_of_each_kind(block[1:], other, count):
+    for op in _first_of_each_kind(block[1:], other, count):
         kind = op % (3 * count) // count
         if kind and graph.position[op - count] >= begin:
             continue
@@ -221,8 +206,8 @@ def _moves_ahead(graph: OrderGraph, workload: Workload, block: list[int]) -> Ite
         yield _Move(length, op, other, False)
 
 
-def _last_of_each_kind(ops: list[int], other: int, count: int) -> Iterator[int]:
-    """The first of these ops of each kind but `other`'s: ops of one kind don't pass each other."""
+def _first_of_each_kind(ops: list[int], other: int, count: int) -> Iterator[int]:
+    """The first op of each kind but `other`'s, as ops of one kind must not pass each other."""
     seen = {other // count}
     for op in ops:
         if op // count not in seen:

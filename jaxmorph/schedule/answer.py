@@ -1,4 +1,4 @@
-"""Solves planning problems, one or a batch: plans, simulates, and measures."""
+"""Solves planning problems, one or a batch: plans, simulates and bounds them."""
 
 import json
 import time
@@ -20,14 +20,14 @@ from jaxmorph.schedule.timeline import Timeline
 _JITTER_SAMPLES = 1000
 _JITTER_SEED = 0
 _ROUNDING = 1e-9
-"""Relative: bound and makespan are summed in different orders, and may differ by that alone."""
+"""Relative: bound and makespan sum the same times in different orders."""
 
 SimulateStep = Callable[[Schedule, Problem], Timeline]
 """Simulates a schedule over a problem's links, by the problem's link model."""
 
 
 class JitteredMakespan(NamedTuple):
-    """How long a step takes when latencies jitter: milliseconds, over many steps."""
+    """The step time over many steps with jittering latencies."""
 
     mean_ms: float
     p90_ms: float
@@ -35,16 +35,12 @@ class JitteredMakespan(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """A problem's schedule and how it would run.
+    """A problem's planned or given schedule and its simulation over the problem's links.
 
     Args:
-        schedule: The planned or given schedule.
-        timeline: Its simulation over the problem's links.
-        lower_bound_ms: A step time that no schedule could beat.
-        planning_ms: How long planning took; 0 for given orders.
-        limits: The problem's memory caps; they say how live microbatches are counted.
-        link_model: How the links were simulated.
-        jittered: The step when latencies jitter; None when it was not asked for.
+        lower_bound_ms: A step time that no schedule can beat.
+        planning_ms: 0 for given orders.
+        jittered: None unless the problem has jitter.
     """
 
     name: str
@@ -58,14 +54,14 @@ class Answer:
 
     @property
     def gap(self) -> float:
-        """How far the step is above the lower bound at most: 0.01 for one percent."""
+        """How far the step is above the lower bound: 0.01 for one percent."""
         bound_ms = self.lower_bound_ms
         gap = self.timeline.makespan_ms / bound_ms - 1 if bound_ms else 0.0
         return gap if gap > _ROUNDING else 0.0
 
     @property
     def peak_stash_bytes(self) -> tuple[int, ...] | None:
-        """Most bytes each stage's stash takes until W; None where sizes were not given."""
+        """Most bytes of each stage's stash, counted until W; None without stash sizes."""
         sizes = self.limits.stash_bytes
         if sizes is None:
             return None
@@ -76,7 +72,7 @@ class Answer:
         return tuple(-(-peak // self.schedule.num_chunks) for peak in peaks)
 
     def to_json(self) -> dict[str, Any]:
-        """The answer as one line of ``jaxmorph plan --batch`` prints it."""
+        """The JSON object that ``jaxmorph plan --batch`` prints."""
         answer = {
             "name": self.name,
             "schedule": self.schedule.name,
@@ -97,11 +93,10 @@ class Answer:
 
 
 def simulate_links(schedule: Schedule, problem: Problem) -> Timeline:
-    """Simulates a schedule over links that delay messages, and block nobody's queue.
+    """Simulates a schedule over links that delay messages but block no queue.
 
     Raises:
-        ValueError: The model is ``blocking``, which is about lowered programs: see
-            ``link_simulation``.
+        ValueError: The link model is ``blocking``, which needs lowered programs.
     """
     if problem.link_model == "blocking":
         raise ValueError("blocking links are simulated on lowered programs, not on schedules")
@@ -115,10 +110,7 @@ def simulate_links(schedule: Schedule, problem: Problem) -> Timeline:
 
 
 def solve(problem: Problem, simulate_step: SimulateStep = simulate_links) -> Answer:
-    """Plans (unless orders are given) for the believed links, and simulates the real ones.
-
-    Args:
-        simulate_step: How to simulate; the default does not know blocking links.
+    """Plans for the planned links (unless orders are given) and simulates the actual ones.
 
     Raises:
         UserError: An unknown schedule, impossible warm-ups, or a cap that cannot be kept.
@@ -128,11 +120,18 @@ def solve(problem: Problem, simulate_step: SimulateStep = simulate_links) -> Ans
     planning_ms = 0.0 if problem.orders else (time.perf_counter() - started) * 1e3
     require_room(schedule, problem.limits)
     timeline = simulate_step(schedule, problem)
+    bound_ms = lower_bound_ms(
+        problem.costs,
+        problem.num_microbatches,
+        problem.links,
+        problem.limits,
+        problem.num_chunks,
+    )
     return Answer(
         problem.name,
         schedule,
         timeline,
-        certified_ms(_bound_ms(problem), timeline.makespan_ms),
+        certified_ms(bound_ms, timeline.makespan_ms),
         planning_ms,
         problem.limits,
         problem.link_model,
@@ -141,26 +140,16 @@ def solve(problem: Problem, simulate_step: SimulateStep = simulate_links) -> Ans
 
 
 def _planned(problem: Problem, simulate_step: SimulateStep) -> Schedule:
-    """The planned schedule; where links do more than delay, the best that is simulated."""
-    believed = problem.costs, problem.planned_links, problem.limits, problem.num_microbatches
-    own = plan(*believed, problem.schedule, problem.warmup_forwards, problem.num_chunks).schedule
+    inputs = problem.costs, problem.planned_links, problem.limits, problem.num_microbatches
+    own = plan(*inputs, problem.schedule, problem.warmup_forwards, problem.num_chunks).schedule
     is_plain = problem.link_model == "latency" and problem.time_step_ms is None
     if is_plain or problem.schedule != "adaptive" or problem.warmup_forwards is not None:
         return own
+    # The planner knows latencies only. Under another link model an alternative may be shorter.
     planned = replace(problem, links=problem.planned_links)
     return min(
-        [own, *alternatives(*believed)],
+        [own, *alternatives(*inputs)],
         key=lambda schedule: simulate_step(schedule, planned).makespan_ms,
-    )
-
-
-def _bound_ms(problem: Problem) -> float:
-    return lower_bound_ms(
-        problem.costs,
-        problem.num_microbatches,
-        problem.links,
-        problem.limits,
-        problem.num_chunks,
     )
 
 
@@ -181,14 +170,10 @@ def _jittered(schedule: Schedule, problem: Problem) -> JitteredMakespan | None:
 def answer_lines(
     lines: Iterable[bytes], simulate_step: SimulateStep = simulate_links
 ) -> Iterator[dict[str, Any]]:
-    """Answers a batch of problems, one JSON object a line, in order.
+    """Answers a batch of problems in order; a bad one gets ``{"name", "error"}``.
 
     Args:
-        lines: UTF-8 JSON, one problem a line; empty lines are passed over.
-        simulate_step: How to simulate; the default does not know blocking links.
-
-    Yields:
-        Each problem's answer, or ``{"name", "error"}`` for a problem with a mistake in it.
+        lines: UTF-8, one JSON problem a line; empty lines are skipped.
     """
     for line in lines:
         if line.strip():
@@ -196,17 +181,12 @@ def answer_lines(
 
 
 def _answer_line(line: bytes, simulate_step: SimulateStep) -> dict[str, Any]:
-    data: object = None
     try:
-        data = _decoded(line)
+        data = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return {"name": None, "error": f"not JSON: {error}"}
+    try:
         return solve(parse_problem(data), simulate_step).to_json()
     except UserError as error:
         name = data.get("name") if isinstance(data, dict) else None
         return {"name": name if isinstance(name, str) else None, "error": str(error)}
-
-
-def _decoded(line: bytes) -> object:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"not JSON: {error}") from error

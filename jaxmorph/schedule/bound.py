@@ -1,4 +1,4 @@
-"""A step time that no schedule can beat, or none with given warm-ups: every plan is held to it."""
+"""Lower bounds on the step time: of every schedule, and of schedules with given warm-ups."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from jaxmorph.schedule.simulate import stage_times
 
 _NO_LIMITS = Limits()
 _ROUNDING = 1e-9
-"""Relative: bound and makespan are summed in different orders, and may differ by that alone."""
+"""Relative: bound and makespan sum the same times in different orders."""
 
 
 def lower_bound_ms(
@@ -21,35 +21,32 @@ def lower_bound_ms(
     limits: Limits = _NO_LIMITS,
     num_chunks: int = 1,
 ) -> float:
-    """A time below which no schedule can finish the step, whatever its order.
+    """A time below which no schedule can finish the step, in milliseconds.
 
-    Each stage gives bounds of its own, and the largest counts. A stage cannot start before its
-    head (the first microbatch's way down to it) nor run a B before that microbatch came back from
-    the last stage; between them it runs forwards only, no more than fit its cap. After its last B
-    come its tail (the way of that gradient up to stage 0, and a W there) and all W it put off.
-    With a cap, a microbatch takes the place of one that has made its round trip.
+    It is the largest of several bounds per stage. A stage cannot start before the first microbatch
+    has reached it, nor run a B before that microbatch has come back from the last stage; until then
+    it runs forwards only, within its cap. Its last B is followed by the gradient's path up to stage
+    0, a W there, and all W that the stage has put off. With a cap, a microbatch takes the place of
+    one that has finished its round trip.
 
     Args:
-        links: State of the links, milliseconds; messages are taken to overlap.
-        num_chunks: Virtual stages per rank, V. With more than one, caps are not considered.
-
-    Returns:
-        The bound, milliseconds; exact but for floating-point rounding.
+        links: Messages are assumed to overlap.
+        num_chunks: Virtual stages per rank. With more than one, caps are ignored.
     """
     times = stage_times(costs, links, num_chunks)
-    ways = Ways.of(times, num_chunks)
-    work = max(_work_bounds(times, ways, costs, num_microbatches, num_chunks, limits))
+    alone = LoneTimes.of(times, num_chunks)
+    work = max(_work_bounds(times, alone, costs, num_microbatches, num_chunks, limits))
     if num_chunks > 1:
         return work
     memory = limits.stage_memory(costs.num_stages, num_microbatches)
-    return max(work, *_turn_bounds(times, ways, memory, num_microbatches))
+    return max(work, *_turn_bounds(times, alone, memory, num_microbatches))
 
 
 def certified_ms(bound_ms: float, makespan_ms: float) -> float:
-    """A bound as it holds for a simulated schedule: without the rounding that exceeds its makespan.
+    """The bound, or the makespan where the bound exceeds it by rounding alone.
 
     Raises:
-        ArithmeticError: If it exceeds the makespan by more: then one of the two is wrong.
+        ArithmeticError: The bound exceeds the makespan by more: one of the two is wrong.
     """
     if bound_ms > makespan_ms * (1 + _ROUNDING):
         raise ArithmeticError(
@@ -60,13 +57,13 @@ def certified_ms(bound_ms: float, makespan_ms: float) -> float:
 
 
 @dataclass(frozen=True)
-class Ways:
-    """How long a microbatch on its own takes, for each stage.
+class LoneTimes:
+    """The times of a microbatch that is alone in the pipeline, for each stage.
 
     Args:
         head: From the step's start until it reaches the stage.
-        first_backward: From the step's start until its gradient has come back to the stage.
-        tail: From the end of the stage's last B to the end of the step.
+        first_backward: From the step's start until its gradient comes back to the stage.
+        tail: From the end of the stage's B to the end of the step.
     """
 
     head: list[float]
@@ -74,28 +71,28 @@ class Ways:
     tail: list[float]
 
     @classmethod
-    def of(cls, times: Sequence[StageTimes], num_chunks: int) -> "Ways":
-        """The ways down the stages, through all chunks, and up again."""
+    def of(cls, times: Sequence[StageTimes], num_chunks: int) -> "LoneTimes":
+        """Down the stages, through all chunks, and up again."""
         steps = [stage.forward + stage.forward_latency for stage in times]
         head = list(accumulate(steps[:-1], initial=0.0))
-        turn = num_chunks * sum(steps) - times[-1].forward_latency  # the last chunk goes nowhere
+        turn = num_chunks * sum(steps) - times[-1].forward_latency  # the last chunk sends nothing
         steps_up = (stage.backward_input + stage.backward_latency for stage in reversed(times[1:]))
         first_backward = list(accumulate(steps_up, initial=turn))[::-1]
         return cls(head, first_backward, _tails(times))
 
 
 def _tails(times: Sequence[StageTimes]) -> list[float]:
-    """What must still run after each stage's last B: a W, or the way up and a W there."""
+    """What must still run after each stage's last B: its W, or B of the stages up to stage 0."""
     tails = [times[0].backward_weight]
-    for above, here in pairwise(times):
-        way_up = here.backward_latency + above.backward_input + tails[-1]
-        tails.append(max(here.backward_weight, way_up))
+    for before, here in pairwise(times):
+        upstream = here.backward_latency + before.backward_input + tails[-1]
+        tails.append(max(here.backward_weight, upstream))
     return tails
 
 
 def _work_bounds(
     times: Sequence[StageTimes],
-    ways: Ways,
+    alone: LoneTimes,
     costs: StageCosts,
     num_microbatches: int,
     num_chunks: int,
@@ -107,82 +104,76 @@ def _work_bounds(
     for stage, row in enumerate(times):
         late = max(0, num_microbatches - caps[stage]) if num_chunks == 1 else 0
         forwards_done = max(
-            ways.head[stage] + count * row.forward,
-            ways.first_backward[stage] + late * row.forward,
+            alone.head[stage] + count * row.forward,
+            alone.first_backward[stage] + late * row.forward,
         )
         inputs_done = forwards_done + count * row.backward_input
-        yield inputs_done + max(count * row.backward_weight, ways.tail[stage])
+        yield inputs_done + max(count * row.backward_weight, alone.tail[stage])
 
 
 def _turn_bounds(
     times: Sequence[StageTimes],
-    ways: Ways,
+    alone: LoneTimes,
     memory: Sequence[StageMemory],
     num_microbatches: int,
 ) -> Iterator[float]:
-    """With room for c microbatches, every c-th one starts only when the one c before it has left.
-
-    So the last ones start no earlier than after all these turns, and then have to pass every stage
-    further down one after another, twice.
-    """
     yield 0.0
     for stage, room in enumerate(memory):
         for cap, until_weight in room.slots(num_microbatches):
-            yield turn_bound(times, ways, stage, cap, num_microbatches, until_weight=until_weight)
+            yield turn_bound(times, alone, stage, cap, num_microbatches, until_weight=until_weight)
 
 
 def turn_bound(
     times: Sequence[StageTimes],
-    ways: Ways,
+    alone: LoneTimes,
     stage: int,
     cap: int,
     num_microbatches: int,
     *,
     until_weight: bool,
 ) -> float:
-    """The bound by the turns that microbatches take in a stage's places; 0 without turns.
+    """The bound from a stage with room for ``cap`` microbatches until B, or until W; 0 if all fit.
 
-    Args:
-        cap: How many places it has.
-        until_weight: Whether a place is kept until W, or only until B.
+    A microbatch starts only when the one ``cap`` before it has left. So the last ones start after
+    all these turns, and then pass every later stage one after another, down and up.
     """
     turns = (num_microbatches - 1) // cap
     if not turns:
         return 0.0
-    round_trip = ways.first_backward[stage] - ways.head[stage] + times[stage].backward_input
+    round_trip = _round_trip(times, alone, stage)
     held = round_trip + (times[stage].backward_weight if until_weight else 0.0)
-    started = ways.head[stage] + turns * held
+    started = alone.head[stage] + turns * held
     rest = num_microbatches - turns * cap
     return max(
-        started + _passing(times, ways, stage, rest) + ways.tail[stage],
+        started + _passing(times, alone, stage, rest) + alone.tail[stage],
         started + held + (rest - 1) * (held - round_trip),
     )
 
 
-def _passing(times: Sequence[StageTimes], ways: Ways, stage: int, count: int) -> float:
+def _passing(times: Sequence[StageTimes], alone: LoneTimes, stage: int, count: int) -> float:
     """From a stage's F to its last B, for some microbatches that start there together."""
-    round_trip = ways.first_backward[stage] - ways.head[stage] + times[stage].backward_input
     longest = 0.0
     for below in range(stage, len(times)):
-        row = times[below]
-        alone = ways.first_backward[below] - ways.head[below] + row.backward_input
+        row, one = times[below], _round_trip(times, alone, below)
         together = max(
             count * (row.forward + row.backward_input),
-            alone + (count - 1) * max(row.forward, row.backward_input),
+            one + (count - 1) * max(row.forward, row.backward_input),
         )
-        longest = max(longest, round_trip - alone + together)
+        longest = max(longest, _round_trip(times, alone, stage) - one + together)
     return longest
 
 
+def _round_trip(times: Sequence[StageTimes], alone: LoneTimes, stage: int) -> float:
+    """From a stage's F to the end of its B."""
+    return alone.first_backward[stage] - alone.head[stage] + times[stage].backward_input
+
+
 class WarmupBound:
-    """The bounds of one problem for any warm-ups: makespans that no schedule with them beats.
+    """Lower bounds of one problem for given warm-ups.
 
-    A stage runs as many forwards as its warm-up says before its first B, and never has more of them
-    waiting for their B: so microbatches take turns in that many places. All is in whole
-    picoseconds, so that bounds and makespans compare exactly.
-
-    Args:
-        workload: The problem, not mirrored; its memory is not considered.
+    A stage runs its warm-up forwards before its first B and never has more of them waiting for
+    their B. So microbatches take turns in that many places. The bounds are in whole picoseconds and
+    compare exactly with makespans. The workload must not be mirrored; its memory is ignored.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -196,7 +187,7 @@ class WarmupBound:
             strict=True,
         )
         self._times = [StageTimes(*row) for row in rows]
-        self._ways = Ways.of(self._times, num_chunks=1)
+        self._alone = LoneTimes.of(self._times, num_chunks=1)
         self._turns: dict[tuple[int, int], float] = {}
 
     def of(self, warmup_forwards: Sequence[int]) -> float:
@@ -207,21 +198,21 @@ class WarmupBound:
     def _turn_bound(self, stage: int, cap: int) -> float:
         if (stage, cap) not in self._turns:
             self._turns[stage, cap] = turn_bound(
-                self._times, self._ways, stage, cap, self._count, until_weight=False
+                self._times, self._alone, stage, cap, self._count, until_weight=False
             )
         return self._turns[stage, cap]
 
     def _start_bounds(self, warmup_forwards: Sequence[int]) -> Iterator[float]:
-        """What each stage has left when its first B can start at the earliest.
+        """Each stage's earliest first B plus its remaining work.
 
-        That needs the gradient of the stage behind, which has a warm-up of its own before it.
+        The first B needs the gradient of the next stage, which has its own warm-up before it.
         """
         gradient = 0.0
         for stage in reversed(range(len(self._times))):
             row, forwards = self._times[stage], warmup_forwards[stage]
-            warm = self._ways.head[stage] + forwards * row.forward
-            first = max(gradient, self._ways.first_backward[stage], warm)
+            warm = self._alone.head[stage] + forwards * row.forward
+            first = max(gradient, self._alone.first_backward[stage], warm)
             inputs_done = first + (self._count - forwards) * row.forward
             inputs_done += self._count * row.backward_input
-            yield inputs_done + max(self._count * row.backward_weight, self._ways.tail[stage])
+            yield inputs_done + max(self._count * row.backward_weight, self._alone.tail[stage])
             gradient = first + row.backward_input + row.backward_latency

@@ -1,7 +1,7 @@
-"""Why each stage idles, and when: every gap of a timeline, attributed to a cause.
+"""Attributes every gap of a timeline to a cause.
 
-``find_bubbles`` splits what lies between a step's ops; ``step_shares`` divides the whole step, from
-barrier to barrier.
+``find_bubbles`` explains the gaps between a step's ops; ``step_shares`` divides the whole step,
+from barrier to barrier.
 """
 
 from collections import defaultdict
@@ -14,11 +14,11 @@ from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferIndex, TransferSpan
 
 _ROUNDING = 1e-9
-"""Relative to the step: what is shorter is floating point, not a bubble."""
+"""Relative to the step: shorter gaps are floating-point error."""
 
 
 class BubbleCause(StrEnum):
-    """What a stage that idles is waiting for."""
+    """What an idle stage waits for."""
 
     WARM_UP = "warm-up"
     FORWARD = "waits for F"
@@ -31,7 +31,7 @@ class BubbleCause(StrEnum):
 
 
 class Bubble(NamedTuple):
-    """One time in which a stage idles for one cause; milliseconds since the step's start."""
+    """An interval in which a stage idles for one cause; milliseconds since the step's start."""
 
     stage: int
     start_ms: float
@@ -40,18 +40,17 @@ class Bubble(NamedTuple):
 
 
 def find_bubbles(timeline: Timeline) -> list[Bubble]:
-    """Splits the time in which stages idle by what they wait for.
+    """Splits the idle time of stages by cause, stage by stage and in order of time.
 
-    Before a stage's first op it is warm-up, after its last one cool-down. In between, the next op
-    waits for its data: until the upstream F or the downstream B has ended (``waits for F``,
-    ``waits for B``), and then for the link (``link delay``), which is told apart before the first
-    op too. Where the timeline has transfers, time is ``blocking`` in which the data is made and a
-    transfer of other data holds either end's queue, and ``copies`` in which a stash isn't back, or
-    hasn't made room, and no message is on its way. ``other`` is what none of these explains, such
-    as the dispatch of measured ops.
+    - ``warm-up``: before a stage's first op, while its data is not made yet.
+    - ``waits for F``, ``waits for B``: the next op's data is not made yet.
+    - ``link delay``: the data is made and its own transfer is under way.
+    - ``blocking``: the data is made, and a transfer of other data holds either end's queue.
+    - ``copies``: a stash is not back or has not made room, and no message is under way.
+    - ``cool-down``: after a stage's last op.
+    - ``other``: unexplained, such as the dispatch of measured ops.
 
-    Returns:
-        The bubbles, stage by stage and in order of time; with the ops they fill the step.
+    Transfers and copies are known only if the timeline has them.
     """
     needs = _Needs(timeline)
     least_ms = _ROUNDING * timeline.makespan_ms
@@ -64,7 +63,7 @@ def find_bubbles(timeline: Timeline) -> list[Bubble]:
 
 
 def bubble_ms(timeline: Timeline) -> dict[BubbleCause, float]:
-    """Milliseconds that all stages together idle, for every cause."""
+    """Idle milliseconds of all stages together, by cause."""
     total = dict.fromkeys(BubbleCause, 0.0)
     for bubble in find_bubbles(timeline):
         total[bubble.cause] += bubble.end_ms - bubble.start_ms
@@ -72,13 +71,13 @@ def bubble_ms(timeline: Timeline) -> dict[BubbleCause, float]:
 
 
 class IdleShares(NamedTuple):
-    """How a stage's idle time divides, as shares of the step.
+    """A stage's idle time as shares of the step.
 
     Attributes:
-        blocking: Its next op could have run, or its data been there, but for a transfer of other
-            data that held a queue: head-of-line blocking.
-        dependency: It waits for data that isn't made yet or is on its way; the step's ends count.
-        other: What neither explains: dispatch, copies.
+        blocking: Head-of-line blocking: a transfer of other data holds the stage's queue, or the
+            queue of the sender of its next data.
+        dependency: The next data is not made yet or under way; warm-up and cool-down count here.
+        other: Dispatch and copies.
     """
 
     blocking: float
@@ -87,11 +86,7 @@ class IdleShares(NamedTuple):
 
 
 def idle_shares(timeline: Timeline) -> tuple[IdleShares, ...]:
-    """What each stage's bubbles come from: blocking stalls or dependencies (paper, section 3.1).
-
-    Returns:
-        Shares of the step for every stage; 1 less their sum is the time it computes.
-    """
+    """Blocking stalls and dependency bubbles (paper, section 3.1) of every stage."""
     step_ms = timeline.makespan_ms or 1.0
     idle_ms = [[0.0, 0.0, 0.0] for _ in timeline.orders]
     for stage, start_ms, end_ms, cause in find_bubbles(timeline):
@@ -108,18 +103,10 @@ _SHARE_OF = {
 
 
 class IdleCause(StrEnum):
-    """Why a stage runs no op.
+    """Why a stage runs no op, from barrier to barrier: the causes of ``find_bubbles``, grouped.
 
-    Attributes:
-        WARM_UP: It fills: the data of its first op isn't made yet.
-        DEPENDENCY: Between its ops, the next one's data isn't made yet on another stage.
-        TRANSFER: The data is made, and its own transfer is under way.
-        BLOCKING: The data is made, but a transfer of other data holds its queue, or its sender's.
-        COPIES: The data is there, and a stash isn't back from host memory, or hasn't made room.
-        DISPATCH: The op is ready and the queue free: what starting ops costs.
-        COOL_DOWN: It has run its last op, and other stages have not.
-        OPTIMIZER: No stage has begun its first op, or all have ended their last: tied gradients,
-            norms, the meeting of the ranks and the update.
+    ``dispatch`` is the cost of starting ops. In ``optimizer`` time no stage has begun its first op
+    or all have ended their last: tied gradients, norms, the barrier of the ranks and the update.
     """
 
     WARM_UP = "warm-up"
@@ -145,7 +132,7 @@ _CAUSE_OF = {
 
 
 class IdleSpan(NamedTuple):
-    """One time in which a stage idles for one cause; milliseconds since the step's start."""
+    """As ``Bubble``, but from barrier to barrier."""
 
     stage: int
     start_ms: float
@@ -154,7 +141,7 @@ class IdleSpan(NamedTuple):
 
 
 class StepShares(NamedTuple):
-    """What a stage does with a step, as shares of it that add up to 1; see ``IdleCause``."""
+    """A stage's shares of the step, which add up to 1; see ``IdleCause``."""
 
     compute: float
     warm_up: float
@@ -168,20 +155,18 @@ class StepShares(NamedTuple):
 
 
 def idle_spans(timeline: Timeline, step_ms: float | None = None) -> list[IdleSpan]:
-    """The times in which stages idle, each with its cause.
-
-    ``find_bubbles`` says what a stage waits for between the step's first op and its last; what lies
-    before the first and after the last belongs to no stage and is the optimizer's.
+    """The idle intervals of every stage, in order of time; with the ops they fill the step.
 
     Args:
-        step_ms: From barrier to barrier, milliseconds; the makespan when None, or longer.
-
-    Returns:
-        The spans, stage by stage and in order of time; with the ops they fill the step.
+        step_ms: From barrier to barrier, milliseconds; at least the makespan.
     """
     makespan_ms = timeline.makespan_ms
     first_ms = min((float(start.min()) for start in timeline.start_ms if len(start)), default=0.0)
-    bubbles = list(_between(timeline, first_ms))
+    bubbles = [
+        IdleSpan(stage, max(start_ms, first_ms), end_ms, _CAUSE_OF[cause])
+        for stage, start_ms, end_ms, cause in find_bubbles(timeline)
+        if end_ms > first_ms
+    ]
     end_ms = max(makespan_ms, step_ms or 0.0)
     ends = [(start, end) for start, end in ((0.0, first_ms), (makespan_ms, end_ms)) if end > start]
     around = [
@@ -192,14 +177,8 @@ def idle_spans(timeline: Timeline, step_ms: float | None = None) -> list[IdleSpa
     return sorted([*bubbles, *around])
 
 
-def _between(timeline: Timeline, first_ms: float) -> Iterator[IdleSpan]:
-    for stage, start_ms, end_ms, cause in find_bubbles(timeline):
-        if end_ms > first_ms:
-            yield IdleSpan(stage, max(start_ms, first_ms), end_ms, _CAUSE_OF[cause])
-
-
 def step_shares(timeline: Timeline, step_ms: float | None = None) -> tuple[StepShares, ...]:
-    """How each stage's step divides; ``compute`` is what no idle time takes."""
+    """How each stage's step divides; ``compute`` is the rest after all idle time."""
     whole_ms = max(timeline.makespan_ms, step_ms or 0.0) or 1.0
     idle = [dict.fromkeys(IdleCause, 0.0) for _ in timeline.orders]
     for stage, start_ms, end_ms, cause in idle_spans(timeline, step_ms):
@@ -217,7 +196,7 @@ _Piece = tuple[float, float, BubbleCause]
 
 
 class _Need(NamedTuple):
-    """When another stage made what an op waits for, and both ends' spans of its transfer."""
+    """When another stage made an op's input, and both ends' spans of its transfer."""
 
     made_ms: float
     sending: TransferSpan | None
@@ -225,7 +204,7 @@ class _Need(NamedTuple):
 
 
 class _Needs:
-    """What the ops of a timeline wait for."""
+    """The inputs that the ops of a timeline wait for."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.transfers, self.copies = TransferIndex(timeline), _CopyWaits(timeline)
@@ -237,7 +216,7 @@ class _Needs:
         }
 
     def of(self, op: Op, stage: int) -> _Need | None:
-        """What an op waits for from another stage; None when its own has all it needs."""
+        """An op's input from another stage; None if it needs none."""
         is_forward = op.kind is OpKind.F
         virtual = op.chunk * self._num_stages + stage + (-1 if is_forward else 1)
         chunk, source = divmod(virtual, self._num_stages)
@@ -249,7 +228,7 @@ class _Needs:
 
 
 class _CopyWaits:
-    """What the copies of a timeline keep waiting."""
+    """The copies of a timeline that ops may wait for."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._offloads: defaultdict[int, list[CopySpan]] = defaultdict(list)
@@ -261,13 +240,10 @@ class _CopyWaits:
                 self._back_ms[copy.stage, copy.microbatch, copy.chunk] = copy.end_ms
 
     def before(self, op: Op, stage: int, from_ms: float, start_ms: float) -> list[_Interval]:
-        """When an op would have waited for a copy, whatever else it waited for.
+        """The intervals before an op's start in which it may wait for copies.
 
-        A backward waits until its stash is back. Other ops, and it, may wait for the place of a
-        stash that leaves, which is then gone before they start.
-
-        Args:
-            from_ms: When the op before it ended, milliseconds.
+        A backward waits until its stash is back. F and a backward may wait for the place of a stash
+        that leaves; its offload then ends after the previous op (``from_ms``) and before this one.
         """
         if op.kind is OpKind.W or not (self._offloads or self._back_ms):
             return []
@@ -283,7 +259,7 @@ class _CopyWaits:
 
 
 def _stage_pieces(timeline: Timeline, stage: int, needs: _Needs) -> Iterator[_Piece]:
-    """The gaps of one stage, each cut where its cause may change."""
+    """The gaps of one stage, cut where the cause may change."""
     starts, ends = timeline.start_ms[stage].tolist(), timeline.end_ms[stage].tolist()
     busy_until_ms = 0.0
     for position, op in enumerate(timeline.orders[stage]):
@@ -338,7 +314,7 @@ def _cuts(
     start_ms: float,
     end_ms: float,
 ) -> list[float]:
-    """A gap's ends, and the times between them at which its cause may change."""
+    """A gap's start, the times at which its cause may change, and its end."""
     cuts = {time for span in running for time in (span.start_ms, span.end_ms)}
     cuts.update(time for interval in copies for time in interval)
     if need:

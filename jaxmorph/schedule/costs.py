@@ -1,8 +1,9 @@
-"""What planning and simulation start from: how long ops take, how slow links are, what fits."""
+"""The inputs of planning and simulation: durations of ops, delays of links, limits of memory."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -12,12 +13,7 @@ from jaxmorph.schedule.ops import LiveUntil, Op, OpKind
 
 @dataclass(frozen=True)
 class StageCosts:
-    """How long one microbatch's ops take on each stage, in milliseconds.
-
-    Args:
-        forward_ms: Duration of F, one per stage.
-        backward_input_ms: Duration of B, one per stage.
-        backward_weight_ms: Duration of W, one per stage.
+    """Durations of one microbatch's F, B and W on each stage, in milliseconds.
 
     Raises:
         ValueError: No stages, lengths that differ, or a duration that is negative or not finite.
@@ -43,7 +39,7 @@ class StageCosts:
         backward_input_ms: float,
         backward_weight_ms: float,
     ) -> "StageCosts":
-        """Costs of ``num_stages`` stages that are all alike."""
+        """Costs of ``num_stages`` equal stages."""
         return cls(
             (forward_ms,) * num_stages,
             (backward_input_ms,) * num_stages,
@@ -52,11 +48,11 @@ class StageCosts:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages."""
+        """S."""
         return len(self.forward_ms)
 
     def duration_ms(self, stage: int, kind: OpKind) -> float:
-        """Duration of one op of ``kind`` on ``stage``; BW takes as long as B and W."""
+        """Duration of one op of ``kind`` on ``stage``; BW takes B plus W."""
         match kind:
             case OpKind.F:
                 return self.forward_ms[stage]
@@ -70,17 +66,11 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class LinkDelay:
-    """How late data arrives after the op that produced it has ended.
+    """The time from the end of the producing op until its data arrives, for each direction.
 
-    A message that occupies its direction of the link keeps the next one waiting, and arrives its
-    occupancy and latency after it got the link. Without occupancy, messages overlap.
-
-    Args:
-        forward_latency_ms: Lower to upper stage (activations), milliseconds.
-        backward_latency_ms: Upper to lower stage (gradients), milliseconds.
-        forward_occupancy_ms: How long a message occupies the direction to the upper stage: its
-            bytes divided by the bandwidth, milliseconds.
-        backward_occupancy_ms: The same of the direction to the lower stage.
+    A message occupies its direction for its bytes divided by the bandwidth; the next message waits
+    until then. It arrives its occupancy plus its latency after it got the link. Without occupancy,
+    messages overlap. ``forward`` is from the lower to the upper stage.
 
     Raises:
         ValueError: A latency or an occupancy is negative or not finite.
@@ -97,25 +87,24 @@ class LinkDelay:
 
     @property
     def occupies(self) -> bool:
-        """Whether a message keeps the next one of its direction waiting."""
+        """Whether messages of a direction wait for one another."""
         return self.forward_occupancy_ms > 0 or self.backward_occupancy_ms > 0
 
 
 Links = Mapping[Link, LinkDelay]
-"""The state of each link; a link that is not in the mapping delays nothing."""
+"""The delay of each link; a link that is not in the mapping has none."""
 
 NO_LATENCY: Links = MappingProxyType({})
 
 JITTER_MARGIN = 0.7
-"""A link that jitters is planned for at its latency and this many standard deviations.
+"""The planner assumes the latency of a link plus this many standard deviations.
 
-Beyond the nominal latency a late message spreads over the step, while a margin that is not needed
-costs only memory.
+One message beyond the planned latency delays the whole step; an unused margin costs only memory.
 """
 
 
 def chain_links(latency_ms: Sequence[float]) -> dict[Link, LinkDelay]:
-    """The state of links 0-1, 1-2, ..., each with one latency in both directions."""
+    """The delays of links 0-1, 1-2, ..., each with the same latency in both directions."""
     return {
         Link(stage, stage + 1): LinkDelay(latency, latency)
         for stage, latency in enumerate(latency_ms)
@@ -123,7 +112,7 @@ def chain_links(latency_ms: Sequence[float]) -> dict[Link, LinkDelay]:
 
 
 def neighbour_links(links: Links, num_stages: int) -> tuple[LinkDelay, ...]:
-    """The states of links 0-1, 1-2, ..., one for each pair of neighbours.
+    """The delays of links 0-1, 1-2, ..., one for each pair of neighbours.
 
     Raises:
         ValueError: A link names a stage that does not exist.
@@ -137,11 +126,7 @@ def neighbour_links(links: Links, num_stages: int) -> tuple[LinkDelay, ...]:
 
 @dataclass(frozen=True)
 class StashBytes:
-    """What one microbatch keeps on each stage, as the compiled programs say.
-
-    Args:
-        after_forward: From F until B, bytes, one per stage.
-        after_backward_input: From B until W, bytes, one per stage.
+    """Bytes that one microbatch keeps on each stage: from F until B, and from B until W.
 
     Raises:
         ValueError: Lengths that differ, or a size below 0.
@@ -175,25 +160,22 @@ class StageMemory(NamedTuple):
 
     @property
     def needed(self) -> int:
-        """The least room in which a step can run: that of one microbatch."""
+        """The smallest room in which a step can run: one microbatch."""
         return max(self.forward_holds, self.backward_holds)
 
     @property
     def most_forwards(self) -> int | None:
-        """How many microbatches may wait for their B at once; None for any number.
-
-        Where B leaves more than it found, the next B needs room beside them, or none could ever
-        end.
-        """
+        """How many microbatches may wait for their B at once; None for any number."""
         if not self.forward_holds:
             return None
+        # Where B leaves more than it frees, forwards must leave room for the next B, or no B could
+        # ever run again.
         return (self.room - self.needed) // self.forward_holds + 1
 
     def slots(self, num_microbatches: int) -> Iterator[tuple[int, bool]]:
-        """Numbers of places that limit the stage, and whether they are kept until W, not only B.
+        """The stage's limits as numbers of microbatches, and whether each counts until W (or B).
 
-        Args:
-            num_microbatches: How many there are: more places are no limit.
+        A number of at least ``num_microbatches`` is no limit and left out.
         """
         until_backward = self.most_forwards
         if until_backward is not None and 0 < until_backward < num_microbatches:
@@ -210,28 +192,21 @@ class StageMemory(NamedTuple):
             OpKind.W: -self.backward_holds,
             OpKind.BW: -self.forward_holds,
         }
-        held = peak = 0
-        for kind, _, _ in order:
-            held += change[kind]
-            peak = max(peak, held)
-        return peak
+        return max(accumulate((change[op.kind] for op in order), initial=0))
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much each stage can hold: a number of microbatches, or of bytes, or anything.
+    """How much stash each stage may hold at once: in microbatches, in bytes, or without a limit.
 
     Args:
-        max_live: Most microbatches whose stash a stage may hold at once, one per stage;
-            None for no limit.
-        live_until: The op that ends a microbatch's stash: ``B`` (the paper's count) or ``W``.
-        max_stash_bytes: Most bytes of stash that a stage may hold at once, one per stage; None
-            for no limit. Counted until W, with the sizes of ``stash_bytes``.
-        stash_bytes: What one microbatch keeps on each stage; needed with ``max_stash_bytes``.
+        max_live: Most microbatches, one per stage.
+        live_until: The op that frees a microbatch's stash: ``B`` (the paper's count) or ``W``.
+        max_stash_bytes: Most bytes, one per stage, counted until W; needs ``stash_bytes``.
 
     Raises:
-        ValueError: A cap below 1 (no microbatch could ever run), an unknown ``live_until``, both
-            kinds of cap, or one in bytes without the stash's sizes.
+        ValueError: A cap below 1, an unknown ``live_until``, both kinds of cap, or a cap in bytes
+            without the stash's sizes.
     """
 
     max_live: tuple[int, ...] | None = None
@@ -248,13 +223,9 @@ class Limits:
                     f"max_live[{stage}]: got {cap}, expected at least 1 (a stage that can hold no "
                     "microbatch cannot run)"
                 )
-        if self.max_stash_bytes is not None:
-            self._check_bytes()
-
-    def _check_bytes(self) -> None:
-        if self.max_live is not None:
+        if self.max_stash_bytes is not None and self.max_live is not None:
             raise ValueError("max_stash_bytes: got max_live as well, expected one of the two")
-        if self.stash_bytes is None:
+        if self.max_stash_bytes is not None and self.stash_bytes is None:
             raise ValueError(
                 "max_stash_bytes: got no stash_bytes, expected what one microbatch keeps"
             )
@@ -263,7 +234,7 @@ class Limits:
         """How many microbatches may wait for their B on each stage, at most ``num_microbatches``.
 
         Raises:
-            ValueError: The limits are not of ``num_stages`` stages.
+            ValueError: The limits are for another number of stages.
         """
         counts = (stage.most_forwards for stage in self.stage_memory(num_stages, num_microbatches))
         return tuple(
@@ -272,10 +243,10 @@ class Limits:
         )
 
     def stage_memory(self, num_stages: int, num_microbatches: int) -> tuple[StageMemory, ...]:
-        """What a microbatch holds on each stage, and how much fits; without a limit, all do.
+        """What a microbatch holds on each stage, and the room there; without a limit, all fit.
 
         Raises:
-            ValueError: The limits are not of ``num_stages`` stages.
+            ValueError: The limits are for another number of stages.
         """
         if self.max_stash_bytes is not None and self.stash_bytes is not None:
             _check_length("max_stash_bytes", self.max_stash_bytes, num_stages, "stage")
@@ -290,14 +261,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class CopyCosts:
-    """How long the copies of one microbatch's stash take, in milliseconds.
+    """How long one stash takes to host memory and back on each stage, in milliseconds.
 
-    With several chunks a stash is that of one of them. Copies of one direction follow one another,
-    as they share its bandwidth; the two directions, and the ops, run beside each other.
-
-    Args:
-        offload_ms: From the device to host memory, one per stage.
-        fetch_ms: From host memory to the device, one per stage.
+    With several chunks, each chunk has a stash of its own. Copies of one direction share its
+    bandwidth, so they run one after another; the two directions and the ops overlap.
 
     Raises:
         ValueError: Lengths that differ, or a duration that is negative or not finite.
@@ -312,13 +279,12 @@ class CopyCosts:
                 f"fetch_ms: got {len(self.fetch_ms)} stages, expected {len(self.offload_ms)}, "
                 "as offload_ms has"
             )
-        durations = (*self.offload_ms, *self.fetch_ms)
-        if not all(math.isfinite(ms) and ms >= 0 for ms in durations):
-            raise ValueError(f"got {self}, expected finite numbers of ms, at least 0")
+        _check_durations("offload_ms", self.offload_ms)
+        _check_durations("fetch_ms", self.fetch_ms)
 
     @classmethod
     def uniform(cls, num_stages: int, copy_ms: float) -> "CopyCosts":
-        """Copies that take the same on all stages, in both directions."""
+        """Copies that take the same time on all stages and in both directions."""
         return cls((copy_ms,) * num_stages, (copy_ms,) * num_stages)
 
 

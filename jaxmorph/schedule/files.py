@@ -1,10 +1,10 @@
-"""Schedules in files: torch's CSV, JSON, or the printed grid, as the file's name says.
+"""Reads and writes schedules as torch's CSV, as JSON or as the printed grid, by file suffix.
 
-The CSV is torch.distributed.pipelining's compute-only one: a row per rank, a column per turn. A
-cell such as ``5F2`` is stage 5, action F, microbatch 2; an empty one is idle. The actions are F,
-I (gradient of the input, our B), W, and B for a full backward (our BW). Files from before torch
-wrote I have B for the gradient of the input: they have W, but no I. Its stages are our virtual
-stages: with S ranks, stage s is chunk s // S of rank s % S.
+The CSV is torch.distributed.pipelining's compute-only format: a row per rank, a column per turn. A
+cell such as ``5F2`` is stage 5, action F, microbatch 2; an empty cell is idle. The actions are F,
+I (gradient of the input, our B), W, and B for a full backward (our BW). Older files have no I and
+write B for the gradient of the input beside W. Its stages are our virtual stages: with S ranks,
+stage s is chunk s // S of rank s % S.
 """
 
 import csv
@@ -59,15 +59,11 @@ def save_schedule(path: Path, schedule: Schedule) -> None:
 def load_schedule(path: Path) -> Schedule:
     """Reads a schedule from a file, without validating it.
 
-    Args:
-        path: Torch's compute-only CSV when it ends in ``.csv``; a saved schedule or an answer of
-            ``jaxmorph plan --json`` when it ends in ``.json``; else a printed grid.
-
-    Returns:
-        The schedule; one from a CSV is called by the file's name.
+    ``.csv`` is torch's compute-only CSV, and its schedule gets the file's name; ``.json`` is a
+    saved schedule or an answer of ``jaxmorph plan --json``; any other file is a printed grid.
 
     Raises:
-        UserError: A file that cannot be read, or does not hold a schedule.
+        UserError: A file that cannot be read or does not hold a schedule.
     """
     text = _text_of(path)
     try:
@@ -81,7 +77,6 @@ def load_schedule(path: Path) -> Schedule:
 
 
 def _text_of(path: Path) -> str:
-
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -91,7 +86,7 @@ def _text_of(path: Path) -> str:
 
 
 def _from_json(data: Any) -> Schedule:
-    """A saved schedule, or an answer: it names its schedule, and its orders tell how many ops."""
+    """A saved schedule, or an answer of the planner, which has no ``num_microbatches``."""
     expected = 'expected a saved schedule: {"name", "num_microbatches", "orders"}'
     if not isinstance(data, Mapping) or "orders" not in data:
         raise ValueError(f"got a JSON {type(data).__name__} without 'orders', {expected}")
@@ -109,7 +104,7 @@ _ACTIONS = {OpKind.F: "F", OpKind.B: "I", OpKind.W: "W", OpKind.BW: "B"}
 _SPLIT = {"F": (OpKind.F,), "I": (OpKind.B,), "W": (OpKind.W,), "B": (OpKind.B, OpKind.W)}
 _WHOLE = _SPLIT | {"B": (OpKind.BW,)}
 _OLD = _SPLIT | {"B": (OpKind.B,)}
-# A turn is as long as any op, so that what an op needs stands in an earlier column.
+# Every op takes one turn, so that what an op needs is in an earlier column.
 _SPLIT_TURNS = StageTimes(1.0, 1.0, 1.0, 0.0, 0.0)
 _WHOLE_TURNS = StageTimes(1.0, 1.0, 0.0, 0.0, 0.0)
 
@@ -121,15 +116,12 @@ class _Cell(NamedTuple):
 
 
 def parse_torch_csv(text: str, name: str) -> Schedule:
-    """Reads a compute-only CSV.
+    """Reads a compute-only CSV, without validating the schedule.
 
-    Full backwards in a file that also splits some are read as B and W right after each other.
-
-    Returns:
-        The schedule, not validated; it has as many microbatches as the cells name.
+    In a file that splits some backwards, full ones are read as B followed by W.
 
     Raises:
-        ValueError: A cell that is no such action, or a stage on another rank than expected.
+        ValueError: An unknown action, or a stage on another rank than expected.
     """
     lines = list(csv.reader(io.StringIO(text)))
     while lines and not any(cell.strip() for cell in lines[-1]):
@@ -154,8 +146,7 @@ def parse_torch_csv(text: str, name: str) -> Schedule:
 def format_torch_csv(schedule: Schedule) -> str:
     """Writes a schedule as compute-only CSV, which ``parse_torch_csv`` reads back.
 
-    Returns:
-        The CSV. An op stands in a later column than all it needs, as torch's runtime wants it.
+    An op is in a later column than its dependencies, as torch's runtime requires.
 
     Raises:
         ScheduleError: The schedule's stages wait for each other for ever.
@@ -192,7 +183,7 @@ def _cells(rank: int, line: Iterable[str]) -> Iterator[_Cell]:
 
 
 def _require_loop_placement(rows: Sequence[Sequence[_Cell]]) -> None:
-    """Refuses V-shaped and other placements: they have other neighbours and other links."""
+    """Refuses V-shaped and other placements, whose stages have other neighbours and links."""
     num_ranks = len(rows)
     for rank, row in enumerate(rows):
         for stage in sorted({cell.stage for cell in row}):
@@ -205,7 +196,7 @@ def _require_loop_placement(rows: Sequence[Sequence[_Cell]]) -> None:
 
 
 def _kinds_of(actions: set[str]) -> dict[str, tuple[OpKind, ...]]:
-    """What each action stands for in a file that has these."""
+    """The ops of each action, in a file with these actions."""
     if "I" in actions:
         return _SPLIT
     return _OLD if "W" in actions else _WHOLE

@@ -1,4 +1,4 @@
-"""Schedules whose order follows from the number of stages and microbatches alone."""
+"""Schedules that depend only on the numbers of stages, microbatches and chunks."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -10,13 +10,10 @@ from jaxmorph.schedule.schedule import Schedule
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
-    """All forwards, then all full backwards.
+    """All forwards, then all full backwards; every stage holds all microbatches at its peak.
 
-    Source: Huang et al., "GPipe", with backwards in microbatch order rather than reversed, so that
-    gradients are summed in the same order as under every other schedule.
-
-    Returns:
-        The schedule; every stage holds all microbatches at its peak.
+    Source: Huang et al., "GPipe". Here backwards run in microbatch order rather than reversed, so
+    that gradients are summed in the same order as under every other schedule.
     """
     row = (*_ops(OpKind.F, num_microbatches), *_ops(OpKind.BW, num_microbatches))
     return Schedule("gpipe", num_microbatches, (row,) * num_stages)
@@ -30,12 +27,11 @@ def one_forward_one_backward(
     Source: Narayanan et al., "PipeDream-Flush"; eager: Zhuang et al., "On Optimizing the
     Communication of Model Parallelism".
 
-    Args:
-        eager: Run 2(S - i) - 1 forwards first: then a latency of up to half a turn (half of F and
-            BW) on every link is paid on the way up and down, not every turn.
+    Stage i holds at most S - i microbatches, or 2(S - i) - 1 when eager.
 
-    Returns:
-        The schedule; stage i holds at most S - i microbatches, or 2(S - i) - 1 when eager.
+    Args:
+        eager: Run 2(S - i) - 1 forwards first. Then the step pays a latency of up to half a turn
+            (half of F and BW) once per link and direction, not in every turn.
     """
 
     def row(stage: int) -> Iterator[Op]:
@@ -53,20 +49,20 @@ def one_forward_one_backward(
 def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
     """Interleaved 1F1B: each rank runs V virtual stages, for 1/V of the bubble of 1F1B.
 
-    Microbatches go in rounds of R (S, unless N is no multiple of it): the rank runs a round's
-    forwards of chunk 0, then of chunk 1, ..., before the next round's, and backwards likewise from
-    the last chunk down. Rank i runs (V - 1) R + 2(S - i) - 1 forwards, then one full backward and
-    one forward in turn. When ranks are alike, links without delay and N >= S, the bubble is
-    (S - 1) / (V N + S - 1), whatever F and BW take.
+    Microbatches run in rounds of R (S if N is a multiple of S): a round's forwards of chunk 0, then
+    of chunk 1, ..., before the next round, and backwards likewise from the last chunk down. Rank i
+    runs (V - 1) R + 2(S - i) - 1 forwards, then one full backward and one forward in turn. With
+    equal ranks, links without delay and N >= S the bubble is (S - 1) / (V N + S - 1), whatever F
+    and BW take.
 
     Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM", section 2.2, where N is a multiple of S.
 
     Args:
-        num_chunks: Number of virtual stages a rank runs, V. With one, this is eager 1F1B.
+        num_chunks: V. With one chunk, this is eager 1F1B.
 
     Raises:
-        UserError: N cannot be cut into rounds, or no chunks.
+        UserError: N cannot be cut into equal rounds, or no chunks.
     """
     if num_chunks < 1:
         raise UserError(f"interleaved: got {num_chunks} chunks, expected at least 1")
@@ -88,13 +84,10 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Sche
 def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
     """Zero-bubble H1: 1F1B's warm-ups and live activations, with the weight gradients delayed.
 
-    Stage i runs S - i forwards first and each W i backwards after its B, so every stage holds S
-    microbatches until W.
+    Stage i runs S - i forwards first, and each W follows i backwards after its B. It holds at most
+    S - i microbatches until B, and S until W.
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", section 2.2.
-
-    Returns:
-        The schedule; stage i holds at most S - i microbatches until B.
     """
 
     def row(stage: int) -> Iterator[Op]:
@@ -106,13 +99,10 @@ def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
 def zb_h2(num_stages: int, num_microbatches: int) -> Schedule:
     """Zero-bubble H2: enough warm-up forwards that equal ops leave no bubble inside a stage.
 
-    Stage i runs 2(S - i) - 1 forwards first and each W 2i backwards after its B, so every stage
-    holds 2S - 1 microbatches until W.
+    Stage i runs 2(S - i) - 1 forwards first, and each W follows 2i backwards after its B. It holds
+    at most 2(S - i) - 1 microbatches until B, and 2S - 1 until W.
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", section 2.3.
-
-    Returns:
-        The schedule; stage i holds at most 2(S - i) - 1 microbatches until B.
     """
 
     def row(stage: int) -> Iterator[Op]:
@@ -128,14 +118,11 @@ FIXED_SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
 }
-"""Schedules by name that depend on no cost: each takes the numbers of stages and microbatches."""
+"""Builders by name; each takes the numbers of stages and microbatches."""
 
 
 def _round_size(num_stages: int, num_microbatches: int) -> int:
-    """How many microbatches go through a chunk before the next chunk's turn.
-
-    N is cut into as many equal rounds as S fits into it, at least one.
-    """
+    """How many microbatches a chunk runs in a row: N in floor(N / S) equal rounds, at least one."""
     rounds = max(1, num_microbatches // num_stages)
     if num_microbatches % rounds:
         raise UserError(
@@ -146,14 +133,14 @@ def _round_size(num_stages: int, num_microbatches: int) -> int:
 
 
 def _rounds(kind: OpKind, num_microbatches: int, size: int, chunks: Sequence[int]) -> Iterator[Op]:
-    """All ops of a kind: ``size`` microbatches of each chunk in turn, then the next ``size``."""
+    """All ops of a kind: ``size`` microbatches of each chunk, then the next ``size``."""
     for first in range(0, num_microbatches, size):
         for chunk in chunks:
             yield from (Op(kind, first + place, chunk) for place in range(size))
 
 
 def _split_row(warmup: int, weight_delay: int, num_microbatches: int) -> Iterator[Op]:
-    """``warmup`` forwards, then B, W, F in turn, with W ``weight_delay`` microbatches behind B."""
+    """``warmup`` forwards, then B, W and F in turn; W is ``weight_delay`` microbatches behind B."""
     warmup = min(warmup, num_microbatches)
     yield from _ops(OpKind.F, warmup)
     for microbatch in range(num_microbatches):

@@ -1,15 +1,16 @@
-"""List scheduling: runs a pipeline on paper and gives every idle stage its next op by a rule.
+"""List scheduling: simulates a pipeline and gives every idle stage its next op by a rule.
 
-Source: the selection of Algorithms 3 and 4, driven by events rather than by a time step, so
-decisions happen at the exact instant data arrives. Three corrections: data arrives at the END of
-the op that produced it plus the latency; a W needs its own stage's B, and the last stage's B its
-own F; and the run ends when every op has, not when no op is available. Three additions: a stage
-without room refuses F, else W starves and every stage may hold all microbatches; a stage may wait
-for something better that is on its way; and the whole can be done backwards in time.
+Source: the selection of Algorithms 3 and 4, driven by events rather than by a time step, so that
+decisions happen at the exact instant data arrives. Corrections: data arrives at the END of its
+producer plus the latency; W needs its own stage's B, and the last stage's B its own F; the run ends
+when every op has ended, not when no op is available. Additions: a stage without room refuses F
+(otherwise W starves and every stage may hold all microbatches; with S = 8, N = 64 and a link of
+30 ms, a cap of 15 costs no time); a stage may wait for a better op that is about to become ready;
+and the scheduler can run backwards in time.
 
-Run backwards in time, a pipeline is a pipeline again: B takes F's place on the way up the stages, F
-takes B's on the way down, and W comes before instead of after. So one list scheduler serves both
-directions: what it makes of the mirrored problem, read backwards, is a schedule of the real one.
+A pipeline run backwards in time is again a pipeline: B takes F's place, F takes B's, and W comes
+before instead of after. One scheduler serves both: its result for the mirrored problem, read
+backwards, is a schedule of the real one.
 """
 
 import math
@@ -19,7 +20,6 @@ from heapq import heappop, heappush
 
 from jaxmorph.schedule.costs import Limits, Links, StageCosts
 from jaxmorph.schedule.ops import Op, OpKind
-from jaxmorph.schedule.replay import StageTimes
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import stage_times
 
@@ -33,12 +33,10 @@ class Workload:
     Whole numbers, so that events at one instant compare equal on every machine.
 
     Args:
-        forward_latency: From each stage to the next, 0 for the last.
-        backward_latency: From each stage to the one before, 0 for the first.
-        forward_holds: What a microbatch holds from F until B.
-        backward_holds: What it holds from B until W.
-        room: What all microbatches may hold together.
-        mirrored: Whether time runs backwards: then forwards are really B, and W precedes them.
+        forward_latency: From each stage to the next; 0 for the last.
+        backward_latency: From each stage to the previous; 0 for the first.
+        forward_holds: As in ``costs.StageMemory``, and so are the next two.
+        mirrored: Whether time runs backwards: forwards are then the real B, and W precedes them.
     """
 
     num_microbatches: int
@@ -54,7 +52,7 @@ class Workload:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages, S."""
+        """S."""
         return len(self.forward)
 
     def mirror(self) -> "Workload":
@@ -76,48 +74,33 @@ class Workload:
 def make_workload(
     costs: StageCosts, links: Links, limits: Limits, num_microbatches: int
 ) -> Workload:
-    """The problem in whole numbers; a message takes occupancy and latency, as on an idle link."""
-    times = [_picoseconds(row) for row in stage_times(costs, links)]
+    """The problem in whole numbers; messages overlap, each delayed by occupancy and latency."""
+    times = [
+        [round(ms * _PICOSECONDS_PER_MS) for ms in row] for row in stage_times(costs, links)
+    ]
     memory = limits.stage_memory(costs.num_stages, num_microbatches)
-    forward, backward_input, backward_weight, up, down = zip(*times, strict=True)
-    forward_holds, backward_holds, room = zip(*memory, strict=True)
-    return Workload(
-        num_microbatches,
-        forward,
-        backward_input,
-        backward_weight,
-        up,
-        down,
-        forward_holds,
-        backward_holds,
-        room,
-    )
+    return Workload(num_microbatches, *zip(*times, strict=True), *zip(*memory, strict=True))
 
 
 def to_picoseconds(milliseconds: float) -> int:
-    """A duration of the rest of the planner, rounded down."""
+    """A duration in whole picoseconds, rounded down: a lower bound must stay one."""
     return math.floor(milliseconds * _PICOSECONDS_PER_MS)
-
-
-def _picoseconds(times_ms: StageTimes) -> list[int]:
-    return [round(value_ms * _PICOSECONDS_PER_MS) for value_ms in times_ms]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What an idle stage does next.
+    """How an idle stage chooses its next op.
 
-    It takes the favoured of F and B if that is there, else the other one, else W: but rather than
-    begin the latter it waits, if something better is sure to arrive within a part of its duration
-    and the stage can spare the time.
+    It runs the favoured of F and B if that is ready, else the other one, else W. Instead of one of
+    the latter two it waits, if something better arrives soon and the stage can spare the time.
 
     Args:
         backward_first: Whether B is favoured, as in Algorithm 3, or F.
-        patience: The part of the other op's duration that it waits for the favoured one.
-        weight_patience: The part of W's duration that it waits for either.
-        spare_share: The part of a stage's spare time per microbatch that it waits at most (the
-            stage with most work has none, and never waits); None for no such limit.
-        mirrored: Whether the rule is used backwards in time.
+        patience: The longest wait for the favoured op, as a share of the other one's duration.
+        weight_patience: The longest wait for F or B, as a share of W's duration.
+        spare_share: The longest wait as a share of a stage's spare time per microbatch (the stage
+            with most work has none); None for no such limit.
+        mirrored: Whether the rule runs backwards in time.
     """
 
     backward_first: bool = True
@@ -128,17 +111,12 @@ class Rule:
 
 
 PAPER = Rule()
-"""Algorithm 3 after its warm-up: B before F before W, and never idle while one of them can run."""
+"""Algorithm 3 after its warm-up: B before F before W, never idle while one of them can run."""
 
 
 @dataclass(frozen=True)
 class ListSchedule:
-    """What a rule made.
-
-    Args:
-        numbers: The ops by their numbers (``to_schedule``), each after all that it needs.
-        makespan: When the last op ends, picoseconds.
-    """
+    """The ops by number (see ``to_schedule``), each after its dependencies; picoseconds."""
 
     numbers: list[int]
     makespan: int
@@ -150,13 +128,10 @@ KINDS = (OpKind.F, OpKind.B, OpKind.W)
 def to_schedule(
     name: str, num_stages: int, num_microbatches: int, numbers: Iterable[int]
 ) -> Schedule:
-    """The schedule in which every stage runs its ops in the order of their numbers' appearance.
+    """The schedule in which every stage runs its ops in the order of ``numbers``.
 
-    The planner's inner loops index lists with ops, which are numbers there:
+    The planner's inner loops index lists by op, so an op is a number there:
     stage * 3 N + (0 for F, N for B, 2 N for W) + microbatch.
-
-    Args:
-        numbers: Each of the 3 S N ops once.
     """
     ops = [Op(kind, microbatch) for kind in KINDS for microbatch in range(num_microbatches)]
     rows: list[list[Op]] = [[] for _ in range(num_stages)]
@@ -174,14 +149,14 @@ def list_schedule(
     keep_warmup: bool = False,
     spare: Sequence[float] | None = None,
 ) -> ListSchedule | None:
-    """The schedule that a rule makes; None where it ends with stages that wait for each other.
+    """The schedule that a rule makes; None if its stages end up waiting for each other.
 
     Args:
-        warmup_forwards: Forwards each stage runs before any backward, at most what it and all
-            earlier stages can hold; None for none. For rules that aren't mirrored.
+        warmup_forwards: The least forwards of each stage before any backward, within what it and
+            all earlier stages can hold. Only for rules that aren't mirrored.
         keep_warmup: Whether a stage never has more forwards than these waiting for their backward.
-        spare: How long each stage can idle per microbatch, picoseconds; needed by rules that limit
-            their waiting by it.
+        spare: How long each stage can idle per microbatch, picoseconds; rules with a
+            ``spare_share`` need it.
     """
     directed = workload.mirror() if rule.mirrored else workload
     warmup = warmup_forwards or (0,) * workload.num_stages
@@ -195,7 +170,7 @@ def list_schedule(
 _NEVER = float("inf")
 
 
-def _run(  # noqa: C901 (one flat loop: see below)
+def _run(  # noqa: C901 (a flat loop over local names: it runs once for every op of a plan)
     workload: Workload,
     rule: Rule,
     warmup: Sequence[int],
@@ -204,8 +179,7 @@ def _run(  # noqa: C901 (one flat loop: see below)
 ) -> tuple[list[int], int]:
     """Wakes stages in order of time until none has anything left to wait for.
 
-    One flat loop over local names: it runs once for every op of a plan. "F", "B" and "W" are those
-    of the workload, which in a mirrored one are B, F and W of the schedule.
+    Names are those of the workload: in a mirrored one, "forward" is B of the schedule.
     """
     count, last, mirrored = workload.num_microbatches, workload.num_stages - 1, workload.mirrored
     stages = range(workload.num_stages)
@@ -215,11 +189,11 @@ def _run(  # noqa: C901 (one flat loop: see below)
     backward_first = rule.backward_first
     forward_change, backward_change, weight_change = _changes(workload)
     first_forward, first_backward, first_weight, step = _first_numbers(workload)
-    # When each microbatch's data arrives; the entry behind the last one never does.
+    # When each microbatch's data arrives. The sentinel behind the last microbatch never arrives.
     forward_arrivals = [[_NEVER] * (count + 1) for _ in stages]
     backward_arrivals = [[_NEVER] * (count + 1) for _ in stages]
     forward_arrivals[0] = [0.0] * count + [_NEVER]
-    # What a stage's choice depends on, unpacked at once: that is quicker than one by one.
+    # What a stage's choice depends on; one unpacking is faster than eight look-ups.
     other = forward if backward_first else backward
     choices = list(
         zip(
@@ -284,7 +258,7 @@ def _run(  # noqa: C901 (one flat loop: see below)
             soon = better_at if better_at < other_at else other_at
             if soon - now < weight_patience and not weight_is_due:
                 continue
-            # Where the stage waited, and for nothing, W ran meanwhile.
+            # If the stage waited in vain, W has run meanwhile.
             free[stage] = end = max(now, free[stage] + weight[stage])
             weights[stage] = num_weights + 1
             held[stage] = holds + weight_change[stage]
@@ -318,7 +292,7 @@ def _run(  # noqa: C901 (one flat loop: see below)
             else:
                 to, arrival = stage, end
         heappush(events, (end, stage))
-        if not now < free[to] >= arrival:  # else it looks when the op it is running has ended
+        if not now < free[to] >= arrival:  # else the end of the op that runs there wakes it
             heappush(events, (arrival, to))
         if end > makespan:
             makespan = end
@@ -336,7 +310,7 @@ def _longest_waits(
 
 
 def _waits(patience: float, durations: Sequence[int], longest: Sequence[float]) -> list[float]:
-    """How long each stage waits rather than begin an op."""
+    """The longest wait of each stage before it begins an op."""
     return [min(patience * time, most) for time, most in zip(durations, longest, strict=True)]
 
 
@@ -362,10 +336,10 @@ def _changes(workload: Workload) -> tuple[list[int], list[int], list[int]]:
 
 
 def _most_held(workload: Workload) -> tuple[list[float], list[float], list[float]]:
-    """The most that a stage may hold before F, B and W, so that it then has room.
+    """The most that a stage may hold before it runs F, B and W.
 
-    Whatever begins to hold memory leaves room for the next op of its microbatch, if that holds
-    more: else a stage could fill up with microbatches none of which can go on.
+    An op that takes memory leaves room for the next op of its microbatch, if that holds more.
+    Otherwise a stage could fill up with microbatches none of which can continue.
     """
     rows = zip(workload.forward_holds, workload.backward_holds, workload.room, strict=True)
     if not workload.mirrored:

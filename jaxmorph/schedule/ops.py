@@ -8,6 +8,7 @@ F, I, W for the same three, and its B is the full backward called BW here.
 import re
 from collections.abc import Sequence
 from enum import StrEnum
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 LiveUntil = Literal["B", "W"]
@@ -26,12 +27,7 @@ _OP_TEXT = re.compile(r"(?:(\d+)\.)?(BW|F|B|W)(\d+)", re.ASCII)
 
 
 class Op(NamedTuple):
-    """One unit of compute on a stage: a kind, for one microbatch of one chunk.
-
-    Args:
-        microbatch: Index of the microbatch, from 0.
-        chunk: Index of the virtual stage on its rank, from 0.
-    """
+    """One unit of compute on a stage; a chunk is one of its rank's virtual stages, from 0."""
 
     kind: OpKind
     microbatch: int
@@ -58,23 +54,12 @@ class Op(NamedTuple):
 def peak_live(order: Sequence[Op], live_until: LiveUntil = "B") -> int:
     """Most microbatches whose stash one stage holds at once when it runs ``order``.
 
-    With several chunks it counts pairs of microbatch and chunk, each as one: of V chunks, a pair
-    is 1/V of what a microbatch holds on the whole rank.
+    With V chunks it counts pairs of microbatch and chunk; each holds 1/V of a microbatch.
 
     Args:
-        order: The stage's ops, in execution order.
-        live_until: The op that ends a microbatch's stash. ``B`` is the paper's count (activations
-            from F to B); ``W`` counts what B leaves for W too. BW ends both.
-
-    Returns:
-        The peak count; 0 for an empty order.
+        live_until: The op that frees a microbatch's stash. ``B`` is the paper's count (activations
+            from F to B); ``W`` also counts what B leaves for W. BW frees both.
     """
     releasing = (OpKind(live_until), OpKind.BW)
-    live = peak = 0
-    for op in order:
-        if op.kind is OpKind.F:
-            live += 1
-            peak = max(peak, live)
-        elif op.kind in releasing:
-            live -= 1
-    return peak
+    changes = ((op.kind is OpKind.F) - (op.kind in releasing) for op in order)
+    return max(accumulate(changes, initial=0))

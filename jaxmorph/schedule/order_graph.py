@@ -1,4 +1,4 @@
-"""The longest paths through a schedule, kept up to date while ops are moved within their stages."""
+"""The longest paths through a schedule, updated as ops move within their stages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ _NONE = -1
 
 @dataclass(frozen=True)
 class Arcs:
-    """What doesn't depend on the order: all lists are indexed by op.
+    """The part of the graph that doesn't depend on the order; lists are indexed by op.
 
     Args:
-        duration: Of each op, picoseconds.
+        duration: Picoseconds.
         change: How the op changes what its stage holds.
-        source: The op of another stage whose data it waits for, or -1.
-        source_lag: How late that data comes, picoseconds.
-        user: The op of another stage that waits for its data, or -1.
-        user_lag: How late its data comes there, picoseconds.
+        source: The op of another stage whose data it needs, or -1.
+        source_lag: The delay of that data, picoseconds.
+        user: The op of another stage that needs its data, or -1.
+        user_lag: The delay of its data, picoseconds.
     """
 
     per_stage: int
@@ -46,25 +46,23 @@ class Arcs:
 
 
 class OrderGraph:
-    """A schedule as a graph: an op follows the one before it on its stage, and its data.
+    """A schedule as a graph: an op follows the previous one on its stage, and its data.
 
-    Ops are numbers (``list_schedule.to_schedule``). Only F and B wait for data of another stage;
-    what an op needs of its own stage is kept by the order alone. All lists are indexed by op.
+    Ops are numbers (see ``list_schedule.to_schedule``). Only F and B need data of another stage;
+    the row's order keeps all dependencies within a stage. Lists are indexed by op.
 
     Attributes:
-        duration: Of each op, picoseconds.
+        head: When the op starts: the longest path to it.
         tail: The longest path from the op's end to the end of the step.
         rows: Each stage's ops in order.
-        position: Where in its row an op is.
-        before: The op before it on its stage, -1 for the first.
-        after: The op after it on its stage, -1 for the last.
-        held: What the stage holds when the op has run.
-        change: How the op changes that.
+        position: The op's index in its row.
+        before: The previous op on its stage, or -1.
+        after: The next op on its stage, or -1.
+        held: What the stage holds after the op.
         visits: How many ops have been visited so far: the measure of effort.
 
     Args:
-        arcs: What doesn't depend on the order.
-        numbers: The ops, each after all that it needs.
+        numbers: The ops, each after its dependencies.
     """
 
     def __init__(self, arcs: Arcs, numbers: Sequence[int]) -> None:
@@ -83,12 +81,12 @@ class OrderGraph:
         self._order = list(numbers)
         self._place = [0] * total
         self._renumber(0, total)
-        self.visits = 3 * total  # what was done so far takes as long
+        self.visits = 3 * total  # the cost of this set-up
         self._update(0, total)
 
     @property
     def numbers(self) -> list[int]:
-        """The ops, each after all that it needs."""
+        """The ops, each after its dependencies."""
         return list(self._order)
 
     def last_op(self) -> int:
@@ -97,15 +95,13 @@ class OrderGraph:
         return max((row[-1] for row in self.rows), key=lambda op: head[op] + duration[op])
 
     def end(self, op: int) -> int:
-        """When an op ends."""
         return self.head[op] + self.duration[op]
 
     def row_of(self, op: int) -> list[int]:
-        """The row of the op's stage."""
         return self.rows[op // self._per_stage]
 
     def critical_blocks(self) -> list[list[int]]:
-        """A longest path from the start to the end, cut where it crosses from stage to stage."""
+        """A longest path of the whole step, cut where it crosses from stage to stage."""
         head, duration, before = self.head, self.duration, self.before
         op = self.last_op()
         block, blocks = [op], []
@@ -123,16 +119,10 @@ class OrderGraph:
                 return blocks[::-1]
 
     def longest_through(self, sequence: Sequence[int], previous: int, following: int) -> int:
-        """The longest path through ops that were put in this order between two others.
+        """The longest path through ``sequence`` if it ran between two ops of its stage (or -1).
 
-        Args:
-            sequence: The ops, all of one stage.
-            previous: The op before them, or -1.
-            following: The op after them, or -1.
-
-        Returns:
-            The path's length after the move; a guess where one of the ops needs another one by way
-            of other stages, whose times are taken as they are now.
+        It takes the times of other stages as they are now. So it is an estimate if one of the ops
+        depends on another one through other stages.
         """
         head, tail, duration = self.head, self.tail, self.duration
         source, source_lag, user, user_lag = (
@@ -157,24 +147,24 @@ class OrderGraph:
         for start, op in zip(reversed(starts), reversed(sequence), strict=True):
             needing = user[op]
             if needing >= 0:
-                way = tail[needing] + duration[needing] + user_lag[op]
-                if way > rest:
-                    rest = way
+                path = tail[needing] + duration[needing] + user_lag[op]
+                if path > rest:
+                    rest = path
             rest += duration[op]
             if start + rest > longest:
                 longest = start + rest
         return longest
 
     def move_behind(self, op: int, other: int) -> bool:
-        """Move an op right behind a later one of its stage; False, and no change, if it can't be.
+        """Moves an op right behind a later one of its stage.
 
-        It can't where the later op needs, by way of other stages, what the first one makes.
+        Returns False and changes nothing if the later op depends on it through other stages.
         """
         first, last = self.position[op], self.position[other]
         return self._reorder(op, other, first, last, self._after_both(op, other))
 
     def move_ahead(self, op: int, other: int) -> bool:
-        """Move an op right ahead of an earlier one of its stage; False, and no change, likewise."""
+        """Moves an op right ahead of an earlier one of its stage; False as in ``move_behind``."""
         first, last = self.position[other], self.position[op]
         return self._reorder(op, other, first, last, self._before_both(op, other))
 
@@ -194,13 +184,13 @@ class OrderGraph:
         return True
 
     def _after_both(self, op: int, other: int) -> list[int] | None:
-        """The part of the order from `op` to `other`, with `op` and what needs it put last."""
+        """The part of the order from `op` to `other`, with `op` and its dependents moved last."""
         part = self._order[self._place[op] : self._place[other] + 1]
         self.visits += len(part)
         source, before = self._source, self.before
         moved, kept, later = {op}, [], [op]
         for each in part[1:]:
-            # The op behind `op` on its stage no longer follows it.
+            # The next op on `op`'s stage will no longer follow it.
             previous = before[each]
             if source[each] in moved or (previous in moved and previous != op):
                 if each == other:
@@ -212,7 +202,7 @@ class OrderGraph:
         return kept + later
 
     def _before_both(self, op: int, other: int) -> list[int] | None:
-        """The part of the order from `other` to `op`, with `op` and what it needs put first."""
+        """The part of the order from `other` to `op`, with `op` and its dependencies moved first."""
         part = self._order[self._place[other] : self._place[op] + 1]
         self.visits += len(part)
         user, after = self._user, self.after
@@ -229,7 +219,7 @@ class OrderGraph:
         return sooner[::-1] + kept[::-1]
 
     def _relink(self, row: list[int], begin: int, end: int) -> None:
-        """Bring neighbours, positions and memory of a part of a row up to date."""
+        """Updates neighbours, positions and memory of a part of a row."""
         position, before, after, held = self.position, self.before, self.after, self.held
         previous = row[begin - 1] if begin else _NONE
         holds = held[previous] if begin else 0
@@ -252,7 +242,7 @@ class OrderGraph:
             place[order[index]] = index
 
     def _update(self, begin: int, end: int) -> None:
-        """Heads from a place in the order on, tails from another one back."""
+        """Updates heads from `begin` of the order on, and tails from `end` back."""
         self.visits += 2 * len(self._order)
         self._update_heads(begin)
         self._update_tails(end)
@@ -276,9 +266,9 @@ class OrderGraph:
             following, needing = after[op], user[op]
             rest = tail[following] + duration[following] if following >= 0 else 0
             if needing >= 0:
-                way = tail[needing] + duration[needing] + lag[op]
-                if way > rest:
-                    rest = way
+                path = tail[needing] + duration[needing] + lag[op]
+                if path > rest:
+                    rest = path
             tail[op] = rest
 
 
@@ -294,7 +284,7 @@ def _each_op(
 
 
 def _sources(workload: Workload) -> tuple[list[int], list[int]]:
-    """F waits for the stage before, B for the one behind."""
+    """F needs the previous stage, B the next one."""
     count, last = workload.num_microbatches, workload.num_stages - 1
     source: list[int] = []
     lag: list[int] = []

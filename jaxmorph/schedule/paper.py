@@ -1,7 +1,7 @@
 """The paper's own planners: Equation 1 and Algorithms 1 to 4.
 
-The slackness between stages i and i+1 is the difference of their warm-up forwards. The more of
-it, the longer a link between them can delay data before bubbles spread from stage to stage.
+The slackness between stages i and i+1 is the difference of their warm-up forwards. The larger it
+is, the longer the link between them can delay data before bubbles spread from stage to stage.
 """
 
 import math
@@ -23,14 +23,11 @@ from jaxmorph.schedule.schedule import Schedule
 
 
 def required_slackness(costs: StageCosts, links: Links = NO_LATENCY) -> tuple[int, ...]:
-    """The least slackness that absorbs each link's delay.
+    """The least slackness that absorbs each link's delay, one per pair of neighbours.
 
-    Source: Equation 1, solved for the slackness and rounded up. The two directions of a link may
-    differ, so ``2 c`` is the sum of both. The condition is sufficient, not necessary: weight
-    gradients that run in the steady phase absorb more.
-
-    Returns:
-        One slackness per pair of neighbours, at least 0.
+    Source: Equation 1, solved for the slackness and rounded up; ``2 c`` is the sum of a link's two
+    directions. The condition is sufficient, not necessary: weight gradients that run in the steady
+    phase absorb more.
     """
     cycle_ms = [f + b for f, b in zip(costs.forward_ms, costs.backward_input_ms, strict=True)]
     chain = neighbour_links(links, costs.num_stages)
@@ -41,15 +38,12 @@ def required_slackness(costs: StageCosts, links: Links = NO_LATENCY) -> tuple[in
 
 
 def tolerated_latency_ms(costs: StageCosts, warmup_forwards: Sequence[int]) -> tuple[float, ...]:
-    """The longest latency (in each direction) that every link's slackness absorbs.
+    """The longest latency in each direction that every link's slackness absorbs, milliseconds.
 
     Source: Equation 1 solved for c. For equal ops of t ms this is ``(slackness - 1) t``, the
-    threshold of Theorem 1; beyond it the step grows by about ``N / (slackness + 1)`` ms for every
-    ms of latency in one direction (printed with a minus in the theorem), by twice that for every
-    ms in both. That holds for a schedule that keeps its slackness after the warm-up.
-
-    Returns:
-        One latency per pair of neighbours, milliseconds; 0 where not even a healthy link fits.
+    threshold of Theorem 1. Beyond it the step grows by about ``N / (slackness + 1)`` ms for every
+    ms of latency in one direction (the theorem prints a minus), if the schedule keeps its slackness
+    after the warm-up.
     """
     cycle_ms = [f + b for f, b in zip(costs.forward_ms, costs.backward_input_ms, strict=True)]
     return tuple(
@@ -61,13 +55,9 @@ def tolerated_latency_ms(costs: StageCosts, warmup_forwards: Sequence[int]) -> t
 
 
 def initial_warmup_forwards(num_stages: int, max_live: int) -> tuple[int, ...]:
-    """Warm-up forwards that spread the slackness evenly when no link is known to be slow.
+    """Warm-up forwards that spread the slackness evenly, from ``max_live`` on stage 0 down to 1.
 
-    Source: Algorithm 1, with ``max_live`` for the memory divided by one activation. With fewer
-    slots than stages the later stages share one warm-up forward each.
-
-    Returns:
-        Warm-up forwards of each stage, from ``max_live`` (at least 1) down to 1.
+    Source: Algorithm 1, with ``max_live`` for the memory divided by one activation.
     """
     if num_stages == 1:
         return (max_live,)
@@ -83,13 +73,9 @@ def adapted_warmup_forwards(
 ) -> tuple[int, ...]:
     """Warm-up forwards whose slackness absorbs the known delays, as far as memory allows.
 
-    Source: Algorithm 2, with three guards the text leaves out: the slackness is clipped to
-    max(1, N - 2S) (N - 2S can be negative), warm-ups to N, and, for stages with a memory cap, to
-    the smallest cap from the first stage on, because a stage can only warm up on what reaches it.
-
-    Returns:
-        Warm-up forwards of each stage, non-increasing, at least 1.
+    Source: Algorithm 2, with guards that the text leaves out.
     """
+    # The paper clips to N - 2S, which can be negative; warm-ups can also exceed N, or a cap.
     clip = max(1, num_microbatches - 2 * costs.num_stages)
     warmup = [1]
     for slackness in reversed(required_slackness(costs, links)):
@@ -100,7 +86,7 @@ def adapted_warmup_forwards(
 def reachable_warmup_forwards(
     warmup_forwards: Sequence[int], num_microbatches: int, caps: Sequence[int]
 ) -> tuple[int, ...]:
-    """Clips warm-ups to the microbatches there are and to what every earlier stage can hold."""
+    """Clips warm-ups to N and to the caps; a stage can only warm up on what earlier stages send."""
     reachable, clipped = num_microbatches, []
     for wanted, cap in zip(warmup_forwards, caps, strict=True):
         reachable = min(reachable, wanted, cap)
@@ -109,7 +95,7 @@ def reachable_warmup_forwards(
 
 
 def _ceil_ratio(numerator: float, denominator: float) -> int:
-    """The ratio rounded up, forgiving the last bits of floating point; 0/0 is no delay at all."""
+    """The ratio rounded up, tolerant of floating-point error; 0 / 0 is 0."""
     if numerator == 0:
         return 0
     if denominator == 0:
@@ -125,20 +111,17 @@ def select_ops(
     warmup_forwards: Sequence[int],
     name: str = "paper",
 ) -> Schedule:
-    """The schedule that greedy selection makes: warm up, then B before F before W.
+    """A valid schedule by greedy selection: warm up, then B before F before W, within the caps.
 
     It always completes: a warm-up is no longer than what earlier stages can send without a
-    backward, and after it a stage at its cap holds either a microbatch whose B will come or one
-    whose W can run.
+    backward, and after it a stage at its cap holds a microbatch whose B will come or whose W can
+    run.
 
-    Source: Algorithms 3 and 4, corrected as ``list_schedule`` says.
+    Source: Algorithms 3 and 4, with the corrections of ``list_schedule``.
 
     Args:
-        warmup_forwards: Forwards each stage runs before any backward: non-increasing, from 1 to N,
-            and within the caps of all earlier stages. A stage may run more before its first B.
-
-    Returns:
-        A valid schedule whose stages hold no more than their caps.
+        warmup_forwards: The least forwards of each stage before any backward: non-increasing, from
+            1 to N, and within the caps of all earlier stages.
     """
     workload = make_workload(costs, links, limits, num_microbatches)
     made = list_schedule(workload, PAPER, warmup_forwards)
@@ -147,25 +130,26 @@ def select_ops(
     return to_schedule(name, costs.num_stages, num_microbatches, made.numbers)
 
 
-# F before B keeps as many forwards waiting as there were after the warm-up, so that the slackness
-# lasts. B before F, as in Algorithm 3, uses up what of it is not needed at the moment.
+# F before B keeps as many forwards waiting as after the warm-up, so the slackness lasts. B before
+# F, as in Algorithm 3, uses it up on healthy links: with warm-ups 10 7 4 1 and N = 30, a link that
+# then turns 20 ms late costs 180 ms instead of 20 (docs/planning.md).
 _RULES = tuple(Rule(backward_first=False, weight_patience=patience) for patience in (0.0, 0.5, 1.0))
-_EFFORT = 200_000  # ops that may be scheduled in search of better warm-ups: at most some 0.2 s
+_EFFORT = 200_000  # ops to schedule in search of better warm-ups: at most about 0.2 s
 
 
 def initial_schedule(
     costs: StageCosts, links: Links, limits: Limits, num_microbatches: int
 ) -> tuple[Schedule, str]:
-    """A schedule whose smallest slackness is as large as memory allows: the shortest one found.
+    """The shortest schedule found whose smallest slackness is as large as memory allows.
 
-    Source: Algorithm 1, which is for one cap for all stages. Here every stage has its own. Of the
-    fewest, the most and the evenly spread warm-ups with that smallest slackness the best are taken,
-    and changed by one forward at a time for as long as that makes the step shorter; then all others
-    are tried, as far as the effort allows. After the warm-up F comes before B, unlike in Algorithm
-    3, so that the slackness is kept.
+    The search starts from the fewest, the most and the evenly spread warm-ups with that slackness.
+    It changes the best ones by one forward at a time while the step gets shorter, then tries all
+    others as far as the effort allows.
+
+    Source: Algorithm 1, which has one cap for all stages; here every stage has its own.
 
     Returns:
-        The schedule, and what its slackness is good for, in one line.
+        The schedule, and in one line which delays it tolerates.
     """
     workload = make_workload(costs, links, limits, num_microbatches)
     reachable = list(accumulate(limits.caps(costs.num_stages, num_microbatches), min))
@@ -175,13 +159,13 @@ def initial_schedule(
 
 
 def smallest_slackness(warmup_forwards: Sequence[int]) -> int:
-    """The least difference of warm-up forwards between neighbours; all of them for one stage."""
+    """The least difference of neighbours' warm-up forwards; of one stage, its warm-up forwards."""
     pairs = pairwise(warmup_forwards)
     return min((here - below for here, below in pairs), default=warmup_forwards[0])
 
 
 def _largest_slackness(reachable: Sequence[int]) -> int:
-    """How far apart neighbours' warm-ups can be, if no stage has more than can reach and fit it."""
+    """The largest slackness that all neighbours can have if no stage exceeds ``reachable``."""
     last = len(reachable) - 1
     apart = ((most - 1) // (last - stage) for stage, most in enumerate(reachable[:-1]))
     return min(apart, default=reachable[0])
@@ -205,7 +189,7 @@ def _shortest(workload: Workload, reachable: Sequence[int], slackness: int) -> L
 
 
 class _Trials:
-    """The warm-ups that were tried, and the best of them."""
+    """The warm-ups tried so far and the best of them."""
 
     def __init__(self, workload: Workload, start: tuple[int, ...]) -> None:
         self._workload = workload
@@ -215,7 +199,7 @@ class _Trials:
         self.best = _schedule(workload, start, self._bound.of(start))
 
     def improve(self, warmup: tuple[int, ...]) -> bool:
-        """Try others, if their bound doesn't say that they are no better; whether they are."""
+        """Whether other warm-ups are better; skips those whose bound shows that they cannot be."""
         self.tried.add(warmup)
         bound = self._bound.of(warmup)
         if bound >= self.best.makespan:
@@ -228,7 +212,7 @@ class _Trials:
 
 
 def _starts(reachable: Sequence[int], slackness: int) -> list[tuple[int, ...]]:
-    """The fewest warm-ups with a smallest slackness, evenly spread ones, and the most."""
+    """The fewest warm-ups with a smallest slackness, the evenly spread ones, and the most."""
     last = len(reachable) - 1
     if last == 0:
         return [(reachable[0],)]
@@ -242,7 +226,7 @@ def _starts(reachable: Sequence[int], slackness: int) -> list[tuple[int, ...]]:
 def _neighbours(
     warmup: Sequence[int], reachable: Sequence[int], slackness: int
 ) -> Iterator[tuple[int, ...]]:
-    """Warm-ups with one forward more or less on all stages up to some stage."""
+    """Warm-ups with one forward more or fewer on all stages up to some stage."""
     for end in range(1, len(warmup) + 1):
         for change in (1, -1):
             changed = (*(forwards + change for forwards in warmup[:end]), *warmup[end:])
@@ -252,7 +236,7 @@ def _neighbours(
 
 
 def _all(reachable: Sequence[int], slackness: int) -> Iterator[tuple[int, ...]]:
-    """All warm-ups with a smallest slackness, those with few on the last stages first."""
+    """All warm-ups with a smallest slackness; those with few on the last stages come first."""
     *above, here = reachable
     for forwards in range(1, here + 1):
         if not above:
@@ -263,7 +247,7 @@ def _all(reachable: Sequence[int], slackness: int) -> Iterator[tuple[int, ...]]:
 
 
 def _schedule(workload: Workload, warmup: Sequence[int], bound: float) -> ListSchedule:
-    """The shortest of the rules' schedules with exactly these warm-ups, which have a bound."""
+    """The shortest of the rules' schedules with exactly these warm-ups; stops at the bound."""
     best = None
     for rule in _RULES:
         made = list_schedule(workload, rule, warmup, keep_warmup=True)

@@ -1,4 +1,4 @@
-"""How many layers each stage gets, so that the slowest stage is as fast as can be."""
+"""Cuts a model's layers into stages so that the slowest stage is as fast as possible."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -13,19 +13,15 @@ def partition(
     last_extra_ms: float,
     num_stages: int,
 ) -> tuple[int, ...]:
-    """Cuts a chain of layers so that its slowest stage is as fast as can be.
+    """The number of layers of each stage, at least 1, with the fastest slowest stage; exact.
 
-    Among the cuts whose slowest stage is the fastest it takes the one whose stages' times differ
-    least (the least sum of squares), then the one nearest to the even cut, then the one with fewer
-    layers on earlier stages, which hold the most microbatches.
+    Among equal cuts it takes the one whose stages' times differ least (the least sum of squares),
+    then the one nearest to the even cut, then the one with fewer layers on earlier stages, which
+    hold the most microbatches.
 
     Args:
-        layer_costs_ms: Time of each layer, milliseconds; with all kinds of op, or of one of them.
-        first_extra_ms: What the first stage does besides, such as the embedding, milliseconds.
-        last_extra_ms: What the last stage does besides, such as the head, milliseconds.
-
-    Returns:
-        The number of layers of each stage, at least 1. It is exact: every cut is considered.
+        first_extra_ms: Further time of the first stage, such as the embedding.
+        last_extra_ms: Further time of the last stage, such as the head.
 
     Raises:
         ValueError: Fewer layers than stages, or no stages.
@@ -40,7 +36,7 @@ def partition(
 
 
 def even_cut(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """As many layers for every stage; what is left over goes to the stages in the middle.
+    """Equal numbers of layers for all stages; the rest goes to the stages in the middle.
 
     Raises:
         ValueError: Fewer layers than stages, or no stages.
@@ -60,11 +56,7 @@ def stage_times_ms(
     first_extra_ms: float,
     last_extra_ms: float,
 ) -> tuple[float, ...]:
-    """The time of each stage under a cut, milliseconds.
-
-    Args:
-        layers: The number of layers of each stage.
-    """
+    """The time of each stage with so many layers each, milliseconds."""
     bounds = pairwise(accumulate(layers, initial=0))
     times_ms = [sum(layer_costs_ms[start:end]) for start, end in bounds]
     times_ms[0] += first_extra_ms
@@ -107,7 +99,7 @@ def _most_even(
             for start in range(end - 1, -1, -1):
                 time = ends[end] - ends[start] + extra
                 if time > slowest:
-                    break  # and with more layers it only gets slower
+                    break  # more layers are only slower
                 if (before := best[start]) is not None:
                     squares, distance, layers = before
                     count = end - start

@@ -1,6 +1,6 @@
-"""Decides what to run: a schedule that fits the costs, the links and the memory, and why."""
+"""Plans a step: a schedule that fits the costs, the links and the memory, with the reason."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -30,13 +30,13 @@ _FIXED_REASON = "{} was asked for; its order depends on no cost"
 
 @dataclass(frozen=True)
 class Offloading:
-    """What decides which stashes are offloaded, and when (`program.offload`).
+    """The parameters by which `program.offload` moves stashes to host memory.
 
     Args:
-        memory: What a microbatch holds on each stage, and what its device has room for.
-        spare: Places on the device that are kept free for stashes on their way.
-        ahead: How many ops before the one that reads it a stash begins to come back, at most.
-        early: Whether, of as many stashes that do as well, those go that were made first.
+        memory: What a microbatch holds on each stage, and the room on its device.
+        spare: Places on the device kept free for stashes that are being copied.
+        ahead: A stash begins to come back at most so many ops before the op that reads it.
+        early: Whether to prefer the stashes made first, among equally good choices.
     """
 
     memory: tuple[StageMemory, ...]
@@ -45,27 +45,23 @@ class Offloading:
     early: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """The same as a JSON object."""
+        """A JSON object that ``from_json`` reads back."""
         return asdict(self) | {"memory": [list(stage) for stage in self.memory]}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Offloading":
-        """The one that ``to_json`` described."""
+        """Reads what ``to_json`` wrote."""
         memory = tuple(StageMemory(*stage) for stage in data["memory"])
         return cls(memory, data["spare"], data["ahead"], data["early"])
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank runs next, and what is expected of it.
+    """What every rank runs next, the step time to expect, and the reason in one line.
 
     Args:
-        schedule: The order of every stage's ops.
-        routes: How each link's transfers travel.
-        predicted_step_s: The simulated step time, seconds.
-        lower_bound_s: A step time that no schedule could beat, seconds.
-        reason: Why this plan, in one line.
-        offloading: How the schedule is made to fit the devices; None: it fits.
+        lower_bound_s: A step time that no schedule can beat.
+        offloading: How stashes are offloaded; None if all fit on the devices.
     """
 
     schedule: Schedule
@@ -76,7 +72,7 @@ class Plan:
     offloading: Offloading | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as a JSON object, with links as ``"2-3"``."""
+        """A JSON object, with links as ``"2-3"``, that ``from_json`` reads back."""
         return {
             "schedule": self.schedule.to_json(),
             "routes": {str(link): route for link, route in self.routes.items()},
@@ -88,7 +84,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Plan":
-        """The plan that ``to_json`` described.
+        """Reads what ``to_json`` wrote.
 
         Raises:
             ValueError: An op or a link cannot be read.
@@ -113,24 +109,21 @@ def plan(
     warmup_forwards: Sequence[int] | None = None,
     num_chunks: int = 1,
 ) -> Plan:
-    """Plans one step: the same arguments give the same plan on every machine.
+    """Plans one step with all links on the direct route; deterministic on every machine.
 
     Args:
-        name: One of ``SCHEDULE_NAMES``. ``paper`` is Algorithm 2 and the greedy selection of
-            Algorithms 3 and 4; ``adaptive`` is the shortest schedule there is to be found;
-            ``initial`` is ready for any one link to turn slow (Algorithm 1).
-        warmup_forwards: For ``paper``, warm-up forwards of each stage in place of Algorithm 2's;
-            ``adaptive`` with them given is the same.
-        num_chunks: Virtual stages a rank runs, for ``interleaved``.
-
-    Returns:
-        The plan, with every link that the schedule uses on the direct route.
+        name: One of ``SCHEDULE_NAMES``. ``paper`` is Algorithm 2 with the greedy selection of
+            Algorithms 3 and 4; ``adaptive`` is the shortest schedule found; ``initial`` tolerates
+            delays of any one link (Algorithm 1).
+        warmup_forwards: Warm-up forwards of each stage in place of Algorithm 2's. With them,
+            ``adaptive`` is the same as ``paper``.
+        num_chunks: Virtual stages per rank, for ``interleaved``.
 
     Raises:
-        UserError: An unknown name, a cap the schedule cannot keep, or impossible warm-ups.
+        UserError: An unknown name, a cap that the schedule cannot keep, or impossible warm-ups.
     """
     problem = _Problem(costs, links, limits, num_microbatches)
-    _require_sane(problem, name, warmup_forwards, num_chunks)
+    _validate(problem, name, warmup_forwards, num_chunks)
     bound_ms = lower_bound_ms(costs, num_microbatches, links, limits, num_chunks)
     schedule, reason = _order(problem, name, warmup_forwards, num_chunks, bound_ms)
     require_room(schedule, limits)
@@ -155,7 +148,7 @@ class _Problem(NamedTuple):
         return self.limits.caps(self.costs.num_stages, self.num_microbatches)
 
 
-def _require_sane(
+def _validate(
     problem: _Problem, name: str, warmup_forwards: Sequence[int] | None, num_chunks: int
 ) -> None:
     if name not in SCHEDULE_NAMES:
@@ -176,7 +169,7 @@ def _order(
     num_chunks: int,
     bound_ms: float,
 ) -> tuple[Schedule, str]:
-    """The schedule called ``name``, and why its order is what it is."""
+    """The schedule called ``name``, and the reason for its order."""
     stages, microbatches = problem.costs.num_stages, problem.num_microbatches
     if name == INTERLEAVED:
         return interleaved(stages, microbatches, num_chunks), _FIXED_REASON.format(name)
@@ -211,26 +204,22 @@ def _adapted(
     bound = to_picoseconds(bound_ms)
     made = adaptive_schedule(workload, warmup_forwards, bound)
     schedule = to_schedule("adaptive", workload.num_stages, workload.num_microbatches, made.numbers)
-    if any(state.occupies for state in problem.links.values()):
-        schedule = min([schedule, *alternatives(*problem)], key=_simulated_ms(problem))
+    if any(delay.occupies for delay in problem.links.values()):
+        schedule = min(
+            [schedule, *alternatives(*problem)],
+            key=lambda each: simulate(each, problem.costs, problem.links).makespan_ms,
+        )
     warmups = " ".join(map(str, schedule.warmup_forwards))
     return schedule, f"warm-up forwards {warmups}: the shortest step found within the caps"
-
-
-def _simulated_ms(problem: _Problem) -> Callable[[Schedule], float]:
-    return lambda schedule: simulate(schedule, problem.costs, problem.links).makespan_ms
 
 
 def alternatives(
     costs: StageCosts, links: Links, limits: Limits, num_microbatches: int
 ) -> list[Schedule]:
-    """Other schedules than the adaptive planner's own that fit, under its name.
+    """``paper``, ``initial``, ``zb-h1`` and ``zb-h2``, named adaptive, where they keep the caps.
 
-    That planner takes messages to overlap and to hold nobody up. Where they don't, one of these may
-    be shorter, by a simulation that knows.
-
-    Returns:
-        ``paper``, ``initial`` and the fixed ones that split the backward, where they keep the caps.
+    The adaptive planner assumes that messages overlap and block no queue. Where they don't, one of
+    these may simulate shorter.
     """
     problem = _Problem(costs, links, limits, num_microbatches)
     made = (_order(problem, name, None, 1, 0.0)[0] for name in _ALTERNATIVES)
@@ -255,10 +244,10 @@ def _require_possible(
 
 
 def require_feasible(limits: Limits, num_stages: int, num_microbatches: int) -> None:
-    """Checks that every stage has room for one microbatch: then some schedule fits.
+    """Checks that every stage has room for one microbatch, so that some schedule fits.
 
     Raises:
-        UserError: The first stage that one microbatch doesn't fit, and how many bytes are short.
+        UserError: The first stage without that room, and how many bytes are short.
     """
     for stage, memory in enumerate(limits.stage_memory(num_stages, num_microbatches)):
         if memory.needed > memory.room:
@@ -280,10 +269,10 @@ def fits(schedule: Schedule, limits: Limits) -> bool:
 
 
 def require_room(schedule: Schedule, limits: Limits) -> None:
-    """Checks that a schedule keeps every stage's memory cap; of V chunks each holds 1/V microbatch.
+    """Checks that a schedule keeps every stage's memory cap; each of V chunks counts 1/V.
 
     Raises:
-        UserError: The first stage that holds more, and how much.
+        UserError: The first stage that holds more, and how much it holds.
     """
     memory = limits.stage_memory(schedule.num_stages, schedule.num_microbatches)
     in_bytes = limits.max_stash_bytes is not None

@@ -1,4 +1,4 @@
-"""One planning problem as a JSON object, checked field by field."""
+"""Reads one planning problem from a JSON object and checks it field by field."""
 
 import difflib
 import math
@@ -25,7 +25,7 @@ _CAP, _AFTER_FORWARD, _AFTER_BACKWARD = _BYTE_FIELDS = (
     "stash_bytes_after_backward",
 )
 SimulatedLinkModel = Literal["latency", "serialized", "blocking"]
-"""How to simulate links: as ``replay.LinkModel`` says, or as queues that transfers block."""
+"""A ``replay.LinkModel``, or ``blocking``: transfers hold the queues of both ends."""
 
 _REQUIRED = (
     "name",
@@ -55,22 +55,17 @@ _OPTIONAL = (
 _MOST_MICROBATCHES_OVER_STAGES = 2**22
 _CHUNKS_OF_INTERLEAVED = 2
 _LONGEST_MS = 1e12
-_SHORTEST_TIME_STEP_MS = 1e-9  # a picosecond, which is what the planner counts in
+_SHORTEST_TIME_STEP_MS = 1e-9  # a picosecond, the planner's unit
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What to plan and to simulate.
+    """What to plan and to simulate; its fields are options of ``jaxmorph plan``.
 
     Args:
-        name: What the answer is to be called.
         schedule: The name of the schedule to plan.
-        warmup_forwards: Warm-up forwards in place of the planner's.
-        orders: A valid schedule to simulate in place of planning one.
-        num_chunks: Number of virtual stages each stage runs.
-        time_step_ms: Step of a discrete clock for the simulation; None for exact time.
-        jitter_ms: Standard deviation of the latency of each link between neighbours; None when
-            the step under jitter was not asked for.
+        orders: A valid schedule to simulate instead of planning one.
+        jitter_ms: Standard deviation of the latency of each link between neighbours.
     """
 
     name: str
@@ -89,11 +84,9 @@ class Problem:
 
 
 def parse_problem(data: object) -> Problem:
-    """Checks a decoded JSON object and turns it into a problem.
+    """Reads a problem from a decoded JSON object with the fields of ``jaxmorph plan --batch``.
 
-    Args:
-        data: The object; its fields are those of ``jaxmorph plan --batch``. Lists of one number
-            per stage or per link may also be a single number for all of them.
+    A list of one number per stage or link may also be a single number for all of them.
 
     Raises:
         UserError: Names the field, what was got and what was expected.
@@ -103,10 +96,7 @@ def parse_problem(data: object) -> Problem:
 
 
 def problem_of(schedule: Schedule, fields: Mapping[str, Any]) -> Problem:
-    """The problem of simulating a schedule as it is, with its name and sizes.
-
-    Args:
-        fields: A problem's further fields: costs, links and caps.
+    """The problem of simulating a given schedule; ``fields`` are its costs, links and caps.
 
     Raises:
         UserError: Names the field, what was got and what was expected.
@@ -142,7 +132,7 @@ def _problem(fields: Mapping[str, Any], orders: Schedule | None) -> Problem:
 
 
 def default_chunks(schedule: str) -> int:
-    """Number of virtual stages a stage runs under a schedule when none is asked for."""
+    """The number of chunks of a schedule for which none is given."""
     return _CHUNKS_OF_INTERLEAVED if schedule == "interleaved" else 1
 
 
@@ -189,7 +179,7 @@ def _costs(fields: Mapping[str, Any], stages: int) -> StageCosts:
 
 
 def _chunks(value: object, schedule: str, orders: Schedule | None) -> int:
-    """Virtual stages per stage: those of the orders, or what was asked for."""
+    """The number of chunks: that of the orders, the given one, or the schedule's default."""
     if orders is not None:
         if value is not None and value != orders.num_chunks:
             raise UserError(f"chunks: got {shown(value)}, but orders have {orders.num_chunks}")
@@ -245,14 +235,7 @@ def _order(field: str, row: object) -> tuple[Op, ...]:
 
 @dataclass(frozen=True)
 class _Links:
-    """The links as they are and as the planner takes them.
-
-    Args:
-        planned: The links to plan for: those given as such, else the simulated ones with a margin
-            for jitter.
-        jitter_ms: Standard deviation of the latency of each link between neighbours, milliseconds;
-            None when it was not given.
-    """
+    """The links to simulate and to plan for; the default of the latter has a margin for jitter."""
 
     simulated: Links
     planned: Links
@@ -260,10 +243,10 @@ class _Links:
 
 
 def _links(fields: Mapping[str, Any], num_stages: int, num_chunks: int) -> _Links:
-    """The fields about links: each one number for all, or a list with one for each.
+    """Reads the fields about links: one number for all, or a list with one for each link.
 
-    In a list the link around may be left out and delays nothing then; that of ``link_jitter_ms``
-    has one for each pair of neighbours.
+    A list may leave out the wrap-around link of chunks, which then has no delay; ``link_jitter_ms``
+    has one number for each pair of neighbours.
     """
     links = pipeline_links(num_stages, num_chunks)
 
@@ -276,19 +259,19 @@ def _links(fields: Mapping[str, Any], num_stages: int, num_chunks: int) -> _Link
     both = given("link_ms", ())
     occupancy = given("link_occupancy_ms", (0.0,) * len(links))
     forward, backward = given("link_forward_ms", both), given("link_backward_ms", both)
-    simulated = _states(links, forward, backward, occupancy)
+    simulated = _delays(links, forward, backward, occupancy)
     jitter = _jitter(fields.get("link_jitter_ms"), num_stages)
     planned = _with_margin(simulated, jitter or ())
     if fields.get("planned_link_ms") is not None:
-        believed = given("planned_link_ms", ())
-        planned = _states(links, believed, believed, occupancy)
+        latency = given("planned_link_ms", ())
+        planned = _delays(links, latency, latency, occupancy)
     return _Links(simulated, planned, jitter)
 
 
-def _states(links: tuple[Link, ...], *columns: tuple[float, ...]) -> dict[Link, LinkDelay]:
+def _delays(links: tuple[Link, ...], *columns: tuple[float, ...]) -> dict[Link, LinkDelay]:
     forward, backward, occupancy = columns
     rows = zip(links, forward, backward, occupancy, occupancy, strict=True)
-    return {link: LinkDelay(*state) for link, *state in rows}
+    return {link: LinkDelay(*delay) for link, *delay in rows}
 
 
 def _jitter(value: object, num_stages: int) -> tuple[float, ...] | None:
@@ -301,19 +284,19 @@ def _with_margin(links: Links, jitter_ms: tuple[float, ...]) -> Links:
     margins = {
         Link(stage, stage + 1): JITTER_MARGIN * sigma for stage, sigma in enumerate(jitter_ms)
     }
-    return {link: _slower(state, margins.get(link, 0.0)) for link, state in links.items()}
+    return {link: _slower(delay, margins.get(link, 0.0)) for link, delay in links.items()}
 
 
-def _slower(state: LinkDelay, by_ms: float) -> LinkDelay:
+def _slower(delay: LinkDelay, by_ms: float) -> LinkDelay:
     return replace(
-        state,
-        forward_latency_ms=state.forward_latency_ms + by_ms,
-        backward_latency_ms=state.backward_latency_ms + by_ms,
+        delay,
+        forward_latency_ms=delay.forward_latency_ms + by_ms,
+        backward_latency_ms=delay.backward_latency_ms + by_ms,
     )
 
 
 def _limits(fields: Mapping[str, Any], num_stages: int) -> Limits:
-    """The caps; sizes of the stash are there even without a cap on bytes, when both were given."""
+    """Reads the caps; stash sizes may also be given without a cap on bytes."""
     live_until = cast(LiveUntil, one_of("live_until", fields.get("live_until") or "B", ("B", "W")))
     max_live = counts("max_live", fields.get("max_live"), num_stages)
     cap = counts(_CAP, fields.get(_CAP), num_stages)
@@ -329,26 +312,18 @@ def _limits(fields: Mapping[str, Any], num_stages: int) -> Limits:
 
 
 def _require_no_bytes(fields: Mapping[str, Any]) -> None:
-    """A cap needs both sizes, and each size the other."""
+    """Checks that no byte field is given: a cap needs both sizes, and each size the other."""
     given = [field for field in _BYTE_FIELDS if fields.get(field) is not None]
     missing = [field for field in _BYTE_FIELDS[1:] if field not in given]
     if given:
         raise UserError(f"{missing[0]}: missing, expected bytes, since {given[0]} is given")
 
 
-# Single values: each error names the field, what it got and what it expected.
+# Readers of single values. Each raises a UserError that names the field, got and expected.
 
 
 def listed(field: str, value: object, length: int, per: str) -> list[Any]:
-    """A list of ``length`` values; a single number stands for that many of it.
-
-    Args:
-        length: How many values are needed.
-        per: What there is one of for each value, such as ``stage``.
-
-    Raises:
-        UserError: Neither a number nor a list of that length.
-    """
+    """A list of one value per stage or link; a single number stands for all of them."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return [value] * length
     if not isinstance(value, list):
@@ -359,7 +334,7 @@ def listed(field: str, value: object, length: int, per: str) -> list[Any]:
 
 
 def durations_ms(field: str, value: object, length: int, per: str) -> tuple[float, ...]:
-    """One duration for each stage or link, in milliseconds; arguments as in ``listed``."""
+    """One duration per stage or link, in milliseconds."""
     values = listed(field, value, length, per)
     return tuple(duration_ms(f"{field}[{index}]", item) for index, item in enumerate(values))
 
@@ -374,7 +349,7 @@ def duration_ms(field: str, value: object) -> float:
 
 
 def counts(field: str, value: object, length: int, least: int = 1) -> tuple[int, ...] | None:
-    """One whole number for each stage; None stays None. Arguments as in ``listed``."""
+    """One whole number per stage; None stays None."""
     if value is None:
         return None
     values = listed(field, value, length, "stage")
@@ -389,14 +364,14 @@ def count(field: str, value: object, least: int = 1) -> int:
 
 
 def text(field: str, value: object) -> str:
-    """Text."""
+    """A text."""
     if isinstance(value, str):
         return value
     raise UserError(f"{field}: got {shown(value)}, expected text")
 
 
 def one_of(field: str, value: object, choices: Sequence[str]) -> str:
-    """One of a few words."""
+    """One of some words."""
     if isinstance(value, str) and value in choices:
         return value
     *most, last = map(repr, choices)
@@ -404,7 +379,7 @@ def one_of(field: str, value: object, choices: Sequence[str]) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as an error shows it: on one line, and not too long."""
+    """A value in one line of at most 60 characters, for an error."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     line = repr(value)

@@ -1,14 +1,13 @@
-"""Runs all stages' op orders against each other: the data dependencies of a pipeline, once.
+"""Replays all stages' op orders against the data dependencies of a pipeline.
 
 F of a microbatch needs the previous stage's F, B (or BW) the next stage's; the last stage's B
 needs its own F. W needs only its own stage's B, which the row rules already put before it.
 
-With V chunks the pipeline is one of V * S virtual stages: chunk c of rank r is virtual stage
-c * S + r, so the last rank's next stage is the first rank's, one chunk on.
+With V chunks the pipeline has V * S virtual stages: chunk c of rank r is virtual stage c * S + r,
+so the last rank's next stage is the first rank's next chunk.
 
-Links delay messages: each by its latency, or one waiting for another. A stage's ops end one after
-another, and each direction of a link has one sender, so messages enter their queue in the sender's
-execution order: no events need sorting.
+No events need sorting: a stage's ops end one after another, and each direction of a link has one
+sender, so messages enter its queue in the sender's execution order.
 """
 
 from collections import deque
@@ -21,10 +20,10 @@ from jaxmorph.schedule.ops import Op, OpKind
 
 
 class StageTimes(NamedTuple):
-    """Durations of one stage's ops, and how late its outputs arrive; any one unit of time.
+    """Durations of one stage's ops (of one chunk) and delays of its outputs, in any unit of time.
 
-    An op is one microbatch of one chunk. F sends up and B down; with several chunks, the last
-    stage's up and the first stage's down go around to each other.
+    F sends up and B down; with several chunks, the last stage's up and the first stage's down wrap
+    around to each other.
     """
 
     forward: float
@@ -35,44 +34,41 @@ class StageTimes(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """When ops started and ended, per stage; shorter than the orders where stages got stuck."""
+    """Starts and ends of each stage's ops; shorter than the orders where stages got stuck."""
 
     starts: list[list[float]]
     ends: list[list[float]]
 
 
 LinkModel = Literal["latency", "serialized"]
-"""``latency``: a message occupies its link direction for the occupancy only, so that without any
-messages overlap. ``serialized``: for its latency too, so that one message moves at a time."""
+"""``latency``: a message occupies its link direction for its occupancy only. ``serialized``: for
+its latency too, so that one message moves at a time."""
 
 
 class DirectionDelay(NamedTuple):
-    """One direction of a link, as its sender sees it."""
+    """The delay of one direction of a link."""
 
     latency_ms: float
     occupancy_ms: float
 
     @property
-    def delay_ms(self) -> float:
-        """From when a message gets the link until it has arrived."""
+    def total_ms(self) -> float:
+        """From when a message gets the link until it arrives."""
         return self.occupancy_ms + self.latency_ms
 
 
 class OutgoingDelays(NamedTuple):
-    """The directions in which one stage sends, up the pipeline (F) and down it (B)."""
+    """The delays of what one stage sends: up the pipeline (F) and down it (B)."""
 
     forward: DirectionDelay
     backward: DirectionDelay
 
 
 def outgoing(links: Links, num_stages: int, num_chunks: int = 1) -> list[OutgoingDelays]:
-    """The directions in which each stage sends.
+    """The delays of what each stage sends, one record per stage; the chain's ends have none.
 
-    With several chunks the last stage's activations go down link 0-(S-1) to the first stage, and
-    its gradients come up it.
-
-    Returns:
-        One record per stage; a way that leads nowhere, or to the stage itself, delays nothing.
+    With several chunks, activations of the last stage go down link 0-(S-1) to the first stage, and
+    gradients come up it.
 
     Raises:
         ValueError: A link names a stage that does not exist.
@@ -80,13 +76,23 @@ def outgoing(links: Links, num_stages: int, num_chunks: int = 1) -> list[Outgoin
     chain = neighbour_links(links, num_stages)
     wraps = num_chunks > 1 and num_stages > 1
     around = links.get(Link(0, num_stages - 1), LinkDelay()) if wraps else LinkDelay()
-    forward = [*map(_upwards, chain), _downwards(around)]
-    backward = [_upwards(around), *map(_downwards, chain)]
-    return [OutgoingDelays(*ways) for ways in zip(forward, backward, strict=True)]
+    forward = [*map(upward, chain), downward(around)]
+    backward = [upward(around), *map(downward, chain)]
+    return [OutgoingDelays(*delays) for delays in zip(forward, backward, strict=True)]
+
+
+def upward(link: LinkDelay) -> DirectionDelay:
+    """The delay from the lower to the upper stage."""
+    return DirectionDelay(link.forward_latency_ms, link.forward_occupancy_ms)
+
+
+def downward(link: LinkDelay) -> DirectionDelay:
+    """The delay from the upper to the lower stage."""
+    return DirectionDelay(link.backward_latency_ms, link.backward_occupancy_ms)
 
 
 class LinkQueue:
-    """The messages of one direction of a link, each of which keeps the next one waiting."""
+    """One direction of a link, in which each message makes the next one wait."""
 
     __slots__ = ("_free_at", "_occupancy")
 
@@ -95,57 +101,44 @@ class LinkQueue:
         self._free_at = 0.0
 
     def enter(self, at: float) -> float:
-        """When a message that can be sent ``at`` a time, not before the last, gets the link."""
+        """When a message that is ready ``at`` a time gets the link; calls come in order of time."""
         start = max(at, self._free_at)
         self._free_at = start + self._occupancy
         return start
 
 
 class StageQueues(NamedTuple):
-    """The queues of one stage's messages, up and down; None where none waits for another."""
+    """The queues of one stage's messages, up and down; None where messages overlap."""
 
     forward: LinkQueue | None = None
     backward: LinkQueue | None = None
 
 
-def stage_queues(
-    directions: list[OutgoingDelays], link_model: LinkModel
-) -> list[StageQueues] | None:
-    """Fresh queues for each stage's messages.
-
-    Returns:
-        One record per stage, the same queue wherever the way is the same (on two stages, the
-        first one's up is its way around too); None when no message waits for another.
+def stage_queues(delays: list[OutgoingDelays], link_model: LinkModel) -> list[StageQueues] | None:
+    """Fresh queues for each stage's messages; None when all messages overlap.
 
     Raises:
-        ValueError: No such link model.
+        ValueError: An unknown link model.
     """
     if link_model not in get_args(LinkModel):
         raise ValueError(f"link_model: got {link_model!r}, expected 'latency' or 'serialized'")
-    last = len(directions) - 1
+    last = len(delays) - 1
+    # By sender and receiver: on two stages, activations that wrap around share the direction, and
+    # so the queue, of the gradients.
     queues: dict[tuple[int, int], LinkQueue] = {}
 
-    def queue(sender: int, receiver: int, direction: DirectionDelay) -> LinkQueue | None:
-        serialized = link_model == "serialized"
-        occupancy = direction.delay_ms if serialized else direction.occupancy_ms
+    def queue(sender: int, receiver: int, delay: DirectionDelay) -> LinkQueue | None:
+        occupancy = delay.total_ms if link_model == "serialized" else delay.occupancy_ms
         return queues.setdefault((sender, receiver), LinkQueue(occupancy)) if occupancy else None
 
     stages = [
         StageQueues(
-            queue(stage, stage + 1 if stage < last else 0, ways.forward),
-            queue(stage, stage - 1 if stage else last, ways.backward),
+            queue(stage, stage + 1 if stage < last else 0, sends.forward),
+            queue(stage, stage - 1 if stage else last, sends.backward),
         )
-        for stage, ways in enumerate(directions)
+        for stage, sends in enumerate(delays)
     ]
     return stages if queues else None
-
-
-def _upwards(state: LinkDelay) -> DirectionDelay:
-    return DirectionDelay(state.forward_latency_ms, state.forward_occupancy_ms)
-
-
-def _downwards(state: LinkDelay) -> DirectionDelay:
-    return DirectionDelay(state.backward_latency_ms, state.backward_occupancy_ms)
 
 
 def replay(
@@ -158,17 +151,16 @@ def replay(
 ) -> Replay:
     """Runs every stage in its order, each op as early as its data and its stage allow.
 
-    Every stage is a coroutine that pauses while its next op's data has not arrived, and is resumed
-    when a neighbour has moved. An op costs under a microsecond; memory is linear in the ops.
+    Every stage is a coroutine that pauses until its next op's data has arrived, and is resumed when
+    a neighbour has moved. An op costs under a microsecond; memory is linear in the ops.
 
     Args:
         orders: Each stage's ops; each row must keep the rules of ``schedule.row_fault``.
-        times: Durations and latencies of each stage; unit durations when None.
-        queues: Fresh queues of each stage's messages; None when no message waits for another.
+        times: Durations and delays of each stage; unit durations when None.
+        queues: Fresh queues of each stage's messages; None when messages overlap.
 
     Returns:
-        Start and end of every op that could run: all of them unless the stages wait for each
-        other in a circle.
+        Every op that could run: all of them, unless the stages wait for each other in a circle.
     """
     times = times or [_UNIT] * len(orders)
     queues = queues or [StageQueues()] * len(orders)
@@ -184,7 +176,7 @@ def replay(
         )
         for stage, order in enumerate(orders)
     ]
-    _run_to_rest(stages, result.ends)
+    _run_until_idle(stages, result.ends)
     return result
 
 
@@ -192,20 +184,20 @@ _UNIT = StageTimes(1.0, 1.0, 1.0, 0.0, 0.0)
 _Arrivals = list[float | None]
 
 
-class _Run(NamedTuple):
-    """How ops of one kind and chunk run: after what, for how long, and what they let arrive."""
+class _KindRun(NamedTuple):
+    """How ops of one kind and chunk run: their inputs' arrivals, and what they send where."""
 
     arrivals: _Arrivals
-    arrivals_there: _Arrivals
+    arrivals_at_receiver: _Arrivals
     duration: float
     latency: float
     queue: LinkQueue | None
 
 
 class _ChunkRuns(NamedTuple):
-    forward: _Run
-    backward_input: _Run
-    full_backward: _Run
+    forward: _KindRun
+    backward_input: _KindRun
+    full_backward: _KindRun
 
 
 def _chunk_runs(
@@ -217,8 +209,8 @@ def _chunk_runs(
     """How the ops of each virtual stage run, in the order of the pipeline."""
     num_virtual = len(times) * num_chunks
     # F of virtual stage k waits for forward[k] and fills forward[k + 1]; its B waits for
-    # backward[k + 1] and fills backward[k]. The first F and the last B have nothing to wait for:
-    # the last stage's own F stands before its B in its row.
+    # backward[k + 1] and fills backward[k]. The first F and the last B wait for no message: the
+    # last stage's own F comes before its B in its row.
     forward: list[_Arrivals] = [[None] * num_microbatches for _ in range(num_virtual + 1)]
     backward: list[_Arrivals] = [[None] * num_microbatches for _ in range(num_virtual + 1)]
     forward[0] = backward[num_virtual] = [0.0] * num_microbatches
@@ -229,12 +221,12 @@ def _chunk_runs(
         up = (forward[virtual], forward[above])
         up_queue = queue.forward if above < num_virtual else None
         down = (backward[above], backward[virtual])
-        way_down = (stage.backward_latency, queue.backward if virtual else None)
+        down_delay = (stage.backward_latency, queue.backward if virtual else None)
         runs.append(
             _ChunkRuns(
-                _Run(*up, stage.forward, stage.forward_latency, up_queue),
-                _Run(*down, stage.backward_input, *way_down),
-                _Run(*down, stage.backward_input + stage.backward_weight, *way_down),
+                _KindRun(*up, stage.forward, stage.forward_latency, up_queue),
+                _KindRun(*down, stage.backward_input, *down_delay),
+                _KindRun(*down, stage.backward_input + stage.backward_weight, *down_delay),
             )
         )
     return runs
@@ -247,10 +239,8 @@ def _run_stage(
     starts: list[float],
     ends: list[float],
 ) -> Iterator[None]:
-    """Runs one stage's ops in order; yields whenever the next op's data has not arrived.
-
-    One flat loop over local names: it runs once for every op of a simulation.
-    """
+    """Runs one stage's ops in order; yields whenever the next op's data has not arrived."""
+    # A flat loop over local names: it runs once for every op of a simulation.
     forward_kind, weight_kind, input_kind = OpKind.F, OpKind.W, OpKind.B
     forward_runs, input_runs, full_runs = zip(*chunk_runs, strict=True)
     clock = 0.0
@@ -266,19 +256,19 @@ def _run_stage(
                 if kind is input_kind
                 else full_runs
             )
-            arrivals, arrivals_there, duration, latency, queue = runs[chunk]
+            arrivals, arrivals_at_receiver, duration, latency, queue = runs[chunk]
             while (ready := arrivals[microbatch]) is None:
                 yield
             if ready > clock:
                 start = ready
             clock = start + duration
             sent = clock if queue is None else queue.enter(clock)
-            arrivals_there[microbatch] = sent + latency
+            arrivals_at_receiver[microbatch] = sent + latency
         starts.append(start)
         ends.append(clock)
 
 
-def _run_to_rest(stages: list[Iterator[None]], ends: list[list[float]]) -> None:
+def _run_until_idle(stages: list[Iterator[None]], ends: list[list[float]]) -> None:
     """Resumes stages until none can move; a stage that moved wakes its neighbours in the ring."""
     awake = deque(range(len(stages)))
     queued = [True] * len(stages)

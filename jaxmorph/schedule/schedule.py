@@ -1,4 +1,4 @@
-"""A schedule: which ops every stage runs, in which order; its rules, and how it is printed."""
+"""A schedule: which ops every stage runs in which order, the rules it keeps, and its text forms."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,15 +32,9 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order in which every stage runs its ops; nothing about when or over which route.
+    """The order in which every stage runs its ops, one row per stage; no times and no routes.
 
-    A row is a rank's: with V chunks, rank r of S runs V virtual stages of the pipeline, the one of
-    chunk c being virtual stage c * S + r. With one chunk, rank and stage are the same.
-
-    Args:
-        name: What the schedule is called: ``1f1b``, ``zb-h2``, ...
-        num_microbatches: Number of microbatches in a step.
-        orders: One row of ops per stage, in execution order.
+    With V chunks, a row belongs to a rank: chunk c of rank r of S ranks is virtual stage c * S + r.
     """
 
     name: str
@@ -49,10 +43,7 @@ class Schedule:
 
     @classmethod
     def from_rows(cls, name: str, rows: Sequence[str]) -> "Schedule":
-        """The schedule whose stages run the ops that ``rows`` spell, as in ``"F0 F1 B0 ..."``.
-
-        Returns:
-            The schedule, not validated; it has as many microbatches as the ops name.
+        """An unvalidated schedule from rows such as ``"F0 F1 B0 ..."``, one per stage.
 
         Raises:
             ValueError: A word is not an op.
@@ -63,46 +54,46 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages: of ranks, when a rank runs several virtual ones."""
+        """Number of rows: of ranks, where a rank runs several virtual stages."""
         return len(self.orders)
 
     @cached_property
     def num_chunks(self) -> int:
-        """Number of virtual stages a rank runs: as many as the ops name, at least one."""
+        """Number of virtual stages a rank runs, V."""
         return 1 + max((op.chunk for order in self.orders for op in order), default=0)
 
     @property
     def splits_backward(self) -> bool:
-        """Whether backwards run as B and W rather than as one BW."""
+        """Whether backwards run as B and W rather than as BW."""
         return any(op.kind is OpKind.B for order in self.orders for op in order)
 
     @property
     def warmup_forwards(self) -> tuple[int, ...]:
-        """How many forwards each stage runs before its first backward, those of all chunks."""
+        """How many forwards, of all chunks, each stage runs before its first backward."""
         return tuple(
             next((i for i, op in enumerate(order) if op.kind is not OpKind.F), len(order))
             for order in self.orders
         )
 
     def peak_live(self, live_until: LiveUntil = "B") -> tuple[int, ...]:
-        """Most (microbatch, chunk) pairs each stage holds at once, as ``ops.peak_live`` counts."""
+        """``ops.peak_live`` of every stage."""
         return tuple(peak_live(order, live_until) for order in self.orders)
 
     def validate(self) -> None:
         """Checks that every stage's row is complete and in order, and that no stage gets stuck.
 
         Raises:
-            ScheduleError: The first rule that is broken, with the grid and the op marked.
+            ScheduleError: The first broken rule; its grid marks the op.
         """
         self.validate_rows()
         ran = replay(self.orders, self.num_microbatches, num_chunks=self.num_chunks)
         self.require_complete(ran.ends)
 
     def validate_rows(self) -> None:
-        """Checks each stage's row by itself: see ``row_fault``.
+        """Checks each stage's row alone: see ``row_fault``.
 
         Raises:
-            ScheduleError: The first op that breaks a rule, marked in the grid.
+            ScheduleError: The first broken rule; its grid marks the op.
         """
         if not self.orders or self.num_microbatches < 1:
             raise ScheduleError(
@@ -111,7 +102,7 @@ class Schedule:
                 str(self),
             )
         num_ops = sum(map(len, self.orders))
-        if self.num_chunks > max(1, num_ops):  # tables are made for as many as there are
+        if self.num_chunks > max(1, num_ops):  # else 1000000000.F0 would need tables of that size
             raise ScheduleError(
                 f"got chunk {self.num_chunks - 1} in a schedule of {num_ops} ops, expected chunks "
                 "0, 1, ... that all have ops",
@@ -134,13 +125,10 @@ class Schedule:
                 raise ScheduleError(f"stage {stage}: {reason}", grid)
 
     def require_complete(self, ran: Sequence[Sequence[float]]) -> None:
-        """Checks that a replay ran every op.
-
-        Args:
-            ran: One entry per op that ran, for each stage.
+        """Checks that a replay ran every op; ``ran`` has one entry per op that ran on each stage.
 
         Raises:
-            ScheduleError: Stages wait for each other; the op each is stuck at is marked.
+            ScheduleError: Stages wait for each other; the grid marks the op where each is stuck.
         """
         stuck = {
             stage: len(done)
@@ -158,7 +146,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
-        """Reads a schedule back from its printed form, ``str(schedule)``.
+        """Reads a schedule back from ``str(schedule)``.
 
         Raises:
             ValueError: The text is not a printed schedule.
@@ -174,7 +162,7 @@ class Schedule:
         return cls(name, int(words[2]), orders)
 
     def to_json(self) -> dict[str, Any]:
-        """The schedule as a JSON object: ``name``, ``num_microbatches`` and ``orders`` as text."""
+        """A JSON object of ``name``, ``num_microbatches`` and ``orders``, with ops as text."""
         orders = [[str(op) for op in order] for order in self.orders]
         return {"name": self.name, "num_microbatches": self.num_microbatches, "orders": orders}
 
@@ -190,7 +178,7 @@ class Schedule:
 
 
 class RowFault(NamedTuple):
-    """The first op that breaks a rule (or the row's length, when one is missing), and why."""
+    """The position of the first op that breaks a rule (the row's length if one is missing)."""
 
     position: int
     reason: str
@@ -198,17 +186,17 @@ class RowFault(NamedTuple):
 
 
 def row_fault(order: Sequence[Op], num_microbatches: int, num_chunks: int = 1) -> RowFault | None:
-    """Finds the first op of a stage's row that breaks a rule.
+    """Finds the first op of a stage's row that breaks one of these rules.
 
-    The rules: every microbatch of every chunk has F, and either B and W or BW, each once; a
-    microbatch runs F of chunk 0, 1, ..., then B (or BW) of the chunks in reverse, and W after its
-    chunk's B; ops of one kind and chunk in microbatch order; a row splits all of its backwards or
-    none.
-
+    - Every microbatch of every chunk has one F, and either one B and one W or one BW.
+    - A microbatch runs F of chunks 0, 1, ..., then B (or BW) of the chunks in reverse; W follows
+      its chunk's B.
+    - Ops of one kind and chunk run in microbatch order.
+    - A row splits all of its backwards or none.
     """
     forward_kind, weight_kind, full_kind = OpKind.F, OpKind.W, OpKind.BW
-    # Ops of one kind and chunk run in microbatch order, so counts alone say what has run: here,
-    # how many microbatches have passed F of each chunk, then B of each chunk from the last one.
+    # As ops of one kind and chunk run in microbatch order, counts identify what has run:
+    # ``passed`` is how many microbatches have passed F of each chunk, then B from the last chunk.
     last_pass = 2 * num_chunks
     passed = [num_microbatches] + [0] * last_pass
     weights = [0] * num_chunks
@@ -261,7 +249,7 @@ def _why(order: Sequence[Op], position: int, num_microbatches: int, num_chunks: 
 
 
 def _needed(op: Op, num_chunks: int) -> list[Op]:
-    """What must stand before ``op`` in its row."""
+    """The ops that must come before ``op`` in its row."""
     if op.kind is OpKind.F:
         return [op._replace(chunk=op.chunk - 1)] if op.chunk else []
     if op.kind is OpKind.W:
@@ -273,20 +261,19 @@ def _needed(op: Op, num_chunks: int) -> list[Op]:
 def _missing(
     counts: Mapping[OpKind, Sequence[int]], num_ops: int, num_microbatches: int
 ) -> RowFault | None:
-    """The first op that a row without faults lacks, given how many ran of each kind and chunk."""
+    """The first missing op, given how many ran of each kind and chunk."""
     for kind, of_chunks in counts.items():
         for chunk, count in enumerate(of_chunks):
             if count < num_microbatches:
                 return RowFault(num_ops, f"{Op(kind, count, chunk)} is missing", "missing op")
-
     return None
 
 
 def format_grid(orders: Sequence[Sequence[Op]], marked: Mapping[int, int] | None = None) -> str:
-    """One line per stage, columns aligned, optionally with one op per stage marked as ``>F3<``.
+    """One line per stage with aligned columns.
 
     Args:
-        marked: The position to mark in each stage's row; one past the end marks what is missing.
+        marked: A position per stage to mark as ``>F3<``; one past the end marks a missing op.
     """
     marked = marked or {}
     rows = [_row(order, marked.get(stage)) for stage, order in enumerate(orders)]

@@ -1,4 +1,4 @@
-"""When every op of a schedule would run, given costs and links, jittering ones too."""
+"""Simulates when every op of a schedule runs, given costs and links, with or without jitter."""
 
 import math
 from collections import defaultdict, deque
@@ -30,28 +30,25 @@ def simulate(
     *,
     time_step_ms: float | None = None,
 ) -> Timeline:
-    """Runs a schedule on paper: each op starts as soon as its stage is free and its data is there.
+    """Starts each op as soon as its stage is free and its data has arrived.
 
-    Data is there when the op that produced it has ended, its message has got the link, and the
-    link's occupancy and latency have passed. The result is exact: only the longest path.
+    Data arrives when its producer has ended, its message has got the link, and the link's occupancy
+    and latency have passed. The result is exact: the longest path.
 
-    Source: PipeMorph, Algorithm 4, which advances a clock by a time step. With ``time_step_ms``
-    every op's duration, every latency and every occupancy is rounded up to whole steps, each by
-    itself, so that ops start at ticks of such a clock only: none ends earlier than in exact time,
-    and all at the same time if all are whole. The paper counts a message's latency from its op's
-    start; here it is from its end.
+    Source: PipeMorph, Algorithm 4, which advances a clock by a time step. With ``time_step_ms``,
+    every duration, latency and occupancy is rounded up to whole steps, so that no op ends earlier
+    than in exact time. The paper counts a message's latency from its op's start; here it counts
+    from the end, as data does not exist earlier.
 
     Args:
-        costs: Durations of the ops, milliseconds; an op of one of V chunks takes 1/V of them.
-        links: State of the links, milliseconds; with several chunks also of link 0-(S-1).
-        link_model: Whether a message occupies its link direction for its occupancy alone
-            (``latency``) or until it has arrived (``serialized``).
+        costs: An op of one of V chunks takes 1/V of these.
+        links: With several chunks, link 0-(S-1) counts too.
         time_step_ms: Step of a discrete clock, milliseconds; None for exact time.
 
     Raises:
         ScheduleError: The schedule breaks a rule, or its stages wait for each other for ever.
-        ValueError: Costs or links are of another number of stages, a time step is not above 0, or
-            there is no such link model.
+        ValueError: Costs or links of another number of stages, a time step that is not above 0, or
+            an unknown link model.
     """
     schedule.validate_rows()
     if costs.num_stages != schedule.num_stages:
@@ -61,13 +58,13 @@ def simulate(
     times = stage_times(costs, links, schedule.num_chunks)
     if time_step_ms is not None:
         times = [StageTimes(*(in_whole_steps(ms, time_step_ms) for ms in row)) for row in times]
-    ways = outgoing(links, schedule.num_stages, schedule.num_chunks)
+    delays = outgoing(links, schedule.num_stages, schedule.num_chunks)
     ran = replay(
         schedule.orders,
         schedule.num_microbatches,
         times,
         num_chunks=schedule.num_chunks,
-        queues=stage_queues(ways, link_model),
+        queues=stage_queues(delays, link_model),
     )
     schedule.require_complete(ran.ends)
     return Timeline(
@@ -78,11 +75,9 @@ def simulate(
 
 
 def stage_times(costs: StageCosts, links: Links, num_chunks: int = 1) -> list[StageTimes]:
-    """Each stage's durations, and how late what it sends up (F) and down (B) arrives.
+    """Each stage's times in milliseconds: durations of one chunk's ops, and delays of idle links.
 
-    Returns:
-        One record per stage, milliseconds: durations of one chunk's ops, and occupancy and latency
-        of an idle link. With one chunk, the ends of the chain send without delay.
+    With one chunk, the ends of the chain send nothing and have no delay.
     """
     rows = zip(
         costs.forward_ms,
@@ -96,19 +91,19 @@ def stage_times(costs: StageCosts, links: Links, num_chunks: int = 1) -> list[St
             forward_ms / num_chunks,
             backward_input_ms / num_chunks,
             backward_weight_ms / num_chunks,
-            ways.forward.delay_ms,
-            ways.backward.delay_ms,
+            delays.forward.total_ms,
+            delays.backward.total_ms,
         )
-        for forward_ms, backward_input_ms, backward_weight_ms, ways in rows
+        for forward_ms, backward_input_ms, backward_weight_ms, delays in rows
     ]
 
 
 _ROUNDING = 1e-9
-"""Relative: a value this close to a whole number of steps differs by floating point alone."""
+"""Relative: a value this close to a whole number of steps counts as whole."""
 
 
 def in_whole_steps(value_ms: float, step_ms: float) -> float:
-    """A time rounded up to whole steps; returned as it is where it already is a whole number.
+    """A time rounded up to whole steps, and unchanged if it is whole already.
 
     Raises:
         ValueError: The step is not finite and above 0.
@@ -124,8 +119,8 @@ def in_whole_steps(value_ms: float, step_ms: float) -> float:
 def links_in_whole_steps(links: Links, step_ms: float) -> Links:
     """Links whose latencies and occupancies are rounded up to whole steps."""
     return {
-        link: LinkDelay(*(in_whole_steps(getattr(state, f.name), step_ms) for f in fields(state)))
-        for link, state in links.items()
+        link: LinkDelay(*(in_whole_steps(getattr(delay, f.name), step_ms) for f in fields(delay)))
+        for link, delay in links.items()
     }
 
 
@@ -139,34 +134,31 @@ def jittered_makespans_ms(
 ) -> np.ndarray:
     """Makespans of steps in which each message's latency is drawn from max(0, Normal(c, sigma)).
 
-    Latencies are independent of each other. Those of one message, told by its link direction,
-    chunk and microbatch, are the same under every schedule, so that schedules compared with one
-    seed meet the same luck.
+    Draws are independent. A message (link direction, chunk and microbatch) draws the same values
+    under every schedule, so that schedules compared with one seed meet the same delays.
 
     Args:
-        links: State of the links, milliseconds: c, and occupancies, which do not jitter.
-        jitter_ms: sigma of each link between neighbours, for both directions, milliseconds. The
-            way around of chunks, link 0-(S-1), jitters only where it is one of these: on two
-            stages.
-        samples: Number of steps to draw.
+        links: Latencies are c; occupancies do not jitter.
+        jitter_ms: sigma of each link between neighbours, for both directions, milliseconds. Link
+            0-(S-1) of chunks does not jitter, unless it is one of these (on two stages).
 
     Returns:
-        Float64 ``[samples]``, milliseconds; without jitter, what ``simulate`` finds.
+        Float64 ``[samples]``, milliseconds; without jitter, the result of ``simulate``.
 
     Raises:
         ScheduleError: The schedule breaks a rule, or its stages wait for each other for ever.
-        ValueError: Costs, links or jitters are of another number of stages, or a jitter is
+        ValueError: Costs, links or jitters of another number of stages, or a jitter that is
             negative or not finite.
     """
     schedule.validate_rows()
     if costs.num_stages != schedule.num_stages:
         raise ValueError(f"got costs of {costs.num_stages} stages, expected {schedule.num_stages}")
     sigmas = _jitter_of_stages(jitter_ms, schedule.num_stages)
-    ways = outgoing(links, schedule.num_stages, schedule.num_chunks)
-    up, down = _messages(ways, sigmas, schedule.num_chunks, samples, seed)
+    delays = outgoing(links, schedule.num_stages, schedule.num_chunks)
+    up, down = _messages(delays, sigmas, schedule.num_chunks, samples, seed)
     times = stage_times(costs, links, schedule.num_chunks)
     clocks = np.zeros((schedule.num_stages, samples))
-    for stage, op in _in_order_of_data(schedule):
+    for stage, op in _in_dependency_order(schedule):
         virtual = op.chunk * schedule.num_stages + stage
         match op.kind:
             case OpKind.F:
@@ -174,18 +166,19 @@ def jittered_makespans_ms(
             case OpKind.W:
                 clocks[stage] += times[stage].backward_weight
             case _:
-                duration = _backward_ms(times[stage], op.kind)
+                duration = times[stage].backward_input
+                if op.kind is OpKind.BW:
+                    duration += times[stage].backward_weight
                 _run(clocks[stage], duration, down[virtual + 1], down[virtual])
     return clocks.max(axis=0)
 
 
 class _Messages:
-    """Messages from one virtual stage to the next, in all samples; they come in microbatch order.
+    """Messages from one virtual stage to the next, in microbatch order, in all samples.
 
     Args:
-        delays: Each message's time on its way, milliseconds, ``[samples]`` or the same in all.
-        occupancy_ms: How long each keeps its link direction.
-        free_at: Float64 ``[samples]``: when that direction is free, for all who send over it.
+        delays: Each message's delay, milliseconds, ``[samples]`` or the same in all.
+        free_at: Float64 ``[samples]``: when the link direction is free; shared by all its senders.
     """
 
     def __init__(
@@ -209,7 +202,7 @@ class _Messages:
 def _run(
     clock: np.ndarray, duration_ms: float, source: _Messages | None, target: _Messages | None
 ) -> None:
-    """Moves a stage's clock, in place, past one op that may need a message and may send one."""
+    """Moves a stage's clock, in place, past an op that may receive a message and may send one."""
     if source is not None:
         np.maximum(clock, source.receive(), out=clock)
     clock += duration_ms
@@ -217,13 +210,8 @@ def _run(
         target.send(clock)
 
 
-def _backward_ms(times: StageTimes, kind: OpKind) -> float:
-    full = kind is OpKind.BW
-    return times.backward_input + times.backward_weight if full else times.backward_input
-
-
-def _in_order_of_data(schedule: Schedule) -> list[tuple[int, Op]]:
-    """All ops with their stages, each after everything it needs."""
+def _in_dependency_order(schedule: Schedule) -> list[tuple[int, Op]]:
+    """All ops with their stages, each after all that it depends on."""
     ran = replay(schedule.orders, schedule.num_microbatches, num_chunks=schedule.num_chunks)
     schedule.require_complete(ran.ends)
     started = [
@@ -235,7 +223,7 @@ def _in_order_of_data(schedule: Schedule) -> list[tuple[int, Op]]:
 
 
 def _jitter_of_stages(jitter_ms: Sequence[float], num_stages: int) -> list[float]:
-    """The sigma from each stage to the next one, the last one's next being the first."""
+    """The sigma from each stage to the next one; the last one's next is the first."""
     if len(jitter_ms) != num_stages - 1:
         raise ValueError(
             f"jitter_ms: got {len(jitter_ms)} values, expected {num_stages - 1} (one per link)"
@@ -247,34 +235,34 @@ def _jitter_of_stages(jitter_ms: Sequence[float], num_stages: int) -> list[float
 
 
 def _messages(
-    ways: Sequence[OutgoingDelays],
+    delays: Sequence[OutgoingDelays],
     sigmas: Sequence[float],
     num_chunks: int,
     samples: int,
     seed: int,
 ) -> tuple[list[_Messages | None], list[_Messages | None]]:
     """The messages up to, and down from, each virtual stage; None at the ends of the pipeline."""
-    num_stages = len(ways)
+    num_stages = len(delays)
     free_at = defaultdict[tuple[int, int], np.ndarray](lambda: np.zeros(samples))
     up: list[_Messages | None] = [None]
     down: list[_Messages | None] = [None]
     for virtual in range(1, num_stages * num_chunks):
         below, here = (virtual - 1) % num_stages, virtual % num_stages
-        for messages, sender, receiver, way in (
-            (up, below, here, ways[below].forward),
-            (down, here, below, ways[here].backward),
+        for messages, sender, receiver, delay in (
+            (up, below, here, delays[below].forward),
+            (down, here, below, delays[here].backward),
         ):
             random = np.random.default_rng((seed, virtual, messages is up))
-            delays = _delays(way, sigmas[below], samples, random)
-            messages.append(_Messages(delays, way.occupancy_ms, free_at[sender, receiver]))
+            drawn = _drawn_delays(delay, sigmas[below], samples, random)
+            messages.append(_Messages(drawn, delay.occupancy_ms, free_at[sender, receiver]))
     return [*up, None], [*down, None]
 
 
-def _delays(
-    way: DirectionDelay, sigma: float, samples: int, random: np.random.Generator
+def _drawn_delays(
+    delay: DirectionDelay, sigma: float, samples: int, random: np.random.Generator
 ) -> Iterator[np.ndarray | float]:
     while True:
-        latency = way.latency_ms
+        latency = delay.latency_ms
         if sigma:
             latency = np.maximum(0.0, latency + sigma * random.standard_normal(samples))
-        yield way.occupancy_ms + latency
+        yield delay.occupancy_ms + latency

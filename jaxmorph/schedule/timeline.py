@@ -1,8 +1,9 @@
-"""When every op of a step ran: one type for simulated and for measured steps."""
+"""When every op of a step ran: one type for simulated and measured steps."""
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,10 +21,11 @@ class Span(NamedTuple):
 
 
 class TransferSpan(NamedTuple):
-    """One transfer as its stage saw it; times in milliseconds since the step's start.
+    """One transfer as recorded on a stage; times in milliseconds since the step's start.
 
-    A direct transfer holds the queues of both its stages, each from when it comes to it until it is
-    over. A delegated one holds none: it is its receiver's, from when it was sent until it landed.
+    A direct transfer holds the queues of both its stages, each from the moment its queue reaches
+    the transfer. A delegated one holds no queue and is recorded on its receiver, from send to
+    arrival.
     """
 
     stage: int
@@ -34,11 +36,7 @@ class TransferSpan(NamedTuple):
 
 
 class CopySpan(NamedTuple):
-    """One copy of a stash between a stage's device and host memory; times as those of ops.
-
-    Args:
-        kind: ``offload``, to host memory, or ``fetch``, back.
-    """
+    """One copy of a stash: ``offload`` to host memory or ``fetch`` back; times as those of ops."""
 
     stage: int
     kind: str
@@ -49,7 +47,7 @@ class CopySpan(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Its name in pictures, such as ``offload 3``, or ``fetch 1.3`` of another chunk."""
+        """Its name in pictures: ``offload 3``, or ``fetch 1.3`` for chunk 1."""
         chunk = f"{self.chunk}." if self.chunk else ""
         return f"{self.kind} {chunk}{self.microbatch}"
 
@@ -59,11 +57,9 @@ class Timeline:
     """When each op of one step started and ended; the step starts at 0.
 
     Args:
-        orders: Each stage's ops, in execution order.
-        start_ms: For each stage, float64 ``[num_ops]``, aligned with its order.
-        end_ms: For each stage, float64 ``[num_ops]``, aligned with its order.
-        transfers: When transfers ran, where they were measured or hold queues in the simulation.
-        copies: When stashes went to host memory and came back.
+        start_ms: For each stage, float64 ``[num_ops]``, aligned with ``orders``.
+        end_ms: As ``start_ms``.
+        transfers: Transfers that were measured, or that a simulation of queues has placed.
 
     Raises:
         ValueError: Times and orders differ in length.
@@ -86,12 +82,12 @@ class Timeline:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages."""
+        """S."""
         return len(self.orders)
 
     @property
     def makespan_ms(self) -> float:
-        """The step's length: when its last op ends."""
+        """When the last op ends."""
         return max((float(end.max()) for end in self.end_ms if len(end)), default=0.0)
 
     @property
@@ -104,12 +100,12 @@ class Timeline:
 
     @property
     def bubble_rate(self) -> float:
-        """Share of the stages' time in the step, from 0 to the makespan, spent idle."""
+        """The idle share of all stages' time, from 0 to the makespan."""
         available = self.num_stages * self.makespan_ms
         return 1.0 - sum(self.busy_ms) / available if available else 0.0
 
     def peak_live(self, live_until: LiveUntil = "B") -> tuple[int, ...]:
-        """Most (microbatch, chunk) pairs each stage holds at once, as ``ops.peak_live`` counts."""
+        """``ops.peak_live`` of every stage."""
         return tuple(peak_live(order, live_until) for order in self.orders)
 
     def spans(self) -> Iterator[Span]:
@@ -156,11 +152,9 @@ _Message = tuple[str, int, int, int, int]  # payload, chunk, microbatch, source,
 
 
 class TransferIndex:
-    """The transfers of a timeline, by the stage that took part and by what they carried.
+    """The transfers of a timeline by stage and by message.
 
-    Args:
-        timeline: A measured step, or one simulated with its transfers. Labels are those of lowered
-            programs, such as ``1.activation[3] 0>1`` for what F of chunk 1 made of microbatch 3.
+    Labels are those of lowered programs: ``1.activation[3] 0>1`` is the output of chunk 1's F3.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -175,18 +169,14 @@ class TransferIndex:
                 self._carrying[span.stage, message] = span
 
     def during(self, stage: int, start_ms: float, end_ms: float) -> list[TransferSpan]:
-        """The stage's transfers that run at some time between the two."""
+        """The stage's transfers that overlap an interval."""
         spans = self._of_stage[stage]
         return [span for span in spans if span.start_ms < end_ms and span.end_ms > start_ms]
 
     def ends_of(
         self, kind: OpKind, chunk: int, microbatch: int, source: int, destination: int
     ) -> tuple[TransferSpan | None, TransferSpan | None]:
-        """The sender's and the receiver's part in the transfer of one op's output.
-
-        Returns:
-            Both spans; None for an end that was not recorded.
-        """
+        """The sender's and the receiver's span of one op's output; None if not recorded."""
         payload = "activation" if kind is OpKind.F else "gradient"
         message = (payload, chunk, microbatch, source, destination)
         sending, receiving = (self._carrying.get((at, message)) for at in (source, destination))
@@ -196,28 +186,16 @@ class TransferIndex:
 def peak_on_device(timeline: Timeline, live_until: LiveUntil = "B") -> tuple[int, ...]:
     """Most (microbatch, chunk) pairs whose stash each stage's device holds at once.
 
-    A stash takes its place when its F starts, and gives it back when its B, or its W, has ended. In
-    between it is away from the end of its offload until its fetch starts: while it is copied it
-    counts.
-
-    Args:
-        live_until: The op that ends a microbatch's stash, as in ``ops.peak_live``.
-
-    Returns:
-        One count per stage; without copies ``Timeline.peak_live``.
+    A stash counts from the start of its F to the end of its B (or W), except between the end of its
+    offload and the start of its fetch. Without copies this is ``Timeline.peak_live``.
     """
-    peaks = []
-    for stage in range(timeline.num_stages):
-        held = peak = 0
-        for _, by in sorted(_changes(timeline, stage, live_until)):
-            held += by
-            peak = max(peak, held)
-        peaks.append(peak)
-    return tuple(peaks)
+    # At one instant, what leaves (-1) sorts before what comes (1).
+    changes = (sorted(_changes(timeline, at, live_until)) for at in range(timeline.num_stages))
+    return tuple(max(accumulate((by for _, by in row), initial=0)) for row in changes)
 
 
 def _changes(timeline: Timeline, stage: int, live_until: LiveUntil) -> Iterator[tuple[float, int]]:
-    """When a stash comes to the device (1) or leaves it (-1), which at one time comes first."""
+    """When a stash comes to the device (1) or leaves it (-1)."""
     rows = timeline.orders[stage], timeline.start_ms[stage], timeline.end_ms[stage]
     for op, start_ms, end_ms in zip(*rows, strict=True):
         if op.kind is OpKind.F:

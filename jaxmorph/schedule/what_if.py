@@ -1,4 +1,4 @@
-"""What would be if a link were faster or a stage slower: changes to a problem, as text."""
+"""Changes to a planning problem, given as text: a link's latency or a stage's speed."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -11,16 +11,12 @@ from jaxmorph.schedule.problem import Problem
 
 _LINK = re.compile(r"link=(\d+)(?:-(\d+))?:(\S+)ms", re.ASCII)
 _STAGE = re.compile(r"stage=(\d+):(\S+)x", re.ASCII)
-_MOST = 1e12  # milliseconds or times: what is far longer is no finite number of picoseconds
+_MOST = 1e12  # milliseconds, or a factor; far larger ones overflow when counted in picoseconds
 
 
 @dataclass(frozen=True)
 class LinkChange:
-    """A link with another latency, in both directions, and its jitter gone.
-
-    Args:
-        latency_ms: Its latency, milliseconds.
-    """
+    """Gives a link another latency in both directions, and no jitter."""
 
     link: Link
     latency_ms: float
@@ -31,11 +27,7 @@ class LinkChange:
 
 @dataclass(frozen=True)
 class StageChange:
-    """A stage whose ops take another time.
-
-    Args:
-        factor: How many times as long its ops take.
-    """
+    """Multiplies the durations of a stage's ops."""
 
     stage: int
     factor: float
@@ -48,10 +40,7 @@ Change = LinkChange | StageChange
 
 
 def parse_change(text: str) -> Change:
-    """Reads a change such as ``link=2:0ms``, ``link=2-3:0ms`` or ``stage=1:0.5x``.
-
-    Args:
-        text: The change; ``link=2`` is the link from stage 2 to the next one.
+    """Reads a change such as ``link=2:0ms`` (link 2-3), ``link=0-3:0ms`` or ``stage=1:0.5x``.
 
     Raises:
         UserError: The text is no such change.
@@ -65,8 +54,8 @@ def parse_change(text: str) -> Change:
     raise _not_a_change(text)
 
 
-def changed(problem: Problem, changes: Iterable[Change]) -> Problem:
-    """The problem with changes made, to the links simulated and to those planned for.
+def apply_changes(problem: Problem, changes: Iterable[Change]) -> Problem:
+    """The problem with the changes, both to the simulated and to the planned links.
 
     Raises:
         UserError: A link or a stage that the problem does not have.
@@ -96,12 +85,12 @@ def _with_link(problem: Problem, change: LinkChange) -> Problem:
 
 
 def _with_latency(links: Mapping[Link, LinkDelay], change: LinkChange) -> dict[Link, LinkDelay]:
-    state = replace(
+    delay = replace(
         links[change.link],
         forward_latency_ms=change.latency_ms,
         backward_latency_ms=change.latency_ms,
     )
-    return {**links, change.link: state}
+    return {**links, change.link: delay}
 
 
 def _with_stage(problem: Problem, change: StageChange) -> Problem:

@@ -33,7 +33,7 @@ def of_link(trace: DelayTrace, link: Link) -> list[DelayChange]:
 
 
 @pytest.mark.parametrize("regime", REDRAWN_S)
-def test_delays_of_figure_18_are_normal_never_negative_and_drawn_anew_in_time(regime):
+def test_regime_delays_match_figure_18(regime):
     trace = draw_regime(regime, LINKS, duration_s=400.0, seed=5)
     least_s, most_s = REDRAWN_S[regime]
     for link in LINKS:
@@ -50,7 +50,7 @@ def test_delays_of_figure_18_are_normal_never_negative_and_drawn_anew_in_time(re
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-def test_a_seed_draws_the_same_delays_and_another_one_others(regime):
+def test_delays_depend_on_seed_and_link_only(regime):
     trace = draw_regime(regime, LINKS, 30.0, seed=1)
     assert trace == draw_regime(regime, LINKS, 30.0, seed=1)
     assert trace.changes != draw_regime(regime, LINKS, 30.0, seed=2).changes
@@ -61,12 +61,12 @@ def test_a_seed_draws_the_same_delays_and_another_one_others(regime):
 
 
 @pytest.mark.parametrize("duration_s", [math.nan, math.inf, -1.0])
-def test_a_duration_that_is_no_span_of_time_is_refused(duration_s):
+def test_an_invalid_duration_is_refused(duration_s):
     with pytest.raises(ValueError, match=r"^duration_s: got \S+, expected a finite number"):
         draw_regime("A", LINKS, duration_s, seed=1)
 
 
-def test_the_parameters_of_bursty_delays_make_the_published_statistics():
+def test_bursty_parameters_give_the_published_statistics():
     normal = NormalDist()
 
     def share_below(delay_ms: float) -> float:
@@ -82,7 +82,7 @@ def test_the_parameters_of_bursty_delays_make_the_published_statistics():
     assert share_below(79.3) == pytest.approx(0.99, abs=0.0002)
 
 
-def test_bursty_delays_have_the_published_statistics_and_come_in_bursts():
+def test_bursty_delays_come_in_bursts():
     trace = draw_regime("bursty", LINKS, duration_s=15_000.0, seed=3)
     delays_ms = np.array([change.latency_ms for change in trace.changes])
     assert np.median(delays_ms) == pytest.approx(13.0, rel=0.03)
@@ -93,13 +93,13 @@ def test_bursty_delays_have_the_published_statistics_and_come_in_bursts():
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-def test_a_trace_is_the_same_through_its_table(regime, tmp_path):
+def test_a_trace_round_trips_through_its_table(regime, tmp_path):
     trace = draw_regime(regime, LINKS, 20.0, seed=4)
     (tmp_path / "trace.csv").write_text(trace.to_csv())
     assert read_link_trace(tmp_path / "trace.csv") == trace.conditions()
 
 
-def test_events_are_within_their_ranges_and_one_after_another():
+def test_events_keep_their_ranges_and_gaps():
     ranges = EventRanges((3, 9), (4, 6), (1, 2), (25, 50))
     events = [
         event for seed in range(40) for event in _spaced(draw_events(LINKS, 200, seed, ranges), 3)
@@ -121,7 +121,7 @@ def _spaced(events: tuple[DelayEvent, ...], least_gap: int) -> tuple[DelayEvent,
     return events
 
 
-def test_events_follow_from_their_seed():
+def test_events_depend_on_the_seed_only():
     assert draw_events(LINKS, 1200, seed=1) == draw_events(LINKS, 1200, seed=1)
     assert draw_events(LINKS, 1200, seed=1) != draw_events(LINKS, 1200, seed=2)
     assert draw_events(LINKS, 30, seed=1) == ()
@@ -147,7 +147,7 @@ def test_events_are_emulated_in_their_steps(tmp_path):
     assert read_link_trace(tmp_path / "events.csv") == trace.conditions()
 
 
-def test_table_3_has_nine_events_of_70_steps_on_17_links():
+def test_table_3_has_nine_events_on_17_links():
     slow = [each for each in read_link_trace(TABLE_3) if each.latency_ms]
     spans = {(each.from_step, each.to_step) for each in slow}
     assert len(spans) == 9

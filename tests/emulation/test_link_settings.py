@@ -27,7 +27,7 @@ def load(*overrides):
     return load_config("x.yaml", overrides)
 
 
-def test_links_of_the_file_and_of_its_trace_are_emulated_together():
+def test_listed_links_and_a_trace_combine():
     Path("trace.csv").write_text(f"{HEADER}5,1-2,7,,,\n")
     config = load(
         "emulation.links=[{between: [2, 3], latency_ms: 30, to_step: 4, source: 3}]",
@@ -40,7 +40,7 @@ def test_links_of_the_file_and_of_its_trace_are_emulated_together():
     assert emulated_conditions(load()) == ()
 
 
-def test_a_trace_of_a_regime_is_emulated_on_all_links_between_neighbours():
+def test_a_regime_applies_to_all_neighbour_links():
     found = emulated_conditions(load("emulation.trace={regime: B, seed: 2, duration_s: 5}"))
     drawn = draw_regime("B", pipeline_links(4), 5.0, seed=2)
     assert found == tuple(drawn.conditions())
@@ -53,14 +53,14 @@ def test_a_trace_of_a_regime_is_emulated_on_all_links_between_neighbours():
         ("5,1-3,7,,,", "trace.csv: got link 1-3, expected one of 0-1, 1-2, 2-3, 0-3"),
     ],
 )
-def test_a_wrong_trace_is_told_under_its_key(rows, says):
+def test_a_bad_trace_is_reported_under_its_key(rows, says):
     Path("trace.csv").write_text(f"{HEADER}{rows}\n")
     with pytest.raises(UserError) as caught:
         emulated_conditions(load("emulation.trace=trace.csv"))
     assert str(caught.value) == f"emulation.trace: {says}"
 
 
-def test_the_data_plane_is_told_what_the_file_says_and_finds_out_the_rest():
+def test_transport_settings_follow_the_configuration():
     where = {"one_loopback": True, "coordinator_host": "127.0.0.1"}
     assert transport_settings(load(), **where) == TransportSettings()
     chosen = "transport={addresses: [10.0.0.1], lanes: 3, chunk_bytes: 8192, checksum: false}"
@@ -69,7 +69,7 @@ def test_the_data_plane_is_told_what_the_file_says_and_finds_out_the_rest():
     )
 
 
-def test_ranks_that_are_started_again_meet_no_cut():
+def test_cuts_end_with_a_restart():
     links = "[{between: [1, 2], latency_ms: 9}, {between: [2, 3], cut: true, from_step: 5}]"
     config = load(f"emulation.links={links}")
     slow, cut = emulated_conditions(config)
@@ -92,7 +92,7 @@ def test_steps_times_and_delays_are_scaled(tmp_path):
     )
 
 
-def test_each_draw_of_a_regime_has_the_next_seed():
+def test_each_draw_takes_the_next_seed():
     trace = LinkTrace(regime="A", seed=5, duration_s=2.0)
     links = pipeline_links(3)
     for draw in (0, 2):
@@ -100,7 +100,7 @@ def test_each_draw_of_a_regime_has_the_next_seed():
         assert trace_conditions(trace, 3, KEY, draw) == tuple(drawn)
 
 
-def test_steps_may_be_counted_from_another_one():
+def test_steps_can_be_shifted():
     conditions = (
         LinkCondition((0, 1), 30.0, from_step=0, to_step=4),
         LinkCondition((0, 1), 20.0, from_step=4),
@@ -113,7 +113,7 @@ def test_steps_may_be_counted_from_another_one():
     )
 
 
-def test_more_changes_than_can_be_told_are_refused(monkeypatch):
+def test_too_many_changes_are_refused(monkeypatch):
     monkeypatch.setattr(link_trace, "MOST_CHANGES", 50)
     assert trace_conditions(LinkTrace(regime="A", duration_s=2.0), 3, KEY)
     with pytest.raises(UserError, match=r"^emulation\.trace: got \d+ changes of link"):

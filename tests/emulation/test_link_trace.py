@@ -23,7 +23,7 @@ def read(tmp_path, rows, header=HEADER):
     return read_link_trace(path)
 
 
-def test_a_row_holds_until_the_next_of_the_same_link(tmp_path):
+def test_a_row_holds_until_the_links_next_row(tmp_path):
     found = read(tmp_path, "0,2-3,30,100,2,0\n5,1-2,7,,,\n\n10,2-3,,,,1\n12.5,2-3,0,,,false\n")
     assert found == [
         LinkCondition((2, 3), 30.0, 100.0, 2.0, from_s=0.0, to_s=10.0),
@@ -45,7 +45,7 @@ def test_an_empty_table_emulates_nothing(tmp_path):
     assert read(tmp_path, "") == []
 
 
-def test_rows_may_go_by_step_and_name_several_links(tmp_path):
+def test_rows_by_step_may_name_several_links(tmp_path):
     rows = "15,2-3 0-1,30\n\n# healed\n85, 2-3 ,\n90,3>2,7\n"
     found = read(tmp_path, rows, header="# of an event\nstep,links,latency_ms\n")
     assert found == [
@@ -59,7 +59,7 @@ def test_rows_may_go_by_step_and_name_several_links(tmp_path):
     assert late_s == pytest.approx([1.0, 1.03, 1.03, 1.0])
 
 
-def test_columns_after_the_first_two_stand_in_any_order(tmp_path):
+def test_optional_columns_may_have_any_order(tmp_path):
     (found,) = read(tmp_path, "2.5,0 - 1,1,40\n", header="time_s,between,cut,latency_ms\n")
     assert found == LinkCondition((0, 1), 40.0, cut=True, from_s=2.5)
 
@@ -112,7 +112,7 @@ ERRORS = [  # the table, then line, column, what was got and what was expected
 
 
 @pytest.mark.parametrize(("header", "rows", "line", "column", "got", "expected"), ERRORS)
-def test_a_wrong_line_is_told_in_one_line(tmp_path, header, rows, line, column, got, expected):
+def test_a_bad_line_is_reported_in_one_line(tmp_path, header, rows, line, column, got, expected):
     with pytest.raises(UserError) as caught:
         read(tmp_path, rows, header)
     says = f"{tmp_path / 'trace.csv'}: line {line}: {column}: got '{got}', expected {expected}"
@@ -120,7 +120,7 @@ def test_a_wrong_line_is_told_in_one_line(tmp_path, header, rows, line, column, 
     assert str(caught.value).isprintable()
 
 
-def test_no_table_at_all_is_told_in_one_line(tmp_path):
+def test_a_missing_table_is_reported_in_one_line(tmp_path):
     with pytest.raises(UserError, match=r"line 1: header: got '', expected time_s or step, links"):
         read(tmp_path, "", header="# nothing\n")
     with pytest.raises(UserError, match=r"nope.csv: No such file or directory, expected a table"):

@@ -1,4 +1,4 @@
-"""Every order that a stage could run its ops in, and the shortest step of all schedules."""
+"""All orders in which a stage can run its ops, and the shortest step of all schedules."""
 
 from functools import cache
 from itertools import product
@@ -29,7 +29,7 @@ def every_row(microbatches: int) -> list[tuple[Op, ...]]:
 
 
 def shortest_ms(costs: StageCosts, links: Links, microbatches: int, limits: Limits) -> float:
-    """The shortest step of all schedules there are."""
+    """The shortest step of all schedules."""
     allowed = [
         [row for row in every_row(microbatches) if memory.peak(row) <= memory.room]
         for memory in limits.stage_memory(costs.num_stages, microbatches)

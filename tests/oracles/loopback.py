@@ -1,4 +1,4 @@
-"""A data plane in memory: all ranks in one process, and a thread instead of sidecars."""
+"""A data plane in memory: all ranks in one process, with a thread instead of sidecars."""
 
 import math
 import select
@@ -28,7 +28,7 @@ _NEVER = math.inf
 
 
 class LoopbackNetwork:
-    """Joins the planes that it makes."""
+    """Connects the planes that it makes."""
 
     def __init__(self) -> None:
         self._planes: dict[int, LoopbackPlane] = {}
@@ -54,11 +54,10 @@ class LoopbackNetwork:
         return made
 
     def ring(self) -> None:
-        """There may be something to move."""
         self._doorbell.ring()
 
     def leave(self, plane: "LoopbackPlane") -> None:
-        """A rank is gone: nothing of its memory is used any more, and its peers are told."""
+        """Removes a rank: its memory is no longer used, and its peers are notified."""
         with self._lock:
             if self._planes.get(plane.rank) is plane:
                 del self._planes[plane.rank]
@@ -73,7 +72,7 @@ class LoopbackNetwork:
             mover.join()
 
     def paused(self) -> threading.Lock:
-        """While it's held, nothing moves."""
+        """A lock that stops all messages while it is held."""
         return self._lock
 
     def _move(self) -> None:
@@ -115,11 +114,11 @@ class LoopbackPlane(DataPlane):
         self._closed = False
 
     def knows(self, peer: "LoopbackPlane") -> bool:
-        """Whether each of the two was told of the other, with the same secret."""
+        """Whether each of the two knows the other, with the same secret."""
         return peer.rank in self.peers and self.rank in peer.peers and self.secret == peer.secret
 
     def lose(self, rank: int, reason: str) -> None:
-        """A peer is gone."""
+        """Reports that a peer is gone."""
         ends = [end for end in self._ends() if end.peer == rank]
         if not ends or rank in self._gone:
             return
@@ -172,17 +171,17 @@ class LoopbackPlane(DataPlane):
 
 
 class _Stream:
-    """One channel: what its emulated link holds, and in which order it arrives."""
+    """One channel: the messages on its emulated link, in order."""
 
     def __init__(self, plane: LoopbackPlane, source: OutgoingEnd, target: IncomingEnd) -> None:
         self._plane, self._source, self._target = plane, source, target
         self._seen = source.slots.consumed
         self._unready: list[int] = []
-        self._late: set[int] = set()  # of those, which were announced before they were complete
+        self._late: set[int] = set()  # those of them that were announced before they were complete
         self._departures: dict[int, float] = {}
 
     def move(self, now_s: float) -> float:
-        """Deliver what may be delivered; returns when to look again."""
+        """Delivers the messages that are due; returns when to look again."""
         source, target = self._source.slots, self._target.slots
         new = distance(source.produced, self._seen)
         self._unready += [add(self._seen, step) for step in range(new)]
@@ -198,7 +197,7 @@ class _Stream:
         return min(next_s, now_s + _ASK_AGAIN_S) if self._unready else next_s
 
     def _departs(self, sequence: int, now_s: float) -> bool:
-        """Whether it is known when the message may be delivered."""
+        """Whether the message's delivery time is known."""
         name, slots = self._source.name, self._source.slots
         if not slots.is_complete(sequence):
             self._late.add(sequence)

@@ -1,4 +1,4 @@
-"""The best schedule there is, by search: what the planners are measured against. Needs OR-tools.
+"""The optimal schedule, by search, as a reference for the planners. Needs OR-tools.
 
 An integer program for CP-SAT: a stage runs one op at a time, F and B wait for what their neighbour
 sends, and what microbatches hold fits the stage. Ops of one kind run in microbatch order, which
@@ -37,13 +37,7 @@ _KINDS = (OpKind.F, OpKind.B, OpKind.W)
 
 @dataclass(frozen=True)
 class Optimum:
-    """What the search found, and what it proved.
-
-    Args:
-        makespan_ms: Its makespan, milliseconds.
-        lower_bound_ms: A makespan that no schedule can beat, milliseconds.
-        proven: Whether no schedule beats the one found.
-    """
+    """The best schedule found, a proven lower bound, and whether the two meet."""
 
     schedule: Schedule
     makespan_ms: float
@@ -63,23 +57,16 @@ def optimal_schedule(
     random_seed: int = 0,
     trust_lower_bound: bool = True,
 ) -> Optimum:
-    """The schedule with the shortest makespan, or the best one found in the time there is.
+    """The shortest schedule of one chunk with split backwards, or the best found in time.
 
-    Of the schedules with one chunk that split the backward into B and W. Times are rounded to whole
-    nanoseconds; what is proven is proven for those.
+    Times are rounded to whole nanoseconds; the proof holds for those.
 
     Args:
-        costs: Durations of the ops, milliseconds.
-        links: Latencies between neighbouring stages, milliseconds.
-        time_limit_s: When to stop the search, seconds.
-        hint: A split schedule within the caps to start from, which the answer is never worse than;
+        hint: A split schedule within the caps to start from, which the result is never worse than;
             the ``paper`` plan when None.
-        random_seed: The solver's seed. A proven makespan depends on neither, its schedule may.
-        trust_lower_bound: Whether the search may build on ``bound.lower_bound_ms``; otherwise it
-            proves everything by itself, which takes longer.
-
-    Returns:
-        The best schedule, and what is proven of it.
+        random_seed: A proven makespan does not depend on it, though its schedule may.
+        trust_lower_bound: Whether the search may use ``bound.lower_bound_ms``. Otherwise it proves
+            everything by itself, which takes longer.
 
     Raises:
         UserError: OR-tools is not installed, or a cap that the hint or any schedule breaks.
@@ -103,7 +90,7 @@ def optimal_schedule(
 
 
 class _WholeProblem(NamedTuple):
-    """What is to be scheduled; times are whole numbers of ``unit_ms``."""
+    """A problem whose times are whole numbers of ``unit_ms``."""
 
     unit_ms: float
     costs: StageCosts
@@ -112,15 +99,12 @@ class _WholeProblem(NamedTuple):
     num_microbatches: int
 
     def duration(self, stage: int, kind: OpKind) -> int:
-        """Duration of an op."""
         return int(self.costs.duration_ms(stage, kind))
 
     def makespan(self, schedule: Schedule) -> int:
-        """How long a schedule takes."""
         return int(simulate(schedule, self.costs, self.links).makespan_ms)
 
     def lower_bound(self) -> int:
-        """A makespan that no schedule can beat."""
         bound = lower_bound_ms(self.costs, self.num_microbatches, self.links, self.limits)
         return math.ceil(bound * (1 - _ROUNDING))
 
@@ -128,12 +112,7 @@ class _WholeProblem(NamedTuple):
 def _in_whole_units(
     costs: StageCosts, links: Links, limits: Limits, num_microbatches: int
 ) -> _WholeProblem:
-    """The problem in the largest unit of which every time, in whole nanoseconds, is a multiple.
-
-    Args:
-        costs: Durations of the ops, milliseconds.
-        links: Latencies between neighbouring stages, milliseconds.
-    """
+    """The problem in the greatest common divisor of its times in whole nanoseconds."""
     link_values = [value for link in links.values() for value in asdict(link).values()]
     cost_values = [value for row in asdict(costs).values() for value in row]
     unit = math.gcd(*map(_nanoseconds, (*cost_values, *link_values))) or 1
@@ -203,16 +182,7 @@ _Starts = dict[tuple[int, OpKind], "list[IntVar]"]
 def _build_program(
     model: "CpModel", problem: _WholeProblem, hint: Schedule, lower_bound: int
 ) -> _Starts:
-    """Fills a model: the ops' starts, what constrains them, and the makespan to minimise.
-
-    Args:
-        problem: What is to be scheduled.
-        hint: A schedule within the caps, to start from; the solution is no longer.
-        lower_bound: A makespan that no schedule can beat, in the problem's unit.
-
-    Returns:
-        The variables.
-    """
+    """Adds the ops' starts, their constraints, and the makespan to minimise; returns the starts."""
     horizon = problem.makespan(hint)
     starts = _add_stages(model, problem, horizon)
     _add_transfers(model, problem, starts, horizon)

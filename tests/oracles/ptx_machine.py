@@ -44,7 +44,7 @@ class Memory:
         for base, region in self.regions.items():
             if base <= address and address + size <= base + len(region):
                 return region, address - base
-        raise AssertionError(f"{size} bytes at {address:#x} are nobody's")
+        raise AssertionError(f"{size} bytes at {address:#x} are in no region")
 
 
 @dataclass(eq=False)

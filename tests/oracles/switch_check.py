@@ -1,14 +1,13 @@
-"""Proof by replay that a step is completed wherever the direct path of one of its links fails.
+"""Proves by replay that a step completes at whichever transfer a link's direct path fails.
 
-Up to a transfer of the link all is as `check` has it. That one fails, leaving each end with what it
-may have; what the destination's count doesn't cover is sent again, and it and all that follows on
-the link goes through slots, while both ends keep their places in the queues' order.
+Up to that transfer the replay is that of `check`. Then the transfer fails; the source sends again
+what the destination's count doesn't cover; and this and all later messages of the link go through
+slots, while both ends keep their positions in the order of their queues.
 
-An order that completes while the link's transfers are rendezvous completes with one slot as well:
-of the instructions that are not done, take the first in the common order in which the rendezvous
-were. If it is a send, all that its channel carried before has been received, so a slot is free; if
-it is a receive, its send comes before it. Either way it can run. The replay is the test of that,
-and of the counts.
+An order that completes with rendezvous also completes with one slot: consider the first unfinished
+instruction in the common order of the rendezvous. If it is a send, all earlier messages of its
+channel have been received, so a slot is free; if it is a receive, its send comes before it. So it
+can run. The replay tests that, and the counts.
 """
 
 from collections import Counter, deque
@@ -31,7 +30,7 @@ from jaxmorph.records import Link
 
 @dataclass
 class _Replay:
-    """Where all ranks stand, and what is under way."""
+    """The positions of all ranks, and the messages under way."""
 
     programs: Sequence[RankProgram]
     link: Link
@@ -46,26 +45,26 @@ class _Replay:
         self.positions = [0] * len(self.programs)
 
     def head(self, rank: int) -> Instruction | None:
-        """What a rank is at."""
+        """The rank's next instruction."""
         steps = self.programs[rank].instructions
         return steps[self.positions[rank]] if self.positions[rank] < len(steps) else None
 
     def run(self) -> None:
-        """Go on as far as that is possible without the link's next transfer, until it has switched.
+        """Runs as far as possible without the link's next transfer, until the link has switched.
 
-        However the ranks take turns they come to the same places.
+        The ranks reach the same positions however they take turns.
         """
         moved = True
         while moved:
             moved = sum(map(self._advance, range(len(self.programs)))) > 0
 
     def due(self) -> Transfer | None:
-        """The link's next transfer, if both its ends are at it."""
+        """The link's next transfer, if both its ends have reached it."""
         one, other = (_direct_transfer(self.head(rank), self.link) for rank in self.link)
         return one if one == other else None
 
     def meet(self, transfer: Transfer) -> None:
-        """Do the link's next transfer, as long as its path is whole."""
+        """Completes the link's next transfer over a healthy path."""
         for rank in self.link:
             self.positions[rank] += 1
         channel = channel_of(transfer)
@@ -73,10 +72,9 @@ class _Replay:
         self.taken.setdefault(channel, []).append(transfer)
 
     def fail(self, transfer: Transfer, *, has_come: bool) -> None:
-        """Have the link's next transfer fail, and the link switch.
+        """Fails the link's next transfer and switches the link.
 
-        The source has kept the output. Whether it had done its part or not, begun or not, it goes
-        on from there when the counts are known; what matters is what the destination has.
+        The source has kept the output, so only what the destination has received matters.
         """
         channel = channel_of(transfer)
         self.has_switched = True
@@ -130,19 +128,18 @@ class _Replay:
 
 
 def check_switch(programs: Sequence[RankProgram], link: Link, slots: int = 1) -> int:
-    """Replay a step for every transfer of a link that may fail, which has come or hasn't.
+    """Replays a step for every direct transfer of a link that may fail, received or not.
 
     Args:
-        programs: One program per rank, in rank order, which `check` has passed.
-        link: The one whose direct path fails.
-        slots: How many messages of a channel may be under way once it has.
+        programs: One per rank, in rank order, which pass `check`.
+        slots: How many messages of a channel may be under way after the switch.
 
     Returns:
-        How many failures were replayed; 0 where the link isn't direct.
+        The number of failures replayed; 0 if the link isn't direct.
 
     Raises:
-        ProgramError: If after one of them the ranks wait for each other for ever, or a message is
-            lost, taken twice or out of order.
+        ProgramError: After a failure, the ranks deadlock or a message is lost, received twice or
+            out of order.
     """
     whole, replayed = _Replay(programs, link, slots), 0
     while True:
@@ -162,14 +159,13 @@ def check_switch(programs: Sequence[RankProgram], link: Link, slots: int = 1) ->
 
 
 def check_every_switch(programs: Sequence[RankProgram], slots: int = 1) -> int:
-    """The same for every link, each failing alone."""
+    """As `check_switch`, for every link alone."""
     ranks = range(len(programs))
     links = [Link(low, high) for low, high in product(ranks, ranks) if low < high]
     return sum(check_switch(programs, link, slots) for link in links)
 
 
 def _copy(replay: _Replay) -> _Replay:
-    """The same, to go on by itself."""
     copied = _Replay(replay.programs, replay.link, replay.slots)
     copied.positions = list(replay.positions)
     copied.in_slots = {channel: deque(waiting) for channel, waiting in replay.in_slots.items()}
@@ -179,7 +175,7 @@ def _copy(replay: _Replay) -> _Replay:
 
 
 def _direct_transfer(step: Instruction | None, link: Link) -> Transfer | None:
-    """The link's transfer that a rank is at, if it is at one."""
+    """The instruction's transfer, if it is a direct one of the link."""
     if not isinstance(step, Send | Receive) or step.route != "direct":
         return None
     return step.transfer if step.transfer.link == link else None
@@ -190,7 +186,7 @@ def _peer(transfer: Transfer, rank: int) -> int:
 
 
 def _require_complete(replay: _Replay, after: str) -> None:
-    """Whether all ranks are done, and every message was taken once and in order."""
+    """Checks that all ranks are done and every message was received once and in order."""
     stuck = [rank for rank in range(len(replay.programs)) if replay.head(rank) is not None]
     if stuck:
         waiting = ", ".join(f"rank {rank} waits at {replay.head(rank)}" for rank in stuck)

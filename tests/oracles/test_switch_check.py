@@ -1,4 +1,4 @@
-"""A step must be completed wherever the direct path of one of its links fails."""
+"""A step completes wherever the direct path of one of its links fails."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ def direct_sends(programs):
     slow_ms=st.sampled_from([0.0, 25.0]),
     delegated=st.sets(st.integers(0, 2)),
 )
-def test_every_schedule_is_completed_wherever_a_link_fails(
+def test_every_schedule_survives_a_link_failure(
     name, stages, rounds, num_tied, slow_ms, delegated
 ):
     routes = {Link(low, low + 1): "delegated" for low in delegated if low + 1 < stages}
@@ -50,18 +50,18 @@ def test_every_schedule_is_completed_wherever_a_link_fails(
     assert replayed == 2 * len(direct_sends(programs))
 
 
-def test_a_delegated_link_has_no_direct_path_to_fail():
+def test_a_delegated_link_has_no_switch():
     programs = lowered("zb-h1", 2, 4, {Link(0, 1): "delegated"})
     assert check_switch(programs, Link(0, 1)) == 0
 
 
-def test_without_a_slot_nothing_goes_on():
+def test_without_a_slot_the_switch_deadlocks():
     programs = lowered("1f1b", 2, 2)
     with pytest.raises(ProgramError, match=r"link 0-1 failed at .* waits at send"):
         check_switch(programs, Link(0, 1), slots=0)
 
 
-def test_a_message_that_nobody_takes_is_found():
+def test_a_lost_message_is_found():
     programs = lowered("1f1b", 2, 2)
     lost = Transfer.parse("gradient[1] 1>0")
     first = replace(
@@ -76,8 +76,8 @@ def test_a_message_that_nobody_takes_is_found():
         check_switch((first, programs[1]), Link(0, 1))
 
 
-def test_messages_that_are_taken_in_another_order_are_found():
-    """As direct transfers they are refused at once; in slots they stand in each other's way."""
+def test_messages_out_of_order_are_found():
+    """As direct transfers they are refused at once; in slots they block each other."""
     one, two, three = (Transfer.parse(f"activation[{number}] 0>1") for number in range(3))
     first = RankProgram(0, 2, 3, (Send(one), Send(two), Send(three)))
     second = RankProgram(1, 2, 3, (Receive(one), Receive(three), Receive(two)))

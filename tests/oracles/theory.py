@@ -14,16 +14,10 @@ from jaxmorph.schedule.timeline import Timeline
 def evenly_slack_schedule(num_stages: int, num_microbatches: int, slackness: int) -> Schedule:
     """The zero-bubble schedule whose slackness is the same between all stages, to the last F.
 
-    A stage runs its warm-up forwards, then B and F in turn, and B and W once it has no F left.
-    With equal ops and healthy links it is as fast as can be, whatever the slackness.
+    Stage i runs 1 + slackness * (S - 1 - i) forwards (at most N), then B and F in turn, and B and W
+    once it has no F left. It is optimal for equal ops and healthy links.
 
     Source: PipeMorph's Figure 4 (slackness 2), and the schedules that its Figure 8 compares.
-
-    Args:
-        slackness: Warm-up forwards that a stage runs more than the next one.
-
-    Returns:
-        The schedule; stage i warms up with 1 + slackness * (S - 1 - i) forwards, at most N.
     """
 
     def row(stage: int) -> Iterator[Op]:
@@ -41,46 +35,23 @@ def evenly_slack_schedule(num_stages: int, num_microbatches: int, slackness: int
 
 
 def over_one_slow_link(schedule: Schedule, op_ms: float, stage: int, latency_ms: float) -> Timeline:
-    """The step when all ops take as long and one link is slow in both directions.
-
-    Args:
-        op_ms: Duration of every F, B and W.
-
-    Returns:
-        The simulated step.
-    """
+    """The step with equal ops and one link that is slow in both directions."""
     costs = StageCosts.uniform(schedule.num_stages, op_ms, op_ms, op_ms)
-    state = LinkDelay(latency_ms, latency_ms)
-    return simulate(schedule, costs, {Link(stage, stage + 1): state})
+    delay = LinkDelay(latency_ms, latency_ms)
+    return simulate(schedule, costs, {Link(stage, stage + 1): delay})
 
 
 def tolerated_by_equal_ops_ms(slackness: int, op_ms: float) -> float:
-    """The latency up to which a link delays the step by no more than itself.
-
-    Source: Theorem 1.
-
-    Args:
-        slackness: Between the link's two stages.
-
-    Returns:
-        Milliseconds.
-    """
+    """The latency up to which a link delays the step by no more than itself (Theorem 1)."""
     return (slackness - 1) * op_ms
 
 
 def delayed_round_trips(num_microbatches: int, warmup_forwards: int, slackness: int) -> int:
-    """How many round trips over a link follow one after the other when it is slower than absorbed.
+    """How many round trips over a link follow one another when its slackness is exceeded.
 
     A B that comes back over the link lets its stage send one more F, and the B of
     ``slackness + 1`` microbatches later waits for that. One such chain runs through all forwards
-    after the warm-up, about N / (slackness + 1) round trips.
-
-    Args:
-        warmup_forwards: Of the link's lower stage.
-        slackness: Between the link's two stages.
-
-    Returns:
-        The number of round trips.
+    after the warm-up of the link's lower stage, about N / (slackness + 1) round trips.
     """
     return 1 + math.ceil((num_microbatches - warmup_forwards) / (slackness + 1))
 
@@ -90,19 +61,13 @@ def expected_delay_ms(
 ) -> float:
     """What a slow link costs an evenly slack schedule: its latency once, or on every round trip.
 
-    Source: Theorem 1, exact: it prints growth in proportion to ``N c / (slackness - 1)``, where
-    its proof has groups of ``slackness + 1`` microbatches, each late by ``2 c``.
-
-    Args:
-        latency_ms: The link's latency each way.
-
-    Returns:
-        Milliseconds more than with healthy links.
+    Source: Theorem 1, made exact. It prints growth in proportion to ``N c / (slackness - 1)``,
+    while its proof has groups of ``slackness + 1`` microbatches, each late by ``2 c``.
     """
     warmup = schedule.warmup_forwards[stage]
     trips = delayed_round_trips(schedule.num_microbatches, warmup, slackness)
     tolerated_ms = tolerated_by_equal_ops_ms(slackness, op_ms)
-    # The link's stages end that much before the last one, which without slack is as late as they.
+    # The link's stages end so much earlier than the last one; without slack they end together.
     hidden_ms = (schedule.num_stages - 2 - stage) * op_ms if slackness > 1 else 0.0
     accumulated_ms = tolerated_ms + 2 * trips * (latency_ms - tolerated_ms) - hidden_ms
     return max(latency_ms, accumulated_ms)

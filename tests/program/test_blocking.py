@@ -49,7 +49,7 @@ def _step(word, rank, route):
 
 
 def picture(timeline):
-    """Every op and every transfer's hold, rank by rank; `~` for one that is only on its way."""
+    """Every op and transfer, rank by rank; `~` marks a transfer that holds no queue."""
     rows = []
     for rank in range(timeline.num_stages):
         spans = [(s.start_ms, s.end_ms, f"{s.op}:") for s in timeline.spans() if s.stage == rank]
@@ -68,7 +68,7 @@ def lowered(schedule, costs, links=NO_LATENCY, route: Route = "direct", num_tied
     return lower(schedule, simulate(schedule, costs, links), routes, num_tied=num_tied)
 
 
-def test_a_sender_waits_for_a_receiver_that_comes_late_and_both_for_the_latency():
+def test_a_sender_waits_for_a_late_receiver():
     ranks = programs(
         "F0 >F0 F1 >F1 <B0 B0 <B1 B1",
         "<F0 F0 B0 <F1 >B0 F1 B1 >B1",
@@ -85,7 +85,7 @@ def test_a_sender_waits_for_a_receiver_that_comes_late_and_both_for_the_latency(
 HEAD_OF_LINE = ("F0 >F0 F1 >F1", "<F0 F0 >F0 <F1 F1", "<F0 F0")
 
 
-def test_what_is_ready_waits_behind_a_slow_transfer_of_something_else():
+def test_a_slow_direct_transfer_blocks_ready_ops():
     slow = chain_links([0, 30])
     timeline = simulate_blocking(programs(*HEAD_OF_LINE), StageCosts.uniform(3, 10, 10, 10), slow)
     assert picture(timeline) == [
@@ -95,7 +95,7 @@ def test_what_is_ready_waits_behind_a_slow_transfer_of_something_else():
     ]
 
 
-def test_nothing_waits_behind_a_delegated_transfer():
+def test_a_delegated_transfer_blocks_nothing():
     ranks = programs(*HEAD_OF_LINE, route="delegated")
     timeline = simulate_blocking(ranks, StageCosts.uniform(3, 10, 10, 10), chain_links([0, 30]))
     assert picture(timeline) == [
@@ -158,7 +158,7 @@ def test_single_ops_and_messages_can_take_other_times(route, first, last):
     assert picture(timeline) == [first, last]
 
 
-def test_tied_gradients_are_exchanged_after_the_last_op_and_outside_the_makespan():
+def test_the_makespan_excludes_tied_gradients():
     schedule = Schedule.from_rows("hand", ["F0 B0 W0", "F0 B0 W0"])
     links = chain_links([4])
     timeline = simulate_blocking(lowered(schedule, UNIFORM, links, num_tied=1), UNIFORM, links)
@@ -201,7 +201,7 @@ def test_delegated_links_give_the_schedules_own_simulation(seed):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_direct_links_run_every_schedule_to_its_end_and_no_op_sooner(seed):
+def test_direct_links_start_no_op_earlier(seed):
     costs, links, num_microbatches = _problem(seed)
     for schedule in _schedules(costs, links, num_microbatches):
         overlapping = simulate(schedule, costs, links)
@@ -215,7 +215,7 @@ def test_direct_links_run_every_schedule_to_its_end_and_no_op_sooner(seed):
     ("name", "healthy_ms", "slow_ms"),
     [("gpipe", 450, 1170), ("1f1b", 450, 1140), ("zb-h1", 390, 1100), ("zb-h2", 390, 1100)],
 )
-def test_equal_stages_lose_nothing_to_healthy_direct_links_and_every_latency_of_slow_ones(
+def test_healthy_direct_links_cost_nothing(
     name, healthy_ms, slow_ms
 ):
     # 24 messages of 30 ms cross the slow link, one after another: 720 ms, part of them in bubbles.
@@ -227,7 +227,7 @@ def test_equal_stages_lose_nothing_to_healthy_direct_links_and_every_latency_of_
     assert simulate_blocking(ranks, costs, chain_links([0, 30, 0])).makespan_ms == slow_ms
 
 
-def test_ranks_that_come_to_their_transfers_in_another_order_wait_for_ever():
+def test_transfers_in_another_order_deadlock():
     ranks = programs("F0 >F0 F1 >F1", "<F1 F1 <F0 F0")
     with pytest.raises(ProgramError) as caught:
         simulate_blocking(ranks, UNIFORM)
@@ -242,7 +242,7 @@ def test_costs_of_another_number_of_stages_are_refused():
         simulate_blocking(programs("F0", "F0"), StageCosts.uniform(3, 1, 1, 1))
 
 
-def test_copies_run_beside_ops_in_order_and_what_needs_one_waits_for_it():
+def test_copies_overlap_ops_until_one_needs_them():
     schedule = Schedule.from_rows("hand", ["F0 F1 F2 BW0 BW1 BW2"])
     costs = StageCosts.uniform(1, 10, 5, 5)
     (program,) = lower(schedule, simulate(schedule, costs))
@@ -255,7 +255,7 @@ def test_copies_run_beside_ops_in_order_and_what_needs_one_waits_for_it():
     )
 
 
-def test_copies_of_one_direction_share_its_bandwidth_and_a_fetch_waits_for_a_place():
+def test_a_fetch_waits_for_a_place():
     row = "F0 F1 F2 F3 B0 F4 B1 B2 B3 B4 W0 W1 W2 W3 W4"
     schedule, costs = Schedule.from_rows("hand", [row]), StageCosts.uniform(1, 10, 10, 10)
     (program,) = lower(schedule, simulate(schedule, costs))

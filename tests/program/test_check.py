@@ -1,4 +1,4 @@
-"""The checker finds each way in which ranks' programs can fail to fit together."""
+"""The checker finds every kind of mismatch between ranks' programs."""
 
 from dataclasses import replace
 
@@ -95,7 +95,7 @@ def late_weight_gradient_of_a_chunk():
     return [only]
 
 
-def message_that_nobody_takes():
+def lost_message():
     steps = (run("F0"), Send(ACTIVATION_0, "delegated"), free("output", 0), free("stash", 0))
     return [RankProgram(0, 2, 0, steps), RankProgram(1, 2, 0, ())]
 
@@ -140,7 +140,7 @@ AROUND_0 = Transfer(Payload.ACTIVATION, 1, 0, 0)
             lambda: [without(programs()[0], free("output", 1)), programs()[1]],
             r"rank 0 never frees output\[1\]",
         ),
-        (message_that_nobody_takes, r"nobody receives activation\[0\] 0>1"),
+        (lost_message, r"no rank receives activation\[0\] 0>1"),
         (unsent_message, r"deadlock: .*rank 1 waits at receive activation"),
         (
             lambda: on_last(

@@ -16,7 +16,7 @@ from jaxmorph.schedule.ops import Op
         ("W4", 1, "None"),
     ],
 )
-def test_an_op_makes_the_neighbours_same_op_ready(op, rank, expected):
+def test_an_op_sends_to_the_neighbours_same_op(op, rank, expected):
     assert str(output_transfer(Op.parse(op), rank, Pipeline(3))) == expected
 
 
@@ -33,7 +33,7 @@ def test_an_op_makes_the_neighbours_same_op_ready(op, rank, expected):
         ("B4", 0, "None"),
     ],
 )
-def test_with_chunks_the_last_rank_goes_on_with_the_first_ones_next_chunk(op, rank, expected):
+def test_the_last_rank_sends_to_the_next_chunk(op, rank, expected):
     assert str(output_transfer(Op.parse(op), rank, Pipeline(3, num_chunks=2))) == expected
 
 
@@ -41,7 +41,7 @@ def test_with_chunks_the_last_rank_goes_on_with_the_first_ones_next_chunk(op, ra
     ("op", "rank", "rank_before", "op_before"),
     [("F4", 1, 0, "F4"), ("1.F4", 0, 2, "F4"), ("1.B4", 1, 2, "1.B4"), ("BW4", 2, 0, "1.BW4")],
 )
-def test_what_an_op_waits_for_is_what_feeds_it(op, rank, rank_before, op_before):
+def test_the_feeder_sends_what_an_op_reads(op, rank, rank_before, op_before):
     pipeline = Pipeline(3, num_chunks=2)
     assert feeder(Op.parse(op), rank, pipeline) == (rank_before, Op.parse(op_before))
     message = output_transfer(Op.parse(op_before), rank_before, pipeline)
@@ -50,7 +50,7 @@ def test_what_an_op_waits_for_is_what_feeds_it(op, rank, rank_before, op_before)
 
 
 @pytest.mark.parametrize(("op", "rank"), [("F4", 0), ("1.B4", 2), ("W4", 1)])
-def test_the_ends_of_the_pipeline_wait_for_nobody(op, rank):
+def test_the_ends_of_the_pipeline_have_no_feeder(op, rank):
     assert feeder(Op.parse(op), rank, Pipeline(3, num_chunks=2)) is None
 
 
@@ -67,7 +67,7 @@ def test_the_ends_of_the_pipeline_wait_for_nobody(op, rank):
         ("BW1", 1, "stash output-gradient", "input-gradient"),
     ],
 )
-def test_an_op_reads_and_writes_what_its_place_in_the_pipeline_gives_it(op, rank, read, written):
+def test_buffers_depend_on_the_place_in_the_pipeline(op, rank, read, written):
     run = Run(Op.parse(op))
 
     def buffers(names):
@@ -86,7 +86,7 @@ def test_an_op_reads_and_writes_what_its_place_in_the_pipeline_gives_it(op, rank
         ("BW2", "stash[2] output-gradient[2]", ""),
     ],
 )
-def test_on_one_rank_a_result_is_the_next_chunks_input_already(op, read, written):
+def test_one_rank_passes_results_between_chunks(op, read, written):
     run, alone = Run(Op.parse(op)), Pipeline(1, num_chunks=2)
     assert set(map(str, reads(run, 0, alone))) == set(read.split())
     assert set(map(str, writes(run, 0, alone))) == set(written.split())

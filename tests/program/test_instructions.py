@@ -33,7 +33,7 @@ def test_a_transfer_is_read_back_from_its_text(text):
 @pytest.mark.parametrize(
     "text", ["", "activation 0>1", "weights[0] 0>1", "activation[x] 0>1", "x.tied[0] 0>1"]
 )
-def test_what_is_no_transfer_is_refused_with_the_form_expected(text):
+def test_a_bad_transfer_text_is_refused(text):
     with pytest.raises(ValueError, match=r"expected a transfer such as 'activation\[3\] 0>1'"):
         Transfer.parse(text)
 
@@ -55,13 +55,13 @@ def test_both_directions_of_a_link_are_one_link():
         ("tied[0] 3>0", 0),
     ],
 )
-def test_what_goes_around_the_ranks_is_for_the_next_chunk(text, chunk):
+def test_a_wrapped_transfer_is_for_the_next_chunk(text, chunk):
     transfer = Transfer.parse(text)
     assert transfer.destination_chunk == chunk
     assert transfer.goes_around == (chunk != transfer.chunk)
 
 
-def test_a_buffer_names_its_chunk_as_an_op_does():
+def test_a_buffer_text_names_its_chunk():
     assert str(Buffer(BufferKind.STASH, 3)) == "stash[3]"
     assert str(Buffer(BufferKind.STASH, 3, 1)) == "1.stash[3]"
 
@@ -75,7 +75,7 @@ def test_a_buffer_names_its_chunk_as_an_op_does():
         (1, 2, "0.0 0.1"),
     ],
 )
-def test_the_chain_goes_around_the_ranks_once_for_each_chunk(num_ranks, num_chunks, chain):
+def test_the_pipeline_visits_ranks_once_per_chunk(num_ranks, num_chunks, chain):
     pipeline = Pipeline(num_ranks, num_chunks)
     places = [Place(*map(int, word.split("."))) for word in chain.split()]
     assert list(map(pipeline.after, places)) == [*places[1:], None]

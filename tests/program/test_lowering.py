@@ -54,19 +54,19 @@ def lowered(schedule, costs=UNIFORM, links=None, routes=None, num_tied=0):
     return lower(schedule, planned, routes, num_tied=num_tied)
 
 
-def test_direct_transfers_stand_in_one_order_on_both_ends():
+def test_both_ends_order_direct_transfers_alike():
     first, last = lowered(TWO_STAGES)
     assert picture(first) == "F0 >F0 F1 >F1 <B0 B0 W0 <B1 B1 W1 update"
     assert picture(last) == "<F0 F0 <F1 B0 >B0 W0 F1 B1 >B1 W1 update"
 
 
-def test_a_delegated_receive_waits_until_right_before_its_op():
+def test_a_delegated_receive_precedes_its_op():
     first, last = lowered(TWO_STAGES, routes={Link(0, 1): "delegated"})
     assert picture(first) == "F0 >F0 F1 >F1 <B0 B0 W0 <B1 B1 W1 update"
     assert picture(last) == "<F0 F0 B0 >B0 W0 <F1 F1 B1 >B1 W1 update"
 
 
-def test_the_first_and_last_stage_exchange_tied_gradients_before_the_update():
+def test_tied_gradients_are_exchanged_before_the_update():
     three = plan(StageCosts.uniform(3, 1, 1, 1), {}, Limits(), 1, "zb-h1").schedule
     first, middle, last = lowered(three, StageCosts.uniform(3, 1, 1, 1), num_tied=2)
     assert picture(first).endswith(
@@ -96,7 +96,7 @@ def test_chunks_on_two_ranks_go_around_them():
     )
 
 
-def test_delegated_chunks_wait_until_right_before_their_ops():
+def test_delegated_receives_of_chunks_precede_their_ops():
     routes = {Link(0, 1): "delegated"}
     first, last = lowered(interleaved(2, 2, 2), routes=routes)
     assert picture(first) == (
@@ -109,13 +109,13 @@ def test_delegated_chunks_wait_until_right_before_their_ops():
     )
 
 
-def test_chunks_on_one_rank_hand_over_without_a_transfer():
+def test_one_rank_with_chunks_has_no_transfers():
     (only,) = lowered(interleaved(1, 2, 2), StageCosts.uniform(1, 1, 1, 1), num_tied=1)
     assert picture(only) == "F0 1.F0 1.BW0 F1 BW0 1.F1 1.BW1 BW1 reduce-tied-0 update"
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 6, 7])
-def test_around_the_ranks_too_links_that_share_a_rank_have_different_turns(num_ranks):
+def test_links_that_share_a_rank_take_turns(num_ranks):
     schedule = interleaved(num_ranks, 2 * num_ranks, 3)
     planned = simulate(schedule, StageCosts.uniform(num_ranks, 3, 3, 0))
     busy = Counter(
@@ -129,8 +129,8 @@ def test_around_the_ranks_too_links_that_share_a_rank_have_different_turns(num_r
 
 
 @pytest.mark.parametrize(("late_ms", "before_the_op"), [(2.0, True), (8.0, False)])
-def test_a_transfer_goes_to_the_receivers_nearer_boundary(late_ms, before_the_op):
-    """The receiver starts an op shortly before the sender is ready: which of them waits?"""
+def test_a_transfer_moves_to_the_nearer_op_boundary(late_ms, before_the_op):
+    """The receiver starts an op shortly before the sender is ready."""
     schedule = Schedule.from_rows("hand", ["F0 F1 BW0 BW1", "F0 BW0 F1 BW1"])
     planned = simulate(schedule, UNIFORM)
     shifted = replace(  # the sender's F1 ends `late_ms` after the receiver's BW0 began, at 20
@@ -169,7 +169,7 @@ def assert_runs_to_completion(schedule, costs, links, routes):
 
 
 @given(st.data())
-def test_every_schedule_lowers_to_programs_that_run_to_completion(data):
+def test_every_lowered_schedule_completes(data):
     num_stages = data.draw(st.integers(1, 6))
     costs, links, routes = data.draw(problems(num_stages))
     name = data.draw(st.sampled_from([*FIXED_SCHEDULES, *PLANNED_SCHEDULES, "interleaved"]))
@@ -187,7 +187,7 @@ def test_every_schedule_lowers_to_programs_that_run_to_completion(data):
 
 @st.composite
 def any_schedules(draw):
-    """Rows in an order that nobody would plan: whatever can run next, by chance."""
+    """Rows in random order: any op that can run next."""
     num_ranks, num_chunks = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     num_microbatches = draw(st.integers(1, 4))
     random = draw(st.randoms(use_true_random=False))
@@ -213,11 +213,11 @@ def any_schedules(draw):
         op = waiting[chosen].popleft()
         rows[chosen[0]].append(op)
         ran.add((chosen[0], op))
-    return Schedule("by chance", num_microbatches, tuple(map(tuple, rows)))
+    return Schedule("random", num_microbatches, tuple(map(tuple, rows)))
 
 
 @given(any_schedules(), st.data())
-def test_any_schedule_on_any_mix_of_routes_runs_to_completion(schedule, data):
+def test_any_mix_of_routes_completes(schedule, data):
     costs, links, routes = data.draw(problems(schedule.num_stages))
     programs = assert_runs_to_completion(schedule, costs, links, routes)
     timeline = simulate_blocking(programs, costs, links)
@@ -230,7 +230,7 @@ def test_any_schedule_on_any_mix_of_routes_runs_to_completion(schedule, data):
 
 
 @given(any_schedules(), st.data())
-def test_nothing_stands_between_an_op_and_its_delegated_message(schedule, data):
+def test_a_delegated_send_follows_its_op_directly(schedule, data):
     costs, links, routes = data.draw(problems(schedule.num_stages))
     for program in lower(schedule, simulate(schedule, costs, links), routes):
         steps = [step for step in program.instructions if not isinstance(step, Free)]
@@ -241,7 +241,7 @@ def test_nothing_stands_between_an_op_and_its_delegated_message(schedule, data):
                 assert made == step.transfer
 
 
-def test_messages_that_are_needed_in_another_order_are_received_as_they_were_sent():
+def test_a_channel_is_received_in_sending_order():
     schedule = Schedule.from_rows(
         "hand",
         [
@@ -263,7 +263,7 @@ def test_messages_that_are_needed_in_another_order_are_received_as_they_were_sen
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 5, 8])
-def test_ranks_in_step_lose_nothing_to_direct_transfers_around_them(num_stages, num_chunks):
+def test_ranks_in_step_lose_no_time(num_stages, num_chunks):
     """F and BW take as long as each other, so that ops end together; else one end has to wait."""
     costs = StageCosts.uniform(num_stages, 12, 6, 6)
     schedule = interleaved(num_stages, 2 * num_stages, num_chunks)
@@ -290,7 +290,7 @@ def forwards(schedule, route: Route = "direct", first_microbatch=0):
     return [forward_only(program, first_microbatch) for program in programs]
 
 
-def test_only_forwards_and_their_transfers_are_left_in_the_steps_order():
+def test_forward_only_keeps_forwards_and_transfers():
     first, last = forwards(TWO_STAGES)
     assert [str(step) for step in first.instructions] == [
         "run F0", "free stash[0]", "send activation[0] 0>1", "free output[0]",
@@ -302,7 +302,7 @@ def test_only_forwards_and_their_transfers_are_left_in_the_steps_order():
     ]  # fmt: skip
 
 
-def test_messages_can_be_told_from_those_of_the_step():
+def test_forward_only_can_renumber_microbatches():
     renumbered, _ = forwards(TWO_STAGES, first_microbatch=6)
     assert list(renumbered.ops()) == [Op(OpKind.F, 6), Op(OpKind.F, 7)]
     sent = [str(s.transfer) for s in renumbered.instructions if isinstance(s, Send)]
@@ -311,7 +311,7 @@ def test_messages_can_be_told_from_those_of_the_step():
 
 @pytest.mark.parametrize("route", ["direct", "delegated"])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedules_forwards_run_to_completion_each_once(name, route):
+def test_forward_only_programs_complete(name, route):
     schedule = SCHEDULES[name]
     programs = forwards(schedule, route, 100)
     check(programs)
@@ -348,7 +348,7 @@ def equal(num_stages):
         (8, 32, 4, 1457.5, 1090),
     ],
 )
-def test_a_ring_out_of_step_is_brought_in_step(
+def test_lower_in_step_shortens_a_ring(
     num_stages, num_microbatches, num_chunks, early_ms, in_step_ms
 ):
     schedule = interleaved(num_stages, num_microbatches, num_chunks)
@@ -361,7 +361,7 @@ def test_a_ring_out_of_step_is_brought_in_step(
     assert tuple(tuple(program.ops()) for program in chosen) == schedule.orders
 
 
-def test_with_one_chunk_and_on_one_rank_nothing_is_delayed():
+def test_lower_in_step_keeps_single_chunks():
     for schedule in (one_forward_one_backward(4, 8), interleaved(1, 4, 3)):
         own = equal(schedule.num_stages)
         early = lower(schedule, simulate(schedule, own), num_tied=1)

@@ -93,11 +93,11 @@ def test_what_fits_stays_as_it_is():
         (1, {}, "F0 >0 ~0 F1 >1 ~1 F2 >2 ~2 F3 >3 <0:3 B0 F4 >4 <1:4 B1 <2 B2 <3 B3 <4 B4"),
     ],
 )
-def test_what_is_needed_last_goes_and_whatever_needs_its_place_waits(room, how, expected):
+def test_stashes_needed_last_are_offloaded(room, how, expected):
     assert offloaded(WARM_UP, room, **how) == f"{expected} W0 W1 W2 W3 W4"
 
 
-def test_a_spare_place_lets_a_copy_run_beside_an_op():
+def test_a_spare_place_overlaps_a_copy_with_ops():
     row = "F0 F1 F2 F3 BW0 BW1 BW2 BW3"
     assert offloaded(row, room=2) == "F0 F1 >1 ~1 F2 >2 ~2 F3 BW0 <1 BW1 <2 BW2 BW3"
     assert offloaded(row, room=2, spare=1) == (
@@ -105,24 +105,24 @@ def test_a_spare_place_lets_a_copy_run_beside_an_op():
     )
 
 
-def test_a_stash_comes_back_as_many_ops_before_its_b_as_it_may_and_there_is_room():
+def test_a_stash_returns_ahead_of_its_b():
     row = "F0 F1 F2 B0 W0 B1 W1 B2 W2"
     assert offloaded(row, room=2, ahead=0) == "F0 F1 >1 ~1 F2 B0 W0 <1 B1 W1 B2 W2"
     assert offloaded(row, room=2, ahead=1) == "F0 F1 >1 ~1 F2 B0 <1 W0 B1 W1 B2 W2"
     assert offloaded(row, room=2, ahead=9) == "F0 F1 >1 ~1 F2 B0 <1 W0 B1 W1 B2 W2"
 
 
-def test_what_b_leaves_for_w_stays_and_takes_its_room():
+def test_weight_stashes_stay_on_the_device():
     row = "F0 F1 F2 B0 B1 W0 B2 W1 W2"
     assert offloaded(row, room=2, backward=1) == "F0 F1 >1 ~1 F2 >2 <1:2 B0 B1 W0 <2 B2 W1 W2"
 
 
-def test_of_two_chunks_each_stash_takes_half_a_place():
+def test_each_of_two_chunks_takes_half_a_place():
     row = "F0 1.F0 F1 1.F1 1.BW0 BW0 1.BW1 BW1"
     assert offloaded(row, room=1) == ("F0 >0 1.F0 ~0 F1 >1 ~1 1.F1 1.BW0 <0 BW0 <1 1.BW1 BW1")
 
 
-def test_without_room_for_what_cannot_go_the_stage_and_its_need_are_named():
+def test_too_little_room_is_refused_with_the_need():
     program = program_of("F0 F1 B0 B1 W0 W1")
     with pytest.raises(UserError, match=r"^offload: stage 0: got room for 1, expected at least 2,"):
         offload(program, StageMemory(1, 1, 1))
@@ -130,13 +130,13 @@ def test_without_room_for_what_cannot_go_the_stage_and_its_need_are_named():
         offload(program, StageMemory(30, 20, 49))
 
 
-def test_given_stashes_go_whether_there_is_room_or_not():
+def test_given_stashes_are_offloaded_in_any_case():
     program = program_of("F0 F1 B0 W0 B1 W1")
     (longest,) = waiting_longest(program, 1)
     assert picture(offload_these(program, {longest})) == "F0 F1 >1 B0 <1 W0 B1 W1"
 
 
-def test_a_fetch_stands_behind_what_frees_its_place_and_an_offload_right_behind_its_f():
+def test_a_fetch_follows_the_free_of_its_place():
     program = offload(program_of("F0 F1 F2 BW0 BW1 BW2"), StageMemory(1, 0, 2))
     steps = list(program.instructions)
     at = steps.index(Fetch(Buffer(BufferKind.STASH, 1)))
@@ -150,7 +150,7 @@ def without(program: RankProgram, *kinds) -> RankProgram:
     return replace(program, instructions=kept)
 
 
-def test_a_b_whose_stash_is_in_host_memory_is_refused():
+def test_a_b_without_its_stash_is_refused():
     placed = offload(program_of("F0 F1 F2 BW0 BW1 BW2"), StageMemory(1, 0, 2))
     with pytest.raises(ProgramError, match=r"run BW1 while stash\[1\] is in host memory"):
         check([without(placed, Fetch)])
@@ -160,12 +160,12 @@ def test_a_b_whose_stash_is_in_host_memory_is_refused():
         check([without(placed, Offload, Fetch)])
 
 
-def test_a_program_that_only_quick_copies_would_keep_within_its_room_is_refused():
+def test_a_program_that_relies_on_fast_copies_is_refused():
     memory = StageMemory(1, 0, 2)
     placed = offload(program_of("F0 F1 F2 BW0 BW1 BW2"), memory)
     assert max(most_held(placed, memory)) == 2
     hasty = without(placed, AwaitRoom)
-    check([hasty])  # nobody waits for anything that isn't there
+    check([hasty])  # without a limit of memory it is valid
     with pytest.raises(ProgramError, match=r"rank 0: run F2 may make its device hold 3, .* 2$"):
         check([hasty], [memory])
 
@@ -191,7 +191,7 @@ def rows(draw, most=5, splits=True):
 def fits_with(ops: list[Op], memory: StageMemory, away: tuple[int, ...]) -> bool:
     """Whether there is room at every op with some stashes away whenever they can be."""
     at = {op: i for i, op in enumerate(ops)}
-    lives = {
+    uses = {
         op.microbatch: (at[Op(OpKind.F, op.microbatch)], i)
         for op, i in at.items()
         if op.kind in (OpKind.B, OpKind.BW)
@@ -200,10 +200,10 @@ def fits_with(ops: list[Op], memory: StageMemory, away: tuple[int, ...]) -> bool
     for i in range(len(ops)):
         held = sum(
             memory.forward_holds
-            for m, (made, used) in lives.items()
+            for m, (made, used) in uses.items()
             if i in (made, used) or (made < i < used and m not in away)
         )
-        held += sum(memory.backward_holds for m, (_, b) in lives.items() if b < i <= ends.get(m, b))
+        held += sum(memory.backward_holds for m, (_, b) in uses.items() if b < i <= ends.get(m, b))
         if ops[i].kind is OpKind.B:
             held += memory.needed - memory.forward_holds
         if held > memory.room:
@@ -220,7 +220,7 @@ def fewest_by_brute_force(ops: list[Op], memory: StageMemory) -> int | None:
 
 
 @given(rows(), st.integers(1, 4), st.integers(1, 3), st.integers(0, 3), st.booleans())
-def test_no_other_choice_of_stashes_is_smaller(row, room, forward, backward, early):
+def test_offload_moves_the_fewest_stashes(row, room, forward, backward, early):
     program = program_of(row)
     memory = StageMemory(forward, backward, room * max(forward, backward))
     fewest = fewest_by_brute_force(list(program.ops()), memory)
@@ -242,7 +242,7 @@ def test_no_other_choice_of_stashes_is_smaller(row, room, forward, backward, ear
     st.tuples(st.integers(0, 2), st.integers(0, 9), st.booleans()),
     st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(0, 30)),
 )
-def test_whatever_copies_take_no_device_holds_more_than_fits(name, stages, n, room, how, times):
+def test_no_device_overflows_however_slow_copies_are(name, stages, n, room, how, times):
     out_ms, in_ms, link_ms = map(float, times)
     costs, links = StageCosts.uniform(stages, 10, 9, 6), chain_links([link_ms] * (stages - 1))
     schedule = plan(costs, links, Limits(), n, name).schedule

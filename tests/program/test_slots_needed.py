@@ -137,7 +137,7 @@ def lowered(draw):
 
 
 @given(lowered(), st.randoms(use_true_random=False))
-def test_no_order_of_events_needs_more_slots_and_the_laziest_receiver_needs_them_all(case, random):
+def test_slots_needed_is_exact_for_any_timing(case, random):
     programs, delegated = case
     needed = slots_needed(programs)
     assert {channel.link for channel in needed} <= delegated
@@ -172,7 +172,7 @@ def test_slots_come_in_powers_of_two(number, rounded):
     assert power_of_two(number) == rounded
 
 
-def test_ranks_that_wait_for_each_other_for_ever_are_refused():
+def test_a_deadlock_is_refused():
     there, back = (Transfer(Payload.ACTIVATION, *ends, 0) for ends in ((0, 1), (1, 0)))
     programs = [
         RankProgram(0, 2, 1, (Receive(back, "delegated"), Send(there, "delegated"))),

@@ -4,11 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmorph.records import Link
 from jaxmorph.schedule import adaptive
 from jaxmorph.schedule.adaptive import Search, adaptive_schedule
 from jaxmorph.schedule.bound import lower_bound_ms
-from jaxmorph.schedule.costs import Limits, LinkDelay, StageCosts, StashBytes, chain_links
+from jaxmorph.schedule.costs import Limits, StageCosts, chain_links
 from jaxmorph.schedule.list_schedule import (
     ListSchedule,
     Rule,
@@ -21,16 +20,16 @@ from jaxmorph.schedule.list_schedule import (
 from jaxmorph.schedule.order_graph import Arcs, OrderGraph
 from jaxmorph.schedule.paper import adapted_warmup_forwards
 from jaxmorph.schedule.planner import require_room
-from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
 from tests.oracles.optimum import optimal_schedule
+from tests.schedule.strategies import costs_of, limits_of, links_of
 
 PS = 10**9
 EQUAL = StageCosts.uniform(4, 10.0, 10.0, 10.0)
 
 
 class _Problem:
-    """What the planner hands on for costs, links, caps and a number of microbatches."""
+    """A planning problem in the planner's internal forms."""
 
     def __init__(self, costs: StageCosts, links, limits: Limits, count: int) -> None:
         self.parts = costs, links, limits, count
@@ -49,40 +48,31 @@ class _Problem:
         return adaptive_schedule(self.workload, self.warmup, self.bound)
 
 
-def _random_problem(draw: Random, most_stages: int, most_microbatches: int) -> _Problem:
-    stages, count = draw.randint(1, most_stages), draw.randint(1, most_microbatches)
-    least = draw.choice((0.0, 6.0, 6.0))
-    costs = StageCosts(
-        *(tuple(draw.choice((least, draw.uniform(6, 12))) for _ in range(stages)) for _ in range(3))
-    )
-    links = {
-        Link(stage, stage + 1): LinkDelay(draw.choice((0.0, 14.5)), draw.choice((0.0, 3.25)))
-        for stage in range(stages - 1)
-    }
-    return _Problem(costs, links, _random_limits(draw, stages), count)
+    def check(self, made: ListSchedule) -> None:
+        """Checks that a schedule is valid, fits, and lasts as long as it says."""
+        costs, links, limits, count = self.parts
+        schedule = to_schedule("made", costs.num_stages, count, made.numbers)
+        schedule.validate()
+        require_room(schedule, limits)
+        assert simulate(schedule, costs, links).makespan_ms * PS == pytest.approx(made.makespan)
 
 
-def _random_limits(draw: Random, stages: int) -> Limits:
-    caps = tuple(stages - stage + draw.randint(0, 2) for stage in range(stages))
-    sizes = [tuple(draw.randint(0, 9) for _ in range(stages)) for _ in range(2)]
-    room = tuple(max(pair) + draw.randint(0, 30) for pair in zip(*sizes, strict=True))
-    in_bytes = Limits(max_stash_bytes=room, stash_bytes=StashBytes(*sizes))
-    return draw.choice((Limits(), Limits(caps, "B"), Limits(caps, "W"), in_bytes))
+@st.composite
+def _problems(draw, most_stages=5, most_microbatches=8) -> _Problem:
+    stages = draw(st.integers(1, most_stages))
+    costs = draw(costs_of(stages, st.sampled_from([0.0, 6.0, 6.0, 7.3, 11.9])))
+    links = draw(links_of(stages, st.sampled_from([0.0, 3.25, 14.5])))
+    return _Problem(costs, links, draw(limits_of(stages)), draw(st.integers(1, most_microbatches)))
 
 
-@given(st.integers(0, 2**32).map(Random))
-def test_it_is_no_longer_than_the_papers_and_runs_within_its_caps_in_the_time_it_says(draw):
-    problem = _random_problem(draw, 5, 8)
-    costs, links, limits, count = problem.parts
+@given(_problems())
+def test_adaptive_fits_and_is_never_longer_than_paper(problem):
     made = problem.adaptive()
     assert problem.bound - PS / 10**6 <= made.makespan <= problem.paper.makespan
-    schedule = to_schedule("adaptive", costs.num_stages, count, made.numbers)
-    schedule.validate()
-    require_room(schedule, limits)
-    assert simulate(schedule, costs, links).makespan_ms * PS == pytest.approx(made.makespan)
+    problem.check(made)
 
 
-def test_where_the_papers_schedule_meets_the_bound_nothing_else_is_tried(monkeypatch):
+def test_planning_stops_when_paper_meets_the_bound(monkeypatch):
     rules = []
 
     def counted(workload, rule, *args, **kwargs):
@@ -97,14 +87,14 @@ def test_where_the_papers_schedule_meets_the_bound_nothing_else_is_tried(monkeyp
     assert len(rules) > 2
 
 
-def test_warm_ups_that_no_stage_can_hold_are_a_mistake():
+def test_warm_ups_beyond_the_caps_are_refused():
     workload = make_workload(EQUAL, {}, Limits((2, 2, 2, 2)), 6)
     with pytest.raises(ValueError, match=r"warmup_forwards: got \(3, 2, 1, 1\), more than"):
         adaptive_schedule(workload, (3, 2, 1, 1), 0)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_it_is_within_two_percent_of_the_optimum_and_never_under_it(seed):
+def test_adaptive_is_within_two_percent_of_the_optimum(seed):
     pytest.importorskip("ortools")
     draw = Random(seed)
     stages = draw.randint(3, 4)
@@ -136,13 +126,9 @@ def _search(workload: Workload, start: ListSchedule, bound: int = 0) -> Search:
     return Search(workload, Arcs.of(workload), start, bound)
 
 
-def _schedule(workload: Workload, made: ListSchedule) -> Schedule:
-    return to_schedule("found", workload.num_stages, workload.num_microbatches, made.numbers)
-
-
 @pytest.fixture
 def graphs(monkeypatch) -> list[OrderGraph]:
-    """The graphs that searches work on."""
+    """The graphs of the searches."""
     made = []
 
     def recorded(*args):
@@ -153,72 +139,24 @@ def graphs(monkeypatch) -> list[OrderGraph]:
     return made
 
 
-class _Case:
-    """A small problem, and what some rule made of it."""
-
-    def __init__(self, draw: Random) -> None:
-        stages, self.count = draw.randint(1, 4), draw.randint(1, 6)
-        times = draw.choice(((0.0, 1.0, 2.0, 3.5), (2.0, 2.5, 3.0)))
-        rows = ([draw.choice(times) for _ in range(stages)] for _ in range(3))
-        self.costs = StageCosts(*map(tuple, rows))
-        self.links = {
-            Link(stage, stage + 1): LinkDelay(draw.choice((0.0, 4.0)), draw.choice((0.0, 1.5)))
-            for stage in range(stages - 1)
-        }
-        self.limits = self._limits(draw, stages)
-        self.workload = make_workload(self.costs, self.links, self.limits, self.count)
-        made = list_schedule(self.workload, Rule(draw.random() < 0.5, mirrored=draw.random() < 0.5))
-        assert made is not None
-        self.start = made
-
-    def _limits(self, draw: Random, stages: int) -> Limits:
-        if draw.random() < 0.3:
-            caps = tuple(draw.randint(1, 4) for _ in range(stages))
-            return Limits(caps, draw.choice(("B", "W")))
-        after = [tuple(draw.randint(0, 3) for _ in range(stages)) for _ in range(2)]
-        room = tuple(max(pair) + draw.randint(0, 6) for pair in zip(*after, strict=True))
-        return Limits(max_stash_bytes=room, stash_bytes=StashBytes(*after))
-
-
-_CASES = st.integers(0, 2**32).map(Random).map(_Case)
-
-
-@given(_CASES)
-def test_what_a_search_finds_runs_keeps_its_caps_and_is_as_long_as_it_says(case):
-    search = _search(case.workload, case.start)
-    search.run(3_000)
-    assert search.best.makespan <= case.start.makespan
-    found = _schedule(case.workload, search.best)
-    found.validate()
-    require_room(found, case.limits)
-    makespan_ms = simulate(found, case.costs, case.links).makespan_ms
-    assert search.best.makespan == pytest.approx(makespan_ms * PS)
-
-
-@given(_CASES)
-def test_a_search_never_leaves_the_schedules_that_fit(case):
-    with pytest.MonkeyPatch.context() as patch:
-        seen: list[OrderGraph] = []
-        patch.setattr(adaptive, "OrderGraph", _reporting(seen, case))
-        _search(case.workload, case.start).run(2_000)
-        assert seen
-
-
-def _reporting(seen: list[OrderGraph], case: _Case):
-    """Graphs that check after every move that rows are in order and within their caps."""
-
+@given(_problems(4, 6), st.booleans(), st.booleans())
+def test_every_move_of_a_search_fits_and_lasts_its_makespan(problem, backward_first, mirrored):
     class Checked(OrderGraph):
         def _update(self, begin: int, end: int) -> None:
             super()._update(begin, end)
-            seen.append(self)
-            now = _schedule(case.workload, ListSchedule(self.numbers, 0))
-            now.validate()
-            require_room(now, case.limits)
+            problem.check(ListSchedule(self.numbers, self.end(self.last_op())))
 
-    return Checked
+    start = list_schedule(problem.workload, Rule(backward_first, mirrored=mirrored))
+    assert start is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adaptive, "OrderGraph", Checked)
+        search = _search(problem.workload, start)
+        search.run(2_000)
+    assert search.best.makespan <= start.makespan
+    problem.check(search.best)
 
 
-def test_a_search_finds_the_optimum_that_the_papers_rule_misses():
+def test_a_search_finds_an_optimum_that_paper_misses():
     workload = make_workload(EQUAL, SLOW, TIGHT, 6)
     start = list_schedule(workload, warmup_forwards=(4, 3, 2, 1))
     assert start is not None
@@ -227,7 +165,7 @@ def test_a_search_finds_the_optimum_that_the_papers_rule_misses():
     assert (start.makespan, search.best.makespan) == (300 * PS, 290 * PS)
 
 
-def test_a_search_goes_on_where_it_stopped():
+def test_a_search_continues_where_it_stopped():
     workload = make_workload(EQUAL, SLOW, Limits(), 6)
     start = list_schedule(workload, Rule(backward_first=False))
     assert start is not None
@@ -254,12 +192,12 @@ def test_a_search_ends_when_it_meets_the_bound(graphs):
 
 
 @pytest.mark.parametrize("effort", [0, 400, 1_000, 5_000])
-def test_a_search_visits_no_more_ops_than_it_may_but_for_its_last_move(graphs, effort):
+def test_a_search_exceeds_its_effort_by_one_move_at_most(graphs, effort):
     workload = make_workload(EQUAL, SLOW, TIGHT, 6)
     search = _search(workload, _paper(workload))
     (graph,) = graphs
     made = graph.visits
-    # One move: the path, both ways along each part of a row moved, and at most the whole order.
+    # One move: the path, each moved part of a row twice, and at most the whole order.
     most = 12 * len(graph.numbers)
     for allowed in (effort, 2 * effort):
         search.run(effort)

@@ -60,7 +60,7 @@ def test_chunks_wait_for_the_link_around():
     assert bubble_ms(simulate(interleaved(3, 3, 2), costs))[BubbleCause.LINK] == 0
 
 
-def test_made_data_behind_another_transfer_is_blocking_and_in_its_own_it_is_link_delay():
+def test_only_transfers_of_other_data_are_blocking():
     timeline = _measured(
         [[("F0", 0, 10), ("F1", 10, 20), ("B0", 50, 60)], [("F0", 14, 24), ("B0", 24, 34)]],
         TransferSpan(0, "activation[0] 0>1", 10, 12),
@@ -75,7 +75,7 @@ def test_made_data_behind_another_transfer_is_blocking_and_in_its_own_it_is_link
     ]
 
 
-def test_a_sender_that_comes_late_to_the_transfer_blocks_its_receiver():
+def test_a_late_sender_blocks_its_receiver():
     timeline = _measured(
         [[("F0", 0, 10), ("F1", 25, 35)], [("F0", 30, 40)]],
         TransferSpan(0, "activation[0] 0>1", 22, 25),
@@ -85,12 +85,12 @@ def test_a_sender_that_comes_late_to_the_transfer_blocks_its_receiver():
     assert _rows(timeline)[0].startswith("10-22 other, 22-25 blocking")
 
 
-def test_a_gap_before_an_op_that_needs_nothing_from_elsewhere_is_other():
+def test_a_gap_before_a_ready_op_is_other():
     timeline = _measured([[("F0", 1, 2), ("B0", 3, 4), ("W0", 6, 7)]])
     assert _rows(timeline) == ["0-1 warm-up, 2-3 other, 4-6 other"]
 
 
-def test_a_message_on_its_way_is_a_link_delay_before_a_copy_counts():
+def test_a_link_delay_takes_precedence_over_a_copy():
     timeline = replace(
         _measured(
             [[("F0", 0, 10), ("B0", 60, 70)], [("F0", 12, 22), ("B0", 22, 32)]],
@@ -103,7 +103,7 @@ def test_a_message_on_its_way_is_a_link_delay_before_a_copy_counts():
     assert idle_shares(timeline)[0].other == pytest.approx(20 / 70)
 
 
-def test_only_what_an_op_has_waited_for_counts_as_copies():
+def test_copies_count_only_if_an_op_waited_for_them():
     timeline = replace(
         _measured([[("F0", 0, 10), ("F1", 14, 24), ("F2", 30, 40), ("W0", 45, 50)]]),
         copies=(
@@ -114,7 +114,7 @@ def test_only_what_an_op_has_waited_for_counts_as_copies():
     assert _rows(timeline) == ["10-14 other, 24-28 copies, 28-30 other, 40-45 other"]
 
 
-def test_a_ready_op_behind_a_send_is_a_blocking_stall_and_the_wait_for_its_data_a_dependency():
+def test_idle_shares_separate_blocking_from_dependency():
     # Stage 0 could run F1 from 10 on, but its queue is held by the send of F0 until 40.
     direct = _measured(
         [[("F0", 0, 10), ("F1", 40, 50)], [("F0", 40, 50)]],
@@ -122,7 +122,7 @@ def test_a_ready_op_behind_a_send_is_a_blocking_stall_and_the_wait_for_its_data_
         TransferSpan(1, "activation[0] 0>1", 0, 40),
     )
     assert idle_shares(direct) == ((0.6, 0.0, 0.0), (0.0, 0.8, 0.0))
-    # Delegated, it holds nobody's queue; only the receiver waits, for its own data.
+    # Delegated, it holds no queue; only the receiver waits, for its own data.
     delegated = _measured(
         [[("F0", 0, 10), ("F1", 10, 20)], [("F0", 40, 50)]],
         TransferSpan(1, "activation[0] 0>1", 10, 40, holds_queue=False),
@@ -131,7 +131,7 @@ def test_a_ready_op_behind_a_send_is_a_blocking_stall_and_the_wait_for_its_data_
     assert idle_shares(delegated) == ((0.0, 0.6, 0.0), (0.0, 0.8, 0.0))
 
 
-def test_data_that_a_held_up_receiver_cannot_take_is_blocked_not_late():
+def test_data_for_a_blocked_receiver_is_blocking():
     # F1 is made at 20, while both queues are held by the gradient of B0 until 60.
     timeline = _measured(
         [[("F0", 0, 10), ("F1", 10, 20)], [("F0", 10, 20), ("B0", 20, 30), ("F1", 90, 100)]],
@@ -159,7 +159,7 @@ TIMELINE = _measured(
 )
 
 
-def test_every_idle_time_has_its_cause_from_barrier_to_barrier():
+def test_idle_spans_cover_the_step_between_barriers():
     assert _rows(TIMELINE, idle_spans(TIMELINE, 70.0)) == [
         "0-5 optimizer, 20-34 dependency, 34-40 blocking, 40-45 transfer, 45-50 dispatch, "
         "60-70 optimizer",
@@ -192,14 +192,14 @@ def test_shares_are_of_the_whole_step():
     assert mean_shares((first, second)).compute == pytest.approx(0.225)
 
 
-def test_a_simulated_step_has_no_ends_beside_its_ops():
+def test_a_simulated_step_has_no_optimizer_time():
     timeline = simulate(FIXED_SCHEDULES["zb-h2"](4, 12), StageCosts.uniform(4, 10.0, 10.0, 10.0))
     causes = {span.cause for span in idle_spans(timeline)}
     assert causes == {IdleCause.WARM_UP, IdleCause.COOL_DOWN}
     assert [shares.compute for shares in step_shares(timeline)] == pytest.approx(4 * [360 / 390])
 
 
-def test_a_step_shorter_than_its_ops_by_another_clock_is_as_long_as_they_are():
+def test_a_step_lasts_at_least_as_long_as_its_ops():
     assert step_shares(TIMELINE, 59.0) == step_shares(TIMELINE)
 
 

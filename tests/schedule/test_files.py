@@ -53,7 +53,7 @@ def test_mistakes_name_the_file(tmp_path, name, text, message):
     assert str(caught.value).startswith(f"{path}: {message}")
 
 
-def test_files_that_cannot_be_read_or_written_are_named(tmp_path):
+def test_unreadable_and_unwritable_files_are_named(tmp_path):
     with pytest.raises(UserError, match=r"missing.csv: cannot be read: No such file"):
         load_schedule(tmp_path / "missing.csv")
     (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe\xfa")
@@ -88,17 +88,17 @@ def test_stages_go_around_the_ranks_once_per_chunk():
     assert schedule.num_chunks == 2
 
 
-def test_empty_cells_are_idle_and_spaces_do_not_count():
+def test_empty_cells_and_spaces_are_ignored():
     schedule = parse_torch_csv(" 0F0, ,,0B0 \r\n,1F0,1B0,\r\n\r\n", "x")
     assert (schedule.name, schedule.num_microbatches) == ("x", 1)
     assert _rows(schedule) == ["F0 BW0", "F0 BW0"]
 
 
-def test_old_files_write_b_for_the_gradient_of_the_input():
+def test_old_files_write_b_for_the_input_gradient():
     assert _rows(parse_torch_csv("0F0,,0B0,0W0\n,1F0,1B0,1W0\n", "old")) == ["F0 B0 W0"] * 2
 
 
-def test_a_file_that_splits_some_backwards_has_the_whole_ones_in_two_steps():
+def test_full_backwards_beside_split_ones_are_split():
     text = "0F0,0F1,0I0,0B1,0W0\n"
     assert _rows(parse_torch_csv(text, "mixed")) == ["F0 F1 B0 B1 W1 W0"]
 
@@ -147,7 +147,7 @@ def test_an_op_stands_behind_all_it_needs(stages, microbatches):
         ),
     ],
 )
-def test_what_is_no_such_file_is_refused_with_the_place(text, message):
+def test_a_bad_csv_is_refused_with_the_place(text, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         parse_torch_csv(text, "x")
 

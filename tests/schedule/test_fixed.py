@@ -91,7 +91,7 @@ def _interleaved_sizes() -> Iterator[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
-def test_interleaved_is_valid_with_the_warm_ups_of_the_closed_form(chunks):
+def test_interleaved_has_the_warm_ups_of_the_closed_form(chunks):
     for stages, microbatches in _interleaved_sizes():
         schedule = interleaved(stages, microbatches, chunks)
         schedule.validate()
@@ -119,7 +119,7 @@ def test_one_chunk_interleaved_is_eager_1f1b():
     assert interleaved(4, 8, 1).orders == eager.orders
 
 
-def test_microbatches_that_interleaved_cannot_cut_into_rounds_are_named():
+def test_interleaved_refuses_unequal_rounds():
     with pytest.raises(UserError) as caught:
         interleaved(2, 5, 2)
     assert str(caught.value) == (
@@ -130,7 +130,7 @@ def test_microbatches_that_interleaved_cannot_cut_into_rounds_are_named():
         interleaved(2, 4, 0)
 
 
-def test_eager_1f1b_pays_a_latency_of_half_a_turn_once_where_1f1b_pays_it_every_turn():
+def test_eager_1f1b_pays_half_a_turn_of_latency_once():
     costs, half_a_turn = StageCosts.uniform(4, 10.0, 10.0, 10.0), chain_links([15.0] * 3)
 
     def lost_ms(microbatches: int, *, eager: bool) -> float:
@@ -143,7 +143,7 @@ def test_eager_1f1b_pays_a_latency_of_half_a_turn_once_where_1f1b_pays_it_every_
     assert lost_ms(32, eager=False) - lost_ms(16, eager=False) > 16 * 15.0
 
 
-def test_schedules_hold_what_they_are_known_for():
+def test_schedules_hold_their_published_peaks():
     for stages, microbatches in SIZES:
         one = tuple(min(stages - stage, microbatches) for stage in range(stages))
         two = tuple(min(2 * (stages - stage) - 1, microbatches) for stage in range(stages))
@@ -160,7 +160,7 @@ def test_schedules_hold_what_they_are_known_for():
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 12), (8, 24)])
-def test_zb_h1_leaves_a_third_of_the_bubble_of_1f1b(stages, microbatches):
+def test_zb_h1_has_a_third_of_the_1f1b_bubble(stages, microbatches):
     costs = StageCosts.uniform(stages, 10.0, 10.0, 10.0)
     work_ms = 30.0 * microbatches
     whole = simulate(one_forward_one_backward(stages, microbatches), costs).makespan_ms - work_ms
@@ -170,7 +170,7 @@ def test_zb_h1_leaves_a_third_of_the_bubble_of_1f1b(stages, microbatches):
 
 @pytest.mark.parametrize("op_ms", [(10.0, 10.0, 10.0), (9.0, 4.0, 12.0)])
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])
-def test_zero_bubble_with_room_to_fill_takes_one_way_down_and_all_of_a_stages_work(stages, op_ms):
+def test_zb_h2_leaves_only_the_warm_up_bubble(stages, op_ms):
     costs = StageCosts.uniform(stages, *op_ms)
     assert simulate(zb_h2(stages, 8 * stages), costs).makespan_ms == pytest.approx(
         8 * stages * sum(op_ms) + (stages - 1) * op_ms[0]
@@ -179,7 +179,7 @@ def test_zero_bubble_with_room_to_fill_takes_one_way_down_and_all_of_a_stages_wo
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 4), (4, 12), (8, 16)])
-def test_bubble_rate_of_schedules_that_do_not_split_is_the_closed_form(name, stages, microbatches):
+def test_unsplit_schedules_have_the_closed_form_bubble(name, stages, microbatches):
     schedule = FIXED_SCHEDULES[name](stages, microbatches)
     timeline = simulate(schedule, StageCosts.uniform(stages, 10.0, 10.0, 10.0))
     expected = (stages - 1) / (microbatches + stages - 1)

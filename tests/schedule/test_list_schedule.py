@@ -1,7 +1,4 @@
-"""Workloads here count whole units of time, small ones, so that events often coincide."""
-
 from itertools import accumulate
-from random import Random
 
 import pytest
 from hypothesis import given
@@ -20,23 +17,7 @@ from jaxmorph.schedule.list_schedule import (
     to_schedule,
 )
 from jaxmorph.schedule.simulate import simulate
-
-
-def _workload(
-    count: int,
-    durations: list[tuple[int, int, int]],
-    latencies: list[tuple[int, int]] | None = None,
-    memory: list[tuple[int, int, int]] | None = None,
-) -> Workload:
-    """Of each stage (F, B, W), of each link (forward, backward), of each stage (a, b, room)."""
-    ways = latencies or [(0, 0)] * (len(durations) - 1)
-    up, down = (*(way for way, _ in ways), 0), (0, *(way for _, way in ways))
-    forward, backward_input, backward_weight = zip(*durations, strict=True)
-    after_forward, after_backward, room = zip(
-        *(memory or [(1, 0, count)] * len(durations)), strict=True
-    )
-    times = forward, backward_input, backward_weight
-    return Workload(count, *times, up, down, after_forward, after_backward, room)
+from tests.schedule.strategies import workload_of, workloads
 
 
 def _schedule(workload: Workload, made: ListSchedule | None):
@@ -49,7 +30,7 @@ def _picture(workload: Workload, *args, **kwargs) -> list[str]:
     return [" ".join(map(str, order)) for order in schedule.orders]
 
 
-TWO = _workload(3, [(2, 2, 2), (2, 2, 2)])
+TWO = workload_of(3, [(2, 2, 2), (2, 2, 2)])
 
 
 def test_without_patience_a_stage_does_whatever_it_can():
@@ -60,32 +41,32 @@ def test_forwards_go_first_where_they_are_favoured():
     assert _picture(TWO, Rule(backward_first=False))[1] == "F0 F1 F2 B0 B1 B2 W0 W1 W2"
 
 
-def test_a_patient_stage_waits_for_a_backward_that_is_about_to_arrive():
+def test_a_patient_stage_waits_for_a_backward():
     # At 4 stage 0 could begin F2, which takes 2; B0 arrives at 5.
-    workload = _workload(3, [(2, 2, 2), (1, 2, 1)])
+    workload = workload_of(3, [(2, 2, 2), (1, 2, 1)])
     assert _picture(workload, Rule(patience=0.5))[0].startswith("F0 F1 F2 B0 B1")
     assert _picture(workload, Rule(patience=0.51))[0].startswith("F0 F1 B0 B1 F2")
 
 
-def test_a_patient_stage_waits_for_a_forward_where_forwards_are_favoured():
+def test_a_patient_stage_waits_for_a_favoured_forward():
     # At 3 stage 1 could begin B0, which takes 2; F1 arrives at 4.
-    workload = _workload(2, [(2, 2, 2), (1, 2, 1)])
+    workload = workload_of(2, [(2, 2, 2), (1, 2, 1)])
     favours_forward = Rule(backward_first=False, patience=0.5)
     assert _picture(workload, favours_forward)[1] == "F0 B0 F1 B1 W0 W1"
     patient = Rule(backward_first=False, patience=0.51)
     assert _picture(workload, patient)[1] == "F0 F1 B0 B1 W0 W1"
 
 
-def test_weights_wait_for_what_arrives_within_a_part_of_their_duration():
+def test_w_waits_for_what_arrives_soon():
     # At 7 stage 0 could begin W0, which takes 4; B1 arrives at 8.
-    workload = _workload(2, [(2, 2, 4), (1, 2, 1)])
+    workload = workload_of(2, [(2, 2, 4), (1, 2, 1)])
     assert _picture(workload, Rule(weight_patience=0.25))[0] == "F0 F1 B0 W0 B1 W1"
     assert _picture(workload, Rule(weight_patience=0.26))[0] == "F0 F1 B0 B1 W0 W1"
 
 
-def test_a_stage_waits_no_longer_than_its_part_of_the_time_it_can_spare():
+def test_a_stage_waits_within_its_spare_time():
     # As above: B0 arrives 1 late for stage 0, half of what it would wait for it.
-    workload = _workload(3, [(2, 2, 2), (1, 2, 1)])
+    workload = workload_of(3, [(2, 2, 2), (1, 2, 1)])
     rule = Rule(patience=1.0, spare_share=0.5)
     assert _picture(workload, rule, spare=(2.1, 0.0))[0].startswith("F0 F1 B0")
     assert _picture(workload, rule, spare=(2.0, 9.0))[0].startswith("F0 F1 F2")
@@ -93,7 +74,7 @@ def test_a_stage_waits_no_longer_than_its_part_of_the_time_it_can_spare():
         list_schedule(workload, rule)
 
 
-def test_a_mirrored_rule_is_busy_to_the_end_and_idles_earlier():
+def test_a_mirrored_rule_idles_early_instead_of_late():
     # From the end back both stages run W2, then stage 0 its B2, for which stage 1 must wait: it
     # runs W1. Both end the step at once, at 20.
     assert _picture(TWO, Rule(mirrored=True)) == [
@@ -103,13 +84,13 @@ def test_a_mirrored_rule_is_busy_to_the_end_and_idles_earlier():
 
 
 @pytest.mark.parametrize("backward_first", [True, False])
-def test_one_stage_alone_does_the_same_backwards_as_forwards(backward_first):
-    alone = _workload(2, [(1, 2, 3)])
+def test_a_mirrored_rule_changes_nothing_on_one_stage(backward_first):
+    alone = workload_of(2, [(1, 2, 3)])
     rule = Rule(backward_first=backward_first, mirrored=True)
     assert _picture(alone, rule) == ["F0 B0 W0 F1 B1 W1"]
 
 
-def test_warm_ups_come_before_any_backward_and_may_go_on():
+def test_a_stage_may_exceed_its_warm_up():
     assert _picture(TWO, PAPER, (2, 2)) == [
         "F0 F1 F2 B0 B1 W0 B2 W1 W2",
         "F0 F1 B0 B1 F2 B2 W0 W1 W2",
@@ -124,9 +105,9 @@ def test_kept_warm_ups_are_never_more_than_given():
     ]
 
 
-def test_where_backwards_leave_more_than_forwards_there_is_room_for_the_next_backward():
+def test_forwards_leave_room_for_the_next_backward():
     # A third F would fit, 3 of 4 bytes, but then no B: 2 + 3 bytes.
-    tight = _workload(3, [(1, 1, 1)], memory=[(1, 3, 4)])
+    tight = workload_of(3, [(1, 1, 1)], memory=[(1, 3, 4)])
     assert _picture(tight, Rule(backward_first=False)) == ["F0 F1 B0 W0 F2 B1 W1 B2 W2"]
 
 
@@ -134,22 +115,21 @@ def test_where_backwards_leave_more_than_forwards_there_is_room_for_the_next_bac
     ("room", "warmup", "keep_warmup"),
     [((1, 3), (1, 2), False), ((3, 3), (1, 2), True), ((3, 3), (4, 1), False)],
 )
-def test_warm_ups_that_cannot_be_had_end_in_none(room, warmup, keep_warmup):
+def test_impossible_warm_ups_give_none(room, warmup, keep_warmup):
     memory = [(1, 0, most) for most in room]
-    workload = _workload(3, [(1, 1, 1)] * 2, memory=memory)
+    workload = workload_of(3, [(1, 1, 1)] * 2, memory=memory)
     assert list_schedule(workload, PAPER, warmup, keep_warmup=keep_warmup) is None
 
 
-def test_weights_that_waited_in_vain_have_run_meanwhile():
+def test_w_that_waits_in_vain_runs_meanwhile():
     # Backwards in time, stage 1 waits with a W for F of stage 2, until B of stage 0 needs that W.
-    workload = _workload(3, [(1, 2, 1), (1, 0, 3), (2, 0, 0)], [(0, 0), (2, 0)])
+    workload = workload_of(3, [(1, 2, 1), (1, 0, 3), (2, 0, 0)], [(0, 0), (2, 0)])
     rule = Rule(backward_first=False, weight_patience=2.0, mirrored=True)
     made = list_schedule(workload, rule)
     assert made is not None
     assert made.makespan == _simulated(workload, made) == 17
 
 
-_TIME = st.integers(0, 4)
 _PATIENCE = st.sampled_from([0.0, 0.5, 1.0, 2.0])
 _RULES = st.builds(
     Rule,
@@ -161,41 +141,18 @@ _RULES = st.builds(
 )
 
 
-@st.composite
-def _memories(draw) -> tuple[int, int, int]:
-    """What a microbatch holds after F and after B, and room for at least one."""
-    forward, backward = draw(st.integers(0, 3)), draw(st.integers(0, 5))
-    return forward, backward, max(forward, backward) + draw(st.integers(0, 8))
-
-
-@st.composite
-def _workloads(draw) -> Workload:
-    stages = draw(st.integers(1, 5))
-    return _workload(
-        draw(st.integers(1, 8)),
-        draw(st.lists(st.tuples(_TIME, _TIME, _TIME), min_size=stages, max_size=stages)),
-        draw(st.lists(st.tuples(_TIME, _TIME), min_size=stages - 1, max_size=stages - 1)),
-        draw(st.lists(_memories(), min_size=stages, max_size=stages)),
-    )
-
-
-def _made(workload: Workload, rule: Rule) -> ListSchedule | None:
-    """What the rule makes where the stages can spare from nothing to 8, the first one least."""
-    spare = [8 * stage / workload.num_stages for stage in range(workload.num_stages)]
-    return list_schedule(workload, rule, spare=spare)
-
-
 def _simulated(workload: Workload, made: ListSchedule | None) -> float:
-    """The schedule's makespan, its times taken for milliseconds."""
+    """The schedule's makespan, with its times as milliseconds."""
     costs = StageCosts(workload.forward, workload.backward_input, workload.backward_weight)
-    ways = zip(workload.forward_latency, workload.backward_latency[1:], strict=False)
-    links = {Link(stage, stage + 1): LinkDelay(*way) for stage, way in enumerate(ways)}
+    delays = zip(workload.forward_latency, workload.backward_latency[1:], strict=False)
+    links = {Link(stage, stage + 1): LinkDelay(*delay) for stage, delay in enumerate(delays)}
     return simulate(_schedule(workload, made), costs, links).makespan_ms
 
 
-@given(_workloads(), _RULES)
-def test_every_rule_completes_within_its_room_in_the_time_it_says(workload, rule):
-    made = _made(workload, rule)
+@given(workloads(), _RULES)
+def test_every_rule_fits_and_lasts_its_makespan(workload, rule):
+    spare = [8 * stage / workload.num_stages for stage in range(workload.num_stages)]
+    made = list_schedule(workload, rule, spare=spare)
     assert made is not None
     schedule = _schedule(workload, made)
     schedule.validate()
@@ -208,7 +165,7 @@ def test_every_rule_completes_within_its_room_in_the_time_it_says(workload, rule
 
 
 def _check_numbering(workload: Workload, numbers: list[int]) -> None:
-    """Each op is there once, after all that it needs."""
+    """Checks that each op is there once, after its dependencies."""
     count, last = workload.num_microbatches, workload.num_stages - 1
     place = {number: index for index, number in enumerate(numbers)}
     assert sorted(place) == list(range(3 * count * workload.num_stages))
@@ -227,8 +184,8 @@ def _check_numbering(workload: Workload, numbers: list[int]) -> None:
 
 @st.composite
 def _warm_ups(draw) -> tuple[Workload, list[int]]:
-    """Warm-ups that every stage can have: non-increasing, and what it and those before can hold."""
-    workload = draw(_workloads())
+    """Warm-ups that every stage can hold, non-increasing."""
+    workload = draw(workloads())
     most, warmup = workload.num_microbatches, []
     for memory in zip(workload.forward_holds, workload.backward_holds, workload.room, strict=True):
         fit = StageMemory(*memory).most_forwards
@@ -238,7 +195,7 @@ def _warm_ups(draw) -> tuple[Workload, list[int]]:
 
 
 @given(_warm_ups(), st.booleans(), st.sampled_from([0.0, 0.5, 1.0]), st.booleans())
-def test_warm_ups_are_at_least_or_exactly_those_given(case, backward_first, patience, keep_warmup):
+def test_warm_ups_are_at_least_those_given(case, backward_first, patience, keep_warmup):
     workload, warmup = case
     rule = Rule(backward_first, patience=patience, weight_patience=patience)
     made = list_schedule(workload, rule, warmup, keep_warmup=keep_warmup)
@@ -257,7 +214,7 @@ COSTS = StageCosts((1.0, 2.0, 3.0), (4.0, 5.0, 6.0), (7.0, 8.0, 9.0))
 LINKS = {Link(0, 1): LinkDelay(0.5, 0.25), Link(1, 2): LinkDelay(1.5, 0.0, 2.0, 3.0)}
 
 
-def test_a_workload_counts_picoseconds_of_ops_and_of_the_way_to_each_neighbour():
+def test_a_workload_counts_picoseconds():
     made = make_workload(COSTS, LINKS, Limits(), 5)
     assert made.num_stages == 3
     assert made.forward == (1 * PS, 2 * PS, 3 * PS)
@@ -283,9 +240,10 @@ def test_a_workload_counts_memory_in_microbatches_or_bytes(limits, holds):
     assert (made.forward_holds, made.backward_holds, made.room) == holds
 
 
-def test_in_the_mirror_b_goes_down_the_stages_and_f_comes_back_up():
+def test_the_mirror_swaps_f_and_b():
     mirrored = make_workload(COSTS, LINKS, Limits(), 5).mirror()
     assert mirrored.mirrored
+    assert mirrored.mirror() == make_workload(COSTS, LINKS, Limits(), 5)
     assert mirrored.forward == (4 * PS, 5 * PS, 6 * PS)
     assert mirrored.backward_input == (1 * PS, 2 * PS, 3 * PS)
     # What stage 1 sends to stage 0 when time runs forward, stage 0 sends to stage 1 in the mirror.
@@ -293,21 +251,12 @@ def test_in_the_mirror_b_goes_down_the_stages_and_f_comes_back_up():
     assert mirrored.backward_latency == (0, PS // 2, 7 * PS // 2)
 
 
-@given(st.integers(1, 5), st.integers(0, 2**32).map(Random))
-def test_the_mirror_of_the_mirror_is_the_workload(stages, draw):
-    times = StageCosts(*(tuple(draw.random() for _ in range(stages)) for _ in range(3)))
-    links = {Link(stage, stage + 1): LinkDelay(draw.random(), 2.0) for stage in range(stages - 1)}
-    caps = tuple(draw.randint(1, 4) for _ in range(stages))
-    workload = make_workload(times, links, Limits(caps, "W"), 3)
-    assert workload.mirror().mirror() == workload
-
-
-def test_times_that_no_float_holds_exactly_count_as_they_are_written():
+def test_decimal_times_count_exactly():
     tenths = StageCosts.uniform(1, 0.1, 0.2, 0.1 + 0.2)
     made = make_workload(tenths, {}, Limits(), 1)
     assert made.forward[0] + made.backward_input[0] == made.backward_weight[0] == 3 * PS // 10
 
 
-def test_a_bound_is_rounded_down_so_that_it_stays_one():
+def test_a_bound_is_rounded_down():
     assert to_picoseconds(1.9999999999) == 2 * PS - 1
     assert to_picoseconds(0.0) == 0

@@ -1,32 +1,17 @@
 """Op numbers of S stages and N microbatches: stage * 3 N + (0, N, 2 N for F, B, W) + microbatch."""
 
-from random import Random
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmorph.schedule.list_schedule import Rule, Workload, list_schedule, to_schedule
 from jaxmorph.schedule.order_graph import Arcs, OrderGraph
+from tests.schedule.strategies import workloads
+
+RANDOM = st.randoms(use_true_random=False)
+WORKLOADS = workloads(most_stages=4, most_microbatches=6)
 
 
-def _workload(draw: Random) -> Workload:
-    stages, count = draw.randint(1, 4), draw.randint(1, 6)
-    forward, backward_input, backward_weight = (
-        tuple(draw.choice((0, 1, 2, 3, 9)) for _ in range(stages)) for _ in range(3)
-    )
-    times = forward, backward_input, backward_weight
-    up = (*(draw.choice((0, 4)) for _ in range(stages - 1)), 0)
-    down = (0, *(draw.choice((0, 5)) for _ in range(stages - 1)))
-    after_forward, after_backward = (
-        tuple(draw.randint(0, 3) for _ in range(stages)) for _ in range(2)
-    )
-    room = tuple(
-        max(pair) + draw.randint(0, 9) for pair in zip(after_forward, after_backward, strict=True)
-    )
-    return Workload(count, *times, up, down, after_forward, after_backward, room)
-
-
-def _graph(workload: Workload, draw: Random) -> OrderGraph:
+def _graph(workload: Workload, draw) -> OrderGraph:
     rule = Rule(backward_first=draw.random() < 0.5, mirrored=draw.random() < 0.5)
     made = list_schedule(workload, rule)
     assert made is not None
@@ -34,7 +19,7 @@ def _graph(workload: Workload, draw: Random) -> OrderGraph:
 
 
 def _needs(workload: Workload, rows: list[list[int]]) -> dict[int, list[tuple[int, int]]]:
-    """What each op waits for, and how late that comes: data of other stages, then its own row."""
+    """Each op's dependencies with their delays: data of other stages, then its own row."""
     count, last = workload.num_microbatches, workload.num_stages - 1
     needs: dict[int, list[tuple[int, int]]] = {}
     for stage, row in enumerate(rows):
@@ -56,7 +41,7 @@ def _durations(workload: Workload) -> list[int]:
 
 
 def _longest(duration: list[int], arcs: dict[int, list[tuple[int, int]]]) -> list[int]:
-    """Longest path to each op's start, by relaxing every arc until nothing changes."""
+    """The longest path to each op's start, by relaxing every arc until nothing changes."""
     longest, changed = [0] * len(duration), True
     while changed:
         changed = False
@@ -77,7 +62,7 @@ def _heads_and_tails(workload: Workload, graph: OrderGraph) -> tuple[list[int], 
 
 
 def _reaches(arcs: dict[int, list[tuple[int, int]]], op: int, skip: tuple[int, int]) -> set[int]:
-    """Ops that `op` comes after, by any way but the one arc."""
+    """The ops that `op` depends on by any path but the one arc."""
     found, front = set(), [op]
     while front:
         here = front.pop()
@@ -88,8 +73,8 @@ def _reaches(arcs: dict[int, list[tuple[int, int]]], op: int, skip: tuple[int, i
     return found
 
 
-def _some_move(graph: OrderGraph, draw: Random, count: int) -> tuple[int, int, bool] | None:
-    """An op, another, and whether behind it; none that swaps a microbatch's F, B and W."""
+def _some_move(graph: OrderGraph, draw, count: int) -> tuple[int, int, bool] | None:
+    """An op, another, and whether behind it; None if that swaps a microbatch's F, B and W."""
     row = draw.choice(graph.rows)
     first = draw.randrange(len(row))
     last = min(len(row) - 1, first + draw.randint(1, 4))
@@ -110,9 +95,8 @@ def _make(graph: OrderGraph, op: int, other: int, behind: bool) -> bool:
     return graph.move_behind(op, other) if behind else graph.move_ahead(op, other)
 
 
-@given(st.integers(0, 2**32).map(Random))
-def test_after_any_moves_everything_is_as_in_a_graph_made_anew(draw):
-    workload = _workload(draw)
+@given(WORKLOADS, RANDOM)
+def test_moves_update_the_graph_like_a_new_one(workload, draw):
     graph = _graph(workload, draw)
     assert (graph.head, graph.tail) == _heads_and_tails(workload, graph)
     for _ in range(20):
@@ -126,9 +110,8 @@ def test_after_any_moves_everything_is_as_in_a_graph_made_anew(draw):
     assert _state(OrderGraph(Arcs.of(workload), graph.numbers)) == _state(graph)
 
 
-@given(st.integers(0, 2**32).map(Random))
-def test_a_move_is_refused_just_where_it_would_close_a_circle_and_changes_nothing_then(draw):
-    workload = _workload(draw)
+@given(WORKLOADS, RANDOM)
+def test_only_moves_that_close_a_circle_are_refused(workload, draw):
     graph = _graph(workload, draw)
     for _ in range(20):
         move = _some_move(graph, draw, workload.num_microbatches)
@@ -150,10 +133,9 @@ def test_a_move_is_refused_just_where_it_would_close_a_circle_and_changes_nothin
             assert graph.position[op] - graph.position[other] == (1 if behind else -1)
 
 
-@given(st.integers(0, 2**32).map(Random))
-def test_the_path_foreseen_is_the_one_after_the_move(draw):
-    """Unless the ops concerned need each other by way of other stages: then it is a guess."""
-    workload = _workload(draw)
+@given(WORKLOADS, RANDOM)
+def test_the_predicted_path_is_that_after_the_move(workload, draw):
+    """Unless the moved ops depend on each other through other stages."""
     graph = _graph(workload, draw)
     for _ in range(20):
         move = _some_move(graph, draw, workload.num_microbatches)
@@ -171,7 +153,7 @@ def test_the_path_foreseen_is_the_one_after_the_move(draw):
 
 
 def _is_tangled(workload: Workload, graph: OrderGraph, sequence: list[int]) -> bool:
-    """Whether one of the ops needs another one's output by way of other stages."""
+    """Whether one of the ops depends on another one through other stages."""
     needs = _needs(workload, graph.rows)
     return any(
         not _reaches(needs, need, (-1, -1)).isdisjoint(sequence)
@@ -181,9 +163,8 @@ def _is_tangled(workload: Workload, graph: OrderGraph, sequence: list[int]) -> b
     )
 
 
-@given(st.integers(0, 2**32).map(Random))
-def test_critical_blocks_are_rows_parts_without_a_gap_that_last_the_whole_step(draw):
-    workload = _workload(draw)
+@given(WORKLOADS, RANDOM)
+def test_critical_blocks_cover_the_step_without_a_gap(workload, draw):
     graph = _graph(workload, draw)
     blocks = graph.critical_blocks()
     makespan = graph.end(graph.last_op())
@@ -216,7 +197,7 @@ def test_moves_as_rows():
     assert _picture(graph)[1] == "F0 B0 W0 F1 B1 W1"
     assert graph.move_ahead(7, 8)  # F1 ahead of B0, on stage 1
     assert _picture(graph)[1] == "F0 F1 B0 W0 B1 W1"
-    # Now B0 of stage 0 needs F1 of stage 0: by way of F1 and B0 of stage 1.
+    # Now B0 of stage 0 depends on its F1, through F1 and B0 of stage 1.
     assert not graph.move_behind(1, 2)
     assert not graph.move_ahead(2, 1)
     assert _picture(graph) == ["F0 F1 B0 B1 W0 W1", "F0 F1 B0 W0 B1 W1"]

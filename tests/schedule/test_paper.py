@@ -44,7 +44,7 @@ def test_equation_1_is_not_pushed_over_by_rounding():
     assert required_slackness(costs, chain_links([0.15])) == (2,)
 
 
-def test_stages_that_take_no_time_ask_for_no_slackness_they_cannot_use():
+def test_stages_of_no_duration_need_no_slackness():
     free = StageCosts((1.0, 0.0, 0.0), (1.0, 0.0, 0.0), (0.0,) * 3)
     assert required_slackness(free)[1] == 0
     assert adapted_warmup_forwards(free, {}, 12, (12,) * 3) == (9, 3, 1)
@@ -82,13 +82,13 @@ def test_algorithm_2_widens_the_slackness_of_slow_links(link_ms, warmup):
     assert adapted_warmup_forwards(EQUAL, chain_links(link_ms), 12, NO_CAPS) == warmup
 
 
-def test_algorithm_2_is_guarded_where_there_are_few_microbatches():
+def test_algorithm_2_handles_few_microbatches():
     links = chain_links([50.0, 0.0, 0.0])
     assert adapted_warmup_forwards(EQUAL, links, 8, NO_CAPS) == (4, 3, 2, 1)
     assert adapted_warmup_forwards(EQUAL, links, 2, NO_CAPS) == (2, 2, 2, 1)
 
 
-def test_warm_ups_stop_at_what_earlier_stages_can_hold():
+def test_warm_ups_are_clipped_to_earlier_caps():
     assert adapted_warmup_forwards(EQUAL, {}, 12, (12, 4, 12, 12)) == (7, 4, 3, 1)
     assert reachable_warmup_forwards((7, 5, 3, 1), 12, (2, 9, 9, 9)) == (2, 2, 2, 1)
 
@@ -110,7 +110,7 @@ def test_the_schedule_of_figure_4():
     ]
 
 
-def test_weights_fill_the_time_in_which_nothing_else_can_run():
+def test_w_fills_idle_time():
     costs = StageCosts.uniform(2, 1.0, 1.0, 1.0)
     assert _picture(select_ops(costs, {}, Limits(), 3, (2, 1))) == [
         "F0 F1 F2 B0 W0 B1 W1 B2 W2",
@@ -130,7 +130,7 @@ def test_a_stage_at_its_cap_refuses_forwards():
     ]
 
 
-def test_events_at_one_instant_are_seen_together_whatever_the_rounding():
+def test_simultaneous_events_compare_equal_despite_rounding():
     tenths = StageCosts.uniform(4, 0.1, 0.1, 0.1)
     whole = StageCosts.uniform(4, 1.0, 1.0, 1.0)
     links = chain_links([0.3, 0.7, 0.0])
@@ -142,7 +142,7 @@ def test_events_at_one_instant_are_seen_together_whatever_the_rounding():
 
 @pytest.mark.parametrize(("live_until", "makespan_ms"), [("B", 2020.0), ("W", 2020.0)])
 @pytest.mark.parametrize("link", range(7))
-def test_a_cap_of_two_per_stage_keeps_the_makespan_of_a_slow_link(live_until, makespan_ms, link):
+def test_a_cap_of_15_costs_no_time(live_until, makespan_ms, link):
     costs = StageCosts.uniform(8, 10.0, 10.0, 10.0)
     links = chain_links([30.0 if at == link else 0.0 for at in range(7)])
     limits = Limits((15,) * 8, live_until)
@@ -171,7 +171,7 @@ def _problems(draw):
 
 
 @given(_problems())
-def test_the_smallest_slackness_is_the_largest_that_memory_allows(problem):
+def test_initial_has_the_largest_smallest_slackness(problem):
     costs, _, limits, microbatches = problem
     schedule, _ = initial_schedule(*problem)
     schedule.validate()
@@ -183,7 +183,7 @@ def test_the_smallest_slackness_is_the_largest_that_memory_allows(problem):
 
 
 @given(_problems())
-def test_no_warm_ups_with_that_smallest_slackness_are_quicker(problem):
+def test_no_warm_ups_of_that_slackness_are_faster(problem):
     costs, links, limits, microbatches = problem
     schedule, _ = initial_schedule(*problem)
     caps = list(accumulate(limits.caps(costs.num_stages, microbatches), min))
@@ -203,7 +203,7 @@ def test_no_warm_ups_with_that_smallest_slackness_are_quicker(problem):
         assert makespan_ms <= other.makespan / 10**9 * (1 + 1e-9)
 
 
-def test_algorithm_1_with_room_for_seven_has_two_of_slackness_on_every_link():
+def test_initial_with_room_for_seven_has_slackness_two():
     schedule, reason = initial_schedule(EQUAL, {}, Limits((7,) * 4), 12)
     assert schedule.warmup_forwards == (7, 5, 3, 1)
     assert simulate(schedule, EQUAL).makespan_ms == 390.0
@@ -212,7 +212,7 @@ def test_algorithm_1_with_room_for_seven_has_two_of_slackness_on_every_link():
     )
 
 
-def test_the_tightest_stage_decides_how_much_slackness_all_have():
+def test_the_tightest_stage_limits_the_slackness():
     schedule, _ = initial_schedule(EQUAL, {}, Limits((12, 9, 3, 12)), 12)
     assert smallest_slackness(schedule.warmup_forwards) == 2
     schedule, _ = initial_schedule(EQUAL, {}, Limits((12, 3, 9, 12)), 12)
@@ -220,13 +220,13 @@ def test_the_tightest_stage_decides_how_much_slackness_all_have():
     assert schedule.warmup_forwards[1:] == (3, 2, 1)
 
 
-def test_a_stage_that_holds_one_microbatch_has_no_slackness_to_give():
+def test_a_stage_with_one_microbatch_has_no_slackness():
     schedule, _ = initial_schedule(EQUAL, {}, Limits((4, 1, 4, 4)), 6)
     assert schedule.warmup_forwards[1:] == (1, 1, 1)
     assert smallest_slackness(schedule.warmup_forwards) == 0
 
 
-def test_one_stage_runs_as_many_forwards_as_it_can_hold():
+def test_one_stage_warms_up_to_its_cap():
     alone = StageCosts.uniform(1, 1.0, 1.0, 1.0)
     schedule, reason = initial_schedule(alone, {}, Limits((2,)), 3)
     assert schedule == Schedule.from_rows("initial", ["F0 F1 B0 F2 B1 B2 W0 W1 W2"])
@@ -234,7 +234,7 @@ def test_one_stage_runs_as_many_forwards_as_it_can_hold():
 
 
 @pytest.mark.parametrize("link", range(3))
-def test_a_link_that_turns_late_by_what_is_tolerated_costs_its_way_down_and_up_only(link):
+def test_a_tolerated_delay_costs_at_most_two_latencies(link):
     schedule = plan(EQUAL, {}, Limits((10,) * 4), 24, "initial").schedule
     assert smallest_slackness(schedule.warmup_forwards) == 3
     late = chain_links([20.0 if at == link else 0.0 for at in range(3)])

@@ -30,7 +30,7 @@ def _all_cuts(num_layers, num_stages):
         ([0, 0, 0], 0, 0, 2, (2, 1)),
     ],
 )
-def test_the_slowest_stage_is_as_fast_as_can_be(costs_ms, first_ms, last_ms, stages, layers):
+def test_partition_minimizes_the_slowest_stage(costs_ms, first_ms, last_ms, stages, layers):
     assert partition(costs_ms, first_ms, last_ms, stages) == layers
 
 
@@ -40,7 +40,7 @@ def test_the_slowest_stage_is_as_fast_as_can_be(costs_ms, first_ms, last_ms, sta
     last_ms=st.integers(0, 9),
     data=st.data(),
 )
-def test_no_cut_has_a_faster_slowest_stage_nor_one_as_fast_that_is_more_even(
+def test_partition_is_the_best_of_all_cuts(
     costs_ms, first_ms, last_ms, data
 ):
     stages = data.draw(st.integers(1, len(costs_ms)))
@@ -57,7 +57,7 @@ def test_no_cut_has_a_faster_slowest_stage_nor_one_as_fast_that_is_more_even(
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(8, 4), (9, 4), (10, 4), (11, 4), (5, 5), (7, 1)])
-def test_the_even_cut_is_that_of_training(layers, stages):
+def test_the_even_cut_equals_cut_layers(layers, stages):
     assert even_cut(layers, stages) == tuple(map(len, cut_layers(layers, stages)))
 
 
@@ -67,5 +67,5 @@ def test_every_stage_needs_a_layer(stages):
         partition([1, 1, 1], 0, 0, stages)
 
 
-def test_stage_times_count_what_the_ends_do_besides():
+def test_stage_times_include_the_extras():
     assert stage_times_ms((1, 2), [1, 2, 4], 10, 20) == (11, 26)

@@ -21,7 +21,7 @@ def _slow(link: int, latency_ms: float):
 
 
 @pytest.mark.parametrize("name", ["zb-h2", "paper", "adaptive"])
-def test_the_healthy_pipeline_of_figure_4_takes_390_ms(name):
+def test_figure_4_takes_390_ms(name):
     planned = plan(EQUAL, {}, Limits(), 12, name)
     assert planned.predicted_step_s == 0.39
     assert planned.lower_bound_s == 0.39
@@ -36,7 +36,7 @@ def test_the_healthy_pipeline_of_figure_4_takes_390_ms(name):
         (2, [390.0, 395.0, 400.0, 440.0, 480.0, 560.0]),
     ],
 )
-def test_the_healthy_plan_replayed_over_one_slow_link_as_in_figure_5(link, makespans_ms):
+def test_the_healthy_plan_replays_as_in_figure_5(link, makespans_ms):
     healthy = plan(EQUAL, {}, Limits(), 12, "paper").schedule
     replayed = [simulate(healthy, EQUAL, _slow(link, c)).makespan_ms for c in LATENCIES]
     assert replayed == makespans_ms
@@ -45,7 +45,7 @@ def test_the_healthy_plan_replayed_over_one_slow_link_as_in_figure_5(link, makes
 @pytest.mark.parametrize(
     ("link", "warmup"), [(0, (11, 5, 3, 1)), (1, (11, 9, 3, 1)), (2, (11, 9, 7, 1))]
 )
-def test_a_plan_that_knows_the_slow_link_pays_its_latency_once(link, warmup):
+def test_a_plan_for_a_slow_link_pays_latency_once(link, warmup):
     steps = [plan(EQUAL, _slow(link, c), Limits(), 12) for c in (10.0, 20.0, 30.0)]
     assert [step.predicted_step_s for step in steps] == [0.4, 0.41, 0.42]
     assert [step.lower_bound_s for step in steps] == [0.4, 0.41, 0.42]
@@ -63,7 +63,7 @@ def test_a_plan_goes_through_json_unchanged(name):
 @pytest.mark.parametrize(
     ("warmup", "origin"), [(None, "by Equation 1, within the caps"), ((7, 5, 3, 1), "as given")]
 )
-def test_the_reason_says_the_warm_ups_that_later_forwards_may_extend(warmup, origin):
+def test_the_reason_names_the_warm_ups(warmup, origin):
     planned = plan(EQUAL, {}, Limits(), 12, "paper", warmup)
     assert planned.schedule.warmup_forwards == (7, 5, 3, 1)
     assert planned.reason == (
@@ -110,7 +110,7 @@ def test_what_cannot_be_planned_is_named(changes, message):
 
 
 @pytest.mark.parametrize("link_model", ["serialized", "latency"])
-def test_where_links_do_more_than_delay_adaptive_is_never_longer_than_others_that_fit(link_model):
+def test_adaptive_beats_alternatives_on_queueing_links(link_model):
     fields = {
         "name": "queueing", "num_stages": 5, "num_microbatches": 9,
         "forward_ms": [15, 15, 12, 15, 10], "backward_input_ms": [10, 8, 12, 12, 10],
@@ -133,13 +133,13 @@ def _message(check, *args) -> str:
     return str(caught.value)
 
 
-def test_room_for_one_microbatch_is_enough_to_begin_with():
+def test_room_for_one_microbatch_is_feasible():
     require_feasible(Limits(max_stash_bytes=(1_000, 2_500, 500), stash_bytes=SIZES), 3, 8)
     require_feasible(Limits((1, 1, 1), "W"), 3, 8)
     require_feasible(Limits(), 3, 8)
 
 
-def test_a_cap_that_not_one_microbatch_fits_says_the_stage_how_short_and_what_would_help():
+def test_a_cap_below_one_microbatch_is_refused():
     limits = Limits(max_stash_bytes=(1_000, 2_300, 100), stash_bytes=SIZES)
     assert _message(require_feasible, limits, 3, 8) == (
         "max_stash_bytes[1]: got 2,300 bytes, expected at least 2,500, which one microbatch keeps "
@@ -148,7 +148,7 @@ def test_a_cap_that_not_one_microbatch_fits_says_the_stage_how_short_and_what_wo
     )
 
 
-def test_a_schedule_that_holds_too_many_bytes_says_the_stage_how_many_and_what_would_help():
+def test_too_many_bytes_are_refused_with_the_stage():
     limits = Limits(max_stash_bytes=(9_000, 7_000, 9_000), stash_bytes=SIZES)
     assert _message(require_room, gpipe(3, 4), limits) == (
         "max_stash_bytes[1]: gpipe holds 8,000 bytes on stage 1, 1,000 more than 7,000; fewer "
@@ -158,7 +158,7 @@ def test_a_schedule_that_holds_too_many_bytes_says_the_stage_how_many_and_what_w
     require_room(gpipe(3, 4), Limits(max_stash_bytes=(4_000, 8_000, 2_000), stash_bytes=SIZES))
 
 
-def test_a_schedule_that_holds_too_many_microbatches_says_the_stage_and_until_what():
+def test_too_many_microbatches_are_refused_with_the_stage():
     late = Schedule.from_rows("late", ["F0 B0 F1 B1 W0 W1", "F0 B0 W0 F1 B1 W1"])
     require_room(late, Limits((1, 1), "B"))
     assert _message(require_room, late, Limits((1, 1), "W")) == (
@@ -167,18 +167,12 @@ def test_a_schedule_that_holds_too_many_microbatches_says_the_stage_and_until_wh
     )
 
 
-def test_a_chunk_of_a_microbatch_holds_its_part_of_the_bytes():
+def test_a_chunk_counts_as_part_of_a_microbatch():
     # Rank 0 holds at most 11 chunks of two: as much as five and a half microbatches.
-    schedule = interleaved(4, 8, 2)
-    sizes = StashBytes((100,) * 4, (0,) * 4)
-    require_room(schedule, Limits(max_stash_bytes=(550,) * 4, stash_bytes=sizes))
-    with pytest.raises(UserError, match=r"holds 550 bytes on stage 0, 1 more than 549"):
-        require_room(schedule, Limits(max_stash_bytes=(549,) * 4, stash_bytes=sizes))
-
-
-def test_a_chunk_of_a_microbatch_counts_as_its_part_of_the_microbatch():
-    schedule = interleaved(4, 8, 2)
-    require_room(schedule, Limits((100,) * 4))
+    schedule, sizes = interleaved(4, 8, 2), StashBytes((100,) * 4, (0,) * 4)
     require_room(schedule, Limits((6,) * 4))
     with pytest.raises(UserError, match=r"max_live\[0\]: interleaved holds 6 .* at most 5"):
         require_room(schedule, Limits((5,) * 4))
+    require_room(schedule, Limits(max_stash_bytes=(550,) * 4, stash_bytes=sizes))
+    with pytest.raises(UserError, match=r"holds 550 bytes on stage 0, 1 more than 549"):
+        require_room(schedule, Limits(max_stash_bytes=(549,) * 4, stash_bytes=sizes))

@@ -59,14 +59,14 @@ def test_an_answer_has_the_fields_of_the_contract():
     assert answer["orders"][3][:4] == ["F0", "B0", "F1", "B1"]
 
 
-def test_only_what_the_contract_allows_to_be_null_may_be_left_out():
+def test_nullable_fields_may_be_missing():
     fields = _fields()
     for field in ("max_live", "live_until", "schedule", "planned_link_ms", "warmup_forwards"):
         del fields[field]
     assert solve(parse_problem(fields)).to_json()["makespan_ms"] == 390.0
 
 
-def test_a_planner_that_believes_other_links_replays_its_own_plan():
+def test_planned_links_may_differ_from_simulated_ones():
     assert _answer(link_ms=[20, 0, 0], planned_link_ms=[0, 0, 0])["makespan_ms"] == 440.0
     assert _answer(link_ms=[20, 0, 0])["makespan_ms"] == 410.0
 
@@ -79,7 +79,7 @@ def test_given_orders_are_what_is_simulated():
     assert answer["schedule"] == "given"
 
 
-def test_a_step_as_long_as_the_bound_but_for_rounding_has_no_gap():
+def test_rounding_leaves_no_gap_to_the_bound():
     one = {"num_stages": 1, "link_ms": [], "schedule": "interleaved", "chunks": 3}
     costs = {f"{kind}_ms": 10 for kind in ("forward", "backward_input", "backward_weight")}
     answer = solve(parse_problem(_fields(**one, **costs)))
@@ -133,7 +133,7 @@ def test_given_orders_say_how_many_chunks_there_are():
         parse_problem(fields | {"chunks": 3})
 
 
-def test_a_link_that_jitters_is_planned_with_a_margin_and_simulated_without():
+def test_jitter_adds_a_margin_to_planned_links():
     problem = parse_problem(_fields(link_ms=[0, 0, 20], link_jitter_ms=[0, 0, 10]))
     assert problem.links[Link(2, 3)] == LinkDelay(20, 20)
     assert problem.planned_links[Link(2, 3)] == LinkDelay(27, 27)
@@ -142,7 +142,7 @@ def test_a_link_that_jitters_is_planned_with_a_margin_and_simulated_without():
     assert believed.planned_links[Link(0, 1)] == LinkDelay(5, 5)
 
 
-def test_jitter_adds_what_to_expect_to_the_answer_alone():
+def test_jitter_adds_expected_makespans_to_the_answer():
     plain = _answer(link_ms=[0, 0, 20])
     assert "expected_makespan_ms" not in plain
     still = _answer(link_ms=[0, 0, 20], link_jitter_ms=0)
@@ -154,7 +154,7 @@ def test_jitter_adds_what_to_expect_to_the_answer_alone():
     assert again["expected_makespan_ms"] == jittered["expected_makespan_ms"]
 
 
-def test_caps_on_bytes_are_kept_and_told():
+def test_caps_on_bytes_are_kept_and_reported():
     answer = _answer(**BYTES)
     assert max(answer["peak_stash_bytes"]) <= 500
     orders = [["F0", "F1", "B0", "W0", "B1", "W1"]]
@@ -164,7 +164,7 @@ def test_caps_on_bytes_are_kept_and_told():
     assert solve(parse_problem(one | sizes)).to_json()["peak_stash_bytes"] == [230]
 
 
-def test_a_caller_may_bring_its_own_simulation():
+def test_solve_accepts_another_simulation():
     problem = parse_problem(_fields(link_model="blocking"))
     with pytest.raises(ValueError, match="blocking links are simulated on lowered programs"):
         solve(problem)
@@ -224,7 +224,7 @@ def test_a_caller_may_bring_its_own_simulation():
         ({"forward_ms": "x" * 500}, f"forward_ms: got '{'x' * 56}..., expected"),
     ],
 )  # fmt: skip
-def test_a_bad_field_is_named_with_what_was_got_and_expected(changes, message):
+def test_a_bad_field_is_named_with_got_and_expected(changes, message):
     with pytest.raises(UserError) as caught:
         _answer(**changes)
     assert str(caught.value).startswith(message)

@@ -57,7 +57,7 @@ def _error(*rows: str, microbatches: int | None = None) -> ScheduleError:
     return caught.value
 
 
-def test_a_schedule_prints_as_a_grid_and_describes_itself():
+def test_a_schedule_prints_as_a_grid():
     split = Schedule.from_rows("small", ["F0 F1 B0 B1 W0 W1", "F0 B0 W0 F1 B1 W1"])
     assert str(split) == (
         "small: 2 stages, 2 microbatches\nstage 0  F0 F1 B0 B1 W0 W1\nstage 1  F0 B0 W0 F1 B1 W1"
@@ -133,7 +133,7 @@ def test_a_bad_row_names_and_marks_its_op(row, reason, marked):
         ([], "got 0 stages and 0 microbatches, expected at least one of each"),
     ],
 )
-def test_what_the_stages_must_agree_on_is_named(rows, reason):
+def test_disagreeing_stages_are_named(rows, reason):
     assert _error(*rows).reason.startswith(reason)
 
 
@@ -162,7 +162,7 @@ def test_what_the_stages_must_agree_on_is_named(rows, reason):
         ),
     ],
 )
-def test_stages_that_wait_for_each_other_are_marked_where_they_stop(rows, waits, grid):
+def test_a_deadlock_marks_where_each_stage_stops(rows, waits, grid):
     error = _error(*rows)
     assert error.kind == "deadlock"
     assert error.reason == f"the stages wait for each other in a circle: {waits}"

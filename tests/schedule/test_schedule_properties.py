@@ -64,7 +64,7 @@ def test_every_op_runs_once_after_what_it_needs(case):
 
 
 def _most_held(order: tuple[Op, ...], after_forward: int, after_backward: int) -> int:
-    """What a stage holds at most, each microbatch's share looked up anew after every op."""
+    """The most that a stage holds, summed over all microbatches after every op."""
     done: dict[int, OpKind] = {}
     most = 0
     for op in order:
@@ -88,15 +88,6 @@ def test_no_stage_holds_more_than_its_cap(case):
         assert _most_held(order, *size) <= cap
 
 
-@given(_cases(names=["adaptive"]))
-def test_the_adaptive_schedule_is_never_longer_than_the_papers(case):
-    adaptive, paper = (
-        simulate(case._replace(name=name).schedule(), case.costs, case.links).makespan_ms
-        for name in ("adaptive", "paper")
-    )
-    assert adaptive <= paper * (1 + 1e-9)
-
-
 @given(_cases())
 def test_no_schedule_beats_the_bound(case):
     makespan_ms = simulate(case.schedule(), case.costs, case.links).makespan_ms
@@ -105,7 +96,7 @@ def test_no_schedule_beats_the_bound(case):
 
 
 @given(_cases())
-def test_planning_is_deterministic_and_what_is_written_reads_back(case):
+def test_planning_is_deterministic_and_round_trips(case):
     schedule = case.schedule()
     assert case.schedule() == schedule
     assert Schedule.parse(str(schedule)) == schedule

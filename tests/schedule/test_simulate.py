@@ -14,7 +14,7 @@ from jaxmorph.schedule.simulate import (
 )
 
 
-def test_every_op_starts_when_its_data_and_its_stage_are_there():
+def test_an_op_starts_when_data_and_stage_are_ready():
     schedule = Schedule.from_rows("small", ["F0 F1 B0 W0 B1 W1", "F0 B0 F1 B1 W0 W1"])
     costs = StageCosts((1.0, 2.0), (3.0, 4.0), (5.0, 6.0))
     timeline = simulate(schedule, costs, {Link(0, 1): LinkDelay(0.5, 0.25)})
@@ -30,14 +30,14 @@ def test_every_op_starts_when_its_data_and_its_stage_are_there():
     assert timeline.end_ms[0].dtype == np.float64
 
 
-def test_a_full_backward_sends_its_gradient_when_all_of_it_has_ended():
+def test_a_full_backward_sends_its_gradient_at_its_end():
     schedule = Schedule.from_rows("full", ["F0 BW0", "F0 BW0"])
     timeline = simulate(schedule, StageCosts.uniform(2, 1.0, 2.0, 3.0))
     assert timeline.start_ms[0].tolist() == [0.0, 7.0]
     assert timeline.makespan_ms == 12.0
 
 
-def test_latency_on_a_link_of_1f1b_is_paid_every_turn():
+def test_1f1b_pays_a_latency_every_turn():
     costs = StageCosts.uniform(2, 10.0, 10.0, 10.0)
     healthy = simulate(one_forward_one_backward(2, 10), costs).makespan_ms
     slow = simulate(one_forward_one_backward(2, 10), costs, chain_links([20.0])).makespan_ms
@@ -46,7 +46,7 @@ def test_latency_on_a_link_of_1f1b_is_paid_every_turn():
     assert (healthy, slow) == (330.0, 530.0)
 
 
-def test_a_chunks_op_takes_its_share_and_wraps_around_over_the_first_to_last_link():
+def test_chunks_wrap_around_over_the_first_last_link():
     schedule = Schedule.from_rows("ring", ["F0 1.F0 1.BW0 BW0"] * 3)
     costs = StageCosts.uniform(3, 2.0, 4.0, 6.0)
     links = {
@@ -64,50 +64,43 @@ def test_a_chunks_op_takes_its_share_and_wraps_around_over_the_first_to_last_lin
     assert timeline.busy_ms == (12.0, 12.0, 12.0)
 
 
-def _forwards_alone(num_microbatches: int) -> Schedule:
-    row = " ".join(f"F{n}" for n in range(num_microbatches))
-    row += "".join(f" BW{n}" for n in range(num_microbatches))
-    return Schedule.from_rows("forwards", [row, row])
-
-
-def test_messages_that_occupy_a_link_wait_for_each_other_and_then_travel_together():
+@pytest.mark.parametrize(
+    ("link_model", "starts_ms"),
+    # They get the link at 1, 4 and 7 ms, and take 13 ms each; or one moves at a time.
+    [("latency", [14.0, 17.0, 20.0]), ("serialized", [14.0, 27.0, 40.0])],
+)
+def test_messages_wait_for_the_occupancy_of_earlier_ones(link_model, starts_ms):
     costs = StageCosts.uniform(2, 1.0, 0.0, 0.0)
     links = {Link(0, 1): LinkDelay(forward_latency_ms=10.0, forward_occupancy_ms=3.0)}
-    timeline = simulate(_forwards_alone(3), costs, links)
-    # They get the link at 1, 4 and 7 ms, and take 13 ms each.
-    assert timeline.start_ms[1].tolist()[:3] == [14.0, 17.0, 20.0]
+    row = "F0 F1 F2 BW0 BW1 BW2"
+    timeline = simulate(Schedule.from_rows("forwards", [row, row]), costs, links, link_model)
+    assert timeline.start_ms[1].tolist()[:3] == starts_ms
 
 
-def test_a_serialized_link_moves_one_message_at_a_time():
-    costs = StageCosts.uniform(2, 1.0, 0.0, 0.0)
-    links = {Link(0, 1): LinkDelay(forward_latency_ms=10.0, forward_occupancy_ms=3.0)}
-    timeline = simulate(_forwards_alone(3), costs, links, "serialized")
-    assert timeline.start_ms[1].tolist()[:3] == [14.0, 27.0, 40.0]
-
-
-def test_the_two_directions_of_a_link_do_not_wait_for_each_other():
+def test_directions_of_a_link_are_independent():
     costs = StageCosts.uniform(2, 10.0, 10.0, 10.0)
     schedule = Schedule.from_rows("both", ["F0 F1 BW0 BW1", "F0 BW0 F1 BW1"])
     links = {Link(0, 1): LinkDelay(35.0, 35.0)}
     timeline = simulate(schedule, costs, links, "serialized")
-    # F1 has the way up from 45 to 80 ms while BW0's gradient comes down, from 75 to 110 ms.
+    # F1's activation travels from 45 to 80 ms, while BW0's gradient travels from 75 to 110 ms.
     assert timeline.start_ms[1].tolist() == [45.0, 55.0, 80.0, 90.0]
     assert timeline.start_ms[0].tolist() == [0.0, 10.0, 110.0, 145.0]
 
 
-def test_on_two_stages_activations_that_wrap_around_share_the_way_of_the_gradients():
+def test_wrapped_activations_share_the_gradients_direction():
     schedule = Schedule.from_rows(
         "ring", ["F0 F1 1.F0 1.BW0 1.F1 1.BW1 BW0 BW1", "F0 1.F0 1.BW0 F1 1.F1 1.BW1 BW0 BW1"]
     )
     costs = StageCosts.uniform(2, 2.0, 2.0, 0.0)
     links = {Link(0, 1): LinkDelay(backward_occupancy_ms=10.0)}
     timeline = simulate(schedule, costs, links)
-    # Stage 1 sends what F0, 1.BW0 and F1 made at 2, 14 and 15 ms: each occupies the way for 10.
+    # Stage 1 sends the results of F0, 1.BW0 and F1 at 2, 14 and 15 ms; each occupies the link for
+    # 10 ms.
     assert timeline.end_ms[1].tolist()[:4] == [2.0, 14.0, 15.0, 16.0]
     assert timeline.start_ms[0].tolist()[2:5] == [12.0, 25.0, 35.0]
 
 
-def test_a_time_step_rounds_every_duration_and_delay_up():
+def test_a_time_step_rounds_all_times_up():
     costs = StageCosts((1.0, 2.2), (1.4, 1.0), (1.0, 1.1))
     links = {Link(0, 1): LinkDelay(0.3, 0.5)}
     schedule = Schedule.from_rows("small", ["F0 B0 W0", "F0 B0 W0"])
@@ -125,12 +118,12 @@ def test_times_round_up_to_whole_steps(value_ms, step_ms, rounded_ms):
 
 
 @pytest.mark.parametrize("value_ms", [0.3, 0.7, 1.1, 2.9])
-def test_whole_steps_stay_what_they_are_when_floating_point_divides_them_unevenly(value_ms):
+def test_whole_steps_stay_whole_despite_floating_point(value_ms):
     assert in_whole_steps(value_ms, 0.1) == value_ms
 
 
 @pytest.mark.parametrize("step_ms", [0.0, -1.0, math.nan, math.inf])
-def test_a_step_that_is_no_length_of_time_is_named(step_ms):
+def test_an_invalid_time_step_is_refused(step_ms):
     with pytest.raises(ValueError, match=r"time_step_ms: got (0.0|-1.0|nan|inf), expected"):
         in_whole_steps(1.0, step_ms)
 
@@ -154,7 +147,7 @@ def test_each_link_has_its_own_jitter():
     assert (first, second) == pytest.approx((3.0 * np.sqrt(2), 5.0 * np.sqrt(2)), rel=0.03)
 
 
-def test_on_two_stages_the_way_around_jitters_as_their_link_does():
+def test_the_wrap_around_link_of_two_stages_jitters():
     schedule = Schedule.from_rows("one", ["F0 1.F0 1.BW0 BW0"] * 2)
     costs, links = StageCosts.uniform(2, 1.0, 1.0, 1.0), chain_links([50.0])
     makespans = jittered_makespans_ms(schedule, costs, links, [3.0], 20_000, seed=1)
@@ -188,7 +181,7 @@ def test_only_links_of_neighbours_jitter():
     assert len(set(still.tolist())) == 1
 
 
-def test_schedules_meet_the_same_luck():
+def test_schedules_get_the_same_draws():
     costs, links = StageCosts.uniform(2, 1.0, 0.0, 0.0), chain_links([5.0])
     # With nothing but latency to wait for, every order ends with its slowest message.
     gpiped, turned = (

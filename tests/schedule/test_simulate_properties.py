@@ -110,7 +110,7 @@ def _add_messages(graph: _Graph, case: _Case) -> None:
             graph.needs[used].append(made)
             continue
         on, under_way = made._replace(what="on"), made._replace(what="under way")
-        occupied, rest = _way(case.links, made.stage, used.stage, case.link_model)
+        occupied, rest = _delay(case.links, made.stage, used.stage, case.link_model)
         graph.add(on, occupied, made)
         graph.add(under_way, rest, on)
         graph.needs[used].append(under_way)
@@ -137,8 +137,8 @@ def _data(schedule: Schedule) -> list[tuple[_Node, _Node]]:
     ]
 
 
-def _way(links: Links, sender: int, receiver: int, link_model: LinkModel) -> tuple[float, float]:
-    """How long a message occupies its way, and how long it is under way after that."""
+def _delay(links: Links, sender: int, receiver: int, link_model: LinkModel) -> tuple[float, float]:
+    """How long a message occupies its link direction, and how long it travels after that."""
     state = links.get(Link(min(sender, receiver), max(sender, receiver)), LinkDelay())
     if sender < receiver:
         latency, occupancy = state.forward_latency_ms, state.forward_occupancy_ms
@@ -173,7 +173,7 @@ def test_on_a_discrete_clock_no_op_ends_earlier(case, time_step_ms):
 
 
 @given(_cases(), st.sampled_from([0.1, 0.25, 3.0]))
-def test_a_discrete_clock_is_exact_when_all_times_are_whole_steps(case, time_step_ms):
+def test_a_discrete_clock_is_exact_for_whole_steps(case, time_step_ms):
     # Of a chunk's op too: 6 has all the numbers of chunks as divisors.
     def whole(value_ms: float) -> float:
         return 6 * round(value_ms) * time_step_ms

@@ -45,7 +45,7 @@ def _growth(schedule, stage: int) -> float:
     return (_delay_ms(schedule, stage, 600.0) - _delay_ms(schedule, stage, 500.0)) / 100.0
 
 
-def test_evenly_slack_schedules_take_turns_after_the_warm_up():
+def test_evenly_slack_schedules_alternate_after_warm_up():
     rows = [
         "F0 F1 F2 B0 F3 B1 W0 B2 W1 B3 W2 W3",
         "F0 F1 B0 F2 B1 F3 B2 W0 B3 W1 W2 W3",
@@ -54,7 +54,7 @@ def test_evenly_slack_schedules_take_turns_after_the_warm_up():
     assert evenly_slack_schedule(3, 4, 1) == Schedule.from_rows("slackness 1", rows)
 
 
-def test_evenly_slack_schedules_are_as_fast_as_can_be_on_healthy_links():
+def test_evenly_slack_schedules_are_optimal_when_healthy():
     for stages, microbatches, slackness in PIPELINES:
         schedule = evenly_slack_schedule(stages, microbatches, slackness)
         schedule.validate()
@@ -64,7 +64,7 @@ def test_evenly_slack_schedules_are_as_fast_as_can_be_on_healthy_links():
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, pytest.param(8, marks=pytest.mark.long)])
-def test_theorem_1_a_latency_up_to_the_threshold_costs_itself_and_one_beyond_multiplies(stages):
+def test_theorem_1_holds_below_and_beyond_the_threshold(stages):
     for _, microbatches, slackness in (size for size in PIPELINES if size[0] == stages):
         schedule = evenly_slack_schedule(stages, microbatches, slackness)
         threshold_ms = tolerated_by_equal_ops_ms(slackness, OP_MS)
@@ -79,7 +79,7 @@ def test_theorem_1_a_latency_up_to_the_threshold_costs_itself_and_one_beyond_mul
 
 
 @pytest.mark.parametrize("slackness", [1, pytest.param(2, marks=pytest.mark.long), 3, 4, 5, 7])
-def test_theorem_1_the_growth_is_n_over_slackness_plus_one_round_trips(slackness):
+def test_theorem_1_growth_counts_slackness_plus_one(slackness):
     # Many microbatches, so that neither warm-up nor the rounding to whole round trips counts.
     schedule = evenly_slack_schedule(4, 2400, slackness)
     for stage, warmup in enumerate(schedule.warmup_forwards[:-1]):
@@ -89,7 +89,7 @@ def test_theorem_1_the_growth_is_n_over_slackness_plus_one_round_trips(slackness
         assert round_trips * (slackness - 1) < 0.9 * 2400  # what the paper prints
 
 
-def test_a_latency_in_one_direction_grows_the_step_half_as_fast():
+def test_one_slow_direction_costs_half():
     schedule = evenly_slack_schedule(4, 120, 3)
     costs = StageCosts.uniform(4, OP_MS, OP_MS, OP_MS)
     for near, far in (
@@ -100,7 +100,7 @@ def test_a_latency_in_one_direction_grows_the_step_half_as_fast():
         assert (steps[1].makespan_ms - steps[0].makespan_ms) / 100.0 == 120 / (3 + 1)
 
 
-def test_figure_8_the_more_slackness_the_later_and_the_slower_the_delay_grows():
+def test_figure_8_delays_by_slackness():
     delays_ms = {
         slackness: [
             _delay_ms(evenly_slack_schedule(4, 30, slackness), 1, latency_ms)
@@ -117,7 +117,7 @@ def test_figure_8_the_more_slackness_the_later_and_the_slower_the_delay_grows():
     }
 
 
-def test_figure_8_bubbles_follow_the_delay():
+def test_figure_8_bubble_rates():
     rates = [
         [
             over_one_slow_link(evenly_slack_schedule(4, 30, slackness), OP_MS, 1, c).bubble_rate
@@ -133,13 +133,13 @@ def test_figure_8_bubbles_follow_the_delay():
     assert [round(100 * row[-1]) for row in rates] == [67, 53, 40, 31, 22]
 
 
-def test_the_healthy_plan_of_the_papers_figure_4_is_evenly_slack():
+def test_the_plan_of_figure_4_is_evenly_slack():
     costs = StageCosts.uniform(4, OP_MS, OP_MS, OP_MS)
     healthy = plan(costs, NO_LATENCY, Limits(), 12, "paper").schedule
     assert healthy.orders == evenly_slack_schedule(4, 12, 2).orders
 
 
-def test_weight_gradients_in_the_steady_phase_absorb_more_than_equation_1_says():
+def test_steady_weight_gradients_absorb_more_than_equation_1():
     # Both warm up with 7 5 3 1, so Equation 1 allows the link 10 ms.
     late, steady = evenly_slack_schedule(4, 30, 2), zb_h2(4, 30)
     assert late.warmup_forwards == steady.warmup_forwards == (7, 5, 3, 1)
@@ -147,7 +147,7 @@ def test_weight_gradients_in_the_steady_phase_absorb_more_than_equation_1_says()
     assert [_delay_ms(steady, 0, c) for c in (10.0, 15.0, 20.0)] == [10.0, 15.0, 30.0]
 
 
-def test_no_slackness_helps_a_link_that_carries_one_message_at_a_time():
+def test_slackness_does_not_help_a_serialized_link():
     schedule, costs = evenly_slack_schedule(4, 120, 9), StageCosts.uniform(4, OP_MS, OP_MS, OP_MS)
     links = [{Link(1, 2): LinkDelay(c, c)} for c in (0.0, 25.0)]
     overlapping = [simulate(schedule, costs, state).makespan_ms for state in links]
@@ -156,7 +156,7 @@ def test_no_slackness_helps_a_link_that_carries_one_message_at_a_time():
     assert one_by_one == [3630.0, 4330.0]
 
 
-def test_b_before_f_uses_up_the_slackness_of_a_long_warm_up():
+def test_b_before_f_uses_up_slackness():
     costs = StageCosts.uniform(4, OP_MS, OP_MS, OP_MS)
     greedy = select_ops(costs, NO_LATENCY, Limits(), 30, (10, 7, 4, 1))
     in_turn = evenly_slack_schedule(4, 30, 3)
@@ -177,7 +177,7 @@ def test_three_schedules_over_the_same_slow_link():
     assert planned == pytest.approx([1.030, 1.060])
 
 
-def test_a_direct_route_blocks_what_a_delegated_one_lets_run():
+def test_a_direct_route_blocks_ready_ops():
     costs, links = StageCosts.uniform(4, OP_MS, OP_MS, OP_MS), chain_links([0.0, 0.0, 20.0])
     schedule = zb_h2(4, 12)
     direct = simulate_blocking(lower(schedule, simulate(schedule, costs)), costs, links)

@@ -1,4 +1,4 @@
-"""What a device holds, read off timelines by hand."""
+"""Timelines, and what a device holds during one."""
 
 import json
 
@@ -34,13 +34,13 @@ def test_json_round_trips():
     assert all(start.dtype == np.float64 for start in read.start_ms)
 
 
-def test_times_that_do_not_match_the_orders_are_refused():
+def test_times_must_match_the_orders():
     timeline = _timeline()
     with pytest.raises(ValueError, match="stage 0: got 2 starts and 3 ends for 3 ops"):
         Timeline(timeline.orders, (timeline.start_ms[0][:2], timeline.start_ms[1]), timeline.end_ms)
 
 
-def test_a_step_in_which_nothing_ran_has_no_bubble():
+def test_an_empty_step_has_no_bubble():
     empty = Timeline(((),), (np.zeros(0),), (np.zeros(0),))
     assert empty.makespan_ms == 0.0
     assert empty.bubble_rate == 0.0
@@ -63,7 +63,7 @@ def test_without_copies_it_is_what_is_live(until):
         assert peak_on_device(timeline(row), until) == timeline(row).peak_live(until)
 
 
-def test_a_stash_counts_until_it_has_left_and_from_when_it_begins_to_come_back():
+def test_a_stash_counts_while_it_is_copied():
     def peak(gone_ms, back_ms):
         offload, fetch = ("offload", 1, 15.0, gone_ms), ("fetch", 1, back_ms, back_ms + 5)
         return peak_on_device(timeline(ROW, offload, fetch))[0]
@@ -73,11 +73,11 @@ def test_a_stash_counts_until_it_has_left_and_from_when_it_begins_to_come_back()
     assert peak(20.0, 39.9) == 3  # B0 had not ended
 
 
-def test_a_timeline_keeps_its_copies_in_json_and_reads_older_ones_without():
-    told = timeline(ROW, ("offload", 1, 15.0, 20.0)).to_json()
-    assert Timeline.from_json(told).copies == (CopySpan(0, "offload", 1, 0, 15.0, 20.0),)
-    del told["copies"]
-    assert Timeline.from_json(told).copies == ()
+def test_copies_round_trip_and_may_be_missing():
+    data = timeline(ROW, ("offload", 1, 15.0, 20.0)).to_json()
+    assert Timeline.from_json(data).copies == (CopySpan(0, "offload", 1, 0, 15.0, 20.0),)
+    del data["copies"]
+    assert Timeline.from_json(data).copies == ()
 
 
 def test_each_stages_copies_are_its_own():

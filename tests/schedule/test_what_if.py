@@ -4,7 +4,7 @@ from jaxmorph.errors import UserError
 from jaxmorph.records import Link
 from jaxmorph.schedule.costs import LinkDelay
 from jaxmorph.schedule.problem import parse_problem
-from jaxmorph.schedule.what_if import LinkChange, StageChange, changed, parse_change
+from jaxmorph.schedule.what_if import LinkChange, StageChange, apply_changes, parse_change
 
 PROBLEM = parse_problem(
     {
@@ -55,22 +55,22 @@ def test_what_is_no_change_is_refused(text):
         parse_change(text)
 
 
-def test_a_healthy_link_has_its_latency_and_no_jitter_for_simulation_and_plan():
-    healthy = changed(PROBLEM, [parse_change("link=1:0ms")])
+def test_a_link_change_applies_to_plan_and_simulation():
+    healthy = apply_changes(PROBLEM, [parse_change("link=1:0ms")])
     assert healthy.links[Link(1, 2)] == healthy.planned_links[Link(1, 2)] == LinkDelay(0, 0, 1, 1)
     assert healthy.links[Link(0, 1)] == PROBLEM.links[Link(0, 1)]
     assert healthy.jitter_ms == (2, 0)
 
 
 def test_a_stage_runs_all_its_ops_faster():
-    costs = changed(PROBLEM, [parse_change("stage=1:0.5x")]).costs
+    costs = apply_changes(PROBLEM, [parse_change("stage=1:0.5x")]).costs
     assert costs.forward_ms == (1, 1, 3)
     assert costs.backward_input_ms == (10, 5, 10)
     assert costs.backward_weight_ms == (20, 10, 20)
 
 
 def test_changes_add_up():
-    both = changed(PROBLEM, [parse_change("stage=0:2x"), parse_change("stage=0:3x")])
+    both = apply_changes(PROBLEM, [parse_change("stage=0:2x"), parse_change("stage=0:3x")])
     assert both.costs.forward_ms == (6, 2, 3)
 
 
@@ -84,5 +84,5 @@ def test_changes_add_up():
 )
 def test_what_the_problem_lacks_is_named(text, message):
     with pytest.raises(UserError) as caught:
-        changed(PROBLEM, [parse_change(text)])
+        apply_changes(PROBLEM, [parse_change(text)])
     assert str(caught.value) == message
