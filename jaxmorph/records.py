@@ -160,6 +160,7 @@ class RunHeader:
 
     @property
     def tokens_per_step(self) -> int:
+        """Tokens per optimizer step."""
         return self.microbatches * self.microbatch_size * self.sequence_length
 
 

@@ -69,9 +69,7 @@ class Buffer(NamedTuple):
 
 
 class Payload(StrEnum):
-    """What a transfer carries: an activation to the next stage, a gradient to the previous one, or
-    the gradient of a tied parameter.
-    """
+    """What a transfer carries: an activation downstream, a gradient upstream, a tied gradient."""
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
@@ -96,6 +94,7 @@ class Transfer(NamedTuple):
 
     @property
     def link(self) -> Link:
+        """The link between its two ranks."""
         return Link(min(self.source, self.destination), max(self.source, self.destination))
 
     @property
@@ -152,6 +151,7 @@ class Channel(NamedTuple):
 
     @property
     def link(self) -> Link:
+        """The link between its two ranks."""
         return Link(min(self.source, self.destination), max(self.source, self.destination))
 
     def __str__(self) -> str:
@@ -284,6 +284,7 @@ class RankProgram:
 
     @property
     def pipeline(self) -> Pipeline:
+        """The pipeline that the rank is part of."""
         return Pipeline(self.num_ranks, self.num_chunks)
 
     def __str__(self) -> str:
@@ -292,6 +293,7 @@ class RankProgram:
 
     @property
     def offloads(self) -> bool:
+        """Whether stashes are offloaded."""
         return any(isinstance(step, Offload) for step in self.instructions)
 
     def ops(self) -> Iterator[Op]:

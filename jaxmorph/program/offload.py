@@ -205,8 +205,7 @@ def _with_copies(
 def _fetches(
     ops: Sequence[Op], chosen: Collection[Buffer], memory: StageMemory, ahead: int
 ) -> dict[int, list[Buffer]]:
-    """The stashes that begin to come back before each op, by its position; the first B comes first.
-    """
+    """The stashes that begin to come back before each op, by its position."""
     held = _held_at(ops, chosen, memory)
     starts: dict[int, list[Buffer]] = {}
     for stash, use in _uses(ops).items():
@@ -231,8 +230,9 @@ def _held_at(ops: Sequence[Op], chosen: Collection[Buffer], memory: StageMemory)
 
 
 def await_room(program: RankProgram, memory: StageMemory) -> RankProgram:
-    """Adds the waits with which a program fits whatever copies take; without them it must fit if
-    copies take no time. No instruction waits for more offloads than it needs.
+    """Adds the fewest waits with which a program fits the device whatever its copies take.
+
+    Without waits, it must fit if copies take no time.
     """
     return replace(program, instructions=tuple(_awaiting(program, _Device(memory))))
 

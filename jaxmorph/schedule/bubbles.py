@@ -88,18 +88,13 @@ class IdleShares(NamedTuple):
 def idle_shares(timeline: Timeline) -> tuple[IdleShares, ...]:
     """Blocking stalls and dependency bubbles (paper, section 3.1) of every stage."""
     step_ms = timeline.makespan_ms or 1.0
-    idle_ms = [[0.0, 0.0, 0.0] for _ in timeline.orders]
+    share_of = {
+        BubbleCause.BLOCKING: "blocking", BubbleCause.COPIES: "other", BubbleCause.OTHER: "other",
+    }  # fmt: skip
+    idle_ms = [dict.fromkeys(IdleShares._fields, 0.0) for _ in timeline.orders]
     for stage, start_ms, end_ms, cause in find_bubbles(timeline):
-        idle_ms[stage][_SHARE_OF.get(cause, _DEPENDENCY)] += end_ms - start_ms
-    return tuple(IdleShares(*(part / step_ms for part in parts)) for parts in idle_ms)
-
-
-_DEPENDENCY = IdleShares._fields.index("dependency")
-_SHARE_OF = {
-    BubbleCause.BLOCKING: IdleShares._fields.index("blocking"),
-    BubbleCause.COPIES: IdleShares._fields.index("other"),
-    BubbleCause.OTHER: IdleShares._fields.index("other"),
-}
+        idle_ms[stage][share_of.get(cause, "dependency")] += end_ms - start_ms
+    return tuple(IdleShares(*(part / step_ms for part in row.values())) for row in idle_ms)
 
 
 class IdleCause(StrEnum):

@@ -187,7 +187,7 @@ def _run(  # noqa: C901 (a flat loop over local names: it runs once for every op
     weight = workload.backward_weight
     up, down = workload.forward_latency, workload.backward_latency
     backward_first = rule.backward_first
-    forward_change, backward_change, weight_change = _changes(workload)
+    forward_change, backward_change, weight_change = held_changes(workload)
     first_forward, first_backward, first_weight, step = _first_numbers(workload)
     # When each microbatch's data arrives. The sentinel behind the last microbatch never arrives.
     forward_arrivals = [[_NEVER] * (count + 1) for _ in stages]
@@ -324,7 +324,7 @@ def _first_numbers(workload: Workload) -> tuple[list[int], list[int], list[int],
     return forward, backward, weight, -1 if mirrored else 1
 
 
-def _changes(workload: Workload) -> tuple[list[int], list[int], list[int]]:
+def held_changes(workload: Workload) -> tuple[list[int], list[int], list[int]]:
     """How F, B and W change what each stage holds."""
     rows = list(zip(workload.forward_holds, workload.backward_holds, strict=True))
     after_forward = [a for a, _ in rows]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxmorph.schedule.list_schedule import Workload
+from jaxmorph.schedule.list_schedule import Workload, held_changes
 
 _NONE = -1
 
@@ -33,13 +33,11 @@ class Arcs:
     def of(cls, workload: Workload) -> "Arcs":
         """The arcs of a problem that isn't mirrored."""
         durations = (workload.forward, workload.backward_input, workload.backward_weight)
-        holds = list(zip(workload.forward_holds, workload.backward_holds, strict=True))
-        changes = ([a for a, _ in holds], [b - a for a, b in holds], [-b for _, b in holds])
         count = workload.num_microbatches
         return cls(
             3 * count,
             _each_op(count, *durations),
-            _each_op(count, *changes),
+            _each_op(count, *held_changes(workload)),
             *_sources(workload),
             *_users(workload),
         )
@@ -95,9 +93,11 @@ class OrderGraph:
         return max((row[-1] for row in self.rows), key=lambda op: head[op] + duration[op])
 
     def end(self, op: int) -> int:
+        """When an op ends."""
         return self.head[op] + self.duration[op]
 
     def row_of(self, op: int) -> list[int]:
+        """The row of the op's stage."""
         return self.rows[op // self._per_stage]
 
     def critical_blocks(self) -> list[list[int]]:
@@ -184,7 +184,7 @@ class OrderGraph:
         return True
 
     def _after_both(self, op: int, other: int) -> list[int] | None:
-        """The part of the order from `op` to `other`, with `op` and its dependents moved last."""
+        """The part of the order from `op` to `other`, with `op` and its dependents last."""
         part = self._order[self._place[op] : self._place[other] + 1]
         self.visits += len(part)
         source, before = self._source, self.before
@@ -202,7 +202,7 @@ class OrderGraph:
         return kept + later
 
     def _before_both(self, op: int, other: int) -> list[int] | None:
-        """The part of the order from `other` to `op`, with `op` and its dependencies moved first."""
+        """The part of the order from `other` to `op`, with `op` and its dependencies first."""
         part = self._order[self._place[other] : self._place[op] + 1]
         self.visits += len(part)
         user, after = self._user, self.after

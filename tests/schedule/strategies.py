@@ -58,5 +58,5 @@ def workloads(draw, most_stages=5, most_microbatches=8) -> Workload:
         draw(st.integers(1, most_microbatches)),
         draw(st.lists(st.tuples(time, time, time), min_size=stages, max_size=stages)),
         draw(st.lists(st.tuples(time, time), min_size=stages - 1, max_size=stages - 1)),
-        [(forward, backward, max(forward, backward) + spare) for forward, backward, spare in memory],
+        [(a, b, max(a, b) + spare) for a, b, spare in memory],
     )
