@@ -1,10 +1,10 @@
 """The messages that ranks send to their launcher, as `plain_json.tagged` writes them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from jaxmorph.plain_json import Json, parse
+from jaxmorph.plain_json import Json, parse, written_as
 from jaxmorph.records import Event, StepRecord
 
 
@@ -63,12 +63,12 @@ class LinksChanged:
     Attributes:
         pipeline: The settings that determine the links and their usual delays.
         step: The step of the last change.
-        ways: Each direction, as `KnownDirection.to_json` writes it.
+        directions: As `KnownDirection.to_json` writes them.
     """
 
     pipeline: Json
     step: int
-    ways: tuple[Json, ...]
+    directions: tuple[Json, ...] = field(metadata=written_as("ways"))
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def tagged(message: Any) -> dict[str, Any]:
 
 
 def written_as(key: str) -> dict[str, str]:
-    """The metadata of a field that files know by another name than the code."""
+    """The metadata of a field whose key in JSON differs from its name."""
     return {_KEY: key}
 
 

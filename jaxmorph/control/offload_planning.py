@@ -91,7 +91,7 @@ def _wider(plan_within: PlanWithin, device: Limits, free: Plan) -> Iterator[Plan
     """Plans that hold more and more than fits, up to the one without caps."""
     schedule = free.schedule
     memory = device.stage_memory(schedule.num_stages, schedule.num_microbatches)
-    keeps_for_weights = any(stage.backward_holds for stage in memory)
+    keeps_for_weights = any(stage.after_backward for stage in memory)
     caps = _caps_of_weights(memory) if keeps_for_weights else _raised_caps(memory, free)
     for limits in caps:
         try:
@@ -105,13 +105,13 @@ def _raised_caps(memory: Sequence[StageMemory], free: Plan) -> Iterator[Limits]:
     """Caps with room for 1, 2, 4, ... microbatches more than fit, below what a plan holds."""
     schedule = free.schedule
     excess = max(
-        (stage.peak(order) / schedule.num_chunks - stage.room) / max(1, stage.forward_holds)
+        (stage.peak(order) / schedule.num_chunks - stage.room) / max(1, stage.after_forward)
         for stage, order in zip(memory, schedule.orders, strict=True)
     )
-    forward = tuple(stage.forward_holds for stage in memory)
+    forward = tuple(stage.after_forward for stage in memory)
     extra = 1
     while extra < excess:
-        rooms = tuple(stage.room + extra * stage.forward_holds for stage in memory)
+        rooms = tuple(stage.room + extra * stage.after_forward for stage in memory)
         none = (0,) * len(rooms)
         yield Limits(max_stash_bytes=rooms, stash_bytes=StashBytes(forward, none))
         extra *= 2
@@ -122,10 +122,10 @@ def _caps_of_weights(memory: Sequence[StageMemory]) -> Iterator[Limits]:
 
     There is room for it beside the stash of the op that runs, and in half of them for one more.
     """
-    backward = tuple(2 * stage.backward_holds for stage in memory)
+    backward = tuple(2 * stage.after_backward for stage in memory)
     for halves, places in product((1, 0), (2, 1)):
-        forward = tuple(halves * stage.forward_holds for stage in memory)
-        rooms = tuple(2 * (stage.room - places * stage.forward_holds) for stage in memory)
+        forward = tuple(halves * stage.after_forward for stage in memory)
+        rooms = tuple(2 * (stage.room - places * stage.after_forward) for stage in memory)
         least = map(max, forward, backward)
         fitting = tuple(map(max, rooms, least))
         yield Limits(max_stash_bytes=fitting, stash_bytes=StashBytes(forward, backward))

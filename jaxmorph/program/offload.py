@@ -116,8 +116,8 @@ def _farthest(
         present.pop(stash, None)  # it is counted with its op
         if needed > memory.room:
             raise _no_room(program, memory, max(_held_besides(ops, memory)))
-        room = max(0, memory.room - needed - spare * memory.forward_holds)
-        while len(present) * memory.forward_holds > room:
+        room = max(0, memory.room - needed - spare * memory.after_forward)
+        while len(present) * memory.after_forward > room:
             farthest = max(present, key=lambda other: present[other])
             del present[farthest]
             chosen.add(farthest)
@@ -131,7 +131,7 @@ def _made_first(
 ) -> set[Buffer]:
     """As many stashes, each replaced by the one made first that leaves room at every op."""
     uses, held = _uses(ops), _held_at(ops, chosen, memory)
-    room = memory.room - (1 + spare) * memory.forward_holds
+    room = memory.room - (1 + spare) * memory.after_forward
     replaced = set(chosen)
     for stash in sorted(chosen, key=lambda one: uses[one].made):
         made, used = uses[stash]
@@ -150,7 +150,7 @@ def _made_first(
 
 def _between(use: _Use, memory: StageMemory) -> Counter[int]:
     """What a stash holds at each op between its F and its B."""
-    return Counter(dict.fromkeys(range(use.made + 1, use.used), memory.forward_holds))
+    return Counter(dict.fromkeys(range(use.made + 1, use.used), memory.after_forward))
 
 
 def _held_besides(ops: Sequence[Op], memory: StageMemory) -> Iterator[int]:
@@ -159,13 +159,13 @@ def _held_besides(ops: Sequence[Op], memory: StageMemory) -> Iterator[int]:
     for op in ops:
         match op.kind:
             case OpKind.F | OpKind.BW:
-                yield weights + memory.forward_holds
+                yield weights + memory.after_forward
             case OpKind.B:
                 yield weights + memory.needed
-                weights += memory.backward_holds
+                weights += memory.after_backward
             case OpKind.W:
                 yield weights
-                weights -= memory.backward_holds
+                weights -= memory.after_backward
 
 
 def _no_room(program: RankProgram, memory: StageMemory, least: int) -> UserError:
@@ -213,9 +213,9 @@ def _fetches(
             continue
         start = use.used
         earliest = max(use.made + 1, use.used - ahead)
-        while start > earliest and held[start - 1] + memory.forward_holds <= memory.room:
+        while start > earliest and held[start - 1] + memory.after_forward <= memory.room:
             start -= 1
-            held[start] += memory.forward_holds
+            held[start] += memory.after_forward
         starts.setdefault(start, []).append(stash)
     return starts
 
@@ -248,7 +248,7 @@ class _Device:
     @property
     def most(self) -> int:
         """What is held if no leaving stash has left yet."""
-        return self.held + len(self.leaving) * self.memory.forward_holds
+        return self.held + len(self.leaving) * self.memory.after_forward
 
     def has_left(self, stash: Buffer) -> None:
         """Applies that a stash has left, and so have the ones before it."""
@@ -261,7 +261,7 @@ class _Device:
         for stash in self.leaving:
             if self.most + growth <= self.memory.room:
                 break
-            growth -= self.memory.forward_holds
+            growth -= self.memory.after_forward
             last = stash
         return last
 
@@ -269,15 +269,15 @@ class _Device:
         """What an instruction needs while it runs, beyond what is held before it."""
         match step:
             case Fetch() | Run((OpKind.F, _, _)):
-                return self.memory.forward_holds
+                return self.memory.after_forward
             case Run((OpKind.B, _, _)):
-                return self.memory.needed - self.memory.forward_holds
+                return self.memory.needed - self.memory.after_forward
             case _:
                 return 0
 
     def step(self, step: Instruction) -> None:
         """Applies an instruction."""
-        forward, backward = self.memory.forward_holds, self.memory.backward_holds
+        forward, backward = self.memory.after_forward, self.memory.after_backward
         match step:
             case Run(op):
                 gains = {OpKind.F: forward, OpKind.B: backward - forward, OpKind.W: -backward}

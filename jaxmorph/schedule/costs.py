@@ -149,28 +149,28 @@ class StageMemory(NamedTuple):
     """One stage's memory, in microbatches or in bytes.
 
     Args:
-        forward_holds: What a microbatch holds from F until B.
-        backward_holds: What it holds from B until W.
+        after_forward: What a microbatch holds from F until B.
+        after_backward: What it holds from B until W.
         room: What all microbatches together may hold.
     """
 
-    forward_holds: int
-    backward_holds: int
+    after_forward: int
+    after_backward: int
     room: int
 
     @property
     def needed(self) -> int:
         """The smallest room in which a step can run: one microbatch."""
-        return max(self.forward_holds, self.backward_holds)
+        return max(self.after_forward, self.after_backward)
 
     @property
     def most_forwards(self) -> int | None:
         """How many microbatches may wait for their B at once; None for any number."""
-        if not self.forward_holds:
+        if not self.after_forward:
             return None
         # Where B leaves more than it frees, forwards must leave room for the next B, or no B could
         # ever run again.
-        return (self.room - self.needed) // self.forward_holds + 1
+        return (self.room - self.needed) // self.after_forward + 1
 
     def slots(self, num_microbatches: int) -> Iterator[tuple[int, bool]]:
         """The stage's limits as numbers of microbatches, and whether each counts until W (or B).
@@ -180,17 +180,17 @@ class StageMemory(NamedTuple):
         until_backward = self.most_forwards
         if until_backward is not None and 0 < until_backward < num_microbatches:
             yield until_backward, False
-        least = min(self.forward_holds, self.backward_holds)
+        least = min(self.after_forward, self.after_backward)
         if least and self.room // least < num_microbatches:
             yield max(1, self.room // least), True
 
     def peak(self, order: Sequence[Op]) -> int:
         """The most that a stage holds at once when it runs ``order``."""
         change = {
-            OpKind.F: self.forward_holds,
-            OpKind.B: self.backward_holds - self.forward_holds,
-            OpKind.W: -self.backward_holds,
-            OpKind.BW: -self.forward_holds,
+            OpKind.F: self.after_forward,
+            OpKind.B: self.after_backward - self.after_forward,
+            OpKind.W: -self.after_backward,
+            OpKind.BW: -self.after_forward,
         }
         return max(accumulate((change[op.kind] for op in order), initial=0))
 

@@ -15,7 +15,7 @@ backwards, is a schedule of the real one.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 from jaxmorph.schedule.costs import Limits, Links, StageCosts
@@ -35,7 +35,7 @@ class Workload:
     Args:
         forward_latency: From each stage to the next; 0 for the last.
         backward_latency: From each stage to the previous; 0 for the first.
-        forward_holds: As in ``costs.StageMemory``, and so are the next two.
+        after_forward: As in ``costs.StageMemory``, and so are the next two.
         mirrored: Whether time runs backwards: forwards are then the real B, and W precedes them.
     """
 
@@ -45,8 +45,8 @@ class Workload:
     backward_weight: tuple[int, ...]
     forward_latency: tuple[int, ...]
     backward_latency: tuple[int, ...]
-    forward_holds: tuple[int, ...]
-    backward_holds: tuple[int, ...]
+    after_forward: tuple[int, ...]
+    after_backward: tuple[int, ...]
     room: tuple[int, ...]
     mirrored: bool = False
 
@@ -57,17 +57,13 @@ class Workload:
 
     def mirror(self) -> "Workload":
         """The same problem with time running backwards."""
-        return Workload(
-            self.num_microbatches,
-            self.backward_input,
-            self.forward,
-            self.backward_weight,
-            (*self.backward_latency[1:], 0),
-            (0, *self.forward_latency[:-1]),
-            self.forward_holds,
-            self.backward_holds,
-            self.room,
-            not self.mirrored,
+        return replace(
+            self,
+            forward=self.backward_input,
+            backward_input=self.forward,
+            forward_latency=(*self.backward_latency[1:], 0),
+            backward_latency=(0, *self.forward_latency[:-1]),
+            mirrored=not self.mirrored,
         )
 
 
@@ -326,13 +322,11 @@ def _first_numbers(workload: Workload) -> tuple[list[int], list[int], list[int],
 
 def held_changes(workload: Workload) -> tuple[list[int], list[int], list[int]]:
     """How F, B and W change what each stage holds."""
-    rows = list(zip(workload.forward_holds, workload.backward_holds, strict=True))
-    after_forward = [a for a, _ in rows]
-    after_backward = [b for _, b in rows]
-    between = [b - a for a, b in rows]
+    forward, backward = list(workload.after_forward), list(workload.after_backward)
+    between = [b - a for a, b in zip(forward, backward, strict=True)]
     if workload.mirrored:
-        return [-change for change in between], [-a for a in after_forward], after_backward
-    return after_forward, between, [-b for b in after_backward]
+        return [-change for change in between], [-a for a in forward], backward
+    return forward, between, [-b for b in backward]
 
 
 def _most_held(workload: Workload) -> tuple[list[float], list[float], list[float]]:
@@ -341,7 +335,7 @@ def _most_held(workload: Workload) -> tuple[list[float], list[float], list[float
     An op that takes memory leaves room for the next op of its microbatch, if that holds more.
     Otherwise a stage could fill up with microbatches none of which can continue.
     """
-    rows = zip(workload.forward_holds, workload.backward_holds, workload.room, strict=True)
+    rows = zip(workload.after_forward, workload.after_backward, workload.room, strict=True)
     if not workload.mirrored:
         most = [(room - max(a, b), room - b + a, _NEVER) for a, b, room in rows]
     else:

@@ -132,7 +132,7 @@ def select_ops(
 
 # F before B keeps as many forwards waiting as after the warm-up, so the slackness lasts. B before
 # F, as in Algorithm 3, uses it up on healthy links: with warm-ups 10 7 4 1 and N = 30, a link that
-# then turns 20 ms late costs 180 ms instead of 20 (docs/planning.md).
+# then turns 20 ms late costs 180 ms instead of 20 (docs/explanation/planning.md).
 _RULES = tuple(Rule(backward_first=False, weight_patience=patience) for patience in (0.0, 0.5, 1.0))
 _EFFORT = 200_000  # ops to schedule in search of better warm-ups: at most about 0.2 s
 

@@ -200,6 +200,6 @@ def _read(path: Path, pipeline: Json) -> list[dict[str, Any]]:
         before = parse_line(LinksChanged, path.read_text(encoding="utf-8"), LINKS)
         if before.pipeline != pipeline:
             return []
-        return [KnownDirection.from_json(direction).to_json() for direction in before.ways]
+        return [KnownDirection.from_json(direction).to_json() for direction in before.directions]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []  # it is found again

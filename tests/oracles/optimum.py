@@ -243,9 +243,9 @@ def _add_memory(model: "CpModel", problem: _WholeProblem, starts: _Starts, horiz
     memory = problem.limits.stage_memory(num_stages, num_microbatches)
     for stage, (cap, held) in enumerate(zip(caps, memory, strict=True)):
         _add_cap(model, problem, starts, stage, OpKind.B, cap)
-        if least := min(held.forward_holds, held.backward_holds):
+        if least := min(held.after_forward, held.after_backward):
             _add_cap(model, problem, starts, stage, OpKind.W, held.room // least)
-        if 0 < held.backward_holds != held.forward_holds:  # the caps alone allow too much
+        if 0 < held.after_backward != held.after_forward:  # the caps alone allow too much
             _add_stash(model, problem, starts, stage, held, horizon)
 
 
@@ -275,7 +275,7 @@ def _add_stash(
         for starting, ending in ((forward, released), (released, ended))
         for start, end in zip(starting, ending, strict=True)
     ]
-    demands = [held.forward_holds] * len(forward) + [held.backward_holds] * len(forward)
+    demands = [held.after_forward] * len(forward) + [held.after_backward] * len(forward)
     model.add_cumulative(intervals, demands, held.room)
 
 

@@ -199,13 +199,13 @@ def fits_with(ops: list[Op], memory: StageMemory, away: tuple[int, ...]) -> bool
     ends = {op.microbatch: i for op, i in at.items() if op.kind is OpKind.W}
     for i in range(len(ops)):
         held = sum(
-            memory.forward_holds
+            memory.after_forward
             for m, (made, used) in uses.items()
             if i in (made, used) or (made < i < used and m not in away)
         )
-        held += sum(memory.backward_holds for m, (_, b) in uses.items() if b < i <= ends.get(m, b))
+        held += sum(memory.after_backward for m, (_, b) in uses.items() if b < i <= ends.get(m, b))
         if ops[i].kind is OpKind.B:
-            held += memory.needed - memory.forward_holds
+            held += memory.needed - memory.after_forward
         if held > memory.room:
             return False
     return True

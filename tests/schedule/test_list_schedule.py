@@ -156,7 +156,7 @@ def test_every_rule_fits_and_lasts_its_makespan(workload, rule):
     assert made is not None
     schedule = _schedule(workload, made)
     schedule.validate()
-    memory = zip(workload.forward_holds, workload.backward_holds, workload.room, strict=True)
+    memory = zip(workload.after_forward, workload.after_backward, workload.room, strict=True)
     for order, (forward, backward, room) in zip(schedule.orders, memory, strict=True):
         change = {"F": forward, "B": backward - forward, "W": -backward}
         assert max(accumulate(change[op.kind] for op in order)) <= room
@@ -187,7 +187,7 @@ def _warm_ups(draw) -> tuple[Workload, list[int]]:
     """Warm-ups that every stage can hold, non-increasing."""
     workload = draw(workloads())
     most, warmup = workload.num_microbatches, []
-    for memory in zip(workload.forward_holds, workload.backward_holds, workload.room, strict=True):
+    for memory in zip(workload.after_forward, workload.after_backward, workload.room, strict=True):
         fit = StageMemory(*memory).most_forwards
         most = draw(st.integers(1, most if fit is None else min(most, fit)))
         warmup.append(most)
@@ -237,7 +237,7 @@ def test_a_workload_counts_picoseconds():
 )
 def test_a_workload_counts_memory_in_microbatches_or_bytes(limits, holds):
     made = make_workload(COSTS, {}, limits, 5)
-    assert (made.forward_holds, made.backward_holds, made.room) == holds
+    assert (made.after_forward, made.after_backward, made.room) == holds
 
 
 def test_the_mirror_swaps_f_and_b():

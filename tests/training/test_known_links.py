@@ -105,11 +105,11 @@ def test_news_are_told_once_and_so_is_their_end(tmp_path):
     for directions in (KNOWN, (direction(1, 2, step=9),), ()):
         told = known.news(9, directions)
         assert told is not None
-        assert told.ways == tuple(each.to_json() for each in directions)
+        assert told.directions == tuple(each.to_json() for each in directions)
         assert known.news(10, directions) is None
 
 
 def test_what_an_earlier_life_wrote_is_taken_back_by_the_first_step(written):
     told = KnownLinks(adapting(), written, THREE_STAGES).news(0, ())
     assert told is not None
-    assert told.ways == ()
+    assert told.directions == ()
