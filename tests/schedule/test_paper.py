@@ -110,14 +110,6 @@ def test_the_schedule_of_figure_4():
     ]
 
 
-def test_w_fills_idle_time():
-    costs = StageCosts.uniform(2, 1.0, 1.0, 1.0)
-    assert _picture(select_ops(costs, {}, Limits(), 3, (2, 1))) == [
-        "F0 F1 F2 B0 W0 B1 W1 B2 W2",
-        "F0 B0 F1 B1 F2 B2 W0 W1 W2",
-    ]
-
-
 def test_a_stage_at_its_cap_refuses_forwards():
     costs = StageCosts.uniform(2, 1.0, 1.0, 1.0)
     assert _picture(select_ops(costs, {}, Limits((2, 1)), 3, (2, 1))) == [
@@ -210,20 +202,6 @@ def test_initial_with_room_for_seven_has_slackness_two():
     assert reason == (
         "smallest slackness 2, the most that memory allows: any link may be 10.0 ms late"
     )
-
-
-def test_the_tightest_stage_limits_the_slackness():
-    schedule, _ = initial_schedule(EQUAL, {}, Limits((12, 9, 3, 12)), 12)
-    assert smallest_slackness(schedule.warmup_forwards) == 2
-    schedule, _ = initial_schedule(EQUAL, {}, Limits((12, 3, 9, 12)), 12)
-    assert smallest_slackness(schedule.warmup_forwards) == 1
-    assert schedule.warmup_forwards[1:] == (3, 2, 1)
-
-
-def test_a_stage_with_one_microbatch_has_no_slackness():
-    schedule, _ = initial_schedule(EQUAL, {}, Limits((4, 1, 4, 4)), 6)
-    assert schedule.warmup_forwards[1:] == (1, 1, 1)
-    assert smallest_slackness(schedule.warmup_forwards) == 0
 
 
 def test_one_stage_warms_up_to_its_cap():
