@@ -57,7 +57,7 @@ class EventKind(StrEnum):
     """The kinds of events; the text below each one is its row in `docs/reference/run-files.md`."""
 
     LAYERS_CUT = "layers_cut"
-    """`parallelism.layers: auto` has cut the layers, and why so"""
+    """`parallelism.layers: auto` has cut the layers, and why"""
     PLAN_ADOPTED = "plan_adopted"
     """the first plan, what it is based on, what ranks compute on, and how messages are copied"""
     WITHOUT_EFFECT = "without_effect"
@@ -69,27 +69,27 @@ class EventKind(StrEnum):
     STRAGGLER_CLEARED = "straggler_cleared"
     """a degraded link is healthy again"""
     COMPUTE_CHANGED = "compute_changed"
-    """a stage's ops take longer or less long than they did"""
+    """a stage's ops have become slower or faster"""
     PLAN_CHANGED = "plan_changed"
     """another plan runs from this step on ([adaptation](../explanation/adaptation.md))"""
     ROUTE_CHANGED = "route_changed"
     """a link has another route from this step on"""
     PLAN_KEPT = "plan_kept"
-    """no other plan was worth it"""
+    """no other plan was better by enough"""
     PLANNING_FAILED = "planning_failed"
-    """planning beside training went wrong, and training continues"""
+    """planning in the background has failed, and training continues"""
     LINK_PROBED = "link_probed"
-    """a delegated link's direct path was tried, and how fast it was"""
+    """a delegated link's direct path was probed, and how fast it was"""
     LINK_FAILED = "link_failed"
     """a direct path has failed in mid-step ([failures](../explanation/failures.md))"""
     LINK_PATH_DOWN = "link_path_down"
-    """a direct path that had come back is down again"""
+    """a restored direct path has failed again"""
     LINK_GIVEN_UP = "link_given_up"
-    """a direct path won't be tried any more"""
+    """a direct path is not tried again"""
     LINK_RESTORED = "link_restored"
     """a direct path is used again"""
     STEP_SKIPPED = "step_skipped"
-    """loss or gradient were not finite: where, and what"""
+    """the loss or a gradient was not finite: where, and what"""
     CHECKPOINT_SAVED = "checkpoint_saved"
     """a checkpoint is complete ([checkpoints](../how-to/resume.md))"""
     CHECKPOINT_FAILED = "checkpoint_failed"
@@ -196,10 +196,10 @@ class StepRecord:
     bubble_rate: float | None
     """the idle share of the devices' time, measured"""
     peak_live: tuple[int, ...]
-    """most microbatches that each stage held at once, wherever it kept them"""
+    """most microbatches that each stage held at once, on its device or in host memory"""
     compilations: int
-    """programs that all ranks have compiled so far, but for those found in the compilation cache;
-    it grows only where a link's path has failed, when its next direct programs are made"""
+    """programs that all ranks have compiled so far, without those found in the compilation cache;
+    it grows only after a link's path has failed, for its next direct programs"""
     planned_bubble_rate: float | None = field(default=None, metadata=_NOT_IN_LINE)
     """the plan's idle share; for the terminal only"""
     link_states: Mapping[str, str] = field(default_factory=dict, metadata=_NOT_IN_LINE)
@@ -207,15 +207,15 @@ class StepRecord:
     held_out_loss: float | None = field(default=None, metadata=_IF_KNOWN)
     """after steps that were evaluated: mean loss of a token of held-out text, after the update"""
     link_ms: Mapping[str, float] | None = field(default=None, metadata=_IF_KNOWN)
-    """the median transfer of each direction, such as `{"2>3": 31.2}`, milliseconds; not where
+    """the median transfer of each direction, such as `{"2>3": 31.2}`, milliseconds; missing if
     nothing was transferred"""
     peak_on_device: tuple[int, ...] | None = field(default=None, metadata=_IF_KNOWN)
     """with `offload.enabled`: most microbatches whose stash each stage's device held at once"""
     peak_device_bytes: tuple[int, ...] | None = field(default=None, metadata=_IF_KNOWN)
-    """where devices report it, as GPUs do: most bytes in use on each stage's device since its rank
-    started"""
+    """most bytes in use on each stage's device since its rank started, if devices report it, as
+    GPUs do"""
     skipped: bool = False
-    """whether nothing was updated, as the loss or a gradient was not finite"""
+    """whether the update was skipped because the loss or a gradient was not finite"""
 
     def metrics(self) -> dict[str, Any]:
         """A line of `metrics.jsonl`."""
@@ -235,17 +235,17 @@ class Event:
     """
 
     time_s: float
-    """seconds since training began, or resumed, after the steps that are run for their timings"""
+    """seconds since training began or resumed, after the steps that only measure timings"""
     step: int
-    """the step that it belongs to"""
+    """the step of the event"""
     kind: str
     """one of the kinds below"""
     link: str | None = None
-    """the link that it is about, such as `2-3`; null where it is about none"""
+    """the link concerned, such as `2-3`, or null"""
     detail: str = ""
     """one line for a human reader"""
     evidence: Mapping[str, Any] | None = None
-    """of decisions: what was measured, and what each plan was predicted to take"""
+    """of decisions: the measurements, and the predicted step time of each plan"""
 
     def line(self) -> dict[str, Any]:
         """A line of `events.jsonl`."""

@@ -1,10 +1,9 @@
 """A small machine that runs the kernels' PTX, one instruction of one thread at a time.
 
-It knows the instructions that they use and no others. Who runs next is drawn, so threads and CTAs
-come in every order. Stores lie in a buffer first and reach memory one by one, in any order; a
-barrier makes them the whole CTA's, and a fence of a thread sends on those that it knows of. Loads
-are made in program order, which real GPUs don't promise: for them the machine shows what is
-computed, not what a weaker memory might do.
+It knows only the instructions that the kernels use. Threads and CTAs run in random order. Stores
+enter a buffer and reach memory one by one, in any order. A barrier makes a thread's stores known to
+its CTA, and a fence flushes all stores that the thread knows of. Loads run in program order, which
+real GPUs don't guarantee: the machine does not show the effects of weaker loads.
 """
 
 import random
@@ -17,11 +16,7 @@ _SENT_AT_TIMES = 0.1
 
 
 class Memory:
-    """Regions of bytes; whatever lies in none of them, or isn't aligned, can't be touched.
-
-    Args:
-        regions: What lies at which address.
-    """
+    """Regions of bytes by address; an access outside of them, or not aligned, is an error."""
 
     def __init__(self, regions: Mapping[int, bytearray]) -> None:
         self.regions = dict(regions)
@@ -49,14 +44,11 @@ class Memory:
 
 @dataclass(eq=False)
 class Store:
-    """On its way to memory.
+    """A store that has not reached memory yet.
 
     Attributes:
-        thread: Whose it is.
-        cta: Whose threads all know of it, once they have met at a barrier; None: not yet.
-        address: Where to.
+        cta: The CTA whose threads all know of it since a barrier; None before.
         size: In bytes.
-        value: What.
     """
 
     thread: Any
@@ -67,12 +59,7 @@ class Store:
 
 
 class StoreBuffer:
-    """Stores that have been made and are not in memory yet; they get there in any order.
-
-    Args:
-        memory: Where they go.
-        order: Draws it.
-    """
+    """The stores that have not reached memory yet; they do so in any order."""
 
     def __init__(self, memory: Memory, order: random.Random) -> None:
         self._memory, self._random = memory, order
@@ -82,22 +69,22 @@ class StoreBuffer:
         self._stores.append(store)
 
     def meet(self, cta: int) -> None:
-        """The threads of a CTA have met: each knows of the others' stores."""
+        """Applies a barrier of a CTA: each thread knows of the others' stores."""
         for store in self._stores:
             if store.thread.cta == cta:
                 store.cta = cta
 
     def send_known(self, thread: Any) -> None:
-        """Put all that a thread knows of into memory."""
+        """Flushes all stores that a thread knows of."""
         self._send([s for s in self._stores if s.thread is thread or s.cta == thread.cta])
 
     def send_some(self) -> None:
-        """Put a few into memory, now and then."""
+        """Flushes a few stores, now and then."""
         if self._random.random() < _SENT_AT_TIMES:
             self._send(self._random.sample(self._stores, min(5, len(self._stores))))
 
     def send_all(self) -> None:
-        """Put all into memory."""
+        """Flushes all stores."""
         self._send(self._stores)
 
     def _send(self, stores: Sequence[Store]) -> None:
@@ -147,10 +134,8 @@ class Machine:
     Args:
         text: The block of PTX.
         operands: The values of `$0`, `$1` ...
-        memory: What they point into.
-        ctas: Blocks of threads.
-        threads: In each.
-        seed: Of the order in which they run.
+        threads: In each CTA.
+        seed: Of the order in which threads run.
     """
 
     def __init__(
@@ -167,7 +152,7 @@ class Machine:
                 block.threads.append(_Thread(cta, known))
 
     def run(self) -> None:
-        """Run all threads to the end of the kernel, by when all stores have reached memory."""
+        """Runs all threads to the end of the kernel and flushes all stores."""
         running = [thread for block in self._blocks for thread in block.threads]
         while running:
             at = self._random.randrange(len(running))
