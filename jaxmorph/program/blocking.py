@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 
@@ -30,26 +29,18 @@ from jaxmorph.schedule.simulate import stage_times
 from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
 
 
-class Disturbance(Protocol):
-    """How single ops and messages of a simulated step deviate from the plan.
+class Disturbance:
+    """How single ops and messages of a simulated step deviate from the plan: here, not at all.
 
     Equal calls must return equal values: both ends of a direct transfer call.
     """
 
     def op_ms(self, rank: int, op: Op, planned_ms: float) -> float:
         """An op's duration."""
-        ...
-
-    def message_ms(self, transfer: Transfer, begins_ms: float, planned_ms: float) -> float:
-        """A message's duration."""
-        ...
-
-
-class _Undisturbed:
-    def op_ms(self, rank: int, op: Op, planned_ms: float) -> float:
         return planned_ms
 
     def message_ms(self, transfer: Transfer, begins_ms: float, planned_ms: float) -> float:
+        """A message's duration."""
         return planned_ms
 
 
@@ -83,7 +74,7 @@ def simulate_blocking(
     chunks = (op.chunk for program in programs for op in program.ops())
     times = stage_times(costs, links, num_chunks=1 + max(chunks, default=0))
     board = _Board(links)
-    common = (board, disturbance or _Undisturbed())
+    common = (board, disturbance or Disturbance())
     copies = copies or CopyCosts.uniform(costs.num_stages, 0.0)
     engines = map(_CopyEngines, range(len(programs)), copies.offload_ms, copies.fetch_ms)
     ranks = [

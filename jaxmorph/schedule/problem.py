@@ -28,30 +28,14 @@ SimulatedLinkModel = Literal["latency", "serialized", "blocking"]
 """A ``replay.LinkModel``, or ``blocking``: transfers hold the queues of both ends."""
 
 _REQUIRED = (
-    "name",
-    "num_stages",
-    "num_microbatches",
-    "forward_ms",
-    "backward_input_ms",
-    "backward_weight_ms",
-    "link_ms",
-)
+    "name", "num_stages", "num_microbatches", "forward_ms", "backward_input_ms",
+    "backward_weight_ms", "link_ms",
+)  # fmt: skip
 _OPTIONAL = (
-    "max_live",
-    "live_until",
-    "schedule",
-    "warmup_forwards",
-    "orders",
-    "chunks",
-    "link_model",
-    "time_step_ms",
-    "planned_link_ms",
-    "link_forward_ms",
-    "link_backward_ms",
-    "link_occupancy_ms",
-    "link_jitter_ms",
-    *_BYTE_FIELDS,
-)
+    "max_live", "live_until", "schedule", "warmup_forwards", "orders", "chunks", "link_model",
+    "time_step_ms", "planned_link_ms", "link_forward_ms", "link_backward_ms", "link_occupancy_ms",
+    "link_jitter_ms", *_BYTE_FIELDS,
+)  # fmt: skip
 _MOST_MICROBATCHES_OVER_STAGES = 2**22
 _CHUNKS_OF_INTERLEAVED = 2
 _LONGEST_MS = 1e12

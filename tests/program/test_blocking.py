@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from jaxmorph.program.blocking import simulate_blocking
+from jaxmorph.program.blocking import Disturbance, simulate_blocking
 from jaxmorph.program.check import ProgramError
 from jaxmorph.program.instructions import Payload, RankProgram, Receive, Run, Send, Transfer
 from jaxmorph.program.lowering import lower
@@ -126,7 +126,7 @@ def test_messages_occupy_their_link(route, first, last):
     assert picture(simulate_blocking(ranks, UNIFORM, {Link(0, 1): link})) == [first, last]
 
 
-class LateFirst:
+class LateFirst(Disturbance):
     """Microbatch 0's messages take 7 ms more from the 15th on, ops of rank 1 twice as long."""
 
     def op_ms(self, rank, op, planned_ms):
