@@ -56,7 +56,7 @@ def most_slots(*needed: Mapping[Channel, int]) -> dict[Channel, int]:
 
 
 def power_of_two(number: int) -> int:
-    """The number rounded up to a power of two."""
+    """The number rounded up to a power of two, which `transport.slots` requires."""
     return 1 << max(number - 1, 0).bit_length()
 
 

@@ -79,7 +79,7 @@ def adapted_warmup_forwards(
     clip = max(1, num_microbatches - 2 * costs.num_stages)
     warmup = [1]
     for slackness in reversed(required_slackness(costs, links)):
-        warmup.append(warmup[-1] + min(clip, max(slackness, 2)))
+        warmup.append(warmup[-1] + min(clip, max(slackness, 2)))  # 2 is the slackness of ZB-H2
     return reachable_warmup_forwards(warmup[::-1], num_microbatches, caps)
 
 
