@@ -52,7 +52,7 @@ def offload(
     Raises:
         UserError: The room is too small even with all other stashes in host memory.
     """
-    memory = _of_chunks(memory, program.num_chunks)
+    memory = memory._replace(room=memory.room * program.num_chunks)  # in stashes of one chunk
     ops = tuple(program.ops())
     if memory.peak(ops) <= memory.room:
         return program
@@ -86,11 +86,6 @@ class _Use(NamedTuple):
 
     made: int
     used: int
-
-
-def _of_chunks(memory: StageMemory, num_chunks: int) -> StageMemory:
-    """The room of a rank in stashes of one chunk."""
-    return memory._replace(room=memory.room * num_chunks)
 
 
 def _uses(ops: Sequence[Op]) -> dict[Buffer, _Use]:
