@@ -1,7 +1,7 @@
 """Pipeline-parallel training in JAX that stays fast when links turn slow or fail.
 
-These names are the public API: see `docs/how-to/library.md`. Each is imported on first use, so planning
-works without JAX.
+These names are the public API: see `docs/how-to/library.md`. Each is imported on first use, so
+planning works without JAX.
 """
 
 from importlib import import_module

@@ -71,9 +71,7 @@ def make_workload(
     costs: StageCosts, links: Links, limits: Limits, num_microbatches: int
 ) -> Workload:
     """The problem in whole numbers; messages overlap, each delayed by occupancy and latency."""
-    times = [
-        [round(ms * _PICOSECONDS_PER_MS) for ms in row] for row in stage_times(costs, links)
-    ]
+    times = [[round(ms * _PICOSECONDS_PER_MS) for ms in row] for row in stage_times(costs, links)]
     memory = limits.stage_memory(costs.num_stages, num_microbatches)
     return Workload(num_microbatches, *zip(*times, strict=True), *zip(*memory, strict=True))
 

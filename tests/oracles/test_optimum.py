@@ -67,9 +67,7 @@ def _brute_force_ms(rows, costs, links, limits, num_microbatches):
 @pytest.mark.parametrize("live_until", ["B", "W"])
 @pytest.mark.parametrize("caps", [None, (1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("latency_ms", [0.0, 3.25])
-def test_two_microbatches_take_the_shortest_of_all_orders(
-    latency_ms, caps, live_until
-):
+def test_two_microbatches_take_the_shortest_of_all_orders(latency_ms, caps, live_until):
     links, limits = chain_links([latency_ms]), Limits(caps, live_until)
     found = optimal_schedule(TINY, links, limits, 2, ENOUGH_S)
     assert found.makespan_ms == _brute_force_ms(_rows(2), TINY, links, limits, 2)

@@ -41,9 +41,7 @@ def direct_sends(programs):
     slow_ms=st.sampled_from([0.0, 25.0]),
     delegated=st.sets(st.integers(0, 2)),
 )
-def test_every_schedule_survives_a_link_failure(
-    name, stages, rounds, num_tied, slow_ms, delegated
-):
+def test_every_schedule_survives_a_link_failure(name, stages, rounds, num_tied, slow_ms, delegated):
     routes = {Link(low, low + 1): "delegated" for low in delegated if low + 1 < stages}
     programs = lowered(name, stages, rounds * stages, routes, num_tied, slow_ms)
     replayed = check_every_switch(programs)

@@ -215,9 +215,7 @@ def test_direct_links_start_no_op_earlier(seed):
     ("name", "healthy_ms", "slow_ms"),
     [("gpipe", 450, 1170), ("1f1b", 450, 1140), ("zb-h1", 390, 1100), ("zb-h2", 390, 1100)],
 )
-def test_healthy_direct_links_cost_nothing(
-    name, healthy_ms, slow_ms
-):
+def test_healthy_direct_links_cost_nothing(name, healthy_ms, slow_ms):
     # 24 messages of 30 ms cross the slow link, one after another: 720 ms, part of them in bubbles.
     costs = StageCosts.uniform(4, 10, 10, 10)
     schedule = FIXED_SCHEDULES[name](4, 12)

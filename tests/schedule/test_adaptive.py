@@ -47,7 +47,6 @@ class _Problem:
     def adaptive(self) -> ListSchedule:
         return adaptive_schedule(self.workload, self.warmup, self.bound)
 
-
     def check(self, made: ListSchedule) -> None:
         """Checks that a schedule is valid, fits, and lasts as long as it says."""
         costs, links, limits, count = self.parts

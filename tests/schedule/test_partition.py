@@ -40,9 +40,7 @@ def test_partition_minimizes_the_slowest_stage(costs_ms, first_ms, last_ms, stag
     last_ms=st.integers(0, 9),
     data=st.data(),
 )
-def test_partition_is_the_best_of_all_cuts(
-    costs_ms, first_ms, last_ms, data
-):
+def test_partition_is_the_best_of_all_cuts(costs_ms, first_ms, last_ms, data):
     stages = data.draw(st.integers(1, len(costs_ms)))
     even = even_cut(len(costs_ms), stages)
 
