@@ -73,7 +73,11 @@ def make_workload(
     """The problem in whole numbers; messages overlap, each delayed by occupancy and latency."""
     times = [[round(ms * _PICOSECONDS_PER_MS) for ms in row] for row in stage_times(costs, links)]
     memory = limits.stage_memory(costs.num_stages, num_microbatches)
-    return Workload(num_microbatches, *zip(*times, strict=True), *zip(*memory, strict=True))
+    forward, backward_input, backward_weight, up, down = zip(*times, strict=True)
+    durations = forward, backward_input, backward_weight
+    after_forward, after_backward, room = zip(*memory, strict=True)
+    holds = after_forward, after_backward, room
+    return Workload(num_microbatches, *durations, up, down, *holds)
 
 
 def to_picoseconds(milliseconds: float) -> int:

@@ -44,8 +44,11 @@ def workload_of(
     """Of each stage (F, B, W), of each link (forward, backward), of each stage (a, b, room)."""
     delays = latencies or [(0, 0)] * (len(durations) - 1)
     up, down = (*(delay for delay, _ in delays), 0), (0, *(delay for _, delay in delays))
-    holds = memory or [(1, 0, count)] * len(durations)
-    return Workload(count, *zip(*durations, strict=True), up, down, *zip(*holds, strict=True))
+    forward, backward_input, backward_weight = zip(*durations, strict=True)
+    holds = zip(*(memory or [(1, 0, count)] * len(durations)), strict=True)
+    after_forward, after_backward, room = holds
+    times = forward, backward_input, backward_weight
+    return Workload(count, *times, up, down, after_forward, after_backward, room)
 
 
 @st.composite

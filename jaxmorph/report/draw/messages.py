@@ -45,15 +45,15 @@ def messages_in_flight(
             if is_forward
             else (directions[stage].backward, queues[stage].backward)
         )
-        if op.kind is OpKind.W or not 0 <= virtual < count * chunks or not direction.delay_ms:
+        if op.kind is OpKind.W or not 0 <= virtual < count * chunks or not direction.total_ms:
             continue
         receiver = virtual % count
         _, received = transfers.ends_of(op.kind, op.chunk, op.microbatch, stage, receiver)
         if received is not None:
-            sent_ms, arrives_ms = max(end_ms, received.end_ms - direction.delay_ms), received.end_ms
+            sent_ms, arrives_ms = max(end_ms, received.end_ms - direction.total_ms), received.end_ms
         else:
             gets_link_ms = queue.enter(end_ms) if queue else end_ms
-            sent_ms, arrives_ms = end_ms, gets_link_ms + direction.delay_ms
+            sent_ms, arrives_ms = end_ms, gets_link_ms + direction.total_ms
         yield Message(stage, receiver, is_forward, sent_ms, arrives_ms)
 
 
@@ -67,13 +67,13 @@ def link_delays_ms(
     directions = outgoing(links, num_stages, num_chunks)
     chain = {
         Link(stage, stage + 1): (
-            directions[stage].forward.delay_ms,
-            directions[stage + 1].backward.delay_ms,
+            directions[stage].forward.total_ms,
+            directions[stage + 1].backward.total_ms,
         )
         for stage in range(num_stages - 1)
     }
     if num_chunks > 1 and num_stages > 2:
-        around = directions[0].backward.delay_ms, directions[-1].forward.delay_ms
+        around = directions[0].backward.total_ms, directions[-1].forward.total_ms
         chain[Link(0, num_stages - 1)] = around
     return {link: delays for link, delays in chain.items() if any(delays)}
 
