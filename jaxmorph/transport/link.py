@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from jaxmorph.errors import UserError
+from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.event_loop import EventLoop
 from jaxmorph.transport.lanes import LaneError, TcpLane
 from jaxmorph.transport.message_states import ProtocolError
+from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.nixl_lanes import NixlAgent, NixlReceivingLane, NixlSendingLane, missing
+from jaxmorph.transport.slots import Slots
 from jaxmorph.transport.wire import Gone, Ping, Pong
 
 Lane: TypeAlias = TcpLane | NixlSendingLane | NixlReceivingLane
@@ -111,6 +114,22 @@ class ClockOffset:
             (each.half_round_trip_ns + int(_DRIFT * (now_ns - each.at_ns)), each.offset_ns)
             for each in self._samples
         )
+
+
+class ChannelEnd:
+    """One end of a channel in the sidecar: its slots, and the doorbell that wakes the trainer."""
+
+    def __init__(self, name: ChannelName, slots: Slots, doorbell: Doorbell) -> None:
+        self.name, self.slots, self.doorbell = name, slots, doorbell
+
+    def view(self, sequence: int, offset: int, length: int) -> memoryview:
+        """Part of a message."""
+        return self.slots.view(sequence, offset + length)[offset:]
+
+    def close(self) -> None:
+        """Free memory and descriptors."""
+        self.slots.close()
+        self.doorbell.close()
 
 
 class LinkHalf:

@@ -6,15 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.event_loop import READ, EventLoop
 from jaxmorph.transport.incoming import Delivery, Incoming, IncomingChunk
 from jaxmorph.transport.lanes import ChecksumError, ChunkHandler, LaneError, TcpLane
-from jaxmorph.transport.link import NIXL, TCP, Lane, LinkHalf, OpenPings
+from jaxmorph.transport.link import NIXL, TCP, ChannelEnd, Lane, LinkHalf, OpenPings
 from jaxmorph.transport.message_states import ProtocolError
 from jaxmorph.transport.names import ChannelName, add
 from jaxmorph.transport.nixl_lanes import MAX_GRANTS, NixlReceivingLane
-from jaxmorph.transport.slots import MessageInfo, Slots
+from jaxmorph.transport.slots import MessageInfo
 from jaxmorph.transport.wire import FrameError, Ping
 
 _PING_S = 1.0
@@ -22,15 +21,8 @@ _FIRST_PINGS, _FIRST_PING_S = 10, 0.05
 """Several pings at first: a single one may wait for a processor, which spoils its answer."""
 
 
-class IncomingChannel:
-    """The slots from which the trainer takes messages, and the doorbell that announces them."""
-
-    def __init__(self, name: ChannelName, slots: Slots, doorbell: Doorbell) -> None:
-        self.name, self.slots, self.doorbell = name, slots, doorbell
-
-    def memory(self, sequence: int, offset: int, length: int) -> memoryview:
-        """The place of part of a message."""
-        return self.slots.view(sequence, offset + length)[offset:]
+class IncomingChannel(ChannelEnd):
+    """The end from whose slots the trainer takes messages."""
 
     def deliver(self, delivery: Delivery, clock_ahead_ns: int) -> None:
         """Hand a message over to the trainer; the count, written last, makes it visible."""
@@ -42,11 +34,6 @@ class IncomingChannel:
         slots.mark_complete(sequence)
         slots.produced = add(sequence, 1)
         self.doorbell.ring()
-
-    def close(self) -> None:
-        """Free memory and descriptors."""
-        self.slots.close()
-        self.doorbell.close()
 
 
 class ReceivingLink(LinkHalf):
@@ -151,7 +138,7 @@ class ReceivingLink(LinkHalf):
         }
 
     def _memory(self, chunk: IncomingChunk) -> memoryview:
-        return self.channels[chunk.channel].memory(chunk.sequence, chunk.offset, chunk.length)
+        return self.channels[chunk.channel].view(chunk.sequence, chunk.offset, chunk.length)
 
     def _finish(self, number: int, lane: Lane, chunk: IncomingChunk, memory: memoryview) -> None:
         # First read the current room: the acknowledgement then reports it, which saves a credit.

@@ -10,7 +10,7 @@ from jaxmorph.transport.connecting import Dialler, Identity
 from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.event_loop import READ, EventLoop
 from jaxmorph.transport.lanes import LaneError, TcpLane
-from jaxmorph.transport.link import NIXL, TCP, Lane, LinkHalf, OpenPings
+from jaxmorph.transport.link import NIXL, TCP, ChannelEnd, Lane, LinkHalf, OpenPings
 from jaxmorph.transport.message_states import ProtocolError
 from jaxmorph.transport.names import ChannelName, add
 from jaxmorph.transport.nixl_lanes import NixlSendingLane
@@ -25,15 +25,15 @@ _TURN_S, _WATCH_S = 2e-3, 20e-3
 _NEVER = math.inf
 
 
-class OutgoingChannel:
-    """The slots that hold the trainer's messages, and the doorbell that announces free slots.
+class OutgoingChannel(ChannelEnd):
+    """The end whose slots hold the trainer's messages.
 
     Attributes:
         waiting: Announced messages whose payload isn't complete yet, oldest first.
     """
 
     def __init__(self, name: ChannelName, slots: Slots, doorbell: Doorbell) -> None:
-        self.name, self.slots, self.doorbell = name, slots, doorbell
+        super().__init__(name, slots, doorbell)
         self.waiting: deque[int] = deque()
         self._seen = slots.consumed
 
@@ -66,20 +66,11 @@ class OutgoingChannel:
                 waiting.append(sequence)
         return len(waiting) < before
 
-    def payload(self, sequence: int, offset: int, length: int) -> memoryview:
-        """Part of a message."""
-        return self.slots.view(sequence, offset + length)[offset:]
-
     def release(self, count: int) -> None:
         """Free the slots of all messages before this number: they are delivered."""
         if self.slots.consumed != count:
             self.slots.consumed = count
             self.doorbell.ring()
-
-    def close(self) -> None:
-        """Free memory and descriptors."""
-        self.slots.close()
-        self.doorbell.close()
 
 
 class SendingLink(LinkHalf):
@@ -322,7 +313,7 @@ class SendingLink(LinkHalf):
     def _post(self, number: int, chunk: Chunk, now_s: float) -> bool:
         """Begin to send a chunk; returns whether the lane may take another."""
         lane = self._lanes[number]
-        payload = self.channels[chunk.channel].payload(chunk.sequence, chunk.offset, chunk.length)
+        payload = self.channels[chunk.channel].view(chunk.sequence, chunk.offset, chunk.length)
         try:
             ready = lane.post(chunk, payload)
             if self._duplicates and chunk.length:
