@@ -193,11 +193,12 @@ def run(words, folder):
 
 def is_as_shown(said, shown):
     """Whether some output is what a page shows, in which `...` stands for any lines."""
-    lines = {"...": r"(?:.*\n)*", "planning": r"planning +[\d.]+ ms\n"}
-    pattern = "".join(
-        lines.get(line.split(" ")[0], re.escape(line.rstrip()) + r" *\n") for line in shown
-    )
-    return re.fullmatch(pattern, said.rstrip("\n") + "\n") is not None
+    special = {"...": r"(?:.*\n)*", "planning": r"planning +[\d.]+ ms\n"}
+    patterns = [
+        special[word] if (word := line.split(" ")[0]) in special else re.escape(line) + r" *\n"
+        for line in shown
+    ]
+    return re.fullmatch("".join(patterns), said.rstrip("\n") + "\n") is not None
 
 
 @pytest.fixture
