@@ -1,7 +1,7 @@
-"""Causal self-attention: by cuDNN where the device has it, else by products and a softmax.
+"""Causal self-attention: cuDNN's where the device has it, else matrix products and a softmax.
 
-Shape suffixes: B microbatch, T sequence, K width of a head; G heads of keys and values, R heads of
-queries that share one of them, H = G * R, Q = R * T.
+Shape suffixes: B microbatch, T sequence, K width of a head, G heads of keys and values, R heads of
+queries that share one of those, H = G * R, Q = R * T.
 """
 
 import math
@@ -19,63 +19,61 @@ from .sizes import AttentionSizes
 _CUDNN_DTYPES = ("bfloat16", "float16")
 
 Attempt = Callable[[AttentionSizes, Any], None]
-"""Compiles cuDNN's attention for a device; raises whatever it fails with."""
+"""Compiles cuDNN's attention for a device, or raises whatever cuDNN or XLA raise."""
 
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """What computes attention on a device.
+    """Which implementation computes attention on a device.
 
     Attributes:
-      by: "cudnn" or "xla".
-      why: why it isn't cuDNN; empty where that was asked for.
+      implementation: "cudnn" or "xla".
+      why_not_cudnn: empty for cuDNN, and where "xla" was requested.
     """
 
-    by: str
-    why: str = ""
+    implementation: str
+    why_not_cudnn: str = ""
 
 
-def causal_attention(q: jax.Array, k_BGTK: jax.Array, v_BGTK: jax.Array, by: str) -> jax.Array:
-    """Returns for each position a mean of the values up to it, in the shape of the queries.
+def causal_attention(
+    q: jax.Array, k_BGTK: jax.Array, v_BGTK: jax.Array, implementation: str
+) -> jax.Array:
+    """Returns for each position a weighted mean of the values up to it, in the shape of `q`.
 
     Args:
       q: queries [B, G, T, K], or [B, G, R, T, K] where R heads share keys and values.
-      k_BGTK: keys.
-      v_BGTK: values.
-      by: "xla"; "cudnn"; or "auto", by cuDNN where it can be had on the default device.
+      implementation: "xla", "cudnn", or "auto": cuDNN if the default device has it.
 
     Raises:
-      ValueError: cuDNN was named and can't be had; in one line.
+      ValueError: "cudnn" was requested, and the device doesn't have it.
     """
     B, G, T, K = k_BGTK.shape
     sizes = AttentionSizes(B, T, math.prod(q.shape[1:-2]), G, K, q.dtype.name)
-    compute = _by_cudnn if choose_attention(by, sizes).by == "cudnn" else _by_xla
+    choice = choose_attention(implementation, sizes)
+    compute = _by_cudnn if choice.implementation == "cudnn" else _by_xla
     return compute(q, k_BGTK, v_BGTK)
 
 
-def choose_attention(by: str, sizes: AttentionSizes, device: Any = None) -> AttentionChoice:
-    """Returns what computes attention of these sizes.
-
-    Args:
-      by: as for `causal_attention`.
-      sizes: its own.
-      device: where; None: the default device.
+def choose_attention(
+    implementation: str, sizes: AttentionSizes, device: Any = None
+) -> AttentionChoice:
+    """Returns which implementation computes attention on `device`, or on the default device.
 
     Raises:
-      ValueError: cuDNN was named and can't be had; in one line.
+      ValueError: "cudnn" was requested, and the device doesn't have it.
     """
-    if by == "xla":
+    if implementation == "xla":
         return AttentionChoice("xla")
     why_not = why_not_cudnn(sizes, default_device() if device is None else device)
     if why_not is None:
         return AttentionChoice("cudnn")
-    if by == "cudnn":
+    if implementation == "cudnn":
         raise ValueError(f"attention: got 'cudnn', expected auto or xla here: {why_not}")
     return AttentionChoice("xla", why_not)
 
 
 def default_device() -> Any:
-    """Returns the device that JAX computes on unless it is told otherwise."""
+    """Returns the device that JAX computes on by default (`jax_default_device`)."""
     named = jax.config.values["jax_default_device"]
     if named is None or isinstance(named, str):
         return jax.local_devices(backend=named)[0]
@@ -83,12 +81,10 @@ def default_device() -> Any:
 
 
 def why_not_cudnn(sizes: AttentionSizes, device: Any, attempt: Attempt | None = None) -> str | None:
-    """Returns why cuDNN's attention of these sizes can't be had on a device; None: it can.
+    """Returns why a device has no cuDNN attention of these sizes, or None if it has.
 
-    Args:
-      sizes: the attention's.
-      device: where.
-      attempt: tries it; None: it is compiled, once for the same sizes and device.
+    Without `attempt` it is compiled, once for each device and sizes, because cuDNN has no other
+    way to report which sizes it supports.
     """
     if device.platform not in ("gpu", "cuda"):
         return f"JAX computes on {device.platform}, not on a GPU"
@@ -105,13 +101,13 @@ def _known_reason(sizes: AttentionSizes, device: Any) -> str | None:
 def _reason(attempt: Attempt, sizes: AttentionSizes, device: Any) -> str | None:
     try:
         attempt(sizes, device)
-    except Exception as error:  # whatever it is, it is the answer
+    except Exception as error:  # any failure is the answer
         return " ".join(f"{type(error).__name__}: {error}".split())[:300]
     return None
 
 
 def _compile_cudnn(sizes: AttentionSizes, device: Any) -> None:
-    """Compiles forward and backward: cuDNN says only then what it has no engine for."""
+    """Compiles forward and backward: only then does cuDNN report that it has no engine."""
 
     def total(*heads: jax.Array) -> jax.Array:
         return _by_cudnn(*heads).astype(jnp.float32).sum()
@@ -134,7 +130,7 @@ def _by_cudnn(q: jax.Array, k_BGTK: jax.Array, v_BGTK: jax.Array) -> jax.Array:
 
 
 def _by_xla(q: jax.Array, k_BGTK: jax.Array, v_BGTK: jax.Array) -> jax.Array:
-    """A group's queries are rows of one product, so no key is repeated."""
+    """The queries of a group are rows of one matrix product, so keys are not repeated."""
     B, G, T, K = k_BGTK.shape
     rows_BGQK = q.reshape(B, G, -1, K)
     scores_BGQT = rows_BGQK @ k_BGTK.swapaxes(2, 3) * (1 / math.sqrt(K))
@@ -146,8 +142,8 @@ def _by_xla(q: jax.Array, k_BGTK: jax.Array, v_BGTK: jax.Array) -> jax.Array:
 def causal_softmax(scores: jax.Array) -> jax.Array:
     """Returns probabilities over the last axis, zero above the diagonal of the last two.
 
-    Computed in float32 and returned in the dtype of the scores. Its backward needs the
-    probabilities alone, as they are returned: they are kept for the product with the values anyway.
+    Computed in float32 and returned in the dtype of the scores. The custom backward needs only the
+    result, which the product with the values keeps anyway; JAX's own would keep float32 as well.
     """
     masked = jnp.where(_is_past(scores), scores.astype(jnp.float32), -jnp.inf)
     return jax.nn.softmax(masked, -1).astype(scores.dtype)

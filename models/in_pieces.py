@@ -1,4 +1,4 @@
-"""Three Flax NNX modules (embedding, block, head) as pure functions of parameter dictionaries."""
+"""Turns three Flax NNX modules (embedding, block, head) into pure functions of their parameters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,24 +10,21 @@ from .attention import AttentionChoice, choose_attention, default_device
 
 Params = dict[str, Any]
 Build = Callable[[Any, nnx.Rngs], Any]
-"""Makes a module from the model's sizes and random streams."""
+"""Makes a module from the model's configuration and random streams."""
 
 
 class ModelInPieces:
     """A model of repeated blocks, cut where a pipeline cuts it.
 
     Args:
-      config: the sizes; what each module is built from. It says what computes attention, and knows
-        its sizes.
-      embedding: builds a module that turns tokens into activations.
+      config: has `num_layers`, `attention` and `attention_sizes`; each module is built from it.
+      embedding: builds a module that maps tokens to activations.
       block: builds one layer, which keeps shape and dtype.
-      head: builds a module that takes activations and targets to the summed loss, and has `logits`.
-      tied: whether the embedding's `token` is also the head's.
+      head: builds a module that maps activations and targets to the summed loss, and has `logits`.
+      tied: whether embedding and head share the parameter `token`.
 
     Attributes:
-      config: the sizes.
-      num_layers: how many times `layer` is applied.
-      tied: pairs of paths, in the embedding's and in the head's parameters, of one parameter.
+      tied: pairs (path in the embedding's parameters, path in the head's) of tied parameters.
     """
 
     def __init__(self, config: Any, embedding: Build, block: Build, head: Build, *, tied: bool):
@@ -50,7 +47,7 @@ class ModelInPieces:
         return self._init("head", key)
 
     def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
-        """Returns activations [microbatch, sequence, width] of int32 tokens."""
+        """Maps int32 tokens [microbatch, sequence] to activations [microbatch, sequence, width]."""
         return self._module("embed", params)(tokens)
 
     def layer(self, params: Params, x: jax.Array) -> jax.Array:
@@ -58,34 +55,34 @@ class ModelInPieces:
         return self._module("layer", params)(x)
 
     def head(self, params: Params, x: jax.Array, targets: jax.Array) -> jax.Array:
-        """Returns the float32 sum of the tokens' losses; targets below 0 are left out."""
+        """Returns the float32 sum of the tokens' losses, without those of targets below 0."""
         return self._module("head", params)(x, targets)
 
     def logits(self, params: Params, x: jax.Array) -> jax.Array:
-        """Returns float32 [microbatch, sequence, vocabulary] of the last layer's activations."""
+        """Maps the last layer's activations to float32 [microbatch, sequence, vocabulary]."""
         return self._module("head", params).logits(x)
 
     def attention(self, microbatch_size: int, sequence_length: int) -> AttentionChoice:
-        """Returns what computes attention on the default device.
+        """Returns which implementation computes attention on the default device.
 
         Raises:
-          ValueError: the configuration names what can't be had there; in one line.
+          ValueError: the configuration requests cuDNN, and the device doesn't have it.
         """
         sizes = self.config.attention_sizes(microbatch_size, sequence_length)
         return choose_attention(self.config.attention, sizes)
 
     def on_device(self, microbatch_size: int, sequence_length: int) -> str:
-        """Returns what the model takes of the default device, in a few words; empty on a CPU.
+        """Describes in a few words what the model uses on the default device; empty on a CPU.
 
         Raises:
-          ValueError: it is to take what the device doesn't have; in one line.
+          ValueError: the configuration requests cuDNN, and the device doesn't have it.
         """
         choice = self.attention(microbatch_size, sequence_length)
-        if choice.by == "cudnn":
+        if choice.implementation == "cudnn":
             return "attention is cuDNN's"
-        if not choice.why or default_device().platform == "cpu":
+        if not choice.why_not_cudnn or default_device().platform == "cpu":
             return ""
-        return f"attention is XLA's, not cuDNN's: {choice.why}"
+        return f"attention is XLA's, not cuDNN's: {choice.why_not_cudnn}"
 
     def _graph(self, build: Build) -> Any:
         return nnx.graphdef(nnx.eval_shape(lambda: build(self.config, nnx.Rngs(0))))

@@ -1,4 +1,4 @@
-"""Checks that the models' sizes have in common, and presets with changes; imports no JAX."""
+"""Checks that the models' configurations share, and presets with overrides; imports no JAX."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,15 +10,11 @@ ATTENTIONS = ("auto", "xla", "cudnn")
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """What decides how attention can be computed.
+    """The sizes that decide which implementations can compute attention.
 
     Attributes:
-      microbatch_size: sequences.
-      sequence_length: tokens in each.
-      num_heads: of queries.
-      num_key_value_heads: of keys and of values.
-      head_width: of one head.
-      dtype: of all of them.
+      num_heads: heads of queries.
+      dtype: of queries, keys and values.
     """
 
     microbatch_size: int
@@ -58,7 +54,7 @@ def check_compute_dtype(compute_dtype: Any) -> None:
 
 
 def check_attention(attention: Any, compute_dtype: str) -> None:
-    """Raises ValueError unless it is one of `ATTENTIONS`, and cuDNN is asked for what it has."""
+    """Raises ValueError unless it is one of `ATTENTIONS`, and not cuDNN with float32."""
     if attention not in ATTENTIONS:
         *others, last = ATTENTIONS
         raise ValueError(f"attention: got {attention!r}, expected {', '.join(others)} or {last}")
@@ -75,13 +71,7 @@ def preset_sizes(
     overridable: Sequence[str],
     overrides: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Returns a preset's sizes with these overrides.
-
-    Args:
-      presets: sizes by preset.
-      preset: which one.
-      overridable: the sizes that a run may set differently.
-      overrides: those that it sets.
+    """Returns a preset's sizes with overrides, which must be among `overridable`.
 
     Raises:
       ValueError: an unknown preset or override.

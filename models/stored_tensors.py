@@ -1,4 +1,4 @@
-"""Named tensors in safetensors files: one file, or several with an index; read one at a time."""
+"""Reads and writes tensors in safetensors files: one file, or several with an index."""
 
 import json
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ _EXPECTED = f"expected a folder with {WEIGHTS_NAME} or {INDEX_NAME}, or one of t
 
 @dataclass(frozen=True)
 class StoredTensors:
-    """Tensors by name; only what is read is loaded.
+    """Tensors by name, loaded one at a time when they are read.
 
     Attributes:
-      path: what was opened, for errors.
-      folder: where a config.json would be.
+      path: the path that was opened, for errors.
+      folder: may have a config.json.
       files: the file that holds each tensor.
     """
 
@@ -38,7 +38,7 @@ class StoredTensors:
         """Opens a .safetensors file, an index of several, or a folder with either.
 
         Raises:
-          ValueError: there is no such file, or it is something else.
+          ValueError: there is no such file, or it has another format.
         """
         file = _weights_file(Path(path))
         if file.suffix == ".json":
@@ -63,15 +63,15 @@ class StoredTensors:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """What the config.json beside the files says; empty where there is none."""
+        """The contents of the config.json beside the files; empty without one."""
         file = self.folder / CONFIG_NAME
         return _read_json(file) if file.is_file() else {}
 
     def read(self, name: str, first_rows: int | None = None) -> np.ndarray:
-        """Returns a tensor, or its first rows alone, as float32.
+        """Returns a tensor, or only its first rows, as float32.
 
         Raises:
-          ValueError: it is of no type that floats are stored in.
+          ValueError: it does not hold floats.
         """
         with safe_open(self.files[name], framework="np") as file:
             part = file.get_slice(name)
@@ -87,12 +87,7 @@ class StoredTensors:
 def write_tensors(
     folder: Path, tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]
 ) -> None:
-    """Writes one safetensors file and its config.json; whatever was there before is replaced.
-
-    Args:
-      folder: where to; made if it does not exist.
-      tensors: by name; stored in their dtypes.
-      config: what config.json is to say.
+    """Writes one safetensors file and config.json to a folder, in place of earlier ones.
 
     Raises:
       OSError: it cannot be written.
@@ -100,14 +95,14 @@ def write_tensors(
     folder.mkdir(parents=True, exist_ok=True)
     whole = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     unfinished = folder / f".{WEIGHTS_NAME}.unfinished"
-    # Readers take the format for the framework whose layout the tensors have.
+    # `transformers` refuses files without this entry, which names the framework of the layout.
     save_file(whole, unfinished, metadata={"format": "pt"})
     unfinished.replace(folder / WEIGHTS_NAME)
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _weights_file(path: Path) -> Path:
-    """The file to open for a path that may be a folder."""
+    """The file to open for a path, which may be a folder."""
     candidates = [path / WEIGHTS_NAME, path / INDEX_NAME] if path.is_dir() else [path]
     for file in candidates:
         if file.is_file() and file.suffix in (".safetensors", ".json"):

@@ -1,19 +1,28 @@
-"""`make reference`: the tables of `docs/reference/run-files.md`, from `jaxmorph.records`.
+"""`make reference`: the tables of `docs/reference/`, from `jaxmorph.records` and `jaxmorph.config`.
 
-What a field or a kind of events means stands below it in the source, and nowhere else.
+What a field, a kind of events or a configuration key means stands below it in the source, and
+nowhere else.
 """
 
 import ast
 import inspect
 import re
 import textwrap
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from pydantic import BaseModel
+
+from jaxmorph.config import Config
+from jaxmorph.config.problems import expected_of, section_in
+from jaxmorph.config.yaml_text import format_yaml
 from jaxmorph.records import Event, EventKind, StepRecord
 
-PAGE = Path(__file__).parents[1] / "docs" / "reference" / "run-files.md"
+_FOLDER = Path(__file__).parents[1] / "docs" / "reference"
+PAGE = _FOLDER / "run-files.md"
+CONFIGURATION = _FOLDER / "configuration.md"
 _TABLE = re.compile(r"(<!-- (\w+): `make reference` .*? -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
@@ -47,16 +56,59 @@ def names(kind: type) -> list[str]:
 def table(kind: type) -> str:
     """A class's table."""
     head = "field | what it is" if is_dataclass(kind) else "kind | what has happened"
-    told = meanings(kind)
-    rows = [f"| `{name.lower()}` | {told[name]} |\n" for name in names(kind)]
+    texts = meanings(kind)
+    rows = [f"| `{name.lower()}` | {texts[name]} |\n" for name in names(kind)]
     return f"| {head} |\n|---|---|\n{''.join(rows)}"
 
 
 def with_tables(page: str) -> str:
     """A page with its tables made anew."""
     kinds = {kind.__name__: kind for kind in (StepRecord, Event, EventKind)}
-    return _TABLE.sub(lambda match: f"{match[1]}\n{table(kinds[match[2]])}\n", page)
+
+    def table_of(name: str) -> str:
+        return configuration_tables() if name == "Config" else table(kinds[name])
+
+    return _TABLE.sub(lambda match: f"{match[1]}\n{table_of(match[2])}\n", page)
+
+
+def configuration_tables() -> str:
+    """A heading and a table for each section of a configuration."""
+    return "\n".join(
+        f"{'#' * (2 + key.count('.'))} {key}\n\n{_linked(text)}\n\n"
+        f"| key | values | default | |\n|---|---|---|---|\n{''.join(rows)}"
+        for key, text, rows in _sections(Config, "", set())
+    )
+
+
+def _sections(
+    within: type[BaseModel], prefix: str, seen: set[type]
+) -> Iterator[tuple[str, str, list[str]]]:
+    """Each section's key, text and rows; sections inside it follow it."""
+    for name, field in within.model_fields.items():
+        section = section_in(field.annotation)
+        if section is None and within is Config:
+            yield name, "", [_row(Config, name)]
+        elif section is not None and section not in seen:
+            seen.add(section)
+            rows = [_row(section, key) for key in section.model_fields]
+            yield prefix + name, inspect.cleandoc(section.__doc__ or ""), rows
+            yield from _sections(section, f"{prefix}{name}.", seen)
+
+
+def _row(section: type[BaseModel], name: str) -> str:
+    field = section.model_fields[name]
+    default = field.get_default(call_default_factory=True)
+    plain = list(default) if isinstance(default, tuple) else default
+    shown = "required" if field.is_required() else f"`{format_yaml(plain, one_line=True)}`"
+    values = expected_of(field, section).replace("|", "\\|")
+    return f"| `{name}` | {values} | {shown} | {_linked(meanings(section).get(name, ''))} |\n"
+
+
+def _linked(text: str) -> str:
+    """The text with links in place of the names of pages."""
+    return re.sub(r"docs/([\w/-]+)\.md", r"[\1](../\1.md)", text)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in (PAGE, CONFIGURATION):
+        page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")

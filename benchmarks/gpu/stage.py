@@ -145,13 +145,13 @@ class StageOps:
         }
 
     def _backward_weight(self) -> Any:
-        self._sums, done = self._programs.backward_weight_marked(
+        self._sums, done = self._programs.backward_weight_with_done(
             self._weights, self._weight_stash, self._sums
         )
         return done
 
     def _backward(self) -> Any:
-        gradient, self._sums, done = self._programs.backward_marked(
+        gradient, self._sums, done = self._programs.backward_with_done(
             self._weights, self._stash, self._x, self._sums
         )
         return gradient, done

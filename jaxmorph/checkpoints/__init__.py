@@ -1,6 +1,6 @@
-"""What a run saves of itself, so that it can go on: files, commits and when they are made.
+"""Saves a run's state so that the run can resume.
 
-To be read in this order: `checksums`, `manifest` (one checkpoint, and whether it is whole),
-`folder` (how one comes to exist, and goes), `saver` (how all ranks write one beside training),
-`tree_files` (arrays, by Orbax) and `recut` (a state for other stages than those that saved it).
+Read in this order: `checksums`, `manifest` (a checkpoint's description, and whether it is whole),
+`folder` (how a checkpoint is committed and removed), `saver` (how all ranks write one during
+training), `tree_files` (arrays, with Orbax) and `recut` (resuming with another cut into stages).
 """

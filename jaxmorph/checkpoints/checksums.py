@@ -1,9 +1,10 @@
-"""Checksums of a checkpoint's files: made by whoever wrote them, compared before they are read.
+"""Checksums of a checkpoint's files: the rank that wrote them makes them, a resume compares them.
 
-Each part has a list of its files beside it, `virtual_stage_K.files`, the manifest has the checksum
-of each list, and `manifest.seal` that of the manifest. So there is no byte of a checkpoint that can
-change, and no file that can go, without one of them saying so. They are CRC-32s, with lengths: they
-tell of what disks, memory and interrupted copies do to files, not of anybody's intent.
+`virtual_stage_K.files` lists the files of a part, the manifest has the checksum of each list, and
+`manifest.seal` has that of the manifest. So any changed byte and any missing file is found.
+
+Checksums are CRC-32s with lengths: they detect what disks, memory and interrupted copies do to
+files, but no deliberate change.
 """
 
 import json
@@ -18,20 +19,17 @@ from typing import Any
 from zlib import crc32
 
 _CHUNK_BYTES = 1 << 22
-_THREADS = 4  # reading and `crc32` hold no lock of Python's
-_WORTH_THREADS_BYTES = 1 << 24
+_THREADS = 4  # reading and `crc32` release Python's lock
+_MIN_BYTES_FOR_THREADS = 1 << 24
 
 
 @dataclass(frozen=True)
 class FileSum:
-    """What a file must be.
-
-    Attributes:
-        crc32: Its checksum, eight hexadecimal digits.
-    """
+    """The length and checksum of a file."""
 
     num_bytes: int
     crc32: str
+    """Eight hexadecimal digits."""
 
     def __str__(self) -> str:
         return f"{self.num_bytes:,} bytes of CRC-32 {self.crc32}"
@@ -39,11 +37,7 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Damage:
-    """Why a checkpoint is not whole.
-
-    Attributes:
-        file: The file that says so.
-    """
+    """Why a checkpoint is not whole: a file, what was got, and what was expected."""
 
     file: Path
     got: str
@@ -54,19 +48,19 @@ class Damage:
 
 
 def sum_of(content: bytes) -> FileSum:
-    """What a file of this content must be."""
+    """The length and checksum of a file with this content."""
     return FileSum(len(content), f"{crc32(content):08x}")
 
 
 def list_files(folder: Path) -> bytes:
-    """The list of all files in a folder with their checksums, once they are all on the disk.
+    """Syncs all files in a folder to disk and lists them with their checksums.
 
     Returns:
-        A JSON object from paths, relative to the folder, to `FileSum`s.
+        A JSON object from relative paths to `FileSum`s.
     """
-    sums = {f"{path.relative_to(folder)}": asdict(_settled(path)) for path in _files(folder)}
+    sums = {f"{path.relative_to(folder)}": asdict(_synced_sum(path)) for path in _files(folder)}
     for inner in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
-        with suppress(OSError):  # not every file system can, and the files are there
+        with suppress(OSError):  # not every file system can sync a folder; its files are synced
             sync_folder(inner)
     return json.dumps(sums, indent=1).encode()
 
@@ -74,27 +68,27 @@ def list_files(folder: Path) -> bytes:
 def read_list(content: bytes) -> dict[str, FileSum]:
     """Reads what `list_files` made."""
     try:
-        return {name: FileSum(**told) for name, told in json.loads(content).items()}
+        return {name: FileSum(**entry) for name, entry in json.loads(content).items()}
     except (TypeError, AttributeError) as error:
         raise ValueError(f"got no list of files: {error!r}") from error
 
 
 def find_damage(folder: Path, expected: Mapping[str, FileSum], *, thorough: bool) -> Damage | None:
-    """The first file that isn't what it must be; None: all are.
+    """The first file that differs from what is expected, if any.
 
     Args:
-        thorough: Whether to read them; else only their lengths are compared.
+        thorough: Read the files; otherwise compare only their lengths.
     """
     paths = [folder / name for name in expected]
-    compare = partial(_compared, thorough=thorough)
-    if not thorough or sum(each.num_bytes for each in expected.values()) < _WORTH_THREADS_BYTES:
+    compare = partial(_damage, thorough=thorough)
+    if not thorough or sum(each.num_bytes for each in expected.values()) < _MIN_BYTES_FOR_THREADS:
         return next(filter(None, map(compare, paths, expected.values())), None)
     with ThreadPoolExecutor(_THREADS) as threads:
         return next(filter(None, threads.map(compare, paths, expected.values())), None)
 
 
-def write_settled(path: Path, content: bytes) -> None:
-    """Write a file, and have it on the disk before this returns."""
+def write_synced(path: Path, content: bytes) -> None:
+    """Writes a file and syncs it to disk."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -102,10 +96,10 @@ def write_settled(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have a renaming in a folder, or a new file's name, outlive a loss of power.
+    """Syncs a folder, so that a rename or a new file in it survives a power loss.
 
     Raises:
-        OSError: The file system can't do that.
+        OSError: The file system does not support it.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -118,8 +112,7 @@ def _files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file())
 
 
-def _settled(path: Path) -> FileSum:
-    """The sum of a file, which outlives a loss of power from then on."""
+def _synced_sum(path: Path) -> FileSum:
     with path.open("rb") as file:
         os.fsync(file.fileno())
         return _sum_of_file(file)
@@ -132,7 +125,7 @@ def _sum_of_file(file: Any) -> FileSum:
     return FileSum(length, f"{checksum:08x}")
 
 
-def _compared(path: Path, expected: FileSum, *, thorough: bool) -> Damage | None:
+def _damage(path: Path, expected: FileSum, *, thorough: bool) -> Damage | None:
     try:
         length = path.stat().st_size
         if length != expected.num_bytes:

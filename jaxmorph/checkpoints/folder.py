@@ -1,11 +1,15 @@
-"""The folder of a run's checkpoints: how one comes to exist, all of it at once, and how one goes.
+"""The folder of a run's checkpoints: how they are committed and removed, atomically.
 
-A folder `step_N` is a checkpoint, whole and with its manifest. One that is being written is
-`step_N.unfinished`, which becomes one when its ranks have agreed that all is written, or, if they
-are ended before that, when it turns out that all was; one on its way out is `step_N.removed`, and
-one that was found damaged `step_N.damaged`; none of these is ever restored. Every change from one
-to the other is one renaming, so whatever is killed at whatever time, a checkpoint is whole or it is
-none. What happens to its files later, their checksums tell (`checksums`).
+| folder | holds |
+|---|---|
+| `step_N` | a checkpoint, with its manifest |
+| `step_N.unfinished` | one that is being written |
+| `step_N.removed` | one that is being removed |
+| `step_N.damaged` | one that was found damaged |
+
+Only `step_N` is ever restored. A folder changes its name by a single rename, so a checkpoint is
+whole or does not exist, whatever is killed at any time. Damage to its files later is found by
+their checksums (`checksums`).
 """
 
 import json
@@ -23,7 +27,7 @@ from jaxmorph.checkpoints.checksums import (
     read_list,
     sum_of,
     sync_folder,
-    write_settled,
+    write_synced,
 )
 from jaxmorph.checkpoints.manifest import (
     DRAFT,
@@ -44,12 +48,8 @@ _LEFT_OVER = re.compile(r"step_\d+\.(unfinished|removed)")
 
 
 @dataclass(frozen=True)
-class PassedOver:
-    """A checkpoint that isn't whole.
-
-    Attributes:
-        step: After how many steps it was made.
-    """
+class DamagedCheckpoint:
+    """A checkpoint that isn't whole."""
 
     step: int
     damage: Damage
@@ -58,15 +58,14 @@ class PassedOver:
 class CheckpointFolder:
     """The checkpoints of one run.
 
-    Args:
-        path: Where they are; made when the first of them is written.
+    A checkpoint's `step` is the number of steps done; the next step has this number.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def steps(self) -> tuple[int, ...]:
-        """After how many steps there is a checkpoint, in rising order."""
+        """The steps of all checkpoints, in ascending order."""
         return self._steps_named(_FINISHED)
 
     def _steps_named(self, name: re.Pattern[str]) -> tuple[int, ...]:
@@ -76,18 +75,18 @@ class CheckpointFolder:
         return tuple(sorted(int(match[1]) for match in found if match))
 
     def finished(self, step: int) -> Path:
-        """Where the checkpoint after so many steps is."""
+        """The folder of a checkpoint."""
         return self.path / f"step_{step}"
 
     def unfinished(self, step: int) -> Path:
-        """Where it is written to, until `commit`."""
+        """The folder that a checkpoint is written to, until `commit`."""
         return self.path / f"step_{step}.unfinished"
 
     def manifest(self, step: int) -> Manifest:
-        """What a checkpoint says of itself.
+        """Reads a checkpoint's manifest.
 
         Raises:
-            UserError: It can't be read, or is another version's.
+            UserError: It can't be read, or is of another version.
         """
         path = self.finished(step) / MANIFEST
         try:
@@ -98,28 +97,27 @@ class CheckpointFolder:
             raise UserError(f"{path}: {' '.join(str(error).split())}") from error
 
     def begin(self, manifest: Manifest) -> None:
-        """Write down what a checkpoint will say of itself, before its parts are written."""
+        """Writes a draft of the manifest before the parts; `commit_written` commits by it."""
         unfinished = self.unfinished(manifest.step)
         unfinished.mkdir(parents=True, exist_ok=True)
-        write_settled(unfinished / DRAFT, json.dumps(manifest.to_json()).encode())
+        write_synced(unfinished / DRAFT, json.dumps(manifest.to_json()).encode())
 
     def commit_written(self, num_recorded: int) -> tuple[int, ...]:
-        """Make checkpoints of what all ranks had written when they were ended before they agreed.
+        """Commits the checkpoints that all ranks had written when they were killed before agreeing.
 
-        Nobody may be writing there any more.
+        No rank may be running.
 
         Args:
-            num_recorded: After how many steps the run's records end: one that came after that would
-                leave a gap in them.
+            num_recorded: The number of steps in the run's records; a later checkpoint would leave
+                a gap in them.
 
         Returns:
-            After how many steps the checkpoints are that came to be.
+            The steps of the checkpoints that were committed.
         """
         steps = self._steps_named(_UNFINISHED)
-        return tuple(step for step in steps if step <= num_recorded and self._commits(step))
+        return tuple(step for step in steps if step <= num_recorded and self._try_commit(step))
 
-    def _commits(self, step: int) -> bool:
-        """Whether a checkpoint is all there, and has become one."""
+    def _try_commit(self, step: int) -> bool:
         unfinished = self.unfinished(step)
         try:
             manifest = Manifest.from_json(json.loads((unfinished / DRAFT).read_bytes()))
@@ -128,24 +126,24 @@ class CheckpointFolder:
                 if find_damage(stage_path(unfinished, number), files, thorough=True) is not None:
                     return False
             self.commit(manifest)
-        except (OSError, ValueError):  # some of it isn't there, or not all of it
+        except (OSError, ValueError):  # a file is missing or cut short
             return False
         return True
 
     def seal_part(self, step: int, virtual_stage: int) -> None:
-        """List the files of a part that has been written, before anybody says that it has been."""
+        """Lists a part's files with their checksums; then the part counts as written."""
         unfinished = self.unfinished(step)
         files = list_files(stage_path(unfinished, virtual_stage))
-        write_settled(list_path(unfinished, virtual_stage), files)
+        write_synced(list_path(unfinished, virtual_stage), files)
 
     def commit(self, manifest: Manifest) -> None:
-        """Make a checkpoint of what has been written, once every rank has sealed its parts.
+        """Commits a checkpoint once every rank has sealed its parts.
 
         Args:
-            manifest: What it says of itself, but for its parts' checksums.
+            manifest: Without the parts' checksums, which are added here.
 
         Raises:
-            OSError: It can't be done, or a part isn't here.
+            OSError: The file system refuses, or a part is missing.
         """
         unfinished = self.unfinished(manifest.step)
         numbers = range(len(manifest.layers))
@@ -153,10 +151,10 @@ class CheckpointFolder:
             if not part.is_dir():
                 raise FileNotFoundError(f"{part} isn't here: do all ranks share this folder?")
         parts = tuple(sum_of(list_path(unfinished, number).read_bytes()) for number in numbers)
-        told = json.dumps(replace(manifest, parts=parts).to_json(), indent=1).encode()
-        write_settled(unfinished / MANIFEST, told)
-        write_settled(unfinished / SEAL, seal_of(told))
-        with suppress(OSError):  # not every file system can, and the files are there
+        content = json.dumps(replace(manifest, parts=parts).to_json(), indent=1).encode()
+        write_synced(unfinished / MANIFEST, content)
+        write_synced(unfinished / SEAL, seal_of(content))
+        with suppress(OSError):  # not every file system can sync a folder; its files are synced
             sync_folder(unfinished)
         unfinished.rename(self.finished(manifest.step))
         with suppress(OSError):
@@ -164,32 +162,34 @@ class CheckpointFolder:
         with suppress(OSError):
             sync_folder(self.path)
 
-    def newest_whole(self, *, thorough: bool = True) -> tuple[int | None, tuple[PassedOver, ...]]:
-        """The last checkpoint to go on from.
+    def newest_whole(
+        self, *, thorough: bool = True
+    ) -> tuple[int | None, tuple[DamagedCheckpoint, ...]]:
+        """Finds the checkpoint to resume from.
 
         Args:
-            thorough: Whether to read all files; else only the lengths of parts' are compared.
+            thorough: Read all files; otherwise compare only the lengths of the parts' files.
 
         Returns:
-            After how many steps it was made, None if there is no whole one; and those that came
-            after it and aren't whole, the newest first.
+            The step of the newest whole checkpoint, or None; and the newer ones, which are
+            damaged, newest first.
 
         Raises:
-            UserError: One is whole, but another version's.
+            UserError: A checkpoint is whole, but of another version.
         """
-        passed_over: list[PassedOver] = []
+        damaged: list[DamagedCheckpoint] = []
         for step in reversed(self.steps()):
             damage = damage_of(self.finished(step), thorough=thorough)
             if damage is None:
-                return step, tuple(passed_over)
-            passed_over.append(PassedOver(step, damage))
-        return None, tuple(passed_over)
+                return step, tuple(damaged)
+            damaged.append(DamagedCheckpoint(step, damage))
+        return None, tuple(damaged)
 
     def set_aside(self, step: int) -> Path:
-        """Keep a damaged checkpoint from being read, counted, and in the way of the next one.
+        """Renames a damaged checkpoint, which is then neither read nor counted, and never removed.
 
         Returns:
-            Where it is from now on. Nothing removes it there.
+            Its new path.
         """
         names = (f"step_{step}.damaged{f'-{n}' if n > 1 else ''}" for n in count(1))
         aside = next(self.path / name for name in names if not (self.path / name).exists())
@@ -198,18 +198,18 @@ class CheckpointFolder:
         except OSError as error:
             raise UserError(f"{aside}: cannot be made: {error.strerror}") from error
 
-    def give_up(self, step: int) -> None:
-        """Remove what has been written of a checkpoint that won't be one."""
+    def discard(self, step: int) -> None:
+        """Removes an unfinished checkpoint."""
         shutil.rmtree(self.unfinished(step), ignore_errors=True)
 
     def prune(self, keep: int) -> tuple[str, ...]:
-        """Remove the oldest checkpoints.
+        """Removes all but the newest `keep` checkpoints.
 
-        Those with a file missing or cut short don't count, and stay; to read them all each time
-        would take too long.
+        Checkpoints with a missing or shortened file are neither counted nor removed. Changed bytes
+        are not looked for here, because reading every checkpoint after each save takes too long.
 
         Returns:
-            What could not be removed, and why: a line each. The others are gone all the same.
+            One line for each checkpoint that could not be removed.
         """
         remaining = []
         whole = [step for step in self.steps() if self._seems_whole(step)]
@@ -225,11 +225,11 @@ class CheckpointFolder:
     def _seems_whole(self, step: int) -> bool:
         try:
             return damage_of(self.finished(step), thorough=False) is None
-        except UserError:  # another version's, which had better stay
+        except UserError:  # of another version: leave it alone
             return False
 
     def clean(self) -> None:
-        """Remove what an earlier run left half-written or half-removed, or to be seen by all."""
+        """Removes what killed ranks left: unfinished and half-removed checkpoints, rank files."""
         if not self.path.is_dir():
             return
         for path in self.path.iterdir():

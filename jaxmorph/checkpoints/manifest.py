@@ -1,4 +1,4 @@
-"""What is where in a checkpoint, what it says of itself, and whether it is whole, to every byte."""
+"""A checkpoint's layout and manifest, and whether it is whole, to the last byte."""
 
 import json
 import re
@@ -23,17 +23,17 @@ TiedPaths = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
 
 
 def stage_path(checkpoint: Path, virtual_stage: int) -> Path:
-    """Where a checkpoint has a virtual stage."""
+    """A virtual stage's part of a checkpoint."""
     return checkpoint / f"virtual_stage_{virtual_stage}"
 
 
 def list_path(checkpoint: Path, virtual_stage: int) -> Path:
-    """Where the list of a virtual stage's files is, as for `stage_path`."""
+    """The list of the files in a virtual stage's part."""
     return checkpoint / f"virtual_stage_{virtual_stage}.files"
 
 
 def new_rank_file(folder: Path, rank: int) -> Path:
-    """Where a rank writes for the others to see; nobody else writes there."""
+    """A unique file by which a rank shows the others that they share the folder."""
     return folder / f".rank_{rank}_{secrets.token_hex(8)}"
 
 
@@ -47,15 +47,15 @@ class Manifest:
     """A checkpoint without its arrays.
 
     Attributes:
-        step: How many steps have been done. The next one has this number, and so has its batch.
+        step: The number of steps done, which is also the number of the next step and of its batch.
         layers: The layers of each virtual stage, in the order of the pipeline.
-        tied: Pairs (path in the embedding's parameters, path in the head's) of one parameter.
-        config: The run's, resolved; its seed is where all randomness comes from.
-        data: What it was trained on; None: not remembered.
-        plan: What ran when it was saved, as `Plan.to_json`; None: not remembered.
-        link_states: The links that weren't healthy then, each in a few words.
-        parts: What the list of each virtual stage's files must be; None: it was made before there
-            were such lists.
+        tied: Pairs (path in the embedding's parameters, path in the head's) of tied parameters.
+        config: The run's resolved configuration; all randomness follows from its seed.
+        data: Identifies the text; None: not recorded.
+        plan: The plan in force, as `Plan.to_json`; None: not recorded.
+        link_states: The links that were not healthy, each in a few words.
+        parts: The sum of each virtual stage's list of files; None in checkpoints of versions
+            without checksums.
     """
 
     step: int
@@ -90,7 +90,7 @@ class Manifest:
         """Reads what `to_json` wrote.
 
         Raises:
-            ValueError: It is something else, or of another version's format.
+            ValueError: It is something else, or has another version's format.
         """
         try:
             if data["format"] not in (_WITHOUT_CHECKSUMS, FORMAT):
@@ -111,8 +111,7 @@ class Manifest:
 
 
 def _config(data: Any) -> Config:
-    # Ranks could once take another op in place of a late one: whatever a run said of that, its
-    # state is the same bits.
+    # Earlier versions had other values of `intra_step`, which did not change the state.
     adaptation = {**data.get("adaptation", {}), "intra_step": "off"}
     return Config.model_validate({**data, "adaptation": adaptation})
 
@@ -127,46 +126,46 @@ def _parts(data: Any) -> tuple[FileSum, ...] | None:
 
 
 def seal_of(manifest: bytes) -> bytes:
-    """What the seal of a manifest says."""
+    """The content of a manifest's seal."""
     return f"{MANIFEST}: {sum_of(manifest)}\n".encode()
 
 
 def damage_of(checkpoint: Path, *, thorough: bool) -> Damage | None:
-    """Why a checkpoint isn't whole; None: it is.
+    """Returns why a checkpoint isn't whole, or None if it is.
 
-    One that was made before there were checksums is whole if all of its parts are there.
+    A checkpoint of a version without checksums is whole if all of its parts are there.
 
     Args:
-        thorough: Whether to read all files; else only the lengths of parts' files are compared.
+        thorough: Read all files; otherwise compare only the lengths of the parts' files.
 
     Raises:
-        UserError: Its manifest is whole, but another version's.
+        UserError: The manifest is whole, but of another version.
     """
     return next(_damages(checkpoint, thorough=thorough), None)
 
 
 def _damages(checkpoint: Path, *, thorough: bool) -> Iterator[Damage]:
-    """What is wrong with a checkpoint; after the first, nothing more can be believed."""
+    """Yields what is wrong; only the first is certain, as later checks rely on earlier ones."""
     path = checkpoint / MANIFEST
     try:
-        told = path.read_bytes()
+        content = path.read_bytes()
     except OSError as error:
         yield Damage(path, f"{error.strerror}", "a checkpoint's manifest")
         return
     is_sealed = (checkpoint / SEAL).exists()
     if is_sealed:
-        yield from _of_file(checkpoint / SEAL, seal_of(told))
+        yield from _of_file(checkpoint / SEAL, seal_of(content))
     try:
-        manifest = Manifest.from_json(json.loads(told))
+        manifest = Manifest.from_json(json.loads(content))
     except ValueError as error:
         why = " ".join(f"{error}".split())
-        if is_sealed:
+        if is_sealed:  # the bytes are as they were written, by another version
             raise UserError(f"{path}: {why}") from error
         yield Damage(path, why, "a checkpoint's manifest")
         return
     yield from _of_parts(checkpoint, manifest, thorough=thorough)
     if manifest.parts is not None and not is_sealed:
-        yield Damage(checkpoint / SEAL, "nothing", repr(seal_of(told).decode()))
+        yield Damage(checkpoint / SEAL, "nothing", repr(seal_of(content).decode()))
 
 
 def _of_file(path: Path, expected: bytes) -> Iterator[Damage]:
@@ -190,7 +189,7 @@ def _of_parts(checkpoint: Path, manifest: Manifest, *, thorough: bool) -> Iterat
 
 
 def _of_listed(path: Path, expected: FileSum, part: Path, *, thorough: bool) -> Iterator[Damage]:
-    """A list of a part's files, and the files that it has."""
+    """Checks a part's list of files, then the files."""
     damage = find_damage(path.parent, {path.name: expected}, thorough=True)
     damage = damage or find_damage(part, read_list(path.read_bytes()), thorough=thorough)
     if damage is not None:

@@ -1,12 +1,11 @@
-"""From the virtual stages that a state was saved by to those that go on from it.
+"""Restores a checkpoint that was saved with another cut of the layers into virtual stages.
 
-A saved part is one virtual stage's: its layers are stacked, and the manifest says which of the
-model's layers they are. The parameters, and each tree of the optimizer's state that is structured
-as they are, have an embedding on the first virtual stage, layers on each, and a head on the last.
-Another cut takes rows of some stacks, one after the other. Whatever belongs to no parameter, such
-as Adam's count, all parts have alike.
+A part is one virtual stage's state, with its layers stacked; the manifest says which layers. The
+parameters, and each tree of the optimizer's state with the same structure, have an embedding on the
+first virtual stage, layers on all, and a head on the last. A new part joins rows of saved stacks.
+What belongs to no parameter, such as Adam's count, is the same in all parts.
 
-Here a tree is one dictionary of its leaves, by the names on their ways.
+A tree is a dictionary from key paths to leaves here.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxmorph.checkpoints.manifest import stage_path
-from jaxmorph.checkpoints.tree_files import Names, Rows, Tree, TreeFiles, nested
+from jaxmorph.checkpoints.tree_files import KeyPath, Rows, Tree, TreeFiles, nested
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.stage_state import PARAMS
 
@@ -25,24 +24,17 @@ _EMBED, _LAYERS, _HEAD = "embed", "layers", "head"
 
 @dataclass(frozen=True)
 class Share:
-    """What a saved virtual stage gives to a new one.
-
-    Attributes:
-        rows: Which of its stacked layers.
-    """
+    """The stacked layers, `rows`, that a new virtual stage takes from a saved one."""
 
     stage: int
     rows: slice
 
 
 def shares(saved: Sequence[range], wanted: range) -> tuple[Share, ...]:
-    """Where the layers of a new virtual stage are to be found.
+    """Finds the layers of a new virtual stage: a share of each saved one that has some of them.
 
     Args:
-        saved: The model's layers on each saved virtual stage, in the order of the pipeline.
-
-    Returns:
-        One share for each saved virtual stage that has some of them, in the model's order.
+        saved: The layers of each saved virtual stage, in the order of the pipeline.
     """
     found = (
         (stage, max(layers.start, wanted.start) - layers.start, min(layers.stop, wanted.stop))
@@ -56,90 +48,88 @@ def shares(saved: Sequence[range], wanted: range) -> tuple[Share, ...]:
 
 
 def rows_to_read(
-    stored: Collection[Names], rows: slice, *, embed: bool, head: bool
-) -> dict[Names, Rows]:
-    """What of a saved part a new virtual stage needs.
+    stored: Collection[KeyPath], rows: slice, *, embed: bool, head: bool
+) -> dict[KeyPath, Rows]:
+    """Returns the leaves of a saved part that a new virtual stage needs.
 
-    Returns:
-        For each leaf that is needed its rows: `slice`s of those that have an axis of layers.
+    Each has its rows: `rows` for a leaf with an axis of layers, `...` for any other.
     """
     unwanted = {name for name, has in ((_EMBED, embed), (_HEAD, head)) if not has}
-    of = _sections(stored)
+    sections = _sections(stored)
     return {
-        names: rows if of[names] == _LAYERS else ...
-        for names in stored
-        if of[names] not in unwanted
+        key: rows if sections[key] == _LAYERS else ...
+        for key in stored
+        if sections[key] not in unwanted
     }
 
 
 def joined(
-    parts: Sequence[Mapping[Names, np.ndarray]], stacked: Collection[Names]
-) -> dict[Names, np.ndarray]:
-    """A new virtual stage's part.
+    parts: Sequence[Mapping[KeyPath, np.ndarray]], stacked: Collection[KeyPath]
+) -> dict[KeyPath, np.ndarray]:
+    """Joins what was read of saved parts into a new part.
 
     Args:
-        stacked: The leaves that have an axis of layers.
+        stacked: The leaves with an axis of layers.
 
     Raises:
-        UserError: The parts differ in what they should have alike.
+        UserError: The parts differ in what must be the same in all.
     """
     if len(parts) == 1:
         return dict(parts[0])
     return {
-        names: _joined_leaf(names, [part[names] for part in parts if names in part], stacked)
-        for names in dict.fromkeys(names for part in parts for names in part)
+        key: _joined_leaf(key, [part[key] for part in parts if key in part], stacked)
+        for key in dict.fromkeys(key for part in parts for key in part)
     }
 
 
 def _joined_leaf(
-    names: Names, found: Sequence[np.ndarray], stacked: Collection[Names]
+    key: KeyPath, found: Sequence[np.ndarray], stacked: Collection[KeyPath]
 ) -> np.ndarray:
-    if names in stacked:
+    if key in stacked:
         return np.concatenate(found)
     if any(other.tobytes() != found[0].tobytes() for other in found[1:]):
         got = ", ".join(str(leaf) for leaf in found)
         raise UserError(
-            f"the state's {'/'.join(names)}: got {got} on different stages, expected the same: "
+            f"the state's {'/'.join(key)}: got {got} on different stages, expected the same: "
             "such a state can't be cut another way"
         )
     return found[0]
 
 
-def _sections(stored: Collection[Names]) -> dict[Names, str]:
-    """Whether each leaf is the embedding's, the layers' or the head's; empty: none of them's."""
-    form = {names[1:] for names in stored if names[0] == PARAMS}
-    below: dict[Names, set[Names]] = {}
-    for names in stored:
-        for depth in range(len(names)):
-            below.setdefault(names[:depth], set()).add(names[depth:])
-    # The ways to trees that are structured as the parameters are.
-    alike = {way for way, found in below.items() if found == form}
-    return {names: _section(names, alike) for names in stored}
+def _sections(stored: Collection[KeyPath]) -> dict[KeyPath, str]:
+    """The section of each leaf: embedding, layers or head, or empty for none."""
+    params = {key[1:] for key in stored if key[0] == PARAMS}
+    below: dict[KeyPath, set[KeyPath]] = {}
+    for key in stored:
+        for depth in range(len(key)):
+            below.setdefault(key[:depth], set()).add(key[depth:])
+    roots = {root for root, inner in below.items() if inner == params}
+    return {key: _section(key, roots) for key in stored}
 
 
-def _section(names: Names, alike: Collection[Names]) -> str:
-    depths = (depth for depth in range(len(names)) if names[:depth] in alike)
-    return next((names[depth] for depth in depths), "")
+def _section(key: KeyPath, roots: Collection[KeyPath]) -> str:
+    """The first key below a root of a tree with the parameters' structure."""
+    depths = (depth for depth in range(len(key)) if key[:depth] in roots)
+    return next((key[depth] for depth in depths), "")
 
 
 def read_part(files: TreeFiles, checkpoint: Path, saved: Sequence[range], wanted: range) -> Tree:
-    """A virtual stage's parameters and optimizer state, from those that have its layers.
+    """Reads a virtual stage's parameters and optimizer state from the parts that have its layers.
 
-    Nothing else is read: no stage without these layers, no embedding but for the first, no head but
-    for the last. Layers are stacked, so that those of a saved stage come together, a leaf at a
-    time; what isn't wanted of them is dropped at once.
+    The embedding is read only for the first virtual stage and the head only for the last. A stacked
+    leaf is read whole, a few leaves at a time, and unwanted rows are dropped at once.
 
     Returns:
-        The tree that the same virtual stage would have saved, of numpy arrays.
+        The tree, of numpy arrays, that the same virtual stage would have saved.
 
     Raises:
-        UserError: A part is no whole one, or can't be cut this way.
+        UserError: A part is damaged, or can't be cut this way.
     """
     embed, head = wanted.start == saved[0].start, wanted.stop == saved[-1].stop
     parts, stacked = [], set()
     for share in shares(saved, wanted):
         path = stage_path(checkpoint, share.stage)
-        rows = rows_to_read(files.names(path), share.rows, embed=embed, head=head)
+        rows = rows_to_read(files.key_paths(path), share.rows, embed=embed, head=head)
         parts.append(files.read_rows(path, rows))
-        stacked |= {names for names, which in rows.items() if which is not ...}
+        stacked |= {key for key, which in rows.items() if which is not ...}
     return nested(joined(parts, stacked))

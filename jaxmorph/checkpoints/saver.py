@@ -1,15 +1,15 @@
-"""Saves a run's state while it trains on: each rank its own part, and all of them or none.
+"""Saves a run's state while training continues: each rank its own part, all parts or none.
 
-A save takes a copy of the state in host memory, and a thread writes it from there. The ranks report
-to one another how far they are in the meetings that they have at every step anyway:
+A save copies the state to host memory, and a thread writes it from there. It is a two-phase commit
+over the meeting that the ranks have at every step anyway:
 
-- first phase: a rank says `written` once its part, with the checksums of its files, is on disk;
-- second phase: when all have said so, rank 0 makes the checkpoint of the parts, and says
-  `committed`; with that the others may forget it, and rank 0 the oldest checkpoints. Whoever starts
-  ranks again that were ended in between does so in its place (`CheckpointFolder.commit_written`).
+1. A rank reports `written` once its part, with its files' checksums, is on disk.
+2. When all ranks have reported it, rank 0 commits the checkpoint and reports `committed`. If the
+   ranks are killed in between, the process that restarts them commits it instead
+   (`CheckpointFolder.commit_written`).
 
-A rank whose part can't be written says `failed`. Then there is no such checkpoint, and the run goes
-on; only when its last one fails, the run has failed.
+A rank whose part can't be written reports `failed`: the checkpoint is discarded and the run
+continues. The run fails only if its last save does.
 """
 
 import time
@@ -30,19 +30,20 @@ from jaxmorph.runtime.rendezvous import Rendezvous, gather
 
 Tree = Any
 
-_POLL_S = 0.2  # between meetings whose only purpose is to hear whether everybody has written
+_POLL_S = 0.2  # between meetings that only wait for the save to finish
 
 
 class CheckpointError(RunFailedError):
-    """The last state of a run could not be saved: it would not be after a restart either."""
+    """The last state of a run could not be saved; a restart would not save it either."""
 
 
 @dataclass
 class _Save:
-    """A save under way.
+    """A save in progress.
 
     Attributes:
-        held_up_s: How long training has waited for it on this rank.
+        written: The first phase.
+        held_up_s: How long the save has delayed training on this rank.
         committed: The second phase, on rank 0 once it has begun.
     """
 
@@ -57,13 +58,7 @@ class _Save:
 
 @dataclass(frozen=True)
 class SaveReport:
-    """How far a rank has come with its part of a save.
-
-    Attributes:
-        phase: `idle` where no save is under way.
-        num_bytes: Of its part.
-        why: Why it failed; else empty.
-    """
+    """A rank's progress with its part of a save, for the other ranks."""
 
     phase: Literal["idle", "writing", "written", "committed", "failed"] = "idle"
     num_bytes: int = 0
@@ -84,11 +79,11 @@ class CheckpointSaver:
     """One rank's part in saving; every rank makes the same calls at the same points.
 
     Args:
-        describe: Gives the manifest of a checkpoint after so many steps.
-        write: Writes a tree of arrays to a folder that isn't there yet.
+        describe: Returns the manifest of a checkpoint after a number of steps.
+        write: Writes a tree of arrays to a new folder.
         emit: Takes an event's step, kind and detail, on rank 0.
-        sent_so_far: Gives what is done once the records of all steps so far have been sent: a
-            checkpoint doesn't come before those of its steps.
+        sent_so_far: Returns a future that is done once the records of all steps so far have been
+            sent. A checkpoint is committed only then, so that a resumed run has no gap in them.
     """
 
     def __init__(
@@ -116,9 +111,9 @@ class CheckpointSaver:
         self._thread = ThreadPoolExecutor(1, "jaxmorph-checkpoint")
 
     def save(self, step: int, parts: Sequence[Tree]) -> None:
-        """Begin to save; training may go on, and donate these arrays, when it returns.
+        """Begins to save; afterwards training may continue and donate the arrays.
 
-        One save is under way at a time: it waits for the one before.
+        Waits for an earlier save to finish first.
 
         Args:
             parts: The state of each of this rank's virtual stages.
@@ -133,32 +128,33 @@ class CheckpointSaver:
         self._save = _Save(step, written, num_bytes, held_up_s, began_s, manifest=manifest)
 
     def report(self) -> SaveReport:
-        """This rank's part of the next meeting's message."""
+        """What this rank reports at the next meeting."""
         return SaveReport() if self._save is None else _progress(self._save)
 
     def advance(self, of_ranks: Sequence[SaveReport]) -> None:
-        """Begin the next phase, if all ranks are ready for it.
+        """Begins the next phase if all ranks are ready for it.
 
         Args:
-            of_ranks: All ranks' reports of a meeting, in rank order.
+            of_ranks: The reports of all ranks at a meeting, in rank order.
         """
         if self._save is None:
             return
         phases = {each.phase for each in of_ranks}
         if of_ranks[0].phase == "committed":
-            self._end(self._save, sum(each.num_bytes for each in of_ranks))
+            self._finish(self._save, sum(each.num_bytes for each in of_ranks))
         elif phases == {"written"}:
             self._commit(self._save)
         elif "failed" in phases and "writing" not in phases:
+            # Not earlier: a rank that still writes would make the discarded folder again.
             whys = (f"rank {rank}: {each.why}" for rank, each in enumerate(of_ranks) if each.why)
-            self._give_up(self._save, "; ".join(whys))
+            self._abandon(self._save, "; ".join(whys))
 
     def finish(self) -> str:
-        """Wait for the save that is under way.
+        """Waits for the save in progress.
 
         Returns:
-            Why the last one has failed, the same on all ranks; empty if it has not. It is not
-            raised, as what is still to be sent and removed would be dropped with an exception.
+            Why the last save failed, the same on all ranks; empty if it succeeded. It is not
+            raised, because an exception would drop events that are still to be sent.
         """
         self._settle()
         return self._last_failure
@@ -170,7 +166,7 @@ class CheckpointSaver:
         self._thread.shutdown(wait=kind is None, cancel_futures=kind is not None)
 
     def _settle(self) -> None:
-        """Meet until the save under way, if any, has come to its end."""
+        """Meets the other ranks until no save is in progress."""
         while self._save is not None:
             wait([self._save.committed or self._save.written], _POLL_S)
             self.advance(gather(self._rendezvous, SaveReport, self.report()))
@@ -193,7 +189,7 @@ class CheckpointSaver:
         sent.result()
         self._folder.commit(manifest)
 
-    def _end(self, save: _Save, num_bytes: int) -> None:
+    def _finish(self, save: _Save, num_bytes: int) -> None:
         self._save, self._last_failure = None, ""
         if self._rendezvous.rank == 0:
             self._thread.submit(self._prune, save.step)
@@ -201,8 +197,8 @@ class CheckpointSaver:
             self._emit(
                 save.step - 1,
                 EventKind.CHECKPOINT_SAVED,
-                f"{self._folder.finished(save.step)}: {num_bytes:,} bytes, there after "
-                f"{took_s:.2f} s; rank 0 waited {1e3 * save.held_up_s:.1f} ms for it",
+                f"{self._folder.finished(save.step)}: {num_bytes:,} bytes, saved in "
+                f"{took_s:.2f} s; training waited {1e3 * save.held_up_s:.1f} ms on rank 0",
             )
 
     def _prune(self, step: int) -> None:
@@ -213,73 +209,65 @@ class CheckpointSaver:
         if remaining:
             self._emit(step - 1, EventKind.CHECKPOINT_NOT_REMOVED, "; ".join(remaining))
 
-    def _give_up(self, save: _Save, reasons: str) -> None:
+    def _abandon(self, save: _Save, reasons: str) -> None:
         self._save, self._last_failure = None, reasons
         if self._rendezvous.rank == 0:
-            self._thread.submit(self._folder.give_up, save.step)
+            self._thread.submit(self._folder.discard, save.step)
             self._emit(save.step - 1, EventKind.CHECKPOINT_FAILED, reasons)
 
 
 def _shortened(reason: str) -> str:
-    """A reason without its middle, if it's long: at its end is what the operating system said."""
+    """A long reason without its middle; the operating system's message is at its end."""
     return reason if len(reason) <= 300 else f"{reason[:100]} ... {reason[-195:]}"
 
 
 def _copy_to_host(array: jax.Array) -> jax.Array:
-    """A copy in host memory, which is on its way when this returns."""
+    """Begins a copy to host memory; donating the array afterwards is safe."""
     return jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
 
 
 def require_shared(folder: Path, rendezvous: Rendezvous) -> None:
-    """Have every rank write a file there, and look for those of the others; none stays.
+    """Checks that all ranks can write to a folder and see one another's files.
 
-    That of a rank which is killed meanwhile does, until `CheckpointFolder.clean`.
-
-    Args:
-        rendezvous: The meeting place of all ranks; they all call this at the same point.
+    All ranks call it at the same point. Each writes an empty file, which it removes again;
+    `CheckpointFolder.clean` removes that of a killed rank.
 
     Raises:
-        UserError: A rank can't write there, or what it writes isn't there for another; the same on
-            all ranks.
+        UserError: A rank can't write there, or does not see the others' files; on all ranks.
     """
     own = new_rank_file(folder, rendezvous.rank)
     try:
-        written = gather(rendezvous, _Look, _write(own))
+        written = gather(rendezvous, _FolderCheck, _write(own))
         _require_none(folder, written, "cannot write there")
         missing = [rank for rank, file in enumerate(written) if not (folder / file.name).exists()]
         wrong = f"none of rank {', '.join(map(str, missing))}" if missing else ""
-        seen = gather(rendezvous, _Look, _Look(wrong=wrong))
+        seen = gather(rendezvous, _FolderCheck, _FolderCheck(wrong=wrong))
         _require_none(folder, seen, "does not see all files")
     finally:
-        with suppress(OSError):  # nor could it be written
+        with suppress(OSError):  # it could not be written either
             own.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
-class _Look:
-    """What a rank found in the folder.
-
-    Attributes:
-        name: Of the file that it has written.
-        wrong: What is wrong there; empty where nothing is.
-    """
+class _FolderCheck:
+    """The name of the file that a rank has written, or what is wrong."""
 
     name: str = ""
     wrong: str = ""
 
 
-def _write(path: Path) -> _Look:
+def _write(path: Path) -> _FolderCheck:
     try:
         path.write_bytes(b"")
     except OSError as error:
-        return _Look(wrong=f"{error.strerror}")
-    return _Look(path.name)
+        return _FolderCheck(wrong=f"{error.strerror}")
+    return _FolderCheck(path.name)
 
 
-def _require_none(folder: Path, looks: Sequence[_Look], what: str) -> None:
-    for rank, look in enumerate(looks):
-        if look.wrong:
+def _require_none(folder: Path, checks: Sequence[_FolderCheck], what: str) -> None:
+    for rank, check in enumerate(checks):
+        if check.wrong:
             raise UserError(
-                f"checkpoint.dir: {folder}: rank {rank} {what}: {look.wrong}; expected a "
+                f"checkpoint.dir: {folder}: rank {rank} {what}: {check.wrong}; expected a "
                 "folder that all ranks share (checkpoint.every_steps=0 saves nothing)"
             )

@@ -1,9 +1,8 @@
-"""Trees of arrays to files and back, by Orbax, by each process for itself.
+"""Writes and reads trees of arrays with Orbax, each process by itself.
 
-Orbax expects that all processes of a JAX program write one checkpoint together, and has them meet
-by an accelerator's collective, which a dead link would never end. Told that this process is the
-only one that takes part, it meets nobody. It is imported where it is used: that takes a second,
-which a run that saves nothing has no need of.
+By default Orbax has all processes write one checkpoint together, with a barrier that is an
+accelerator collective: over a dead link it would never end. Here each process is configured as the
+only participant. Orbax is imported inside functions because the import takes a second.
 """
 
 import math
@@ -20,32 +19,24 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxmorph.errors import UserError
 
 Tree = Any
-Names = tuple[str, ...]
-"""The keys on the way to a leaf."""
+KeyPath = tuple[str, ...]
+"""The keys that lead to a leaf of nested dictionaries."""
 Rows = slice | EllipsisType
-"""Which rows of a leaf: some of its first axis, or all there is."""
-_AT_ONCE_BYTES = 1 << 30  # of leaves that are read whole, and of which but some rows stay
+"""Some rows of a leaf's first axis, or the whole leaf."""
+_AT_ONCE_BYTES = 1 << 30  # of leaves that are in memory whole before some of their rows are kept
 
 
-def leaves_of(tree: Mapping[str, Any]) -> dict[Names, Any]:
-    """The leaves by the names on their ways.
-
-    Args:
-        tree: Nested dictionaries with text as keys; those that are empty leave nothing.
-    """
-    leaves: dict[Names, Any] = {}
+def leaves_of(tree: Mapping[str, Any]) -> dict[KeyPath, Any]:
+    """Flattens nested dictionaries into leaves by key path."""
+    leaves: dict[KeyPath, Any] = {}
     for name, inner in tree.items():
         below = leaves_of(inner) if isinstance(inner, Mapping) else {(): inner}
-        leaves |= {(name, *names): leaf for names, leaf in below.items()}
+        leaves |= {(name, *key): leaf for key, leaf in below.items()}
     return leaves
 
 
-def nested(leaves: Mapping[Names, Any]) -> dict[str, Any]:
-    """The nested dictionaries that have these leaves.
-
-    Args:
-        leaves: By the names on their ways; none of them is on another's.
-    """
+def nested(leaves: Mapping[KeyPath, Any]) -> dict[str, Any]:
+    """The inverse of `leaves_of`, but for empty dictionaries."""
     tree: dict[str, Any] = {}
     for (*outer, name), leaf in leaves.items():
         inner = tree
@@ -56,7 +47,7 @@ def nested(leaves: Mapping[Names, Any]) -> dict[str, Any]:
 
 
 class TreeFiles:
-    """Writes and reads trees of arrays; nested dictionaries with text as keys."""
+    """Writes and reads trees of arrays: nested dictionaries with text keys."""
 
     def __init__(self) -> None:
         import orbax.checkpoint as ocp
@@ -65,7 +56,7 @@ class TreeFiles:
         alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
         arrays = ocp.type_handlers.ArrayHandler(
             primary_host=own,
-            replica_id=None,  # whichever this process has
+            replica_id=None,  # any replica: write what this process has
             use_replica_parallel=False,
             enable_write_sharding_file=False,
         )
@@ -75,7 +66,8 @@ class TreeFiles:
         self._orbax = ocp
         self._checkpointer = ocp.Checkpointer(
             ocp.PyTreeCheckpointHandler(
-                use_compression=False,  # trained numbers shrink by a tenth, in five times the time
+                # Trained numbers compress by a tenth, in five times the time.
+                use_compression=False,
                 multiprocessing_options=alone,
                 type_handler_registry=handlers,
             ),
@@ -83,51 +75,49 @@ class TreeFiles:
         )
 
     def write(self, path: Path, tree: Tree) -> None:
-        """Write a tree of this process's arrays.
+        """Writes a tree of this process's arrays.
 
         Args:
-            path: A folder that isn't there yet; it appears once it is whole.
+            path: A new folder; it appears when it is complete.
             tree: `jax.Array`s, each on one device.
         """
-        whole = jax.tree.map(_as_orbax_takes_it, tree)
-        save = self._orbax.args.PyTreeSave(whole)
+        save = self._orbax.args.PyTreeSave(jax.tree.map(_as_replicated, tree))
         self._checkpointer.save(path.resolve(), args=save)
 
     def read(self, path: Path, branches: Collection[str] | None = None) -> Tree:
-        """A tree as it was written, of numpy arrays.
+        """Reads a tree as numpy arrays.
 
         Args:
-            branches: The keys at the tree's root to read; None: all.
+            branches: The keys at the root to read; None: all.
 
         Raises:
-            UserError: There is no such tree, or it is damaged; in one line.
+            UserError: There is no such tree, or it is damaged.
         """
-        with _naming(path):
+        with _as_user_error(path):
             stored = self._stored(path)
             wanted = stored if branches is None else {key: stored[key] for key in branches}
             return self._read(path, wanted)
 
-    def names(self, path: Path) -> tuple[Names, ...]:
-        """The names of a tree's leaves, of which nothing else is read."""
-        with _naming(path):
+    def key_paths(self, path: Path) -> tuple[KeyPath, ...]:
+        """Reads the key paths of a tree's leaves, and nothing else."""
+        with _as_user_error(path):
             return tuple(leaves_of(self._stored(path)))
 
-    def read_rows(self, path: Path, rows: Mapping[Names, Rows]) -> dict[Names, np.ndarray]:
-        """Some leaves of a tree, or some rows of them.
+    def read_rows(self, path: Path, rows: Mapping[KeyPath, Rows]) -> dict[KeyPath, np.ndarray]:
+        """Reads some leaves of a tree, or some of their rows, with few whole leaves in memory.
 
-        Returns:
-            Them alone: no more than some leaves are ever held whole.
+        Orbax can read part of an array only into one that is sharded over devices.
         """
-        found: dict[Names, np.ndarray] = {}
-        with _naming(path):
+        found: dict[KeyPath, np.ndarray] = {}
+        with _as_user_error(path):
             stored = leaves_of(self._stored(path))
-            for wanted in _batches({names: stored[names] for names in rows}):
+            for wanted in _batches({key: stored[key] for key in rows}):
                 whole = leaves_of(self._read(path, nested(wanted)))
-                found |= {names: _taken(leaf, rows[names]) for names, leaf in whole.items()}
+                found |= {key: _rows_of(leaf, rows[key]) for key, leaf in whole.items()}
         return found
 
     def _stored(self, path: Path) -> Tree:
-        """What Orbax says of each leaf."""
+        """Orbax's metadata of each leaf."""
         metadata = self._checkpointer.metadata(path.resolve()).item_metadata
         if metadata is None:
             raise ValueError("got no tree of arrays, expected one that Orbax has written")
@@ -144,7 +134,7 @@ class TreeFiles:
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _as_user_error(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError) as error:
@@ -152,30 +142,30 @@ def _naming(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: not a whole part of a checkpoint: {why}") from error
 
 
-def _batches(leaves: Mapping[Names, Any]) -> Iterator[dict[Names, Any]]:
-    """The leaves in groups that are read at once: each of some bytes, or of one large leaf."""
-    batch: dict[Names, Any] = {}
+def _batches(leaves: Mapping[KeyPath, Any]) -> Iterator[dict[KeyPath, Any]]:
+    """Groups the leaves to read together: up to `_AT_ONCE_BYTES`, or one larger leaf."""
+    batch: dict[KeyPath, Any] = {}
     batch_bytes = 0
-    for names, leaf in leaves.items():
+    for key, leaf in leaves.items():
         num_bytes = math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
         if batch and batch_bytes + num_bytes > _AT_ONCE_BYTES:
             yield batch
             batch, batch_bytes = {}, 0
-        batch[names] = leaf
+        batch[key] = leaf
         batch_bytes += num_bytes
     yield batch
 
 
-def _taken(leaf: np.ndarray, rows: Rows) -> np.ndarray:
-    """The rows of a leaf, which keep nothing else of it in memory."""
+def _rows_of(leaf: np.ndarray, rows: Rows) -> np.ndarray:
     is_all = rows is ... or rows == slice(0, len(leaf))
-    return leaf if is_all else leaf[rows].copy()
+    return leaf if is_all else leaf[rows].copy()  # a view would keep the whole leaf in memory
 
 
-def _as_orbax_takes_it(array: jax.Array) -> jax.Array:
-    """The array as one that this process holds a copy of; of its own alone it is refused.
+def _as_replicated(array: jax.Array) -> jax.Array:
+    """Declares an array of this process as replicated on another one; moves no data.
 
-    Orbax's `fully_replicated_host_local_array_to_global_array` does the same. No data moves.
+    Orbax refuses arrays of one process where there are several. Its own
+    `fully_replicated_host_local_array_to_global_array` does the same.
     """
     if jax.process_count() == 1:
         return array

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jaxmorph.config import Config, load_config, placing_errors
+from jaxmorph.config import Config, load_config, locating_errors
 from jaxmorph.records import in_bytes
 from jaxmorph.report.text import describe_routes, numbers, short_count
 
@@ -67,7 +67,7 @@ def _check(path: Path, overrides: Sequence[str]) -> _DryRun:
     # Before JAX starts: otherwise it takes most of a GPU's memory, which a run may be using.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from jaxmorph.runtime.join import own_devices
-    from jaxmorph.stage.model import taken_on_device
+    from jaxmorph.stage.model import device_choices
     from jaxmorph.training.device_memory import needs_of_step
     from jaxmorph.training.resume import require_no_checkpoints
     from jaxmorph.training.start import check_run
@@ -75,11 +75,11 @@ def _check(path: Path, overrides: Sequence[str]) -> _DryRun:
     config = load_config(path, overrides)
     device = own_devices()[0]
     device_bytes = (device.memory_stats() or {}).get("bytes_limit")
-    with placing_errors(path, overrides):
+    with locating_errors(path, overrides):
         parts = check_run(config)
         require_no_checkpoints(config)
         sizes = config.batch.microbatch_size, config.data.sequence_length
-        taken = taken_on_device(parts.model, *sizes)
+        taken = device_choices(parts.model, *sizes)
         needs = needs_of_step(config, parts.model, device_bytes)
     words = "; ".join(filter(None, (f"{device.device_kind}, the device of JAX here", taken)))
     return _DryRun(config, parts, needs, words, device_bytes)

@@ -16,7 +16,7 @@ from jaxmorph.compare.matrix_record import (
 )
 from jaxmorph.compare.systems import SYSTEMS, System, system_config
 from jaxmorph.compare.whole_runs import RUNS, run_whole, whole_config
-from jaxmorph.config import Config, load_config, placed_error, placing_errors
+from jaxmorph.config import Config, load_config, located_error, locating_errors
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.report import claim_run_directory
@@ -67,7 +67,7 @@ def _checked(path: Path, overrides: Sequence[str], config: Config) -> Compare:
             for planned in _configs(config, config.compare, SYSTEMS[system]):
                 check_run(planned)
         except UserError as error:
-            placed = placed_error(path, overrides, error)
+            placed = located_error(path, overrides, error)
             raise UserError(f"{placed} (for system {system!r})") from error
     _check_traces(path, overrides, config.compare, config.parallelism.stages)
     return config.compare
@@ -84,7 +84,7 @@ def _configs(config: Config, wanted: Compare, system: System) -> Iterator[Config
 
 def _check_traces(path: Path, overrides: Sequence[str], wanted: Compare, num_stages: int) -> None:
     for index, condition in enumerate(wanted.conditions):
-        with placing_errors(path, overrides):
+        with locating_errors(path, overrides):
             round_links(condition, num_stages, f"compare.conditions.{index}")
 
 

@@ -161,7 +161,7 @@ class MatrixRecord:
 
     def _run(self, system: str, condition: str) -> Run | None:
         if (whole := self._whole.get((system, condition))) is not None:
-            reference = self._whole.get((system, self._names[self._compare.healthy]))
+            reference = self._whole.get((system, self._names[self._compare.healthy_index]))
             return replace(whole, slowdown=_times_as_long(whole, reference))
         seen = self._measured.get((system, condition), {})
         if not seen and system not in self._finished:
@@ -188,7 +188,7 @@ class MatrixRecord:
         )
 
     def _slowdown(self, system: str, step_ms: StepTimes | None) -> float | None:
-        healthy = self._measured.get((system, self._names[self._compare.healthy]))
+        healthy = self._measured.get((system, self._names[self._compare.healthy_index]))
         if step_ms is None or not healthy:
             return None
         return step_ms.median / median(healthy["step_ms"])

@@ -25,7 +25,7 @@ from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import measured_timeline
 from jaxmorph.schedule.costs import Links
-from jaxmorph.stage.model import taken_on_device
+from jaxmorph.stage.model import device_choices
 from jaxmorph.training.device_memory import with_device_budget
 from jaxmorph.training.first_plan import FirstPlan, plan_by_timings, settle_garbage
 from jaxmorph.training.layer_choice import choose_layers, measured_on_rank_0
@@ -44,7 +44,7 @@ def serve(
     rank, healthy = rendezvous.rank, system_config(config, system)
     parts = load_parts(healthy)
     sizes = healthy.batch.microbatch_size, healthy.data.sequence_length
-    taken_on_device(parts.model, *sizes)
+    device_choices(parts.model, *sizes)
     measure = partial(measured_on_rank_0, healthy, parts.model, parts.batches)
     cut = choose_layers(healthy, rendezvous, parts.model.num_layers, measure)
     read = step_reader(healthy, parts.batches, rank)

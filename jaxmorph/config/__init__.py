@@ -1,7 +1,12 @@
-"""The run as one typed tree: `load_config` reads and checks it, `dump_config` writes it back."""
+"""A run's configuration as one typed tree.
+
+`load_config` reads and checks a file, `dump_config` writes it back. Read `sections` (and the other
+`*_section` files) for the keys and what they mean, `schema` for the whole tree and the rules
+between sections, `load` and `overrides` for where values come from, and `problems` for errors.
+"""
 
 from jaxmorph.config.load import check_config, dump_config, load_config, read_config
-from jaxmorph.config.overrides import placed_error, placing_errors
+from jaxmorph.config.overrides import located_error, locating_errors
 from jaxmorph.config.schema import Config
 from jaxmorph.config.sections import per_stage
 
@@ -10,8 +15,8 @@ __all__ = [
     "check_config",
     "dump_config",
     "load_config",
+    "located_error",
+    "locating_errors",
     "per_stage",
-    "placed_error",
-    "placing_errors",
     "read_config",
 ]

@@ -1,4 +1,4 @@
-"""The sections that say when a run is saved and whether it is started again after a failure."""
+"""The sections about saving a run's state and restarting after a failure."""
 
 from collections.abc import Iterator
 from typing import Annotated
@@ -11,22 +11,29 @@ from jaxmorph.config.sections import Count, CountOrZero, Expected, NotNegative, 
 
 
 class Checkpoint(Section):
-    """When a run's state is saved, how many checkpoints are kept, and where.
-
-    After every N-th step, once so many minutes have passed since the last save, and after the last
-    step; without either, after the last step alone; `every_steps: 0`: never. SIGTERM asks a run to
-    save at the end of its step and to end; it ends anyway after `sigterm_deadline_s`. No `dir` is
-    `checkpoints` in the run's directory.
-    """
+    """When a run's state is saved, and where; see docs/how-to/resume.md."""
 
     every_steps: Annotated[
         CountOrZero | None, Expected("null, or a whole number of at least 0")
     ] = None
+    """Save after every N-th step and the last one; null: after the last alone; 0: never. A failure
+    costs the steps since the last save, and a save costs one copy of the state to host memory."""
+
     every_minutes: Annotated[Positive | None, Expected("null, or minutes above 0")] = None
+    """Also save once this many minutes have passed since the last save began."""
+
     keep: Count = 2
+    """Checkpoints to keep; the second one is for when the newest turns out damaged."""
+
     dir: Annotated[str | None, Field(min_length=1), Expected("null, or a folder")] = None
-    on_sigterm: bool = True
+    """A folder that all ranks share; null: `checkpoints` in the run directory."""
+
+    on_sigterm: Annotated[bool, Expected("true or false")] = True
+    """Let SIGTERM save at the end of the step before the run ends."""
+
     sigterm_deadline_s: Positive = 120.0
+    """Seconds after SIGTERM at which the run ends without a save. Give the scheduler's grace period
+    the time of a step and a save."""
 
     @property
     def saves(self) -> bool:
@@ -35,60 +42,62 @@ class Checkpoint(Section):
 
     @property
     def stop_within_s(self) -> float | None:
-        """How long a run that is asked to end may take to save; None: it ends without."""
+        """How long a run may take to save after SIGTERM; None: it ends without saving."""
         return self.sigterm_deadline_s if self.saves and self.on_sigterm else None
 
     def is_due(self, step: int, num_steps: int | None) -> bool:
-        """Whether the state is saved after so many steps of a run, whatever the time.
+        """Whether to save after `step` steps, apart from `every_minutes`.
 
         Args:
-            step: How many steps have been done.
-            num_steps: How many the run has in all; None: as many as a script takes.
+            num_steps: Of the whole run; None if a script decides.
         """
         if not self.saves:
             return False
         return step == num_steps or (self.every_steps is not None and step % self.every_steps == 0)
 
 
-_MOST_DOUBLINGS = 60  # beyond that any wait has long been the longest
+_MAX_DOUBLINGS = 60  # keeps the power finite; every wait is at its longest well before
 
 
 class RestartPolicy(Section):
-    """How often a run is started again from its last checkpoint, and how long it waits before.
-
-    `max_restarts` counts restarts in a row from one checkpoint: one that comes to a newer
-    checkpoint begins the count anew; 0: never. Each of them waits twice as long as the one before,
-    from `backoff_s` up to `longest_backoff_s`. Without a checkpoint a run is started again only if
-    `from_start` says so. `compilation_cache` is where the ranks of a run that may be started again
-    keep what they have compiled: true is `compilation_cache` in the run's directory.
-    """
+    """What happens when a rank fails; see docs/how-to/recover.md."""
 
     max_restarts: CountOrZero = 3
+    """Restarts in a row from the same checkpoint; a newer checkpoint resets the count. 0: never. A
+    run that fails this often at one place will most likely fail there again."""
+
     backoff_s: NotNegative = 1.0
+    """Seconds to wait before the first restart; the wait doubles before each further one."""
+
     longest_backoff_s: NotNegative = 60.0
+    """The upper limit of the wait, in seconds."""
+
     from_start: Annotated[bool, Expected("true or false")] = False
+    """Restart from step 0 if there is no checkpoint yet. Off, because a run that fails before its
+    first checkpoint usually has a mistake."""
+
     compilation_cache: Annotated[
         bool | Annotated[str, Field(min_length=1)], Expected("true, false, or a folder")
     ] = True
+    """Where ranks keep compiled programs for a restart: true is `compilation_cache` in the run
+    directory, false keeps none."""
 
     def wait_s(self, attempt: int) -> float:
         """How long to wait before a restart.
 
         Args:
-            attempt: Which one in a row from the same checkpoint, from 1.
+            attempt: Counts restarts in a row from the same checkpoint, from 1.
         """
-        doubled_s = self.backoff_s * 2.0 ** min(attempt - 1, _MOST_DOUBLINGS)
+        doubled_s = self.backoff_s * 2.0 ** min(attempt - 1, _MAX_DOUBLINGS)
         return min(doubled_s, self.longest_backoff_s)
 
 
 def restarting_problems(
     compare: Compare, checkpoint: Checkpoint, policy: RestartPolicy
 ) -> Iterator[Problem]:
-    """What keeps systems of a comparison from restarting, or from what tells them apart.
+    """Yields what keeps the restarting systems of a comparison from restarting, or from differing.
 
-    Args:
-        checkpoint: When each of its runs is saved.
-        policy: When each of its runs is started again.
+    Checkpoint and policy are those of each of its runs.
     """
     if not compare.restarting:
         return
@@ -105,7 +114,7 @@ def restarting_problems(
 
 
 def _saves_before_the_end(compare: Compare, checkpoint: Checkpoint) -> bool:
-    """Whether a run may have a checkpoint to go on from before it is over."""
+    """Whether a run can have a checkpoint before it is over."""
     if checkpoint.every_minutes is not None:
         return checkpoint.saves
     return bool(checkpoint.every_steps) and checkpoint.every_steps < compare.steps

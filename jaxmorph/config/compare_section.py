@@ -1,4 +1,4 @@
-"""The section of a configuration that names what to compare: systems, and conditions of links."""
+"""The section that names what `jaxmorph compare` compares: systems, under conditions of links."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -26,96 +26,114 @@ SystemName = Literal[
     "restart-cold",
 ]
 _SYSTEMS = ", ".join(get_args(SystemName))
-_STILL_TO_COME = "(falcon is not available yet)"
+_UNAVAILABLE = "(falcon is not available yet)"
 _RESTARTING = ("restart", "restart-cold")
-_TOLD_NOTHING = ("gpipe", "1f1b", "zb", "zb-delegated", "adaptive-detecting", *_RESTARTING)
+# Whole runs are made as `jaxmorph train` makes them, so a system that plans with the condition's
+# latencies, as between the rounds of other comparisons, cannot be among them.
+_WHOLE_RUN_SYSTEMS = ("gpipe", "1f1b", "zb", "zb-delegated", "adaptive-detecting", *_RESTARTING)
 HEALTHY = "healthy"
 
 
 class Condition(Section):
-    """A state of the links; one that names none is healthy.
-
-    What its `trace` says comes on top of `links`. Each round of the condition begins it anew: its
-    times with the round, its steps with the round's first one. A regime is drawn anew for each
-    round, with the next seed; all systems meet the same.
-    """
+    """A state of the links; without `links` and `trace` they are healthy."""
 
     name: Text
+    """Names the condition in tables and figures; slowdowns are relative to `healthy`, or to the
+    first condition if none has that name."""
+
     links: Annotated[
         tuple[EmulatedLink, ...],
         Field(strict=False),
         Expected("a list of links, such as [{between: [2, 3], latency_ms: 30}]"),
     ] = ()
+    """Emulated links, as in `emulation.links`."""
+
     trace: Annotated[LinkTrace | None, TRACE_EXPECTED] = None
+    """Links that change, on top of `links`. It starts again with each round; a regime takes the
+    next seed for each round, the same for all systems."""
 
 
 class Compare(Section):
-    """Which systems to run under which conditions, and for how long.
+    """Which systems `jaxmorph compare` runs under which conditions, and for how long.
 
-    A system first runs `profiling_steps` on healthy links, from which it plans and predicts. Then
-    rounds of `warmup_steps` and `steps` are run for each condition in turn, `repeats` times. A run
-    whose p90 / p10 is above `largest_spread` is called noisy, but for one under a trace, whose
-    steps differ because delays do. `reference` is somebody else's step in ms under each condition,
-    for a system.
-
-    With a system that restarts it is a comparison of whole runs: each system under each condition
-    is a run of its own, of `steps` steps, and its conditions may cut links, from step to step.
+    With a system that restarts, each system under each condition is a run of its own, of `steps`
+    steps, and conditions may cut links and change them from step to step.
     """
 
     systems: Annotated[
         tuple[SystemName, ...],
         Field(strict=False, min_length=1),
-        Expected(f"a list of systems among {_SYSTEMS} {_STILL_TO_COME}"),
+        Expected(f"a list of systems among {_SYSTEMS} {_UNAVAILABLE}"),
     ] = ("1f1b", "zb", "zb-delegated", "adaptive")
+    """The systems, see docs/how-to/compare.md."""
+
     conditions: Annotated[
         tuple[Condition, ...],
         Field(strict=False, min_length=1),
         Expected("a list of conditions, each with a name and, unless it is healthy, links"),
     ]
+    """The conditions, which take turns so that other load on the machine affects all alike."""
+
     steps: Count = 10
+    """Measured steps in a round of a condition."""
+
     warmup_steps: CountOrZero = 2
+    """Unmeasured steps before them; take at least 4 for `adaptive-detecting`, which detects and
+    changes its plan in them."""
+
     repeats: Count = 2
+    """Rounds of each condition."""
+
     profiling_steps: CountOrZero = 8
+    """Steps on healthy links at the start of each system, for the costs that it plans with."""
+
     largest_spread: Annotated[float, Field(gt=1), Expected("a number above 1")] = 1.15
+    """A run whose 90th percentile of steps is more than this times its 10th is marked noisy, except
+    under a trace, where steps differ because delays do."""
+
     reference: Annotated[
         dict[SystemName, Annotated[tuple[Positive | None, ...], Field(strict=False)]],
         Expected(f"by system ({_SYSTEMS}), a list of ms above 0 or null for each condition"),
     ] = Field(default_factory=dict)
+    """Published steps to show beside the measured ones: by system, a list of milliseconds with one
+    entry, or null, per condition."""
+
     reference_source: Annotated[str, Expected("text")] = ""
+    """Where `reference` is from."""
 
     @property
-    def healthy(self) -> int:
-        """Which condition the others are held against: the one of that name, or the first."""
+    def healthy_index(self) -> int:
+        """The condition that slowdowns are relative to."""
         names = [condition.name for condition in self.conditions]
         return names.index(HEALTHY) if HEALTHY in names else 0
 
     @property
     def has_whole_runs(self) -> bool:
-        """Whether each system under each condition is a run of its own, restarts included."""
+        """Whether each system under each condition is a run of its own, with its restarts."""
         return bool(self.restarting)
 
     @property
     def restarting(self) -> tuple[SystemName, ...]:
-        """The systems that start again from their last checkpoint when a rank fails."""
+        """The systems that restart from their last checkpoint when a rank fails."""
         return tuple(system for system in self.systems if system in _RESTARTING)
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps that one system trains for, the measured ones and the others."""
+        """Optimizer steps of one system, measured or not."""
         rounds = self.repeats * len(self.conditions) * (self.warmup_steps + self.steps)
         return self.profiling_steps + rounds
 
 
 def compare_problems(compare: Compare, num_stages: int) -> Iterator[Problem]:
-    """What the section contradicts itself or the pipeline in."""
+    """Yields the contradictions within the section, and with the pipeline."""
     names = Counter(condition.name for condition in compare.conditions)
     for name in (name for name, count in names.items() if count > 1):
         yield Problem("compare.conditions", f"got {name!r} twice, expected different names")
     if len(set(compare.systems)) < len(compare.systems):
         yield mismatch("compare.systems", list(compare.systems), "each system once")
-    told = [system for system in compare.systems if system not in _TOLD_NOTHING]
-    if compare.has_whole_runs and told:
-        expected = f"beside one that restarts only some of {', '.join(_TOLD_NOTHING)}"
+    others = [system for system in compare.systems if system not in _WHOLE_RUN_SYSTEMS]
+    if compare.has_whole_runs and others:
+        expected = f"only {', '.join(_WHOLE_RUN_SYSTEMS)} beside a system that restarts"
         yield mismatch("compare.systems", list(compare.systems), expected)
     for index, condition in enumerate(compare.conditions):
         key = f"compare.conditions.{index}.links"
@@ -131,8 +149,9 @@ def compare_problems(compare: Compare, num_stages: int) -> Iterator[Problem]:
 
 
 def _span_problems(key: str, link: EmulatedLink) -> Iterator[Problem]:
-    """A condition holds for as long as its steps last; over a cut link none of them would end."""
+    """Refuses steps and cuts: a condition lasts a whole round, which a cut link never ends."""
     for name in ("cut", "from_step", "to_step"):
         value = getattr(link, name)
         if value != EmulatedLink.model_fields[name].default:
-            yield mismatch(f"{key}.{name}", value, "nothing: not for a condition to compare under")
+            expected = f"no {name}: a condition lasts a whole round, over links that deliver"
+            yield mismatch(f"{key}.{name}", value, expected)

@@ -1,4 +1,4 @@
-"""What a configuration says of links that the pipeline doesn't have."""
+"""Finds mistakes in what a configuration says about links."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,11 +9,9 @@ from jaxmorph.records import Link
 
 
 def possible_links(num_stages: int) -> tuple[Link, ...]:
-    """The links that a pipeline may have, neighbours first.
+    """The links between neighbours, then the one from first to last.
 
-    Returns:
-        Those between neighbours, and the one between the last stage and the first, which chunks and
-        tied parameters use.
+    Chunks and tied parameters use the last one.
     """
     neighbours = [Link(stage, stage + 1) for stage in range(num_stages - 1)]
     around = [Link(0, num_stages - 1)] if num_stages > 2 else []
@@ -21,23 +19,19 @@ def possible_links(num_stages: int) -> tuple[Link, ...]:
 
 
 def route_problems(routes: Routes, num_stages: int) -> Iterator[Problem]:
-    """Routes of links that don't exist."""
+    """Yields routes of links that don't exist."""
     yield from _unknown_links("routes", tuple(routes.by_link), ("default",), num_stages)
 
 
 def link_ms_problems(schedule: Schedule, num_stages: int) -> Iterator[Problem]:
-    """Latencies for links that don't exist."""
+    """Yields latencies of links that don't exist."""
     yield from _unknown_links("schedule.link_ms", tuple(schedule.link_ms or ()), (), num_stages)
 
 
 def emulated_link_problems(
     key: str, links: Sequence[EmulatedLink], num_stages: int
 ) -> Iterator[Problem]:
-    """Emulated links that don't exist, and spans of steps that are empty.
-
-    Args:
-        key: Where the list stands.
-    """
+    """Yields emulated links that don't exist, and empty spans of steps, of the list at `key`."""
     for index, link in enumerate(links):
         at = f"{key}.{index}"
         if Link(*link.between) not in possible_links(num_stages):
@@ -55,12 +49,7 @@ def emulated_link_problems(
 
 
 def link_trace_problems(key: str, trace: LinkTrace | None) -> Iterator[Problem]:
-    """A trace that is neither of a file nor of a regime, or both.
-
-    Args:
-        key: Where it stands.
-        trace: The section, if there is one.
-    """
+    """Yields a problem if the trace at `key` has neither a file nor a regime, or both."""
     if trace is None:
         return
     if trace.file is None and trace.regime is None:

@@ -1,4 +1,4 @@
-"""The sections about links: routes, failing over, the data plane, and what is emulated."""
+"""The sections about links: routes, emulation, failover and the data plane."""
 
 from collections.abc import Iterable
 from ipaddress import IPv4Network, ip_address
@@ -19,43 +19,47 @@ from jaxmorph.records import Link, Route
 
 
 class Routes(Section):
-    """How transfers travel: each link by its own name (`2-3`), all others by `default`."""
+    """How transfers travel: a link's route by its name (`2-3: delegated`), others by `default`."""
 
     model_config = ConfigDict(extra="allow")
-    expected_of_others = f"one of {', '.join(get_args(Route))}"
+    expected_of_other_keys = f"one of {', '.join(get_args(Route))}"
     __pydantic_extra__: dict[str, Route] = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
         init=False
     )
 
     default: Route = "direct"
+    """The route of links that are not named. `direct` is the fastest on healthy links; `delegated`
+    keeps a slow link from blocking the accelerator's queue."""
 
     @property
     def by_link(self) -> dict[str, Route]:
-        """The routes of the links that are named."""
+        """The routes of the named links."""
         return dict(self.__pydantic_extra__)
 
     def of_links(self, links: Iterable[Link]) -> dict[Link, Route]:
-        """The route of each of some links."""
+        """The route of each of the links."""
         return {link: self.by_link.get(str(link), self.default) for link in links}
 
 
 class Accelerator(BaseModel):
-    """Op durations in milliseconds to which the runtime paces each stage."""
+    """Emulated op durations in milliseconds: one number, or a list with one per stage."""
 
     model_config = STRICT
 
     forward_ms: PerStageMs
+    """F."""
+
     backward_input_ms: PerStageMs
+    """B."""
+
     backward_weight_ms: PerStageMs
+    """W; a BW takes as long as B and W together."""
 
 
 class EmulatedLink(Section):
-    """How one link behaves, always or from one step until before another.
+    """The emulated condition of one link.
 
-    It holds for both directions, or for that of one sending stage, and for messages of both routes,
-    or of one: with `cut: true, route: direct` a network card of the accelerators is dead, and what
-    is delegated goes on. Of several entries for a link latencies and jitters add up, and the
-    smallest bandwidth holds.
+    Of several entries for a link, latencies and jitters add up, and the smallest bandwidth counts.
     """
 
     between: Annotated[
@@ -63,43 +67,70 @@ class EmulatedLink(Section):
         Field(strict=False),
         Expected("two neighbouring stages, the lower one first, such as [2, 3]"),
     ]
+    """The link's two stages."""
+
     latency_ms: NotNegative = 0.0
+    """Added to each message, in milliseconds; latencies of several messages overlap."""
+
     bandwidth_mbps: Annotated[
         float | None, Field(gt=0), Expected("megabits per second above 0, or null")
     ] = None
+    """Megabits per second, shared by all messages of a direction; null: no limit."""
+
     jitter_ms: NotNegative = 0.0
+    """Standard deviation of the latency, in milliseconds."""
+
     cut: Annotated[bool, Expected("true or false")] = False
+    """Deliver nothing. With `route: direct` the accelerator's network card is dead, and delegated
+    messages still arrive."""
+
     from_step: Annotated[CountOrZero | None, Expected("null, or a whole number of at least 0")] = (
         None
     )
+    """The first step of the condition; null: the run's first."""
+
     to_step: Annotated[CountOrZero | None, Expected("null, or a whole number of at least 0")] = None
+    """The first step after the condition; null: it lasts until the end."""
+
     source: Annotated[
         CountOrZero | None, Expected("null, or the sending one of the link's two stages")
     ] = None
+    """The sending stage, for a condition of one direction; null: both directions."""
+
     route: Literal["both", "direct", "delegated"] = "both"
+    """The route whose messages the condition applies to."""
 
 
 class LinkTrace(Section):
-    """How links behaved, or how a random regime has them behave; `file` or `regime` is given.
+    """How links change while the run lasts: a CSV file, or a random regime.
 
-    A file (`link_trace`) goes by seconds since the first step or by steps. A regime
-    (`delay_traces`) is drawn for all links between neighbours, for `duration_s`; its last delays
-    stay. Times or steps are multiplied by `time_scale`, latencies and jitters by `latency_scale`.
-    Text in place of the section is the path of a file.
+    Text in place of the section is the path of a file. See docs/how-to/emulate.md.
     """
 
     file: Annotated[
         str | None, Field(min_length=1), Expected("null, or the path of a CSV file")
     ] = None
+    """A CSV file whose rows apply from a time, in seconds since the first step, or from a step."""
+
     regime: Annotated[
         Literal["A", "B", "C", "bursty"] | None, Expected("null, or one of A, B, C, bursty")
     ] = None
+    """Random delays of all links between neighbours; A, B and C are those of the paper's Figure 18.
+    Instead of `file`."""
+
     seed: CountOrZero = 0
+    """Of the regime."""
+
     duration_s: Annotated[
         float, Field(gt=0, le=3600), Expected("a number above 0, at most 3600")
     ] = 120.0
+    """Seconds that the regime is drawn for; afterwards its last delays stay."""
+
     time_scale: Positive = 1.0
+    """Multiplies the times, or steps."""
+
     latency_scale: Positive = 1.0
+    """Multiplies latencies and jitters."""
 
     @model_validator(mode="before")
     @classmethod
@@ -111,38 +142,40 @@ TRACE_EXPECTED = Expected("null, the path of a CSV file, or keys such as {regime
 
 
 class Emulation(Section):
-    """What is emulated; with no accelerator, ops run as fast as this machine computes them.
-
-    What `trace` says of links and what `links` says add up. On an emulated accelerator a copy
-    between it and host memory takes its bytes divided by `host_copy_gbps`, gigabytes per second in
-    each direction.
-    """
+    """Op durations and links to emulate; planning never reads them, only what is measured."""
 
     accelerator: Annotated[
         Accelerator | None,
         Expected("null, or forward_ms, backward_input_ms and backward_weight_ms"),
     ] = None
+    """Make ops last as long as on this accelerator. Without it, stages on a few shared cores
+    compute in one another's bubbles, and all schedules look alike. Null: as fast as they run."""
+
     links: Annotated[
         tuple[EmulatedLink, ...],
         Field(strict=False),
         Expected("a list of links, such as [{between: [2, 3], latency_ms: 30}]"),
     ] = ()
+    """Slow, narrow, jittery or cut links."""
+
     trace: Annotated[LinkTrace | None, TRACE_EXPECTED] = None
+    """Links that change over time, on top of `links`."""
+
     host_copy_gbps: Positive = 25.0
+    """Gigabytes per second of a copy between an emulated accelerator and host memory, in each
+    direction; 25 is about what PCIe 4.0 x16 reaches."""
 
 
 class Failover(Section):
-    """Whether transfers of a direct link whose path fails go on delegated, in the same step.
-
-    It takes a data plane for every link, whatever its route, and a word between both ends before
-    each direct transfer. `auto`: where the run adapts, which has the data plane anyway.
-    """
+    """Whether a direct link whose path fails continues delegated, in the same step."""
 
     enabled: Annotated[Literal["auto"] | bool, Expected("auto, true or false")] = "auto"
+    """`auto`: if the run adapts. It needs a data plane for every link, which adaptation has anyway,
+    and a message between both ends before each direct transfer."""
 
 
-_MOST_LANES = 64
-_LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES = 4096, 16 * 2**20  # what a frame may announce
+_MAX_LANES = 64
+_MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES = 4096, 16 * 2**20  # the largest that a frame may announce
 
 
 def _checked_address(text: str) -> str:
@@ -150,16 +183,7 @@ def _checked_address(text: str) -> str:
 
 
 class Transport(Section):
-    """How delegated transfers travel from host to host.
-
-    Addresses are this host's own, one for each network card; a subnet stands for those that a host
-    has in it, so that one file does for all hosts. `auto` is 127.0.0.1 where all ranks share one
-    loopback, and else those of the cards that are found. `lanes` is the number of
-    connections to each peer; `auto` follows what messages turn out to need. Each chunk is
-    acknowledged, and sent again where need be, as a whole. `copies` is how payloads get from the
-    device into the slots that the transfers leave from; `auto` is the first way that works. Who
-    names `pallas` has that tried first for the way back to the device too.
-    """
+    """How delegated transfers travel from host to host."""
 
     addresses: Annotated[
         Literal["auto"]
@@ -172,17 +196,34 @@ class Transport(Section):
             "IPv4 subnets that they are in"
         ),
     ] = "auto"
+    """This host's addresses, one per network card, or subnets such as 10.1.0.0/16, which stand for
+    the host's own address in each, so that one file fits all hosts. `auto` is 127.0.0.1 if all
+    ranks share one loopback, else the addresses of the cards that are up."""
+
     lanes: Annotated[
-        Literal["auto"] | Annotated[int, Field(ge=1, le=_MOST_LANES)],
-        Expected(f"auto, or a whole number from 1 to {_MOST_LANES}"),
+        Literal["auto"] | Annotated[int, Field(ge=1, le=_MAX_LANES)],
+        Expected(f"auto, or a whole number from 1 to {_MAX_LANES}"),
     ] = "auto"
+    """Connections to each peer. `auto` begins with one per card, at least two, and adds more, up to
+    8, while messages queue and the added ones bring throughput."""
+
     chunk_bytes: Annotated[
         int,
-        Field(ge=_LEAST_CHUNK_BYTES, le=_MOST_CHUNK_BYTES),
-        Expected(f"a whole number from {_LEAST_CHUNK_BYTES} to {_MOST_CHUNK_BYTES}"),
+        Field(ge=_MIN_CHUNK_BYTES, le=_MAX_CHUNK_BYTES),
+        Expected(f"a whole number from {_MIN_CHUNK_BYTES} to {_MAX_CHUNK_BYTES}"),
     ] = 512 * 1024
+    """Bytes that are acknowledged, and sent again, as a whole. Larger chunks cost less processor
+    time; smaller ones spread a message over more lanes."""
+
     checksum: Annotated[bool, Expected("true or false")] = True
+    """Compare a CRC-32 of each chunk before acknowledging it."""
+
     backend: Literal["tcp", "nixl"] = "tcp"
+    """`nixl` is RDMA by NVIDIA's NIXL, see docs/how-to/rdma.md."""
+
     copies: Literal[
         "auto", "copy_engine", "pallas", "buffer_callback", "pinned_host", "io_callback"
     ] = "auto"
+    """How payloads are copied between device and host memory, see docs/how-to/gpus.md. `auto` takes
+    the first backend that works; a named one must work, or the run ends. `pallas` also copies back
+    to the device."""

@@ -15,9 +15,9 @@ from jaxmorph.errors import UserError
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a run's configuration, with every mistake told in one line.
+    """Reads and checks a run's configuration.
 
-    Where the file and the overrides leave them out, `run.dir` is `runs/` and the file's name,
+    Three defaults depend on other values: `run.dir` is `runs/` and the file's name,
     `optimizer.warmup_steps` a tenth of `run.steps`, and `model.folder`, for a factory that does not
     come with jaxmorph, the file's folder.
 
@@ -25,11 +25,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         path: a YAML file, UTF-8.
         overrides: `section.key=value` each, the value read as YAML; a mapping replaces a section.
 
-    Returns:
-        The checked configuration.
-
     Raises:
-        UserError: naming the file or override, the key, what was got and what was expected.
+        UserError: one line with the file or override, the key, what was got and expected.
     """
     name = printable(str(path))
     parsed = tuple(Override.parse(text) for text in overrides)
@@ -38,38 +35,30 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Reads what a configuration file says, for `check_config`: nothing is checked but its form.
+    """Reads a configuration file's sections for `check_config`, without checking them.
 
-    Returns:
-        Its sections, with the defaults that follow from the file's name.
+    The defaults that depend on the file's name are filled in.
 
     Raises:
-        UserError: if there is no such file, or it holds no sections.
+        UserError: there is no such file, or it has no sections.
     """
     return _with_derived_defaults(_read_tree(path, printable(str(path))), Path(path).stem)
 
 
 def check_config(tree: Mapping[str, Any], name: str = "config") -> Config:
-    """Checks a configuration that is given as mappings, as `load_config` does one in a file.
+    """Checks a configuration given as nested mappings, as `load_config` checks a file's.
 
     Args:
-        tree: sections of keys and values, as YAML would have them.
-
-    Returns:
-        The checked configuration.
+        name: stands for the file's name in errors.
 
     Raises:
-        UserError: naming the key, what was got and what was expected.
+        UserError: one line with the key, what was got and what was expected.
     """
     return _checked(_with_derived_defaults(tree, Path(Run().dir).name), Origin(name, ()))
 
 
 def dump_config(config: Config) -> str:
-    """Writes a configuration as YAML, every key spelled out, that loads back to an equal one.
-
-    Returns:
-        The YAML text.
-    """
+    """Writes a configuration as YAML with every key; it loads back to an equal one."""
     return format_yaml(config.model_dump(mode="json"))
 
 
@@ -81,7 +70,6 @@ def _checked(tree: Mapping[str, Any], origin: Origin) -> Config:
 
 
 def _read_tree(path: str | Path, name: str) -> dict[str, Any]:
-    """The mapping in a configuration file."""
     try:
         tree = parse_yaml(_read_text(path, name))
     except NotYamlError as error:
@@ -108,7 +96,7 @@ def _read_text(path: str | Path, name: str) -> str:
 
 
 def _with_derived_defaults(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Fills in the defaults that follow from the file's name and from other keys."""
+    """Fills in the defaults that depend on the file's name and on other keys."""
     derived = _under(tree, "run", {"dir": f"runs/{name}", "steps": Run().steps})
     run = derived["run"]
     if isinstance(run, Mapping) and isinstance(run["steps"], int):
@@ -133,6 +121,6 @@ def _with_model_folder(tree: Mapping[str, Any], config_folder: Path) -> dict[str
 
 
 def _under(tree: Mapping[str, Any], section: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree with a section's defaults put under what the section says."""
+    """The tree with defaults for the keys that a section leaves out."""
     given = tree.get(section) or {}
     return {**tree, section: {**defaults, **given} if isinstance(given, Mapping) else given}

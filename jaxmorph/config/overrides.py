@@ -1,6 +1,6 @@
-"""Overrides, `section.key=value` with the value read as YAML, and errors that name them.
+"""Overrides (`section.key=value`, the value read as YAML), and errors that name them.
 
-An error names the place to mend: the override that set a value, or else the file.
+An error names the place to correct: the override that set the value, or else the file.
 """
 
 import re
@@ -17,7 +17,7 @@ from jaxmorph.errors import UserError
 
 @dataclass(frozen=True)
 class Override:
-    """One override: its text as typed, the dotted key and the value that replaces the key's."""
+    """One override: its text as typed, the dotted key, and the value."""
 
     text: str
     key: str
@@ -25,13 +25,7 @@ class Override:
 
     @classmethod
     def parse(cls, text: str) -> "Override":
-        """Reads `section.key=value`.
-
-        Args:
-            text: the override as typed; an empty value is null.
-
-        Returns:
-            The override.
+        """Reads `section.key=value`; an empty value is null.
 
         Raises:
             UserError: there is no key, no `=`, or the value is not YAML.
@@ -47,15 +41,15 @@ class Override:
 
 
 def as_typed(text: str) -> str:
-    """An override as errors name it, on one line."""
+    """An override as errors quote it, on one line."""
     line = printable(text)
     return f"{line if len(line) <= 100 else line[:97] + '...'} (command line)"
 
 
 def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:
-    """Returns the tree with each override's value in its place, the last one winning.
+    """Returns the tree with the overrides applied in order.
 
-    A number in a key is one of a list: `emulation.links.0.latency_ms`.
+    A number in a key is an index into a list: `emulation.links.0.latency_ms`.
     """
     result = dict(tree)
     for override in overrides:
@@ -64,7 +58,7 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[Override]) -> d
 
 
 def _with_value(tree: Any, keys: Sequence[str], value: Any) -> Any:
-    """The tree with a value put in; what is in the way and can't hold the next key is replaced."""
+    """The tree with a value at a key; a value on the way that can't hold the next key goes."""
     if not keys:
         return value
     first, *rest = keys
@@ -80,57 +74,49 @@ _KEY = re.compile(r"\w+(\.\w+)*(\[\d+\])?")
 
 @dataclass(frozen=True)
 class Origin:
-    """A configuration file as the user named it, and the overrides put over it."""
+    """Where a configuration comes from: a file, as the user named it, and overrides."""
 
     path: str
     overrides: tuple[Override, ...]
 
     def line(self, problem: Problem) -> str:
-        """The one-line error for a problem, naming the file or the override at fault."""
-        key = problem.key.partition("[")[0]  # an override gives a list as a whole, or one for all
+        """The error for a problem, on one line, with the file or the override at fault."""
+        key = problem.key.partition("[")[0]  # `key[3]`: an override sets the whole list
         for override in reversed(self.overrides):
             if override.key == key:
                 where = "" if problem.key == key else f"{problem.key}: "
-                return f"{as_typed(override.text)}: {where}{problem.says}"
+                return f"{as_typed(override.text)}: {where}{problem.message}"
             above = key.startswith(f"{override.key}.")
             below = override.key.startswith(f"{key}.") and not problem.missing
             if above or below:
-                return f"{as_typed(override.text)}: {problem.key}: {problem.says}"
-        return f"{self.path}: {problem.key}: {problem.says}"
+                return f"{as_typed(override.text)}: {problem.key}: {problem.message}"
+        return f"{self.path}: {problem.key}: {problem.message}"
 
     def error(self, problems: Sequence[Problem]) -> UserError:
-        """The first of the problems as an error that counts the others."""
+        """The error for the first problem, with the number of others."""
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         return UserError(self.line(problems[0]) + more)
 
 
-def placed_error(path: str | Path, overrides: Sequence[str], error: UserError) -> UserError:
-    """The same error with the file, or the override, that its key came from in front.
+def located_error(path: str | Path, overrides: Sequence[str], error: UserError) -> UserError:
+    """Prefixes an error with the file, or the override, that its key comes from.
 
-    Args:
-        error: of the form `section.key: what is wrong`, or `section.key[3]: ...`; of another form
-            it is left as it is.
-
-    Returns:
-        The error to raise, in the form of `load_config`'s own.
+    Rules that need the model or the data are checked after the configuration is loaded; this gives
+    their errors the form of `load_config`'s. An error that begins with no key is returned as it is.
     """
-    key, colon, says = str(error).partition(": ")
+    key, colon, message = str(error).partition(": ")
     if not colon or not _KEY.fullmatch(key):
         return error
-    return _origin(path, overrides).error([Problem(key, says)])
+    return _origin(path, overrides).error([Problem(key, message)])
 
 
 @contextmanager
-def placing_errors(path: str | Path, overrides: Sequence[str]) -> Iterator[None]:
-    """While this lasts, errors come out as `placed_error` has them.
-
-    Raises:
-        UserError: where one was raised meanwhile.
-    """
+def locating_errors(path: str | Path, overrides: Sequence[str]) -> Iterator[None]:
+    """Raises the `UserError`s of its block as `located_error` returns them."""
     try:
         yield
     except UserError as error:
-        raise placed_error(path, overrides, error) from error
+        raise located_error(path, overrides, error) from error
 
 
 def _origin(path: str | Path, overrides: Sequence[str]) -> Origin:

@@ -1,4 +1,4 @@
-"""The whole configuration of a run as one typed tree, and the rules that join its sections."""
+"""The whole configuration of a run as one typed tree, and the rules between its sections."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -35,15 +35,15 @@ from jaxmorph.config.sections import (
     Trace,
 )
 
-_PATIENCE = 4
-"""Failing over must be done well before the other ranks have waited for `timeouts.step_s`."""
+_MIN_STEP_SHARES = 4
+"""A failover takes at most one of this many parts of `timeouts.step_s`, which other ranks wait."""
 
 
 class Config(BaseModel):
-    """One run, complete and checked as far as that goes without the model and the data.
+    """One run, complete, and checked as far as that is possible without the model and the data.
 
-    Sizes that depend on the model (more stages than layers, a vocabulary too small) are checked
-    where the model is known, and reported with `config_error` in the same form.
+    Rules that depend on the model, such as at most as many stages as layers, are checked where it
+    is known, and `located_error` gives their errors the same form.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -57,6 +57,9 @@ class Config(BaseModel):
     optimizer: Optimizer = Field(default_factory=Optimizer)
     precision: Precision = Field(default_factory=Precision)
     stash: Literal["full", "recompute"] = "full"
+    """`full` keeps what the backward needs. `recompute` keeps only each layer's input, and B runs
+    the layer again: less memory from F to B, for about a forward more of time."""
+
     offload: Offload = Field(default_factory=Offload)
     routes: Routes = Field(default_factory=Routes)
     adaptation: Adaptation = Field(default_factory=Adaptation)
@@ -73,33 +76,34 @@ class Config(BaseModel):
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one optimizer step is trained on."""
+        """Tokens in one optimizer step."""
         return self.batch.microbatches * self.batch.microbatch_size * self.data.sequence_length
 
     @property
     def adapts(self) -> bool:
-        """Whether the plan may change while the run lasts."""
+        """Whether the plan may change during the run."""
         return self.adaptation.enabled and self.parallelism.stages > 1
 
     @property
     def fails_over(self) -> bool:
-        """Whether what a direct link can't carry any more goes on delegated."""
+        """Whether a direct link whose path fails continues delegated."""
         wanted = self.failover.enabled
         return self.parallelism.stages > 1 and (self.adapts if wanted == "auto" else wanted)
 
     @property
     def direct_timeout_s(self) -> float:
-        """After how many seconds a direct transfer is given up."""
+        """The deadline of a direct transfer, in seconds."""
         step_s, direct_s = self.timeouts.step_s, self.timeouts.direct_s
         if not self.fails_over:
             return step_s
         if direct_s is not None:
             return direct_s
-        return step_s / max(_PATIENCE, self.parallelism.stages)  # links may fail one after another
+        # By stages, because the links of several hosts that fail in one step are found one by one.
+        return step_s / max(_MIN_STEP_SHARES, self.parallelism.stages)
 
     @property
     def may_restart(self) -> bool:
-        """Whether the run may be started again after a failure, as far as is known beforehand."""
+        """Whether the run may be restarted after a failure: a checkpoint may exist by then."""
         policy = self.restart_policy
         saves = bool(self.checkpoint.every_steps) or self.checkpoint.every_minutes is not None
         return policy.max_restarts > 0 and (policy.from_start or saves)
@@ -108,13 +112,13 @@ class Config(BaseModel):
     def _sections_agree(self) -> "Config":
         problems = tuple(_disagreements(self))
         if problems:
-            context = {"problems": problems, "first": f"{problems[0].key}: {problems[0].says}"}
+            context = {"problems": problems, "first": f"{problems[0].key}: {problems[0].message}"}
             raise PydanticCustomError(CROSS_FIELD, "{first}", context)
         return self
 
 
 def _disagreements(config: Config) -> Iterator[Problem]:
-    """What the sections contradict one another in, in the order of the tree."""
+    """Yields the contradictions between sections."""
     yield from _chunk_problems(config)
     for key, value in _per_stage_values(config):
         if isinstance(value, tuple) and len(value) != config.parallelism.stages:
@@ -130,7 +134,7 @@ def _disagreements(config: Config) -> Iterator[Problem]:
         expected = f"at most run.steps, which is {config.run.steps}"
         yield mismatch("optimizer.warmup_steps", config.optimizer.warmup_steps, expected)
     if config.evaluation.every_steps is not None and not config.data.held_out_fraction:
-        expected = "a number above 0, as evaluation.every_steps is given: what to evaluate"
+        expected = "a number above 0, as evaluation.every_steps is given"
         yield mismatch("data.held_out_fraction", config.data.held_out_fraction, expected)
     if config.adaptation.enabled and config.schedule.name not in SPLIT_SCHEDULES:
         others = ", ".join(SPLIT_SCHEDULES)
@@ -144,7 +148,7 @@ def _disagreements(config: Config) -> Iterator[Problem]:
 
 
 def _waiting_problems(config: Config) -> Iterator[Problem]:
-    """What limits on waiting contradict."""
+    """Yields the contradictions between limits on waiting."""
     if (config.timeouts.direct_s or 0.0) > config.timeouts.step_s:
         expected = f"null, or at most timeouts.step_s, which is {config.timeouts.step_s:g}"
         yield mismatch("timeouts.direct_s", config.timeouts.direct_s, expected)

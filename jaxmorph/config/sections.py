@@ -1,7 +1,7 @@
-"""The sections of a run's configuration: their keys, types, defaults and units.
+"""The sections of a run's configuration: keys, types, defaults, and below each key its meaning.
 
-Values are taken strictly: `"12"` or `true` is no number, `.nan` and `.inf` are refused, and a whole
-number is welcome where any number is. Each field says in words what it expects, for errors.
+Types are strict: `"12"` and `true` are no numbers, and `.nan` and `.inf` are refused; a number may
+be a whole one. `Expected` is what an error says after "expected".
 """
 
 import re
@@ -13,14 +13,14 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 @dataclass(frozen=True)
 class Expected:
-    """What a field expects, in the words an error uses after "expected"."""
+    """What a field expects, in an error's words."""
 
     text: str
 
 
 STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-LARGEST = 2**31 - 1  # everything counted here ends up in an int32 somewhere
-MOST_BYTES = 2**63 - 1  # but for bytes, of which a device has more
+LARGEST = 2**31 - 1  # every count becomes an int32 somewhere
+MOST_BYTES = 2**63 - 1  # except bytes, which a device has more of
 
 Text = Annotated[str, Field(min_length=1), Expected("text")]
 Count = Annotated[int, Field(ge=1, le=LARGEST), Expected("a whole number of at least 1")]
@@ -30,7 +30,7 @@ Positive = Annotated[float, Field(gt=0), Expected("a number above 0")]
 NotNegative = Annotated[float, Field(ge=0), Expected("a number of at least 0")]
 Fraction = Annotated[float, Field(ge=0, le=1), Expected("a number from 0 to 1")]
 Momentum = Annotated[float, Field(ge=0, lt=1), Expected("a number from 0 to below 1")]
-# Lists are the only leniently typed values: YAML has no tuples.
+# Only lists are not strict, because YAML has no tuples.
 Counts = Annotated[tuple[Count, ...], Field(strict=False)]
 ByteCounts = Annotated[tuple[Bytes, ...], Field(strict=False)]
 Positives = Annotated[tuple[Positive, ...], Field(strict=False)]
@@ -56,11 +56,11 @@ class Section(BaseModel):
     """A frozen group of keys; a section left empty in the file has all its defaults.
 
     Attributes:
-        expected_of_others: What keys beyond those that are named expect, where there may be any.
+        expected_of_other_keys: what an error expects of keys that the class does not name.
     """
 
     model_config = STRICT
-    expected_of_others: ClassVar[str] = "another value"
+    expected_of_other_keys: ClassVar[str] = "another value"
 
     @model_validator(mode="before")
     @classmethod
@@ -69,11 +69,17 @@ class Section(BaseModel):
 
 
 class Run(Section):
-    """Where the run writes, its random seed and its length in optimizer steps."""
+    """Where a run writes, its random seed and its length."""
 
     dir: Text = "runs/run"
+    """The run directory. Without a value `runs/` and the configuration file's name; if that is
+    taken, a number is appended."""
+
     seed: CountOrZero = 0
+    """Seeds the initial parameters and the order of the data; there is no other randomness."""
+
     steps: Count = 100
+    """Optimizer steps. The learning rate's cosine ends here too."""
 
 
 SHIPPED_MODELS = ("gpt2", "llama")
@@ -88,15 +94,10 @@ def short_factory_name(factory: str) -> str:
 
 
 class Model(Section):
-    """Which model, and from which weights; every other key is passed to the factory.
-
-    A factory that does not come with jaxmorph is looked for among the installed packages, then in
-    `folder`, by default the configuration's, then in the current directory. No `weights`: the
-    parameters start from the run's seed.
-    """
+    """Which model, and its initial weights; other keys are passed to the model's factory."""
 
     model_config = ConfigDict(extra="allow")
-    expected_of_others = "a number, text, true, false or null"
+    expected_of_other_keys = "a number, text, true, false or null"
     __pydantic_extra__: dict[str, Option] = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
         init=False
     )
@@ -107,73 +108,95 @@ class Model(Section):
         AfterValidator(short_factory_name),
         Expected("a Python module's name"),
     ] = "gpt2"
+    """`gpt2`, `llama`, or a Python module with a function `build`: an installed one, or one in
+    `folder` or in the current directory."""
+
     folder: Annotated[
         str | None, Field(min_length=1), Expected("null, or the folder of the factory's module")
     ] = None
+    """The folder of a factory that does not come with jaxmorph; null: the configuration file's."""
+
     preset: Text = "tiny"
+    """A named set of sizes of the factory; `jaxmorph model` lists them."""
+
     weights: Annotated[
         str | None, Field(min_length=1), Expected("null, or where the model finds its weights")
     ] = None
+    """Where the model reads its initial parameters; null draws them from `run.seed`."""
 
     @property
     def options(self) -> dict[str, Option]:
-        """The keys for the factory, as they stand in the configuration."""
+        """The keys for the factory."""
         return dict(self.__pydantic_extra__)
 
 
 class Data(Section):
-    """What the model reads; no path: the sources of Python's standard library.
-
-    No `vocab_size` is the tokenizer's own, or for a token array that names none what its largest id
-    needs. Of the text's end a fraction is held out: no step trains on it.
-    """
+    """The text to train on, and how it becomes tokens."""
 
     path: Annotated[
         str | None, Field(min_length=1), Expected("a file, a folder, or null for the default text")
     ] = None
+    """A text file, a folder of text files, or a `.bin` array of token ids as nanoGPT and Megatron
+    write them. Null is the source of Python's standard library, which every machine has."""
+
     tokenizer: Annotated[
         str, Field(min_length=1), Expected("bytes, or the path of a tokenizer.json")
     ] = "bytes"
+    """`bytes`, which needs no file, or the path of a Hugging Face `tokenizer.json`."""
+
     token_dtype: Literal["uint16", "uint32"] = "uint16"
+    """The type of the ids in a `.bin` array; uint32 for a vocabulary above 65,536."""
+
     vocab_size: Annotated[Count | None, Expected("null, or a whole number of at least 1")] = None
+    """The model's vocabulary. Null is the tokenizer's, or for a `.bin` array without a tokenizer
+    its largest id plus one. Set it to pad the vocabulary, or to skip reading a large array."""
+
     sequence_length: Count = 128
+    """Tokens in a sequence."""
+
     held_out_fraction: Annotated[
         float, Field(ge=0, lt=1), Expected("a number from 0 to below 1")
     ] = 0.0
+    """The share of the text, at its end, that no step trains on; `evaluation` uses it."""
 
 
 class Evaluation(Section):
-    """After which steps the loss on held-out text is computed, and on how many batches of it.
-
-    Every N-th step and the last one; null: never. A batch is as large as a step's.
-    """
+    """The loss on held-out text (`data.held_out_fraction`)."""
 
     every_steps: Annotated[Count | None, Expected("null, or a whole number of at least 1")] = None
+    """Evaluate after every N-th step and the last one; null: never."""
+
     batches: Count = 1
+    """Batches in an evaluation, each as large as a step's; more reduce the noise of the loss."""
 
 
 class Parallelism(Section):
-    """How many stages the model is cut into, and how many layers each one gets.
-
-    With chunks, each stage runs so many virtual stages of the pipeline: chunk c of stage r is
-    number c * stages + r, and the list of layers has one number for each, in this order.
-
-    `auto` measures the model and makes the slowest stage as fast as can be. The cut is then even
-    with chunks, with paced ops, and where no other is faster.
-    """
+    """How the model is cut into pipeline stages."""
 
     stages: Count = 1
+    """Pipeline stages; each is one process with one device."""
+
     chunks: Count = 1
+    """Virtual stages on each stage; above 1 only with `schedule.name: interleaved`. Chunk c of
+    stage s is virtual stage c * stages + s."""
+
     data: Annotated[
         int, Field(ge=1, le=1), Expected("1 (data parallelism is not supported yet)")
     ] = 1
+    """Replicas of the pipeline; only 1 for now."""
+
     tensor: Annotated[
         int, Field(ge=1, le=1), Expected("1 (tensor parallelism is not supported yet)")
     ] = 1
+    """Devices of a stage; only 1 for now."""
+
     layers: Annotated[
         Literal["auto", "even"] | Counts,
         Expected("auto, even, or a list with the number of layers of each stage (at least 1)"),
     ] = "even"
+    """`even`, or the number of layers of each virtual stage. `auto` measures embedding, layer and
+    head at the start and minimises the time of the slowest stage, which pays off when a large
+    vocabulary makes the ends slow; with chunks or emulated ops it is the same as `even`."""
 
     @property
     def virtual_stages(self) -> int:
@@ -182,94 +205,115 @@ class Parallelism(Section):
 
 
 class Batch(Section):
-    """The sequences of one optimizer step: microbatches times sequences in each."""
+    """The sequences of one optimizer step: `microbatches` times `microbatch_size`."""
 
     microbatches: Count = 8
+    """Microbatches in a step. More of them make the bubble a smaller share of the step; take at
+    least twice the number of stages."""
+
     microbatch_size: Count = 4
+    """Sequences in a microbatch."""
 
 
 class Schedule(Section):
     """The order of work on the stages, and how many microbatches a stage may hold.
 
-    `link_ms` is what planning is told of links, such as `{2-3: 30}`, latency in both directions, in
-    place of what was measured; a link that it doesn't name, and with null every link, is planned
-    for as measured. Whatever is emulated shows in measurements alone: planning never reads it.
+    Emulated links are never planned for as such: a run plans with what it measures.
     """
 
     name: ScheduleName = "adaptive"
+    """`adaptive` plans for measured ops and links and is never longer than `paper`, the paper's
+    own algorithm. `initial` tolerates any link that turns slow later. The others have a fixed
+    order, as baselines."""
+
     max_live: Annotated[
         Count | Counts | None,
         Expected("null, a whole number of at least 1, or a list with one for each stage"),
     ] = None
+    """The most microbatches that a stage may hold: a number, or a list with one per stage. Null:
+    no cap but the device's free memory, where the device reports it (CPUs don't)."""
+
     live_until: Literal["B", "W"] = "B"
+    """Whether a microbatch counts as held until its B, as in the paper, or until its W, which is
+    what memory sees."""
+
     max_stash_bytes: Annotated[
         Bytes | ByteCounts | None,
         Expected("null, a whole number of at least 1, or a list with one for each stage"),
     ] = None
+    """The same cap in bytes of stash, held until W, by the sizes of the compiled stages; instead of
+    `max_live`."""
 
     link_ms: Annotated[
         dict[str, NotNegative] | None,
         Expected("null, or milliseconds of at least 0 by link, such as {2-3: 30}"),
     ] = None
+    """Latencies in milliseconds, both directions, to plan with instead of the measured ones, such
+    as `{2-3: 30}`; links that it does not name are planned for as measured."""
 
     @property
     def is_capped(self) -> bool:
-        """Whether it says what a stage may hold."""
+        """Whether the configuration limits what a stage may hold."""
         return self.max_live is not None or self.max_stash_bytes is not None
 
     def max_live_per_stage(self, num_stages: int) -> tuple[int, ...] | None:
-        """Each stage's cap on live microbatches, or None when there is none."""
+        """Each stage's cap on live microbatches, or None without one."""
         return _cap_per_stage(self.max_live, num_stages)
 
     def max_stash_bytes_per_stage(self, num_stages: int) -> tuple[int, ...] | None:
-        """Each stage's cap on the bytes of its stash, or None when there is none."""
+        """Each stage's cap on the bytes of its stash, or None without one."""
         return _cap_per_stage(self.max_stash_bytes, num_stages)
 
 
 class Optimizer(Section):
-    """AdamW after a linear warm-up, on a cosine down to a fraction of the peak rate.
-
-    A step whose loss or gradient is not finite updates nothing; so many in a row end the run.
-    """
+    """AdamW with a linear warm-up, then a cosine decay; the defaults are GPT-3's."""
 
     learning_rate: Positive = 6e-4
+    """The peak, at the end of the warm-up; small models take more, 2e-3 for example."""
+
     warmup_steps: CountOrZero = 0
+    """Steps in which the rate rises from 0. Without a value a tenth of `run.steps`."""
+
     weight_decay: NotNegative = 0.1
+    """Applies to matrices alone, not to biases and norms."""
+
     clip_norm: Annotated[float | None, Field(gt=0), Expected("a number above 0, or null")] = 1.0
+    """The largest norm of the gradients of all stages together; null: no clipping."""
+
     beta1: Momentum = 0.9
+    """Decay of the first moment."""
+
     beta2: Momentum = 0.95
+    """Decay of the second moment."""
+
     final_learning_rate_fraction: Fraction = 0.1
+    """Where the cosine ends, as a share of the peak."""
+
     stop_after_skipped: Annotated[
         Count | None, Expected("null, or a whole number of at least 1")
     ] = 10
+    """A step whose loss or gradient norm is not finite updates nothing; this many in a row end the
+    run. Null: never."""
 
 
 class Precision(Section):
-    """The type of activations and of the weights in use; parameters stay float32."""
+    """The type to compute in."""
 
     compute: Literal["float32", "bfloat16"] = "float32"
+    """The type of activations and of matrix products; parameters, gradient sums and the optimizer's
+    state are float32 either way. bfloat16 halves stashes and messages."""
 
 
 SPLIT_SCHEDULES = ("adaptive", "initial", "paper", "zb-h1", "zb-h2")
-"""Schedules that run a backward as B and W, which those that replace them do too."""
+"""Schedules that run a backward as B and W; only these can be replaced while a run lasts."""
 
 
 class Adaptation(Section):
-    """Whether schedule and routes follow what links turn out to be, and when that is worth it.
-
-    A new plan must shorten the predicted step by `worth` of it. With `delegates: slow` only links
-    that have turned slow are ever taken off their routes, with `any` healthy ones too where a
-    prediction finds that worth it, which doesn't count what delegation takes of host memory and
-    processors. A delegated link that is healthy again stays so for at least `dwell_steps`, and for
-    longer, up to `longest_dwell_steps`, if it keeps coming and going. One whose direct path failed
-    goes back once both ends have found that path up for `failback_steps` in a row, and for twice as
-    many after each further failure, up to `longest_dwell_steps`.
-
-    `intra_step` can't be anything but `off`: ranks could once take another op in place of a late
-    one, inside a step, and that gained nothing in real runs.
-    """
+    """Whether a run changes its schedule and routes when links turn slow or recover."""
 
     enabled: Annotated[bool, Expected("true or false")] = False
+    """Detect slow links from the run's own timings, and change the plan between two steps."""
+
     intra_step: Annotated[
         Literal["off"],
         Expected(
@@ -277,56 +321,76 @@ class Adaptation(Section):
             "runs, see docs/explanation/adaptation.md"
         ),
     ] = "off"
+    """Only `off`; kept so that older configurations load."""
+
     delegates: Literal["slow", "any"] = "slow"
+    """`slow` delegates only links that have turned slow. `any` also delegates healthy links where
+    that shortens the predicted step; the prediction ignores the processor time and host memory
+    that delegation takes."""
+
     worth: Annotated[float, Field(ge=0, lt=1), Expected("a number from 0 to below 1")] = 0.02
+    """The share by which a new plan must shorten the predicted step. Smaller gains are within the
+    noise of measured steps; raise it if plans change too often."""
+
     dwell_steps: Count = 4
+    """The least number of steps that a delegated link stays delegated after it is healthy again.
+    It doubles each time the link turns slow again soon after."""
+
     longest_dwell_steps: Count = 256
+    """The upper limit of `dwell_steps` and `failback_steps` after doubling."""
+
     failback_steps: Count = 20
+    """Steps in a row for which both ends must find a failed direct path up before the link returns
+    to it. It doubles with each further failure of the path."""
 
 
 class Offload(Section):
-    """Whether a plan may hold more microbatches than fit on the devices, the rest in host memory.
-
-    What a device may hold is `schedule.max_live` or `schedule.max_stash_bytes`; with neither, of
-    what is free on it once the stage is there, a fraction of `device_memory_fraction`, which
-    schedules that are planned keep to without offload too, as do plans that replace a fixed one. A
-    device that doesn't tell has no limit.
-    """
+    """Whether a plan may hold more microbatches than fit on the devices, in pinned host memory."""
 
     enabled: Annotated[bool, Expected("true or false")] = False
+    """Move stashes beyond the cap to host memory. The cap of a device is `schedule.max_live` or
+    `schedule.max_stash_bytes`, or else `device_memory_fraction`."""
+
     device_memory_fraction: Annotated[
         float, Field(gt=0, le=1), Expected("a number above 0, at most 1")
     ] = 0.8
+    """The share of a device's free memory, once its stage is loaded, that stashes may take where no
+    cap is configured. The rest is for temporary buffers, messages and fragmentation. Planned
+    schedules obey it without offload too; a device that reports no memory has no cap."""
 
 
 class Trace(Section):
-    """Which steps leave a Chrome trace: every N-th and always the last; for 0 only the last.
-
-    So do the steps around a change of plan or route, or of what is known of a link. Of many the
-    latest `keep` stay; half of them may be those around changes.
-    """
+    """Which steps leave a Chrome trace, planned beside measured."""
 
     every_steps: CountOrZero = 20
+    """Every N-th step and the last one leave a trace; 0: only the last. The steps around a change
+    of a plan, a route or a link's state always do."""
+
     keep: Count = 50
+    """The latest traces to keep; at most half of them are of steps around changes."""
 
 
 class Metrics(Section):
-    """Where steps are written to, beside `metrics.jsonl`: as events for TensorBoard."""
+    """Where metrics go besides `metrics.jsonl`."""
 
     tensorboard: Annotated[bool, Expected("true or false")] = False
+    """Also write TensorBoard events (`pip install -e '.[tensorboard]'`)."""
 
 
 class Timeouts(Section):
-    """How long, in seconds, ranks wait for one another: to start, and within a step.
-
-    Where links fail over, a direct transfer is given up `direct_s` after both its ends have come to
-    it; null: `step_s` divided by the number of stages, or by 4 if there are fewer. Elsewhere it
-    ends the run after `step_s`.
-    """
+    """How long ranks wait for one another, in seconds."""
 
     start_s: Positive = 120.0
+    """For all ranks to start. Raise it if importing JAX or compiling a stage takes longer."""
+
     step_s: Positive = 60.0
+    """For any one message within a step; must exceed the longest time that a stage may keep
+    another one waiting. Beyond it the run ends."""
+
     direct_s: Annotated[Positive | None, Expected("null, or a number above 0")] = None
+    """With failover: how long a direct transfer may take once both ends have reached it, before the
+    link continues delegated. Other ranks wait meanwhile, so it must be well below `step_s`; null is
+    `step_s` divided by the number of stages, or by 4 if there are fewer."""
 
 
 def _cap_per_stage(cap: int | tuple[int, ...] | None, num_stages: int) -> tuple[int, ...] | None:
@@ -334,16 +398,10 @@ def _cap_per_stage(cap: int | tuple[int, ...] | None, num_stages: int) -> tuple[
 
 
 def per_stage(value: float | tuple[float, ...], num_stages: int) -> tuple[float, ...]:
-    """Spreads one number over all stages; a tuple with one for each stage stays as it is.
-
-    Args:
-        num_stages: how many stages there are.
-
-    Returns:
-        `num_stages` numbers.
+    """Repeats one number for each stage; a tuple stays as it is.
 
     Raises:
-        ValueError: the tuple has another length.
+        ValueError: the tuple's length is not `num_stages`.
     """
     numbers = value if isinstance(value, tuple) else (value,) * num_stages
     if len(numbers) != num_stages:

@@ -1,8 +1,8 @@
-"""YAML read and written by the rules of YAML 1.2's core schema, where `1e-3` is a number.
+"""Reads and writes YAML by the core schema of YAML 1.2.
 
-PyYAML follows YAML 1.1: `1e-3` is text, `off` is false, `010` is eight and `1:30` is ninety. The
-reader here knows only the core schema's scalars and takes a repeated key for the mistake it is;
-the writer quotes text that either version would read as something else.
+PyYAML follows YAML 1.1, where `1e-3` is text, `off` is false, `010` is eight and `1:30` is ninety.
+The reader here knows only the core schema's scalars, and refuses a repeated key. The writer quotes
+text that either version would read as something else.
 """
 
 import re
@@ -18,7 +18,7 @@ _FLOAT = re.compile(
     r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
     r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
 )
-_CORE_SCHEMA = (  # tried in this order: what looks like an integer is one
+_CORE_SCHEMA = (  # tried in this order, so `12` is an integer before it is a float
     ("null", re.compile(r"^(?:~|null|Null|NULL|)$"), ("~", "n", "N", "")),
     ("bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), tuple("tTfF")),
     ("int", _INTEGER, tuple("-+0123456789")),
@@ -28,14 +28,11 @@ _CORE_SCHEMA = (  # tried in this order: what looks like an integer is one
 
 
 class NotYamlError(ValueError):
-    """The text is not YAML; the message says where (when known) and why, on one line."""
+    """The text is not YAML; the message says where, if known, and why, on one line."""
 
 
 def parse_yaml(text: str) -> Any:
     """Reads one YAML document as plain dicts, lists and scalars; empty text is None.
-
-    Returns:
-        The document's value.
 
     Raises:
         NotYamlError: the text is not one YAML document, or a mapping repeats a key.
@@ -53,14 +50,11 @@ def parse_yaml(text: str) -> Any:
 
 
 def format_yaml(value: Any, *, one_line: bool = False) -> str:
-    """Writes plain values as YAML that `parse_yaml` reads back to equal values.
+    """Writes dicts, lists and scalars as YAML that `parse_yaml` reads back to equal values.
 
     Args:
-        value: dicts (order kept), lists, text, numbers, booleans, None.
-        one_line: write mappings as `{key: value}` too, not a key a line, and end no line.
-
-    Returns:
-        The text; lists are written as `[1, 2]`.
+        value: dicts keep their order; lists are written as `[1, 2]`.
+        one_line: write mappings as `{key: value}`, without a line break at the end.
     """
     width = float("inf") if one_line else 100
     text = yaml.dump(
@@ -71,7 +65,7 @@ def format_yaml(value: Any, *, one_line: bool = False) -> str:
 
 def _where_and_why(error: yaml.MarkedYAMLError) -> str:
     why = error.problem or "it cannot be parsed"
-    if why.startswith("but "):  # the rest of a sentence that the context begins
+    if why.startswith("but "):  # continues the context's sentence
         why = f"{error.context} {why}"
     why = " ".join(why.split())
     mark = error.problem_mark or error.context_mark

@@ -1,4 +1,4 @@
-"""The text a run trains on: its tokens, and the batch of each step."""
+"""The text that a run trains on: its tokens, and the batch of each step."""
 
 from jaxmorph.data.batches import Batches, ReadAhead
 from jaxmorph.data.tokenizer import Tokenizer, open_tokenizer

@@ -1,7 +1,7 @@
 """The batch of each step: shuffled windows of the tokens, the same on every process.
 
-Grain does the shuffling and the reading ahead. It is imported where it is used, because importing
-it imports JAX, which a process that only checks its data has no need of.
+Grain shuffles and reads ahead. It is imported inside functions because it imports JAX, which a
+process that only checks its data does not need.
 """
 
 import sys
@@ -19,11 +19,12 @@ T = TypeVar("T")
 
 
 class Batches:
-    """Random access to the batch of any step, whatever was read before.
+    """Random access to the batch of any step.
 
-    The tokens are cut into windows of `sequence_length + 1`, the last token of one being the first
-    of the next, so that an epoch predicts every token once. Each epoch visits all windows in an
-    order of its own that follows from the seed; a batch may span two epochs.
+    A step's batch follows from its number and the seed alone, so a run that resumes restores no
+    state of its data. The tokens are cut into windows of `sequence_length + 1` that overlap by one
+    token, so that an epoch predicts every token once. Each epoch visits the windows in another
+    order; a batch may span two epochs.
 
     Args:
         seed: of the shuffling, 0 to 2**32 - 1.
@@ -50,10 +51,9 @@ class Batches:
         self._windows = windows.shuffle(seed=seed).repeat().batch(microbatches * microbatch_size)
 
     def inputs(self, step: int) -> np.ndarray:
-        """The inputs of a step, counted from 0, which the first stage reads.
+        """The first stage's inputs: int32 [microbatches, microbatch_size, sequence_length].
 
-        Returns:
-            int32 [microbatches, microbatch_size, sequence_length]; so for `targets`.
+        Steps count from 0.
 
         Raises:
             UserError: a token is not in the vocabulary.
@@ -61,7 +61,7 @@ class Batches:
         return self._part(self._ids(step)[:, :-1])
 
     def targets(self, step: int) -> np.ndarray:
-        """The targets of a step, each input's next token, which the last stage reads."""
+        """The last stage's targets, the token after each input; see `inputs`."""
         return self._part(self._ids(step)[:, 1:])
 
     def _ids(self, step: int) -> np.ndarray:
@@ -74,12 +74,12 @@ class Batches:
 
 
 class ReadAhead(Generic[T]):
-    """Reads steps in order, on a thread of its own, a few steps before they are asked for.
+    """Reads steps in order on a thread, a few steps ahead of their use.
 
     Use it in a `with` statement, or `close` it.
 
     Args:
-        read: gives a step's data, such as `Batches.inputs`; its errors reach the caller of `next`.
+        read: returns a step's data, such as `Batches.inputs`; `next` raises its errors.
     """
 
     def __init__(self, read: Callable[[int], T], first_step: int = 0):
@@ -108,7 +108,7 @@ class ReadAhead(Generic[T]):
 
 
 class _Windows:
-    """The tokens as windows, each overlapping the next by the one token both of them need."""
+    """Windows of the tokens: a window's last target is the first input of the next one."""
 
     def __init__(self, ids: np.ndarray, sequence_length: int):
         self._ids = ids
@@ -123,7 +123,7 @@ class _Windows:
 
 
 class _Steps(Generic[T]):
-    """A reading function as an endless sequence."""
+    """A function of the step as an endless sequence."""
 
     def __init__(self, read: Callable[[int], T]):
         self._read = read
@@ -142,5 +142,5 @@ def _check_length(tokens: Tokens, shape: tuple[int, int, int]) -> None:
         raise UserError(
             f"data.path: {tokens.source}: got {tokens.ids.size:,} tokens, expected at least "
             f"{needed:,} for one step ({microbatches} microbatches of {microbatch_size} sequences "
-            f"of {sequence_length} tokens, and one)"
+            f"of {sequence_length} tokens, plus one for the last target)"
         )

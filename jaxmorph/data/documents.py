@@ -1,4 +1,4 @@
-"""Finds and reads the text to train on, as UTF-8 documents in an order that never changes."""
+"""Finds and reads the text to train on: UTF-8 documents in a fixed order."""
 
 import os
 import sysconfig
@@ -16,13 +16,13 @@ _NOT_THE_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "di
 
 
 def standard_library_documents() -> list[bytes]:
-    """The Python standard library's own sources: real text that every machine has.
+    """The sources of Python's standard library: real text that every machine has.
 
-    Files come in the order of their paths, up to 8 MiB altogether; tests, installed packages and
-    files that cannot be read as UTF-8 are left out.
+    Files come in the order of their paths, up to 8 MiB in all, without tests, installed packages
+    and files that are not UTF-8.
 
     Raises:
-        UserError: this Python keeps no sources on disk.
+        UserError: this Python has no sources on disk.
     """
     documents, total = [], 0
     library = Path(sysconfig.get_path("stdlib"))
@@ -39,10 +39,10 @@ def standard_library_documents() -> list[bytes]:
 
 
 def text_documents(path: Path) -> list[bytes]:
-    """Reads a text file, or every text file below a folder.
+    """Reads a text file, or the files below a folder that have one of `TEXT_SUFFIXES`.
 
-    In a folder, files with one of `TEXT_SUFFIXES` are read, in the order of their paths; hidden
-    files and folders, empty files and links to folders are left out.
+    Files come in the order of their paths. Hidden files and folders, empty files and links to
+    folders are skipped.
 
     Raises:
         UserError: there is no such path, nothing to read in it, or a file is not UTF-8 text.
@@ -81,7 +81,7 @@ def _refuse(error: OSError) -> None:
 
 
 def _text_or_nothing(path: Path) -> bytes:
-    """A file's text, empty when it is not to be had."""
+    """A file's text, or nothing if it cannot be read."""
     try:
         return _read_text(path)
     except UserError:

@@ -10,7 +10,7 @@ import tokenizers
 from jaxmorph.errors import UserError
 
 _SEPARATOR_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
-_DOCUMENTS_AT_ONCE = 256  # bounds the memory of encodings that are not yet plain arrays
+_DOCUMENTS_AT_ONCE = 256  # bounds the memory of encodings before they become arrays
 
 
 class Tokenizer(Protocol):
@@ -23,7 +23,7 @@ class Tokenizer(Protocol):
 
     @property
     def separator(self) -> int | None:
-        """The id that stands between two documents; None where nothing does."""
+        """The id between two documents; None without one."""
         ...
 
     def encode(self, documents: Sequence[bytes]) -> np.ndarray:
@@ -42,22 +42,11 @@ class ByteTokenizer:
     separator = 0
 
     def encode(self, documents: Sequence[bytes]) -> np.ndarray:
-        """Joins the documents.
-
-        Returns:
-            uint8 ids, 1-D.
-        """
+        """Returns 1-D uint8 ids."""
         return np.frombuffer(b"\0".join(documents), np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some bytes.
-
-        Args:
-            ids: below 256; separators are left out.
-
-        Returns:
-            The text, with U+FFFD in place of what is no UTF-8.
-        """
+        """Returns the text of ids below 256, with U+FFFD in place of invalid UTF-8."""
         return bytes(byte for byte in ids if byte).decode("utf-8", errors="replace")
 
 
@@ -65,7 +54,7 @@ class FileTokenizer:
     """The tokenizer of a `tokenizer.json`; its end-of-text token, if any, separates documents.
 
     Raises:
-        UserError: it is missing or no tokenizer.
+        UserError: the file is missing or is not a tokenizer.
     """
 
     def __init__(self, path: Path):
@@ -77,23 +66,12 @@ class FileTokenizer:
         self._between = np.array(separators[:1], self._dtype)
 
     def encode(self, documents: Sequence[bytes]) -> np.ndarray:
-        """Encodes the documents, without the special tokens a template would add.
-
-        Returns:
-            uint16 ids (uint32 for a vocabulary that needs it), 1-D.
-        """
+        """Returns 1-D uint16 or uint32 ids, without the special tokens that a template adds."""
         pieces = list(self._pieces(documents))
         return np.concatenate(pieces[1:]) if pieces else np.empty(0, self._dtype)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some tokens.
-
-        Args:
-            ids: below `vocab_size`; special tokens, and ids that no token has, are left out.
-
-        Returns:
-            The text, with U+FFFD in place of what is no UTF-8.
-        """
+        """Returns the text without special tokens and unused ids, U+FFFD for invalid UTF-8."""
         return self._tokenizer.decode([int(token) for token in ids])
 
     @property
@@ -101,7 +79,7 @@ class FileTokenizer:
         return np.uint16 if self.vocab_size <= 2**16 else np.uint32
 
     def _pieces(self, documents: Sequence[bytes]) -> Iterator[np.ndarray]:
-        """A separator before each document's ids."""
+        """Yields the separator before each document's ids."""
         for first in range(0, len(documents), _DOCUMENTS_AT_ONCE):
             texts = [text.decode() for text in documents[first : first + _DOCUMENTS_AT_ONCE]]
             for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
@@ -110,11 +88,7 @@ class FileTokenizer:
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """Opens the tokenizer that `data.tokenizer` names.
-
-    Args:
-        name: `bytes`, or the path of a `tokenizer.json`.
-    """
+    """Opens the tokenizer that `data.tokenizer` names: `bytes`, or a path of a `tokenizer.json`."""
     return ByteTokenizer() if name == "bytes" else FileTokenizer(Path(name))
 
 

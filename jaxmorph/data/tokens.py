@@ -1,4 +1,4 @@
-"""The run's whole text as one array of token ids, and a digest that tells whether it changed."""
+"""The run's whole text as one array of token ids, and a digest by which a change is noticed."""
 
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -10,11 +10,11 @@ from jaxmorph.data.documents import standard_library_documents, text_documents
 from jaxmorph.data.tokenizer import open_tokenizer
 from jaxmorph.errors import UserError
 
-_LARGEST_VOCABULARY = 2**24  # a larger one is an array read with the wrong type
+_LARGEST_VOCABULARY = 2**24  # a larger one means that the array was read with the wrong type
 _HEAD_TOKENS = 4096
 _BYTES = "bytes"
-_ENDS = 4096
-_BETWEEN = 256  # each of them may be another page of a file that is read over a network
+_DIGEST_END_TOKENS = 4096
+_DIGEST_SAMPLES = 256  # few, because each may read another page of a file on a network
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no single equality
@@ -22,8 +22,9 @@ class Tokens:
     """A text as token ids.
 
     Attributes:
-        ids: unsigned integers, 1-D; on disk (memory-mapped) for a token array.
-        vocab_size: the vocabulary a model of this text needs.
+        ids: 1-D unsigned integers; memory-mapped for a token array.
+        vocab_size: of the model to train on this text.
+        source: names the text in errors.
     """
 
     ids: np.ndarray
@@ -43,14 +44,14 @@ def load_tokens(
         path: a text file, a folder of text files, a `.bin` token array (little-endian ids without
             a header, as nanoGPT and Megatron write them), or None for the standard library's
             sources.
-        tokenizer: `bytes` or the path of a `tokenizer.json`; of a token array the one that made
-            it, if that is to say how large the vocabulary is.
-        token_dtype: `uint16` or `uint32`, the ids' type in a token array.
-        vocab_size: the vocabulary to train with. None is the tokenizer's own; for a token array
-            without one it is one more than the largest id. All of the array is read once for it.
+        tokenizer: `bytes` or the path of a `tokenizer.json`. A token array needs none; given one,
+            it takes its vocabulary.
+        token_dtype: `uint16` or `uint32`, the type of the ids in a token array.
+        vocab_size: None is the tokenizer's, or for a token array without one the largest id plus
+            one, for which the whole array is read once.
 
     Raises:
-        UserError: the path, the tokenizer or the vocabulary cannot be used, in one line.
+        UserError: the path, the tokenizer or the vocabulary cannot be used.
     """
     if path is not None and is_token_array(path):
         ids = _map_token_array(Path(path), token_dtype)
@@ -74,19 +75,18 @@ def load_tokens(
 
 
 def is_token_array(path: str | None) -> bool:
-    """Whether `data.path` names a token array, which is read as it is, without a tokenizer."""
+    """Whether `data.path` names a token array, which needs no tokenizer."""
     return path is not None and path.endswith(".bin") and not Path(path).is_dir()
 
 
 def hold_out(tokens: Tokens, fraction: float) -> tuple[Tokens, Tokens | None]:
-    """Cuts a text in two parts that share no token.
+    """Splits off the end of a text.
 
     Args:
-        fraction: how much of it to hold out, from 0 to below 1.
+        fraction: of the text to hold out, from 0 to below 1.
 
     Returns:
-        What to train on, and the text's last part, which is held out. With 0 nothing is: then the
-        first is the whole text as it was, and the second None.
+        The text to train on, and the held-out text, or None for a fraction of 0.
     """
     if not fraction:
         return tokens, None
@@ -100,7 +100,7 @@ def check_ids(ids: np.ndarray, vocab_size: int, source: str) -> None:
     """Checks that every id is in the vocabulary.
 
     Raises:
-        UserError: an id is not below `vocab_size`.
+        UserError: an id is `vocab_size` or more.
     """
     largest = int(ids.max())
     if largest >= vocab_size:
@@ -111,7 +111,7 @@ def check_ids(ids: np.ndarray, vocab_size: int, source: str) -> None:
 
 
 def _vocabulary_of(ids: np.ndarray, source: str, tokenizer: str) -> int:
-    """The vocabulary of the tokenizer that is named, which must have all ids; else the smallest."""
+    """The vocabulary of the tokenizer, which must cover all ids; for `bytes`, the smallest."""
     smallest = _smallest_vocabulary(ids, source)
     if tokenizer == _BYTES:
         return smallest
@@ -125,14 +125,14 @@ def _vocabulary_of(ids: np.ndarray, source: str, tokenizer: str) -> int:
 
 
 def _smallest_vocabulary(ids: np.ndarray, source: str) -> int:
-    """One more than the largest id, when that can be a vocabulary."""
-    for some in (ids[:_HEAD_TOKENS], ids):  # a wrong type shows at once, without reading it all
+    """The largest id plus one, if that can be a vocabulary."""
+    for some in (ids[:_HEAD_TOKENS], ids):  # a wrong type shows in the first ids already
         check_ids(some, _LARGEST_VOCABULARY, source)
     return int(ids.max()) + 1
 
 
 def _map_token_array(path: Path, token_dtype: str) -> np.ndarray:
-    """Maps a file of ids, whose size and first ids must be those of the type."""
+    """Maps a file of ids into memory; its size and its first ids must fit the type."""
     dtype = np.dtype(token_dtype).newbyteorder("<")
     try:
         num_bytes = path.stat().st_size
@@ -155,17 +155,17 @@ def _map_token_array(path: Path, token_dtype: str) -> np.ndarray:
 
 
 def _is_wider(ids: np.ndarray) -> bool:
-    """Whether uint16 ids are really the halves of small uint32 ones."""
+    """Whether uint16 ids look like the halves of small uint32 ones."""
     head = ids[:_HEAD_TOKENS]
     return head.size > 2 and not head[1::2].any() and bool(head[::2].any())
 
 
 @dataclass(frozen=True)
 class DataDigest:
-    """What is remembered of a text.
+    """Identifies a text in a checkpoint.
 
     Attributes:
-        digest: BLAKE2b of the first and the last tokens and of some between them, hexadecimal.
+        digest: BLAKE2b of the first tokens, the last ones and some between them, hexadecimal.
     """
 
     num_tokens: int
@@ -173,12 +173,9 @@ class DataDigest:
 
 
 def digest_of(ids: np.ndarray) -> DataDigest:
-    """The digest of a text, by a few thousand of its tokens.
-
-    Args:
-        ids: Unsigned integers, 1-D; their type makes no difference.
-    """
-    some = (ids[:_ENDS], ids[-_ENDS:], ids[:: max(1, ids.size // _BETWEEN)])
+    """The digest of a text by a few thousand of its tokens, whatever their integer type."""
+    ends = ids[:_DIGEST_END_TOKENS], ids[-_DIGEST_END_TOKENS:]
+    some = (*ends, ids[:: max(1, ids.size // _DIGEST_SAMPLES)])
     hashed = blake2b(digest_size=16)
     for part in some:
         hashed.update(part.astype("<u4").tobytes())

@@ -309,16 +309,16 @@ class Executor:
         chunk, weights = self.chunks[op.chunk], state.weights[op.chunk]
         if state.is_last(op):
             targets = self._from_host(state.inputs.targets, op, state)
-            output, stash, done = chunk.forward_marked(weights, x, targets)
+            output, stash, done = chunk.forward_with_done(weights, x, targets)
             state.losses.append(output)
         else:
-            output, stash, done = chunk.forward_marked(weights, x)
+            output, stash, done = chunk.forward_with_done(weights, x)
             state.keep_result(op, output)
         state.keep(BufferKind.STASH, op, stash)
         return done
 
     def _run_backward_input(self, op: Op, state: _Step) -> Any:
-        gradient, weight_stash, done = self.chunks[op.chunk].backward_input_marked(
+        gradient, weight_stash, done = self.chunks[op.chunk].backward_input_with_done(
             state.weights[op.chunk],
             state.buffer(BufferKind.STASH, op),
             self._output_gradient(op, state),
@@ -328,7 +328,7 @@ class Executor:
         return done
 
     def _run_backward_weight(self, op: Op, state: _Step) -> Any:
-        state.accumulators[op.chunk], done = self.chunks[op.chunk].backward_weight_marked(
+        state.accumulators[op.chunk], done = self.chunks[op.chunk].backward_weight_with_done(
             state.weights[op.chunk],
             state.buffer(BufferKind.WEIGHT_STASH, op),
             state.accumulators[op.chunk],
@@ -336,7 +336,7 @@ class Executor:
         return done
 
     def _run_backward(self, op: Op, state: _Step) -> Any:
-        gradient, state.accumulators[op.chunk], done = self.chunks[op.chunk].backward_marked(
+        gradient, state.accumulators[op.chunk], done = self.chunks[op.chunk].backward_with_done(
             state.weights[op.chunk],
             state.buffer(BufferKind.STASH, op),
             self._output_gradient(op, state),

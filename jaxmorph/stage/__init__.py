@@ -1,6 +1,7 @@
-"""A stage's mathematics: a slice of a model as compiled F, B, W and BW.
+"""A stage's mathematics: a slice of a model, compiled as the ops F, B, W and BW.
 
-Read `model` (what a model provides) and `parameters`, then `backward`, which splits one backward
-into B and W by minimum cuts over the equations of `equations`; `stage_functions` makes a stage of
-such pieces, and `build` compiles it on a part of the `mesh`. `layer_costs` measures pieces.
+Read `model` (what a model provides) and `parameters` first, then `backward`, which splits a
+backward into B and W by minimum cuts over a traced function (`equations`). `stage_functions`
+builds a stage from an embedding, layers and a head that are split this way, `build` compiles it
+for its part of the device `mesh`, and `layer_costs` measures layers one by one.
 """

@@ -1,10 +1,12 @@
-"""Splits one backward into B, the gradient of the input, and W, the gradient of the weights.
+"""Splits a backward into B, the gradient of the input, and W, the gradient of the weights.
 
-A function's forward and pullback are traced as one list of equations. Two minimum cuts then decide
-what crosses from F to the backward (the stash) and from B to W (the weight stash), and each part is
-the fewest equations between its cuts. The idea of B and W is that of zero-bubble pipelines (the
-paper's section 2); the cut follows the min-cut rematerialisation known from compilers, with the
-difference that matrix products, reductions and transcendentals are never done twice.
+The split of a backward into B and W is that of zero-bubble pipelines (Qi et al., ICLR 2024; section
+2 of the PipeMorph paper). Here it is automatic for any function: forward and backward are traced as
+one list of equations, and two minimum cuts choose what F hands to the backward (the stash) and what
+B hands to W (the weight stash). Each part then runs the fewest equations between its cuts.
+
+The cuts are those of min-cut rematerialisation in compilers, except that matrix products,
+reductions and transcendentals never run twice.
 """
 
 from collections import defaultdict, deque
@@ -31,22 +33,22 @@ from jaxmorph.stage.equations import (
 )
 
 _PRICE_OF_A_BYTE = 1024
-"""One equation done again, or one new array, costs 1: it only decides between equal sizes."""
+"""A repeated equation or an additional array costs 1, so it only decides between equal sizes."""
 
 
 @dataclass(frozen=True, eq=False)
 class SplitBackward:
-    """One function as the parts that F, B, W and BW run, on flat sequences of arrays.
+    """A function as the parts that F, B, W and BW run, on flat sequences of arrays.
 
     Attributes:
-      prepare: params -> what is computed from them once a step.
-      weight_sources: where each weight is found in (*params, *prepared).
+      prepare: params -> prepared; runs once a step.
+      weight_sources: position of each weight in (*params, *prepared).
       forward: (*weights, *inputs) -> (output, *stash).
       backward_input: (*weights, *stash, output gradient) -> (*input gradients, *new).
       backward_weight: (*weights, *passed on, *new) -> param gradients.
       backward: (*weights, *stash, output gradient) -> (*input gradients, *param gradients).
-      passed_on: positions of the stash's leaves that W needs too.
-      num_input_gradients: how many inputs have a gradient.
+      passed_on: positions in the stash of the arrays that W needs too.
+      num_input_gradients: number of inputs that have a gradient.
     """
 
     prepare: Part
@@ -60,38 +62,35 @@ class SplitBackward:
 
     @property
     def num_weights(self) -> int:
-        """How many arrays stand in for the parameters."""
+        """Number of arrays that F, B and W take in place of the parameters."""
         return len(self.weight_sources)
 
     @property
     def num_stash(self) -> int:
-        """How many arrays F keeps for the backward."""
+        """Number of arrays that F keeps for the backward."""
         return len(self.forward.outputs) - 1
 
     @property
     def num_new(self) -> int:
-        """How many arrays B adds for W."""
+        """Number of arrays that B adds for W."""
         return len(self.backward_input.outputs) - self.num_input_gradients
 
 
 def split_backward(function: Callable, params: Any, *inputs: Any) -> SplitBackward:
-    """Returns the parts of a function and its backward.
+    """Splits a function and its backward; nothing in the stash depends on the parameters alone.
 
     Args:
-      function: takes params and the inputs, returns one array; no side effects.
+      function: pure; takes params and the inputs, returns one array.
       params: a pytree of floating-point arrays or `jax.ShapeDtypeStruct`.
-      *inputs: arrays or `jax.ShapeDtypeStruct`; those of integers have no gradient.
-
-    Returns:
-      The split. Nothing in its stash depends on the parameters alone.
+      *inputs: arrays or `jax.ShapeDtypeStruct`; integer inputs have no gradient.
     """
     joint = _trace_joint(function, params, inputs)
     origin = origins(joint)
     weights = weights_of(joint, origin)
     stash = _cut_after_forward(joint, origin)
-    handed_on = _cut_before_weights(joint, origin, stash)
-    new = [v for v in handed_on if v not in stash]
-    passed_on = [v for v in stash if v in handed_on]
+    weight_stash = _cut_before_weights(joint, origin, stash)
+    new = [v for v in weight_stash if v not in stash]
+    passed_on = [v for v in stash if v in weight_stash]
     prepared = [v for v in weights if v not in joint.params]
     part, input_gradients = joint.trace.part, joint.input_gradients
     pool = [*joint.params, *prepared]
@@ -143,14 +142,12 @@ Value = TypeVar("Value", bound=Hashable)
 
 
 class ValueGraph(Generic[Value]):
-    """The cheapest set of values to keep between two halves of a computation: a minimum vertex cut.
+    """Finds the cheapest values to keep between the halves of a computation: a minimum vertex cut.
 
-    Values have a price each; some are made early and some are used late.
-
-
-    `cheapest_cut` chooses the values to hand over, so that everything used late can be had, at the
-    lowest total price. It is a maximum flow (Edmonds and Karp, 1972) on the graph in which each
-    value is two nodes, joined by an edge whose capacity is the value's price.
+    Each value has a price; some are made in the early half, some are used in the late one.
+    `cheapest_cut` picks the values to keep so that the late half can compute all it uses. It is a
+    maximum flow (Edmonds and Karp, 1972) on a graph in which each value is two nodes, joined by an
+    edge whose capacity is the price.
     """
 
     def __init__(self):
@@ -158,25 +155,25 @@ class ValueGraph(Generic[Value]):
         self._residual: dict[Any, dict[Any, float]] = defaultdict(dict)
 
     def add(self, value: Value, price: float) -> None:
-        """Adds a value that costs `price` to hand over."""
+        """Adds a value that costs `price` to keep."""
         self._values[value] = None
         self._connect(("in", value), ("out", value), price)
 
     def made_early(self, value: Value, otherwise: float = _UNLIMITED) -> None:
-        """Makes `value` in the early half; `otherwise` is what making it late would cost."""
+        """Makes `value` in the early half; `otherwise` is the cost of making it late instead."""
         self._connect("early", ("in", value), otherwise)
 
     def made_late(self, value: Value, otherwise: float) -> None:
-        """Would make `value` in the late half; `otherwise` is what making it early costs."""
+        """Makes `value` in the late half; `otherwise` is the cost of making it early instead."""
         self._connect(("in", value), "late", otherwise)
 
     def used_late(self, *values: Value) -> None:
-        """Requires the values in the late half."""
+        """Declares that the late half uses the values."""
         for value in values:
             self._connect(("out", value), "late", _UNLIMITED)
 
     def depends(self, value: Value, *operands: Value) -> None:
-        """Says that making `value` late takes `operands`, made late as well or handed over."""
+        """Declares that making `value` late needs `operands`, made late as well or kept."""
         for operand in operands:
             self._connect(("out", operand), ("in", value), _UNLIMITED)
 
@@ -186,7 +183,7 @@ class ValueGraph(Generic[Value]):
         self._connect(("in", second), ("in", first), _UNLIMITED)
 
     def cheapest_cut(self) -> list[Value]:
-        """Returns the values to hand over, in the order in which they were added."""
+        """Returns the values to keep, in the order in which they were added."""
         while "late" in (came_from := self._search()):
             self._augment(came_from)
         early = came_from
@@ -222,10 +219,10 @@ class ValueGraph(Generic[Value]):
 
 
 def _cut_after_forward(joint: JointTrace, origin: dict[Var, Origin]) -> list[Var]:
-    """Returns the stash: the smallest values of the forward from which the backward can go on.
+    """Returns the stash: the fewest bytes of the forward from which the backward can continue.
 
-    What F computes anyway stays in F, but for cheap equations, which the backward may do again.
-    What only the backward needs, and needs no output gradient for, is done on either side.
+    What F computes for the output stays in F, but the backward may repeat cheap equations. What
+    only the backward uses, and what needs no output gradient, may run on either side.
     """
     of_output = set(map(id, joint.needed([joint.output])))
     graph, known = ValueGraph[Var](), set(joint.inputs)
@@ -261,15 +258,16 @@ def _place_around_forward(
 def _cut_before_weights(
     joint: JointTrace, origin: dict[Var, Origin], stash: Sequence[Var]
 ) -> list[Var]:
-    """Returns the weight stash: the smallest values of F and B from which W can go on.
+    """Returns the weight stash: the fewest bytes of F and B from which W can continue.
 
-    Equations that the input's gradient needs are B's, but for cheap ones that depend on no output
-    gradient, which W may do again. Light equations that only W needs are done in B where that
-    leaves less to keep; anything heavier that only W needs is always W's.
+    B runs what the input's gradient needs; W may repeat its cheap equations that depend on no
+    output gradient. Equations that only W needs run in W, except light ones that leave less to keep
+    when they run in B: the gradient of a norm's scale is one row, its operands are whole arrays.
     """
     of_input = set(map(id, joint.needed(joint.input_gradients, stash)))
     graph, known, late = ValueGraph[Var](), {*stash, joint.gradient}, set()
     for value in known:
+        # Of two equal sizes, keep the one that the stash holds already: it needs no new array.
         graph.add(value, _price(value) + (value not in stash))
         graph.made_early(value)
     for eqn in joint.needed(joint.results, stash):

@@ -1,4 +1,8 @@
-"""A slice of a model as compiled programs: F, B, W and BW of one stage."""
+"""Compiles a slice of a model: the programs F, B, W and BW of one stage.
+
+All compilation happens here, before the first step. The programs know neither schedule nor route,
+so a change of plan compiles nothing.
+"""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -27,23 +31,25 @@ WHOLE = PartitionSpec()
 BATCH = PartitionSpec(DATA)
 
 OP_KINDS = ("F", "B", "W", "BW")
-"""Forward, backward-input, backward-weight, and the whole backward at once."""
+"""Forward, backward-input, backward-weight, and both backwards in one program."""
 
 
 @dataclass(frozen=True, eq=False)
 class StagePrograms:
     """One stage's programs, compiled ahead of time; every call dispatches one of them.
 
-    Arrays lie on the stage's submesh. With one device, any array on that device will do. Tokens,
-    targets, activations and output gradients may be arrays of numpy too, which a CPU takes over as
-    they are: nobody may write to them any more.
+    Arrays lie on the stage's submesh. Tokens, targets, activations and output gradients may be
+    numpy arrays; the caller must not write to them afterwards, because a CPU uses them in place.
+
+    An op `f` also exists as `f_with_done`, which returns `done` as well: a scalar that is ready
+    when the op has run. Waiting on `done` keeps none of the op's results alive, and still works
+    when the next op has taken over (donated) the accumulators.
 
     Attributes:
-      memory: what one microbatch holds on this stage.
       functions: what the programs compute, before compilation.
-      compiled: the programs by name: "prepare", "zero", and the kinds of op asked for.
-      weight_sources: where each weight is found in (*leaves of params, *prepared).
-      passed_on: positions of the stash's arrays that W needs too.
+      compiled: the programs by name: "prepare", "zero", and the kinds of op requested.
+      weight_sources: position of each weight in (*leaves of params, *prepared).
+      passed_on: positions in the stash of the arrays that W needs too.
     """
 
     memory: StashMemory
@@ -53,10 +59,10 @@ class StagePrograms:
     passed_on: tuple[int, ...]
 
     def prepare(self, params: Params) -> Arrays:
-        """Returns what stands in for the parameters during one step.
+        """Returns the weights that the ops of one step take in place of the parameters.
 
-        A parameter that is used as it is, is passed on without a copy; in another compute type, it
-        is converted here, once. The result must not outlive the parameters.
+        Parameters are converted to the compute type here, once a step. A parameter that needs no
+        conversion is passed without a copy, so the result must not outlive the parameters.
         """
         pool = (*jax.tree.leaves(params), *self.compiled["prepare"](params))
         return tuple([pool[source] for source in self.weight_sources])
@@ -69,22 +75,17 @@ class StagePrograms:
         Args:
           x: int32 tokens [microbatch, sequence] on the first stage, else activations [microbatch,
             sequence, width].
-          targets: int32 [microbatch, sequence], on the last stage alone.
+          targets: int32 [microbatch, sequence]; only on the last stage.
 
         Returns:
           (activations, or on the last stage the float32 sum of the tokens' losses; stash).
         """
-        return self.forward_marked(weights, x, targets)[:2]
+        return self.forward_with_done(weights, x, targets)[:2]
 
-    def forward_marked(
+    def forward_with_done(
         self, weights: Arrays, x: ArrayLike, targets: ArrayLike | None = None
     ) -> tuple[jax.Array, Arrays, jax.Array]:
-        """Runs F as `forward` does, and tells when.
-
-        Returns:
-          (activations or loss sum; stash; a scalar that is ready when F has run, for whoever waits
-          for it must not keep what the stage is done with by then).
-        """
+        """Runs F; returns what `forward` returns, and `done`."""
         batch = (x,) if targets is None else (x, targets)
         (output, stash), done = self.compiled["F"](weights, *batch)
         return output, stash, done
@@ -95,64 +96,55 @@ class StagePrograms:
         """Runs B on one microbatch.
 
         Args:
-          output_gradient: of the activations; on the last stage the float32 scalar by which the
-            loss sum is weighed.
+          output_gradient: of the activations; on the last stage the float32 weight of the loss.
 
         Returns:
-          (gradient of the stage's input, None on the first stage; what W needs, in which arrays
-          of the stash that W needs too are passed on as they are).
+          (gradient of the stage's input, None on the first stage; weight stash). The weight stash
+          begins with the arrays of the stash that W needs too, not copied.
         """
-        return self.backward_input_marked(weights, stash, output_gradient)[:2]
+        return self.backward_input_with_done(weights, stash, output_gradient)[:2]
 
-    def backward_input_marked(
+    def backward_input_with_done(
         self, weights: Arrays, stash: Arrays, output_gradient: ArrayLike
     ) -> tuple[jax.Array | None, Arrays, jax.Array]:
-        """Runs B as `backward_input` does, and tells when, as `forward_marked` does."""
+        """Runs B; returns what `backward_input` returns, and `done`."""
         (input_gradient, new), done = self.compiled["B"](weights, stash, output_gradient)
         return input_gradient, (*[stash[i] for i in self.passed_on], *new), done
 
     def backward_weight(
         self, weights: Arrays, weight_stash: Arrays, accumulators: Params
     ) -> Params:
-        """Runs W on one microbatch.
+        """Runs W: adds one microbatch's gradients to the accumulators, in place.
 
         Args:
-          accumulators: float32, structured as the parameters; donated.
-
-        Returns:
-          The accumulators, with this microbatch's gradients added in place.
+          accumulators: float32, structured like the parameters; donated.
         """
-        return self.backward_weight_marked(weights, weight_stash, accumulators)[0]
+        return self.backward_weight_with_done(weights, weight_stash, accumulators)[0]
 
-    def backward_weight_marked(
+    def backward_weight_with_done(
         self, weights: Arrays, weight_stash: Arrays, accumulators: Params
     ) -> tuple[Params, jax.Array]:
-        """Runs W as `backward_weight` does, and tells when.
-
-        Returns:
-          (the accumulators; a scalar that is ready when W has run, for the accumulators themselves
-          can't be waited for once the next W has taken them).
-        """
+        """Runs W; returns the accumulators, and `done`."""
         return self.compiled["W"](weights, weight_stash, accumulators)
 
     def backward(
         self, weights: Arrays, stash: Arrays, output_gradient: ArrayLike, accumulators: Params
     ) -> tuple[jax.Array | None, Params]:
-        """Runs BW on one microbatch: B and W in one program, without a weight stash.
+        """Runs BW: B and W in one program, without a weight stash.
 
         Arguments and results are those of `backward_input` and `backward_weight`.
         """
-        return self.backward_marked(weights, stash, output_gradient, accumulators)[:2]
+        return self.backward_with_done(weights, stash, output_gradient, accumulators)[:2]
 
-    def backward_marked(
+    def backward_with_done(
         self, weights: Arrays, stash: Arrays, output_gradient: ArrayLike, accumulators: Params
     ) -> tuple[jax.Array | None, Params, jax.Array]:
-        """Runs BW as `backward` does, and tells when, as `backward_weight_marked` does."""
+        """Runs BW; returns what `backward` returns, and `done`."""
         (gradient, sums), done = self.compiled["BW"](weights, stash, output_gradient, accumulators)
         return gradient, sums, done
 
     def zero_accumulators(self) -> Params:
-        """Returns float32 zeros, structured as the stage's parameters."""
+        """Returns float32 zeros, structured like the stage's parameters."""
         return self.compiled["zero"]()
 
 
@@ -168,13 +160,11 @@ def build_stage(
     stash: StashPolicy = "full",
     kinds: Collection[str] = OP_KINDS,
 ) -> StagePrograms:
-    """Returns one stage's compiled programs.
+    """Compiles one stage.
 
     Args:
-      num_layers: how many of the model's layers the stage has.
-      is_last: whether the stage has the head.
-      stash: "full" keeps what the backward needs; "recompute" keeps each layer's input alone, and
-        B computes the layer again.
+      stash: "full" keeps what the backward needs; "recompute" keeps only each layer's input, and B
+        computes the layer again.
       kinds: which of `OP_KINDS` to compile; calling another raises KeyError.
 
     Raises:
@@ -224,27 +214,27 @@ def _program(name: str, traced: TracedStage) -> _Program:
         case "zero":
             return _Program(partial(_zeros, sums), (), (), WHOLE)
         case "F":
-            forward, arguments = _marked(functions.forward), (weights, *traced.batch)
+            forward, arguments = _with_done(functions.forward), (weights, *traced.batch)
             results = ((gradient_spec, WHOLE), WHOLE)
             return _Program(forward, arguments, (WHOLE, *batch_specs), results)
         case "B":
-            backward, arguments = _marked(functions.backward_input), (weights, stash, gradient)
+            backward, arguments = _with_done(functions.backward_input), (weights, stash, gradient)
             specs = (WHOLE, WHOLE, gradient_spec)
             return _Program(backward, arguments, specs, ((BATCH, WHOLE), WHOLE))
         case "W":
-            backward = _marked(functions.backward_weight)
+            backward = _with_done(functions.backward_weight)
             arguments = (weights, traced.weight_stash, sums)
             return _Program(backward, arguments, (WHOLE, WHOLE, WHOLE), WHOLE, donated=(2,))
         case "BW":
-            backward = _marked(functions.backward)
+            backward = _with_done(functions.backward)
             arguments = (weights, stash, gradient, sums)
             specs = (WHOLE, WHOLE, gradient_spec, WHOLE)
             return _Program(backward, arguments, specs, ((BATCH, WHOLE), WHOLE), donated=(3,))
     raise ValueError(f"kinds: got {name!r}, expected some of {', '.join(OP_KINDS)}")
 
 
-def _marked(function: Callable) -> Callable:
-    """The function with a scalar beside its result: all results of a program are ready at once."""
+def _with_done(function: Callable) -> Callable:
+    """The function with a scalar beside its result; a program's results become ready together."""
     return lambda *arguments: (function(*arguments), jnp.zeros(()))
 
 
@@ -254,7 +244,7 @@ def _compile(program: _Program, submesh: Mesh) -> Compiled:
         mesh=submesh,
         in_specs=program.argument_specs,
         out_specs=program.result_specs,
-        # The parts are equations already traced, without the casts that this check asks for.
+        # The parts are traced equations, without the casts that this check requires.
         check_vma=False,
     )
     arguments = [

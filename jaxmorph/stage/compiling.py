@@ -1,6 +1,7 @@
-"""How this process comes from a lowered program to a compiled one: by XLA, unless it is told else.
+"""Compiles this process's costly programs: those of its stage and of its optimizer.
 
-It is asked for programs on one device alone, the costly ones: a stage's, its optimizer's.
+XLA compiles them unless `compile_by` sets another function; a run that may restart sets one that
+looks programs up in a cache on disk (`runtime/kept_programs.py`).
 """
 
 from collections.abc import Callable
@@ -16,26 +17,18 @@ def _by_xla(lowered: Lowered) -> Compiled:
 
 
 @dataclass
-class _Way:
+class _Compiler:
     compile: Compile = _by_xla
 
 
-_way = _Way()  # of the whole process, as JAX's own compilation cache is
+_compiler = _Compiler()  # one for the whole process, like JAX's own compilation cache
 
 
 def compiled(lowered: Lowered) -> Compiled:
-    """The program, compiled now or before.
-
-    Args:
-        lowered: What to compile, for one device.
-    """
-    return _way.compile(lowered)
+    """Compiles a program for one device, or finds it compiled."""
+    return _compiler.compile(lowered)
 
 
 def compile_by(compile_: Compile | None) -> None:
-    """Say how programs are compiled from now on.
-
-    Args:
-        compile_: Compiles one, or finds it; None: XLA does.
-    """
-    _way.compile = compile_ or _by_xla
+    """Sets the function that compiles programs from now on; None restores XLA."""
+    _compiler.compile = compile_ or _by_xla

@@ -1,7 +1,7 @@
-"""Traced functions as lists of equations: flattened, measured, and cut into parts that run.
+"""Traced functions as flat lists of equations, and the parts that are cut out of them.
 
-A jaxpr is JAX's own record of a traced function. Here it is made flat (calls are inlined), and a
-`Part` is the smallest run of its equations that leads from some known values to some outputs.
+A jaxpr is JAX's record of a traced function. `trace_flat` inlines its calls; a `Part` is the fewest
+of its equations that lead from some known values to some outputs, and can be run.
 """
 
 import math
@@ -30,7 +30,7 @@ _CALLS = {
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Equations that compute `outputs` from `inputs`; calling it runs them on arrays."""
+    """The equations that compute `outputs` from `inputs`; a call runs them on arrays."""
 
     inputs: tuple[Var, ...]
     equations: tuple[JaxprEqn, ...]
@@ -43,17 +43,16 @@ class Part:
         return tuple(_evaluate(self.equations, values, self.outputs, inline=False))
 
     def count(self, primitive: str) -> int:
-        """Returns how many equations apply `primitive`, those inside loops and branches too."""
+        """Counts the equations that apply `primitive`, including those in loops and branches."""
         return sum(eqn.primitive.name == primitive for eqn in walk(self.equations))
 
 
 @dataclass(frozen=True, eq=False)
 class FlatTrace:
-    """A traced function without calls.
+    """A traced function whose calls are inlined.
 
     Attributes:
       inputs: one variable per leaf of the arguments.
-      equations: in the order in which they were traced.
       outputs: one variable or literal per leaf of the result.
       constants: the arrays that the function closed over.
     """
@@ -67,7 +66,7 @@ class FlatTrace:
         """Returns the fewest equations that lead from `known` to `outputs`.
 
         Raises:
-          ValueError: an output depends on an input of the trace that is not known.
+          ValueError: an output depends on an input of the trace that is not in `known`.
         """
         equations, missing = needed_equations(self.equations, outputs, {*known, *self.constants})
         if missing:
@@ -76,13 +75,10 @@ class FlatTrace:
 
 
 def trace_flat(function: Callable, *arguments: Any) -> FlatTrace:
-    """Returns the equations of `function`, with the bodies of its calls in place of the calls.
+    """Traces `function`, which takes and returns pytrees of arrays, and inlines its calls.
 
-    Loops, branches and anything else with a meaning of its own stay single equations.
-
-    Args:
-      function: takes and returns pytrees of arrays.
-      *arguments: pytrees of arrays or `jax.ShapeDtypeStruct`.
+    Loops, branches and custom primitives stay single equations. The arguments may be
+    `jax.ShapeDtypeStruct`s.
     """
     nested = jax.make_jaxpr(function)(*arguments)
 
@@ -99,7 +95,7 @@ def trace_flat(function: Callable, *arguments: Any) -> FlatTrace:
 def needed_equations(
     equations: Sequence[JaxprEqn], outputs: Iterable[Var | Literal], known: set[Var]
 ) -> tuple[tuple[JaxprEqn, ...], set[Var]]:
-    """Returns the equations behind `outputs` from `known` on, and what they lack."""
+    """Returns the equations between `known` and `outputs`, and the variables that they lack."""
     wanted = {atom for atom in outputs if isinstance(atom, Var)} - known
     kept = []
     for eqn in reversed(equations):
@@ -112,7 +108,7 @@ def needed_equations(
 
 
 def read_variables(eqn: JaxprEqn) -> list[Var]:
-    """Returns the variables an equation reads, without its literals."""
+    """Returns the variables that an equation reads, without its literals."""
     return [atom for atom in eqn.invars if isinstance(atom, Var)]
 
 
@@ -127,7 +123,7 @@ def elements(variable: Var) -> int:
 
 
 def walk(equations: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
-    """Yields the equations and, after each, those of the bodies it holds."""
+    """Yields the equations and, after each, those of its loop or branch bodies."""
     for eqn in equations:
         yield eqn
         for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_body):
@@ -164,7 +160,7 @@ def _apply(eqn: JaxprEqn, operands: list[Any], inline: bool) -> Sequence[Any]:
 
 
 def _evaluate_body(body: Any, operands: Sequence[Any], inline: bool) -> list[Any]:
-    # A closed jaxpr brings its constants along; an open one has none of its own.
+    # A closed jaxpr carries its constants; an open one has none.
     jaxpr = getattr(body, "jaxpr", body)
     values = dict(zip(jaxpr.constvars, getattr(body, "consts", ()), strict=True))
     values.update(zip(jaxpr.invars, operands, strict=True))
@@ -172,7 +168,7 @@ def _evaluate_body(body: Any, operands: Sequence[Any], inline: bool) -> list[Any
 
 
 class Origin(IntFlag):
-    """The kinds of arguments that a value was computed from; none for a constant."""
+    """The kinds of arguments that a value depends on; a constant depends on none."""
 
     CONSTANT = 0
     PARAMS = 1
@@ -182,13 +178,12 @@ class Origin(IntFlag):
 
 @dataclass(frozen=True, eq=False)
 class JointTrace:
-    """One function's forward and backward as one flat list of equations.
+    """A function's forward and backward as one flat list of equations.
 
     Attributes:
       trace: from (params, inputs, output gradient) to (output, input gradients, param gradients).
-      inputs: one variable per input of the function.
       gradient: the gradient of the output.
-      input_gradients: of the inputs that have one, in order.
+      input_gradients: one for each floating-point input, in order.
     """
 
     trace: FlatTrace
@@ -201,7 +196,7 @@ class JointTrace:
 
     @property
     def gradients(self) -> tuple[Var | Literal, ...]:
-        """The gradients of the inputs, then those of the parameters."""
+        """Those of the inputs, then those of the parameters."""
         return (*self.input_gradients, *self.param_gradients)
 
     @property
@@ -212,12 +207,12 @@ class JointTrace:
     def needed(
         self, outputs: Iterable[Var | Literal], known: Iterable[Var] = ()
     ) -> tuple[JaxprEqn, ...]:
-        """Returns the equations behind these outputs, from the arguments or `known` values on."""
+        """Returns the equations that lead from the arguments, or `known` values, to the outputs."""
         return needed_equations(self.trace.equations, outputs, set(known))[0]
 
 
 def origins(joint: JointTrace) -> dict[Var, Origin]:
-    """Returns for every variable the kinds of arguments that it depends on."""
+    """Returns the kinds of arguments that each variable depends on."""
     found = dict.fromkeys(joint.trace.constants, Origin.CONSTANT)
     found |= dict.fromkeys(joint.params, Origin.PARAMS)
     found |= dict.fromkeys(joint.inputs, Origin.INPUTS)
@@ -231,19 +226,20 @@ def origins(joint: JointTrace) -> dict[Var, Origin]:
 
 
 def weights_of(joint: JointTrace, origin: dict[Var, Origin]) -> tuple[Var, ...]:
-    """Returns the values, computed from the parameters alone, that stand in for them all step.
+    """Returns the values that take the parameters' place in all ops of a step.
 
-    Views of a parameter, and values larger than the parameters behind them, are not among them:
-    they are computed again where they are used, so the weights never outgrow the parameters.
+    They depend on the parameters alone, such as a matrix converted to bfloat16. Views, and values
+    larger than the parameters that they come from, are recomputed where they are used instead: so
+    the weights never take more memory than the parameters.
     """
     own = [eqn for eqn in joint.trace.equations if _origin_of(eqn, origin) == Origin.PARAMS]
-    redone = _redone(joint.params, own)
+    recomputed = _recomputed(joint.params, own)
     uses = _uses_of_params(joint, origin)
-    return tuple(dict.fromkeys(w for use in uses for w in _anchors(use, redone)))
+    return tuple(dict.fromkeys(w for use in uses for w in _sources(use, recomputed)))
 
 
 def _uses_of_params(joint: JointTrace, origin: dict[Var, Origin]) -> Iterator[Var]:
-    """Yields the values of the parameters alone that the rest of the computation reads."""
+    """Yields the values that depend on the parameters alone and that other equations read."""
     rest = [eqn for eqn in joint.needed(joint.results) if _origin_of(eqn, origin) > Origin.PARAMS]
     used = [v for eqn in rest for v in read_variables(eqn)]
     used += [atom for atom in joint.results if isinstance(atom, Var)]
@@ -254,31 +250,31 @@ def _origin_of(eqn: JaxprEqn, origin: dict[Var, Origin]) -> Origin:
     return origin[eqn.outvars[0]]
 
 
-def _redone(params: Iterable[Var], equations: Sequence[JaxprEqn]) -> dict[Var, list[Var]]:
-    """Returns the values to compute again where they are used, each with its operands."""
-    behind = {p: frozenset([p]) for p in params}
-    redone = {}
+def _recomputed(params: Iterable[Var], equations: Sequence[JaxprEqn]) -> dict[Var, list[Var]]:
+    """Returns the values to recompute where they are used, each with its operands."""
+    params_of = {p: frozenset([p]) for p in params}
+    recomputed = {}
     for eqn in equations:
-        operands = [v for v in read_variables(eqn) if v in behind]
-        sources = frozenset().union(*(behind[v] for v in operands))
-        behind |= dict.fromkeys(eqn.outvars, sources)
+        operands = [v for v in read_variables(eqn) if v in params_of]
+        sources = frozenset().union(*(params_of[v] for v in operands))
+        params_of |= dict.fromkeys(eqn.outvars, sources)
         if is_view(eqn) or sum(map(elements, eqn.outvars)) > sum(map(elements, sources)):
-            redone |= dict.fromkeys(eqn.outvars, operands)
-    return redone
+            recomputed |= dict.fromkeys(eqn.outvars, operands)
+    return recomputed
 
 
-def _anchors(variable: Var, redone: dict[Var, list[Var]]) -> Iterator[Var]:
-    if variable not in redone:
+def _sources(variable: Var, recomputed: dict[Var, list[Var]]) -> Iterator[Var]:
+    if variable not in recomputed:
         yield variable
         return
-    for operand in redone[variable]:
-        yield from _anchors(operand, redone)
+    for operand in recomputed[variable]:
+        yield from _sources(operand, recomputed)
 
 
 def without_repeats(trace: FlatTrace, params: Iterable[Var]) -> FlatTrace:
-    """Returns the trace with what is computed twice from the parameters alone computed once.
+    """Returns the trace with repeated equations of the parameters alone merged into one.
 
-    A layer that is computed again in the backward converts its weights again.
+    With `jax.checkpoint`, the backward computes a layer again and converts its weights again.
     """
     own, first, same, kept = set(params), {}, {}, []
     for original in trace.equations:
@@ -316,7 +312,7 @@ _VIEWS = frozenset(
         "transpose",
     }
 )
-"""Move or repeat numbers without computing any."""
+"""Primitives that move or repeat numbers without computing any."""
 
 _ARITHMETIC = frozenset(
     {
@@ -351,21 +347,21 @@ _ARITHMETIC = frozenset(
         "xor",
     }
 )
-"""A few machine instructions per element: no matrix product, reduction or transcendental."""
+"""Primitives of a few machine instructions per element: no product, reduction, transcendental."""
 
 _REDUCTIONS = frozenset({"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"})
 
 
 def is_view(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation only rearranges or repeats its operand."""
+    """Whether an equation only rearranges or repeats its operand."""
     return eqn.primitive.name in _VIEWS
 
 
 def is_cheap(eqn: JaxprEqn) -> bool:
-    """Returns whether doing an equation a second time costs less than keeping its result."""
+    """Whether running an equation twice costs less than keeping its result."""
     return is_view(eqn) or eqn.primitive.name in _ARITHMETIC
 
 
 def is_light(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation may move from W to B: it is cheap, or reduces."""
+    """Whether an equation may move from W to B: it is cheap, or a reduction."""
     return is_cheap(eqn) or eqn.primitive.name in _REDUCTIONS

@@ -1,4 +1,4 @@
-"""How long a layer, the embedding and the head take: measured on one device, without a pipeline."""
+"""Measures how long the embedding, a layer and the head take, on one device without a pipeline."""
 
 import time
 from collections.abc import Callable, Collection
@@ -16,21 +16,19 @@ from jaxmorph.stage.model import PipelineModel
 from jaxmorph.stage.parameters import init_stage_params
 from jaxmorph.stage.stage_functions import StashPolicy
 
-_LEAST, _MOST = 5, 30  # microbatches timed, of each piece
-_ENOUGH_S = 0.5  # after which the least number will do
-_LAYERS = 2  # a loop, as in a stage: it stacks stashes and slices weights, which a lone layer saves
+_MIN_RUNS, _MAX_RUNS = 5, 30  # timed microbatches of each part
+_ENOUGH_S = 0.5  # after this time, stop at _MIN_RUNS
+# Two layers are measured, not one: a stage loops over its layers, and the loop's stacking of
+# stashes and slicing of weights is part of a layer's cost.
+_LAYERS = 2
 
 Sums = Any
-"""Gradients summed over microbatches, which the timed programs are handed and give back."""
+"""Gradients summed over microbatches: the timed programs take them and return them."""
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What one microbatch takes, all its ops together, in milliseconds.
-
-    Attributes:
-      head_ms: the head, and the loss.
-    """
+    """The time of one microbatch, all its ops together, in milliseconds; `head_ms` has the loss."""
 
     embed_ms: float
     layer_ms: float
@@ -46,27 +44,27 @@ def measure_layer_costs(
     stash: StashPolicy = "full",
     kinds: Collection[str] = OP_KINDS,
 ) -> LayerCosts:
-    """Returns the median times of a microbatch's F, B and W, or F and BW, on each kind of piece.
+    """Returns the median time of a microbatch's F, B and W, or F and BW, on each part of the model.
 
-    Each program is compiled once and run on real data with initial parameters. One piece after the
-    other is on the device, and gone when this returns.
+    Programs run on real data with initial parameters. Only one part is on the device at a time, and
+    none when this returns.
 
     Args:
-      submesh: of one device, from `stage_submesh`.
-      tokens: int32 [microbatch, sequence], one microbatch's.
+      submesh: one device, from `stage_submesh`.
+      tokens: int32 [microbatch, sequence], of one microbatch.
       targets: the same shape.
-      kinds: the kinds of op that the schedule runs; with "W" among them backwards are split.
+      kinds: the kinds of op that the schedule runs; backwards are split if "W" is among them.
     """
     key, is_split = jax.random.key(0), "W" in kinds
     with jax.default_device(submesh.devices.flat[0]):
         tokens, targets = jnp.asarray(tokens), jnp.asarray(targets)
         embed_params = jax.jit(model.init_embed)(key)
         activations = jax.jit(model.embed)(embed_params, tokens)
-        embed_ms = _piece_ms(model.embed, embed_params, tokens, is_split=is_split)
+        embed_ms = _part_ms(model.embed, embed_params, tokens, is_split=is_split)
         del embed_params
         layer_ms = _layer_ms(model, submesh, activations, stash, kinds)
         head_params = jax.jit(model.init_head)(key)
-        head_ms = _piece_ms(model.head, head_params, activations, targets, is_split=is_split)
+        head_ms = _part_ms(model.head, head_params, activations, targets, is_split=is_split)
     return LayerCosts(embed_ms, layer_ms, head_ms)
 
 
@@ -77,7 +75,7 @@ def _layer_ms(
     stash: StashPolicy,
     kinds: Collection[str],
 ) -> float:
-    """One layer's share of a stage's time that has neither embedding nor head."""
+    """One layer's share of the time of a stage without embedding and head."""
     num_layers = min(_LAYERS, model.num_layers)
     stage = build_stage(
         model,
@@ -103,28 +101,28 @@ def _layer_ms(
     return _median_ms(run, stage.zero_accumulators()) / num_layers
 
 
-def _piece_ms(function: Callable, params: Any, *inputs: jax.Array, is_split: bool) -> float:
-    """The time of a piece that stands alone."""
-    piece = split_backward(function, params, *inputs)
+def _part_ms(function: Callable, params: Any, *inputs: jax.Array, is_split: bool) -> float:
+    """The time of the embedding or the head by itself."""
+    split = split_backward(function, params, *inputs)
     leaves = jax.tree.leaves(params)
-    pool = [*leaves, *jax.jit(piece.prepare)(*leaves)]
-    weights = [pool[source] for source in piece.weight_sources]
-    forward, backward_input = jax.jit(piece.forward), jax.jit(piece.backward_input)
-    backward_weight = _adding(piece.backward_weight, skip=0)
-    backward = _adding(piece.backward, skip=piece.num_input_gradients)
+    pool = [*leaves, *jax.jit(split.prepare)(*leaves)]
+    weights = [pool[source] for source in split.weight_sources]
+    forward, backward_input = jax.jit(split.forward), jax.jit(split.backward_input)
+    backward_weight = _adding(split.backward_weight, skip=0)
+    backward = _adding(split.backward, skip=split.num_input_gradients)
 
     def run(sums: Sums) -> Sums:
         output, *kept = forward(*weights, *inputs)
         if not is_split:
             return backward(sums, *weights, *kept, output)
-        new = backward_input(*weights, *kept, output)[piece.num_input_gradients :]
-        return backward_weight(sums, *weights, *[kept[i] for i in piece.passed_on], *new)
+        new = backward_input(*weights, *kept, output)[split.num_input_gradients :]
+        return backward_weight(sums, *weights, *[kept[i] for i in split.passed_on], *new)
 
     return _median_ms(run, [jnp.zeros(leaf.shape, jnp.float32) for leaf in leaves])
 
 
 def _adding(part: Callable, skip: int) -> Callable[..., Sums]:
-    """A compiled part of a backward that adds its results, but for the first ones, to sums."""
+    """Compiles a part of a backward to add its results, without the first `skip`, to sums."""
 
     def added(sums: Sums, *arrays: jax.Array) -> Sums:
         gradients = part(*arrays)[skip:]
@@ -134,11 +132,13 @@ def _adding(part: Callable, skip: int) -> Callable[..., Sums]:
 
 
 def _median_ms(run: Callable[[Sums], Sums], sums: Sums) -> float:
-    """The median time of a run, after one that compiles what isn't compiled yet."""
+    """The median time of a run, after a first one that may compile."""
     sums = jax.block_until_ready(run(sums))
     times_ms: list[float] = []
     until_s = time.perf_counter() + _ENOUGH_S
-    while len(times_ms) < _LEAST or (len(times_ms) < _MOST and time.perf_counter() < until_s):
+    while len(times_ms) < _MIN_RUNS or (
+        len(times_ms) < _MAX_RUNS and time.perf_counter() < until_s
+    ):
         began_s = time.perf_counter()
         sums = jax.block_until_ready(run(sums))
         times_ms.append(1e3 * (time.perf_counter() - began_s))

@@ -1,4 +1,4 @@
-"""The device mesh of a run, and the parts of it that a stage and a link see."""
+"""The device mesh of a run, and the submeshes of a stage and of a replaced link."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def make_mesh(stages: int, data: int = 1, tensor: int = 1) -> Mesh:
 
 
 def _devices(per_stage: int) -> list[Any]:
-    """All devices of a process alone; of several processes, one a stage, only what it uses."""
+    """All devices of a lone process; with several processes, `per_stage` devices of each."""
     devices = jax.devices()
     if jax.process_count() == 1:
         return devices
@@ -47,7 +47,11 @@ def stage_submesh(mesh: Mesh, stage: int) -> Mesh:
 
 
 def spare_mesh(mesh: Mesh) -> Mesh | None:
-    """A mesh like this one over further devices of the same processes; None if one has too few."""
+    """Returns a mesh of the same shape over unused devices of the same processes, or None.
+
+    A direct link whose transfer failed cannot use the same tuple of devices again: XLA closes its
+    communicator for good.
+    """
     spares: dict[int, list[Any]] = {}
     for device in jax.devices():
         if device not in mesh.devices.flat:

@@ -1,4 +1,4 @@
-"""What a model must and may provide to be pipelined, and how its layers are dealt out to stages."""
+"""What a model must and may provide to be pipelined, and how its layers are cut into stages."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
@@ -19,7 +19,7 @@ Path = tuple[str, ...]
 class PipelineModel(Protocol):
     """An embedding, layers of one structure, and a head, as pure functions of their parameters.
 
-    A model knows nothing of stages or schedules. It need not import this class.
+    A model knows nothing of stages or schedules, and need not import this class.
     """
 
     @property
@@ -29,9 +29,9 @@ class PipelineModel(Protocol):
 
     @property
     def tied(self) -> tuple[tuple[Path, Path], ...]:
-        """Pairs (path in the embedding's parameters, path in the head's) that are one parameter.
+        """Pairs (path in the embedding's parameters, path in the head's) of tied parameters.
 
-        It is held in both places, and its gradient is the sum of both.
+        Both stages hold a copy, and both copies get the sum of the two gradients.
         """
         ...
 
@@ -56,7 +56,7 @@ class PipelineModel(Protocol):
         ...
 
     def head(self, params: Params, x: jax.Array, targets: jax.Array) -> jax.Array:
-        """Returns the float32 sum of the tokens' losses; targets below 0 are left out."""
+        """Returns the float32 sum of the tokens' losses, without those of targets below 0."""
         ...
 
 
@@ -66,18 +66,18 @@ def cut_layers(
     layers: Literal["auto", "even"] | Sequence[int] = "even",
     num_chunks: int = 1,
 ) -> tuple[range, ...]:
-    """Returns each stage's layers; with several chunks, those of each virtual stage.
+    """Returns the layers of each virtual stage, in the order of the pipeline.
 
     Args:
-      layers: how many layers each stage gets, or "even": with what is left over given to the
-        stages in the middle, since the first also embeds and the last also has the head. "auto" is
-        the same here, where no costs are known.
-      num_chunks: how many virtual stages each stage runs. Layers are dealt out to them in the order
-        of the pipeline, around all stages once for each chunk, and "even" leaves nothing over: a
-        stage's chunks are planned as equally long.
+      layers: the number of layers of each virtual stage, or "even". With "even" the middle stages
+        get the remainder, because the first stage also embeds and the last also has the head.
+        "auto" means "even" here, where no costs are known.
+      num_chunks: the number of virtual stages of each stage. Chunk c of stage s is virtual stage
+        c * num_stages + s. The planner takes chunks to be equally long, so with several of them
+        "even" allows no remainder.
 
     Raises:
-      UserError: more stages than layers, counts that do not add up, or a rest between chunks.
+      UserError: more stages than layers, counts that do not add up, or a remainder with chunks.
     """
     num_parts = num_stages * num_chunks
     if num_chunks == 1 and not 1 <= num_stages <= num_layers:
@@ -121,22 +121,22 @@ def _even_counts(num_layers: int, num_stages: int) -> list[int]:
 
 
 class ChoosesByDevice(PipelineModel, Protocol):
-    """A model that computes the same in one way or another, by what a device has."""
+    """A model that picks an implementation, such as cuDNN's attention, by the device."""
 
     def on_device(self, microbatch_size: int, sequence_length: int) -> str:
-        """Returns what it takes of the default device, in a few words, or nothing.
+        """Describes in a few words what the model uses on the default device; may be empty.
 
         Raises:
-          ValueError: it is to take what the device doesn't have; in one line.
+          ValueError: the configuration names what the device doesn't have; one line.
         """
         ...
 
 
-def taken_on_device(model: PipelineModel, microbatch_size: int, sequence_length: int) -> str:
-    """Returns what a model takes of the default device, in a few words; empty if it has no choice.
+def device_choices(model: PipelineModel, microbatch_size: int, sequence_length: int) -> str:
+    """Describes what a model uses on the default device; empty if it has no `on_device`.
 
     Raises:
-      UserError: it is to take what the device doesn't have; in one line.
+      UserError: the configuration names what the device doesn't have.
     """
     if not _chooses(model):
         return ""
@@ -159,10 +159,10 @@ class GivesLogits(PipelineModel, Protocol):
 
 
 def with_logits(model: PipelineModel) -> GivesLogits:
-    """Returns the model itself, which text can be sampled from.
+    """Returns the model itself, checked to have `logits`, which sampling needs.
 
     Raises:
-      UserError: it gives no logits; in one line.
+      UserError: it has none.
     """
     if not _gives_logits(model):
         raise UserError(
@@ -177,10 +177,10 @@ def _gives_logits(model: PipelineModel) -> TypeGuard[GivesLogits]:
 
 
 def join_stages(stages: Iterable[tuple[range, Params]]) -> Params:
-    """Returns the parameters of a whole model as one stage's, as numpy arrays.
+    """Joins the stages' parameters into those of the whole model, as numpy arrays.
 
     Args:
-      stages: every stage's layers and parameters, those of chunks one by one, in any order.
+      stages: each virtual stage's layers and parameters, in any order.
     """
     ordered = [params for _, params in sorted(stages, key=lambda stage: stage[0].start)]
     layers = [params["layers"] for params in ordered]
@@ -195,7 +195,7 @@ def model_logits(model: GivesLogits, params: Params, tokens: jax.Array) -> jax.A
     """Returns a whole model's logits, float32 [microbatch, sequence, vocabulary].
 
     Args:
-      params: of all of it, as `join_stages` returns them.
+      params: as `join_stages` returns them.
       tokens: int32 [microbatch, sequence].
     """
     x = model.embed(params["embed"], tokens)

@@ -1,6 +1,6 @@
 """A stage's parameters: structure, number, and initial values, drawn or read from files.
 
-Files are read and written by the model's own hooks.
+The model itself reads and writes the files (`read_weights`, `write_weights`).
 """
 
 import math
@@ -18,21 +18,20 @@ from jaxmorph.stage.compiling import compiled
 from jaxmorph.stage.model import Params, PipelineModel
 
 LeafPath = tuple[str | int, ...]
-"""Where a leaf is found in a tree of dictionaries, or in a tuple of one tree per chunk."""
+"""The keys that lead to a leaf of nested dictionaries, or of a tuple with one tree per chunk."""
 
 
 def init_stage_params(
     model: PipelineModel, key: jax.Array, layers: range, is_first: bool, is_last: bool
 ) -> Params:
-    """Returns a stage's initial parameters, the same ones however the model is cut.
+    """Draws a stage's initial parameters, the same ones however the model is cut.
 
     Args:
       key: one key for the whole model; each layer folds in its own index.
-      is_last: whether the stage has the head.
 
     Returns:
       {"embed": (first stage), "layers": leaves stacked over the stage's layers, "head": (last
-      stage)}. A tied parameter has the same value in both places.
+      stage)}. Both copies of a tied parameter have the same value.
     """
     build = partial(_init, model, is_first=is_first, is_last=is_last)
     return jax.jit(build)(key, jnp.array(layers))
@@ -41,12 +40,9 @@ def init_stage_params(
 def compile_init(
     model: PipelineModel, key: jax.Array, num_layers: int, is_first: bool, is_last: bool
 ) -> Compiled:
-    """Returns `init_stage_params` for all stages of a kind: compiled, of the key and the layers.
+    """Compiles `init_stage_params` for stages of one shape.
 
-    Args:
-      key: any key of the type of the one that it will be called with.
-      num_layers: how many layers the stage has; it is called with their numbers, int32.
-      is_last: whether the stage has the head.
+    The program takes a key of the same type as `key`, and the layers' indices, int32.
     """
     build = partial(_init, model, is_first=is_first, is_last=is_last)
     return compiled(jax.jit(build).lower(key, jax.ShapeDtypeStruct((num_layers,), jnp.int32)))
@@ -59,7 +55,7 @@ def _init(
     params = {}
     if is_first:
         params["embed"] = model.init_embed(embed_key)
-    # One layer after the other, so that no value depends on how many there are.
+    # `lax.map` draws layer by layer: batched by `vmap`, values could depend on the layers' number.
     layer_keys = jax.vmap(partial(jax.random.fold_in, layers_key))(layers)
     params["layers"] = jax.lax.map(model.init_layer, layer_keys)
     if is_last:
@@ -75,14 +71,14 @@ def _tie(model: PipelineModel, head: Params, embed_key: jax.Array) -> Params:
 
 
 def leaf_at(tree: Any, path: LeafPath) -> Any:
-    """Returns the leaf of a tree of dictionaries, or of a tuple of them, at a path of keys."""
+    """Returns the leaf at a path."""
     for name in path:
         tree = tree[name]
     return tree
 
 
 def with_leaf(tree: Any, path: LeafPath, leaf: Any) -> Any:
-    """Returns the same tree of dictionaries, or tuple of them, with one leaf replaced."""
+    """Returns the tree with one leaf replaced."""
     name, *rest = path
     inner = with_leaf(tree[name], tuple(rest), leaf) if rest else leaf
     if isinstance(tree, tuple):
@@ -99,13 +95,13 @@ class _Counts:
 
 
 def parameter_count(model: PipelineModel) -> int:
-    """The number of a model's parameters, a tied one counted once; only shapes are computed."""
+    """Counts a model's parameters from their shapes, tied ones once."""
     counts = _count(model)
     return counts.embed + model.num_layers * counts.layer + counts.head - counts.tied
 
 
 def stage_parameter_counts(model: PipelineModel, layers: Sequence[range]) -> list[int]:
-    """The number of parameters of each stage; a tied one counts on both stages that hold it."""
+    """Counts each stage's parameters; a tied one counts on both stages that hold it."""
     counts = _count(model)
     held = [len(part) * counts.layer for part in layers]
     held[0] += counts.embed
@@ -131,11 +127,11 @@ class ReadsWeights(PipelineModel, Protocol):
     def read_weights(self, path: str, layers: range, is_first: bool, is_last: bool) -> Params:
         """Returns a stage's parameters, float32, structured as `init_stage_params` returns them.
 
-        Only the stage's own should be loaded. Without layers, and neither first nor last, the call
-        asks whether the files are there and are this model's.
+        It should load nothing else. With no layers, and neither first nor last, it only checks that
+        the files are there and fit the model.
 
         Raises:
-          ValueError: they are not; what was got and what was expected.
+          ValueError: they do not; says what was got and what was expected.
         """
         ...
 
@@ -151,34 +147,33 @@ class WritesWeights(PipelineModel, Protocol):
 def read_stage_params(
     model: PipelineModel, path: str, layers: range, is_first: bool, is_last: bool
 ) -> Params:
-    """Returns what `init_stage_params` does with the values of files, on the default device.
+    """Reads a stage's parameters from files, as `init_stage_params` returns them.
 
     Raises:
-      UserError: the model reads no weights, or not these; in one line.
+      UserError: the model reads no weights, or not these files.
     """
     params = _read(model, path, layers, is_first, is_last)
     _check_structure(model, params, layers, is_first, is_last)
-    return jax.tree.map(jnp.array, params)  # copies: training overwrites them in place
+    return jax.tree.map(jnp.array, params)  # copies, because training donates them
 
 
 def check_weights(model: PipelineModel, path: str) -> None:
-    """Looks at the files without loading them: a mistake shows before processes are started.
+    """Checks the files without loading them, before any process starts.
 
     Raises:
-      UserError: the model reads no weights, or not these; in one line.
+      UserError: the model reads no weights, or not these files.
     """
     _read(model, path, range(0), is_first=False, is_last=False)
 
 
 def write_model(model: PipelineModel, folder: str, stages: Iterable[tuple[range, Params]]) -> None:
-    """Writes the weights of a whole model.
+    """Writes the weights of a whole model to a folder, which is made if needed.
 
     Args:
-      folder: where to; made if it does not exist.
-      stages: each stage's layers and parameters, those of chunks one by one, in any order.
+      stages: each virtual stage's layers and parameters, in any order.
 
     Raises:
-      UserError: the model writes no weights, or cannot write there; in one line.
+      UserError: the model writes no weights, or cannot write there.
     """
     if not _writes(model):
         raise UserError(_lacks(model, "write_weights"))
@@ -212,7 +207,7 @@ def _lacks(model: PipelineModel, function: str) -> str:
 def _check_structure(
     model: PipelineModel, params: Params, layers: range, is_first: bool, is_last: bool
 ) -> None:
-    """A model's own reader may be wrong; what it returned must fit the stage's programs."""
+    """Checks that what the model's own reader returned fits the stage's programs."""
     expected = jax.eval_shape(
         lambda key: init_stage_params(model, key, layers, is_first, is_last), jax.random.key(0)
     )

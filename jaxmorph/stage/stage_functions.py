@@ -1,7 +1,7 @@
 """One stage's F, B, W and BW as functions of flat tuples: embedding, a scan over layers, head.
 
-Whatever the number of layers, each function holds one layer's equations once. `trace_stage` finds
-the shapes of all that flows through them; nothing is compiled.
+Each function holds one layer's equations once, whatever the number of layers, so compile time does
+not grow with depth. `trace_stage` finds the shapes of all arguments and results without compiling.
 """
 
 import math
@@ -25,15 +25,10 @@ StashPolicy = Literal["full", "recompute"]
 
 @dataclass(frozen=True, eq=False)
 class StageFunctions:
-    """The pieces of one stage, and how they make up its ops.
+    """The split parts of one stage, and the ops that they make up.
 
-    Flat tuples hold the embedding's arrays first (on the first stage), then those of the layers,
-    stacked, then the head's (on the last stage).
-
-    Attributes:
-      embed: the embedding, on the first stage.
-      head: the head, on the last stage.
-      num_layers: how many layers the stage has.
+    A flat tuple holds the embedding's arrays (first stage only), then the layers' stacked ones,
+    then the head's (last stage only).
     """
 
     embed: SplitBackward | None
@@ -43,19 +38,19 @@ class StageFunctions:
 
     @property
     def pieces(self) -> dict[str, SplitBackward]:
-        """The stage's pieces under the names of their parameters, in the order of flat tuples."""
+        """The stage's parts by the names of their parameters, in the order of flat tuples."""
         pieces = {"embed": self.embed, "layers": self.layer, "head": self.head}
         return {name: piece for name, piece in pieces.items() if piece is not None}
 
     @property
     def passed_on(self) -> tuple[int, ...]:
-        """Positions of the stash's arrays that W needs too."""
+        """Positions in the stash of the arrays that W needs too."""
         starts = _starts([piece.num_stash for piece in self.pieces.values()])
         pairs = zip(starts, self.pieces.values(), strict=True)
         return tuple(start + i for start, piece in pairs for i in piece.passed_on)
 
     def prepare(self, params: Params) -> Arrays:
-        """Returns what is computed from the parameters once a step: (*prepared of each piece)."""
+        """Computes what depends on the parameters alone, once a step: (*prepared of each piece)."""
         prepared = []
         for name, piece in self.pieces.items():
             prepare = jax.vmap(piece.prepare) if name == "layers" else piece.prepare
@@ -63,7 +58,7 @@ class StageFunctions:
         return tuple(prepared)
 
     def weight_sources(self, params: Params) -> tuple[int, ...]:
-        """Returns where each weight is found in (*leaves of params, *prepared)."""
+        """Returns the position of each weight in (*leaves of params, *prepared)."""
         names = sorted(params)
         sizes = [len(jax.tree.leaves(params[name])) for name in names]
         leaf_start = dict(zip(names, _starts(sizes), strict=True))
@@ -97,7 +92,7 @@ class StageFunctions:
     def backward_input(
         self, weights: Arrays, stash: Arrays, gradient: jax.Array
     ) -> tuple[jax.Array | None, Arrays]:
-        """Returns (gradient of the stage's input, none on the first stage; B's new arrays)."""
+        """Returns (gradient of the stage's input, None on the first stage; B's new arrays)."""
         embed_weights, layer_weights, head_weights = self._weights(weights)
         embed_stash, layer_stash, head_stash = self._stash(stash)
         embed_new = head_new = ()
@@ -140,7 +135,7 @@ class StageFunctions:
     def backward(
         self, weights: Arrays, stash: Arrays, gradient: jax.Array, accumulators: Params
     ) -> tuple[jax.Array | None, Params]:
-        """Returns (gradient of the stage's input, none on the first stage; accumulators)."""
+        """Returns (gradient of the stage's input, None on the first stage; accumulators)."""
         embed_weights, layer_weights, head_weights = self._weights(weights)
         embed_stash, layer_stash, head_stash = self._stash(stash)
         sums = dict(accumulators)
@@ -174,7 +169,7 @@ class StageFunctions:
         return (a + b for a, b in zip(passed_on, new, strict=True))
 
     def _by_piece(self, flat: Arrays, size: Callable[[SplitBackward], int]) -> Iterator[Arrays]:
-        """Yields the embedding's, the layers' and the head's arrays; none for a missing piece."""
+        """Yields the embedding's, the layers' and the head's arrays; empty for a missing piece."""
         rest = iter(flat)
         for piece in (self.embed, self.layer, self.head):
             yield tuple(islice(rest, size(piece) if piece else 0))
@@ -187,14 +182,13 @@ def split_stage(
     activations: jax.ShapeDtypeStruct,
     stash: StashPolicy,
 ) -> StageFunctions:
-    """Returns the functions of the stage that has these parameters.
+    """Splits the stage that has these parameters.
 
     Args:
       params: the stage's, as shapes.
       tokens: int32 [microbatch, sequence]; targets have the same shape.
       activations: what `model.layer` takes and returns.
-      stash: "full" keeps what the backward needs; "recompute" keeps each layer's input alone, and
-        B computes the layer again. Embedding and head are never computed again.
+      stash: "recompute" applies to layers; embedding and head always keep what they need.
     """
     layer_params = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"]
@@ -220,7 +214,7 @@ def _add(sums: Params, gradients: Sequence[jax.Array]) -> Params:
 
 
 def _add_at(sums: Params, layer: jax.Array, gradients: Sequence[jax.Array]) -> Params:
-    """Adds one layer's gradients to the stacked sums, in place within a loop."""
+    """Adds one layer's gradients to the stacked sums; XLA updates them in place in the scan."""
     leaves, structure = jax.tree.flatten(sums)
     added = []
     for total, gradient in zip(leaves, gradients, strict=True):
@@ -234,7 +228,8 @@ class StashMemory:
     """The bytes that one live microbatch holds on one stage.
 
     Attributes:
-      after_backward_input_bytes: from B until W, with those arrays of the first that W needs too.
+      after_forward_bytes: from F until B.
+      after_backward_input_bytes: from B until W, including the arrays of the stash that W needs.
     """
 
     after_forward_bytes: int
@@ -242,21 +237,22 @@ class StashMemory:
 
 
 def total_bytes(arrays: Iterable[jax.Array | jax.ShapeDtypeStruct]) -> int:
-    """Returns the bytes of these arrays together."""
+    """Returns the bytes of all arrays together."""
     return sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
 
 
 @dataclass(frozen=True, eq=False)
 class TracedStage:
-    """What a stage computes, and on what; every shape is a `jax.ShapeDtypeStruct`.
+    """A stage's functions, and the shapes (`jax.ShapeDtypeStruct`) of what they take and return.
 
     Attributes:
-      functions: its F, B, W and BW.
-      weights: what stands in for them during a step.
-      prepared: those of the weights that aren't parameters themselves.
-      batch: what F reads of a microbatch: (tokens or activations, targets on the last stage).
-      stash: what F leaves for B.
-      weight_stash: what B leaves for W, with the arrays of the stash that W needs too.
+      weights: what the ops take in place of `params`.
+      prepared: the weights that aren't parameters themselves.
+      batch: (tokens or activations; targets, on the last stage).
+      stash: from F to B.
+      gradient: of the stage's output.
+      weight_stash: from B to W, including the arrays of the stash that W needs.
+      sums: the gradient accumulators.
     """
 
     functions: StageFunctions
@@ -271,7 +267,7 @@ class TracedStage:
 
     @property
     def memory(self) -> StashMemory:
-        """What one microbatch holds."""
+        """What one microbatch holds on the stage."""
         return StashMemory(total_bytes(self.stash), total_bytes(self.weight_stash))
 
 
@@ -285,13 +281,7 @@ def trace_stage(
     sequence_length: int,
     stash: StashPolicy = "full",
 ) -> TracedStage:
-    """Returns one stage's functions and shapes.
-
-    Args:
-      num_layers: how many of the model's layers the stage has.
-      is_last: whether the stage has the head.
-      stash: "full" keeps what the backward needs; "recompute" keeps each layer's input alone, and
-        B computes the layer again.
+    """Traces one stage; the arguments are those of `build_stage`.
 
     Raises:
       Exception: whatever the model raises when it is traced.

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from jaxmorph.checkpoints.folder import CheckpointFolder, PassedOver
+from jaxmorph.checkpoints.folder import CheckpointFolder, DamagedCheckpoint
 from jaxmorph.checkpoints.manifest import Manifest
-from jaxmorph.config import Config, load_config, placed_error
+from jaxmorph.config import Config, load_config, located_error
 from jaxmorph.data.tokens import DataDigest
 from jaxmorph.errors import UserError
 from jaxmorph.records import EventKind
@@ -35,7 +35,7 @@ class Resumption:
 
     config: Config
     manifest: Manifest
-    passed_over: tuple[PassedOver, ...] = ()
+    passed_over: tuple[DamagedCheckpoint, ...] = ()
 
     @property
     def is_done(self) -> bool:
@@ -56,7 +56,7 @@ class RunStart:
     config: Config
     first_step: int = 0
     directory: Path | None = None
-    passed_over: tuple[PassedOver, ...] = ()
+    passed_over: tuple[DamagedCheckpoint, ...] = ()
 
     @contextmanager
     def open_record(self, reporter: Reporter | None = None) -> Iterator[RunRecord]:
@@ -98,7 +98,7 @@ def checkpoint_folder(config: Config, directory: Path) -> CheckpointFolder:
 
 def last_whole(
     config: Config, directory: Path, *, thorough: bool = True
-) -> tuple[int | None, tuple[PassedOver, ...]]:
+) -> tuple[int | None, tuple[DamagedCheckpoint, ...]]:
     """The step count of a run's last whole checkpoint, if any, and the damaged ones after it."""
     return checkpoint_folder(config, directory).newest_whole(thorough=thorough)
 
@@ -192,7 +192,7 @@ def find_resumption(
     try:
         _require_agreement(config, was, manifest, config.run.steps)
     except UserError as error:
-        raise placed_error(directory / CONFIG, overrides, error) from error
+        raise located_error(directory / CONFIG, overrides, error) from error
     return Resumption(config, manifest, passed_over)
 
 
@@ -225,7 +225,7 @@ def _require_agreement(
         raise UserError(f"{key}: got {got}, expected {expected}")
 
 
-def _no_checkpoint(folder: CheckpointFolder, passed_over: Sequence[PassedOver]) -> UserError:
+def _no_checkpoint(folder: CheckpointFolder, passed_over: Sequence[DamagedCheckpoint]) -> UserError:
     if not passed_over:
         return UserError(
             f"--resume: got no checkpoint in {folder.path}, expected one: the run's section "
@@ -238,7 +238,7 @@ def _no_checkpoint(folder: CheckpointFolder, passed_over: Sequence[PassedOver]) 
 def set_aside(
     config: Config,
     directory: Path,
-    passed_over: Sequence[PassedOver],
+    passed_over: Sequence[DamagedCheckpoint],
     record: RunRecord,
     step: int,
 ) -> None:

@@ -26,7 +26,7 @@ from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepRunner
-from jaxmorph.stage.model import PipelineModel, taken_on_device
+from jaxmorph.stage.model import PipelineModel, device_choices
 from jaxmorph.stage.parameters import parameter_count
 from jaxmorph.training.adaptation import Adaptation, open_control_loop
 from jaxmorph.training.callbacks import Recording, SaveTimes, Saving, SkippedSteps, Skipping
@@ -111,7 +111,7 @@ def load_run(
         restarts: How often the run was restarted; emulated cuts end with a restart.
     """
     sizes = config.batch.microbatch_size, config.data.sequence_length
-    taken = taken_on_device(model, *sizes)
+    taken = device_choices(model, *sizes)
     if checkpoints is not None:
         checkpoints.require_shared(rendezvous)
     kept = None if checkpoints is None else checkpoints.cut

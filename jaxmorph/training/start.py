@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxmorph.config import Config, load_config, placing_errors
+from jaxmorph.config import Config, load_config, locating_errors
 from jaxmorph.errors import RunFailedError, RunStoppedError, UserError
 from jaxmorph.messages import RunMessage, parse_run_message
 from jaxmorph.report import Reporter
@@ -68,7 +68,7 @@ def start_training(path: Path, overrides: Sequence[str], launch: str = "auto") -
             of a job; "auto" decides by the cluster's environment variables.
     """
     config = with_absolute_folder(load_config(path, overrides))
-    with placing_errors(path, overrides):
+    with locating_errors(path, overrides):
         check_run(config)  # report mistakes before anything is written or started
         require_no_checkpoints(config)
         try_named_folder(config)
@@ -94,7 +94,7 @@ def resume_training(directory: Path, overrides: Sequence[str], launch: str = "au
             return ""
         done = f"{directory} has done its {found.config.run.steps} steps"
         return f"{done}: nothing is left to do (run.steps=N continues to step N)"
-    with placing_errors(directory / CONFIG, overrides):
+    with locating_errors(directory / CONFIG, overrides):
         parts = check_run(without_weights(found.config))
         check_vocabulary(found.manifest, parts.vocab_size)
         check_data(found.manifest, found.config, parts.data)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 __all__ = ["DEVICE_OPTIONS", "PRESETS", "build"]
 
 DEVICE_OPTIONS = ("attention",)
-"""Options that say how to compute on a device, and nothing of which model it is."""
+"""Options that choose how to compute on a device and do not change the model."""
 
 
 def build(
@@ -25,15 +25,14 @@ def build(
 
     Args:
       preset: a name in `PRESETS`.
-      sequence_length: learned positions; the longest sequence.
+      sequence_length: the number of learned positions.
       vocab_size: of the tokenizer.
       compute_dtype: "float32" or "bfloat16".
-      **overrides: sizes that differ from the preset's: width, num_layers, num_heads, tied;
-        and attention: "auto", "xla" or "cudnn".
+      **overrides: width, num_layers, num_heads and tied, in place of the preset's; and attention:
+        "auto", "xla" or "cudnn".
 
     Raises:
-      ValueError: an unknown preset or override, or sizes that do not fit each other; the message
-        names what was got and what was expected.
+      ValueError: an unknown preset or override, or sizes that do not fit each other.
     """
     sizes = preset_config(
         preset,
@@ -42,7 +41,7 @@ def build(
         compute_dtype=compute_dtype,
         **overrides,
     )
-    # The sizes are useful without JAX, whose import takes a second.
+    # Imported here so that the sizes are available without JAX, whose import takes a second.
     from .stages import GPT2
 
     return GPT2(sizes)

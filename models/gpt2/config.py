@@ -20,14 +20,12 @@ class GPT2Config:
     """The sizes of one GPT-2.
 
     Attributes:
-      vocab_size: how many tokens there are.
-      sequence_length: how many positions are learned: the longest sequence.
+      sequence_length: the number of learned positions, the longest sequence.
       width: of the residual stream; a multiple of `num_heads`.
       num_layers: blocks of attention and MLP.
-      num_heads: attention heads in each block.
       tied: whether the token embedding is also the output projection.
       compute_dtype: of activations and matrix products; parameters are always float32.
-      attention: what computes it: "xla"; "cudnn"; or "auto", cuDNN where it can be had.
+      attention: "xla", "cudnn", or "auto": cuDNN if the device has it.
     """
 
     vocab_size: int
@@ -47,7 +45,7 @@ class GPT2Config:
         check_attention(self.attention, self.compute_dtype)
 
     def attention_sizes(self, microbatch_size: int, sequence_length: int) -> AttentionSizes:
-        """Returns what decides how attention can be computed."""
+        """Returns the sizes that decide which implementations can compute attention."""
         return AttentionSizes(
             microbatch_size,
             sequence_length,
@@ -72,14 +70,14 @@ PRESETS: Mapping[str, Mapping[str, int]] = {
     "60B": {"width": 11264, "num_layers": 38, "num_heads": 88},
     "140B": {"width": 12288, "num_layers": 78, "num_heads": 96},
 }
-"""Demo sizes; the four sizes of GPT-2; the paper's five, with heads of 128.
+"""Three sizes for demos, GPT-2's four, and the PipeMorph paper's five, with heads of 128.
 
-The vocabulary is not part of a preset: it is the tokenizer's, and it is not padded. (GPT-2's own is
-50,257, with which 124M has exactly 124,439,808 parameters at 1,024 positions.)
+The vocabulary is the tokenizer's, and is not padded. (With GPT-2's own of 50,257 and 1,024
+positions, 124M has exactly 124,439,808 parameters.)
 """
 
 OVERRIDES = ("width", "num_layers", "num_heads", "tied", "attention")
-"""What a run may set differently from its preset."""
+"""What a run may set in place of its preset's value."""
 
 
 def preset_config(
@@ -90,7 +88,7 @@ def preset_config(
     compute_dtype: str = "float32",
     **overrides: Any,
 ) -> GPT2Config:
-    """Returns the sizes of a preset, with these overrides.
+    """Returns the sizes of a preset with overrides.
 
     Raises:
       ValueError: an unknown preset or override, or sizes that do not fit each other.

@@ -1,8 +1,8 @@
-"""GPT-2's weights under the names and in the layouts of Hugging Face, both ways.
+"""Reads and writes GPT-2's weights in Hugging Face's format.
 
-Matrices are [inputs, outputs] there as here (its Conv1D), and queries, keys and values are one
-matrix in this order; so every tensor is one of our leaves as it stands. Names may begin with
-`transformer.`, as in files of the whole model, or not, as in those of the model without its head.
+Every tensor is one of our leaves, unchanged: Hugging Face's matrices are [inputs, outputs] too (its
+Conv1D), and queries, keys and values are one matrix in this order. Names begin with `transformer.`
+in files of the whole model, and do not in those of a model without its head.
 """
 
 import re
@@ -19,7 +19,7 @@ Tree = dict[str, Any]
 
 
 class _Leaf(NamedTuple):
-    """A leaf of ours: its path, its name in the files, and its axes."""
+    """A parameter: its path in our tree, its name in the files, and its axes."""
 
     path: tuple[str, ...]
     name: str
@@ -50,32 +50,27 @@ _OUTPUT = _Leaf(("token",), "lm_head.weight", ("vocab_size", "width"))
 
 _PREFIX = "transformer."
 _MASKS = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias")  # constants in older files
-_GELU = ("gelu_new", "gelu_pytorch_tanh")  # the same approximation
+_GELU = ("gelu_new", "gelu_pytorch_tanh")  # two names of the same approximation
 
 
 def read_weights(
     config: GPT2Config, path: str, layers: range, is_first: bool, is_last: bool
 ) -> Tree:
-    """Returns one stage's parameters; no other tensor is loaded.
+    """Returns one stage's parameters, and loads no other tensor.
 
-    All names and shapes in the files are checked, whatever the stage. Learned positions beyond the
-    model's sequence length are left out. A model that is not tied starts from tied weights with a
-    copy of the embedding in its head.
+    Names and shapes of all tensors are checked, whatever the stage; with no layers, and neither
+    first nor last, nothing else happens. Positions beyond the model's sequence length are dropped.
+    An untied model that reads tied weights starts with a copy of the embedding in its head.
 
     Args:
-      config: the model's sizes.
       path: a .safetensors file, an index of several, or a folder with either.
-      layers: the stage's layers; without any, the files are only checked.
-      is_first: whether the stage embeds.
-      is_last: whether the stage has the head.
 
     Returns:
       {"embed": (first stage), "layers": leaves stacked over the stage's layers, "head": (last
       stage)}, float32 numpy arrays.
 
     Raises:
-      ValueError: the files cannot be read, or are not those of this model; the message names what
-        was got and what was expected.
+      ValueError: the files cannot be read, or are not those of this model.
     """
     stored = StoredTensors.open(path)
     prefix = _prefix(stored)
@@ -92,11 +87,9 @@ def read_weights(
 
 
 def write_weights(config: GPT2Config, folder: str, stages: Iterable[tuple[range, Tree]]) -> None:
-    """Writes model.safetensors, float32, and the config.json with which `transformers` loads it.
+    """Writes model.safetensors, float32, and the config.json that `transformers` needs to load it.
 
     Args:
-      config: the model's sizes.
-      folder: where to; made if it does not exist.
       stages: each stage's layers and parameters, as `read_weights` returns them; in any order.
 
     Raises:
@@ -116,7 +109,7 @@ def write_weights(config: GPT2Config, folder: str, stages: Iterable[tuple[range,
 
 
 def _expected(prefix: str, config: GPT2Config) -> dict[str, _Leaf]:
-    """Every name that the files must have, but for the head's own matrix."""
+    """Every name that the files must have; an untied head's matrix comes on top."""
     layers = {
         _in_layer(prefix, layer, leaf): leaf
         for layer in range(config.num_layers)
@@ -174,7 +167,7 @@ def _check_shape(stored: StoredTensors, name: str, leaf: _Leaf, config: GPT2Conf
 
 
 def _settings(config: GPT2Config) -> dict[str, Any]:
-    """What config.json says of a model of ours."""
+    """The config.json of a model of ours."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -198,7 +191,7 @@ def _settings(config: GPT2Config) -> dict[str, Any]:
 
 
 def _check_settings(stored: StoredTensors, config: GPT2Config) -> None:
-    """Refuses what changes the computation and shows in no tensor's shape."""
+    """Refuses settings that change the computation but no tensor's shape."""
     own = _settings(config)
     for name in (
         "model_type",
@@ -228,7 +221,7 @@ def _read_layers(
 
 
 def _read_output(stored: StoredTensors, prefix: str, config: GPT2Config) -> np.ndarray:
-    """The head's matrix: its own, or that of the embedding."""
+    """The head's matrix: its own, or the embedding's."""
     if _OUTPUT.name not in stored.files:
         return stored.read(prefix + _TOKEN.name)
     own = stored.read(_OUTPUT.name)
@@ -241,7 +234,7 @@ def _read_output(stored: StoredTensors, prefix: str, config: GPT2Config) -> np.n
 
 
 def _named(config: GPT2Config, layers: range, params: Tree) -> Iterable[tuple[str, Any]]:
-    """Yields a stage's leaves with their names; a tied head's copy has none."""
+    """Yields a stage's leaves by their names in the files, without a tied head's copy."""
     for leaf in _LAYER:
         for row, layer in enumerate(layers):
             yield _in_layer(_PREFIX, layer, leaf), _at(params["layers"], leaf)[row]

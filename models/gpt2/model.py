@@ -2,7 +2,8 @@
 
 Shape suffixes: B microbatch, T sequence, W width, H heads, K width of a head, V vocabulary.
 Parameters are float32. Activations and matrix products are in the configuration's compute dtype;
-normalisation, the softmax and the loss are in float32.
+normalisation, the softmax and the loss are in float32. Parts are separate modules, not one model:
+a pipeline stage runs some of the blocks, and the first and last stage the ends.
 """
 
 import math
@@ -63,7 +64,7 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns [..., outputs] of [..., inputs]."""
         product = x @ self.kernel[...].astype(self._dtype)
-        # Added in float32, so that the bias's gradient is summed in float32 as well.
+        # Added in float32 so that the bias's gradient is summed in float32 too.
         return (product.astype(jnp.float32) + self.bias[...]).astype(self._dtype)
 
 
@@ -74,14 +75,14 @@ class Attention(nnx.Module):
         self.qkv = Linear(config.width, 3 * config.width, _INIT_SCALE, config, rngs)
         self.out = Linear(config.width, config.width, _residual_scale(config), config, rngs)
         self._num_heads = config.num_heads
-        self._by = config.attention
+        self._implementation = config.attention
 
     def __call__(self, x_BTW: jax.Array) -> jax.Array:
         """Returns [B, T, W]."""
         B, T, W = x_BTW.shape
         qkv_BTSHK = self.qkv(x_BTW).reshape(B, T, 3, self._num_heads, W // self._num_heads)
         q_BHTK, k_BHTK, v_BHTK = (qkv_BTSHK[:, :, i].swapaxes(1, 2) for i in range(3))
-        context_BHTK = causal_attention(q_BHTK, k_BHTK, v_BHTK, self._by)
+        context_BHTK = causal_attention(q_BHTK, k_BHTK, v_BHTK, self._implementation)
         return self.out(context_BHTK.swapaxes(1, 2).reshape(B, T, W))
 
 
@@ -117,10 +118,11 @@ class Head(nnx.Module):
         return logits_BTV.astype(jnp.float32)
 
     def __call__(self, x_BTW: jax.Array, targets_BT: jax.Array) -> jax.Array:
-        """Returns the sum of the tokens' losses; targets below 0 are left out."""
+        """Returns the sum of the tokens' losses, without those of targets below 0."""
         return summed_loss(self.logits(x_BTW), targets_BT)
 
 
 def _residual_scale(config: GPT2Config) -> float:
-    # Every block adds to the residual stream twice; so their sum starts as large as one of them.
+    # As in GPT-2: each block adds to the residual stream twice, so the stream's variance at the
+    # start does not grow with depth.
     return _INIT_SCALE / math.sqrt(2 * config.num_layers)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 __all__ = ["DEVICE_OPTIONS", "PRESETS", "build"]
 
 DEVICE_OPTIONS = ("attention",)
-"""Options that say how to compute on a device, and nothing of which model it is."""
+"""Options that choose how to compute on a device and do not change the model."""
 
 
 def build(
@@ -25,19 +25,17 @@ def build(
 
     Args:
       preset: a name in `PRESETS`.
-      sequence_length: of the data. The model is the same for any: positions are rotations.
+      sequence_length: not used, because positions are rotations.
       vocab_size: of the tokenizer.
       compute_dtype: "float32" or "bfloat16".
-      **overrides: sizes that differ from the preset's: width, num_layers, num_heads,
-        num_key_value_heads, hidden_width, rotary_base, tied; and attention: "auto", "xla" or
-        "cudnn".
+      **overrides: width, num_layers, num_heads, num_key_value_heads, hidden_width, rotary_base and
+        tied, in place of the preset's; and attention: "auto", "xla" or "cudnn".
 
     Raises:
-      ValueError: an unknown preset or override, or sizes that do not fit each other; the message
-        names what was got and what was expected.
+      ValueError: an unknown preset or override, or sizes that do not fit each other.
     """
     sizes = preset_config(preset, vocab_size=vocab_size, compute_dtype=compute_dtype, **overrides)
-    # The sizes are useful without JAX, whose import takes a second.
+    # Imported here so that the sizes are available without JAX, whose import takes a second.
     from .stages import Llama
 
     return Llama(sizes)

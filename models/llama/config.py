@@ -30,16 +30,15 @@ class LlamaConfig:
     """The sizes of one Llama.
 
     Attributes:
-      vocab_size: how many tokens there are.
-      width: of the residual stream; an even number of times `num_heads`.
+      width: of the residual stream; an even multiple of `num_heads`.
       num_layers: blocks of attention and MLP.
       num_heads: heads of queries in each block; a multiple of `num_key_value_heads`.
       num_key_value_heads: heads of keys and values, each shared by a group of query heads.
       hidden_width: of the MLP.
-      rotary_base: position t turns the first pair of a head by t, the last by almost t / base.
+      rotary_base: position t rotates the first pair of a head by t, the last by almost t / base.
       tied: whether the token embedding is also the output projection.
       compute_dtype: of activations and matrix products; parameters are always float32.
-      attention: what computes it: "xla"; "cudnn"; or "auto", cuDNN where it can be had.
+      attention: "xla", "cudnn", or "auto": cuDNN if the device has it.
     """
 
     vocab_size: int
@@ -73,7 +72,7 @@ class LlamaConfig:
         return self.width // self.num_heads
 
     def attention_sizes(self, microbatch_size: int, sequence_length: int) -> AttentionSizes:
-        """Returns what decides how attention can be computed."""
+        """Returns the sizes that decide which implementations can compute attention."""
         return AttentionSizes(
             microbatch_size,
             sequence_length,
@@ -85,7 +84,7 @@ class LlamaConfig:
 
     @property
     def key_value_width(self) -> int:
-        """The width of all keys, and of all values, of one position."""
+        """The width of all keys of one position, and of all values."""
         return self.num_key_value_heads * self.head_width
 
 
@@ -111,10 +110,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "13B": _sizes(5120, 40, 40, 40, 13824),
     "70B": _sizes(8192, 80, 64, 8, 28672),
 }
-"""Demo sizes; TinyLlama's 1.1B; Llama 2's 7B, 13B and 70B; Llama 3's 8B.
+"""Three sizes for demos, TinyLlama's 1.1B, Llama 2's 7B, 13B and 70B, and Llama 3's 8B.
 
-The vocabulary is not part of a preset: it is the tokenizer's, and it is not padded. (Llama 2's and
-TinyLlama's is 32,000, Llama 3's 128,256.)
+The vocabulary is the tokenizer's, and is not padded. (Llama 2 and TinyLlama have 32,000 tokens,
+Llama 3 128,256.)
 """
 
 OVERRIDES = (
@@ -127,13 +126,13 @@ OVERRIDES = (
     "tied",
     "attention",
 )
-"""What a run may set differently from its preset."""
+"""What a run may set in place of its preset's value."""
 
 
 def preset_config(
     preset: str, *, vocab_size: int, compute_dtype: str = "float32", **overrides: Any
 ) -> LlamaConfig:
-    """Returns the sizes of a preset, with these overrides.
+    """Returns the sizes of a preset with overrides.
 
     Raises:
       ValueError: an unknown preset or override, or sizes that do not fit each other.

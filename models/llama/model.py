@@ -48,7 +48,7 @@ class RMSNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """A matrix product in the compute dtype."""
+    """A matrix product in the compute dtype, without a bias."""
 
     def __init__(
         self, inputs: int, outputs: int, scale: float, config: LlamaConfig, rngs: nnx.Rngs
@@ -58,7 +58,7 @@ class Linear(nnx.Module):
         self._dtype = jnp.dtype(config.compute_dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns [..., outputs] of [..., inputs]."""
+        """Maps [..., inputs] to [..., outputs]."""
         return x @ self.kernel[...].astype(self._dtype)
 
 
@@ -94,7 +94,7 @@ class Block(nnx.Module):
         self.attention_norm = RMSNorm(width)
         self.attention = Attention(config, rngs)
         self.mlp_norm = RMSNorm(width)
-        # One product for the gate and what it gates, in this order.
+        # One product for the gate and the gated values, in this order.
         self.expand = Linear(width, 2 * hidden, _INIT_SCALE, config, rngs)
         self.contract = Linear(hidden, width, _residual_scale(config), config, rngs)
 
@@ -119,7 +119,7 @@ class Head(nnx.Module):
         return logits_BTV.astype(jnp.float32)
 
     def __call__(self, x_BTW: jax.Array, targets_BT: jax.Array) -> jax.Array:
-        """Returns the sum of the tokens' losses; targets below 0 are left out."""
+        """Returns the sum of the tokens' losses, without those of targets below 0."""
         return summed_loss(self.logits(x_BTW), targets_BT)
 
 
@@ -129,23 +129,21 @@ def _heads(x_BTU: jax.Array, head_width: int) -> jax.Array:
 
 
 def _residual_scale(config: LlamaConfig) -> float:
-    # Every block adds to the residual stream twice; so their sum starts as large as one of them.
+    # As in GPT-2: each block adds to the residual stream twice, so the stream's variance at the
+    # start does not grow with depth.
     return _INIT_SCALE / math.sqrt(2 * config.num_layers)
 
 
 def rotate(x_BNTK: jax.Array, base: float) -> jax.Array:
-    """Returns heads turned by their positions, 0 to T - 1.
+    """Rotates heads by their positions, 0 to T - 1, in float32; keeps shape and dtype.
 
-    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", section 3.2. A pair
-    is number i of the head's first half with number i of its second half, as in the published
-    Llamas' weights for Hugging Face.
+    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", section 3.2. Pair i
+    is element i of the head's first half with element i of its second half, as in Hugging Face's
+    Llama weights.
 
     Args:
       x_BNTK: [batch, heads, sequence, head width], of an even width.
-      base: pair i of P pairs turns by position / base ** (i / P).
-
-    Returns:
-      The same shape and dtype; computed in float32.
+      base: pair i of P pairs turns by position / base ** (i / P) radians.
     """
     half = x_BNTK.shape[-1] // 2
     inverse_periods_P = 1.0 / base ** (jnp.arange(half, dtype=jnp.float32) / half)

@@ -1,4 +1,4 @@
-"""How a Llama is cut for a pipeline."""
+"""Llama as pure functions that a pipeline can cut."""
 
 from ..in_pieces import ModelInPieces
 from .config import LlamaConfig
@@ -6,11 +6,7 @@ from .model import Block, Embedding, Head
 
 
 class Llama(ModelInPieces):
-    """Llama as pure functions of plain parameter dictionaries.
-
-    Attributes:
-      config: the sizes.
-    """
+    """Llama as pure functions of dictionaries of parameters."""
 
     config: LlamaConfig
 

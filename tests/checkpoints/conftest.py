@@ -1,4 +1,4 @@
-"""Lets these tests import what several of them share: the modules beside them."""
+"""Lets these tests import the modules beside them that several of them share."""
 
 import sys
 from pathlib import Path

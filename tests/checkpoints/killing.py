@@ -1,6 +1,6 @@
 """Kills processes that save, at random moments: `killing.py FOLDER KILLS`, without JAX.
 
-Prints, as JSON, how often a checkpoint was being written, or removed, at that moment.
+Prints as JSON how often a checkpoint was being written, or removed, at that moment.
 """
 
 import json
@@ -12,43 +12,43 @@ import sys
 import time
 from pathlib import Path
 
-from saving_life import require_whole, save
+from saving import require_whole, save
 
 from jaxmorph.checkpoints.folder import CheckpointFolder
 
 NUM_BYTES = 30_000
-_SAVES = 2  # so many, at most, before a process is killed
+_MAX_SAVES = 2  # before a process is killed
 _LIMIT_S = 20.0
 
 
-def live(path, first, told):
-    """Save until killed; tell of each checkpoint once it is there."""
+def save_until_killed(path, first, pipe):
+    """Saves one checkpoint after another, and writes the step of each to the pipe."""
     folder = CheckpointFolder(path)
     folder.clean()
-    os.write(told, b"0 ")
+    os.write(pipe, b"0 ")
     step = first
     while True:
         save(folder, step, NUM_BYTES)
-        os.write(told, f"{step} ".encode())
+        os.write(pipe, f"{step} ".encode())
         step += 1
 
 
 def kill_once(path, first, wait_s):
-    """The last step that a process told of before it was killed."""
-    told, tells = os.pipe()
+    """The last step that a process reported before it was killed."""
+    reading, writing = os.pipe()
     process = os.fork()
     if process == 0:
         try:
-            live(path, first, tells)
+            save_until_killed(path, first, writing)
         finally:
             os._exit(1)
-    os.close(tells)
-    assert select.select([told], [], [], _LIMIT_S)[0]  # it has begun
+    os.close(writing)
+    assert select.select([reading], [], [], _LIMIT_S)[0]  # it has begun
     time.sleep(wait_s)
     os.kill(process, signal.SIGKILL)
     _, status = os.waitpid(process, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
-    with os.fdopen(told, "rb") as pipe:
+    with os.fdopen(reading, "rb") as pipe:
         return max(map(int, pipe.read().split()))
 
 
@@ -57,15 +57,15 @@ def main():
     moments, newest = random.Random(0), 0
     began_s = time.monotonic()
     save(CheckpointFolder(path / "timed"), 1, NUM_BYTES)
-    longest_s = _SAVES * (time.monotonic() - began_s)
+    longest_s = _MAX_SAVES * (time.monotonic() - began_s)
     path /= "killed"
     path.mkdir()
     seen = {"unfinished": 0, "removed": 0}
     for _ in range(kills):
-        last_told = kill_once(path, newest + 1, moments.uniform(0, longest_s))
+        last_reported = kill_once(path, newest + 1, moments.uniform(0, longest_s))
         names = [each.suffix[1:] for each in path.iterdir()]
         seen = {kind: count + (kind in names) for kind, count in seen.items()}
-        newest = require_whole(path, last_told or newest, NUM_BYTES)
+        newest = require_whole(path, last_reported or newest, NUM_BYTES)
     print(json.dumps({"newest": newest, **seen}))
 
 

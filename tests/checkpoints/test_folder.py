@@ -1,4 +1,4 @@
-"""A checkpoint is whole or it is none, whatever was written, killed or removed."""
+"""A checkpoint is whole or does not exist, whatever is written, killed or removed."""
 
 import json
 from dataclasses import replace
@@ -43,7 +43,7 @@ def test_no_folder_has_no_checkpoints(tmp_path):
     assert folder.steps() == folder.commit_written(9) == ()
 
 
-def test_what_is_being_written_is_no_checkpoint_until_it_is_committed(tmp_path):
+def test_nothing_is_a_checkpoint_before_its_commit(tmp_path):
     folder = CheckpointFolder(tmp_path)
     write_parts(folder, 7)
     assert folder.steps() == ()
@@ -53,7 +53,7 @@ def test_what_is_being_written_is_no_checkpoint_until_it_is_committed(tmp_path):
     assert (stage_path(folder.finished(7), 1) / "array").read_text() == "7"
 
 
-def test_what_all_ranks_had_written_when_they_were_ended_becomes_a_checkpoint(tmp_path):
+def test_parts_written_by_all_ranks_are_committed_later(tmp_path):
     folder = CheckpointFolder(tmp_path)
     for step in (7, 8):
         folder.begin(manifest(step))
@@ -85,7 +85,7 @@ def cut_short(path):
         ("../step_7", lambda path: (path / "of_another").mkdir(parents=True)),
     ],
 )
-def test_what_was_not_all_written_stays_no_checkpoint(tmp_path, name, harm):
+def test_a_partly_written_checkpoint_is_never_committed(tmp_path, name, harm):
     folder = CheckpointFolder(tmp_path)
     folder.begin(manifest(7))
     write_parts(folder, 7)
@@ -102,16 +102,16 @@ def test_a_checkpoint_with_a_part_missing_is_refused(tmp_path):
     assert folder.steps() == ()
 
 
-def test_the_manifest_reads_back_and_says_where_data_and_randomness_go_on(tmp_path):
+def test_the_manifest_reads_back_with_position_and_seed(tmp_path):
     folder = CheckpointFolder(tmp_path)
     commit(folder, 7)
     read = folder.manifest(7)
     assert replace(read, parts=None) == manifest(7)
     assert read.parts is not None
     assert len(read.parts) == 2
-    told = json.loads((folder.finished(7) / "manifest.json").read_text())
-    assert (told["step"], told["data_position"], told["random_seed"]) == (7, 7, 7)
-    assert told["layers"] == [[0, 1], [1, 3]]
+    content = json.loads((folder.finished(7) / "manifest.json").read_text())
+    assert (content["step"], content["data_position"], content["random_seed"]) == (7, 7, 7)
+    assert content["layers"] == [[0, 1], [1, 3]]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_the_manifest_reads_back_and_says_where_data_and_randomness_go_on(tmp_pa
         ('{"format": 99}', "got format 99, expected at most 2"),
     ],
 )
-def test_another_manifest_is_one_line(tmp_path, text, says):
+def test_a_wrong_manifest_is_one_line(tmp_path, text, says):
     folder = CheckpointFolder(tmp_path)
     commit(folder, 7)
     (folder.finished(7) / "manifest.json").write_text(text)
@@ -134,7 +134,7 @@ def test_another_manifest_is_one_line(tmp_path, text, says):
     assert "\n" not in str(error.value)
 
 
-def test_the_oldest_go_and_steps_are_numbers_not_words(tmp_path):
+def test_pruning_orders_steps_as_numbers(tmp_path):
     folder = CheckpointFolder(tmp_path)
     commit(folder, 2, 10, 9)
     folder.prune(2)
@@ -142,7 +142,7 @@ def test_the_oldest_go_and_steps_are_numbers_not_words(tmp_path):
     assert names(folder) == ["step_10", "step_9"]
 
 
-def test_what_was_left_half_done_is_cleaned_and_nothing_else(tmp_path):
+def test_only_unfinished_and_removed_folders_are_cleaned(tmp_path):
     folder = CheckpointFolder(tmp_path)
     commit(folder, 7)
     write_parts(folder, 14)
@@ -152,7 +152,7 @@ def test_what_was_left_half_done_is_cleaned_and_nothing_else(tmp_path):
     assert names(folder) == ["step_7", "step_notes"]
 
 
-def test_one_that_cannot_be_removed_is_named_and_keeps_no_other(tmp_path):
+def test_a_checkpoint_that_cannot_be_removed_is_named(tmp_path):
     folder = CheckpointFolder(tmp_path)
     commit(folder, 1, 2, 3)
     (tmp_path / "step_1.removed").mkdir()
@@ -163,9 +163,7 @@ def test_one_that_cannot_be_removed_is_named_and_keeps_no_other(tmp_path):
     assert folder.steps() == (1, 3)
 
 
-def test_a_file_system_that_cannot_sync_a_folder_has_the_checkpoint_all_the_same(
-    tmp_path, monkeypatch
-):
+def test_a_folder_that_cannot_be_synced_is_no_failure(tmp_path, monkeypatch):
     def refuse(folder):
         raise OSError("Invalid argument")
 
@@ -176,9 +174,9 @@ def test_a_file_system_that_cannot_sync_a_folder_has_the_checkpoint_all_the_same
     assert folder.steps() == (7,)
 
 
-def test_a_checkpoint_half_removed_is_none(tmp_path, monkeypatch):
+def test_a_half_removed_checkpoint_is_none(tmp_path, monkeypatch):
     folder = CheckpointFolder(tmp_path)
     commit(folder, 1, 2)
-    monkeypatch.setattr("shutil.rmtree", lambda path: None)  # killed right there
+    monkeypatch.setattr("shutil.rmtree", lambda path: None)  # as if killed there
     folder.prune(1)
     assert folder.steps() == (2,)

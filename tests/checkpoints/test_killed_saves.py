@@ -1,4 +1,4 @@
-"""Whatever moment a process that saves is killed at, the last good checkpoint is there."""
+"""The last good checkpoint survives, at whatever moment a process that saves is killed."""
 
 import io
 import json
@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from saving_life import require_whole, save
+from saving import require_whole, save
 
 from jaxmorph.checkpoints.folder import CheckpointFolder
 
@@ -19,11 +19,11 @@ STEPS = 3
 
 
 class Killed(BaseException):
-    """The process is no more: nothing may handle this, and nothing happens after it."""
+    """The simulated process is dead; no code may catch this."""
 
 
 class Process:
-    """Dies at its n-th file operation, before it; what it does after that doesn't happen."""
+    """Patches file operations so that the process dies before its n-th one, and does no other."""
 
     def __init__(self, patch):
         self.operations, self.dies_at = 0, None
@@ -49,42 +49,42 @@ class Process:
         return perform
 
     def _lose(self, file):
-        """What had not been settled may have come to the disk in part."""
+        """Cuts a file short that was not synced: only some of it may have reached the disk."""
         descriptor = file if isinstance(file, int) else file.fileno()
         found = os.fstat(descriptor)
         if stat.S_ISREG(found.st_mode):
-            with suppress(OSError):  # opened to be read, by which nothing is lost
+            with suppress(OSError):  # opened for reading, so there is nothing to lose
                 os.ftruncate(descriptor, found.st_size // 2)
 
 
-def live(folder, committed, last=STEPS):
+def save_steps(folder, committed, last=STEPS):
     folder.clean()
     for step in range(committed[-1] + 1, last + 1):
         save(folder, step, keep=1)
         committed.append(step)
 
 
-def test_at_every_file_operation_the_last_good_one_stays(tmp_path, monkeypatch):
+def test_death_at_any_file_operation_keeps_the_last_checkpoint(tmp_path, monkeypatch):
     process, deaths = Process(monkeypatch), 0
     while True:
         path = tmp_path / str(deaths)
         committed = [0]
         process.begin(dies_at=deaths + 1)
         try:
-            live(CheckpointFolder(path), committed)
+            save_steps(CheckpointFolder(path), committed)
         except Killed:
             process.begin(dies_at=None)
         else:
             break
         newest = require_whole(path, committed[-1])
-        live(CheckpointFolder(path), [newest], newest + 1)  # the next process goes on from there
+        save_steps(CheckpointFolder(path), [newest], newest + 1)  # the next process continues
         assert [each.name for each in path.iterdir()] == [f"step_{newest + 1}"]
         deaths += 1
     process.begin(dies_at=None)
     assert deaths > STEPS * 20, deaths
 
 
-def test_fifty_killed_processes_leave_the_last_good_one_each(tmp_path):
+def test_fifty_killed_processes_keep_the_last_checkpoint(tmp_path):
     done = subprocess.run(
         [sys.executable, str(HERE / "killing.py"), str(tmp_path), str(KILLS)],
         capture_output=True,
@@ -94,5 +94,5 @@ def test_fifty_killed_processes_leave_the_last_good_one_each(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
-    assert seen["unfinished"] > KILLS / 5  # they were at it
+    assert seen["unfinished"] > KILLS / 5  # many were killed while they wrote
     assert seen["newest"] > 0

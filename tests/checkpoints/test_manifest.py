@@ -1,4 +1,4 @@
-"""No byte of a checkpoint changes, and no file goes, without being found out and named."""
+"""Any changed byte and any missing file of a checkpoint is found and named."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ LAYERS = (range(1), range(1, 3))
 
 
 def save(folder, step):
-    """A checkpoint of two parts, each of some files in folders."""
+    """Saves a checkpoint of two parts, each with files in folders."""
     unfinished = folder.unfinished(step)
     for number in range(len(LAYERS)):
         inner = stage_path(unfinished, number) / "inner"
@@ -52,7 +52,7 @@ def files(path):
 
 
 def damaged(path, content):
-    """What is found while a file has another content; None: while it isn't there."""
+    """The damage found, by content and by length, while a file has another content, or none."""
     was = path.read_bytes()
     try:
         path.unlink()
@@ -69,19 +69,19 @@ def test_a_checkpoint_as_it_was_made_is_whole():
 
 
 @given(st.data())
-def test_any_other_bit_in_any_file_is_found(data):
+def test_any_flipped_bit_in_any_file_is_found(data):
     path = data.draw(st.sampled_from([each for each in files(checkpoint()) if each.stat().st_size]))
     was = path.read_bytes()
     at = data.draw(st.integers(0, len(was) - 1))
     flipped = was[at] ^ (1 << data.draw(st.integers(0, 7)))
     found, _ = damaged(path, was[:at] + bytes([flipped]) + was[at + 1 :])
     assert found is not None
-    # A manifest that isn't what was sealed is told of by its seal.
+    # The seal reports a manifest that has changed.
     assert found.file.name in (path.name, "manifest.seal")
 
 
 @given(st.data())
-def test_a_file_that_is_cut_short_or_gone_is_found_without_reading_the_others(data):
+def test_a_short_or_missing_file_is_found_by_lengths(data):
     path = data.draw(st.sampled_from(files(checkpoint())))
     was = path.read_bytes()
     length = data.draw(st.one_of(st.none(), st.integers(0, max(0, len(was) - 1))))
@@ -92,7 +92,7 @@ def test_a_file_that_is_cut_short_or_gone_is_found_without_reading_the_others(da
         assert found.file.name in (path.name, "manifest.seal")
 
 
-def test_what_was_got_and_expected_is_told():
+def test_damage_names_what_was_got_and_expected():
     path = stage_path(checkpoint(), 1) / "metadata"
     assert path.read_bytes() == b"7 1"
     found, _ = damaged(path, b"7 2")
@@ -105,7 +105,7 @@ def test_what_was_got_and_expected_is_told():
     assert str(found).startswith(f"{path}: got No such file or directory, expected 3 bytes of CRC")
 
 
-def test_every_file_that_orbax_writes_is_watched(tmp_path):
+def test_a_change_in_any_file_of_orbax_is_found(tmp_path):
     folder, layers = CheckpointFolder(tmp_path), (range(1),)
     part = stage_path(folder.unfinished(1), 0)
     folder.unfinished(1).mkdir()
@@ -122,20 +122,20 @@ def test_every_file_that_orbax_writes_is_watched(tmp_path):
     assert damage_of(folder.finished(1), thorough=True) is None
 
 
-def test_the_newest_whole_one_is_found_and_those_after_it_are_told(tmp_path):
+def test_the_newest_whole_checkpoint_is_found(tmp_path):
     folder = CheckpointFolder(tmp_path)
     for step in (7, 14, 21):
         save(folder, step)
     assert folder.newest_whole() == (21, ())
     (stage_path(folder.finished(21), 0) / "metadata").unlink()
     (folder.finished(14) / "manifest.json").unlink()
-    step, passed_over = folder.newest_whole()
+    step, found = folder.newest_whole()
     assert step == 7
-    assert [each.step for each in passed_over] == [21, 14]
-    assert [each.damage.file.name for each in passed_over] == ["metadata", "manifest.json"]
+    assert [each.step for each in found] == [21, 14]
+    assert [each.damage.file.name for each in found] == ["metadata", "manifest.json"]
 
 
-def test_one_that_is_set_aside_is_neither_read_nor_counted_nor_in_the_way(tmp_path):
+def test_a_checkpoint_set_aside_is_not_counted(tmp_path):
     folder = CheckpointFolder(tmp_path)
     save(folder, 7)
     save(folder, 14)
@@ -149,7 +149,7 @@ def test_one_that_is_set_aside_is_neither_read_nor_counted_nor_in_the_way(tmp_pa
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_one_that_lacks_a_file_does_not_count_among_those_that_are_kept(tmp_path):
+def test_a_checkpoint_that_lacks_a_file_is_not_counted(tmp_path):
     folder = CheckpointFolder(tmp_path)
     for step in (1, 2, 3, 4):
         save(folder, step)
@@ -160,14 +160,14 @@ def test_one_that_lacks_a_file_does_not_count_among_those_that_are_kept(tmp_path
 
 
 def rewrite(folder, step, change):
-    """Another manifest, sealed as ever."""
+    """Changes the manifest, and its seal with it."""
     path = folder.finished(step) / "manifest.json"
-    told = json.dumps(json.loads(path.read_bytes()) | change).encode()
-    path.write_bytes(told)
-    (path.parent / "manifest.seal").write_bytes(seal_of(told))
+    content = json.dumps(json.loads(path.read_bytes()) | change).encode()
+    path.write_bytes(content)
+    (path.parent / "manifest.seal").write_bytes(seal_of(content))
 
 
-def test_another_versions_checkpoint_is_not_taken_for_a_damaged_one(tmp_path):
+def test_another_versions_checkpoint_is_not_damaged(tmp_path):
     folder = CheckpointFolder(tmp_path)
     save(folder, 7)
     rewrite(folder, 7, {"format": 99})
@@ -175,7 +175,7 @@ def test_another_versions_checkpoint_is_not_taken_for_a_damaged_one(tmp_path):
         folder.newest_whole()
 
 
-def test_a_checkpoint_of_a_run_with_reordered_steps_is_read(tmp_path):
+def test_a_checkpoint_with_intra_step_auto_is_read(tmp_path):
     folder = CheckpointFolder(tmp_path)
     save(folder, 7)
     config = folder.manifest(7).to_json()["config"]
@@ -184,15 +184,15 @@ def test_a_checkpoint_of_a_run_with_reordered_steps_is_read(tmp_path):
     assert folder.manifest(7).config == Config()
 
 
-def test_a_checkpoint_from_before_there_were_checksums_is_whole_if_its_parts_are_there(tmp_path):
+def test_a_checkpoint_without_checksums_is_whole_with_all_parts(tmp_path):
     folder = CheckpointFolder(tmp_path)
     save(folder, 7)
     path = folder.finished(7) / "manifest.json"
-    told = json.loads(path.read_bytes())
-    path.write_text(json.dumps({**told, "format": 1, "parts": None}))
+    content = json.loads(path.read_bytes())
+    path.write_text(json.dumps({**content, "format": 1, "parts": None}))
     (folder.finished(7) / "manifest.seal").unlink()
     assert folder.newest_whole() == (7, ())
     assert folder.manifest(7).parts is None
     shutil.rmtree(stage_path(folder.finished(7), 1))
-    ((_, passed_over),) = [folder.newest_whole()]
-    assert f"{passed_over[0].damage}".endswith("got nothing, expected a part of the checkpoint")
+    _, found = folder.newest_whole()
+    assert f"{found[0].damage}".endswith("got nothing, expected a part of the checkpoint")

@@ -1,4 +1,4 @@
-"""Whatever the cut that a state was saved by, every other cut gets the model's own layers of it."""
+"""A state saved with any cut can be restored with any other one, to the bit."""
 
 from itertools import accumulate, pairwise
 from typing import Any
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmorph.checkpoints.recut import joined, read_part, rows_to_read, shares
-from jaxmorph.checkpoints.tree_files import Names, TreeFiles, leaves_of, nested
+from jaxmorph.checkpoints.tree_files import KeyPath, TreeFiles, leaves_of, nested
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.optimizer import OptimizerSettings, StageOptimizer, adamw
 from jaxmorph.runtime.stage_state import from_parts, stage_parts
@@ -25,7 +25,7 @@ def cut(*counts):
 
 
 def tree(layers, num_layers, name):
-    """One tree as a virtual stage has it; every number says of which tree and layer it is."""
+    """A virtual stage's tree, whose numbers show the tree and the layer that they are of."""
     stacked = np.array([[name * 100 + layer] * 3 for layer in layers], np.float32)
     own: dict[str, Any] = {"layers": {"mlp": {"kernel": stacked, "layers": stacked[:, :1] + 0.5}}}
     if layers.start == 0:
@@ -42,7 +42,7 @@ def part(layers, num_layers):
 
 
 def recut(saved, wanted):
-    """What `read_part` does, of parts in memory; and which leaves it reads of which of them."""
+    """Does what `read_part` does with parts in memory; returns the part and the rows read."""
     parts, stacked, read = [], set(), {}
     num_layers = saved[-1].stop
     for share in shares(saved, wanted):
@@ -50,8 +50,8 @@ def recut(saved, wanted):
         ends = {"embed": wanted.start == 0, "head": wanted.stop == num_layers}
         rows = rows_to_read(stored, share.rows, **ends)
         read[share.stage] = rows
-        parts.append({names: stored[names][which] for names, which in rows.items()})
-        stacked |= {names for names, which in rows.items() if which is not ...}
+        parts.append({key: stored[key][which] for key, which in rows.items()})
+        stacked |= {key for key, which in rows.items() if which is not ...}
     return nested(joined(parts, stacked)), read
 
 
@@ -74,7 +74,7 @@ def two_cuts(draw):
 
 
 @given(two_cuts())
-def test_any_cut_becomes_any_other_and_no_other_rows_are_asked_for(cuts):
+def test_any_cut_becomes_any_other_from_its_rows_alone(cuts):
     saved, wanted = (cut(*counts) for counts in cuts)
     num_layers = saved[-1].stop
     for layers in wanted:
@@ -87,17 +87,17 @@ def test_any_cut_becomes_any_other_and_no_other_rows_are_asked_for(cuts):
             assert set(saved[stage][kernel]) == set(saved[stage]) & set(layers)
 
 
-def test_an_embedding_is_read_for_the_first_stage_alone_and_a_head_for_the_last():
+def test_only_end_stages_read_embedding_and_head():
     _, read = recut(cut(4), range(1, 3))
-    assert {names for names in read[0] if {"embed", "head"} & set(names)} == set()
+    assert {key for key in read[0] if {"embed", "head"} & set(key)} == set()
     _, read = recut(cut(4), range(2))
     assert ("optimizer", "0", "mu", "embed", "token") in read[0]
     assert ("optimizer", "0", "mu", "head", "output", "token") not in read[0]
 
 
-def test_what_no_parameter_has_is_the_same_on_all_stages_or_cannot_be_joined():
+def test_parts_with_different_step_counts_are_refused():
     count = ("optimizer", "0", "count")
-    parts: list[dict[Names, np.ndarray]] = [{count: np.array(number)} for number in (7, 8)]
+    parts: list[dict[KeyPath, np.ndarray]] = [{count: np.array(number)} for number in (7, 8)]
     with pytest.raises(UserError, match=r"^the state's optimizer/0/count: got 7, 8 on different"):
         joined(parts, set())
 
@@ -120,12 +120,12 @@ class Model:
 
 def params_of(layers):
     key = jax.random.key(3)
-    model: Any = Model()  # what computes isn't needed
+    model: Any = Model()  # without the functions that compute
     return init_stage_params(model, key, layers, layers.start == 0, layers.stop == 4)
 
 
 def forms_of(layers):
-    """What a virtual stage expects to be restored: structures, shapes and types."""
+    """The structures, shapes and types that a virtual stage restores."""
     params = (jax.eval_shape(lambda: params_of(layers)),)
     return params, jax.eval_shape(adamw(SETTINGS).init, params)
 
@@ -147,7 +147,7 @@ def write(files, folder, parts):
 
 
 def test_four_stages_become_two_one_and_four_again_to_the_bit(tmp_path):
-    """By Orbax's files, and by what the optimizer makes of each part."""
+    """Through Orbax's files and the optimizer's state."""
     files, begun, was = TreeFiles(), trained(), {}
     cuts = [(4,), (1, 1, 1, 1), (2, 2), (4,), (1, 1, 1, 1), (3, 1)]
     write(files, tmp_path / "0", begun)

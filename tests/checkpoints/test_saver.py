@@ -1,4 +1,4 @@
-"""All ranks' parts or none, beside training: several ranks' savers in one process."""
+"""A checkpoint has all ranks' parts or does not exist: several ranks' savers in one process."""
 
 import errno
 import resource
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmorph.checkpoints.checksums import write_settled
+from jaxmorph.checkpoints.checksums import write_synced
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.manifest import Manifest, new_rank_file, stage_path
 from jaxmorph.checkpoints.saver import CheckpointError, CheckpointSaver, require_shared
@@ -36,22 +36,22 @@ CONFIG = {
 
 
 class Meeting(SoleRank):
-    """A rank among several; their messages are passed on by hand."""
+    """A rank among several; the test passes their messages on."""
 
     def __init__(self, rank, num_ranks):
         self.rank, self.num_ranks = rank, num_ranks
 
 
 class Disk:
-    """Writes when it is let, or fails; and says when it is asked to."""
+    """Writes once it is free, or fails; `called` says that a write has begun."""
 
     def __init__(self):
-        self.free, self.asked = threading.Event(), threading.Event()
+        self.free, self.called = threading.Event(), threading.Event()
         self.error: OSError | None = None
         self.elsewhere = False
 
     def write(self, path, tree):
-        self.asked.set()
+        self.called.set()
         assert self.free.wait(LIMIT_S)
         if self.error:
             raise self.error
@@ -60,8 +60,8 @@ class Disk:
             np.save(path / "array.npy", tree["array"])
 
 
-class Untold(Future):
-    """What says when it is waited for."""
+class Unsent(Future):
+    """Records that are not sent yet; `awaited` says that something waits for them."""
 
     def __init__(self):
         super().__init__()
@@ -72,10 +72,10 @@ class Untold(Future):
         return super().result(timeout)
 
 
-def all_told():
-    told = Future()
-    told.set_result(None)
-    return told
+def all_sent():
+    sent = Future()
+    sent.set_result(None)
+    return sent
 
 
 class Ranks:
@@ -85,14 +85,14 @@ class Ranks:
         self.folder = CheckpointFolder(path)
         self.disks = [Disk(), Disk()]
         self.events = []
-        self.told = all_told()
+        self.sent = all_sent()
         layers = (range(1), range(1, 2))
         describe = partial(Manifest, layers=layers, vocab_size=9, tied=(), config=Config())
         self.savers = [
             CheckpointSaver(
                 self.folder, Meeting(rank, 2), describe=describe, own_stages=[rank],
                 write=disk.write, keep=keep, emit=lambda *event: self.events.append(event),
-                sent_so_far=lambda: self.told,
+                sent_so_far=lambda: self.sent,
             )
             for rank, disk in enumerate(self.disks)
         ]  # fmt: skip
@@ -102,18 +102,18 @@ class Ranks:
             saver.save(step, [{"array": jnp.full(3, 10.0 * step + rank)}])
 
     def meet(self):
-        """A step's meeting; what the ranks said of their saves."""
+        """Holds a step's meeting; returns the phases that the ranks reported."""
         reports = [saver.report() for saver in self.savers]
         for saver in self.savers:
             saver.advance(reports)
         return [report.phase for report in reports]
 
     def meet_until(self, done):
-        """Meetings until one of them said so."""
+        """Meets until the ranks report these phases."""
         deadline = threading.Timer(LIMIT_S, self.close)
         deadline.start()
-        while (said := self.meet()) != done:
-            assert deadline.is_alive(), said
+        while (phases := self.meet()) != done:
+            assert deadline.is_alive(), phases
         deadline.cancel()
 
     def free(self, *ranks):
@@ -143,10 +143,10 @@ def test_there_is_no_checkpoint_before_every_rank_has_written(ranks):
     assert ranks.events == []
 
 
-def test_what_all_had_written_before_they_agreed_can_be_made_a_checkpoint_later(ranks):
+def test_a_save_written_by_all_can_be_committed_later(ranks):
     ranks.save(7)
     ranks.free(0, 1)
-    for rank, saver in enumerate(ranks.savers):  # their threads end, and they never meet again
+    for rank, saver in enumerate(ranks.savers):  # their threads end, and they never agree
         saver.__exit__(None)
         assert saver.report().phase == "written", rank
     assert ranks.folder.steps() == ()
@@ -154,7 +154,7 @@ def test_what_all_had_written_before_they_agreed_can_be_made_a_checkpoint_later(
     assert ranks.folder.newest_whole() == (7, ())
 
 
-def test_once_all_have_written_rank_0_commits_and_all_forget_it(ranks):
+def test_rank_0_commits_once_all_have_written(ranks):
     ranks.save(7)
     ranks.free(0, 1)
     ranks.meet_until(["committed", "written"])
@@ -168,22 +168,22 @@ def test_once_all_have_written_rank_0_commits_and_all_forget_it(ranks):
     assert "step_7: 24 bytes" in detail
 
 
-def test_there_is_no_checkpoint_before_its_steps_have_been_told(ranks):
-    ranks.told = Untold()
+def test_there_is_no_checkpoint_before_its_records_are_sent(ranks):
+    ranks.sent = Unsent()
     ranks.save(7)
     ranks.free(0, 1)
     ranks.meet_until(["written", "written"])
-    assert ranks.told.awaited.wait(LIMIT_S)
+    assert ranks.sent.awaited.wait(LIMIT_S)
     assert ranks.meet() == ["written", "written"]
     assert ranks.folder.steps() == ()
-    ranks.told.set_result(None)
+    ranks.sent.set_result(None)
     ranks.meet_until(["committed", "written"])
     assert ranks.folder.steps() == (7,)
 
 
-def _untold(ranks):
-    ranks.told = Future()
-    ranks.told.set_exception(OSError("Broken pipe"))
+def _unsent(ranks):
+    ranks.sent = Future()
+    ranks.sent.set_exception(OSError("Broken pipe"))
 
 
 def _elsewhere(ranks):
@@ -193,11 +193,11 @@ def _elsewhere(ranks):
 @pytest.mark.parametrize(
     ("harm", "says"),
     [
-        (_untold, "rank 0: Broken pipe"),
+        (_unsent, "rank 0: Broken pipe"),
         (_elsewhere, "virtual_stage_1 isn't here: do all ranks share this folder?"),
     ],
 )
-def test_without_its_steps_or_a_part_there_is_no_checkpoint(ranks, harm, says):
+def test_missing_records_or_parts_fail_the_save(ranks, harm, says):
     harm(ranks)
     ranks.save(7)
     ranks.free(0, 1)
@@ -209,11 +209,11 @@ def test_without_its_steps_or_a_part_there_is_no_checkpoint(ranks, harm, says):
     assert ranks.folder.steps() == ()
 
 
-def test_a_part_that_fails_leaves_none_and_the_next_one_succeeds(ranks):
+def test_a_failed_part_leaves_nothing_behind(ranks):
     ranks.disks[1].error = OSError("No space left on device")
     ranks.save(7)
     ranks.free(1)
-    ranks.meet_until(["writing", "failed"])  # the other part may still be on its way
+    ranks.meet_until(["writing", "failed"])  # the other rank may still be writing
     ranks.free(0)
     ranks.meet_until(["written", "failed"])
     assert ranks.meet() == ["idle", "idle"]
@@ -226,7 +226,7 @@ def test_a_part_that_fails_leaves_none_and_the_next_one_succeeds(ranks):
     assert [path.name for path in ranks.folder.path.iterdir()] == ["step_14"]
 
 
-def test_the_oldest_are_removed_only_after_the_new_one_is_there(tmp_path):
+def test_old_checkpoints_go_after_the_new_one_exists(tmp_path):
     ranks = Ranks(tmp_path, keep=1)
     ranks.free(0, 1)
     ranks.save(7)
@@ -244,10 +244,10 @@ def test_the_oldest_are_removed_only_after_the_new_one_is_there(tmp_path):
 
 def alone(path, write, events=None):
     describe = partial(Manifest, layers=(range(2),), vocab_size=9, tied=(), config=Config())
-    told = events if events is not None else []
+    emitted = events if events is not None else []
     return CheckpointSaver(
         CheckpointFolder(path), SoleRank(), describe=describe, own_stages=[0],
-        write=write, keep=2, emit=lambda *event: told.append(event), sent_so_far=all_told,
+        write=write, keep=2, emit=lambda *event: emitted.append(event), sent_so_far=all_sent,
     )  # fmt: skip
 
 
@@ -257,7 +257,7 @@ def test_training_may_donate_the_arrays_at_once(tmp_path):
     add = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
     with alone(tmp_path, disk.write) as saver:
         saver.save(7, [state])
-        assert disk.asked.wait(LIMIT_S)
+        assert disk.called.wait(LIMIT_S)
         for _ in range(3):
             state = add(state)
         jax.block_until_ready(state)
@@ -281,7 +281,7 @@ def test_the_next_save_waits_for_the_one_before(tmp_path):
 
 @contextmanager
 def files_of_at_most(num_bytes):
-    """The kernel refuses to write more to a file, as it does where a disk is full."""
+    """Has the kernel refuse to write more to a file, as it does on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -290,12 +290,12 @@ def files_of_at_most(num_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_what_the_disk_refuses_is_told_its_space_comes_back_and_the_next_one_is_saved(tmp_path):
+def test_a_full_disk_fails_one_save_and_frees_its_space(tmp_path):
     events, part = [], {"params": {"array": jax.random.normal(jax.random.key(0), (1 << 20,))}}
     with alone(tmp_path, TreeFiles().write, events) as saver:
         with files_of_at_most(1 << 20):
             saver.save(1, [part])
-            while not events:  # a step's meetings
+            while not events:  # the meetings of the steps
                 saver.advance([saver.report()])
         ((step, kind, detail),) = events
         assert (step, kind) == (0, "checkpoint_failed")
@@ -307,14 +307,14 @@ def test_what_the_disk_refuses_is_told_its_space_comes_back_and_the_next_one_is_
 
 
 @pytest.mark.parametrize("written", ["virtual_stage_0.files", "manifest.json", "manifest.seal"])
-def test_a_disk_that_is_full_after_the_parts_is_told_as_well(tmp_path, monkeypatch, written):
+def test_a_disk_full_after_the_parts_fails_the_save(tmp_path, monkeypatch, written):
     def write(path, content):
         if path.name == written:
             path.write_bytes(content[:5])
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        write_settled(path, content)
+        write_synced(path, content)
 
-    monkeypatch.setattr("jaxmorph.checkpoints.folder.write_settled", write)
+    monkeypatch.setattr("jaxmorph.checkpoints.folder.write_synced", write)
     disk, events = Disk(), []
     disk.free.set()
     with alone(tmp_path, disk.write, events) as saver:
@@ -339,7 +339,7 @@ def test_only_a_failed_last_save_is_a_failure_of_the_run(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
 
 
-def test_a_checkpoint_that_cannot_be_removed_is_told_and_the_run_goes_on(tmp_path):
+def test_a_checkpoint_that_cannot_be_removed_is_an_event(tmp_path):
     disk, events = Disk(), []
     disk.free.set()
     (tmp_path / "step_1.removed").mkdir()
@@ -348,39 +348,40 @@ def test_a_checkpoint_that_cannot_be_removed_is_told_and_the_run_goes_on(tmp_pat
         for step in (1, 2, 3, 4):
             saver.save(step, [{"array": jnp.zeros(1)}])
         assert saver.finish() == ""
-    told = [(step, detail) for step, kind, detail in events if kind == "checkpoint_not_removed"]
-    assert [step for step, _ in told] == [2, 3]
-    assert "step_1.removed" in told[0][1]
+    found = [(step, detail) for step, kind, detail in events if kind == "checkpoint_not_removed"]
+    assert [step for step, _ in found] == [2, 3]
+    assert "step_1.removed" in found[0][1]
     assert CheckpointFolder(tmp_path).steps() == (1, 3, 4)
 
 
 class Thread(SoleRank):
-    """A rank among several, each a thread that meets the others."""
+    """A rank among several, each of them a thread."""
 
-    def __init__(self, rank, said, barrier):
-        self.rank, self.num_ranks, self._said, self._barrier = rank, len(said), said, barrier
+    def __init__(self, rank, messages, barrier):
+        self.rank, self.num_ranks = rank, len(messages)
+        self._messages, self._barrier = messages, barrier
 
     def exchange(self, message, detail=None):
-        self._said[self.rank] = message
+        self._messages[self.rank] = message
         self._barrier.wait(LIMIT_S)
-        everything = list(self._said)
+        everything = list(self._messages)
         self._barrier.wait(LIMIT_S)
         return everything
 
 
 def outcomes(*folders):
-    """What each rank, with its own folder, says."""
-    said, barrier = [{} for _ in folders], threading.Barrier(len(folders))
+    """Each rank's error, or an empty text; each has a folder of its own."""
+    messages, barrier = [{} for _ in folders], threading.Barrier(len(folders))
 
-    def ask(rank):
+    def check(rank):
         try:
-            require_shared(folders[rank], Thread(rank, said, barrier))
+            require_shared(folders[rank], Thread(rank, messages, barrier))
         except UserError as error:
             return str(error)
         return ""
 
     with ThreadPoolExecutor(len(folders)) as threads:
-        return list(threads.map(ask, range(len(folders))))
+        return list(threads.map(check, range(len(folders))))
 
 
 def test_a_shared_folder_is_left_as_it_was(tmp_path):
@@ -388,7 +389,7 @@ def test_a_shared_folder_is_left_as_it_was(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_of_one_ranks_own_is_told_by_all(tmp_path):
+def test_a_folder_not_shared_is_an_error_on_all_ranks(tmp_path):
     (tmp_path / "own").mkdir()
     one, other, third = outcomes(tmp_path, tmp_path / "own", tmp_path)
     for line, folder in ((one, tmp_path), (other, tmp_path / "own"), (third, tmp_path)):
@@ -399,14 +400,14 @@ def test_a_folder_of_one_ranks_own_is_told_by_all(tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["own"]
 
 
-def test_a_folder_that_one_rank_cannot_write_to_is_told_by_all(tmp_path):
+def test_an_unwritable_folder_is_an_error_on_all_ranks(tmp_path):
     one, other = outcomes(tmp_path, tmp_path / "none")
     assert one.startswith(f"checkpoint.dir: {tmp_path}: rank 1 cannot write there: No such file")
     assert "rank 1 cannot write there: No such file" in other
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_rank_leaves_that_is_killed_goes_with_the_next_start(tmp_path):
+def test_files_of_killed_ranks_are_cleaned(tmp_path):
     for rank in (0, 1):
         new_rank_file(tmp_path, rank).touch()
     (tmp_path / ".rank_0_of_mine").touch()
@@ -414,19 +415,19 @@ def test_what_a_rank_leaves_that_is_killed_goes_with_the_next_start(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [".rank_0_of_mine"]
 
 
-def test_a_run_fails_once_its_last_save_is_told_to_have_failed(tmp_path, monkeypatch):
+def test_a_run_fails_after_its_last_save_fails(tmp_path, monkeypatch):
     def write(files, path, tree):
         path.mkdir()
         raise OSError("No space left on device")
 
     monkeypatch.setattr(TreeFiles, "write", write)
-    # Other tests' garbage stays.
+    # Freezing the garbage of other tests would keep it alive.
     monkeypatch.setattr("jaxmorph.training.train.settle_garbage", lambda: None)
     (tmp_path / "checkpoints").mkdir()
-    told = []
+    messages = []
     with pytest.raises(CheckpointError, match="rank 0: No space left on device"):
-        train(check_config(CONFIG), SoleRank(), told.append, tmp_path)
-    assert [each.record.step for each in told if isinstance(each, StepDone)] == [0]
-    kinds = [each.event.kind for each in told if isinstance(each, EventEmitted)]
+        train(check_config(CONFIG), SoleRank(), messages.append, tmp_path)
+    assert [each.record.step for each in messages if isinstance(each, StepDone)] == [0]
+    kinds = [each.event.kind for each in messages if isinstance(each, EventEmitted)]
     assert EventKind.CHECKPOINT_FAILED in kinds
     assert [*(tmp_path / "checkpoints").iterdir()] == []

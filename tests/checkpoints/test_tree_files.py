@@ -1,4 +1,4 @@
-"""Orbax's files hold what was written, to the bit."""
+"""Trees of arrays read back from Orbax's files to the bit."""
 
 import shutil
 
@@ -36,7 +36,7 @@ def same_bits(got, expected):
     )
 
 
-def test_a_tree_reads_back_to_the_bit_whatever_its_leaves(written):
+def test_a_tree_reads_back_to_the_bit(written):
     path, tree = written
     read = TreeFiles().read(path)
     assert read.keys() == tree.keys()
@@ -55,15 +55,15 @@ def test_a_branch_can_be_read_alone(written):
 
 
 @pytest.mark.parametrize("at_once_bytes", [1, 30, 1 << 30])
-def test_rows_of_leaves_are_read_and_nothing_else(written, monkeypatch, at_once_bytes):
+def test_only_the_requested_rows_are_read(written, monkeypatch, at_once_bytes):
     monkeypatch.setattr(tree_files, "_AT_ONCE_BYTES", at_once_bytes)
     path, tree = written
     table, moment = ("params", "embed", "token"), ("optimizer", "0", "mu", "token")
-    assert {table, moment} < set(TreeFiles().names(path))
+    assert {table, moment} < set(TreeFiles().key_paths(path))
     read = TreeFiles().read_rows(path, {table: slice(1, 3), moment: ..., COUNT: ...})
     assert read.keys() == {table, moment, COUNT}
     assert same_bits(read[table], tree["params"]["embed"]["token"][1:3])
-    assert read[table].base is None  # the rest of it is gone
+    assert read[table].base is None  # the other rows are freed
     assert same_bits(read[moment], tree["optimizer"]["0"]["mu"]["token"])
     assert same_bits(read[COUNT], tree["optimizer"]["0"]["count"])
 

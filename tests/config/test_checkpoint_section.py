@@ -19,7 +19,7 @@ def test_a_script_of_any_length_is_saved_at_an_interval_alone(every_steps, due):
     assert [step for step in range(1, 21) if section.is_due(step, None)] == due
 
 
-def test_where_nothing_is_saved_no_minutes_are_and_nobody_waits_for_a_save():
+def test_a_run_that_never_saves_refuses_minutes():
     with pytest.raises(
         UserError, match=r"checkpoint.every_minutes: got 5.0, expected null, as che"
     ):
@@ -27,7 +27,7 @@ def test_where_nothing_is_saved_no_minutes_are_and_nobody_waits_for_a_save():
     assert Checkpoint(every_steps=0).stop_within_s is None
 
 
-def test_a_run_that_is_asked_to_end_has_so_long():
+def test_sigterm_allows_time_for_a_save():
     assert Checkpoint().stop_within_s == 120.0
     assert Checkpoint(sigterm_deadline_s=30).stop_within_s == 30.0
     assert Checkpoint(on_sigterm=False).stop_within_s is None
@@ -36,7 +36,7 @@ def test_a_run_that_is_asked_to_end_has_so_long():
 SAVES = {"checkpoint": {"every_steps": 5}}
 
 
-def test_each_wait_is_twice_the_one_before_up_to_the_longest():
+def test_backoff_doubles_up_to_the_longest():
     policy = RestartPolicy(backoff_s=1.5, longest_backoff_s=10.0)
     assert [policy.wait_s(attempt) for attempt in (1, 2, 3, 4, 10**9)] == [1.5, 3, 6, 10, 10]
 
@@ -51,7 +51,7 @@ def test_each_wait_is_twice_the_one_before_up_to_the_longest():
         ({"restart_policy": {"from_start": True}}, True),
     ],
 )
-def test_a_run_may_restart_if_there_will_be_something_to_go_on_from(sections, may):
+def test_a_run_may_restart_if_it_will_have_a_checkpoint(sections, may):
     assert check_config(sections).may_restart is may
 
 
@@ -77,7 +77,7 @@ def test_a_mistake_is_named(policy, line):
     assert line in str(raised.value)
 
 
-def compared(*systems, steps=20, **sections):
+def comparison(*systems, steps=20, **sections):
     compare = {"systems": systems, "conditions": [{"name": "healthy"}], "steps": steps}
     return check_config({"compare": compare} | sections)
 
@@ -114,17 +114,17 @@ POLICY = "restart_policy"
         ),
     ],
 )
-def test_systems_that_could_not_restart_or_be_told_apart_are_refused(systems, sections, line):
+def test_comparisons_that_cannot_restart_or_differ_are_refused(systems, sections, line):
     with pytest.raises(UserError) as raised:
-        compared(*systems, **sections)
+        comparison(*systems, **sections)
     assert str(raised.value).startswith(f"config: {line}")
     assert "\n" not in str(raised.value)
 
 
-def test_systems_that_can_are_not():
-    compared("restart", "restart-cold", checkpoint={"every_steps": 5})
-    compared("restart", checkpoint={"every_minutes": 0.5})
-    compared("restart", restart_policy={"from_start": True})
-    kept = {"compilation_cache": False}
-    compared("restart-cold", checkpoint={"every_steps": 5}, restart_policy=kept)
-    compared("1f1b", restart_policy={"max_restarts": 0, "compilation_cache": False})
+def test_comparisons_that_can_restart_are_accepted():
+    comparison("restart", "restart-cold", checkpoint={"every_steps": 5})
+    comparison("restart", checkpoint={"every_minutes": 0.5})
+    comparison("restart", restart_policy={"from_start": True})
+    no_cache = {"compilation_cache": False}
+    comparison("restart-cold", checkpoint={"every_steps": 5}, restart_policy=no_cache)
+    comparison("1f1b", restart_policy={"max_restarts": 0, "compilation_cache": False})

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmorph.config import Config, dump_config, load_config, placed_error
+from jaxmorph.config import Config, dump_config, load_config, located_error
 from jaxmorph.errors import UserError
 from jaxmorph.records import Link
 
@@ -88,7 +88,7 @@ def test_an_override_replaces_a_value_a_list_or_a_section():
     assert (config.run.steps, config.optimizer.warmup_steps) == (5, 0)
 
 
-def test_links_may_be_named_in_the_file_and_overridden_one_by_one():
+def test_links_can_be_overridden_one_by_one():
     config = load(
         TEN_LINES,
         *LINKS,
@@ -139,7 +139,7 @@ WRONG_VALUES = Path(__file__).with_name("wrong_values.txt").read_text().splitlin
 
 
 @pytest.mark.parametrize("line", WRONG_VALUES)
-def test_a_wrong_value_is_told_in_one_line(line):
+def test_a_wrong_value_is_one_line(line):
     text, says = line.split(" => ")
     assert error(text) == f"x.yaml: {says}"
 
@@ -166,11 +166,11 @@ FILE_ERRORS = {
 
 
 @pytest.mark.parametrize("text", FILE_ERRORS)
-def test_a_file_that_is_no_config_is_told_in_one_line(text):
+def test_a_file_that_is_no_config_is_one_line(text):
     assert error(text) == f"x.yaml: {FILE_ERRORS[text]}"
 
 
-def test_a_missing_file_and_a_folder_are_told_in_one_line():
+def test_a_missing_file_and_a_folder_are_one_line():
     Path("folder").mkdir()
     for path, says in {"nope.yaml": "no such file", "folder": "got a folder"}.items():
         with pytest.raises(UserError, match=f"^{path}: {says}, expected a YAML file$"):
@@ -200,7 +200,7 @@ OVERRIDE_ERRORS = {
 def test_a_wrong_override_names_itself(override):
     assert error("run: {}", override) == f"{override} (command line): {OVERRIDE_ERRORS[override]}"
 
-    says = "got 'a b', expected a whole number of at least 1"  # and a line break stays on one line
+    says = "got 'a b', expected a whole number of at least 1"  # a line break becomes a space
     assert error("run: {}", "run.steps=a\n b") == f"run.steps=a  b (command line): {says}"
     in_file = error("run: {steps: 0}", "run.seed=3", "batch.microbatches=2")
     assert in_file == "x.yaml: run.steps: got 0, expected a whole number of at least 1"
@@ -227,4 +227,4 @@ def test_a_wrong_override_names_itself(override):
     ],
 )
 def test_an_error_found_later_names_the_file_or_the_override(overrides, later, says):
-    assert str(placed_error("a.yaml", overrides, UserError(later))) == says
+    assert str(located_error("a.yaml", overrides, UserError(later))) == says

@@ -23,7 +23,7 @@ def test_chunks_that_can_be_configured_can_be_sent():
         Transport(chunk_bytes=MAX_CHUNK_BYTES + 1)
 
 
-def test_one_number_is_spread_over_the_stages_and_a_list_is_kept():
+def test_per_stage_repeats_a_number_and_keeps_a_list():
     assert per_stage(2.5, 3) == (2.5, 2.5, 2.5)
     assert per_stage((1.0, 2.0), 2) == (1.0, 2.0)
     with pytest.raises(ValueError, match="got 2 numbers, expected one for each of 3"):
@@ -50,7 +50,7 @@ def run(schedule="adaptive", stages=4, **adaptation):
     return check_config({**sections, "adaptation": adaptation})
 
 
-def test_a_run_does_not_adapt_unless_it_is_told_to_and_has_links():
+def test_a_run_adapts_only_if_enabled_and_with_links():
     assert not run().adapts
     assert run(enabled=True).adapts
     assert not run(enabled=True, stages=1).adapts
@@ -79,11 +79,6 @@ def test_order_inside_a_step_can_only_be_off():
         )
 
 
-def test_nothing_is_offloaded_unless_the_configuration_says_so():
-    assert not Config().offload.enabled
-    assert check_config({"offload": {"enabled": True}}).offload.enabled
-
-
 @pytest.mark.parametrize(
     ("section", "says"),
     [
@@ -103,12 +98,12 @@ def test_nothing_is_offloaded_unless_the_configuration_says_so():
         ({"emulation": {"host_copy_gbps": 0}}, "got 0, expected a number above 0"),
     ],
 )
-def test_values_that_mean_nothing_are_refused(section, says):
+def test_values_out_of_range_are_refused(section, says):
     with pytest.raises(UserError, match=says):
         check_config(section)
 
 
-def test_weights_are_the_runs_business_and_other_keys_the_factorys():
+def test_other_model_keys_are_the_factorys_options():
     model = Model.model_validate({"weights": "some/where", "width": 64, "tied": False})
     assert model.weights == "some/where"
     assert model.options == {"width": 64, "tied": False}
@@ -116,7 +111,7 @@ def test_weights_are_the_runs_business_and_other_keys_the_factorys():
 
 
 @pytest.mark.parametrize("wrong", ["", 3, True])
-def test_weights_are_a_path_or_nothing(wrong):
+def test_weights_are_a_path_or_null(wrong):
     with pytest.raises(ValidationError):
         Model.model_validate({"weights": wrong})
 
@@ -125,10 +120,13 @@ def config(**sections):
     return check_config({"parallelism": {"stages": 2}, **sections}, "a test")
 
 
-def test_links_fail_over_where_that_is_asked_for_or_the_run_adapts():
-    asked = [("auto", False), ("auto", True), (True, False), (False, True)]
-    made = [config(failover={"enabled": on}, adaptation={"enabled": it}) for on, it in asked]
-    assert [each.fails_over for each in made] == [False, True, True, False]
+def test_links_fail_over_if_enabled_or_adapting():
+    cases = [("auto", False), ("auto", True), (True, False), (False, True)]
+    configs = [
+        config(failover={"enabled": failover}, adaptation={"enabled": adapts})
+        for failover, adapts in cases
+    ]
+    assert [each.fails_over for each in configs] == [False, True, True, False]
     one_stage = Config.model_validate({"failover": {"enabled": True}})
     assert not one_stage.fails_over
 
@@ -137,9 +135,7 @@ def test_links_fail_over_where_that_is_asked_for_or_the_run_adapts():
     ("fails_over", "direct_s", "expected_s"),
     [(True, 5.0, 5.0), (False, 5.0, 30.0), (True, None, 7.5)],
 )
-def test_a_direct_transfer_has_its_own_deadline_where_links_fail_over(
-    fails_over, direct_s, expected_s
-):
+def test_failover_gives_direct_transfers_their_own_deadline(fails_over, direct_s, expected_s):
     timeouts = {"step_s": 30.0, "direct_s": direct_s}
     made = config(failover={"enabled": fails_over}, timeouts=timeouts)
     assert made.direct_timeout_s == expected_s

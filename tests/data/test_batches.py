@@ -30,12 +30,12 @@ def test_a_step_is_the_same_however_it_is_reached():
         np.testing.assert_array_equal(batches.targets(step), again.targets(step))
 
 
-def test_how_a_step_is_cut_into_microbatches_does_not_change_its_data():
+def test_microbatch_size_does_not_change_a_steps_data():
     one = make_batches(microbatches=1, microbatch_size=6).inputs(2)
     np.testing.assert_array_equal(make_batches().inputs(2).reshape(1, 6, 4), one)
 
 
-def test_an_epoch_predicts_every_token_once_and_each_has_its_own_order():
+def test_each_epoch_predicts_all_tokens_in_another_order():
     batches = make_batches(num_tokens=97)  # 24 windows: 4 steps of 6
     epochs = [[batches.targets(epoch * 4 + step) for step in range(4)] for epoch in range(2)]
     for epoch in epochs:
@@ -47,17 +47,17 @@ def test_seeds_give_different_orders():
     assert np.any(make_batches(seed=1).inputs(0) != make_batches(seed=2).inputs(0))
 
 
-def test_too_short_a_text_is_told_with_both_counts():
+def test_too_short_a_text_is_refused_with_both_counts():
     make_batches(num_tokens=25)
     with pytest.raises(UserError) as caught:
         make_batches(num_tokens=24)
     assert str(caught.value) == (
         "data.path: some text: got 24 tokens, expected at least 25 for one step "
-        "(2 microbatches of 3 sequences of 4 tokens, and one)"
+        "(2 microbatches of 3 sequences of 4 tokens, plus one for the last target)"
     )
 
 
-def test_a_token_outside_the_vocabulary_is_told_also_when_read_ahead():
+def test_reading_ahead_raises_the_readers_errors():
     batches = make_batches(vocab_size=96)
     with ReadAhead(batches.inputs) as steps, pytest.raises(UserError, match="got token 96, exp"):
         list(islice(steps, 4))
@@ -70,7 +70,7 @@ def test_reading_ahead_gives_the_steps_in_order_from_any_step():
             np.testing.assert_array_equal(next(steps), batches.targets(step))
 
 
-def test_reading_happens_before_it_is_asked_for_and_ends_when_closed():
+def test_reading_ahead_uses_a_thread_until_closed():
     reached, before = threading.Event(), set(threading.enumerate())
 
     def read(step: int) -> int:
@@ -90,7 +90,7 @@ def test_reading_happens_before_it_is_asked_for_and_ends_when_closed():
     assert not readers & set(threading.enumerate())
 
 
-def test_looking_at_the_data_imports_no_jax():
+def test_loading_data_imports_no_jax():
     program = "import sys, jaxmorph.data, jaxmorph.config, jaxmorph.report; " \
         "jaxmorph.data.load_tokens(None); print('jax' in sys.modules)"  # fmt: skip
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)

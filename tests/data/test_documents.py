@@ -42,14 +42,14 @@ def test_a_file_is_read_whatever_its_name(tmp_path):
         (lambda path: os.mkfifo(path), "got neither a file nor a folder"),
     ],
 )
-def test_what_is_no_text_is_told_in_one_line(tmp_path, make, says):
+def test_input_that_is_not_text_is_refused(tmp_path, make, says):
     path = tmp_path / "input"
     make(path)
     with pytest.raises(UserError, match=rf"^data.path: {path}: {says}"):
         text_documents(path)
 
 
-def test_a_folder_of_empty_files_and_an_undecodable_file_inside_are_told(tmp_path):
+def test_a_folder_with_empty_or_undecodable_files_is_refused(tmp_path):
     (tmp_path / "a.txt").touch()
     with pytest.raises(UserError, match="every text file in this folder is empty"):
         text_documents(tmp_path)

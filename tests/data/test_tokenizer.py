@@ -45,7 +45,7 @@ def test_a_file_without_such_a_token_puts_nothing_between_documents(tokenizer_fi
     assert (ids.dtype, tokenizer.vocab_size) == (np.uint32, 70_001)
 
 
-def test_bytes_decode_to_text_with_a_mark_for_what_is_none():
+def test_bytes_decode_with_a_mark_for_invalid_utf8():
     tokenizer = open_tokenizer("bytes")
     text = "grün\n€"
     assert tokenizer.decode(tokenizer.encode([text.encode()]).tolist()) == text
@@ -55,7 +55,7 @@ def test_bytes_decode_to_text_with_a_mark_for_what_is_none():
     assert tokenizer.decode([]) == ""
 
 
-def test_a_files_tokens_decode_without_separators_and_ids_that_no_token_has(tokenizer_file):
+def test_decoding_skips_separators_and_unused_ids(tokenizer_file):
     tokenizer = open_tokenizer(tokenizer_file({"?": 0, "a": 1, "b": 2, "c": 9}, ["</s>"]))
     assert tokenizer.separator == 4  # an id that no other token had
     assert tokenizer.decode([1, 2, 4, 9]) == "a b c"
@@ -63,7 +63,7 @@ def test_a_files_tokens_decode_without_separators_and_ids_that_no_token_has(toke
     assert open_tokenizer(tokenizer_file({"?": 0, "a": 1}, [])).separator is None
 
 
-def test_a_missing_or_broken_file_is_told_in_one_line(tmp_path):
+def test_a_missing_or_broken_tokenizer_is_one_line(tmp_path):
     with pytest.raises(UserError, match=r"^data.tokenizer: byte: no such file, expected bytes or"):
         open_tokenizer("byte")
     (tmp_path / "broken.json").write_text("{}")

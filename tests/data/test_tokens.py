@@ -42,7 +42,7 @@ def test_a_token_array_is_mapped_not_read(array_file, dtype):
     assert load_tokens(tokens.source, token_dtype=dtype, vocab_size=50_257).vocab_size == 50_257
 
 
-def test_a_tokenizer_that_is_named_says_what_vocabulary_a_token_array_has(array_file, tmp_path):
+def test_a_token_array_takes_the_tokenizers_vocabulary(array_file, tmp_path):
     words = str(tmp_path / "tokenizer.json")
     tokenizers.Tokenizer(WordLevel({"?": 0, "a": 1, "b": 2}, unk_token="?")).save(words)
     path = array_file([0, 1], "uint16")
@@ -73,14 +73,14 @@ def _array(ids, dtype):
         ("empty.txt", b"", "uint16", r"\S+empty.txt: the file is empty"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_such_tokens_is_told(tmp_path, name, content, dtype, says):
+def test_wrong_token_arrays_are_refused(tmp_path, name, content, dtype, says):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=rf"^data.path: (.*){says}"):
         load_tokens(str(tmp_path / name), token_dtype=dtype)
 
 
-def test_what_is_held_out_is_the_end_and_shares_no_token_with_the_rest():
+def test_the_end_is_held_out_and_not_trained_on():
     tokens = Tokens(np.arange(1003, dtype=np.uint16), 2000, "some text")
     training, held_out = hold_out(tokens, 0.1)
     assert held_out is not None
@@ -92,7 +92,7 @@ def test_what_is_held_out_is_the_end_and_shares_no_token_with_the_rest():
     assert hold_out(tokens, 0.0)[1] is None
 
 
-def test_holding_out_reads_nothing_of_an_array_on_disk(array_file):
+def test_holding_out_keeps_an_array_on_disk(array_file):
     tokens = load_tokens(array_file(range(100), "uint16"), vocab_size=100)
     training, held_out = hold_out(tokens, 0.25)
     assert held_out is not None
@@ -101,7 +101,7 @@ def test_holding_out_reads_nothing_of_an_array_on_disk(array_file):
     assert (len(training.ids), len(held_out.ids)) == (75, 25)
 
 
-def test_only_a_file_of_that_name_is_a_token_array(tmp_path):
+def test_only_bin_files_are_token_arrays(tmp_path):
     (tmp_path / "folder.bin").mkdir()
     named = ["tokens.bin", str(tmp_path / "folder.bin"), "text.txt", None]
     assert [is_token_array(path) for path in named] == [True, False, False, False]
@@ -113,12 +113,12 @@ def test_the_same_tokens_have_the_same_digest_whatever_their_type():
 
 
 @pytest.mark.parametrize("changed", [0, 99_999, 390 * 100])
-def test_another_token_at_either_end_or_at_a_sample_is_another_text(changed):
+def test_a_changed_token_changes_the_digest(changed):
     ids = IDS.copy()
     ids[changed] ^= 1
     assert digest_of(ids) != digest_of(IDS)
 
 
-def test_a_text_that_has_grown_or_is_tiny_has_its_own():
+def test_texts_of_different_lengths_have_different_digests():
     found = {digest_of(np.zeros(size, np.uint16)) for size in (0, 1, 2, 255, 256, 9000, 9001)}
     assert len(found) == 7

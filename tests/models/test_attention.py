@@ -1,4 +1,4 @@
-"""What computes attention, and that it is the same attention whichever does."""
+"""Both implementations compute the same attention, and the right one is chosen."""
 
 import math
 from functools import partial
@@ -27,7 +27,7 @@ SIZES = AttentionSizes(BATCH, LENGTH, HEADS, HEADS, WIDTH, "bfloat16")
 
 
 def heads_and_weights(num_key_value_heads, dtype="float32"):
-    """Queries, keys, values, and by how much each result counts."""
+    """Queries, keys, values, and the weights of the results in the loss."""
     random = np.random.default_rng(num_key_value_heads)
     counts = (HEADS, num_key_value_heads, num_key_value_heads, HEADS)
     arrays = [random.standard_normal((BATCH, n, LENGTH, WIDTH), np.float32) for n in counts]
@@ -46,13 +46,13 @@ def result_and_gradients(compute, q, k, v, weights):
 
 
 def one_head_per_query(q, k, v):
-    """Attention as GPT-2 has it, spelled out."""
+    """GPT-2's attention, spelled out."""
     scores = q @ k.swapaxes(2, 3) * (1 / math.sqrt(q.shape[-1]))
     return causal_softmax(scores) @ v
 
 
 def heads_shared_by_groups(q, k, v):
-    """Attention as Llama has it, spelled out with an axis for each group's heads."""
+    """Llama's attention, spelled out with an axis for the heads of a group."""
     B, H, T, K = q.shape
     G = k.shape[1]
     scores = q.reshape(B, G, H // G * T, K) @ k.swapaxes(2, 3) * (1 / math.sqrt(K))
@@ -60,26 +60,24 @@ def heads_shared_by_groups(q, k, v):
     return (weights.reshape(B, G, H // G * T, T) @ v).reshape(q.shape)
 
 
-def in_groups(q, k, v, by="auto"):
-    """Llama's way to ask for it."""
+def in_groups(q, k, v, implementation="auto"):
+    """Attention as Llama calls it."""
     B, G, T, K = k.shape
-    return causal_attention(q.reshape(B, G, -1, T, K), k, v, by).reshape(q.shape)
+    return causal_attention(q.reshape(B, G, -1, T, K), k, v, implementation).reshape(q.shape)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("num_key_value_heads", "asked", "spelled_out"),
+    ("num_key_value_heads", "ours", "spelled_out"),
     [
-        (HEADS, partial(causal_attention, by="auto"), one_head_per_query),
+        (HEADS, partial(causal_attention, implementation="auto"), one_head_per_query),
         (HEADS, in_groups, heads_shared_by_groups),
         (2, in_groups, heads_shared_by_groups),
     ],
 )
-def test_on_a_cpu_it_is_bitwise_the_products_and_the_softmax(
-    num_key_value_heads, asked, spelled_out, dtype
-):
+def test_on_a_cpu_attention_is_bitwise_the_plain_one(num_key_value_heads, ours, spelled_out, dtype):
     arrays = heads_and_weights(num_key_value_heads, dtype)
-    got = result_and_gradients(asked, *arrays)
+    got = result_and_gradients(ours, *arrays)
     expected = result_and_gradients(spelled_out, *arrays)
     for one, other in zip(got, expected, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -87,25 +85,25 @@ def test_on_a_cpu_it_is_bitwise_the_products_and_the_softmax(
 
 @pytest.fixture
 def cudnn_by_xla(monkeypatch):
-    """cuDNN can be had, and what is asked of it is done by JAX's own other implementation."""
-    asked = []
+    """Makes cuDNN available, computed by JAX's own other implementation; returns the requests."""
+    requested = []
     library = jax.nn.dot_product_attention
 
     def stand_in(*heads, implementation, **settings):
-        asked.append(implementation)
+        requested.append(implementation)
         return library(*heads, implementation="xla", **settings)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
     monkeypatch.setattr(attention, "why_not_cudnn", lambda *arguments: None)
-    return asked
+    return requested
 
 
 @pytest.mark.parametrize("num_key_value_heads", [HEADS, 2])
-@pytest.mark.parametrize("by", ["auto", "cudnn"])
-def test_the_library_is_asked_for_the_same_attention(num_key_value_heads, by, cudnn_by_xla):
+@pytest.mark.parametrize("implementation", ["auto", "cudnn"])
+def test_cudnn_is_called_for_the_same_attention(num_key_value_heads, implementation, cudnn_by_xla):
     arrays = heads_and_weights(num_key_value_heads)
-    got = result_and_gradients(partial(in_groups, by=by), *arrays)
-    expected = result_and_gradients(partial(in_groups, by="xla"), *arrays)
+    got = result_and_gradients(partial(in_groups, implementation=implementation), *arrays)
+    expected = result_and_gradients(partial(in_groups, implementation="xla"), *arrays)
     assert set(cudnn_by_xla) == {"cudnn"}
     for one, other in zip(got, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
@@ -125,14 +123,14 @@ def refuse(sizes, device):
         ("cpu", "bfloat16", lambda *_: None, "JAX computes on cpu, not on a GPU"),
     ],
 )
-def test_cudnn_is_had_where_it_compiles(platform, dtype, attempt, reason):
+def test_cudnn_is_available_where_it_compiles(platform, dtype, attempt, reason):
     sizes = AttentionSizes(BATCH, LENGTH, HEADS, HEADS, WIDTH, dtype)
     got = why_not_cudnn(sizes, SimpleNamespace(platform=platform), attempt)
     assert got == reason if reason is None else str(got).startswith(reason)
 
 
 @pytest.mark.parametrize(
-    ("by", "reason", "choice"),
+    ("requested", "why_not", "choice"),
     [
         ("auto", None, AttentionChoice("cudnn")),
         ("cudnn", None, AttentionChoice("cudnn")),
@@ -141,24 +139,24 @@ def test_cudnn_is_had_where_it_compiles(platform, dtype, attempt, reason):
         ("xla", "no engine", AttentionChoice("xla")),
     ],
 )
-def test_cudnn_is_taken_where_it_can_be_had_and_wanted(monkeypatch, by, reason, choice):
-    monkeypatch.setattr(attention, "why_not_cudnn", lambda *arguments: reason)
-    assert choose_attention(by, SIZES, GPU) == choice
+def test_cudnn_is_chosen_if_available_and_allowed(monkeypatch, requested, why_not, choice):
+    monkeypatch.setattr(attention, "why_not_cudnn", lambda *arguments: why_not)
+    assert choose_attention(requested, SIZES, GPU) == choice
 
 
-def test_cudnn_by_name_where_there_is_none_is_refused_in_one_line():
+def test_requesting_absent_cudnn_is_refused():
     with pytest.raises(ValueError, match=r"^attention: got 'cudnn', expected auto or xla here: "):
         choose_attention("cudnn", SIZES)
 
 
-def test_without_a_gpu_nothing_is_compiled_to_find_out():
+def test_without_a_gpu_nothing_is_compiled():
     def fail(*arguments):
         raise AssertionError("tried")
 
     assert "not on a GPU" in str(why_not_cudnn(SIZES, default_device(), fail))
 
 
-def test_a_gpu_without_cudnn_is_told_from_one_attempt(monkeypatch):
+def test_a_gpu_is_tried_once(monkeypatch):
     attempts = []
 
     def attempt(sizes, device):
@@ -176,7 +174,7 @@ class _Device:
     platform = "gpu"
 
 
-def test_what_is_told_to_compute_by_default_is_what_counts():
+def test_the_default_device_follows_jaxs_setting():
     device = jax.local_devices()[-1]
     with jax.default_device(device):
         assert default_device() == device
@@ -185,6 +183,6 @@ def test_what_is_told_to_compute_by_default_is_what_counts():
     assert default_device() == jax.local_devices()[0]
 
 
-def test_the_attempt_is_the_librarys_own_answer():
+def test_the_reason_is_the_librarys_own_error():
     with pytest.raises(RuntimeError, match="cuDNN is not detected"):
         attention._compile_cudnn(SIZES, default_device())

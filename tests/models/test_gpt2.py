@@ -51,7 +51,7 @@ def activations(model, params):
 
 
 def by_hand(params, x):
-    """One layer, written down from the definition of GPT-2, in float64 numpy."""
+    """One layer of GPT-2, by its definition, in float64 numpy."""
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     x = np.asarray(x, np.float64)
 
@@ -73,7 +73,7 @@ def by_hand(params, x):
     return x + linear(p["contract"], gelu)
 
 
-def test_a_layer_is_gpt2s(model, params):
+def test_a_layer_matches_gpt2_by_hand(model, params):
     random = np.random.default_rng(1)
     changed = jax.tree.map(
         lambda leaf: leaf + 0.3 * random.standard_normal(leaf.shape, np.float32),

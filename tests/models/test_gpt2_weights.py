@@ -1,4 +1,4 @@
-"""GPT-2's weights in Hugging Face's files, without torch: names, layouts, slices and mistakes."""
+"""GPT-2's weights in Hugging Face's files, without torch: names, layouts and mistakes."""
 
 import json
 
@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxmorph.models.gpt2 import build
 from jaxmorph.models.stored_tensors import StoredTensors
-from jaxmorph.stage.model import cut_layers
+from jaxmorph.stage.model import cut_layers, model_logits
 
 LENGTH, VOCAB, WIDTH, HEADS, LAYERS = 6, 11, 8, 2, 3
 
@@ -21,7 +21,7 @@ def model_of(**changes):
 
 
 def random_tensors(prefix="transformer.", seed=0, positions=LENGTH):
-    """A GPT-2's tensors as Hugging Face names and shapes them, written down by hand."""
+    """A GPT-2's tensors, with Hugging Face's names and shapes written out by hand."""
     wide, random = 4 * WIDTH, np.random.default_rng(seed)
     shapes = {
         "wte.weight": (VOCAB, WIDTH),
@@ -52,7 +52,7 @@ def random_tensors(prefix="transformer.", seed=0, positions=LENGTH):
 
 
 def reference_logits(tensors, tokens, prefix="transformer."):
-    """GPT-2 by the names in the file alone, position by position, in float64 numpy."""
+    """GPT-2 by the names in the file, position by position, in float64 numpy."""
     t = {name.removeprefix(prefix): array.astype(np.float64) for name, array in tensors.items()}
 
     def norm(name, x):
@@ -81,10 +81,7 @@ def reference_logits(tensors, tokens, prefix="transformer."):
 
 
 def logits_of(model, params, tokens):
-    x = model.embed(params["embed"], tokens[None])
-    for layer in range(model.num_layers):
-        x = model.layer(jax.tree.map(lambda leaf, at=layer: leaf[at], params["layers"]), x)
-    return np.asarray(model.logits(params["head"], x))[0]
+    return np.asarray(model_logits(model, params, tokens[None]))[0]
 
 
 def read_whole(model, path):
@@ -92,7 +89,7 @@ def read_whole(model, path):
 
 
 def sharded(folder, tensors, num_files=2):
-    """The tensors in several files with an index, as large models come."""
+    """Writes the tensors to several files with an index, as large models are published."""
     names = list(tensors)
     weight_map = {}
     for number in range(num_files):
@@ -108,7 +105,7 @@ TOKENS = np.array([3, 0, 10, 7, 3, 1], np.int32)
 
 
 @pytest.mark.parametrize("prefix", ["transformer.", ""])
-def test_logits_are_those_of_the_names_in_the_file(tmp_path, prefix):
+def test_logits_match_a_reference_by_tensor_names(tmp_path, prefix):
     tensors = random_tensors(prefix)
     save_file(tensors, tmp_path / "model.safetensors")
     model = model_of()
@@ -117,7 +114,7 @@ def test_logits_are_those_of_the_names_in_the_file(tmp_path, prefix):
 
 
 @pytest.mark.parametrize("place", ["", "model.safetensors.index.json"])
-def test_several_files_with_an_index_are_one(tmp_path, place):
+def test_sharded_files_read_like_one(tmp_path, place):
     tensors = random_tensors()
     save_file(tensors, tmp_path / "whole.safetensors")
     (tmp_path / "parts").mkdir()
@@ -132,16 +129,16 @@ def test_several_files_with_an_index_are_one(tmp_path, place):
     ("layers", "is_first", "is_last"),
     [(range(1), True, False), (range(1, 2), False, False), (range(1, 3), False, True)],
 )
-def test_a_stage_reads_its_own_tensors_alone(tmp_path, monkeypatch, layers, is_first, is_last):
+def test_a_stage_reads_only_its_own_tensors(tmp_path, monkeypatch, layers, is_first, is_last):
     save_file(random_tensors(), tmp_path / "model.safetensors")
     model, loaded, read = model_of(), [], StoredTensors.read
 
-    def noted(self, name, *arguments):
+    def recorded(self, name, *arguments):
         loaded.append(name)
         return read(self, name, *arguments)
 
     whole = read_whole(model, tmp_path)
-    monkeypatch.setattr(StoredTensors, "read", noted)
+    monkeypatch.setattr(StoredTensors, "read", recorded)
     got = model.read_weights(str(tmp_path), layers, is_first, is_last)
     own = [f"h.{layer}." for layer in layers]
     own += ["wpe.", "wte."] * is_first + ["ln_f.", "wte."] * is_last
@@ -155,7 +152,7 @@ def test_a_stage_reads_its_own_tensors_alone(tmp_path, monkeypatch, layers, is_f
     jax.tree.map(np.testing.assert_array_equal, got, part)
 
 
-def test_without_layers_the_files_are_checked_and_nothing_is_read(tmp_path, monkeypatch):
+def test_without_layers_files_are_only_checked(tmp_path, monkeypatch):
     tensors = random_tensors()
     save_file(tensors, tmp_path / "model.safetensors")
     monkeypatch.delattr(StoredTensors, "read")
@@ -181,7 +178,7 @@ def initial_params(model, layers, is_first, is_last):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("cut", [[3], [1, 2], [1, 1, 1]])
-def test_what_is_written_is_read_back_bit_by_bit(tmp_path, cut, tied):
+def test_weights_read_back_to_the_bit(tmp_path, cut, tied):
     model = model_of(tied=tied)
     stages = [
         (layers, initial_params(model, layers, layers.start == 0, layers.stop == LAYERS))
@@ -211,14 +208,14 @@ def test_files_in_half_precision_become_float32(tmp_path):
     np.testing.assert_array_equal(got["layers"]["attention"]["qkv"]["kernel"][1], expected)
 
 
-def test_more_positions_than_the_model_has_are_left_out(tmp_path):
+def test_positions_beyond_the_models_are_dropped(tmp_path):
     tensors = random_tensors(positions=LENGTH + 4)
     save_file(tensors, tmp_path / "model.safetensors")
     got = read_whole(model_of(), tmp_path)["embed"]["position"]
     np.testing.assert_array_equal(got, tensors["transformer.wpe.weight"][:LENGTH])
 
 
-def test_masks_in_older_files_are_passed_over(tmp_path):
+def test_masks_in_older_files_are_ignored(tmp_path):
     tensors = random_tensors("")
     masks = {
         "h.0.attn.bias": np.ones((1, 1, 6, 6), np.uint8),
@@ -229,7 +226,7 @@ def test_masks_in_older_files_are_passed_over(tmp_path):
     np.testing.assert_allclose(got, reference_logits(tensors, TOKENS, ""), atol=1e-4)
 
 
-def test_an_untied_head_is_read_and_one_that_is_not_there_starts_as_the_embedding(tmp_path):
+def test_an_untied_head_is_read_or_copies_the_embedding(tmp_path):
     tensors, other = random_tensors(), random_tensors(seed=1)["transformer.wte.weight"]
     untied = model_of(tied=False)
     save_file(tensors | {"lm_head.weight": other}, tmp_path / "untied.safetensors")
@@ -314,7 +311,7 @@ def test_files_of_another_model_are_refused_in_one_line(tmp_path, change, sizes,
         ({"scale_attn_by_inverse_layer_idx": True}, "got True, expected False"),
     ],
 )
-def test_a_config_that_computes_otherwise_is_refused(tmp_path, setting, message):
+def test_a_config_of_another_computation_is_refused(tmp_path, setting, message):
     save_file(random_tensors(), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(setting))
     with pytest.raises(ValueError, match=message):
@@ -361,7 +358,7 @@ def test_paths_without_weights_are_refused_in_one_line(tmp_path, write, message)
     assert "\n" not in str(error.value)
 
 
-def test_writing_part_of_a_model_or_a_part_twice_is_refused(tmp_path):
+def test_writing_parts_missing_or_twice_is_refused(tmp_path):
     model = model_of()
     first = (range(2), initial_params(model, range(2), True, False))
     last = (range(2, 3), initial_params(model, range(2, 3), False, True))

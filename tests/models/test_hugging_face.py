@@ -1,11 +1,13 @@
-"""Our models beside Hugging Face's, with the same random weights; where torch is installed."""
+"""Our models against Hugging Face's with the same random weights; needs torch."""
+
+from functools import partial
 
 import jax
 import numpy as np
 import pytest
 
 from jaxmorph.models import gpt2, llama
-from jaxmorph.stage.model import cut_layers
+from jaxmorph.stage.model import cut_layers, join_stages, model_logits
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -27,7 +29,7 @@ def single_thread():
 
 
 def randomised(reference, scale=0.1):
-    """The reference with no parameter left at a value that hides its use, such as a bias of 0."""
+    """Changes all parameters, so that none has a value that hides its use, such as a bias of 0."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in reference.parameters():
@@ -72,29 +74,20 @@ def reference_logits(reference, tokens):
 
 
 def logits_of(model, params, tokens):
-    @jax.jit
-    def logits(params):
-        x = model.embed(params["embed"], tokens)
-        x, _ = jax.lax.scan(lambda x, layer: (model.layer(layer, x), None), x, params["layers"])
-        return model.logits(params["head"], x)
-
     with jax.default_matmul_precision("highest"):
-        return np.asarray(logits(params))
+        return np.asarray(jax.jit(partial(model_logits, model))(params, tokens))
 
 
 def read_in_stages(model, path, cut):
     """The whole model's parameters, read stage by stage."""
     num_layers = model.num_layers
-    stages = [
-        model.read_weights(str(path), layers, layers.start == 0, layers.stop == num_layers)
+    return join_stages(
+        (
+            layers,
+            model.read_weights(str(path), layers, layers.start == 0, layers.stop == num_layers),
+        )
         for layers in cut_layers(num_layers, len(cut), cut)
-    ]
-    layers = [stage["layers"] for stage in stages]
-    return {
-        "embed": stages[0]["embed"],
-        "layers": jax.tree.map(lambda *leaves: np.concatenate(leaves), *layers),
-        "head": stages[-1]["head"],
-    }
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -153,7 +146,7 @@ LLAMA_LENGTH, LLAMA_VOCABULARY = 80, 211
 
 
 def llama_params(reference):
-    """The reference's weights as ours: its matrices are [outputs, inputs], and some are joined."""
+    """The reference's weights in our layout: matrices transposed, and some of them joined."""
     theirs = {name: array.numpy() for name, array in reference.state_dict().items()}
 
     def layer(number):

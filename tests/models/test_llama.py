@@ -30,7 +30,7 @@ def small(**changes):
 
 
 def varied(params, seed=1):
-    """Parameters with nothing left at a value that would hide its use, such as a scale of one."""
+    """Changes all parameters, so that none has a value that hides its use, such as a scale of 1."""
     random = np.random.default_rng(seed)
     return jax.tree.map(
         lambda leaf: np.asarray(leaf) + 0.3 * random.standard_normal(leaf.shape, np.float32), params
@@ -38,7 +38,7 @@ def varied(params, seed=1):
 
 
 def turned(x, base):
-    """Rotary positions from their definition: pairs as complex numbers, float64."""
+    """Rotary positions by their definition: pairs as complex numbers, float64."""
     half = x.shape[-1] // 2
     pairs = x[..., :half] + 1j * x[..., half:]
     for position, pair in np.ndindex(x.shape[-2], half):
@@ -47,7 +47,7 @@ def turned(x, base):
 
 
 def by_hand(params, x, base):
-    """One layer, written down from the definition of Llama, in float64 numpy."""
+    """One layer of Llama, by its definition, in float64 numpy."""
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     x, each = np.asarray(x, np.float64), WIDTH // HEADS
 
@@ -72,7 +72,7 @@ def by_hand(params, x, base):
 
 
 @pytest.mark.parametrize("base", [10_000.0, 100.0])
-def test_a_layer_is_llamas(base):
+def test_a_layer_matches_llama_by_hand(base):
     model = small(rotary_base=base)
     params = varied(jax.jit(model.init_layer)(KEY))
     x = np.random.default_rng(2).standard_normal((2, LENGTH, WIDTH), np.float32)
@@ -80,7 +80,7 @@ def test_a_layer_is_llamas(base):
     np.testing.assert_allclose(got, by_hand(params, x, base), rtol=2e-4, atol=2e-4)
 
 
-def test_positions_turn_pairs_of_halves():
+def test_rotation_pairs_the_two_halves_of_a_head():
     x = np.random.default_rng(3).standard_normal((2, 3, 40, 10), np.float32)
     got = rotate(jnp.asarray(x), 500.0)
     np.testing.assert_allclose(got, turned(x.astype(np.float64), 500.0), rtol=1e-4, atol=1e-5)

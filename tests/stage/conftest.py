@@ -1,4 +1,4 @@
-"""What several modules need compiled, compiled once: models, and their initial parameters."""
+"""Models and their initial parameters, compiled once for several test modules."""
 
 from functools import cache
 
@@ -25,7 +25,7 @@ def model_of():
 
 @pytest.fixture(scope="session")
 def initial_params(model_of):
-    """The whole model's initial float32 parameters, by tied; of key 7."""
+    """The whole model's initial float32 parameters, from key 7, by `tied`."""
 
     @cache
     def initial_params(tied=True):
@@ -37,7 +37,7 @@ def initial_params(model_of):
 
 @pytest.fixture(scope="session")
 def initial_part(initial_params):
-    """A stage's part of those: what `test_parameters` finds the stage begins with."""
+    """A stage's part of them, which `test_parameters` compares with its initial parameters."""
 
     def initial_part(layers, tied=True):
         return part_of(jax.tree.map(np.asarray, initial_params(tied)), layers, 5)

@@ -1,4 +1,4 @@
-"""Stages one after another on one device, and what one `jax.grad` says of the whole model."""
+"""Runs stages one after another on one device, beside one `jax.grad` of the whole model."""
 
 import jax
 import numpy as np
@@ -7,7 +7,7 @@ from jaxmorph.stage.build import StagePrograms
 
 
 class Pipeline:
-    """Stages with their parameters; the loss sum is weighed by `loss_weight`."""
+    """Stages with their parameters; `loss_weight` multiplies the loss sum."""
 
     def __init__(self, stages, params, loss_weight):
         self.stages, self.params, self.loss_weight = stages, params, loss_weight
@@ -39,7 +39,7 @@ def split_backward(stage, weights, stash, gradient, sums):
 
 
 def expected_gradients(model, params, tokens, targets, loss_weight):
-    """Loss and gradients of the composed model; a tied parameter's uses are kept apart."""
+    """Loss and gradients of the whole model, separate ones for each copy of a tied parameter."""
 
     def loss(params, tokens, targets):
         x = model.embed(params["embed"], tokens)

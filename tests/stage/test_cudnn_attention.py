@@ -1,6 +1,6 @@
-"""Stages whose attention is cuDNN's: how their backward is split, and what they are for a GPU.
+"""Stages with cuDNN's attention: how their backward is split, and what they lower to for a GPU.
 
-Nothing here runs on one: JAX is kept from asking for cuDNN's version, and lowers for CUDA.
+Nothing runs on a GPU: JAX's check of cuDNN's version is patched, and programs are only lowered.
 """
 
 import sys
@@ -30,8 +30,8 @@ SIZES: dict[str, Any] = {
 
 @pytest.fixture
 def cudnn(monkeypatch):
-    """JAX takes cuDNN for installed: all that it asks of a GPU before it lowers."""
-    # Whichever module the library's function is in, the check is in that which it calls.
+    """Makes JAX believe that cuDNN is installed, the only check that it does before lowering."""
+    # Follow the function's modules, because the check's module differs between JAX's versions.
     library = sys.modules[jax.nn.dot_product_attention.__module__]
     own = sys.modules[library.cudnn_dot_product_attention.__module__]
     monkeypatch.setattr(own, "check_cudnn_version", lambda: 91_200)
@@ -44,7 +44,7 @@ def build(module, by):
 
 
 def split(model, stash: StashPolicy = "full"):
-    """The functions of a stage in the middle, with the shapes that it takes."""
+    """The functions of a middle stage, and the shapes of its arguments."""
     layer = jax.eval_shape(model.init_layer, jax.random.key(0))
     stack = lambda leaf: jax.ShapeDtypeStruct((LAYERS, *leaf.shape), leaf.dtype)  # noqa: E731
     params = {"layers": jax.tree.map(stack, layer)}
@@ -63,7 +63,7 @@ def shapes_of(functions, params, x):
 
 
 def lowered_for_cuda(function, *arguments):
-    """The program as a stage compiles it, for a GPU."""
+    """The program as a stage lowers it, for a GPU."""
     whole = PartitionSpec()
     submesh = stage_submesh(make_mesh(1), 0)
     sharded = jax.shard_map(
@@ -82,7 +82,7 @@ def lowered_for_cuda(function, *arguments):
 @pytest.mark.parametrize(
     ("stash", "forwards_in_b"), [("full", 0), ("recompute", 1)], ids=["full", "recompute"]
 )
-def test_the_forward_is_in_f_and_the_backward_in_b(module, stash, forwards_in_b, cudnn):
+def test_cudnn_runs_its_forward_in_f_and_backward_in_b(module, stash, forwards_in_b, cudnn):
     functions, params, x = split(build(module, "cudnn"), stash)
     weights, kept, weight_stash, sums = shapes_of(functions, params, x)
     programs = {
@@ -96,14 +96,14 @@ def test_the_forward_is_in_f_and_the_backward_in_b(module, stash, forwards_in_b,
     assert calls == {"F": (1, 0), "B": (forwards_in_b, 1), "W": (0, 0), "BW": (forwards_in_b, 1)}
 
 
-def test_a_microbatch_keeps_no_square_of_positions(cudnn):
+def test_cudnn_keeps_no_attention_matrix(cudnn):
     kept = {by: total_bytes(shapes_of(*split(build(gpt2, by)))[1]) for by in ("cudnn", "xla")}
     squares = LAYERS * BATCH * HEADS * LENGTH * LENGTH * 2  # probabilities, in bfloat16
     sums = LAYERS * BATCH * HEADS * LENGTH * 4  # the logarithm of each row's sum, in float32
     assert kept["xla"] - kept["cudnn"] == squares - sums
 
 
-def test_where_cudnn_is_absent_a_stage_has_none_of_it():
+def test_a_stage_without_cudnn_does_not_call_it():
     functions, params, x = split(build(gpt2, "auto"))
     weights, *_ = shapes_of(functions, params, x)
     assert "__cudnn" not in lowered_for_cuda(functions.forward, weights, x)

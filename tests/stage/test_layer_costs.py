@@ -30,7 +30,7 @@ def measured(vocab_size, **settings):
         ),
     ],
 )
-def test_every_piece_costs_some_time_and_nothing_of_it_stays_on_the_device(settings):
+def test_parts_take_time_and_leave_no_arrays_behind(settings):
     before = {id(array) for array in jax.live_arrays()}
     costs = astuple(measured(32, **settings))
     assert {id(array) for array in jax.live_arrays()} <= before
@@ -38,6 +38,6 @@ def test_every_piece_costs_some_time_and_nothing_of_it_stays_on_the_device(setti
     assert all(math.isfinite(cost) and cost > 0 for cost in costs)
 
 
-def test_a_head_of_many_words_costs_more_than_a_small_layer():
+def test_a_head_with_a_large_vocabulary_costs_more():
     costs = measured(20_000)
     assert costs.head_ms > 2 * costs.layer_ms

@@ -38,6 +38,6 @@ def test_one_stage_is_the_whole_mesh():
     assert stage_submesh(mesh, 0).devices.tolist() == mesh.devices.tolist()
 
 
-def test_too_few_devices_are_the_users_to_know():
+def test_too_few_devices_are_a_user_error():
     with pytest.raises(UserError, match="parallelism: 5 stages x 3 data x 7 tensor need 105"):
         make_mesh(5, 3, 7)

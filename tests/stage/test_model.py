@@ -1,4 +1,4 @@
-"""What a model says that it takes of the device, before a stage is made of it."""
+"""How layers are cut into stages, and how a model chooses by the device."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 import jaxmorph
 from jaxmorph.errors import UserError
 from jaxmorph.models import attention, gpt2
-from jaxmorph.stage.model import cut_layers, taken_on_device
+from jaxmorph.stage.model import cut_layers, device_choices
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from jaxmorph.stage.model import cut_layers, taken_on_device
         (5, 1, [5]),
     ],
 )
-def test_layers_are_dealt_out_evenly_and_the_rest_to_the_middle(num_layers, num_stages, counts):
+def test_even_cut_gives_the_remainder_to_the_middle(num_layers, num_stages, counts):
     ranges = cut_layers(num_layers, num_stages)
     assert [len(r) for r in ranges] == counts
     assert [layer for r in ranges for layer in r] == list(range(num_layers))
@@ -44,7 +44,7 @@ def test_there_are_at_most_as_many_stages_as_layers(num_stages):
         cut_layers(8, num_stages)
 
 
-def test_chunks_are_dealt_layers_around_the_stages():
+def test_chunks_take_layers_in_pipeline_order():
     counts = [len(part) for part in cut_layers(12, 3, num_chunks=2)]
     assert counts == [2] * 6
     assert cut_layers(7, 2, [1, 2, 3, 1], num_chunks=2)[2] == range(3, 6)
@@ -57,7 +57,7 @@ def test_chunks_are_dealt_layers_around_the_stages():
         (2, 2, "got 2 chunks on each of 2 stages, .* 6 layers to be a multiple of 4, or a list in"),
     ],
 )
-def test_chunks_that_layers_do_not_go_into_are_refused(num_stages, num_chunks, says):
+def test_layers_that_chunks_do_not_divide_are_refused(num_stages, num_chunks, says):
     with pytest.raises(UserError, match=rf"parallelism\.chunks: {says}"):
         cut_layers(6, num_stages, num_chunks=num_chunks)
 
@@ -74,37 +74,37 @@ def build(**options):
     return gpt2.build(**SIZES, compute_dtype="bfloat16", **options)
 
 
-def test_a_model_without_a_choice_takes_nothing():
+def test_a_model_without_choices_describes_none():
     model: Any = SimpleNamespace(num_layers=1)
-    assert taken_on_device(model, 2, 8) == ""
+    assert device_choices(model, 2, 8) == ""
 
 
-def test_on_a_cpu_there_is_nothing_to_tell():
-    assert taken_on_device(build(), 2, 8) == ""
+def test_on_a_cpu_there_is_nothing_to_describe():
+    assert device_choices(build(), 2, 8) == ""
 
 
 @pytest.mark.parametrize(
-    ("by", "reason", "told"),
+    ("requested", "why_not", "described"),
     [
         ("auto", None, "attention is cuDNN's"),
         ("auto", "no engine", "attention is XLA's, not cuDNN's: no engine"),
         ("xla", "no engine", ""),
     ],
 )
-def test_on_a_gpu_it_tells_what_computes_attention_and_why(monkeypatch, by, reason, told):
+def test_on_a_gpu_the_choice_of_attention_is_described(monkeypatch, requested, why_not, described):
     gpu = SimpleNamespace(platform="gpu")
     monkeypatch.setattr("jaxmorph.models.in_pieces.default_device", lambda: gpu)
-    monkeypatch.setattr(attention, "why_not_cudnn", lambda *arguments: reason)
-    assert taken_on_device(build(attention=by), 2, 8) == told
+    monkeypatch.setattr(attention, "why_not_cudnn", lambda *arguments: why_not)
+    assert device_choices(build(attention=requested), 2, 8) == described
 
 
-def test_what_is_named_and_absent_is_the_users_mistake():
+def test_requesting_absent_cudnn_is_a_user_error():
     says = r"^model\.attention: got 'cudnn', expected auto or xla here: JAX computes on cpu"
     with pytest.raises(UserError, match=says):
-        taken_on_device(build(attention="cudnn"), 2, 8)
+        device_choices(build(attention="cudnn"), 2, 8)
 
 
-def test_a_trainer_says_so_before_it_compiles_anything():
+def test_a_trainer_refuses_absent_cudnn_before_compiling():
     config = {"data": {"sequence_length": 8}, "precision": {"compute": "bfloat16"}}
     with pytest.raises(UserError, match=r"^model\.attention: got 'cudnn'"):
         jaxmorph.Trainer(build(attention="cudnn"), config)

@@ -1,4 +1,4 @@
-"""The split into F, B and W assumes nothing of GPT-2: other models, against one `jax.grad`."""
+"""The split into F, B and W assumes nothing about GPT-2: other models, against one `jax.grad`."""
 
 import importlib.util
 from functools import cache
@@ -105,7 +105,7 @@ def test_bfloat16_gradients_are_within_two_percent_of_float32():
 
 
 @pytest.mark.parametrize("name", ["llama, tied", "causal mixer"])
-def test_tied_parameters_start_with_one_value_at_paths_of_any_depth(name):
+def test_tied_parameters_start_equal_at_any_depth(name):
     model = MODELS[name]()
     whole = whole_params(name)
     ((embed_path, head_path),) = model.tied
@@ -114,7 +114,7 @@ def test_tied_parameters_start_with_one_value_at_paths_of_any_depth(name):
     assert not np.array_equal(copy, leaf_at(model.init_head(jax.random.key(1)), head_path))
 
 
-def test_b_does_without_the_products_that_only_weights_need():
+def test_b_skips_the_products_that_only_weights_need():
     model = grouped_llama()
     params = jax.eval_shape(model.init_layer, jax.random.key(0))
     split = split_backward(model.layer, params, jnp.zeros((BATCH, LENGTH, 16)))

@@ -14,6 +14,7 @@ from jaxmorph.stage.parameters import (
     read_stage_params,
     write_model,
 )
+from tests.stage.in_turn import joined
 
 
 def test_initial_values_do_not_depend_on_the_cut(model_of, initial_params):
@@ -25,23 +26,14 @@ def test_initial_values_do_not_depend_on_the_cut(model_of, initial_params):
     ]
     assert sorted(stages[0]) == ["embed", "layers"]
     assert sorted(stages[-1]) == ["head", "layers"]
-    parts = [stage["layers"] for stage in stages]
-    layers = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
-    got = {"embed": stages[0]["embed"], "layers": layers, "head": stages[-1]["head"]}
-    jax.tree.map(np.testing.assert_array_equal, got, initial_params())
+    jax.tree.map(np.testing.assert_array_equal, joined(stages), initial_params())
 
 
-def test_layers_differ_and_so_do_keys(model_of, initial_params):
+def test_layers_and_keys_give_different_values(model_of, initial_params):
     kernel = initial_params()["layers"]["expand"]["kernel"]
     other = init_stage_params(model_of(), jax.random.key(8), range(2), False, False)
     assert not jnp.allclose(kernel[0], kernel[1])
     assert not jnp.allclose(kernel[:2], other["layers"]["expand"]["kernel"])
-
-
-def test_a_tied_parameter_starts_with_one_value_in_both_places(initial_params):
-    tied, untied = initial_params(tied=True), initial_params(tied=False)
-    np.testing.assert_array_equal(tied["head"]["token"], tied["embed"]["token"])
-    assert not jnp.allclose(untied["head"]["token"], untied["embed"]["token"])
 
 
 LAYERS = 5
@@ -67,7 +59,7 @@ def test_a_model_written_from_one_cut_starts_another(
         jax.tree.map(np.testing.assert_array_equal, got, initial_part(place[0], tied))
 
 
-def test_a_model_without_the_hooks_says_so(tmp_path):
+def test_a_model_without_weight_hooks_is_refused(tmp_path):
     model = llama.build(preset="tiny", sequence_length=8, vocab_size=8)
     expected = r"model Llama has no read_weights, expected one that has"
     for call in (
@@ -88,7 +80,7 @@ def test_mistakes_in_the_path_name_the_key(tmp_path, model_of):
     assert "\n" not in str(error.value)
 
 
-def test_what_cannot_be_written_is_one_line(tmp_path, model_of, initial_params):
+def test_an_unwritable_folder_is_one_line(tmp_path, model_of, initial_params):
     in_the_way = tmp_path / "file"
     in_the_way.write_text("")
     with pytest.raises(UserError, match=r"file: cannot be written: File exists") as error:
@@ -116,9 +108,7 @@ def with_reader(model, read_weights):
         ),
     ],
 )
-def test_a_reader_that_returns_something_else_is_found_out(
-    model_of, initial_params, change, message
-):
+def test_a_reader_with_a_wrong_result_is_refused(model_of, initial_params, change, message):
     whole = jax.tree.map(np.asarray, initial_params())
     part = change({"embed": whole["embed"], "layers": whole["layers"]})
     model = with_reader(model_of(), lambda *_: part)

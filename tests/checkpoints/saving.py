@@ -1,4 +1,4 @@
-"""A process that saves one checkpoint after the other, without training and without JAX."""
+"""Saves checkpoints without training and without JAX, and checks them."""
 
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.manifest import Manifest, stage_path
@@ -9,12 +9,12 @@ _CONFIG = Config()
 
 
 def content(step, number, num_bytes):
-    """What a part of a checkpoint has, so that it can be told which one it is of."""
+    """The content of a part, which shows the step and the part that it is of."""
     return (f"{step}.{number} " * num_bytes).encode()[:num_bytes]
 
 
 def save(folder, step, num_bytes=20, keep=2):
-    """All that is done in a folder between two checkpoints."""
+    """Does all that a run does in the folder for one checkpoint."""
     for number in range(len(LAYERS)):
         part = stage_path(folder.unfinished(step), number)
         part.mkdir(parents=True)
@@ -26,10 +26,10 @@ def save(folder, step, num_bytes=20, keep=2):
 
 
 def require_whole(path, committed, num_bytes=20):
-    """The last checkpoint is whole, and is the last that was committed, or the one after it."""
+    """Asserts that the newest checkpoint is whole, and is the last committed one or the next."""
     folder = CheckpointFolder(path)
-    newest, passed_over = folder.newest_whole()
-    assert passed_over == (), passed_over
+    newest, damaged = folder.newest_whole()
+    assert damaged == (), damaged
     assert newest in (committed or None, committed + 1), (newest, committed)
     if newest is None:
         return 0
