@@ -132,7 +132,7 @@ class RoundRecord:
     def _adopt(self, loop: ControlLoop, morph: Morph) -> None:
         programs = tuple(map(parse_program, morph.programs))
         self.in_force = PlanInForce(morph.plan, programs, self.in_force.rank, morph.slots)
-        self.events.update(event.kind for event in loop.adopted(morph))
+        self.events.update(event.kind for event in loop.plan_changed(morph))
 
 
 class RoundAdaptation(Callback):

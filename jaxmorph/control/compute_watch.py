@@ -1,4 +1,4 @@
-"""Finds stages whose ops have become slower, or faster, than the plan takes them to be."""
+"""Finds stages whose ops have become slower or faster than the plan expects."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -9,25 +9,25 @@ from jaxmorph.control.verdicts import Evidence
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.ops import OpKind
 
-# In a busy step half of a stage's ops may take longer. So three quarters of them must be away from
-# what is expected, all to the same side, and several times in a row.
-_SHARE = 0.15  # of the expected duration: less makes no better plan
-_FLOOR_MS = 1.0  # is noise for ops however short
+# On a busy machine half of a stage's ops may take longer in one step. So three quarters of them
+# must differ from the expected time, all to the same side, for several steps in a row.
+_SHARE = 0.15  # of the expected duration: a smaller change makes no better plan
+_FLOOR_MS = 1.0  # a smaller change is noise, however short the op
 _SPREADS = 6.0  # robust standard deviations of the last steps' medians
 _STEPS = 5  # in a row
-_WINDOW_STEPS = 20  # of which the spread is taken
+_WINDOW_STEPS = 20  # for the spread
 
 
 @dataclass(frozen=True)
 class ComputeNotice:
-    """That one kind of op has changed on a stage.
+    """A change in the time of one kind of op on a stage.
 
     Attributes:
-        expected_ms: What one microbatch's ops of the kind were taken to last.
-        step: The step after which that was clear.
-        evidence: The steps' medians that decided it. Its threshold is how far they may be from
-            what was expected, on either side.
-        reason: The same as a sentence.
+        expected_ms: For one microbatch, in all chunks together.
+        step: The step after which the change was found.
+        evidence: The medians of the steps that decided it. Its threshold is the distance from the
+            expected time, on either side, that is no change.
+        reason: A sentence.
     """
 
     stage: int
@@ -48,8 +48,8 @@ class WatchedOp:
     """One kind of op on one stage.
 
     Attributes:
-        medians_ms: Of the last steps in which it took what was expected.
-        away_ms: The medians of the steps in a row in which it didn't.
+        medians_ms: Of the last steps in which it took the expected time.
+        away_ms: Of the latest steps in a row in which it did not.
         is_slower: Whether it took longer in those.
     """
 
@@ -60,16 +60,16 @@ class WatchedOp:
 
     @property
     def spread_ms(self) -> float:
-        """How much it varies from step to step."""
+        """The spread of its median from step to step."""
         return robust_spread(self.medians_ms)
 
     @property
     def margin_ms(self) -> float:
-        """How far it may be from what is expected."""
+        """The distance from the expected time that is no change."""
         return max(_SHARE * self.expected_ms, _FLOOR_MS, _SPREADS * self.spread_ms)
 
     def read(self, time: OpTime) -> "WatchedOp":
-        """The same after a step, which lengthens the run of those away, or ends it."""
+        """The op after a step, which extends the run of changed steps or ends it."""
         margin_ms = self.margin_ms
         is_slower = time.low_ms > self.expected_ms + margin_ms
         if not (is_slower or time.high_ms < self.expected_ms - margin_ms):
@@ -81,13 +81,9 @@ class WatchedOp:
 
 @dataclass(frozen=True)
 class ComputeWatch:
-    """What is known of all stages' ops, compared with what the plan in force was made with.
+    """Compares the ops of all stages with the costs of the first plan.
 
-    After a notice the new duration is the expected one, so a change is reported once.
-
-    Attributes:
-        costs: What the plan was made with.
-        watched: By stage and kind.
+    After a notice the new time is the expected one, so a change is reported once.
     """
 
     costs: StageCosts
@@ -96,14 +92,7 @@ class ComputeWatch:
     def observe(
         self, step: int, times: Mapping[tuple[int, OpKind], OpTime]
     ) -> tuple["ComputeWatch", list[ComputeNotice]]:
-        """Take in one measured step.
-
-        Args:
-            times: By stage and kind (see `op_times`).
-
-        Returns:
-            And the ops that have changed, stage by stage.
-        """
+        """The watch after a measured step (see `op_times`), and the ops that have changed."""
         watched = dict(self.watched)
         notices: list[ComputeNotice] = []
         for (stage, kind), time in sorted(times.items()):
@@ -130,14 +119,14 @@ def _notice(stage: int, kind: OpKind, step: int, op: WatchedOp) -> ComputeNotice
 
 
 def updated_costs(costs: StageCosts, notices: Iterable[ComputeNotice]) -> StageCosts:
-    """The costs with what notices say; a full backward counts as B, as far as it isn't W."""
+    """The costs with the times of notices; see `with_op_ms`."""
     for notice in notices:
         costs = with_op_ms(costs, notice.stage, notice.kind, notice.measured_ms)
     return costs
 
 
 def with_op_ms(costs: StageCosts, stage: int, kind: OpKind, measured_ms: float) -> StageCosts:
-    """The costs with what one kind of op takes on a stage; a full backward is B and W."""
+    """The costs with one kind of op changed; of a full backward, what W doesn't take is B."""
     match kind:
         case OpKind.F:
             return replace(costs, forward_ms=_with(costs.forward_ms, stage, measured_ms))

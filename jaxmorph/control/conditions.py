@@ -1,35 +1,33 @@
-"""What links would do under other routes than they have now, by verdicts and usual latencies."""
+"""The delays of links on other routes than their current ones, from verdicts and usual delays."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import astuple
 from statistics import median
 from types import MappingProxyType
 
-from jaxmorph.control.link_state import Direction, LinkHealth
+from jaxmorph.control.link_state import Direction, LinkHealth, link_of
 from jaxmorph.control.verdicts import Verdict
 from jaxmorph.records import Link, Route, Routes
 from jaxmorph.schedule.costs import JITTER_MARGIN, LinkDelay, Links, StageCosts
 
 UsualLinks = Mapping[Route, Links]
-"""What healthy links do to messages on either route, as measured before the first step."""
+"""The delays of healthy links on each route, as measured before the first step."""
 
-_LONGEST_MS = 10_000.0  # what a link that delivers nothing is planned for
-_OUTLYING_MS, _OUTLYING_TIMES = 5.0, 2.0  # beyond which a link differs from most
-_PAIR = 2  # of which the median is the mean, that nothing exceeds twice
-_OTHER_COST = 0.1  # a share of a stage's op by which it must differ to call for another plan
+_LONGEST_MS = 10_000.0  # planned for a link that delivers nothing
+_OUTLYING_MS, _OUTLYING_TIMES = 5.0, 2.0  # added to the median, and times the median
+_PAIR = 2
+_OTHER_COST = 0.1  # the change of an op's cost, as a share, that calls for another plan
 
 
 def outlying_directions(
     links: Links, routes: Routes = MappingProxyType({})
 ) -> frozenset[Direction]:
-    """The directions, by sender and receiver, that take much longer than most links do.
+    """The directions that take much longer than most links on the same route.
 
-    A link that was slow before anything was measured can't be told from what it used to take. Of
-    two links the quicker one says what is usual, as a link is slowed down and never sped up.
+    They find links that were slow before the first measurement, which have no healthy history.
 
     Args:
-        routes: The routes on which they did; a link that is not named is direct. Those on one route
-            say nothing of those on the other.
+        routes: The routes on which the links were measured.
     """
     found: set[Direction] = set()
     for route in ("direct", "delegated"):
@@ -45,7 +43,7 @@ def outlying_directions(
 def with_typical_latencies(
     links: Links, directions: Collection[Direction]
 ) -> dict[Link, LinkDelay]:
-    """The links, all on one route, with some directions taking what the others do."""
+    """The delays of links on one route; some directions get the typical latency of the others."""
     ups = {link: at.forward_latency_ms for link, at in links.items() if link not in directions}
     downs = {
         link: at.backward_latency_ms for link, at in links.items() if link[::-1] not in directions
@@ -55,8 +53,8 @@ def with_typical_latencies(
 
 
 def _typical_ms(latencies_ms: Collection[float]) -> float:
-    """What most links take: of two the quicker one; 0 where there are none."""
-    if len(latencies_ms) == _PAIR:
+    """The median; the lower one of two, as delays only add time; 0 without latencies."""
+    if len(latencies_ms) == _PAIR:  # their median is their mean, which none exceeds twice
         return min(latencies_ms)
     return median(latencies_ms) if latencies_ms else 0.0
 
@@ -68,26 +66,23 @@ def links_under(
     planned: Routes,
     margin_of_jitter: float = JITTER_MARGIN,
 ) -> dict[Link, LinkDelay]:
-    """Latencies under the routes of a plan, when they have been judged under those of another one.
+    """The delays of links on planned routes, from verdicts on their current routes.
 
-    What a link adds to messages now, beyond what is usual for its route, it would add on the other
-    route too.
+    A degraded link adds the same delay to the usual time on either route.
 
     Args:
-        verdicts: Of all directions, under the routes now.
-        now: The routes now; a link that is not named is direct.
-        planned: The routes to tell the latencies under.
-        margin_of_jitter: How many standard deviations of a degraded link's jitter to add.
+        verdicts: Under the current routes.
+        margin_of_jitter: The standard deviations of a degraded link's jitter to add.
 
     Returns:
-        The state of each link that there is a verdict or a usual latency of.
+        Every link with a verdict or a usual delay.
     """
-    judged = {(each.source, each.destination): each for each in verdicts}
-    named = {Link(min(direction), max(direction)) for direction in judged}
+    judged = {each.direction: each for each in verdicts}
+    named = set(map(link_of, judged))
     states: dict[Link, LinkDelay] = {}
     for link in sorted(named.union(*usual.values())):
-        before = _usual(usual, now.get(link, "direct"), link)
-        after = _usual(usual, planned.get(link, "direct"), link)
+        before = usual_delay(usual, now.get(link, "direct"), link)
+        after = usual_delay(usual, planned.get(link, "direct"), link)
         up, down = judged.get((link.lower, link.upper)), judged.get((link.upper, link.lower))
         up_ms = _added_ms(up, before.forward_latency_ms, margin_of_jitter)
         down_ms = _added_ms(down, before.backward_latency_ms, margin_of_jitter)
@@ -97,15 +92,13 @@ def links_under(
     return states
 
 
-def _usual(usual: UsualLinks, route: Route, link: Link) -> LinkDelay:
+def usual_delay(usual: UsualLinks, route: Route, link: Link) -> LinkDelay:
+    """The delay of a healthy link on a route; none where it was not measured."""
     return usual.get(route, {}).get(link, LinkDelay())
 
 
 def _added_ms(verdict: Verdict | None, usual_ms: float, margin_of_jitter: float) -> float:
-    """What a direction adds to its messages now beyond what is usual on their route.
-
-    A link is never taken to be faster than usual.
-    """
+    """The delay of a direction beyond the usual of its route; never less than 0."""
     if verdict is None:
         return 0.0
     is_healthy = verdict.health is LinkHealth.HEALTHY
@@ -114,7 +107,7 @@ def _added_ms(verdict: Verdict | None, usual_ms: float, margin_of_jitter: float)
 
 
 def costs_differ(now: StageCosts, then: StageCosts) -> bool:
-    """Whether any stage's op costs so much more or less than then that other orders may be best."""
+    """Whether the cost of any op has changed so much that another order may be best."""
     pairs = (
         pair
         for of_kind in zip(astuple(now), astuple(then), strict=True)

@@ -1,20 +1,20 @@
-"""Decides, step by step, what a run does about its links and ops: a reducer.
+"""Decides step by step how a run reacts to its links and ops: a reducer.
 
 `advance(state, observation)` returns the next state, the commands to carry out and the events to
-report. It has no threads, clocks or files: all that a decision depends on is in its two arguments,
-so the decisions of a run can be replayed from what it observed. `training/control_loop.py` carries
-the commands out and feeds the answers back as observations. `controller_state` has the values.
+report. It uses no threads, clocks or files, so a run's decisions can be replayed from its
+observations. `training/control_loop.py` carries the commands out and feeds the answers back as
+observations. `controller_state` has the values.
 
-Plans are made beside training, so a decision goes through phases:
+Another process plans beside training, so a decision goes through phases:
 
     Starting -> Idle -WeighPlans-> Weighing -FetchPrograms-> Preparing -ChangePlan-> Changing
                  ^                    |                         ^                       |
                  |                    +-ProbeLinks-> Probing ---+                       |
                  +----------------------------------------------------------------------+
 
-One thing is decided at a time; what is observed meanwhile is weighed afterwards. News of a link or
-of ops end `Probing`. An error of the planning process leads back to `Idle`, or to `GivenUp` after
-too many in a row. An answer that its phase does not wait for changes nothing.
+There is one decision at a time; findings during it wait for the next one. News of a link or of ops
+end `Probing`. A failure of the planning process leads back to `Idle`, or to `GivenUp` after too
+many in a row. An answer that the phase does not wait for changes nothing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -78,12 +78,12 @@ from jaxmorph.control.verdicts import KnownDirection
 from jaxmorph.records import EventKind, Routes
 from jaxmorph.schedule.ops import OpKind
 
-_STEPS_TO_CHANGE = 2  # a step is observed during the next one, and a change follows that one
-_PROBE_WAIT = 8  # steps after which a probe without a result is given up
+_STEPS_TO_CHANGE = 2  # a step is observed during the next one; the change follows that one
+_PROBE_WAIT = 8  # steps, then a probe without a result counts as lost
 
 
 def advance(state: ControllerState, observation: Observation) -> Advance:
-    """The next state, and what is to be done and reported."""
+    """The next state, with commands to carry out and events to report."""
     phase = state.phase
     match observation:
         case StepObserved():
@@ -106,17 +106,14 @@ def advance(state: ControllerState, observation: Observation) -> Advance:
 
 
 def _observe(state: ControllerState, seen: StepObserved) -> Advance:
-    """A step, from its messages to a question to the planning process.
-
-    A step in which a direct path failed measures nothing: ops and messages may have waited for the
-    path.
-    """
+    """Judge a step, and ask the planning process for plans if there is reason to."""
     paths, of_step = paths_of_step(state, seen)
     state = replace(state, step=seen.step, paths=paths)
     events, commands = of_step.events, ()
     if state.adapts:
         state, of_links = _judge_paths(state, of_step.news)
         notices: tuple[ComputeNotice, ...] = ()
+        # Steps in which a path fails are excluded: their timings include the stall.
         if not of_step.news.is_disturbed:
             state, measured, notices = _measure(state, of_step.samples, seen.ops)
             of_links += measured
@@ -137,8 +134,8 @@ def _judge_paths(
     routes = state.plan.routes
     paths, detector, events = judge_paths(state.paths, state.detector, state.step, news, routes)
     failed = [failure.link for failure in news.failures]
-    # A link that no change of plan has to take off the queue has failed a probe: that counts as a
-    # change of its route, so that the next attempt waits longer.
+    # A link that the plan delegates can only have failed in a probe. That counts as a change of its
+    # route, so that the next attempt waits longer.
     probed = [link for link in failed if routes.get(link) == "delegated"]
     proven, dwell = state.proven.without(failed), state.dwell.after(probed, state.step)
     state = replace(state, paths=paths, detector=detector, proven=proven, dwell=dwell)
@@ -150,7 +147,7 @@ def _measure(
     samples: Sequence[LinkSample],
     ops: Mapping[tuple[int, OpKind], OpTime],
 ) -> tuple[ControllerState, tuple[ControlEvent, ...], tuple[ComputeNotice, ...]]:
-    """Judge links and ops by what they took."""
+    """Judge links and ops by their times."""
     before = state.detector.verdicts
     detector, changed = state.detector.observe(state.step, samples)
     compute, notices = state.compute.observe(state.step, ops)
@@ -167,8 +164,8 @@ def _record_news(
     *,
     failed: bool,
 ) -> ControllerState:
-    """Note what is to be weighed; what is known of links no longer waits for probes."""
-    # A link that begins to recover is no news: it may not last.
+    """Add findings to the news."""
+    # A link that begins to recover is no news: the recovery may not last.
     kinds = {event.kind for event in of_links} - {EventKind.STRAGGLER_RECOVERING}
     news = state.news
     news = replace(
@@ -184,16 +181,14 @@ def _record_news(
 def _judge_probes(
     state: ControllerState, probes_ms: Mapping[str, float]
 ) -> tuple[ControllerState, tuple[ControlEvent, ...], tuple[Command, ...]]:
-    """Carry out the decision that waits for probes, or have it weighed anew."""
-    found = probe_results(probes_ms, state.detector, state.paths.failed)
-    dwell, proven = (
-        state.dwell.after(found.late, state.step),
-        state.proven.record(found, state.step),
-    )
-    state, events, phase = replace(state, dwell=dwell, proven=proven), found.events(), state.phase
+    """Carry out the decision that waits for probes, or return to `Idle`."""
+    results = probe_results(probes_ms, state.detector, state.paths.failed)
+    dwell = state.dwell.after(results.late, state.step)
+    proven = state.proven.record(results, state.step)
+    state, events, phase = replace(state, dwell=dwell, proven=proven), results.events(), state.phase
     if not isinstance(phase, Probing):
         return state, events, ()
-    if state.news.of_links or (probes_ms and (found.late or state.news.are_due)):
+    if state.news.of_links or (probes_ms and (results.late or state.news.are_due)):
         return _drop_probes(state, phase), events, (DropProbes(),)
     if not state.proven.unproven(phase.situation, phase.decision):
         prepared = _prepare(state, phase.situation, phase.decision, phase.ops)
@@ -204,13 +199,13 @@ def _judge_probes(
 
 
 def _drop_probes(state: ControllerState, phase: Probing) -> ControllerState:
-    """Weigh anew what waited for probes."""
+    """Return to `Idle`, with the waiting decision as news."""
     news = replace(state.news, are_due=True, ops={**phase.ops, **state.news.ops})
     return replace(state, phase=Idle(), news=news)
 
 
 def _weigh_if_due(state: ControllerState) -> Advance:
-    """Ask for plans if there is reason to, and nothing else is being decided."""
+    """Ask for plans if there is reason to, and no decision is under way."""
     news = state.news
     may_begin = state.retries.may_begin(state.step, turned_slow=news.turned_slow)
     is_due = news.are_due or state.step >= news.weigh_at_step
@@ -220,18 +215,18 @@ def _weigh_if_due(state: ControllerState) -> Advance:
 
 
 def _ask(state: ControllerState, ops: ChangedOps, *, again: bool = False) -> Advance:
-    """Ask for plans with all that is known now; afterwards none of it is news."""
+    """Ask for plans under the current verdicts and costs, and clear the news."""
     from_step = state.step + _STEPS_TO_CHANGE
-    held = tuple(sorted(dwelling_links(state.dwell, state.plan.routes, from_step)))
+    staying = tuple(sorted(dwelling_links(state.dwell, state.plan.routes, from_step)))
     verdicts = state.verdicts
     asked = Weighing(state.step, state.profile, verdicts, state.dwell, ops, again)
-    command = WeighPlans(state.profile, verdicts, held, restart=state.must_restart)
+    command = WeighPlans(state.profile, verdicts, staying, restart=state.must_restart)
     state = replace(state, phase=asked, news=News(), must_restart=False)
     return Advance(state, (command,))
 
 
 def _weighed(state: ControllerState, asked: Weighing, options: Options) -> Advance:
-    """Decide; news of links that came during the answer are weighed first, once."""
+    """Decide, but ask once more if links have changed since the request."""
     if state.news.of_links and not asked.again:
         return _ask(state, {**asked.ops, **state.news.ops}, again=True)
     situation = Situation(
@@ -271,7 +266,7 @@ def _change(state: ControllerState, prepared: Preparing) -> Advance:
     situation, reason = prepared.situation, prepared.decision.reason
     now, then = situation.in_force, situation.candidates[prepared.decision.chosen or 0]
     if _uses_failed_path(state, then.routes):
-        # A path has failed since it was decided. The planning process has adopted the plan by now.
+        # A path has failed since the decision, so the planning process has the wrong plan in force.
         news = replace(state.news, are_due=True, ops={**prepared.ops, **state.news.ops})
         return _weigh_if_due(replace(state, phase=Idle(), news=news, must_restart=True))
     change = PlanChange(
@@ -289,7 +284,7 @@ def _change(state: ControllerState, prepared: Preparing) -> Advance:
 
 
 def _uses_failed_path(state: ControllerState, routes: Routes) -> bool:
-    """Whether a plan has a link direct whose path is not up, nor has returned."""
+    """Whether a plan sends on a direct path that has failed and not returned."""
     links = state.paths.links
     return any(
         links[link].state is PathState.FAILED and routes.get(link, "direct") == "direct"
@@ -298,12 +293,12 @@ def _uses_failed_path(state: ControllerState, routes: Routes) -> bool:
 
 
 def _retry_later(state: ControllerState, error: str) -> Advance:
-    """Plan again after some steps, unless too much has failed."""
+    """Retry after some steps, or give up."""
     retries = state.retries.after_failure(state.step)
     waiting = state.phase.ops if isinstance(state.phase, Weighing | Preparing) else {}
     news = replace(
         state.news,
-        are_due=True,  # if only to start the process again
+        are_due=True,  # if only to restart the process
         ops={**waiting, **state.news.ops},
     )
     phase = GivenUp() if retries.are_over else Idle()
@@ -313,12 +308,12 @@ def _retry_later(state: ControllerState, error: str) -> Advance:
 
 
 def paths_of_step(state: ControllerState, seen: StepObserved) -> tuple[FailedPaths, PathsOfStep]:
-    """Which routes messages took in a step, and which of them show what their route takes."""
+    """The direct paths of a step; see `read_paths`."""
     return read_paths(state.paths, seen.paths, seen.samples, state.plan.routes)
 
 
 def expected_profile(state: ControllerState, profile: Profile) -> Profile:
-    """What a step of the plan in force is made of, with links as they were judged last."""
+    """A profile with links as they were judged last, for predictions of the plan in force."""
     if state.judged_routes is None:
         return profile
     routes = state.judged_routes, state.plan.routes
@@ -329,10 +324,10 @@ def expected_profile(state: ControllerState, profile: Profile) -> Profile:
 
 
 def link_states(state: ControllerState) -> dict[str, str]:
-    """The links that are not healthy, each in a few words."""
+    """The links that are not healthy, for the terminal."""
     return {**state.paths.in_words(), **describe_states(state.verdicts)}
 
 
 def known_links(state: ControllerState) -> tuple[KnownDirection, ...]:
-    """What a later start of the run is to know of slow and failed links."""
+    """The slow and dead directions, for a later start of the run."""
     return state.detector.known_directions()

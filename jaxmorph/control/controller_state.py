@@ -1,4 +1,7 @@
-"""What the controller keeps, observes and commands: plain values, for `controller.advance`."""
+"""The controller's state, observations and commands: plain values for `controller.advance`.
+
+Files in `control/` have the names of these classes and fields.
+"""
 
 import math
 from collections.abc import Mapping
@@ -24,7 +27,7 @@ from jaxmorph.schedule.planner import Plan
 _FIRST_WAIT_STEPS, _MOST_RETRIES = 4, 4
 
 ChangedOps: TypeAlias = Mapping[tuple[int, OpKind], ComputeNotice]
-"""Of the ops of each stage and kind that have changed, the latest notice."""
+"""The latest notice of each stage and kind of op that has changed."""
 
 
 # --- Observations --------------------------------------------------------------------------------
@@ -32,11 +35,11 @@ ChangedOps: TypeAlias = Mapping[tuple[int, OpKind], ComputeNotice]
 
 @dataclass(frozen=True)
 class StepObserved:
-    """A step of the plan in force, as rank 0 knows it from all ranks' reports.
+    """A step of the plan in force, by all ranks' reports.
 
     Attributes:
-        ops: What the ops of each stage took, by kind.
-        probes_ms: What the messages of probes before the step took, by the names of transfers.
+        ops: The times of ops by stage and kind.
+        probes_ms: The times of probe messages before the step, by the names of transfers.
     """
 
     step: int
@@ -48,7 +51,7 @@ class StepObserved:
 
 @dataclass(frozen=True)
 class PlannerStarted:
-    """The planning process knows the run and can be asked."""
+    """The planning process knows the run and can plan."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +68,14 @@ class ProgramsFetched:
 
 @dataclass(frozen=True)
 class PlanningFailed:
-    """The planning process has died, does not answer, or could not do what it was asked."""
+    """The planning process has died, does not answer, or could not serve a request."""
 
     error: str
 
 
 @dataclass(frozen=True)
 class PlanChanged:
-    """All ranks run the plan of the last `ChangePlan`, in every step observed from now on."""
+    """All ranks run the plan of the last `ChangePlan` from the next observed step on."""
 
 
 Observation: TypeAlias = (
@@ -85,31 +88,32 @@ Observation: TypeAlias = (
 
 @dataclass(frozen=True)
 class WeighPlans:
-    """Ask the planning process which plans there are.
+    """Ask the planning process for candidates.
 
     Attributes:
-        restart: Whether to replace the process first: it has failed.
+        staying: Delegated links that can't go back yet.
+        restart: Whether to replace the process first, because it failed.
     """
 
     profile: Profile
     verdicts: tuple[Verdict, ...]
-    held: tuple[Link, ...]
+    staying: tuple[Link, ...]
     restart: bool = False
 
 
 @dataclass(frozen=True)
 class FetchPrograms:
-    """Have the planning process hand out the instructions of a plan that it offered last."""
+    """Fetch the instructions of one of the last candidates from the planning process."""
 
     chosen: int
 
 
 @dataclass(frozen=True)
 class ProbeLinks:
-    """Have ranks probe direct links after the next meeting.
+    """Probe direct links after the next meeting.
 
     Attributes:
-        restore: Those whose direct paths have failed, and begin again for the probe.
+        restore: Those whose failed direct paths are restored for the probe.
     """
 
     links: tuple[Link, ...]
@@ -118,15 +122,15 @@ class ProbeLinks:
 
 @dataclass(frozen=True)
 class DropProbes:
-    """Probes that no meeting has announced yet are no longer wanted."""
+    """Cancel probes that no meeting has announced yet."""
 
 
 @dataclass(frozen=True)
 class ChangePlan:
-    """Have all ranks change to a plan after the next meeting.
+    """Change to a plan on all ranks after the next meeting.
 
     Attributes:
-        restore: The links of the plan whose direct paths have failed, and begin again with it.
+        restore: The links whose failed direct paths are restored with it.
     """
 
     change: PlanChange
@@ -141,7 +145,7 @@ Command: TypeAlias = WeighPlans | FetchPrograms | ProbeLinks | DropProbes | Chan
 
 @dataclass(frozen=True)
 class Starting:
-    """The planning process starts; news wait for it."""
+    """The planning process is starting."""
 
 
 @dataclass(frozen=True)
@@ -154,9 +158,9 @@ class Weighing:
     """`WeighPlans` waits for its answer.
 
     Attributes:
-        step: The step observed last when it was asked.
-        ops: The changed ops that are weighed.
-        again: Whether the news that came during one answer are being weighed.
+        step: The last observed step when it was sent.
+        ops: The changed ops that it includes.
+        again: Whether it repeats a request that news have overtaken.
     """
 
     step: int
@@ -188,7 +192,7 @@ class Preparing:
 
 @dataclass(frozen=True)
 class Changing:
-    """Ranks have been given a plan, or are about to be, and have not reported it in force."""
+    """`ChangePlan` waits for its `PlanChanged`."""
 
     change: PlanChange
 
@@ -203,14 +207,14 @@ Phase: TypeAlias = Starting | Idle | Weighing | Probing | Preparing | Changing |
 
 @dataclass(frozen=True)
 class News:
-    """What is known and has not been weighed.
+    """Findings since the last `WeighPlans`.
 
     Attributes:
-        are_due: Whether there is anything.
+        are_due: Whether there are any.
         ops: The ops that have changed.
-        of_links: Whether more is known of links than was weighed last.
-        turned_slow: Whether a link has turned slow, or failed, since plans were asked for last.
-        weigh_at_step: When to weigh although nothing has changed.
+        of_links: Whether links have changed.
+        turned_slow: Whether a link has turned slow or failed.
+        weigh_at_step: When to weigh plans even without findings.
     """
 
     are_due: bool = False
@@ -222,11 +226,11 @@ class News:
 
 @dataclass(frozen=True)
 class Retries:
-    """The failures of planning in a row, and what follows from them.
+    """The failures of planning in a row, and when to retry.
 
-    After the first one planning pauses for four steps, after each further one for twice as long;
-    for four if a link turns slow meanwhile. A success ends the row. The fifth failure in a row is
-    the last.
+    The first retry waits four steps, each further one twice as long, or four steps if a link turns
+    slow meanwhile. A success resets the count. After the fifth failure in a row planning is given
+    up.
     """
 
     failures: int = 0
@@ -239,16 +243,16 @@ class Retries:
         return self.failures > _MOST_RETRIES
 
     def after_failure(self, step: int) -> "Retries":
-        """The row with another failure."""
+        """The retries after another failure."""
         wait_steps = _FIRST_WAIT_STEPS * 2**self.failures
         return Retries(self.failures + 1, step + wait_steps, step + _FIRST_WAIT_STEPS)
 
     def may_begin(self, step: int, *, turned_slow: bool) -> bool:
-        """Whether plans may be asked for again."""
+        """Whether planning may be retried."""
         return step >= (self.not_before_step_if_slow if turned_slow else self.not_before_step)
 
     def in_words(self, step: int) -> str:
-        """What happens next, after a failure."""
+        """The consequence of the last failure, for its event."""
         if self.are_over:
             return (
                 f"that was attempt {self.failures} in a row: planning is given up, and the plan in "
@@ -264,15 +268,13 @@ class ControllerState:
     """All that decisions depend on, beside the next observation.
 
     Attributes:
-        adapts: Whether the run adapts; if not, only failures of direct paths are followed.
-        usual: What healthy links do on either route.
-        plan: The one in force.
-        profile: What ops and links cost when the first plan was made, with ops as they are now.
-        step: The step observed last.
+        adapts: Whether the run adapts; if not, the controller only tracks failed direct paths.
+        plan: The plan in force.
+        profile: The costs of the first plan, with ops as they are now.
+        step: The last observed step.
         judged_routes: The routes under which links were judged last; None before any step.
-        from_start: Events of links that are degraded before the first step.
-        proven: Direct links that a probe has found healthy.
-        must_restart: Whether the planning process has failed since it was asked last.
+        from_start: The events of links that are degraded before the first step.
+        must_restart: Whether the planning process has failed since its last request.
     """
 
     settings: Adaptation
@@ -295,12 +297,12 @@ class ControllerState:
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
-        """On all directions of links that have been seen."""
+        """Of all directions that have been seen."""
         return tuple(self.detector.verdicts.values())
 
 
 def with_settings(state: ControllerState, settings: Adaptation) -> ControllerState:
-    """The same state under other settings, for a replay."""
+    """The state under other settings, for a replay."""
     return replace(
         state,
         settings=settings,
@@ -315,7 +317,7 @@ def with_settings(state: ControllerState, settings: Adaptation) -> ControllerSta
 
 @dataclass(frozen=True)
 class Advance:
-    """What follows from an observation."""
+    """The outcome of an observation."""
 
     state: ControllerState
     commands: tuple[Command, ...] = ()

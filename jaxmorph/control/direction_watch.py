@@ -1,7 +1,7 @@
-"""Judges one direction of a link by itself: by what its messages took before.
+"""Judges one direction of a link by the history of its messages.
 
-All that is kept from step to step is plain values (`DirectionState`); a step's messages are read
-into a working copy of them (`DirectionWatch`).
+`DirectionState` is kept from step to step; `DirectionWatch` is the working copy of it that reads a
+step's messages.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,28 +21,28 @@ from jaxmorph.control.route_record import (
 from jaxmorph.control.verdicts import Evidence, Verdict
 from jaxmorph.plain_json import written_as
 
-_CALMING = 0.8  # what is left of a slow link's unrest after another step
+_CALMING = 0.8  # the factor of a slow link's unrest per step
 
 Assume = Callable[[bool, Usual | None], Usual | None]
-"""What to go by on a route (held or not) that has not been measured here; None: nothing.
+"""Gives the usual times of a route that was not measured on this link; None: unknown.
 
-Its second argument is the usual of the other route, if that is known.
+Its arguments: whether the route is direct, and the usual times of the other route, if known.
 """
 
 
 @dataclass(frozen=True)
 class DirectionState:
-    """What is kept of one direction of a link from step to step.
+    """The state of one direction of a link.
 
     Attributes:
-        verdict: What is to be said of it now; its latency and jitter are the latest.
-        direct: Of its direct messages; None: none was seen.
-        delegated: Of its delegated ones.
-        is_direct: Whether most of its messages take the direct route now; None: none was seen.
-        judged_by: The route that the verdict came by; None: either may end it.
-        level_ms: What messages took when it was last judged.
-        unrest: How often a slow link's delay has changed lately.
-        good_steps: How many steps in a row a recovering link's messages have been in time.
+        verdict: Its latency and jitter are the latest.
+        direct: The record of direct messages; None: none was seen.
+        delegated: The record of delegated messages.
+        is_direct: Whether most messages take the direct route now; None: none was seen.
+        judged_by: Whether the verdict came by the direct route; None: either route may end it.
+        level_ms: The time of messages when the direction was last judged.
+        unrest: How often a slow link's delay has changed recently.
+        good_steps: The steps in a row in which a recovering link's messages were in time.
     """
 
     verdict: Verdict
@@ -55,23 +55,23 @@ class DirectionState:
     good_steps: int = 0
 
     def usual(self, is_direct: bool) -> Usual | None:
-        """What a healthy message takes on a route; None where it has not been measured."""
+        """The times of healthy messages on a route; None if it was not measured."""
         route = self.direct if is_direct else self.delegated
         return None if route is None else route.usual
 
 
 class DirectionWatch:
-    """Judges one direction by a step's messages: a working copy of its state.
+    """Judges one direction by a step's messages: the working copy of its state.
 
-    The two routes are measured each for itself. The one that most messages of a step take is
-    current: its messages say whether the link is slow and when it isn't any more. The few on the
-    other one are probes: they may show that it is slow, or, where the current one has never been
-    seen healthy, that it no longer is. A dead link has no direct path, so no message of its says
-    that it is back: the path itself has to have been tried.
+    Each route has its own history. The route that most messages of a step take is the current one:
+    its messages decide whether the link is slow. Messages on the other route count as probes of it.
+    They may show that the link is slow, or, if the current route has no healthy history yet, that
+    it has recovered. No message ends a dead state: see `TRANSITIONS`.
 
     Attributes:
-        verdict: What is to be said of the direction now; its latency and jitter are the latest.
-        first_measured: The route that has just got its first baseline, if one has.
+        verdict: Its latency and jitter are the latest.
+        first_measured: The route that has just got its first baseline: whether it is the direct
+            one; None: neither.
     """
 
     def __init__(self, state: DirectionState, assume: Assume) -> None:
@@ -85,7 +85,7 @@ class DirectionWatch:
         self.first_measured: bool | None = None
 
     def state(self) -> DirectionState:
-        """What is kept of the direction."""
+        """The state to keep."""
         routes = {is_direct: record.state() for is_direct, record in self._routes.items()}
         return DirectionState(
             self.verdict,
@@ -99,21 +99,22 @@ class DirectionWatch:
         )
 
     def observe(self, step: int, samples: Sequence[LinkSample]) -> list[Verdict]:
-        """Take in a step's messages, at least one, in the order of sending.
+        """Judge a step's messages, at least one, in the order of sending.
 
         Returns:
-            What has changed, in order; the last one with the latest latency and jitter.
+            The verdicts that it led to, in order; the last one with the latest latency and jitter.
         """
         self._update_route(samples)
         self._unrest *= _CALMING
-        began_as = self.verdict.health
+        health_before = self.verdict.health
         changes: list[Verdict] = []
         for sample in samples:
-            may_move = not changes
+            may_move = not changes  # one change of delay a step is enough
             changes += self._read(step, sample, may_move=may_move)
-        if began_as is self.verdict.health is LinkHealth.RECOVERING:
+        if health_before is self.verdict.health is LinkHealth.RECOVERING:
             changes += self._count_good_step(step, samples)
         for is_direct, record in self._routes.items():
+            # The baseline follows the messages of a healthy link only.
             settles = self.verdict.health is LinkHealth.HEALTHY or record.usual is None
             if settles and record.settle():
                 self.first_measured = is_direct
@@ -130,13 +131,12 @@ class DirectionWatch:
         expected: Mapping[bool, Usual],
         known: Verdict | None = None,
     ) -> list[Verdict]:
-        """Take the direction for slow from the start.
+        """Mark the direction slow before the first step.
 
         Args:
-            samples: What its last messages took.
-            expected: What healthy ones would take on either route: what to go by until healthy
-                messages have been seen.
-            known: As what it was slow last, which counts, whatever a few messages show.
+            samples: Its last messages.
+            expected: The usual times until healthy messages have been seen, by whether direct.
+            known: Its verdict when the run last stopped. It outweighs the few samples.
         """
         for is_direct, usual in expected.items():
             self._record(is_direct).usual = usual
@@ -154,12 +154,12 @@ class DirectionWatch:
         return [self.verdict]
 
     def compare(self, step: int, is_direct: bool, expected: Usual | None) -> list[Verdict]:
-        """Compare a route that has just got its first baseline with the other directions'.
+        """Compare a route's first baseline with those of other directions.
 
-        A link that is slow from the first message on is not seen to become so.
+        A link that is slow from its first message on has no healthy history to compare with.
 
         Args:
-            expected: What to go by, by the other directions; None where they don't say.
+            expected: By the other directions; None: too few are known.
         """
         if expected is None or self.verdict.health is not LinkHealth.HEALTHY:
             return []
@@ -171,20 +171,17 @@ class DirectionWatch:
         return self._transition(step, Trigger.ROSE, is_direct, took_ms, usual=expected)
 
     def path_failed(self, step: int, detail: str) -> list[Verdict]:
-        """Take in that the direct path was given up; no verdict if the link was dead already."""
+        """Mark the direct path failed; no verdict changes if it had failed already."""
         return self._transition(step, Trigger.FAILED, self._current, (), detail)
 
     def path_returned(self, step: int, detail: str) -> list[Verdict]:
-        """Take in that the direct path of a dead link has been up for long enough.
-
-        Where none of its messages are watched the next verdict, too, has nothing to wait for.
-        """
+        """Mark the direct path of a dead link as returned."""
         if not self.verdict.is_dead:
             return []
-        turned = self._transition(step, Trigger.RETURNED, None, (), detail)
-        if not self._routes:
-            turned += self._transition(step, Trigger.RETURNED, None, (), detail)
-        return turned
+        changes = self._transition(step, Trigger.RETURNED, None, (), detail)
+        if not self._routes:  # no message of its could show that it has recovered
+            changes += self._transition(step, Trigger.RETURNED, None, (), detail)
+        return changes
 
     def _update_route(self, samples: Sequence[LinkSample]) -> None:
         is_direct = 2 * sum(sample.is_direct for sample in samples) > len(samples)
@@ -203,38 +200,42 @@ class DirectionWatch:
         record = self._routes.get(is_direct)
         return None if record is None else record.usual
 
-    def _go_by(self, is_direct: bool) -> Usual | None:
-        """What to judge a route's messages by; a healthy link's other route is measured first."""
+    def _expected(self, is_direct: bool) -> Usual | None:
+        """The usual times to judge a route's messages by.
+
+        The other route of a healthy link is measured first; that of a degraded one can't be, so its
+        times are assumed.
+        """
         known = self._usual(is_direct)
         if known is None and self.verdict.health is not LinkHealth.HEALTHY:
             return self._assume(is_direct, self._usual(not is_direct))
         return known
 
     def _read(self, step: int, sample: LinkSample, *, may_move: bool) -> list[Verdict]:
-        record, usual = self._record(sample.is_direct), self._go_by(sample.is_direct)
+        record, usual = self._record(sample.is_direct), self._expected(sample.is_direct)
         is_healthy = self.verdict.health is LinkHealth.HEALTHY
         if usual is None or not is_healthy:
             record.recent.add(sample.duration_ms)
         if usual is None:
-            if not self.verdict.is_slow:  # it says nothing of a healthy link
+            if not self.verdict.is_slow:  # a slow link's messages make no baseline
                 record.healthy.learn([sample.duration_ms])
             return []
         record.read(sample, usual, learns=is_healthy)
         if is_healthy and not record.late:
             return []
-        may_accuse = self.verdict.health is not LinkHealth.SLOW
-        if may_accuse and (late_ms := record.late_beyond_chance()):
+        is_slow_or_dead = self.verdict.health is LinkHealth.SLOW
+        if not is_slow_or_dead and (late_ms := record.late_beyond_chance()):
             return self._transition(step, Trigger.ROSE, sample.is_direct, late_ms)
         if self._may_clear(sample.is_direct) and len(record.calm) >= SETTLED_RUN:
             return self._transition(step, Trigger.FELL, sample.is_direct, record.calm)
-        if not may_accuse and may_move and sample.is_direct is self._current:
+        if is_slow_or_dead and may_move and sample.is_direct is self._current:
             return self._read_level(step, sample, record)
         return []
 
     def _read_level(self, step: int, sample: LinkSample, record: RouteRecord) -> list[Verdict]:
-        """Look whether a slow or dead link's messages take clearly more, or less, than before."""
+        """Check whether the messages of a slow or dead link take clearly more or less time."""
         is_dead = self.verdict.is_dead
-        if not (is_dead or record.late):  # in time: that is no other delay
+        if not (is_dead or record.late):  # the message is in time, which is not another delay
             record.moved.clear()
             return []
         record.read_level(sample.duration_ms, self._level_ms, self._unrest)
@@ -245,17 +246,18 @@ class DirectionWatch:
         return self._transition(step, trigger, sample.is_direct, record.moved)
 
     def _may_clear(self, is_direct: bool) -> bool:
+        """Whether messages of a route can show that the link is no longer slow."""
         if not self.verdict.is_slow:
             return False
-        unmeasured = self._usual(not is_direct) is None and self._usual(is_direct) is not None
-        return unmeasured or self._counts(is_direct)
+        only_measured = self._usual(not is_direct) is None and self._usual(is_direct) is not None
+        return only_measured or self._counts(is_direct)
 
     def _counts(self, is_direct: bool) -> bool:
         return self._judged_by is None or self._judged_by is is_direct
 
     def _count_good_step(self, step: int, samples: Sequence[LinkSample]) -> list[Verdict]:
         counting = [each for each in samples if self._counts(each.is_direct)]
-        usual = self._go_by(counting[0].is_direct) if counting else None
+        usual = self._expected(counting[0].is_direct) if counting else None
         if usual is None:
             return []
         took_ms = [each.duration_ms for each in counting]
@@ -276,14 +278,21 @@ class DirectionWatch:
         detail: str = "",
         usual: Usual | None = None,
     ) -> list[Verdict]:
-        """Go where the table says that a trigger leads; without an entry nothing changes."""
+        """Change the state as `TRANSITIONS` says.
+
+        Args:
+            is_direct: The route that led to it; None: neither.
+            run_ms: The times of the messages that led to it.
+            detail: For the reason.
+            usual: The usual times for the evidence; None: those of the route.
+        """
         before, run_ms = self.verdict, tuple(run_ms)
-        turned = TRANSITIONS[before.health, before.path].get(trigger)
-        if turned is None:
+        after = TRANSITIONS[before.health, before.path].get(trigger)
+        if after is None:
             return []
         if usual is None and is_direct is not None:
-            usual = self._go_by(is_direct)
-        health, path = turned
+            usual = self._expected(is_direct)
+        health, path = after
         self.verdict = replace(
             before,
             health=health,
@@ -304,7 +313,7 @@ class DirectionWatch:
         self, trigger: Trigger, run_ms: tuple[float, ...], usual: Usual | None, detail: str
     ) -> str:
         before = self.verdict
-        said = SENTENCES[trigger].format(
+        reason = SENTENCES[trigger].format(
             took=typical_ms(run_ms) if run_ms else "",
             count=len(run_ms),
             threshold=usual.threshold_ms if usual else 0.0,
@@ -312,10 +321,10 @@ class DirectionWatch:
             steps=GOOD_STEPS,
             detail=detail,
         )
-        return f"link {before.source}>{before.destination} {said}"
+        return f"link {before.source}>{before.destination} {reason}"
 
     def _with_latency(self, verdict: Verdict) -> Verdict:
-        """The verdict with what messages take now: on the current route if that is known."""
+        """The verdict with the latest latency and jitter, those of the current route."""
         if self._current is None:
             return verdict
         usual = self._usual(self._current)

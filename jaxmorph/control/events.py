@@ -1,4 +1,4 @@
-"""A change of plan, and the events by which the controller reports what it finds and decides."""
+"""The events that the controller emits, and a change of plan."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _MOST_OPS = 2  # named in a decision's reason
 
 @dataclass(frozen=True)
 class ControlEvent:
-    """An event of the controller, as yet without step and time; see `records.Event`."""
+    """An event of the controller; the recorder adds step and time (`records.Event`)."""
 
     kind: EventKind
     detail: str
@@ -32,11 +32,11 @@ class ControlEvent:
 
 @dataclass(frozen=True)
 class PlanChange:
-    """A change of plan that has been decided.
+    """A decided change of plan.
 
     Attributes:
         routes: The new routes of the links whose route changes.
-        evidence: What was weighed.
+        evidence: See `evidence_of`.
     """
 
     plan: Plan
@@ -48,12 +48,12 @@ class PlanChange:
 def verdict_event(
     verdict: Verdict, before: Mapping[tuple[int, int], Verdict]
 ) -> ControlEvent | None:
-    """The event of a verdict that has changed; None where a link is first seen, and healthy.
+    """The event of a changed verdict; None for a new direction that is healthy.
 
     Args:
-        before: All verdicts as they were, by source and destination.
+        before: All verdicts before the change.
     """
-    last = before.get((verdict.source, verdict.destination))
+    last = before.get(verdict.direction)
     was = LinkHealth.HEALTHY if last is None else last.health
     if verdict.health is LinkHealth.HEALTHY and was is LinkHealth.HEALTHY:
         return None
@@ -62,23 +62,23 @@ def verdict_event(
 
 
 def describe_ops(changed: Mapping[tuple[int, OpKind], ComputeNotice]) -> tuple[str, ...]:
-    """Which ops cost what they didn't, a sentence each; of many the first."""
-    told = [
+    """A sentence for each of the first changed ops, and one for the rest."""
+    sentences = [
         f"stage {each.stage}'s {each.kind} takes {each.measured_ms:.1f} ms, not "
         f"{each.expected_ms:.1f}"
         for each in changed.values()
     ]
-    more = len(told) - _MOST_OPS
-    return (*told[:_MOST_OPS], *([f"and {more} ops more have changed"] if more > 0 else []))
+    more = len(sentences) - _MOST_OPS
+    return (*sentences[:_MOST_OPS], *([f"and {more} ops more have changed"] if more > 0 else []))
 
 
 def notice_event(notice: ComputeNotice) -> ControlEvent:
-    """Ops have become slower, or faster."""
+    """The event of ops that have become slower or faster."""
     return ControlEvent(EventKind.COMPUTE_CHANGED, notice.reason, evidence=notice.to_json())
 
 
 def probe_event(link: Link, took_ms: Sequence[float], is_late: bool) -> ControlEvent:
-    """A probe of a direct link has come back: a message's median time in each direction."""
+    """The event of a probe of a direct link; `took_ms` is the median of each direction."""
     found = "is still slow" if is_late else "is as fast as it was"
     times = " and ".join(f"{each_ms:.1f}" for each_ms in took_ms)
     detail = f"the direct link {found}: {times} ms"
@@ -87,7 +87,7 @@ def probe_event(link: Link, took_ms: Sequence[float], is_late: bool) -> ControlE
 
 
 def evidence_of(situation: Situation, option: Option) -> dict[str, Any]:
-    """What was weighed: plans with their predicted steps, and the verdicts on degraded links."""
+    """The evidence of a decision: all plans with predicted steps, verdicts on degraded links."""
     degraded = degraded_links(situation.verdicts)
     return {
         "from": _in_brief(situation.in_force),
@@ -109,7 +109,7 @@ def _in_brief(option: Option) -> dict[str, Any]:
 
 
 def change_events(change: PlanChange) -> tuple[ControlEvent, ...]:
-    """A plan is in force: one event, and one for each link with another route."""
+    """The events of a plan in force: one of its own, and one for each link with another route."""
     routes = (
         ControlEvent(EventKind.ROUTE_CHANGED, f"{route}: {change.reason}", str(link))
         for link, route in change.routes.items()
@@ -118,7 +118,7 @@ def change_events(change: PlanChange) -> tuple[ControlEvent, ...]:
 
 
 def describe_states(verdicts: Iterable[Verdict]) -> dict[str, str]:
-    """The links that are not healthy, each in a few words."""
+    """The links that are not healthy, for the terminal."""
     return {
         str(each.link): f"{each.health}, {each.latency_ms:.1f} ms "
         f"(healthy: {each.evidence.baseline_ms:.1f})"

@@ -19,13 +19,18 @@ Direction = tuple[int, int]
 """A direction of a link: the rank that sends and the rank that receives."""
 
 
+def link_of(direction: Direction) -> Link:
+    """The link of a direction."""
+    return Link(min(direction), max(direction))
+
+
 class LinkHealth(StrEnum):
-    """What the messages of a direction show.
+    """The health of a direction, by its messages.
 
     Attributes:
         HEALTHY: They take about as long as when the link was first measured.
         SLOW: They take longer, for more than a message or two.
-        RECOVERING: They take no longer than when it was healthy; not for long enough yet.
+        RECOVERING: They are in time again, but not yet for long enough.
     """
 
     HEALTHY = "healthy"
@@ -37,9 +42,9 @@ class PathState(StrEnum):
     """The state of a link's direct path.
 
     Attributes:
-        UP: It is there, as far as is known.
-        FAILED: It was given up: what was sent on it did not arrive in time.
-        RETURNED: It has failed, and both ends have found it up for long enough.
+        UP: No failure is known.
+        FAILED: It was given up: a transfer did not arrive in time.
+        RETURNED: It failed, and both ends have since found it up for long enough.
     """
 
     UP = "up"
@@ -48,17 +53,17 @@ class PathState(StrEnum):
 
 
 class Trigger(StrEnum):
-    """What the messages of a direction, or their absence, have shown.
+    """A finding that can change a direction's state.
 
     Attributes:
-        ROSE: So many in a row were late that chance doesn't do it.
-        MOVED: As many in a row took clearly more, or less, than those before, and were late still.
-        FELL: As many in a row were in time.
-        LASTED: They have been in time for several steps.
-        FAILED: The direct path was given up, or is found down.
-        SHIFTED: Delegated messages of a link without a direct path take clearly more, or less.
+        ROSE: More messages in a row were late than chance explains.
+        MOVED: Messages are still late, but take clearly more or less time than before.
+        FELL: Several messages in a row were in time.
+        LASTED: Messages have been in time for several steps.
+        FAILED: The direct path was given up, or was found down.
+        SHIFTED: Delegated messages of a dead link take clearly more or less time than before.
         RETURNED: Both ends have found the direct path up for many steps in a row.
-        KNOWN: It was slow when the run was last at work.
+        KNOWN: The direction was slow when the run last stopped.
     """
 
     ROSE = "late messages"
@@ -93,11 +98,11 @@ TRANSITIONS: Mapping[State, Mapping[Trigger, State]] = {
     },
     _SLOW_AGAIN: {Trigger.MOVED: _SLOW_AGAIN, Trigger.FELL: _BACK, Trigger.FAILED: _DEAD},
 }
-"""What follows from a trigger in a state; a trigger that is not here changes nothing.
+"""The next state by state and trigger; a trigger that is not listed changes nothing.
 
-No message brings a failed path back, as all of them are delegated: only the path itself does. After
-that messages say whether the link has recovered, or, where none of them are watched, the path once
-more. A direction is healthy only with its path up.
+All messages of a link with a failed path are delegated, so none of them can show that the path
+works: only its two ends can. After that, messages decide whether the link has recovered. A link
+without watched messages becomes healthy by a second `RETURNED`.
 """
 
 IMPOSSIBLE: frozenset[State] = frozenset({
@@ -105,7 +110,7 @@ IMPOSSIBLE: frozenset[State] = frozenset({
     (LinkHealth.RECOVERING, PathState.FAILED),
     (LinkHealth.HEALTHY, PathState.RETURNED),
 })  # fmt: skip
-"""The states that no direction is in: see `Verdict`."""
+"""The other pairs; `Verdict` refuses them. A direction is healthy only with its path up."""
 
 SENTENCES: Mapping[Trigger, str] = {
     Trigger.ROSE: "is slow: {took} for {count} messages in a row, {threshold:.1f} is late",
@@ -119,15 +124,15 @@ SENTENCES: Mapping[Trigger, str] = {
     Trigger.RETURNED: "is back: {detail}",
     Trigger.KNOWN: "is taken for slow, as when the run was last at work: {detail}",
 }
-"""What is said of a direction that a trigger has turned; `took` names the messages' times."""
+"""The reason of a verdict by its trigger; `took` describes the messages' times."""
 
 
 DEAD = "dead"
-"""What people, events and files read of a link whose direct path has failed."""
+"""The name of a failed path in events, files and tables."""
 
 
 def word(health: LinkHealth, path: PathState) -> str:
-    """What people, events and files read of a state."""
+    """The name of a state in events, files and tables."""
     return DEAD if path is PathState.FAILED else str(health)
 
 
@@ -148,16 +153,16 @@ def _name(health: LinkHealth, path: PathState) -> str:
 
 @dataclass(frozen=True)
 class PathFailure:
-    """That a link left its direct path: as one of its ends saw it, or both together.
+    """A failure of a link's direct path, as one end or both ends saw it.
 
     Attributes:
-        detail: What failed, in one line.
-        held_up_s: How long the transfer that failed held up the queue; of two ends the longer time.
-        resent: How many messages were sent again.
-        began: Whether the collective of that transfer had begun, and failed.
-        restores_left: How often the direct path can begin again while these processes live; None
-            where that isn't known.
-        reported_by: The ranks that report it: both ends, or one alone.
+        detail: The cause, in one line.
+        held_up_s: How long the failed transfer held the queue; of two ends the longer time.
+        resent: The number of messages that were sent again.
+        began: Whether that transfer's collective had begun.
+        restores_left: How often these processes can still restore the direct path: each restore
+            needs a new communicator. None: unknown.
+        reported_by: The ranks of the ends that reported it.
     """
 
     link: Link
@@ -173,25 +178,25 @@ class PathFailure:
         return {**as_object(self), "link": str(self.link)}
 
     def joined(self, other: "PathFailure") -> "PathFailure":
-        """This and what the link's other end reports; the first of them says what failed."""
-        lives = [each.restores_left for each in (self, other) if each.restores_left is not None]
+        """Both ends' reports as one; the detail is this one's."""
+        left = [each.restores_left for each in (self, other) if each.restores_left is not None]
         return replace(
             self,
             held_up_s=max(self.held_up_s, other.held_up_s),
             resent=self.resent + other.resent,
             began=self.began or other.began,
-            restores_left=min(lives, default=None),
+            restores_left=min(left, default=None),
             reported_by=self.reported_by + other.reported_by,
         )
 
 
 @dataclass(frozen=True)
 class PathChanges:
-    """What a step has shown of failed paths.
+    """The changes of failed paths in a step.
 
     Attributes:
-        returned: Those that have now been up for long enough, and in how many steps.
-        lost: Those that had, and are down again.
+        returned: Those that have now been up for long enough, and for how many steps.
+        lost: Those that had returned and are down again.
     """
 
     returned: Mapping[Link, int]
@@ -203,11 +208,10 @@ class LinkPath:
     """The direct path of a link that has failed at least once.
 
     Attributes:
-        epoch: That of the link's route: each failure, and each new beginning of the direct path,
-            begins the next one.
-        restores_left: How often it can begin again while these processes live; None: not known.
-        up_steps: In how many steps in a row both ends have found it up since it failed.
-        is_unused: Whether it has begun again, and no step has used it since.
+        epoch: Of the link's route: each failure and each restore begins the next one.
+        restores_left: See `PathFailure`.
+        up_steps: The steps in a row in which both ends found it up since it failed.
+        is_unused: Whether no step has used it since it was restored.
     """
 
     state: PathState = PathState.UP
@@ -218,8 +222,8 @@ class LinkPath:
     is_unused: bool = False
 
     @property
-    def can_begin(self) -> bool:
-        """Whether it can begin again, as far as is known."""
+    def can_restore(self) -> bool:
+        """Whether it can be restored, as far as is known."""
         return self.restores_left is None or self.restores_left > 0
 
     def failed(self) -> "LinkPath":
@@ -227,11 +231,11 @@ class LinkPath:
         return LinkPath(PathState.FAILED, self.failures + 1, self.epoch + 1)
 
     def restored(self) -> "LinkPath":
-        """The path in the direct epoch that follows."""
+        """The path in its next direct epoch."""
         return replace(self, state=PathState.UP, epoch=self.epoch + 1, is_unused=True)
 
     def counted(self, *, is_up: bool) -> "LinkPath":
-        """The path after a step more, in which both ends have found it up, or not."""
+        """The path after another step, in which both ends found it up or not."""
         if is_up:
             return replace(self, up_steps=self.up_steps + 1)
         return replace(self, up_steps=0, state=PathState.FAILED)
@@ -239,16 +243,15 @@ class LinkPath:
 
 @dataclass(frozen=True)
 class FailedPaths:
-    """The links whose direct paths have failed.
+    """The links whose direct paths have failed, and for how many steps both ends found them up.
 
-    It counts the steps in which both ends of a failed path find it up. One report to the contrary,
-    or a missing one, resets the count. A path that fails again must be up for twice as many steps,
-    up to a limit.
+    A report that a path is down, or a missing report, resets its count. A path that fails again
+    must be up for twice as many steps, up to a limit.
 
     Attributes:
-        links: Those of which a failure is known.
-        steps: How many steps in a row are enough after the first failure.
-        most_steps: How many are after however many failures; `steps` if that is more.
+        links: Every link that has failed, restored ones too.
+        steps: The steps in a row that are enough after the first failure.
+        most_steps: The limit of that after further failures; at least `steps`.
     """
 
     links: Mapping[Link, LinkPath] = field(default_factory=dict)
@@ -259,41 +262,36 @@ class FailedPaths:
     def begin(
         cls, failed: Iterable[Link] = (), steps: int = 1, most_steps: int = 1
     ) -> "FailedPaths":
-        """Those of links that did without their paths when the run was last at work, and still do.
-
-        Args:
-            failed: The links.
-        """
+        """The state of a run that starts with some paths failed."""
         return cls({link: LinkPath().failed() for link in failed}, steps, most_steps)
 
     @property
     def failed(self) -> frozenset[Link]:
-        """The links that are delegated for want of a direct path, whatever the plan says."""
+        """The links that are delegated, whatever the plan says."""
         return frozenset(link for link, at in self.links.items() if at.state is not PathState.UP)
 
     def record(
         self, failures: Iterable[PathFailure]
     ) -> tuple["FailedPaths", tuple[PathFailure, ...]]:
-        """Take note of what failed in a step.
+        """Record the failures of a step; return the new ones too.
 
-        Returns:
-            And what is new: an end may report a failure one step later than the other.
+        One end may report a failure a step later than the other.
         """
         failed = self.failed
         new = tuple(each for each in failures if each.link not in failed)
-        of_new = {each.link: self.links.get(each.link, LinkPath()).failed() for each in new}
-        return self._with(of_new), new
+        paths = {each.link: self.links.get(each.link, LinkPath()).failed() for each in new}
+        return self._with(paths), new
 
     def restore(self, links: Iterable[Link]) -> "FailedPaths":
-        """Take note that direct paths have begun again after a step."""
+        """Record that direct paths were restored after a step."""
         back = self.failed.intersection(links)
         return self._with({link: self.links[link].restored() for link in back})
 
     def take_restored(self, routes: Routes) -> tuple["FailedPaths", tuple[Link, ...]]:
-        """The links that were back on their direct paths in a step, each named once.
+        """Return the restored links that a step has used for the first time.
 
         Args:
-            routes: Those of the plan that the step ran; a link that is not named is direct.
+            routes: Of the plan that the step ran.
         """
         used = {
             link: replace(at, is_unused=False)
@@ -303,29 +301,28 @@ class FailedPaths:
         return self._with(used), tuple(used)
 
     def limit_restores(self, link: Link, restores_left: int) -> tuple["FailedPaths", bool]:
-        """Take note of how often a failed path can begin again, as one of its ends says.
-
-        The least that any end says counts; of a link that hasn't failed nothing is noted.
+        """Record one end's count of restores left; the least count is valid.
 
         Returns:
-            And whether it could, as far as was known, and now can't.
+            The state, and whether this count is the first that rules a restore out. A link that has
+            not failed is ignored.
         """
         if link not in self.failed:
             return self, False
         before = self.links[link]
         known = restores_left if before.restores_left is None else before.restores_left
         path = replace(before, restores_left=min(known, restores_left))
-        return self._with({link: path}), before.can_begin and not path.can_begin
+        return self._with({link: path}), before.can_restore and not path.can_restore
 
     def observe(
         self, up: Mapping[Link, bool], delegated: Container[Link]
     ) -> tuple["FailedPaths", PathChanges]:
-        """Take in what the ends of failed paths have reported of a step.
+        """Count a step in which both ends found paths up or not.
 
         Args:
-            up: Whether both ends found a path up; one that is not named was not.
-            delegated: The links that the plan in force delegates. Others haven't been taken off
-                their direct paths by any plan yet, and don't return before they are.
+            up: A path that is missing counts as down.
+            delegated: The links that the plan in force delegates. A failed path doesn't return
+                before a plan has delegated its link.
         """
         counted: dict[Link, LinkPath] = {}
         returned: dict[Link, int] = {}
@@ -342,40 +339,33 @@ class FailedPaths:
         return self._with(counted), PathChanges(returned, tuple(lost))
 
     def _is_enough(self, path: LinkPath) -> bool:
-        if path.state is PathState.RETURNED or not path.can_begin:
+        if path.state is PathState.RETURNED or not path.can_restore:
             return False
         return path.up_steps >= self.steps_after(path.failures)
 
     def steps_after(self, failures: int) -> int:
-        """How many steps in a row are enough after so many failures."""
+        """The steps in a row that are enough after some failures."""
         return min(self.steps * 2 ** (failures - 1), max(self.steps, self.most_steps))
 
     def actual_routes(self, routes: Routes) -> dict[Link, Route]:
-        """The routes that messages take under a plan with these."""
+        """The routes that messages take under a plan's routes."""
         return {**routes, **dict.fromkeys(sorted(self.failed), "delegated")}
 
     def valid_samples(self, samples: Sequence[LinkSample]) -> Sequence[LinkSample]:
-        """The messages that show what their route takes.
+        """The samples that are valid timings of their routes.
 
-        One that held a queue and was delegated nevertheless says nothing of either route: its
-        sender didn't wait for it, and its receiver for more than the message.
-
-        Args:
-            samples: Of a step, in which all that was sent on a failed link may have been delegated.
+        A message that programs send as a direct one on a failed link is delegated instead. Its
+        sender doesn't wait, and its receiver waits for more than the message.
         """
-        failed = {
-            direction for low, high in self.failed for direction in ((low, high), (high, low))
-        }
+        failed = self.failed
         if not failed:
             return samples
         return tuple(
-            each
-            for each in samples
-            if not (each.is_direct and (each.source, each.destination) in failed)
+            each for each in samples if not (each.is_direct and link_of(each.direction) in failed)
         )
 
     def in_words(self) -> dict[str, str]:
-        """The links that do without their direct paths, each in a few words."""
+        """The links with failed paths, for the terminal."""
         return {str(link): "direct path failed, delegated" for link in sorted(self.failed)}
 
     def _with(self, changed: Mapping[Link, LinkPath]) -> "FailedPaths":

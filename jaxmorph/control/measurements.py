@@ -1,4 +1,4 @@
-"""From a measured step to numbers: what each message and op took, and medians no spike can move."""
+"""The time of each message and op of a step, and medians that no spike can move."""
 
 from bisect import bisect_left
 from collections import defaultdict, deque
@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from jaxmorph.program.instructions import Payload, Transfer
+from jaxmorph.records import Route
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.timeline import Timeline, TransferSpan
 
@@ -15,11 +16,11 @@ _DIGITS = 3  # of milliseconds: a microsecond
 
 
 class LinkSample(NamedTuple):
-    """What one message took.
+    """The time of one message.
 
     Attributes:
-        duration_ms: How long the link took, milliseconds.
-        at_ms: When it was over, by the receiver's clock, milliseconds since the step began.
+        duration_ms: Its time on the link.
+        at_ms: When it ended, by the receiver's clock since the step began.
         is_direct: Whether it was a direct transfer, which holds both ends' queues.
     """
 
@@ -32,20 +33,25 @@ class LinkSample(NamedTuple):
 
     @property
     def sent_ms(self) -> float:
-        """When the link had it, by the same clock."""
+        """When the link began to carry it, by the same clock."""
         return self.at_ms - self.duration_ms
+
+    @property
+    def direction(self) -> tuple[int, int]:
+        """Its sender and receiver."""
+        return self.source, self.destination
+
+    @property
+    def route(self) -> Route:
+        """The route it took."""
+        return "direct" if self.is_direct else "delegated"
 
 
 def link_samples(timeline: Timeline) -> tuple[LinkSample, ...]:
     """One sample for each message of activations or gradients, in the order of sending.
 
-    Both ends hold a direct transfer from when they reach it until it is over. The end that came
-    later waited for nobody, so the smaller of the two durations is the link's alone: neither a slow
-    stage nor a transfer before it, which kept one of the ends, is in it. A delegated message is its
-    receiver's alone, from when it was sent until it landed, whenever it is looked for.
-
-    Tied gradients are left out: they are of another length, and sent after the last op. So are
-    messages that one end has not reported.
+    Tied gradients are left out, because they have another length and follow the last op. So are
+    messages that only one end has reported.
     """
     received: list[LinkSample] = []
     other_end: dict[str, TransferSpan] = {}
@@ -59,6 +65,8 @@ def link_samples(timeline: Timeline) -> tuple[LinkSample, ...]:
             if met is None:
                 other_end[span.label] = span
                 continue
+            # The earlier end also waits for its peer, behind a slow stage or an earlier transfer.
+            # The later end waits for the link alone.
             duration_ms = min(duration_ms, met.end_ms - met.start_ms)
             receiver = span if span.stage == transfer.destination else met
         if receiver.stage == transfer.destination:
@@ -68,18 +76,17 @@ def link_samples(timeline: Timeline) -> tuple[LinkSample, ...]:
     return tuple(received)
 
 
-_parse = lru_cache(maxsize=1 << 14)(Transfer.parse)  # the same labels come step by step
+_parse = lru_cache(maxsize=1 << 14)(Transfer.parse)  # every step has the same labels
 
 
 def link_medians_ms(samples: Iterable[LinkSample]) -> dict[str, float]:
-    """The median time of a step's messages on their way, for each direction.
+    """The median time of a step's messages in each direction, such as ``2>3``, in rising order.
 
-    Returns:
-        Milliseconds to a microsecond, by directions such as ``2>3``, in rising order.
+    Milliseconds, rounded to a microsecond.
     """
     of_direction: dict[tuple[int, int], list[float]] = defaultdict(list)
     for sample in samples:
-        of_direction[sample.source, sample.destination].append(sample.duration_ms)
+        of_direction[sample.direction].append(sample.duration_ms)
     return {
         f"{source}>{destination}": round(median(values), _DIGITS)
         for (source, destination), values in sorted(of_direction.items())
@@ -87,12 +94,12 @@ def link_medians_ms(samples: Iterable[LinkSample]) -> dict[str, float]:
 
 
 class OpTime(NamedTuple):
-    """What one kind of op takes on a stage, for one microbatch in all chunks together.
+    """The time of one kind of op on a stage, for one microbatch: chunks are added up.
 
     Attributes:
-        median_ms: The median over the step's microbatches; those of several chunks are added up.
-        low_ms: What three quarters of the ops take at least.
-        high_ms: What three quarters of the ops take at most.
+        median_ms: Over the step's microbatches.
+        low_ms: The first quartile.
+        high_ms: The third quartile.
     """
 
     median_ms: float = 0.0
@@ -101,7 +108,7 @@ class OpTime(NamedTuple):
 
 
 def op_times(timeline: Timeline) -> dict[tuple[int, OpKind], OpTime]:
-    """The times of each stage's kinds of op; what an op waited for is not in a timeline's spans."""
+    """The times of ops by stage and kind; a timeline's spans leave out what an op waited for."""
     durations: dict[tuple[int, OpKind, int], list[float]] = defaultdict(list)
     for stage, order in enumerate(timeline.orders):
         took_ms = (timeline.end_ms[stage] - timeline.start_ms[stage]).tolist()
@@ -136,12 +143,12 @@ class RunningEstimate:
         return len(self._last)
 
     def add(self, value: float) -> None:
-        """Take in a value; the oldest is forgotten when there are more than the window holds."""
+        """Add a value, and forget the oldest of more than `window`."""
         self._last.append(value)
         self._sorted = None
 
     def last(self, count: int) -> tuple[float, ...]:
-        """The last values, oldest first: so many, or all there are."""
+        """The last values, oldest first."""
         return tuple(self._last)[-count:]
 
     @property
@@ -152,21 +159,21 @@ class RunningEstimate:
 
     @property
     def median(self) -> float:
-        """The middle value, or the mean of the middle two; 0 where there are no values."""
+        """The median; 0 without values."""
         return _middle(self._ordered)
 
     @property
     def spread(self) -> float:
-        """A robust standard deviation: 1.4826 times the median distance from the median."""
+        """See `robust_spread`."""
         return _spread_of_ordered(self._ordered)
 
     def count_from(self, limit: float) -> int:
-        """How many values are a limit or more."""
+        """The number of values that are at least `limit`."""
         return len(self._ordered) - bisect_left(self._ordered, limit)
 
 
 def median(values: Iterable[float]) -> float:
-    """The middle value, or the mean of the middle two; 0 where there are no values."""
+    """The middle value, or the mean of the middle two; 0 without values."""
     return _middle(sorted(values))
 
 
@@ -186,9 +193,9 @@ def _spread_of_ordered(ordered: Sequence[float]) -> float:
 
 
 def _distance_of_nearest(ordered: Sequence[float], middle: float, count: int) -> float:
-    """How far from the middle the values are that are nearest to it, so many of them.
+    """The largest distance from the middle among the `count` values that are nearest to it.
 
-    They lie side by side: what is looked for is where they begin, and no distance is sorted.
+    These lie side by side, so a binary search finds the first of them, and no distance is sorted.
     """
     at = bisect_left(
         range(len(ordered) - count),

@@ -1,4 +1,4 @@
-"""Whether a plan is worth holding more than fits on the devices, with the rest in host memory."""
+"""Finds plans that hold more than fits on the devices, and offload the rest to host memory."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -16,14 +16,14 @@ from jaxmorph.schedule.planner import Offloading, Plan, fits
 
 PlanWithin = Callable[[Limits], Plan]
 
-_WORTH = 0.005  # a step that is shorter by less is not worth more copies
+_WORTH = 0.005  # a smaller gain is not worth more copies
 _SPARES = (0, 1, 2, 4)
-_SAMPLES = 2  # stashes of a stage whose copies are timed
+_SAMPLES = 2  # stashes per stage, to time copies
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A plan as it would run: how long its step takes, and how many stashes it offloads."""
+    """A plan, its simulated step, and the number of stashes that it offloads."""
 
     plan: Plan
     step_ms: float
@@ -33,26 +33,24 @@ class _Candidate:
 def plan_with_offload(
     plan_within: PlanWithin, device: Limits, profile: Profile, num_tied: int = 0
 ) -> Plan:
-    """The plan with the shortest step, copies included, and of those as short the fewest copies.
+    """The plan with the shortest step, and of nearly equal ones the one with the fewest copies.
 
-    Considered are the plan that fits, the one without caps, and some between, each with more or
-    fewer places on the devices kept free for stashes on their way.
+    The candidates are the plan that fits, the plan without caps, and some between, each with more
+    or fewer places on the devices kept free for stashes in transit. A plan that fits offloads
+    nothing.
 
     Args:
-        device: What the devices may hold.
-
-    Returns:
-        The plan; one that fits offloads nothing.
+        device: The caps of the devices.
 
     Raises:
-        UserError: If no plan can be made to fit.
+        UserError: No plan can be made to fit.
     """
     free = plan_within(Limits(live_until=device.live_until))
     if _is_free(device) or fits(free.schedule, device):
         return free
     candidates = list(_within_devices(plan_within, device, profile, num_tied))
     programs = lower_step(free.schedule, profile, free.routes, num_tied)
-    shortest_ms = _simulated_ms(programs, profile)  # no candidate can be expected to be shorter
+    shortest_ms = _simulated_ms(programs, profile)  # the lower bound of all candidates
     if not candidates or shortest_ms < candidates[0].step_ms * (1 - _WORTH):
         for wider in _wider(plan_within, device, free):
             most_ms = min((one.step_ms for one in candidates), default=math.inf)
@@ -61,14 +59,13 @@ def plan_with_offload(
 
 
 def with_sampled_copies(programs: Sequence[RankProgram]) -> tuple[RankProgram, ...]:
-    """The same programs, of which each without offloads moves some stashes: copies are timed."""
+    """The programs; each without offloads moves a few stashes, so that copies are timed."""
     return tuple(
-        program if count_offloads([program]) else _with_samples(program) for program in programs
+        program
+        if count_offloads([program])
+        else offload_these(program, waiting_longest(program, _SAMPLES))
+        for program in programs
     )
-
-
-def _with_samples(program: RankProgram) -> RankProgram:
-    return offload_these(program, waiting_longest(program, _SAMPLES))
 
 
 def _is_free(device: Limits) -> bool:
@@ -78,17 +75,17 @@ def _is_free(device: Limits) -> bool:
 def _within_devices(
     plan_within: PlanWithin, device: Limits, profile: Profile, num_tied: int
 ) -> Iterator[_Candidate]:
-    """The plan that fits as it is, if there is one: schedules of a fixed order may not."""
+    """The plan that fits without offloads, if there is one."""
     try:
         made = plan_within(device)
-    except UserError:
+    except UserError:  # a schedule of fixed order has a fixed peak
         return
     programs = lower_step(made.schedule, profile, made.routes, num_tied)
     yield _Candidate(made, _simulated_ms(programs, profile), 0)
 
 
 def _wider(plan_within: PlanWithin, device: Limits, free: Plan) -> Iterator[Plan]:
-    """Plans that hold more and more than fits, up to the one without caps."""
+    """Plans that hold more and more, up to the one without caps."""
     schedule = free.schedule
     memory = device.stage_memory(schedule.num_stages, schedule.num_microbatches)
     keeps_for_weights = any(stage.after_backward for stage in memory)
@@ -96,13 +93,13 @@ def _wider(plan_within: PlanWithin, device: Limits, free: Plan) -> Iterator[Plan
     for limits in caps:
         try:
             yield plan_within(limits)
-        except UserError:  # a schedule of a fixed order holds what it holds
+        except UserError:  # a schedule of fixed order has a fixed peak
             break
     yield free
 
 
 def _raised_caps(memory: Sequence[StageMemory], free: Plan) -> Iterator[Limits]:
-    """Caps with room for 1, 2, 4, ... microbatches more than fit, below what a plan holds."""
+    """Caps with room for 1, 2, 4, ... more microbatches than fit, below the peak of `free`."""
     schedule = free.schedule
     excess = max(
         (stage.peak(order) / schedule.num_chunks - stage.room) / max(1, stage.after_forward)
@@ -118,10 +115,12 @@ def _raised_caps(memory: Sequence[StageMemory], free: Plan) -> Iterator[Limits]:
 
 
 def _caps_of_weights(memory: Sequence[StageMemory]) -> Iterator[Limits]:
-    """Caps on what B leaves for W, which is never moved; of a stash half has to fit, then nothing.
+    """Caps for stages where B leaves a stash for W, which can't be offloaded.
 
-    There is room for it beside the stash of the op that runs, and in half of them for one more.
+    First half of each F stash counts as held, then none of it. The room is what the devices have
+    beside the F stash of the running op and, in every other cap, of one more.
     """
+    # All sizes are doubled, so that half a stash is a whole number.
     backward = tuple(2 * stage.after_backward for stage in memory)
     for halves, places in product((1, 0), (2, 1)):
         forward = tuple(halves * stage.after_forward for stage in memory)
@@ -134,10 +133,10 @@ def _caps_of_weights(memory: Sequence[StageMemory]) -> Iterator[Limits]:
 def _offloaded(
     made: Plan, device: Limits, profile: Profile, num_tied: int, most_ms: float
 ) -> Iterator[_Candidate]:
-    """A plan with its offloads, placed in several ways; nothing if it can't be made to fit.
+    """A plan with its offloads placed in several ways.
 
-    Nor if it would hardly be shorter than others that hold less, however little its copies took.
-    More places are kept free for those only while they make the step longer.
+    None if it can't be made to fit, or if even with free copies it would gain too little on
+    `most_ms`. More places are kept free for stashes only while copies make the step longer.
     """
     schedule = made.schedule
     memory = device.stage_memory(schedule.num_stages, schedule.num_microbatches)
@@ -149,9 +148,9 @@ def _offloaded(
         return
     for spare in _SPARES:
         choices = product((beside, 2 * beside), (False, True))
-        ways = (Offloading(memory, spare, *choice) for choice in choices)
+        offloadings = (Offloading(memory, spare, *choice) for choice in choices)
         try:
-            placed = [_placed(made, way, programs, profile) for way in ways]
+            placed = [_placed(made, each, programs, profile) for each in offloadings]
         except UserError:
             return
         yield from placed
@@ -160,22 +159,22 @@ def _offloaded(
 
 
 def _placed(
-    made: Plan, way: Offloading, programs: tuple[RankProgram, ...], profile: Profile
+    made: Plan, offloading: Offloading, programs: tuple[RankProgram, ...], profile: Profile
 ) -> _Candidate:
-    """A plan whose programs offload in one way.
+    """A plan with one placement of its offloads.
 
     Raises:
-        UserError: If they can't be made to fit.
+        UserError: It can't be made to fit.
     """
-    moving = offload_step(programs, way)
+    moving = offload_step(programs, offloading)
     step_ms, offloads = _simulated_ms(moving, profile), count_offloads(moving)
     reason = f"{made.reason}; {offloads} stashes of a step go to host memory and back"
-    plan = replace(made, predicted_step_s=step_ms / 1e3, offloading=way, reason=reason)
+    plan = replace(made, predicted_step_s=step_ms / 1e3, offloading=offloading, reason=reason)
     return _Candidate(plan, step_ms, offloads)
 
 
 def _ops_beside_a_copy(profile: Profile, num_chunks: int) -> int:
-    """How many ops pass while a stash comes back, rounded up, and one for luck."""
+    """The number of ops that run while a stash is fetched, rounded up, plus one as a margin."""
     if profile.copies is None:
         return 1
     costs = profile.costs
@@ -197,7 +196,7 @@ def _simulated_ms(programs: tuple[RankProgram, ...], profile: Profile) -> float:
 
 
 def _best(candidates: list[_Candidate]) -> _Candidate:
-    """Of those about as short as the shortest, the one with the fewest copies."""
+    """The candidate with the fewest copies of those that are nearly the shortest."""
     shortest_ms = min(candidate.step_ms for candidate in candidates)
     near = [c for c in candidates if c.step_ms <= shortest_ms * (1 + _WORTH)]
     return min(near, key=lambda candidate: (candidate.offloads, candidate.step_ms))
@@ -206,7 +205,7 @@ def _best(candidates: list[_Candidate]) -> _Candidate:
 def _unfit(
     plan_within: PlanWithin, free: Plan, device: Limits, programs: tuple[RankProgram, ...]
 ) -> Plan:
-    """Raises what keeps every plan from fitting."""
+    """Raise the error that keeps every plan from fitting."""
     schedule = free.schedule
     memory = device.stage_memory(schedule.num_stages, schedule.num_microbatches)
     offload_step(programs, Offloading(memory))

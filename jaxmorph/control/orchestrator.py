@@ -1,4 +1,4 @@
-"""Decides between two steps whether to go on with the plan in force or to morph, and says why."""
+"""Decides between two steps whether to keep the plan in force or to morph, and why."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,11 +14,11 @@ Subject: TypeAlias = Link | None
 """What a morph changes: the route of a link, or the schedule."""
 SCHEDULE: Subject = None
 
-_SOON = 4  # stays: what changes again within so many flaps; after twice as many it has been calm
+_SOON = 4  # stays: a change within so many is flapping; twice as many without one are calm
 
 
 class Stay(NamedTuple):
-    """Since when something is as it is, its stay in steps, and the first step it may change in."""
+    """The step of a subject's last change, its stay in steps, and the first step it may change."""
 
     since_step: float
     steps: int
@@ -27,10 +27,10 @@ class Stay(NamedTuple):
 
 @dataclass(frozen=True)
 class Dwell:
-    """How long what morphs have changed is let stand: each link's route, and the schedule.
+    """How long the changes of morphs must stay: each link's route, and the schedule.
 
-    A subject's first stay is `least_steps`. If it changes again within four of its stays, the next
-    one is twice as long, up to `most_steps`; after a calm of eight stays it is half as long again.
+    A subject's first stay is `least_steps`. If it changes again within four stays, the next stay is
+    twice as long, up to `most_steps`. After eight stays without a change it is halved.
     """
 
     least_steps: int
@@ -38,28 +38,25 @@ class Dwell:
     stays: Mapping[Subject, Stay] = field(default_factory=dict)
 
     def waits(self, subjects: Iterable[Subject], step: int) -> int:
-        """How many steps to wait, from one on, until all of some subjects may change."""
+        """The steps from `step` on until all of some subjects may change."""
         ends = (self.stays[each].until_step for each in subjects if each in self.stays)
         return max(0, max(ends, default=step) - step)
 
     def after(self, subjects: Iterable[Subject], step: int) -> "Dwell":
-        """The stays after a morph that first holds in a step."""
+        """The stays after a morph that is in force from `step` on."""
         steps = {subject: self._steps(subject, step) for subject in subjects}
         changed = {each: Stay(step, steps[each], step + steps[each]) for each in steps}
         return replace(self, stays={**self.stays, **changed})
 
-    def standing(self, subjects: Iterable[Subject], step: int) -> "Dwell":
-        """The stays after a morph that had some subjects change for another one's sake.
+    def extended(self, subject: Subject, step: int) -> "Dwell":
+        """The stays after a subject changed as part of another change, which is no flapping.
 
-        They stand for the shortest stay with it, and flap neither more nor less.
+        It stays for at least the shortest stay; the length of its own stay is unchanged.
         """
-        never = Stay(-math.inf, self.least_steps, step)
-        stood: dict[Subject, Stay] = {}
-        for subject in subjects:
-            last = self.stays.get(subject, never)
-            until_step = max(last.until_step, step + self.least_steps)
-            stood[subject] = last._replace(until_step=until_step)
-        return replace(self, stays={**self.stays, **stood})
+        last = self.stays.get(subject, Stay(-math.inf, self.least_steps, step))
+        until_step = max(last.until_step, step + self.least_steps)
+        stay = last._replace(until_step=until_step)
+        return replace(self, stays={**self.stays, subject: stay})
 
     def _steps(self, subject: Subject, step: int) -> int:
         last = self.stays.get(subject)
@@ -75,7 +72,7 @@ class Dwell:
 
 @dataclass(frozen=True)
 class Option:
-    """A plan, with the step that is predicted for the conditions now."""
+    """A plan, and its predicted step under the current conditions."""
 
     plan: Plan
     step_ms: float
@@ -91,7 +88,7 @@ class Options:
     """The plans to choose from.
 
     Attributes:
-        in_force_ms: The predicted step of the plan in force under the conditions now.
+        in_force_ms: The predicted step of the plan in force under the current conditions.
         undisturbed_ms: The same if all links were healthy.
     """
 
@@ -102,16 +99,15 @@ class Options:
 
 @dataclass(frozen=True)
 class Situation:
-    """All that a decision rests on.
+    """The inputs of a decision.
 
     Attributes:
-        step: The first step that a new plan could hold in.
-        candidates: The run's plan for healthy links, and others made for the conditions now, those
-            that differ least from it first.
-        undisturbed_ms: What the plan in force would take if all links were healthy.
-        dwell: How long earlier morphs are to stand.
-        worth: The least gain for which to morph, as a share of the step.
-        may_delegate_healthy: Whether links that don't ail may be delegated, where that is worth it.
+        step: The first step in which a new plan could be in force.
+        candidates: The home plan (the run's plan for healthy links), then others, those that differ
+            least from it first.
+        undisturbed_ms: See `Options`.
+        worth: The least gain of a morph, as a share of the step.
+        may_delegate_healthy: Whether healthy links may be delegated too.
         news: What else has changed, a sentence each.
     """
 
@@ -128,12 +124,11 @@ class Situation:
 
 @dataclass(frozen=True)
 class Decision:
-    """What is to run next.
+    """The plan to run next.
 
     Attributes:
-        chosen: Which of the candidates; None: the plan in force stays.
-        wait_steps: How many steps to wait before asking again, where only that was against what
-            would be better still.
+        chosen: The index of the candidate; None: the plan in force stays.
+        wait_steps: When to decide again, because a better candidate only had to wait; 0: never.
     """
 
     chosen: int | None
@@ -142,14 +137,15 @@ class Decision:
 
 
 def decide(situation: Situation) -> Decision:
-    """Go on, or morph, and why.
+    """Decide whether to morph, and why.
 
-    A link is delegated only while it ails, unless the situation allows for more, and goes back by
-    itself, whatever the others do: delegation takes host memory and processors that no prediction
-    counts. While links ail a morph must shorten the step by what it is worth; once all are healthy
-    the first plan comes back unless it costs that much. What takes a slow link off the queues never
-    waits; what takes it back waits for its dwell, and no other link's change waits with it. A link
-    without a direct path is delegated whatever that gains, and nothing holds it back.
+    - Only degraded links are delegated, unless the situation allows others: no prediction counts
+      the host memory and processors that delegation takes. Each link goes back by itself.
+    - While a link is degraded, a morph must shorten the step by `worth`. Once all are healthy, the
+      home plan comes back unless it makes the step longer by `worth`.
+    - To delegate a slow link never waits. To go back waits for the link's dwell, and no other
+      link's change waits with it.
+    - A link without a direct path is delegated at once, whatever the gain.
 
     Source: PipeMorph, sections 4.3 and 6. There all links are delegated together.
     """
@@ -157,11 +153,12 @@ def decide(situation: Situation) -> Decision:
     why = "; ".join([_links_in_words(situation.verdicts), *situation.news])
     best = _shortest(situation)
     if best is None or not _is_worth_it(best, situation):
-        return Decision(None, f"{why}: {_standing(situation)}{_other_in_words(best, situation)}")
+        kept = f"{_kept_in_words(situation)}{_other_in_words(best, situation)}"
+        return Decision(None, f"{why}: {kept}")
     chosen, later = best, 0
-    if held := _held(situation, situation.candidates[best]):
-        at_once = _shortest(situation, held)
-        if at_once is not None and _is_worth_it(at_once, situation, held):
+    if staying := _staying_delegated(situation, situation.candidates[best]):
+        at_once = _shortest(situation, staying)
+        if at_once is not None and _is_worth_it(at_once, situation, staying):
             chosen, later = at_once, max(1, _wait_steps(situation, best))
     then = situation.candidates[chosen]
     predicted = f"predicted step {now.step_ms:.0f} -> {then.step_ms:.0f} ms"
@@ -184,82 +181,77 @@ def changed_routes(now: Mapping[Link, Route], then: Mapping[Link, Route]) -> dic
 
 
 def dwell_after(dwell: Dwell, now: Option, then: Option, step: int) -> Dwell:
-    """How long things are to stand after a morph.
-
-    A link that is delegated anew stands as one that flaps, or not, for itself. So does the schedule
-    where a morph changes nothing else; that it changed with a link's route is no flapping of its.
-    """
+    """The stays after a morph: of newly delegated links, or of the schedule if it changed alone."""
     routes = changed_routes(now.routes, then.routes)
     if not routes:
         return dwell.after([SCHEDULE], step)
-    anew = [link for link, new in routes.items() if new == "delegated"]
-    return dwell.after(anew, step).standing([SCHEDULE], step)
+    newly = [link for link, new in routes.items() if new == "delegated"]
+    return dwell.after(newly, step).extended(SCHEDULE, step)
 
 
 def dwelling_links(dwell: Dwell, routes: Mapping[Link, Route], step: int) -> frozenset[Link]:
-    """The delegated links that are not to go back yet, be they healthy or not."""
+    """The delegated links that may not go back yet, healthy or not."""
     delegated = (link for link, route in routes.items() if route == "delegated")
     return frozenset(link for link in delegated if dwell.waits([link], step))
 
 
 def _is_forced(situation: Situation) -> bool:
-    """Whether the plan in force has a link on a direct path that it doesn't have."""
+    """Whether the plan in force sends on a direct path that has failed."""
     return not dead_links(situation.verdicts) <= _delegated(situation.in_force)
 
 
 def _wait_steps(situation: Situation, candidate: int) -> int:
-    """How long until something may change that keeps a candidate waiting; 0: it may come now.
+    """The steps until the first dwell ends that a candidate waits for; 0: it need not wait.
 
-    Links that go back have to have stood for their time, or the schedule if it is alone.
+    It waits for the dwell of the links that go back, or of the schedule if it changes alone.
     """
     now, then = situation.in_force, situation.candidates[candidate]
     routes = changed_routes(now.routes, then.routes)
-    subjects = _delegated_anew(now, then) if routes else {SCHEDULE}
+    subjects = _newly_delegated(now, then) if routes else {SCHEDULE}
     waits = (situation.dwell.waits([subject], situation.step) for subject in subjects)
     return min(filter(None, waits), default=0)
 
 
-def _held(situation: Situation, then: Option) -> frozenset[Link]:
-    """The delegated links that a plan would take back, and that have to stay for now.
-
-    Those that dwell; and all of them where it takes a slow link off the queues: that would have to
-    wait until they are probed.
-    """
+def _staying_delegated(situation: Situation, then: Option) -> frozenset[Link]:
+    """The links that must stay delegated for now, if a plan would take one of them back."""
     now = situation.in_force
-    back = _delegated_anew(now, then)
-    if back and _delegated_anew(then, now) & degraded_links(situation.verdicts):
+    back = _newly_delegated(now, then)
+    # Links that go back are probed first. A slow link must not wait for that to be delegated.
+    if back and _newly_delegated(then, now) & degraded_links(situation.verdicts):
         return _delegated(now)
     dwelling = dwelling_links(situation.dwell, now.routes, situation.step)
     return dwelling if back & dwelling else frozenset()
 
 
-def _is_allowed(option: Option, situation: Situation, held: frozenset[Link] = frozenset()) -> bool:
-    """Whether a plan takes no links off their routes but those that are degraded, or have to stay.
-
-    And leaves none direct that has to be delegated.
-    """
-    if not held | dead_links(situation.verdicts) <= _delegated(option):
+def _is_allowed(
+    option: Option, situation: Situation, staying: frozenset[Link] = frozenset()
+) -> bool:
+    """Whether a plan delegates all links that it must, and no others that it must not."""
+    if not staying | dead_links(situation.verdicts) <= _delegated(option):
         return False
     if situation.may_delegate_healthy:
         return True
     degraded = degraded_links(situation.verdicts)
-    return _delegated_anew(option, situation.candidates[0]) <= degraded | held
+    return _newly_delegated(option, situation.candidates[0]) <= degraded | staying
 
 
 def _delegated(option: Option) -> frozenset[Link]:
     return frozenset(link for link, route in option.routes.items() if route == "delegated")
 
 
-def _delegated_anew(option: Option, than: Option) -> frozenset[Link]:
+def _newly_delegated(option: Option, than: Option) -> frozenset[Link]:
     return _delegated(option) - _delegated(than)
 
 
-def _shortest(situation: Situation, held: frozenset[Link] = frozenset()) -> int | None:
-    """The first allowed candidate than which none is shorter by half of what a morph must gain."""
+def _shortest(situation: Situation, staying: frozenset[Link] = frozenset()) -> int | None:
+    """The first allowed candidate that is nearly the shortest: within half of `worth`.
+
+    Earlier candidates change less.
+    """
     steps_ms = {
         index: option.step_ms
         for index, option in enumerate(situation.candidates)
-        if _is_allowed(option, situation, held)
+        if _is_allowed(option, situation, staying)
     }
     if not steps_ms:
         return None
@@ -267,15 +259,17 @@ def _shortest(situation: Situation, held: frozenset[Link] = frozenset()) -> int 
     return next(index for index, step_ms in steps_ms.items() if step_ms <= good_enough_ms)
 
 
-def _is_worth_it(candidate: int, situation: Situation, held: frozenset[Link] = frozenset()) -> bool:
-    """Whether a candidate is another plan, and gains enough, or the one in force can't stay."""
+def _is_worth_it(
+    candidate: int, situation: Situation, staying: frozenset[Link] = frozenset()
+) -> bool:
+    """Whether a candidate is another plan and gains enough, or the plan in force can't stay."""
     now, then = situation.in_force, situation.candidates[candidate]
     if _is_same(then, now):
         return False
     gain = 1 - then.step_ms / now.step_ms if now.step_ms else 0.0
-    back = not degraded_links(situation.verdicts) and candidate == 0  # to the first plan: easy
-    least_gain = -situation.worth if back else situation.worth
-    return gain >= least_gain or not _is_allowed(now, situation, held)
+    goes_home = not degraded_links(situation.verdicts) and candidate == 0
+    least_gain = -situation.worth if goes_home else situation.worth
+    return gain >= least_gain or not _is_allowed(now, situation, staying)
 
 
 def _is_same(one: Option, other: Option) -> bool:
@@ -283,8 +277,7 @@ def _is_same(one: Option, other: Option) -> bool:
     return same_order and not changed_routes(one.routes, other.routes)
 
 
-def _standing(situation: Situation) -> str:
-    """How the plan in force takes it."""
+def _kept_in_words(situation: Situation) -> str:
     now_ms, healthy_ms = situation.in_force.step_ms, situation.undisturbed_ms
     if not degraded_links(situation.verdicts):
         return f"the plan in force stays, predicted step {now_ms:.0f} ms"
@@ -294,7 +287,7 @@ def _standing(situation: Situation) -> str:
 
 
 def _other_in_words(best: int | None, situation: Situation) -> str:
-    """What another plan would have brought, if there is one."""
+    """The step of the best other plan, if there is one."""
     if best is None or _is_same(situation.candidates[best], situation.in_force):
         return ""
     return f", with another plan {situation.candidates[best].step_ms:.0f}"
@@ -309,19 +302,19 @@ def _links_in_words(verdicts: tuple[Verdict, ...]) -> str:
 
 def _link_in_words(link: Link, verdicts: tuple[Verdict, ...]) -> str:
     """Such as `link 6-7 takes 31.2 ms each way (healthy: 1.1)`."""
-    ways = [each for each in verdicts if each.link == link]
-    ill = [each for each in ways if each.health is not LinkHealth.HEALTHY]
-    if any(each.is_dead for each in ill):
+    both = [each for each in verdicts if each.link == link]
+    degraded = [each for each in both if each.health is not LinkHealth.HEALTHY]
+    if any(each.is_dead for each in degraded):
         return f"link {link} has no direct path"
-    times = {f"{each.source}>{each.destination}": each for each in ill}
-    if len(ill) == len(ways) > 1 and _are_near(*(each.latency_ms for each in ill)):
-        times = {"each way": ill[0]}
-    told = " and ".join(
-        f"{each.latency_ms:.1f} ms {way} (healthy: {each.evidence.baseline_ms:.1f})"
-        for way, each in times.items()
+    named = {f"{each.source}>{each.destination}": each for each in degraded}
+    if len(degraded) == len(both) > 1 and _are_near(*(each.latency_ms for each in degraded)):
+        named = {"each way": degraded[0]}
+    times = " and ".join(
+        f"{each.latency_ms:.1f} ms {name} (healthy: {each.evidence.baseline_ms:.1f})"
+        for name, each in named.items()
     )
-    recovers = all(each.health is LinkHealth.RECOVERING for each in ill)
-    return f"link {link} takes {told}{', recovering' if recovers else ''}"
+    recovers = all(each.health is LinkHealth.RECOVERING for each in degraded)
+    return f"link {link} takes {times}{', recovering' if recovers else ''}"
 
 
 def _are_near(*latencies_ms: float) -> bool:

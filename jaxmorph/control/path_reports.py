@@ -1,4 +1,4 @@
-"""What ranks report of direct paths that fail and come back, and what follows from it on rank 0."""
+"""Ranks' reports on direct paths that fail and return, and their consequences on rank 0."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,12 +13,12 @@ from jaxmorph.records import EventKind, Link, Route, Routes
 
 @dataclass(frozen=True)
 class PathReport:
-    """What one rank reports of direct paths with the meeting that ends a step.
+    """One rank's report on direct paths at the end of a step.
 
     Attributes:
-        failures: Of the links whose direct paths this rank gave up in the step.
-        up: Of each link whose direct path has failed, whether this end finds it up.
-        restore: From rank 0, the links whose direct paths are to begin again after the step.
+        failures: The direct paths that this rank gave up in the step.
+        up: Whether this end finds each failed path of its links up.
+        restore: From rank 0: the direct paths to restore after the step.
     """
 
     failures: tuple[PathFailure, ...] = ()
@@ -28,16 +28,14 @@ class PathReport:
 
 @dataclass(frozen=True)
 class PathNews:
-    """What all ranks have reported of direct paths in a step.
+    """All ranks' reports on direct paths in a step.
 
     Attributes:
         failures: One for each link that failed.
-        up: Of links that failed before, whether both ends find their direct paths up.
-        restored: The links whose direct paths begin again after the step.
-        restores_left: Of links of which that was reported, how often their direct paths can begin
-            again; by an end that reported a failure later than the other, too.
-        is_disturbed: Whether any end reported a failure: what waited for its link may have waited
-            in the step's times.
+        up: Whether both ends find each failed path up.
+        restored: The links whose direct paths are restored after the step.
+        restores_left: See `PathFailure`; also from an end that reported its failure late.
+        is_disturbed: Whether any end reported a failure. The step's timings may include the stall.
     """
 
     failures: tuple[PathFailure, ...] = ()
@@ -53,11 +51,7 @@ NO_NEWS = PathNews()
 
 
 def path_news(reports: Sequence[PathReport]) -> PathNews:
-    """What all ranks have reported; all of them come to the same.
-
-    Args:
-        reports: All ranks', in rank order.
-    """
+    """Join all ranks' reports, in rank order; every rank gets the same result."""
     failures: dict[Link, PathFailure] = {}
     for rank, report in enumerate(reports):
         for end in report.failures:
@@ -66,14 +60,14 @@ def path_news(reports: Sequence[PathReport]) -> PathNews:
             failures[failure.link] = failure if before is None else before.joined(failure)
     named = {link for report in reports for link in report.up}
     up = {link: _is_up_at_both_ends(link, reports) for link in sorted(named)}
-    # An end may have found it down since.
+    # An end may have found a path down since rank 0 decided to restore it.
     restored = tuple(link for link in reports[0].restore if up.get(link, False))
-    lives = ((link, failure.restores_left) for link, failure in sorted(failures.items()))
+    counts = ((link, failure.restores_left) for link, failure in sorted(failures.items()))
     return PathNews(
         tuple(failure for _, failure in sorted(failures.items())),
         up,
         restored,
-        {link: left for link, left in lives if left is not None},
+        {link: left for link, left in counts if left is not None},
         is_disturbed=bool(failures),
     )
 
@@ -84,14 +78,13 @@ def _is_up_at_both_ends(link: Link, reports: Sequence[PathReport]) -> bool:
 
 @dataclass(frozen=True)
 class PathsOfStep:
-    """What a step has shown of direct paths, to rank 0.
+    """The direct paths of a step, as rank 0 sees them.
 
     Attributes:
-        news: What ranks have reported; a failure that was reported before is not among it.
-        events: Of failures, and of links that are back on their direct paths.
-        samples: What the step's messages took, apart from those that were delegated for want of a
-            direct path.
-        routes: The routes that messages took by the end of the step.
+        news: The reports, with new failures only.
+        events: Of new failures, and of links that are back on their direct paths.
+        samples: The step's valid samples (`FailedPaths.valid_samples`).
+        routes: The routes that messages took at the end of the step.
     """
 
     news: PathNews
@@ -106,10 +99,9 @@ def read_paths(
     samples: Sequence[LinkSample],
     routes: Routes,
 ) -> tuple[FailedPaths, PathsOfStep]:
-    """Take in a step, whether or not the run adapts.
+    """Record the direct paths of a step that ran a plan with some routes.
 
-    Args:
-        routes: Those of the plan that it ran.
+    This is all that a run does that doesn't adapt.
     """
     paths, new = paths.record(news.failures)
     paths, restored = paths.take_restored(routes)
@@ -123,14 +115,14 @@ def read_paths(
 def judge_paths(
     paths: FailedPaths, detector: Detector, step: int, news: PathNews, routes: Routes
 ) -> tuple[FailedPaths, Detector, list[ControlEvent]]:
-    """Turn what ranks have reported of direct paths into verdicts on both directions of a link.
+    """Turn reports on direct paths into verdicts on both directions of their links.
 
     Args:
-        news: Its failures are new ones.
-        routes: Those of the plan in force.
+        news: With new failures only, as `read_paths` returns it.
+        routes: Of the plan in force.
 
     Returns:
-        And the events that follow; those of the failures themselves are `read_paths`'.
+        The next paths and detector, and events other than those of `read_paths`.
     """
     events: list[ControlEvent] = []
     for failure in news.failures:
@@ -139,11 +131,11 @@ def judge_paths(
         paths, was_last = paths.limit_restores(link, left)
         events += [_of_given_up(link)] if was_last else []
     delegated = {link for link, route in routes.items() if route == "delegated"}
-    paths, turns = paths.observe(news.up, delegated)
-    for link in turns.lost:
+    paths, changes = paths.observe(news.up, delegated)
+    for link in changes.lost:
         detector = _with_failure(detector, step, link, "its direct path is down again")
         events.append(_of_path_down(link))
-    for link, up_steps in turns.returned.items():
+    for link, up_steps in changes.returned.items():
         for source, destination in (link, link[::-1]):
             before = detector.verdicts
             detector, changed = detector.observe_return(step, source, destination, up_steps)

@@ -1,7 +1,7 @@
-"""Probes of direct links: what they have found, and what has not been probed.
+"""The results of probes of direct links, and which links still need one.
 
-That messages are in time on the delegated route says little of the accelerators' own. So what takes
-a link back to direct waits until messages over the direct link itself have been in time.
+Delegated messages that are in time say little about the direct route. So a link goes back to its
+direct route only after messages over the direct route itself have been in time.
 """
 
 from collections.abc import Collection, Mapping
@@ -13,23 +13,23 @@ from jaxmorph.control.orchestrator import Decision, Situation, changed_routes
 from jaxmorph.program.instructions import Transfer
 from jaxmorph.records import Link
 
-_TRUSTED_STEPS = 8  # steps for which a probe is believed
+_TRUSTED_STEPS = 8  # a probe's result is valid for so many
 
 
 @dataclass(frozen=True)
 class ProbeResults:
-    """What probes have found.
+    """The results of probes.
 
     Attributes:
-        took_ms: What messages took on each link that was probed, each way.
-        late: The links on which that is more than a healthy one takes.
+        took_ms: The times of messages on each probed link, in each direction.
+        late: The links with a message that took longer than on a healthy link.
     """
 
     took_ms: Mapping[Link, list[float]]
     late: frozenset[Link]
 
     def events(self) -> tuple[ControlEvent, ...]:
-        """One for each link."""
+        """One event for each link."""
         probed = sorted(self.took_ms.items())
         return tuple(probe_event(link, took_ms, link in self.late) for link, took_ms in probed)
 
@@ -37,11 +37,11 @@ class ProbeResults:
 def probe_results(
     probes: Mapping[str, float], detector: Detector, failed: Collection[Link] = ()
 ) -> ProbeResults:
-    """What probes have found.
+    """The results of probes.
 
     Args:
-        probes: What their messages took, milliseconds, by their names.
-        failed: The links whose direct paths have failed: what came of a probe says nothing of them.
+        probes: The times of their messages, milliseconds, by the names of transfers.
+        failed: Links whose direct paths have failed since; their messages may have been delegated.
     """
     took_ms: dict[Link, list[float]] = {}
     late: set[Link] = set()
@@ -61,22 +61,22 @@ class ProvenLinks:
     """The direct links that a probe has found healthy.
 
     Attributes:
-        until: The step from which on each is no longer believed to be.
+        until: The first step for which each result is no longer valid.
     """
 
     until: Mapping[Link, int] = field(default_factory=dict)
 
-    def record(self, found: ProbeResults, step: int) -> "ProvenLinks":
-        """Believe what was found after a step, for some steps."""
-        healthy = found.took_ms.keys() - found.late
+    def record(self, results: ProbeResults, step: int) -> "ProvenLinks":
+        """Add the results of probes after a step."""
+        healthy = results.took_ms.keys() - results.late
         return ProvenLinks({**self.until, **dict.fromkeys(healthy, step + _TRUSTED_STEPS)})
 
     def without(self, links: Collection[Link]) -> "ProvenLinks":
-        """Forget what was found of links: their direct paths have failed since."""
+        """Forget links whose direct paths have failed since."""
         return ProvenLinks({link: step for link, step in self.until.items() if link not in links})
 
     def unproven(self, situation: Situation, decision: Decision) -> tuple[Link, ...]:
-        """The links that a decision takes back to direct, and no probe has found healthy."""
+        """The links that a decision takes back to direct and that still need a probe."""
         if decision.chosen is None:
             return ()
         then = situation.candidates[decision.chosen].routes

@@ -1,4 +1,4 @@
-"""From measured timelines to what ops, links and copies cost now: running medians."""
+"""The current costs of ops, links and copies: running medians of measured timelines."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from jaxmorph.control.link_state import link_of
 from jaxmorph.control.measurements import (
     LinkSample,
     RunningEstimate,
@@ -23,13 +24,12 @@ _RECENT_STEPS = 20
 
 @dataclass(frozen=True)
 class Profile:
-    """What a step is made of, as measured.
+    """The measured costs of a step.
 
     Attributes:
-        costs: Milliseconds per stage and kind of op, those of all its chunks together.
-        links: Latency of each link and direction.
-        stash_bytes: What one microbatch keeps on each stage; None where it isn't known.
-        copies: What moving a stash to host memory and back takes; None where none has been moved.
+        costs: Milliseconds by stage and kind of op, all chunks together.
+        stash_bytes: What one microbatch keeps on each stage; None: unknown.
+        copies: The time to move a stash to host memory and back; None: none was moved.
     """
 
     costs: StageCosts
@@ -48,7 +48,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Profile":
-        """The profile that `to_json` described, of this version or one with more or fewer keys."""
+        """The profile that `to_json` of any version wrote."""
         sizes, copies = data.get("stash_bytes"), data.get("copies")
         return cls(
             StageCosts(**{name: tuple(values) for name, values in data["costs"].items()}),
@@ -59,11 +59,7 @@ class Profile:
 
 
 class Profiler:
-    """Keeps the recent steps' medians.
-
-    Args:
-        stash_bytes: What one microbatch keeps on each stage, if that is known.
-    """
+    """Keeps the medians of recent steps."""
 
     def __init__(self, num_stages: int, stash_bytes: StashBytes | None = None) -> None:
         self._num_stages = num_stages
@@ -71,16 +67,11 @@ class Profiler:
         estimate = partial(RunningEstimate, _RECENT_STEPS)
         self._ops: defaultdict[tuple[int, OpKind], RunningEstimate] = defaultdict(estimate)
         self._links: defaultdict[tuple[int, int], RunningEstimate] = defaultdict(estimate)
-        self._held: dict[tuple[int, int], bool] = {}
+        self._is_direct: dict[tuple[int, int], bool] = {}
         self._copies: defaultdict[tuple[int, str], RunningEstimate] = defaultdict(estimate)
 
     def observe(self, timeline: Timeline, samples: Sequence[LinkSample] | None = None) -> None:
-        """Take in one measured step.
-
-        Args:
-            timeline: The ops, transfers and copies of all stages.
-            samples: What `link_samples` makes of it, where that is known already.
-        """
+        """Add a measured step; `samples` are its `link_samples`, if the caller has them."""
         copy_ms: dict[tuple[int, str], list[float]] = defaultdict(list)
         for copy in timeline.copies:
             copy_ms[copy.stage, copy.kind].append(copy.end_ms - copy.start_ms)
@@ -94,10 +85,7 @@ class Profiler:
             self._links[source, destination].add(median(took_ms))
 
     def profile(self) -> Profile:
-        """The medians over the steps seen.
-
-        Where only full backwards have been seen, the whole of them counts as B and nothing as W.
-        """
+        """The medians of recent steps; a run of full backwards counts them as B and none as W."""
         return Profile(self._costs(), self._link_states(), self._stash_bytes, self._copy_costs())
 
     def _costs(self) -> StageCosts:
@@ -109,20 +97,20 @@ class Profiler:
         )
 
     def _forget_other_route(self, source: int, destination: int, is_direct: bool) -> None:
-        """What a direct transfer took says nothing of a delegated one, nor the other way round."""
-        if self._held.get((source, destination), is_direct) != is_direct:
+        """Drop the times of the other route: they say nothing about this one."""
+        if self._is_direct.get((source, destination), is_direct) != is_direct:
             del self._links[source, destination]
-        self._held[source, destination] = is_direct
+        self._is_direct[source, destination] = is_direct
 
     def _link_states(self) -> dict[Link, LinkDelay]:
-        links = {Link(min(ends), max(ends)) for ends in self._links}
+        links = set(map(link_of, self._links))
         return {
             link: LinkDelay(_median_of(self._links, link), _median_of(self._links, link[::-1]))
             for link in sorted(links)
         }
 
     def _copy_costs(self) -> CopyCosts | None:
-        """None before any copy; a stage that has moved nothing takes as long as the slowest."""
+        """None before any copy; a stage without copies gets the time of the slowest."""
         if not self._copies:
             return None
         return CopyCosts(*map(self._copies_per_stage, ("offload", "fetch")))
@@ -134,19 +122,16 @@ class Profiler:
 
 
 def _median_of(estimates: Mapping[Any, RunningEstimate], key: tuple[Any, ...]) -> float:
-    """0 for what was never seen; `get` makes no entry of its own in a defaultdict."""
-    seen = estimates.get(key)
+    """0 for what was never seen."""
+    seen = estimates.get(key)  # unlike [], adds no entry to a defaultdict
     return 0.0 if seen is None else seen.median
 
 
 def _main_messages(samples: Sequence[LinkSample]) -> Iterator[tuple[int, int, bool, list[float]]]:
-    """What each direction's messages took on the route that most of them went.
-
-    The few on another route are probes of it.
-    """
+    """The times of each direction's messages on the route that most took; the rest are probes."""
     durations: dict[tuple[int, int], dict[bool, list[float]]] = {}
     for sample in samples:
-        routes = durations.setdefault((sample.source, sample.destination), {})
+        routes = durations.setdefault(sample.direction, {})
         routes.setdefault(sample.is_direct, []).append(sample.duration_ms)
     for ends, routes in durations.items():
         yield *ends, *max(routes.items(), key=lambda route: len(route[1]))

@@ -1,8 +1,7 @@
-"""What the messages of one route of one direction have taken lately, and what they say.
+"""The history of messages on one route of one direction, and the thresholds that it gives.
 
-In order: the numbers that detection goes by, what a healthy message takes (`Usual`), what is kept
-of a route from step to step (`RouteState`), and the working copy of it that reads a step's messages
-(`RouteRecord`).
+In order: the numbers of detection, the times of healthy messages (`Usual`), the state of a route
+(`RouteState`), and its working copy that reads a step's messages (`RouteRecord`).
 """
 
 import math
@@ -12,40 +11,39 @@ from dataclasses import dataclass
 
 from jaxmorph.control.measurements import LinkSample, RunningEstimate, median
 
-# A message is late when it takes longer than the baseline plus the largest of SPREADS deviations,
-# FLOOR_MS and SHARE of the baseline. One late message says nothing: timings have heavy tails, and
+# A message is late when it exceeds the baseline by more than the largest of SPREADS deviations,
+# FLOOR_MS and SHARE of the baseline. One late message proves nothing: timings have heavy tails, and
 # on a busy machine one in ten may be late.
 SPREADS = 4.0
-FLOOR_MS = 5.0  # late whatever the spread: half an op of 10 ms, less than any plan has to adapt to
+FLOOR_MS = 5.0  # half an op of 10 ms: no plan needs to adapt to less
 SHARE = 0.5
-# So a link is slow only when so many in a row are late, and by so much, that a healthy one would
-# have that less than once in 1 / CHANCE messages (`HealthyMessages.run_chance`). Where none of the
-# last 256 took longer than 6 ms, that is eight in a row of 10 ms, five of 30 and four of 80. A run
-# of eight stages and 24 microbatches sends 168,000 messages in 500 steps: one such run in 60 has
-# one false alarm.
+# So a link is slow only when a healthy link would have as many late messages in a row, as late, in
+# less than one of 1 / CHANCE messages (`HealthyMessages.run_chance`). If none of the last 256 took
+# longer than 6 ms, that is eight in a row of 10 ms, five of 30 or four of 80. A run of eight stages
+# and 24 microbatches sends 168,000 messages in 500 steps: one such run in 60 has one false alarm.
 CHANCE = 1e-7
-LEAST_RUN, MOST_RUN = 3, 16  # late messages in a row: the most are for however unsteady a link
-SETTLED_RUN = 5  # so many in a row end a delay, or show that it is another one
-CALM_SHARE = 0.6  # of what may be added to the baseline is in time again; the rest is hysteresis
-GOOD_STEPS = 3  # of a link that counts as healthy again after them
-LEARNING_MESSAGES = 24  # make the first baseline
-WINDOW_MESSAGES = 256  # healthy ones, the last of which make the baseline
-RECENT_MESSAGES = 32  # say what a slow link takes now
-MOVED_SHARE = 0.25  # of its latency by which a slow link must change for a new verdict
-OTHER_ROUTE_MS = 2.0  # what another route may take more, as long as nothing is known of it
+LEAST_RUN, MOST_RUN = 3, 16  # late messages in a row; the maximum is for a very unsteady link
+SETTLED_RUN = 5  # messages in a row that end a delay, or show another one
+CALM_SHARE = 0.6  # of the excess that is not yet late is in time again; the rest is hysteresis
+GOOD_STEPS = 3  # until a recovering link is healthy
+LEARNING_MESSAGES = 24  # for the first baseline
+WINDOW_MESSAGES = 256  # healthy ones, for the baseline
+RECENT_MESSAGES = 32  # for the current latency of a slow link
+MOVED_SHARE = 0.25  # the change of a slow link's latency that makes a new verdict
+OTHER_ROUTE_MS = 2.0  # the assumed difference of an unmeasured route
 
-_FOLLOWS = 1 / 3  # how often one late message follows another on a busy machine, at least
-_PRIOR = 8.0  # how many late messages' worth of belief in that
-_TOGETHER = 0.25  # of the time between their sendings: what ends within it ends together
+_FOLLOWS = 1 / 3  # how often a late message follows another on a busy machine, at least
+_PRIOR = 8.0  # the weight of that, in late messages
+_TOGETHER = 0.25  # of the time between two sends: messages that end within it end together
 
 
 @dataclass(frozen=True)
 class Usual:
-    """What the messages of one route of one direction take while the link is healthy.
+    """The times of messages on one route of one direction while the link is healthy.
 
     Attributes:
-        threshold_ms: What is over it is late.
-        calm_ms: What is not over it is in time again, after a delay.
+        threshold_ms: A longer message is late.
+        calm_ms: After a delay, a message that takes no longer is in time again.
     """
 
     baseline_ms: float
@@ -55,32 +53,31 @@ class Usual:
 
     @classmethod
     def of(cls, baseline_ms: float, spread_ms: float = 0.0) -> "Usual":
-        """What to expect of messages, given what healthy ones have taken, and how that varied."""
+        """The thresholds for a baseline and its spread."""
         excess_ms = _excess_ms(baseline_ms, spread_ms)
         calm_ms = baseline_ms + CALM_SHARE * excess_ms
         return cls(baseline_ms, spread_ms, baseline_ms + excess_ms, calm_ms)
 
 
 def _excess_ms(baseline_ms: float, spread_ms: float) -> float:
-    """What a message may take beyond the baseline, and not be late."""
+    """The time above the baseline that is not late."""
     return max(SPREADS * spread_ms, FLOOR_MS, SHARE * baseline_ms)
 
 
 @dataclass(frozen=True)
 class RouteState:
-    """What is kept of a route of a direction from step to step.
+    """The state of one route of a direction.
 
     Attributes:
-        usual: What a healthy message takes; None as long as too few have been seen and nothing else
-            says it.
-        late_ms: What the late messages in a row have taken, up to the last message.
-        calm_ms: The same of messages in time.
-        moved_ms: The same of late messages that are clearly away from a slow link's level.
-        recent_ms: What the last messages have taken since the link was last judged.
-        healthy_ms: What the last messages took that were not a slow link's; one more than make the
-            baseline, as each counts together with the one before it.
-        most_ms: The baseline does not follow beyond this.
-        most_spread_ms: Nor the spread beyond this.
+        usual: None until enough messages have been seen, or the usual times were given.
+        late_ms: The times of the latest run of late messages.
+        calm_ms: Of the latest run of messages in time.
+        moved_ms: Of the latest run of late messages that differ clearly from a slow link's level.
+        recent_ms: Of the last messages since the link was last judged.
+        healthy_ms: Of the last messages before the link turned slow: one more than the baseline
+            needs, because each message is paired with the one before it.
+        most_ms: The upper limit of the baseline.
+        most_spread_ms: The upper limit of the spread.
     """
 
     usual: Usual | None = None
@@ -94,7 +91,7 @@ class RouteState:
 
 
 class HealthyMessages:
-    """The last messages of one route of one direction that were not those of a slow link."""
+    """The last messages of one route of one direction while its link was not slow."""
 
     def __init__(
         self,
@@ -104,29 +101,29 @@ class HealthyMessages:
     ) -> None:
         self.last_ms = deque(last_ms, WINDOW_MESSAGES + 1)
         self.most_ms, self.most_spread_ms = most_ms, most_spread_ms
-        self._durations: RunningEstimate | None = None  # until the next message is learnt
-        self._shorter: RunningEstimate | None = None  # of two neighbours each
+        self._durations: RunningEstimate | None = None  # a cache, until the next message
+        self._shorter: RunningEstimate | None = None
 
     def learn(self, durations_ms: Iterable[float]) -> None:
-        """Take in some messages, in their order."""
+        """Add messages, in their order."""
         self.last_ms.extend(durations_ms)
         self._durations = self._shorter = None
 
     @property
     def are_enough(self) -> bool:
-        """Whether enough have been seen to say what healthy messages take."""
+        """Whether there are enough for a baseline."""
         return len(self.last_ms) >= LEARNING_MESSAGES
 
     @property
     def durations(self) -> RunningEstimate:
-        """What they took."""
+        """The times of messages."""
         if self._durations is None:
             self._durations = RunningEstimate(WINDOW_MESSAGES, self.last_ms)
         return self._durations
 
     @property
     def shorter(self) -> RunningEstimate:
-        """What the shorter one of each message and the one before it took."""
+        """The shorter time of each message and the one before it, to count late pairs."""
         if self._shorter is None:
             last_ms = [math.inf, *self.last_ms]
             neighbours_ms = map(min, last_ms, last_ms[1:])
@@ -134,11 +131,11 @@ class HealthyMessages:
         return self._shorter
 
     def usual(self) -> Usual | None:
-        """What is to be expected of messages now; None as long as too few have been seen.
+        """The usual times by these messages; None while there are too few.
 
-        It follows slowly, and not without end: a delay that grows a little with every step must
-        not drag its own measure along. Neither may the spread, which such a growth widens: it is
-        bounded by twice what the first threshold left room for.
+        The baseline follows the link slowly and up to the first threshold only, else a delay that
+        grows a little with every step would raise its own threshold. Such a delay also widens the
+        spread, which may not exceed twice what the first threshold left room for.
         """
         if not self.are_enough:
             return None
@@ -151,16 +148,13 @@ class HealthyMessages:
         return expected
 
     def run_chance(self, least_ms: float, count: int, threshold_ms: float) -> float:
-        """How likely a healthy link has so many messages in a row of some duration or more.
+        """The probability that a healthy link has `count` messages in a row of `least_ms` or more.
 
-        Late messages come in bursts, for what delays one often delays the next. So the first counts
-        with the share of messages that took so long, by Laplace's rule, and each of the others with
-        the share of those that followed one such. That share is at least a third at the threshold,
-        and in proportion less beyond, however seldom it has been seen: it stands to the power of
-        the run's length, and a calm hour has only a handful of late messages to show it by.
-
-        Args:
-            threshold_ms: From where on messages are late.
+        Late messages come in bursts, because what delays one often delays the next. So the first
+        counts with the share of messages that took so long, by Laplace's rule, and each further one
+        with the share of those that followed another. The latter share is raised to the power of
+        the run's length, and a calm window shows only a handful of late messages. So it is at least
+        a third at the threshold, and less beyond in proportion, even if it was seen less often.
         """
         late, both = (seen.count_from(least_ms) for seen in (self.durations, self.shorter))
         share = (late + 1) / (len(self.durations) + 2)
@@ -169,11 +163,10 @@ class HealthyMessages:
         return share * min(again, 1.0) ** (count - 1)
 
     def unlikely_end(self, run_ms: Sequence[float], threshold_ms: float) -> tuple[float, ...]:
-        """The shortest end of a run of late messages that is no chance; () where all may be.
+        """The shortest end of a run of late messages that chance does not explain; () if none.
 
         Args:
-            run_ms: What they took, oldest first.
-            threshold_ms: From where on messages are late.
+            run_ms: Their times, oldest first.
         """
         least_ms = math.inf
         for count, duration_ms in enumerate(reversed(run_ms), start=1):
@@ -186,10 +179,7 @@ class HealthyMessages:
 
 
 class RouteRecord:
-    """A route's state while a step's messages are read: the runs that they make.
-
-    `late`, `calm`, `moved`, `recent` and `healthy` are those of `RouteState`.
-    """
+    """The working copy of a `RouteState`, which reads a step's messages."""
 
     def __init__(self, state: RouteState) -> None:
         self.usual = state.usual
@@ -201,7 +191,7 @@ class RouteRecord:
         self._last: LinkSample | None = None  # of this step
 
     def state(self) -> RouteState:
-        """What is kept of it."""
+        """The state to keep."""
         return RouteState(
             self.usual,
             tuple(self.late),
@@ -214,23 +204,21 @@ class RouteRecord:
         )
 
     def read(self, sample: LinkSample, usual: Usual, *, learns: bool) -> None:
-        """Let a message lengthen the runs that it fits, and end the others.
-
-        Late messages that end together have been held up by one thing, such as a process that
-        stood still or a lost packet: the first of them counts alone.
+        """Extend the runs that a message fits, and end the others.
 
         Args:
-            usual: What it is judged by.
-            learns: Whether the link is healthy, so that this is what healthy messages are like;
-                late ones are too, once it is clear that they were chance.
+            usual: The times to judge it by.
+            learns: Whether the link is healthy, so that its messages make the baseline.
         """
         duration_ms = sample.duration_ms
         if duration_ms > usual.threshold_ms:
             self.calm.clear()
+            # Late messages that end together have one cause, such as a stalled process or a lost
+            # packet, so only the first of them counts.
             if not (self.late and _ended_together(self._last, sample)):
                 self.late.append(duration_ms)
         else:
-            if learns:
+            if learns:  # the late ones before it were chance, so they are healthy messages too
                 self.healthy.learn([*self.late, duration_ms])
             self.late.clear()
             if duration_ms <= usual.calm_ms:
@@ -240,11 +228,12 @@ class RouteRecord:
         self._last = sample
 
     def read_level(self, duration_ms: float, level_ms: float, unrest: float) -> None:
-        """Let a slow link's message lengthen the run of those at another level, or end it.
+        """Extend the run of a slow link's messages at another level, or end it.
 
         Args:
-            level_ms: What messages took when the link was last judged.
-            unrest: How often that has changed lately: the more, the farther away another level is.
+            level_ms: The time of messages when the link was last judged.
+            unrest: How often that has changed recently: it widens the margin, so that a delay that
+                never settles is reported less and less.
         """
         steady_ms = max(FLOOR_MS, MOVED_SHARE * level_ms, 2 * self.recent.spread)
         is_away = abs(duration_ms - level_ms) > steady_ms * (1 + 2 * unrest)
@@ -255,30 +244,27 @@ class RouteRecord:
             self.moved.append(duration_ms)
 
     def late_beyond_chance(self) -> tuple[float, ...]:
-        """The late messages in a row that no healthy link would have; nothing where it might.
-
-        A baseline can be known before healthy messages have been seen: then nothing says how often
-        those are late, and a run that ends a delay also begins one.
-        """
+        """The run of late messages, if chance does not explain it; else ()."""
         if len(self.late) < LEAST_RUN:
             return ()
         if self.usual is not None and self.healthy.are_enough:
             return self.healthy.unlikely_end(self.late, self.usual.threshold_ms)
+        # The baseline was given, so it is unknown how often healthy messages are late.
         return tuple(self.late) if len(self.late) >= SETTLED_RUN else ()
 
     def reset(self, recent_ms: Iterable[float] = ()) -> None:
-        """Forget all runs; the last messages are those given."""
+        """Clear all runs, and set the recent messages."""
         for run in (self.late, self.calm, self.moved):
             run.clear()
         self.recent = RunningEstimate(RECENT_MESSAGES, recent_ms)
 
     def settle(self) -> bool:
-        """Go by what has been learnt up to now; whether that is for the first time."""
+        """Update the usual times from the healthy messages; whether they are the first ones."""
         before, self.usual = self.usual, self.healthy.usual() or self.usual
         return before is None and self.usual is not None
 
     def unlearn(self) -> None:
-        """Forget what has been learnt: it was a slow link's."""
+        """Drop the baseline: the link was slow all the time."""
         self.usual, self.healthy = None, HealthyMessages()
 
 
@@ -289,6 +275,6 @@ def _ended_together(before: LinkSample | None, sample: LinkSample) -> bool:
 
 
 def typical_ms(durations_ms: Sequence[float]) -> str:
-    """Durations in a few words, such as `31.2 ms (28.9 to 34.0)`."""
+    """Durations as a text such as `31.2 ms (28.9 to 34.0)`."""
     least_ms, most_ms = min(durations_ms), max(durations_ms)
     return f"{median(durations_ms):.1f} ms ({least_ms:.1f} to {most_ms:.1f})"

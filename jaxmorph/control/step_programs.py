@@ -1,4 +1,4 @@
-"""From a schedule to every rank's instructions, and which schedule is best on in-order queues."""
+"""Lowers a schedule to every rank's instructions, and picks a schedule for in-order queues."""
 
 from collections.abc import Sequence
 from dataclasses import astuple, replace
@@ -16,10 +16,10 @@ from jaxmorph.schedule.planner import Offloading, Plan, alternatives
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
 
-_NOISE = 0.05  # a difference between stages that is not worth an order of transfers
-_WORTH = 0.01  # a shorter step than this is as likely noise in what was measured
-_ROUNDING = 1e-9  # by which sums of the same durations in another order may differ
-_MOST_OPS = 20_000  # beyond, lowering every candidate would take seconds
+_NOISE = 0.05  # a difference between stages that must not affect the order of transfers
+_WORTH = 0.01  # a smaller gain may be noise of the measurements
+_ROUNDING = 1e-9  # of sums of the same durations in another order
+_MOST_OPS = 20_000  # more would take seconds to lower for every candidate
 
 
 def lower_step(
@@ -32,13 +32,12 @@ def lower_step(
     """Every rank's instructions for a step, checked by a replay of all ranks.
 
     Args:
-        profile: What ops and links cost; it decides the order of direct transfers.
-        routes: The route of each link; a link that is not named is direct.
+        profile: Its costs decide the order of direct transfers.
         num_tied: How many tied parameters the first and the last stage hold copies of.
-        offloading: How the schedule is made to fit the devices; None: it fits.
+        offloading: How to make the schedule fit the devices; None: it fits.
 
     Raises:
-        UserError: If it can't be made to fit.
+        UserError: The schedule can't be made to fit.
     """
     routes = routes or {}
     costs, links = _for_ordering(routes, profile)
@@ -54,16 +53,12 @@ def lower_step(
 def offload_step(
     programs: Sequence[RankProgram], offloading: Offloading
 ) -> tuple[RankProgram, ...]:
-    """The same programs, each with the offloads that its device needs.
+    """The programs with the offloads that each device needs.
 
     Raises:
-        UserError: If they can't be made to fit.
+        UserError: They can't be made to fit.
     """
-    how = {
-        "spare": offloading.spare,
-        "ahead": offloading.ahead,
-        "early": offloading.early,
-    }
+    how = {"spare": offloading.spare, "ahead": offloading.ahead, "early": offloading.early}
     return tuple(
         offload(program, memory, **how)
         for program, memory in zip(programs, offloading.memory, strict=True)
@@ -71,11 +66,10 @@ def offload_step(
 
 
 def shorter_on_queues(made: Plan, profile: Profile, limits: Limits) -> Plan:
-    """The plan, with another schedule where that makes the step shorter on in-order queues.
+    """The plan, or one with another schedule whose step is shorter on in-order queues.
 
-    The planner takes transfers to hold nobody up. Where all routes are delegated, or stages run in
-    step, they don't; on the direct route a stage that is ahead or behind makes its neighbour wait.
-    The first that is best by the blocking link model keeps the plan's name.
+    The planner assumes that transfers block no stage. On the direct route, however, a stage that is
+    ahead or behind makes its neighbour wait.
     """
     own = made.schedule
     if "direct" not in made.routes.values() or sum(map(len, own.orders)) > _MOST_OPS:
@@ -83,13 +77,13 @@ def shorter_on_queues(made: Plan, profile: Profile, limits: Limits) -> Plan:
     own_ms = _blocking_ms(own, made, profile)
     best, best_ms = own, own_ms * (1 - _WORTH)
     for other in alternatives(profile.costs, profile.links, limits, own.num_microbatches):
-        if other.orders == own.orders or _overlapped_ms(other, profile) >= best_ms * (
-            1 + _ROUNDING
-        ):
-            continue  # queues that are held only make it longer
-        held_ms = _blocking_ms(other, made, profile)
-        if held_ms < best_ms:
-            best, best_ms = other, held_ms
+        # Blocking only makes a step longer, so most candidates need no slow simulation.
+        limit_ms = best_ms * (1 + _ROUNDING)
+        if other.orders == own.orders or _overlapped_ms(other, profile) >= limit_ms:
+            continue
+        step_ms = _blocking_ms(other, made, profile)
+        if step_ms < best_ms:
+            best, best_ms = other, step_ms
     if best is own:
         return made
     warmups = " ".join(map(str, best.warmup_forwards))
@@ -109,18 +103,18 @@ def _overlapped_ms(schedule: Schedule, profile: Profile) -> float:
 
 
 def _blocking_ms(schedule: Schedule, made: Plan, profile: Profile) -> float:
-    """A step of one chunk as `lower_step` would order it, without its frees and its check."""
+    """A step of one chunk, ordered as `lower_step` does, without frees and check."""
     costs, links = _for_ordering(made.routes, profile)
     programs = lower_order(schedule, simulate(schedule, costs, links), made.routes)
     return simulate_blocking(programs, profile.costs, profile.links).makespan_ms
 
 
 def _for_ordering(routes: Routes, profile: Profile) -> tuple[StageCosts, Links]:
-    """What decides the order of direct transfers: costs without noise, and delegated links alone.
+    """The costs that order direct transfers: without noise, and with delegated links only.
 
-    A direct transfer holds both ends' queues, so stages that cost the same run in step, boundary to
-    boundary. A difference of a percent between measured costs, or a link's latency of a fraction
-    of an op, must not push transfers into the middle of the peer's ops, where both ends would wait.
+    A direct transfer holds both ends' queues, so stages of equal cost run in lockstep. A difference
+    of a percent between measured costs, or a direct link's latency of a fraction of an op, must not
+    move a transfer into the middle of the peer's op, where both ends would wait.
     """
     costs = StageCosts(*map(_without_noise, astuple(profile.costs)))
     delegated = {
@@ -132,7 +126,7 @@ def _for_ordering(routes: Routes, profile: Profile) -> tuple[StageCosts, Links]:
 
 
 def _without_noise(durations_ms: tuple[float, ...]) -> tuple[float, ...]:
-    """Stages that cost nearly the median cost exactly that; the others stay as they are."""
+    """Set durations near the median to the median."""
     middle_ms = median(durations_ms)
     near_ms = _NOISE * middle_ms
     return tuple(

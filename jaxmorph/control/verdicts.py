@@ -1,23 +1,31 @@
-"""What is said of links: verdicts on directions, and what a resumed run is to know of them."""
+"""Verdicts on the directions of links, and what a resumed run knows of degraded ones."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from jaxmorph.control.link_state import DEAD, IMPOSSIBLE, Direction, LinkHealth, PathState, word
+from jaxmorph.control.link_state import (
+    DEAD,
+    IMPOSSIBLE,
+    Direction,
+    LinkHealth,
+    PathState,
+    link_of,
+    word,
+)
 from jaxmorph.records import Link, Route, Routes
 from jaxmorph.schedule.costs import LinkDelay, Links
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """The numbers that a verdict rests on, all in milliseconds.
+    """The numbers behind a verdict.
 
     Attributes:
-        samples_ms: What the messages took that decided it, oldest first.
-        baseline_ms: What a message takes while the link is healthy.
-        spread_ms: How much that varies: a robust standard deviation.
-        threshold_ms: What a message may take and still count as healthy.
+        samples_ms: The times of the messages that decided it, oldest first.
+        baseline_ms: The usual time of a message while the link is healthy.
+        spread_ms: The robust standard deviation of that.
+        threshold_ms: A message that takes longer is late.
     """
 
     samples_ms: tuple[float, ...]
@@ -28,17 +36,17 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What detection says of one direction of a link.
+    """The state of one direction of a link, and why.
 
     Attributes:
-        latency_ms: What planning should take a message to last now, milliseconds.
-        jitter_ms: How much that varies now: a robust standard deviation.
-        step: The step after which it came to this state.
-        reason: The same as a sentence.
+        latency_ms: The time of a message to plan with now.
+        jitter_ms: The robust standard deviation of that.
+        step: The step after which the direction came to this state.
+        reason: A sentence.
         path: The state of the link's direct path.
 
     Raises:
-        ValueError: No direction can be in this state.
+        ValueError: The pair of health and path is impossible.
     """
 
     source: int
@@ -56,29 +64,34 @@ class Verdict:
             raise ValueError(f"got a {self.health} direction whose direct path is {self.path}")
 
     @property
+    def direction(self) -> Direction:
+        """The sender and the receiver."""
+        return self.source, self.destination
+
+    @property
     def link(self) -> Link:
-        """The link that it is about a direction of."""
-        return Link(min(self.source, self.destination), max(self.source, self.destination))
+        """The link of the direction."""
+        return link_of(self.direction)
 
     @property
     def is_dead(self) -> bool:
-        """Whether the link has no direct path."""
+        """Whether the link's direct path has failed."""
         return self.path is PathState.FAILED
 
     @property
     def is_slow(self) -> bool:
-        """Whether its messages say that it is slow: those of a dead link don't."""
+        """Whether it is slow by its messages, not by a failed path."""
         return self.health is LinkHealth.SLOW and not self.is_dead
 
     def to_json(self) -> dict[str, Any]:
-        """The verdict as a JSON object, in which a dead link's health is `dead`."""
+        """The verdict as a JSON object; the health of a dead link is `dead`."""
         fields = asdict(self)
         del fields["path"]
         return {**fields, "health": word(self.health, self.path)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Verdict":
-        """The verdict that `to_json` described; a path that isn't dead counts as up."""
+        """The verdict that `to_json` wrote; a path that isn't dead counts as up."""
         evidence = {**data["evidence"], "samples_ms": tuple(data["evidence"]["samples_ms"])}
         is_dead = data["health"] == DEAD
         state = {
@@ -89,27 +102,24 @@ class Verdict:
 
 
 def degraded_links(verdicts: Iterable[Verdict]) -> frozenset[Link]:
-    """The links of which a direction is not healthy: slow, dead, or not yet surely recovered."""
+    """The links with a direction that is slow, dead or recovering."""
     return frozenset(each.link for each in verdicts if each.health is not LinkHealth.HEALTHY)
 
 
 def dead_links(verdicts: Iterable[Verdict]) -> frozenset[Link]:
-    """The links that have no direct path."""
+    """The links whose direct paths have failed."""
     return frozenset(each.link for each in verdicts if each.is_dead)
 
 
 @dataclass(frozen=True)
 class KnownDirection:
-    """A direction of a slow or dead link as it was last, kept for when its run goes on.
+    """A slow or dead direction as it was last, kept for a resumed run.
 
-    Of the others there is nothing that would not be found again, and one that recovers may be well
-    by then.
+    A resumed run measures healthy directions again, and a recovering one may be healthy by then.
 
     Attributes:
-        verdict: That it is slow or dead, and what its messages took then.
-        route: The route that they went.
-        usual_ms: What they take on either route while the link is healthy, milliseconds; of a route
-            that nothing is known of, nothing.
+        route: The route that its messages took.
+        usual_ms: The time of a message on each route while the link is healthy, where known.
     """
 
     verdict: Verdict
@@ -118,12 +128,12 @@ class KnownDirection:
 
     @property
     def direction(self) -> Direction:
-        """The rank that sends and the rank that receives."""
-        return self.verdict.source, self.verdict.destination
+        """See `Verdict`."""
+        return self.verdict.direction
 
     @property
     def is_dead(self) -> bool:
-        """Whether the link had no direct path."""
+        """See `Verdict`."""
         return self.verdict.is_dead
 
     @property
@@ -132,7 +142,7 @@ class KnownDirection:
 
     @property
     def added_ms(self) -> float:
-        """What a slow link added to a message beyond what is usual on its route, milliseconds."""
+        """The delay of the direction: its latency beyond the usual of its route."""
         return max(0.0, self.verdict.latency_ms - self._healthy_ms)
 
     def in_words(self) -> str:
@@ -150,28 +160,29 @@ class KnownDirection:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "KnownDirection":
-        """The direction that `to_json` described."""
+        """The direction that `to_json` wrote."""
         return cls(Verdict.from_json(data["verdict"]), data["route"], dict(data["usual_ms"]))
 
 
 def dead_of(known: Iterable[KnownDirection]) -> frozenset[Link]:
-    """The links that had no direct path."""
+    """The links whose direct paths had failed."""
     return dead_links(each.verdict for each in known)
 
 
 def slow_of(known: Iterable[KnownDirection]) -> dict[Direction, KnownDirection]:
-    """The directions that were slow, by sender and receiver."""
+    """The directions that were slow and not dead."""
     return {each.direction: each for each in known if not each.is_dead}
 
 
 def with_known_delays(
     links: Links, routes: Routes, known: Sequence[KnownDirection]
 ) -> dict[Link, LinkDelay]:
-    """What links take if those that were slow are so still, whatever a few messages show.
+    """Measured delays of links, raised where a direction is known to be slow.
+
+    A few fast messages don't show that a slow link has recovered. Dead directions stay as measured.
 
     Args:
-        routes: On which routes; a link that is not named is direct.
-        known: Directions of links; those that were dead stay as they were measured.
+        routes: The routes on which the links were measured.
     """
     states = dict(links)
     for direction, each in slow_of(known).items():
@@ -186,11 +197,10 @@ def with_known_delays(
 def with_healthy_latencies(
     links: Links, routes: Routes, known: Sequence[KnownDirection]
 ) -> dict[Link, LinkDelay]:
-    """What links take, where those that were slow or dead take what they did in health.
+    """Delays of links, in which known slow and dead directions have their healthy ones.
 
     Args:
-        links: What they are taken to do otherwise.
-        routes: On which routes; a link that is not named is direct.
+        routes: The routes that the delays are for.
     """
     states = dict(links)
     for each in known:
@@ -202,7 +212,7 @@ def with_healthy_latencies(
 
 
 def latency_ms_of(state: LinkDelay, direction: Direction) -> float:
-    """What a link adds to messages of one direction, milliseconds."""
+    """The latency of one direction, milliseconds."""
     return state.forward_latency_ms if direction[0] < direction[1] else state.backward_latency_ms
 
 

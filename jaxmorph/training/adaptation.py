@@ -1,10 +1,9 @@
-"""What every rank does so that a run adapts: it receives a morph from rank 0, and swaps to it.
+"""Adaptation on every rank: it receives a morph from rank 0 and swaps to it.
 
-After step k rank 0 has every rank's timings, and evaluates them during step k + 1
-(`step_recorder.step_observed`, `control_loop`). Its decision goes to all ranks with the scalars
-that end step k + 1, and all of them run the new plan from step k + 2 on. Everything is compiled
-before the first step: a morph brings other instructions and more slots. A link whose direct path
-has failed begins a new epoch before the probe that precedes its return.
+Rank 0 gets all timings of step k at its end and evaluates them during step k + 1
+(`step_recorder.step_observed`, `control_loop`). Its decision goes to all ranks with the scalars that
+end step k + 1, and all ranks run the new plan from step k + 2 on. A morph compiles nothing: it
+brings other instructions and more slots. A failed direct path begins a new epoch before its probe.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,11 +34,11 @@ from jaxmorph.training.starting_point import starting_point
 
 @dataclass(frozen=True)
 class Announced:
-    """What rank 0 has all ranks do after a step: swap to a plan, or probe links.
+    """Rank 0's announcement for after a step: a plan to swap to, or links to probe.
 
     Attributes:
-        programs: Every rank's instructions of the plan, as `program_text` writes them.
-        slots: How many slots each delegated channel of it needs.
+        programs: Every rank's instructions, as `program_text` writes them.
+        slots: The number of slots that each delegated channel needs.
         probe: The links to probe.
     """
 
@@ -58,15 +57,12 @@ def open_control_loop(
     to_plan: Config,
     keep: Callable[[str, bool], None] | None = None,
 ) -> Iterator[ControlLoop | None]:
-    """The run's controller, with the process that plans for it where the run adapts.
+    """Open the run's controller, and its planning process if the run adapts.
 
     Args:
-        active: Whether this is rank 0.
-        to_plan: The run with the caps that plans made from now on keep.
-        keep: Takes a line for `replay`, and whether a file begins with it; None: nothing is kept.
-
-    Yields:
-        The controller; None on other ranks.
+        active: Whether this is rank 0; other ranks get None.
+        to_plan: The configuration, with the caps of new plans.
+        keep: Called with a line for `replay`, and whether a file begins with it.
     """
     plan, planned_for = first.in_force.plan, first.planned_for
     if not active:
@@ -83,7 +79,7 @@ def open_control_loop(
             state = first_state(config.adaptation, plan, planned_for, start.usual, start.detector)
             run = RunToPlan(to_plan, num_tied, start.home, planned_for, start.usual)
             log = keep and ObservationLog(keep, run)
-            loop = ControlLoop(state, process, log and log.note)
+            loop = ControlLoop(state, process, log and log.record)
             loop.start(partial(process.begin, run, plan))
             try:
                 yield loop
@@ -92,7 +88,7 @@ def open_control_loop(
 
 
 class RecordsMorphs(Protocol):
-    """What records morphs on rank 0 (`callbacks.Recording`)."""
+    """The recorder of morphs on rank 0 (`callbacks.Recording`)."""
 
     def adopt(self, morph: Morph, step: int) -> None:
         """Records a plan, and the first step that runs it."""
@@ -100,16 +96,16 @@ class RecordsMorphs(Protocol):
 
 
 class Adaptation(Callback):
-    """Swaps to other plans, probes links, and reports direct paths that fail, on one rank.
+    """Swaps to other plans, probes links, and reports failed direct paths, on one rank.
 
-    Where the run does not adapt, it only reports.
+    In a run that doesn't adapt, it only reports.
 
     Args:
-        recorder: On rank 0 it records the plan that comes into force.
-        loop: The controller; None on all ranks but rank 0.
-        last_step: The run's last: nothing changes after it. None: unknown, as in a script.
-        adapts: Whether there is such a loop, on rank 0.
-        failed: The links that do without their direct paths from the start.
+        recorder: Records morphs on rank 0.
+        loop: The controller; None on other ranks.
+        last_step: Nothing changes after it. None: unknown, as in a script.
+        adapts: Whether rank 0 has a controller.
+        failed: The links whose direct paths have failed before the first step.
     """
 
     def __init__(
@@ -133,7 +129,7 @@ class Adaptation(Callback):
         self._probed: list[Stamp] = []
 
     def report(self, step: int) -> tuple[PathReport, ProbeTimes, Announced]:
-        """What became of this rank's direct paths and probes; on rank 0 what is due."""
+        """The state of this rank's direct paths, its probes, and on rank 0 the announcement."""
         paths = self._own_ends.report()
         probed, self._probed = self._probed, []
         took_ms = ((str(stamp.label), 1e3 * stamp.duration_s) for stamp in probed)
@@ -144,14 +140,14 @@ class Adaptation(Callback):
         return paths, ProbeTimes(tuple(took_ms)), announced
 
     def after(self, result: StepResult) -> Effect:
-        """Do as rank 0 has announced; the next step may run another plan."""
+        """Carry out rank 0's announcement; the next step may run another plan."""
         announced = result.parts_of(Announced)[0]
         return Effect(program=self.apply(result.step, result.parts_of(PathReport), announced))
 
     def _due(self, loop: ControlLoop) -> tuple[Announced, frozenset[Link]]:
-        """What is due, and the paths that begin again with it.
+        """The announcement, and the paths to restore with it.
 
-        One that has failed since the controller decided does not.
+        A path that has failed since the controller's decision is left out.
         """
         self._morph = None
         match loop.take_due():
@@ -168,20 +164,18 @@ class Adaptation(Callback):
     def apply(
         self, step: int, paths: Sequence[PathReport], announced: Announced
     ) -> RankProgram | None:
-        """Swap to the plan, or probe the links, that rank 0 has announced, on all ranks alike.
-
-        Direct paths that have failed and are to be used again begin again before that.
+        """Restore direct paths, then swap to the announced plan or probe the announced links.
 
         Args:
-            step: The step that is over.
-            paths: What all ranks have reported of it.
+            step: The step that has ended.
+            paths: All ranks' reports on it.
 
         Returns:
-            This rank's instructions from the next step on; None: those that it has.
+            This rank's instructions from the next step on; None: no change.
         """
         self._own_ends.apply(paths)
         for link in announced.probe:
-            if link not in self._own_ends.failed:  # in this very step, as all ranks know
+            if link not in self._own_ends.failed:  # it may have failed in this very step
                 self._probed += self._trainer.probe(link, step)
         if not announced.programs:
             return None
@@ -193,16 +187,14 @@ class Adaptation(Callback):
 
 
 class OwnEnds:
-    """What one rank reports of its own ends of links, and does with them.
+    """The ends of links on one rank: reports and restores their direct paths.
 
     Args:
-        trainer: Has the ends.
-        is_watched: Whether anybody wants to know when failed paths are up again.
-        failed: All links that do without their direct paths from the start.
+        is_watched: Whether to report when failed paths are up again.
 
     Attributes:
-        failed: All links that do without their direct paths now, wherever their ends are: the same
-            on all ranks between two steps.
+        failed: All links of the pipeline whose direct paths have failed. Between two steps it is
+            the same on all ranks.
     """
 
     def __init__(
@@ -214,13 +206,13 @@ class OwnEnds:
             trainer.begin_delegated(link)
 
     def report(self) -> PathReport:
-        """The failures since the last report, and whether failed paths are found up."""
+        """The failures since the last report, and whether failed paths are up."""
         failures = tuple(self._trainer.link_failures())
         self.failed |= {failure.link for failure in failures}
         return PathReport(failures, self._up() if self._is_watched else {})
 
     def apply(self, reports: Sequence[PathReport]) -> None:
-        """Note what failed anywhere, and have the direct paths begin again that rank 0 names."""
+        """Record all ranks' failures, and restore the direct paths that rank 0 names."""
         news = path_news(reports)
         self.failed |= {failure.link for failure in news.failures}
         for link in self._own():

@@ -1,8 +1,8 @@
-"""Rank 0's controller at work: carries out its commands and feeds the answers back.
+"""Runs rank 0's controller: carries out its commands and feeds the answers back.
 
-What is decided is `control/controller.py`'s. Here are the threads around it: a step is observed
-where its records are made; a thread that mostly waits asks the planning process; and the thread
-that trains takes, at a meeting, what ranks are to do next. None of them holds up a step.
+`control/controller.py` decides; the threads are here. The recorder's thread observes steps, a
+second thread waits for the planning process, and the training thread takes at each meeting what
+ranks do next. None of them holds up a step.
 """
 
 import threading
@@ -40,18 +40,20 @@ from jaxmorph.training.planning_client import Chosen, PlanningError
 
 
 class Plans(Protocol):
-    """What the controller needs of the planning process (`planning_client`)."""
+    """What the controller needs of the planning process (`planning_client.PlanningProcess`)."""
 
-    def weigh(self, profile: Profile, verdicts: Sequence[Verdict], held: Iterable[Link]) -> Options:
-        """The plans that there are."""
+    def weigh(
+        self, profile: Profile, verdicts: Sequence[Verdict], staying: Iterable[Link]
+    ) -> Options:
+        """The candidates."""
         ...
 
-    def adopt(self, chosen: int) -> Chosen:
-        """Takes one of them for the plan in force."""
+    def choose(self, chosen: int) -> Chosen:
+        """Makes one of them the plan in force."""
         ...
 
     def restart(self, in_force: Plan, programs: tuple[str, ...] | None) -> None:
-        """Begins anew with what ranks run, after a failure; None: what they began with."""
+        """Begins again after a failure, with the programs that ranks run (None: their first)."""
         ...
 
 
@@ -60,10 +62,10 @@ class Morph:
     """A change of plan that ranks can carry out.
 
     Attributes:
-        programs: Every rank's instructions, as `program_text` writes them: what a rank needs is
-            made once, where time doesn't matter, and not by every rank between two steps.
-        slots: How many slots each delegated channel needs.
-        restore: The links whose direct paths have failed, and begin again with it.
+        programs: Every rank's instructions, as `program_text` writes them. The planning process
+            makes them beside training; a rank would need too long between two steps.
+        slots: The number of slots that each delegated channel needs.
+        restore: The links whose failed direct paths are restored with it.
     """
 
     change: PlanChange
@@ -80,13 +82,9 @@ class Morph:
 class ControlLoop:
     """The controller of a run, on rank 0.
 
-    `_lock` guards the state: the thread that makes records and the one that plans advance it. What
-    is due at the next meeting has a lock of its own, so that training never waits for a step to be
-    observed.
-
     Args:
-        plans: The planning process; None: the run does not adapt, and nothing is asked of it.
-        keep: Takes the state before an observation, the observation, and what followed.
+        plans: The planning process; None: the run does not adapt.
+        keep: Called with the state before each observation, the observation and its outcome.
     """
 
     def __init__(
@@ -102,26 +100,24 @@ class ControlLoop:
         self._chosen: Chosen | None = None
         self._unreported: tuple[ControlEvent, ...] = ()  # of answers; reported with the next step
         self._due: Morph | ProbeLinks | None = None
+        # `_lock` guards the state, which the recorder's and the planner's threads advance. `_due`
+        # has its own lock, so that training never waits while a step is being observed.
         self._lock, self._due_lock = threading.Lock(), threading.Lock()
         self._planner = ThreadPoolExecutor(1, "jaxmorph-planner")
         self._is_closing = False
-        self._error: Exception | None = None  # of keeping an observation
+        self._error: Exception | None = None  # of `keep`
 
     @property
     def state(self) -> ControllerState:
-        """The state as it is now."""
+        """The current state."""
         return self._state
 
     def start(self, start: Callable[[], None]) -> None:
-        """Have the planning process start; news wait for it."""
+        """Start the planning process on the planner's thread."""
         self._planner.submit(self._answer, self._started, start)
 
     def observe(self, seen: StepObserved) -> tuple[ControlEvent, ...]:
-        """Take in a step of the plan in force.
-
-        Returns:
-            What is to be reported with it, in order.
-        """
+        """Advance the controller by a step; return the events to report, in order."""
         with self._lock:
             events = self._advance(seen) + self._unreported
             self._unreported = ()
@@ -130,30 +126,26 @@ class ControlLoop:
         return events
 
     def take_due(self) -> Morph | ProbeLinks | None:
-        """What ranks are to do after the next meeting, each once."""
+        """Take what ranks do after the next meeting, each once."""
         with self._due_lock:
             due, self._due = self._due, None
         return due
 
-    def adopted(self, morph: Morph) -> tuple[ControlEvent, ...]:
-        """A morph is in force, for every step that is observed from now on."""
+    def plan_changed(self, morph: Morph) -> tuple[ControlEvent, ...]:
+        """Report that ranks run a morph from the next observed step on."""
         with self._lock:
             self._programs = morph.programs
             return self._advance(PlanChanged())
 
     def close(self, end_process: Callable[[], None] = lambda: None) -> None:
-        """Stop planning.
-
-        Args:
-            end_process: Ends the planning process: what it was asked is dropped, and is no failure.
-        """
+        """Stop planning; `end_process` ends the planning process, with any request to it."""
         with self._lock:
-            self._is_closing = True
+            self._is_closing = True  # else the broken request would count as a failure
         end_process()
         self._planner.shutdown(wait=True, cancel_futures=True)
 
     def _advance(self, observation: Observation) -> tuple[ControlEvent, ...]:
-        """Advance the controller and carry out its commands; with the lock held."""
+        """Advance the controller and carry out its commands; the caller holds `_lock`."""
         before, result = self._state, advance(self._state, observation)
         self._state = result.state
         for command in result.commands:
@@ -161,7 +153,7 @@ class ControlLoop:
         if self._keep is not None:
             try:
                 self._keep(before, observation, result)
-            except Exception as error:  # raised where a step is observed: nobody waits for answers
+            except Exception as error:  # `observe` raises it: no caller waits for an answer
                 self._error = self._error or error
         return result.events
 
@@ -183,7 +175,7 @@ class ControlLoop:
             self._due = due
 
     def _answer(self, work: Callable[[Any], Observation], command: Any) -> None:
-        """Feed an answer of the planning process back, be it an error."""
+        """Feed the answer of the planning process, or its error, back to the controller."""
         try:
             answer = work(command)
         except PlanningError as error:
@@ -195,7 +187,7 @@ class ControlLoop:
                 return
             try:
                 events = self._advance(answer)
-            except Exception as error:  # nothing can be decided: it is tried again later
+            except Exception as error:  # the controller itself failed: plan again later
                 events = self._advance(PlanningFailed(f"{type(error).__name__}: {error}"))
             self._unreported += events
 
@@ -204,17 +196,16 @@ class ControlLoop:
         return PlannerStarted()
 
     def _weigh(self, command: WeighPlans) -> Observation:
-        plans = self._asked
+        plans = self._require_plans()
         if command.restart:
             plans.restart(self._state.plan, self._programs)
-        return PlansWeighed(plans.weigh(command.profile, command.verdicts, command.held))
+        return PlansWeighed(plans.weigh(command.profile, command.verdicts, command.staying))
 
     def _fetch(self, command: FetchPrograms) -> Observation:
-        self._chosen = self._asked.adopt(command.chosen)
+        self._chosen = self._require_plans().choose(command.chosen)
         return ProgramsFetched()
 
-    @property
-    def _asked(self) -> Plans:
+    def _require_plans(self) -> Plans:
         if self._plans is None:
             raise PlanningError("the run has no planning process")
         return self._plans

@@ -1,4 +1,4 @@
-"""The first plan of a run: a few steps for their timings, and what is planned with them."""
+"""The first plan of a run, made from the timings of a few steps."""
 
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,7 +8,8 @@ from functools import partial
 from jaxmorph.config import Config
 from jaxmorph.config.link_problems import possible_links
 from jaxmorph.config.link_sections import Routes
-from jaxmorph.control.conditions import UsualLinks, outlying_directions
+from jaxmorph.control.conditions import UsualLinks, outlying_directions, usual_delay
+from jaxmorph.control.link_state import link_of
 from jaxmorph.control.offload_planning import with_sampled_copies
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.control.verdicts import KnownDirection, dead_of, slow_of, with_known_delays
@@ -28,20 +29,21 @@ from jaxmorph.training.plan_in_force import (
     unmeasured_profile,
 )
 
-_WARM_UP_STEPS = 3  # the first of them also connects the links, and doesn't count
+_WARM_UP_STEPS = 3  # the first one connects the links and is not measured
 
 
 @dataclass(frozen=True)
 class FirstPlan:
-    """A plan that is ready to run, and where it came from.
+    """A plan that is ready to run, and its origin.
 
     Attributes:
-        profiler: What was measured for it, on rank 0.
-        equipped: What delegated links have got for it, in a few words.
-        planned_for: What ops and links cost when it was made, on rank 0.
-        usual: What links do on either route, on rank 0; of a run that doesn't adapt on its own.
-        timelines: The steps that were measured for it, on rank 0.
-        known: The directions of links that weren't well when the run was last at work.
+        profiler: Has the measured steps, on rank 0.
+        equipped: The resources of delegated links, for the log.
+        planned_for: The costs that it was made for, on rank 0.
+        usual: The delays of links on each measured route, on rank 0. A run that doesn't adapt
+            measures its configured routes only.
+        timelines: The measured steps, on rank 0.
+        known: The slow and dead directions of an earlier start of the run.
     """
 
     in_force: PlanInForce
@@ -62,87 +64,83 @@ def plan_by_timings(
     with_slots: Callable[[PlanInForce], PlanInForce],
     known: Sequence[KnownDirection] = (),
 ) -> FirstPlan:
-    """Measure what ops and links cost, plan with that, and make ready for the plan.
+    """Measure the costs of ops and links, plan with them, and prepare the ranks for the plan.
 
-    Links that are known to be dead are delegated in every step, in those that measure too: one that
-    waited for them would end the run, or give their paths up once more. Links that are known to be
-    slow are planned for as if they were so still; they go back as any others do.
-
-    All ranks call this at the same point.
+    Links that are known to be slow are planned as slow, whatever was measured; they go back as any
+    other link does. All ranks call this at the same point.
 
     Args:
-        with_slots: Adds the slots that are needed for more than the plan's own steps.
-        known: The directions of links that weren't well when the run was last at work, the same on
-            all ranks; of a run that adapts.
+        with_slots: Adds slots for more than the plan's own steps.
+        known: The slow and dead directions of an earlier start, the same on all ranks.
 
     Raises:
-        UserError: If the schedule can't keep the configured caps.
+        UserError: The schedule can't keep the configured caps.
     """
+    # Dead links are delegated in the measured steps too: one that waited for a dead path would end
+    # the run, or fail the path once more.
     config = _delegated(config, sorted(dead_of(known)))
     stash_bytes = agree_on_stash(rendezvous, trainer.stash_memory)
     timelines: list[Timeline] = []
     steps = partial(
-        warm_up,
+        _warm_up,
         rendezvous=rendezvous,
         trainer=trainer,
         inputs=inputs,
         num_tied=num_tied,
         stash_bytes=stash_bytes,
-        note=timelines.append,
+        on_step=timelines.append,
     )
     usual: dict[Route, Links] = {}
-    if config.adapts:  # what delegation costs is known before it is needed
+    if config.adapts:  # the cost of delegation must be known before it is needed
         every = possible_links(config.parallelism.stages)
         on_hosts = steps(_delegated(config, every), first_step=-2 * _WARM_UP_STEPS)
-        by_hosts: dict[Link, Route] = dict.fromkeys(every, "delegated")
-        usual["delegated"] = with_known_delays(on_hosts.profile().links, by_hosts, known)
+        delegated: dict[Link, Route] = dict.fromkeys(every, "delegated")
+        usual["delegated"] = with_known_delays(on_hosts.profile().links, delegated, known)
     profiler = steps(config)
     measured = profiler.profile()
     routes = config.routes.of_links(measured.links)
     usual["direct"] = links = with_known_delays(measured.links, routes, known)
-    # Of links that the configuration names planning is told that, in place of what was measured.
-    told = replace(measured, links=planned_links(config.schedule.link_ms, links))
+    profile = replace(measured, links=planned_links(config.schedule.link_ms, links))
     delegable = _agree_on_delegable(config, rendezvous, usual, known)
-    in_force, told = agree_on_routes(config, rendezvous, told, usual, delegable, num_tied)
+    in_force, profile = agree_on_routes(config, rendezvous, profile, usual, delegable, num_tied)
     in_force = with_slots(in_force)
     equipped = make_room(rendezvous, trainer, in_force.slots)
     return FirstPlan(
-        in_force, profiler, equipped, told, usual, tuple(timelines), known=tuple(known)
+        in_force, profiler, equipped, profile, usual, tuple(timelines), known=tuple(known)
     )
 
 
 def agree_on_routes(
     config: Config,
     rendezvous: Rendezvous,
-    told: Profile,
+    profile: Profile,
     usual: UsualLinks,
     delegable: Iterable[Link],
     num_tied: int,
 ) -> tuple[PlanInForce, Profile]:
-    """The plan on the configured routes, or on those with some links delegated if that is worth it.
+    """The plan on the configured routes, or with some links delegated if that is worth it.
 
-    All ranks call this at the same point.
+    All ranks call this at the same point; `profile` and `usual` are rank 0's.
 
     Args:
-        told: What ops cost, and links on the configured routes; only rank 0's is read.
-        usual: What links do on either route; only rank 0's is read.
-        delegable: The links to delegate; without any there is one plan to choose from.
+        profile: The costs of ops, and of links on the configured routes.
+        delegable: The links that may be delegated.
 
     Returns:
-        The plan, and what it was made for.
+        The plan, and the costs that it was made for.
 
     Raises:
-        UserError: If the schedule can't keep the configured caps.
+        UserError: The schedule can't keep the configured caps.
     """
-    plain = agree_on_plan(config, rendezvous, told, num_tied)
-    delegated = {link: usual.get("delegated", {}).get(link, LinkDelay()) for link in delegable}
+    plain = agree_on_plan(config, rendezvous, profile, num_tied)
+    delegated = {link: usual_delay(usual, "delegated", link) for link in delegable}
     if not delegated:
-        return plain, told
-    other_told = replace(told, links={**told.links, **delegated})
-    other = agree_on_plan(_delegated(config, delegated), rendezvous, other_told, num_tied)
-    if _is_worth_it(config, rendezvous, plain.simulate(told), other.simulate(other_told)):
-        return other, other_told
-    return plain, told
+        return plain, profile
+    other_profile = replace(profile, links={**profile.links, **delegated})
+    other = agree_on_plan(_delegated(config, delegated), rendezvous, other_profile, num_tied)
+    if _is_worth_it(config, rendezvous, plain.simulate(profile), other.simulate(other_profile)):
+        return other, other_profile
+    return plain, profile
 
 
 def _agree_on_delegable(
@@ -151,48 +149,47 @@ def _agree_on_delegable(
     usual: Mapping[Route, Links],
     known: Sequence[KnownDirection],
 ) -> list[Link]:
-    """The links to delegate from the first step on if that is worth it, as rank 0 sees them.
+    """The links that a run may delegate from its first step on, by rank 0's measurements.
 
-    Of a run that adapts: those that are slow already, or were when it was last at work; or all
-    where healthy ones may be delegated.
+    A run that adapts may delegate links that are slow already, or all with `delegates: any`.
     """
     if not config.adapts:
         return []
     links = usual["direct"]
     directions = outlying_directions(links, config.routes.of_links(links)) | slow_of(known).keys()
-    slow = {Link(min(direction), max(direction)) for direction in directions}
+    slow = set(map(link_of, directions))
     found = links if config.adaptation.delegates == "any" else slow
     names = tuple(str(link) for link in sorted(found))
     return [Link.parse(name) for name in agree(rendezvous, tuple[str, ...], names)]
 
 
 def _is_worth_it(config: Config, rendezvous: Rendezvous, plain: Timeline, other: Timeline) -> bool:
-    """Whether another step is shorter by what a plan must be worth, as rank 0 predicts them."""
+    """Whether another step is shorter by `adaptation.worth`, as rank 0 predicts them."""
     gain_ms = plain.makespan_ms - other.makespan_ms
     is_worth_it = gain_ms > config.adaptation.worth * plain.makespan_ms
     return agree(rendezvous, bool, is_worth_it)
 
 
-def warm_up(
+def _warm_up(
     config: Config,
     rendezvous: Rendezvous,
     trainer: StageTrainer,
     inputs: StepInputs,
     num_tied: int,
     stash_bytes: StashBytes,
+    on_step: Callable[[Timeline], None],
     *,
     first_step: int = -_WARM_UP_STEPS,
-    note: Callable[[Timeline], None] = lambda timeline: None,
 ) -> Profiler:
-    """Run a few steps for their timings alone, in the order that equal costs would give.
+    """Run a few steps for their timings, with the schedule for equal costs and no updates.
 
     Args:
-        inputs: The data of every one of these steps.
-        first_step: The number of the first of them, so that none ends after training's first.
-        note: Is told of each step that counts, on rank 0.
+        inputs: The data of each step.
+        first_step: The number of the first step; all are negative.
+        on_step: Called with each measured step, on rank 0.
 
     Returns:
-        What was measured, on rank 0.
+        The profiler of the measured steps, on rank 0.
     """
     profiler = Profiler(config.parallelism.stages, stash_bytes)
     unmeasured = unmeasured_profile(config, stash_bytes)
@@ -202,36 +199,36 @@ def warm_up(
     make_room(rendezvous, trainer, in_force.slots)
     runner = StepRunner(trainer, rendezvous)
     for step in range(first_step, first_step + _WARM_UP_STEPS):
-        # Numbered before training's first step: no message may pass for one of another step.
+        # Numbers of their own: no message may be taken for one of a training step.
         result = runner.run(in_force.program, inputs, step, updates=False)
         if step > first_step and rendezvous.rank == 0:
             timeline = measured_timeline(result.reports)
             profiler.observe(timeline)
-            note(timeline)
+            on_step(timeline)
     return profiler
 
 
 def _delegated(config: Config, links: Iterable[Link]) -> Config:
-    """The run with some links delegated, and the others as they are."""
+    """The configuration with some links delegated."""
     named = {str(link): "delegated" for link in links}
     routes = {"default": config.routes.default, **config.routes.by_link, **named}
     return config.model_copy(update={"routes": Routes.model_validate(routes)})
 
 
 def settle_garbage() -> None:
-    """Take what start-up made, which stays, out of the garbage collector's rounds.
+    """Exclude the objects of start-up from garbage collection.
 
-    A full collection over JAX's and Flax's many objects takes tens of milliseconds, in the middle
-    of a step, on every rank at another moment.
+    A full collection over the many objects of JAX and Flax takes tens of milliseconds, in the
+    middle of a step, on each rank at another time.
     """
     gc.collect()
     gc.freeze()
 
 
 def planned_links(link_ms: Mapping[str, float] | None, measured: Links) -> dict[Link, LinkDelay]:
-    """The links to plan for: as measured, but for those that `schedule.link_ms` names."""
-    told = {
+    """The delays to plan with: as measured, except for links that `schedule.link_ms` names."""
+    configured = {
         Link.parse(name): LinkDelay(latency_ms, latency_ms)
         for name, latency_ms in (link_ms or {}).items()
     }
-    return {**measured, **told}
+    return {**measured, **configured}

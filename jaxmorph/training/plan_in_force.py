@@ -1,4 +1,4 @@
-"""How the ranks of a run come to run the same plan: rank 0 plans, all lower its answer."""
+"""Gives all ranks of a run the same plan: rank 0 plans, and each rank lowers its answer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -28,10 +28,10 @@ if TYPE_CHECKING:  # planning itself, in a process beside training, does without
 
 @dataclass(frozen=True)
 class PlanInForce:
-    """A plan with what it becomes on the ranks.
+    """A plan as ranks run it.
 
     Attributes:
-        slots: How many slots each delegated channel needs, so that no send waits for one.
+        slots: The slots that each delegated channel needs, so that no send waits for one.
     """
 
     plan: Plan
@@ -45,7 +45,7 @@ class PlanInForce:
         return self.programs[self.rank]
 
     def simulate(self, profile: Profile) -> Timeline:
-        """The step as it would run: direct transfers hold queues, delegated ones don't."""
+        """The step under a profile; direct transfers hold queues, delegated ones don't."""
         return simulate_blocking(self.programs, profile.costs, profile.links, copies=profile.copies)
 
 
@@ -57,17 +57,14 @@ def op_kinds(config: Config) -> frozenset[OpKind]:
 
 
 def unmeasured_profile(config: Config, stash_bytes: StashBytes | None = None) -> Profile:
-    """What is assumed before anything has run: all ops alike, links without latency.
-
-    A copy of a stash is taken to last as long as an op.
-    """
+    """The profile before any measurement: ops and copies of equal cost, links without latency."""
     stages = config.parallelism.stages
     copies = CopyCosts.uniform(stages, 1.0) if config.offload.enabled else None
     return Profile(StageCosts.uniform(stages, 1.0, 1.0, 1.0), {}, stash_bytes, copies=copies)
 
 
 def agree_on_stash(rendezvous: Rendezvous, memory: "StashMemory") -> StashBytes:
-    """What one microbatch keeps on each stage, by the compiled programs; all ranks call this."""
+    """What one microbatch keeps on each stage; all ranks call this at the same point."""
     memories = gather(rendezvous, type(memory), memory)
     return StashBytes(
         tuple(each.after_forward_bytes for each in memories),
@@ -77,7 +74,7 @@ def agree_on_stash(rendezvous: Rendezvous, memory: "StashMemory") -> StashBytes:
 
 @dataclass(frozen=True)
 class _Planned:
-    """A plan, and what it was made for."""
+    """A plan, and the profile that it was made for."""
 
     profile: Profile
     plan: Plan
@@ -86,19 +83,12 @@ class _Planned:
 def agree_on_plan(
     config: Config, rendezvous: Rendezvous, profile: Profile, num_tied: int
 ) -> PlanInForce:
-    """Plan on rank 0 and adopt its answer on every rank.
+    """Plan on rank 0, and lower and check the plan on every rank.
 
-    All ranks call this at the same point.
-
-    Args:
-        profile: What ops and links cost; only rank 0's is read.
-        num_tied: How many tied parameters the first and the last stage hold copies of.
-
-    Returns:
-        The plan, its programs checked by a replay of all ranks.
+    All ranks call this at the same point; `profile` is rank 0's.
 
     Raises:
-        UserError: If the schedule can't keep the configured caps.
+        UserError: The schedule can't keep the configured caps.
     """
     own = None
     if rendezvous.rank == 0:
@@ -110,19 +100,13 @@ def agree_on_plan(
 
 
 def plan_step(config: Config, profile: Profile, num_tied: int = 0) -> Plan:
-    """The configured schedule for what ops and links cost, on the configured routes.
+    """The configured schedule for the costs of a profile, on the configured routes.
 
-    With `offload.enabled` it may hold more than the caps say: the rest goes to host memory.
-
-    Args:
-        profile: What ops and links cost; without the stash's sizes a cap in bytes isn't heeded.
-
-    Returns:
-        The plan. It names the route of every link that activations and gradients take, and of the
-        one for tied gradients alone where that isn't direct.
+    With `offload.enabled` it may hold more than the caps, and offloads the rest to host memory. The
+    plan's routes leave out a direct link for tied gradients alone.
 
     Raises:
-        UserError: If the schedule can't keep the configured caps.
+        UserError: The schedule can't keep the configured caps.
     """
     limits = limits_of(config, profile)
     plan_within = partial(_plan_within, config, profile, num_tied)
@@ -132,7 +116,6 @@ def plan_step(config: Config, profile: Profile, num_tied: int = 0) -> Plan:
 
 
 def _plan_within(config: Config, profile: Profile, num_tied: int, limits: Limits) -> Plan:
-    """The configured schedule within some caps."""
     schedule = config.schedule
     microbatches, chunks = config.batch.microbatches, config.parallelism.chunks
     try:
@@ -160,11 +143,9 @@ def _routes(config: Config, made: Plan, num_tied: int) -> dict[Link, Route]:
 def possible_routes(
     config: Config, *, adapts: bool = False
 ) -> tuple[frozenset[Link], frozenset[Link]]:
-    """The links that may be direct while a run lasts, and those that may be delegated.
+    """The links that may be direct during a run, and those that may be delegated.
 
-    Args:
-        adapts: Whether routes may change from plan to plan: then every link may be either. Where
-            links fail over every one may have to be delegated.
+    A run that adapts may change every link; one that fails over may delegate every link.
     """
     links = possible_links(config.parallelism.stages)
     if adapts:
@@ -175,7 +156,7 @@ def possible_routes(
 
 
 def limits_of(config: Config, profile: Profile) -> Limits:
-    """The caps of a run's stages; without the stash's sizes a cap in bytes isn't heeded."""
+    """The caps of a run's stages; a cap in bytes is ignored while stash sizes are unknown."""
     stages, schedule = config.parallelism.stages, config.schedule
     max_bytes = schedule.max_stash_bytes_per_stage(stages)
     if max_bytes is not None and profile.stash_bytes is not None:
@@ -184,10 +165,10 @@ def limits_of(config: Config, profile: Profile) -> Limits:
 
 
 def _key(name: str) -> str:
-    """The key of the configuration that is at fault, by what the planner calls it."""
+    """The configuration key of an error, by the planner's name for it."""
     if name.startswith("max_live"):
-        return "schedule.max_live"  # what follows names the stage
+        return "schedule.max_live"  # the rest of the message names the stage
     if name.startswith("max_stash_bytes"):
         return f"schedule.{name}"
-    # `interleaved` has but one complaint: microbatches that don't go into its rounds.
+    # The only error of `interleaved` is a number of microbatches that doesn't fill its rounds.
     return "batch.microbatches" if name == "interleaved" else f"schedule: {name}"

@@ -1,11 +1,11 @@
-"""The planning process as rank 0 sees it: started, asked, replaced, and ended with the run."""
+"""Rank 0's client of the planning process, and the messages between the two."""
 
 import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 from jaxmorph.config import Config
@@ -13,7 +13,7 @@ from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.orchestrator import Options
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import Verdict
-from jaxmorph.plain_json import ParseError, dump, parse_line, tagged
+from jaxmorph.plain_json import ParseError, dump, parse_line, tagged, written_as
 from jaxmorph.program.instructions import Channel
 from jaxmorph.records import Link
 from jaxmorph.schedule.planner import Plan
@@ -24,26 +24,26 @@ _Expected = TypeVar("_Expected")
 
 
 class PlanningError(RuntimeError):
-    """The planning process has died, doesn't answer, or could not do what it was asked."""
+    """The planning process has died, does not answer, or could not serve a request."""
 
 
 @dataclass(frozen=True)
 class RunToPlan:
-    """What the planning process knows of a run; the fields are `CandidatePlanner`'s arguments."""
+    """What the planning process knows of a run: arguments of `CandidatePlanner`."""
 
     config: Config
     num_tied: int
-    first: Plan
+    home: Plan = field(metadata=written_as("first"))
     profile: Profile
     usual: UsualLinks
 
 
 @dataclass(frozen=True)
 class Begin:
-    """The first request: what runs; the answer is `Ready`.
+    """The first request: the run and its plan in force; the answer is `Ready`.
 
     Attributes:
-        programs: Every rank's instructions, as `program_text` writes them; None: the plan's own.
+        programs: Every rank's instructions, as `program_text` writes them. None: lower the plan.
     """
 
     run: RunToPlan
@@ -53,32 +53,32 @@ class Begin:
 
 @dataclass(frozen=True)
 class Weigh:
-    """Asks for the plans that there are (`CandidatePlanner.weigh`); the answer is `Options`."""
+    """Requests the candidates (`CandidatePlanner.weigh`); the answer is `Options`."""
 
     profile: Profile
     verdicts: tuple[Verdict, ...]
-    held: tuple[Link, ...]
+    staying: tuple[Link, ...]
 
 
 @dataclass(frozen=True)
-class Adopt:
-    """Takes one of the last options for the plan in force; the answer is `Chosen`."""
+class Choose:
+    """Makes one of the last options the plan in force; the answer is `Chosen`."""
 
     chosen: int
 
 
 @dataclass(frozen=True)
 class Ready:
-    """It can plan."""
+    """The process knows the run and can plan."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a candidate becomes on the ranks.
+    """A chosen plan as ranks run it.
 
     Attributes:
         programs: Every rank's instructions, as `program_text` writes them.
-        slots: How many slots each delegated channel needs.
+        slots: The number of slots that each delegated channel needs.
     """
 
     programs: tuple[str, ...]
@@ -87,107 +87,108 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Failed:
-    """Why a request could not be answered."""
+    """The request failed."""
 
     error: str
 
 
-Request: TypeAlias = Begin | Weigh | Adopt
+Request: TypeAlias = Begin | Weigh | Choose
 Answer: TypeAlias = Ready | Options | Chosen | Failed
 
 
 class PlanningProcess:
-    """Asks the process that plans beside training; nobody else's time is used meanwhile.
+    """A process that plans beside training, and the requests to it.
 
-    It may be started long before it is first asked. One thread asks at a time.
+    It may start long before its first request. One thread makes requests at a time.
     """
 
     def __init__(self) -> None:
-        self._process = _started()
+        self._process = _start()
         self._run: RunToPlan | None = None
         self._is_closed = False
         self._lock = threading.Lock()
 
     def begin(self, run: RunToPlan, in_force: Plan | None = None) -> None:
-        """Tell it what runs; without `in_force` the first plan.
+        """Send the run and its plan in force (None: the home plan).
 
         Raises:
-            PlanningError: If it can't plan.
+            PlanningError: It can't plan.
         """
         self._run = run
-        self._tell_what_runs(in_force or run.first, None)
+        self._begin(in_force or run.home, None)
 
     def restart(self, in_force: Plan, programs: tuple[str, ...] | None = None) -> None:
-        """Start another process in place of this one, and tell it what runs.
+        """Replace the process, and send the run to the new one.
 
         Args:
-            programs: What ranks run of it, as they were told last, each as `program_text` writes
-                it; None: what they began with.
+            programs: The instructions that ranks run, as `program_text` writes them. None: those
+                that they began with.
 
         Raises:
-            PlanningError: If it can't plan, or has been closed.
+            PlanningError: It can't plan, or has been closed.
         """
         with self._lock:
             if self._is_closed:
                 raise PlanningError("the planning process has been closed")
-            self._end_process()
-            self._process = _started()
-        self._tell_what_runs(in_force, programs)
+            self._kill()
+            self._process = _start()
+        self._begin(in_force, programs)
 
     def weigh(
-        self, profile: Profile, verdicts: Sequence[Verdict], held: Iterable[Link] = ()
+        self, profile: Profile, verdicts: Sequence[Verdict], staying: Iterable[Link] = ()
     ) -> Options:
-        """The plans that there are for what ops and links cost now (`CandidatePlanner.weigh`).
+        """The candidates under the current costs (`CandidatePlanner.weigh`).
 
         Raises:
-            PlanningError: If it can't plan.
+            PlanningError: It can't plan.
         """
-        return self._ask(Weigh(profile, tuple(verdicts), tuple(held)), Options)
+        return self._ask(Weigh(profile, tuple(verdicts), tuple(staying)), Options)
 
-    def adopt(self, chosen: int) -> Chosen:
-        """Have it take one of the last options for the plan in force.
+    def choose(self, chosen: int) -> Chosen:
+        """Make one of the last options the plan in force.
 
         Raises:
-            PlanningError: If it can't.
+            PlanningError: It can't.
         """
-        return self._ask(Adopt(chosen), Chosen)
+        return self._ask(Choose(chosen), Chosen)
 
     def end(self) -> int:
-        """Let it end by itself, as it does when nobody is left to ask it; its exit code."""
+        """Close the process's standard input, on which it ends; return its exit code."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         return self._process.wait(_ANSWER_S)
 
     def close(self) -> None:
-        """End it for good; what it does now is no longer wanted."""
+        """Kill the process for good."""
         with self._lock:
             self._is_closed = True
-            self._end_process()
+            self._kill()
 
-    def _tell_what_runs(self, in_force: Plan, programs: tuple[str, ...] | None) -> None:
+    def _begin(self, in_force: Plan, programs: tuple[str, ...] | None) -> None:
         if self._run is None:
             raise PlanningError("the planning process was restarted before it had begun")
         self._ask(Begin(self._run, in_force, programs), Ready)
 
-    def _end_process(self) -> None:
+    def _kill(self) -> None:
         self._process.kill()
         self._process.wait(_END_S)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                with suppress(OSError):  # it may have died with a request that it never read
+                with suppress(OSError):  # flushes a request that a dead process never read
                     pipe.close()
 
     def _ask(self, request: Request, expected: type[_Expected]) -> _Expected:
         requests, answers = self._process.stdin, self._process.stdout
         if requests is None or answers is None:
             raise PlanningError("the planning process has no pipes")
+        # A pipe has no timeout: killing the process ends `readline`.
         overdue = threading.Timer(_ANSWER_S, self._process.kill)
         overdue.start()
         try:
             requests.write(dump(tagged(request)) + "\n")
             requests.flush()
             line = answers.readline()
-        except (OSError, ValueError) as error:  # ValueError: its pipes have been closed
+        except (OSError, ValueError) as error:  # ValueError: the pipes are closed
             raise PlanningError(f"the planning process is gone: {error}") from error
         finally:
             overdue.cancel()
@@ -202,7 +203,7 @@ class PlanningProcess:
         raise PlanningError(answer.error if isinstance(answer, Failed) else f"got {answer!r}")
 
 
-def _started() -> "subprocess.Popen[str]":
+def _start() -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-m", "jaxmorph.training.planning_process"],
         stdin=subprocess.PIPE,

@@ -1,15 +1,16 @@
-"""Plans beside training: a process that rank 0 starts and asks.
+"""The planning process, which rank 0 starts: `python -m jaxmorph.training.planning_process`.
 
-`python -m jaxmorph.training.planning_process`.
-A request is a line of JSON on standard input, its answer one on standard output: dataclasses of
-`planning_client`. The process imports no JAX, leaves the processors to training, and ends when its
-standard input does, and so with the process that has started it.
+A request is a line of JSON on standard input, its answer a line on standard output; both are
+dataclasses of `planning_client`. The process imports no JAX. It ends at the end of its standard
+input, and so with rank 0.
 """
 
 import os
 
 if __name__ == "__main__":
-    os.nice(5)  # before all imports; with more of it, on a busy machine plans come steps too late
+    # Before all imports, which would compete with training. With more, plans come steps too late
+    # on a busy machine.
+    os.nice(5)
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,9 +35,9 @@ from jaxmorph.records import Link, Route
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.training.plan_in_force import plan_step
 from jaxmorph.training.planning_client import (
-    Adopt,
     Answer,
     Begin,
+    Choose,
     Chosen,
     Failed,
     Ready,
@@ -49,7 +50,7 @@ Programs = tuple[RankProgram, ...]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan with its programs, checked by a replay of all ranks, and its predicted step."""
+    """A plan, its programs, checked by a replay of all ranks, and its predicted step."""
 
     plan: Plan
     programs: Programs
@@ -58,17 +59,22 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Weighed:
-    """What there is to choose from.
+    """The candidates, and the predicted steps of the plan in force.
 
     Attributes:
-        in_force_ms: The predicted step of the plan in force under the conditions now.
-        undisturbed_ms: The same if all links were healthy.
-        candidates: The plan for healthy links, then others, those that differ least from it first.
+        in_force_ms: Under the current conditions.
+        undisturbed_ms: If all links were healthy.
+        candidates: The home plan, then others, those that differ least from it first.
     """
 
     in_force_ms: float
     undisturbed_ms: float
     candidates: tuple[Candidate, ...]
+
+    def options(self) -> Options:
+        """The same without programs, which the controller does not need."""
+        options = tuple(Option(each.plan, each.step_ms) for each in self.candidates)
+        return Options(self.in_force_ms, self.undisturbed_ms, options)
 
 
 class CandidatePlanner:
@@ -76,19 +82,19 @@ class CandidatePlanner:
 
     Args:
         num_tied: How many tied parameters the first and the last stage hold copies of.
-        first: The run's plan for healthy links.
-        profile: What it was planned for.
-        usual: What healthy links do on either route.
-        in_force: The plan in force; None: the first one.
-        programs: What ranks run of it, as they were told last; None: as it is lowered for
-            `profile`. What it was lowered for since can't be known from the plan.
+        home: The run's plan for healthy links.
+        profile: The costs that it was made for.
+        usual: Delays of healthy links on either route.
+        in_force: None: the home plan.
+        programs: The instructions that ranks run. A plan doesn't say for which costs it was
+            lowered last; None: for `profile`.
     """
 
     def __init__(
         self,
         config: Config,
         num_tied: int,
-        first: Plan,
+        home: Plan,
         profile: Profile,
         usual: UsualLinks,
         in_force: Plan | None = None,
@@ -97,9 +103,9 @@ class CandidatePlanner:
         self._config = config
         self._num_tied = num_tied
         self._usual = usual
-        self._first, self._planned_for = first, profile
-        now = in_force or first
-        programs = programs or self._planned_programs(now)
+        self._home, self._planned_for = home, profile
+        now = in_force or home
+        programs = programs or self._lowered(now, profile)
         self._in_force = Candidate(now, programs, 1e3 * now.predicted_step_s)
 
     @property
@@ -108,25 +114,25 @@ class CandidatePlanner:
         return self._in_force.programs
 
     def weigh(
-        self, profile: Profile, verdicts: Sequence[Verdict], held: Iterable[Link] = ()
+        self, profile: Profile, verdicts: Sequence[Verdict], staying: Iterable[Link] = ()
     ) -> Weighed:
-        """The candidates for what ops and links cost now, with direct transfers holding queues.
+        """The candidates under the current costs; in all predictions direct transfers hold queues.
 
         Args:
-            profile: The ops' costs; its links are not looked at.
-            verdicts: On the directions of links, under the routes of the plan in force.
-            held: Delegated links that can't go back yet, be they healthy or not.
+            profile: The costs of ops; its links are ignored.
+            verdicts: Under the routes of the plan in force.
+            staying: Delegated links that can't go back yet, healthy or not.
         """
         now = self._in_force
-        plans = self._plans(profile, verdicts, held)
+        plans = self._plans(profile, verdicts, staying)
         return Weighed(
             in_force_ms=self._step_ms(now.programs, now.plan, profile, verdicts),
             undisturbed_ms=self._step_ms(now.programs, now.plan, profile, ()),
             candidates=tuple(self._candidate(plan, profile, verdicts) for plan in plans),
         )
 
-    def adopt(self, candidate: Candidate) -> dict[Channel, int]:
-        """Take a candidate for the plan in force from now on; the slots its channels need."""
+    def choose(self, candidate: Candidate) -> dict[Channel, int]:
+        """Make a candidate the plan in force; return the slots that its channels need."""
         self._in_force = candidate
         needed = slots_needed(candidate.programs)
         if self._config.evaluation.every_steps is None:
@@ -134,62 +140,63 @@ class CandidatePlanner:
         return most_slots(needed, slots_needed([*map(forward_only, candidate.programs)]))
 
     def _plans(
-        self, profile: Profile, verdicts: Sequence[Verdict], held: Iterable[Link]
+        self, profile: Profile, verdicts: Sequence[Verdict], staying: Iterable[Link]
     ) -> Iterator[Plan]:
-        """The first plan, and others on each of the routes that may be wanted."""
-        first = self._first
-        yield first
-        to_delegate = frozenset(self._to_delegate(verdicts))
-        is_other = bool(to_delegate) or costs_differ(profile.costs, self._planned_for.costs)
-        for links in self._delegations(to_delegate, frozenset(held)):
-            routes: dict[Link, Route] = {**first.routes, **dict.fromkeys(links, "delegated")}
-            if links:
-                yield replace(first, routes=routes)
-            if links != to_delegate and not self._is_first_order():
-                yield replace(self._in_force.plan, routes=routes)
-            if is_other:  # else a plan made anew would differ from the first by noise alone
-                yield from self._made_anew(routes, profile, verdicts)
-        every: dict[Link, Route] = dict.fromkeys(first.routes, "delegated")
-        may_be_healthy = is_other and self._config.adaptation.delegates == "any"
-        if may_be_healthy and every != {**first.routes, **dict.fromkeys(to_delegate, "delegated")}:
-            yield from self._made_anew(every, profile, verdicts)
+        """The home plan, then for each useful set of delegated links: known orders, and a new one.
 
-    def _is_first_order(self) -> bool:
-        now, first = self._in_force.plan, self._first
-        return now.schedule == first.schedule and now.offloading == first.offloading
+        Known orders come first: of plans that are equally good, the orchestrator takes the one
+        that changes least.
+        """
+        home = self._home
+        yield home
+        to_delegate = frozenset(self._to_delegate(verdicts))
+        has_changed = bool(to_delegate) or costs_differ(profile.costs, self._planned_for.costs)
+        for links in self._delegations(to_delegate, frozenset(staying)):
+            routes: dict[Link, Route] = {**home.routes, **dict.fromkeys(links, "delegated")}
+            if links:
+                yield replace(home, routes=routes)
+            if links != to_delegate and not _is_same_order(self._in_force.plan, home):
+                yield replace(self._in_force.plan, routes=routes)
+            if has_changed:  # else a new plan would differ from the home plan by noise alone
+                yield from self._new_plan(routes, profile, verdicts)
+        every: dict[Link, Route] = dict.fromkeys(home.routes, "delegated")
+        may_delegate_all = has_changed and self._config.adaptation.delegates == "any"
+        if may_delegate_all and every != {**home.routes, **dict.fromkeys(to_delegate, "delegated")}:
+            yield from self._new_plan(every, profile, verdicts)
 
     def _delegations(
-        self, degraded: frozenset[Link], held: frozenset[Link]
+        self, degraded: frozenset[Link], staying: frozenset[Link]
     ) -> list[frozenset[Link]]:
-        """The sets of links to delegate: those that ail, with those that can't go back, with all.
+        """The sets of links to delegate: the degraded ones alone, and with others.
 
-        With all that are delegated where one ails anew: it is not to wait until others are back.
+        The others are those that must stay delegated, and, when a link has just degraded, all that
+        are delegated now: the change for it must not wait until another link may go back.
         """
         delegated = _delegated(self._in_force.plan)
-        now = delegated - _delegated(self._first)
+        now = delegated - _delegated(self._home)
         sets = [
             degraded,
-            degraded | (held & now),
+            degraded | (staying & now),
             *([degraded | now] if degraded - delegated else []),
         ]
         return list(dict.fromkeys(sets))
 
-    def _made_anew(
+    def _new_plan(
         self, routes: Mapping[Link, Route], profile: Profile, verdicts: Sequence[Verdict]
     ) -> Iterator[Plan]:
-        """The plan made for what is now on some routes, if the caps leave room for one."""
-        believed = self._profile(routes, profile, verdicts)
+        """A plan made for the current costs; none if the caps leave no room for one."""
+        expected = self._profile(routes, profile, verdicts)
         with suppress(UserError):
-            yield plan_step(self._replanning(routes), believed, self._num_tied)
+            yield plan_step(self._config_on(routes), expected, self._num_tied)
 
     def _to_delegate(self, verdicts: Sequence[Verdict]) -> list[Link]:
-        """The links that ail, if messages of every microbatch, or tied gradients, travel them."""
+        """The degraded links that activations, gradients or tied gradients take."""
         last = self._config.parallelism.stages - 1
         tied = {Link(0, last)} if self._num_tied and last > 0 else set()
-        return sorted(degraded_links(verdicts) & (self._first.routes.keys() | tied))
+        return sorted(degraded_links(verdicts) & (self._home.routes.keys() | tied))
 
-    def _replanning(self, routes: Mapping[Link, Route]) -> Config:
-        """The configuration under which to plan anew: the paper's planner stays the paper's."""
+    def _config_on(self, routes: Mapping[Link, Route]) -> Config:
+        """The configuration of a new plan: `paper` is replaced by another `paper` plan only."""
         config = self._config
         name = "paper" if config.schedule.name == "paper" else "adaptive"
         named = {str(link): route for link, route in routes.items()}
@@ -203,21 +210,14 @@ class CandidatePlanner:
 
     def _candidate(self, plan: Plan, profile: Profile, verdicts: Sequence[Verdict]) -> Candidate:
         now = self._in_force
-        same_order = plan.schedule == now.plan.schedule and plan.offloading == now.plan.offloading
-        if same_order and plan.routes == now.plan.routes:
+        if _is_same_order(plan, now.plan) and plan.routes == now.plan.routes:
             programs = now.programs
         else:
-            programs = self._programs(plan, profile, verdicts)
+            programs = self._lowered(plan, self._profile(plan.routes, profile, verdicts))
         return Candidate(plan, programs, self._step_ms(programs, plan, profile, verdicts))
 
-    def _planned_programs(self, plan: Plan) -> Programs:
-        """What ranks run of a plan that was made for what the first one was."""
-        profile = self._planned_for
+    def _lowered(self, plan: Plan, profile: Profile) -> Programs:
         return lower_step(plan.schedule, profile, plan.routes, self._num_tied, plan.offloading)
-
-    def _programs(self, plan: Plan, profile: Profile, verdicts: Sequence[Verdict]) -> Programs:
-        believed = self._profile(plan.routes, profile, verdicts)
-        return lower_step(plan.schedule, believed, plan.routes, self._num_tied, plan.offloading)
 
     def _step_ms(
         self, programs: Programs, plan: Plan, profile: Profile, verdicts: Sequence[Verdict]
@@ -234,9 +234,13 @@ class CandidatePlanner:
         verdicts: Sequence[Verdict],
         **margin: float,
     ) -> Profile:
-        """What a step would be made of under a plan's routes."""
+        """The costs of a step on a plan's routes."""
         now = self._in_force.plan.routes
         return replace(profile, links=links_under(verdicts, self._usual, now, routes, **margin))
+
+
+def _is_same_order(one: Plan, other: Plan) -> bool:
+    return one.schedule == other.schedule and one.offloading == other.offloading
 
 
 def _delegated(plan: Plan) -> frozenset[Link]:
@@ -244,12 +248,12 @@ def _delegated(plan: Plan) -> frozenset[Link]:
 
 
 def planner_of(request: Begin) -> CandidatePlanner:
-    """What a request describes."""
+    """The planner of a run."""
     run, programs = request.run, request.programs
     return CandidatePlanner(
         run.config,
         run.num_tied,
-        run.first,
+        run.home,
         run.profile,
         run.usual,
         request.in_force,
@@ -257,7 +261,7 @@ def planner_of(request: Begin) -> CandidatePlanner:
     )
 
 
-class Answering:
+class Server:
     """Answers requests, one after another."""
 
     def __init__(self) -> None:
@@ -265,10 +269,10 @@ class Answering:
         self._candidates: tuple[Candidate, ...] = ()
 
     def answer(self, line: str) -> Answer:
-        """The answer to a request; a mistake in it is answered too."""
+        """The answer to a line; to an invalid one too."""
         try:
             return self._answer(parse_line(Request, line, "a request"))
-        except Exception as error:  # training goes on without it, and tells why
+        except Exception as error:  # rank 0 reports it, and training goes on
             return Failed(f"{type(error).__name__}: {error}")
 
     def _answer(self, request: Request) -> Answer:
@@ -276,28 +280,26 @@ class Answering:
             case Begin():
                 self._planner = planner_of(request)
                 return Ready()
-            case Weigh(profile, verdicts, held):
-                weighed = self._begun.weigh(profile, verdicts, held)
+            case Weigh(profile, verdicts, staying):
+                weighed = self._require_planner().weigh(profile, verdicts, staying)
                 self._candidates = weighed.candidates
-                options = tuple(Option(each.plan, each.step_ms) for each in weighed.candidates)
-                return Options(weighed.in_force_ms, weighed.undisturbed_ms, options)
-            case Adopt(chosen):
+                return weighed.options()
+            case Choose(chosen):
                 candidate = self._candidates[chosen]
-                slots = self._begun.adopt(candidate)
+                slots = self._require_planner().choose(candidate)
                 return Chosen(tuple(map(program_text, candidate.programs)), slots)
 
-    @property
-    def _begun(self) -> CandidatePlanner:
+    def _require_planner(self) -> CandidatePlanner:
         if self._planner is None:
-            raise ValueError("asked before it was told what runs")
+            raise ValueError("got another request first, expected Begin")
         return self._planner
 
 
 def serve(requests: Iterator[str], answers: IO[str]) -> None:
     """Answer requests until there are no more."""
-    answering = Answering()
+    server = Server()
     for line in requests:
-        answers.write(dump(tagged(answering.answer(line))) + "\n")
+        answers.write(dump(tagged(server.answer(line))) + "\n")
         answers.flush()
 
 

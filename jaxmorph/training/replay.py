@@ -1,10 +1,9 @@
-"""A run's decisions, made again from what its controller observed.
+"""Replays a run's decisions from what its controller observed.
 
-A run directory keeps the observations in `control/`, with what followed from each: files of some
-steps that begin with the controller's state, so that the oldest can be dropped. `replay` advances
-the controller by them once more. With other settings the observations hold until the first decision
-that differs. From there steps are simulated with the delays and the ops that were measured, and
-plans are made here.
+A run directory keeps the observations and their outcomes in `control/`. Each file there begins with
+the controller's state, so that the oldest files can be deleted. `replay` advances the controller by
+the observations again. Under other settings they are valid up to the first decision that differs;
+from there on `replay` makes plans itself and simulates steps with the measured delays and op times.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 from jaxmorph.config.sections import Adaptation
 from jaxmorph.control.compute_watch import with_op_ms
+from jaxmorph.control.conditions import usual_delay
 from jaxmorph.control.controller import advance
 from jaxmorph.control.controller_state import (
     Advance,
@@ -40,9 +40,8 @@ from jaxmorph.control.controller_state import (
     with_settings,
 )
 from jaxmorph.control.events import ControlEvent
-from jaxmorph.control.link_state import Direction, PathFailure
-from jaxmorph.control.measurements import LinkSample, link_samples, op_times
-from jaxmorph.control.orchestrator import Option, Options
+from jaxmorph.control.link_state import Direction, PathFailure, link_of
+from jaxmorph.control.measurements import link_samples, op_times
 from jaxmorph.control.path_reports import PathNews
 from jaxmorph.control.verdicts import latency_ms_of
 from jaxmorph.errors import UserError
@@ -57,7 +56,7 @@ from jaxmorph.training.planning_client import Begin, RunToPlan
 from jaxmorph.training.planning_process import Candidate, planner_of
 
 SEGMENT_STEPS, SEGMENT_BYTES = 200, 4 << 20
-"""After how many steps, or bytes, another file of observations begins."""
+"""The length of a file of observations, whichever is reached first."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class _Head:
 
 @dataclass(frozen=True)
 class _Line:
-    """Each further one."""
+    """Each further line."""
 
     observation: Observation
     outcome: Mapping[str, Any]
@@ -80,16 +79,15 @@ class ObservationLog:
     """Makes the lines of `control/`, on rank 0.
 
     Args:
-        write: Takes a line, and whether a new file begins with it.
-        run: What the planning process knows of the run.
+        write: Called with a line, and whether a new file begins with it.
     """
 
     def __init__(self, write: Callable[[str, bool], None], run: RunToPlan) -> None:
         self._write, self._run = write, run
         self._num_steps, self._num_bytes = SEGMENT_STEPS, 0
 
-    def note(self, before: ControllerState, observation: Observation, result: Advance) -> None:
-        """Keep an observation and what followed from it."""
+    def record(self, before: ControllerState, observation: Observation, result: Advance) -> None:
+        """Write an observation and its outcome."""
         if self._num_steps >= SEGMENT_STEPS or self._num_bytes >= SEGMENT_BYTES:
             self._num_steps = self._num_bytes = 0
             self._write(dump(_Head(before, self._run)), True)
@@ -100,7 +98,7 @@ class ObservationLog:
 
 
 def _outcome(result: Advance) -> dict[str, Any]:
-    """What followed, in as many words as it takes to see whether it is the same again."""
+    """What followed, in just enough detail to see a difference."""
     return {
         "commands": [_in_brief(command) for command in result.commands],
         "events": [[event.kind, event.link, event.detail] for event in result.events],
@@ -110,8 +108,8 @@ def _outcome(result: Advance) -> dict[str, Any]:
 def _in_brief(command: Command) -> list[Any]:
     name = type(command).__name__
     match command:
-        case WeighPlans(held=held, restart=restart):
-            return [name, [*map(str, held)], restart]
+        case WeighPlans(staying=staying, restart=restart):
+            return [name, [*map(str, staying)], restart]
         case FetchPrograms(chosen):
             return [name, chosen]
         case ProbeLinks(links, restore):
@@ -124,28 +122,28 @@ def _in_brief(command: Command) -> list[Any]:
 
 @dataclass(frozen=True)
 class Moment:
-    """An observation, and what follows from it in the replay.
+    """An observation and its outcome in the replay.
 
     Attributes:
-        happened: What followed in the run; None after the first difference, where nothing did.
-        timeline: The simulated step; None where the observed one is meant.
+        recorded: Its outcome in the run; None after the first difference: it is simulated.
+        timeline: The simulated step; None: the observed one.
     """
 
     step: int
     observation: Observation
     result: Advance
-    happened: Mapping[str, Any] | None
+    recorded: Mapping[str, Any] | None
     timeline: Timeline | None = None
 
     @property
     def is_simulated(self) -> bool:
-        """Whether it is no fact of the run."""
-        return self.happened is None
+        """Whether the run never observed this."""
+        return self.recorded is None
 
     @property
     def differs(self) -> bool:
-        """Whether something else followed in the run."""
-        return self.happened is not None and self.happened != _outcome(self.result)
+        """Whether the outcome was another one in the run."""
+        return self.recorded is not None and self.recorded != _outcome(self.result)
 
     @property
     def events(self) -> tuple[ControlEvent, ...]:
@@ -153,18 +151,18 @@ class Moment:
         return self.result.events
 
     def differences(self) -> tuple[str, str]:
-        """What followed in the run and what follows now, in a few words."""
-        return _in_words(self.happened or {}), _in_words(_outcome(self.result))
+        """The outcomes in the run and in the replay, as short texts."""
+        return _in_words(self.recorded or {}), _in_words(_outcome(self.result))
 
 
 def replay(run_dir: Path, settings: Adaptation | None = None) -> Iterator[Moment]:
-    """All that is kept of a run, in order.
+    """All observations that a run directory keeps, in order.
 
     Args:
-        settings: Decide by these, in place of the run's own.
+        settings: Decide by these; None: by the run's own.
 
     Raises:
-        UserError: If nothing is kept, or it can't be read.
+        UserError: The directory keeps none, or one is not valid.
     """
     files = sorted((run_dir / CONTROL).glob("*.jsonl"))
     if not files:
@@ -173,10 +171,10 @@ def replay(run_dir: Path, settings: Adaptation | None = None) -> Iterator[Moment
     for file in files:
         lines = _lines(file)
         head = next(lines, None)
-        if head is None:  # the process that wrote it was killed
+        if head is None:  # its writer was killed
             continue
         recorded = head.state
-        if state is None or recorded.step < 0:  # ranks have started again: so does the simulation
+        if state is None or recorded.step < 0:  # ranks started again, so the simulation ends
             simulated = None
             state = recorded if settings is None else with_settings(recorded, settings)
         for line in lines:
@@ -200,7 +198,7 @@ def _lines(file: Path) -> Iterator[Any]:
     """A `_Head`, then each `_Line`."""
     with file.open(encoding="utf-8") as text:
         for number, line in enumerate(text, 1):
-            if line.endswith("}\n"):  # the last one of a killed run may be cut off
+            if line.endswith("}\n"):  # the last line of a killed run may be cut off
                 try:
                     parsed = parse_line(_Head if number == 1 else _Line, line, f"{file}:{number}")
                 except ParseError as error:
@@ -215,7 +213,7 @@ def _in_words(outcome: Mapping[str, Any]) -> str:
 
 
 class _Simulated:
-    """The run from the first decision that differs."""
+    """The run after the first decision that differs."""
 
     def __init__(self, run: RunToPlan, state: ControllerState) -> None:
         self._state = state = _undecided(state)
@@ -228,12 +226,12 @@ class _Simulated:
         self._probing: tuple[Link, ...] = ()
 
     def start(self) -> Iterator[Moment]:
-        """What follows at once; the planning process here is another one than the run's."""
+        """Report the planner here as started, in place of the run's planning process."""
         yield self._advance(PlannerStarted())
         yield from self.answers()
 
     def answers(self) -> Iterator[Moment]:
-        """What follows before the next step: plans are made at once."""
+        """Carry out commands until none are left; planning takes no time here."""
         while self._commands:
             match self._commands.pop(0):
                 case WeighPlans() | FetchPrograms() as asked:
@@ -244,7 +242,7 @@ class _Simulated:
                     self._due = None
 
     def step(self, fact: StepObserved, recorded: ControllerState) -> Iterator[Moment]:
-        """A step under the plan in force here, with the links and the ops that were measured.
+        """A step of the simulated plan, with the delays and op times that the run measured.
 
         Args:
             recorded: The state of the run when it observed the step.
@@ -263,7 +261,7 @@ class _Simulated:
         yield self._advance(seen, timeline)
         if isinstance(due, ProbeLinks):
             self._probing = due.links
-        elif due is not None:  # all ranks have it at the end of this step
+        elif due is not None:  # ranks swap at the end of this step
             yield self._advance(PlanChanged())
             self._programs = self._planner.programs
         yield from self.answers()
@@ -276,12 +274,11 @@ class _Simulated:
 
     def _answer(self, asked: WeighPlans | FetchPrograms) -> Observation:
         if isinstance(asked, FetchPrograms):
-            self._planner.adopt(self._candidates[asked.chosen])
+            self._planner.choose(self._candidates[asked.chosen])
             return ProgramsFetched()
-        weighed = self._planner.weigh(asked.profile, asked.verdicts, asked.held)
+        weighed = self._planner.weigh(asked.profile, asked.verdicts, asked.staying)
         self._candidates = weighed.candidates
-        options = tuple(Option(each.plan, each.step_ms) for each in weighed.candidates)
-        return PlansWeighed(Options(weighed.in_force_ms, weighed.undisturbed_ms, options))
+        return PlansWeighed(weighed.options())
 
     def _link(self, link: Link, added_ms: Mapping[Direction, float]) -> LinkDelay:
         is_failed = link in self._state.paths.failed
@@ -294,14 +291,12 @@ class _Simulated:
     def _message_ms(
         self, direction: Direction, route: Route, added_ms: Mapping[Direction, float]
     ) -> float:
-        """What a message takes: the usual of its route, and what the link added to messages."""
-        usual = self._state.usual.get(route, {}).get(
-            Link(min(direction), max(direction)), LinkDelay()
-        )
+        """The usual time of a message on its route, plus the link's delay."""
+        usual = usual_delay(self._state.usual, route, link_of(direction))
         return latency_ms_of(usual, direction) + added_ms.get(direction, 0.0)
 
     def _paths(self, fact: PathNews, restored: Sequence[Link]) -> PathNews:
-        """A path fails where it failed, or was found down, and is in use here."""
+        """Fail each path that is in use here, if it failed or was found down in the run."""
         failed, routes = self._state.paths.failed, self._state.plan.routes
         down = {failure.link: failure for failure in fact.failures}
         down |= {
@@ -321,7 +316,7 @@ class _Simulated:
 
 
 def _undecided(state: ControllerState) -> ControllerState:
-    """The state with all that was being decided as news, for another planning process."""
+    """The state with pending decisions turned into news, for another planning process."""
     match state.phase:
         case GivenUp():
             return state
@@ -335,25 +330,19 @@ def _undecided(state: ControllerState) -> ControllerState:
 
 
 def _added_ms(fact: StepObserved, recorded: ControllerState) -> dict[Direction, float]:
-    """What each direction added to its messages in the run, beyond the usual of their route."""
+    """The delay of each direction in the run: its median time minus the usual of the route."""
     took_ms: dict[tuple[Direction, Route], list[float]] = {}
     for sample in fact.samples:
-        direction, route = (sample.source, sample.destination), _route(sample)
-        took_ms.setdefault((direction, route), []).append(sample.duration_ms)
+        took_ms.setdefault((sample.direction, sample.route), []).append(sample.duration_ms)
     added_ms: dict[Direction, float] = {}
     for (direction, route), durations_ms in took_ms.items():
-        link = Link(min(direction), max(direction))
-        usual = recorded.usual.get(route, {}).get(link, LinkDelay())
+        usual = usual_delay(recorded.usual, route, link_of(direction))
         added_ms[direction] = max(0.0, median(durations_ms) - latency_ms_of(usual, direction))
     return added_ms
 
 
-def _route(sample: LinkSample) -> Route:
-    return "direct" if sample.is_direct else "delegated"
-
-
 def _costs(fact: StepObserved, recorded: ControllerState) -> StageCosts:
-    """What ops cost in the run's step."""
+    """The costs of ops in the run's step."""
     costs = recorded.profile.costs
     for (stage, kind), time in fact.ops.items():
         costs = with_op_ms(costs, stage, kind, time.median_ms)

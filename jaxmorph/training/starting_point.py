@@ -1,8 +1,8 @@
-"""What is known of a run's links before its first step, and the plan that healthy ones would have.
+"""The state of a run's links before its first step, and its home plan: the one for healthy links.
 
-A link may be slow from the start, when a run begins or goes on. It was never seen to become so, and
-what it has taken is not what is usual of it: the other links say what is, or, of a run that goes
-on, what was known of it.
+A link may be slow before its first measurement, when a run begins or resumes. Then its measured
+times are not its usual ones. Those come from the other links, or from what an earlier start of the
+run has recorded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from typing import Any
 from jaxmorph.config import Config
 from jaxmorph.control.conditions import UsualLinks, outlying_directions, with_typical_latencies
 from jaxmorph.control.detector import Detector
-from jaxmorph.control.link_state import Direction, LinkHealth
+from jaxmorph.control.link_state import Direction, LinkHealth, link_of
 from jaxmorph.control.measurements import LinkSample, link_samples
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import (
@@ -25,7 +25,7 @@ from jaxmorph.control.verdicts import (
 )
 from jaxmorph.messages import LinksChanged
 from jaxmorph.plain_json import Json, parse_line
-from jaxmorph.records import Link, Route, Routes
+from jaxmorph.records import Route, Routes
 from jaxmorph.report.run_directory import LINKS
 from jaxmorph.runtime.rendezvous import Rendezvous, SoleRank, agree
 from jaxmorph.schedule.costs import Links
@@ -38,12 +38,12 @@ _DEAD_BEFORE = "its direct path had failed when the run was last at work"
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """Where adapting begins.
+    """The start of adaptation.
 
     Attributes:
-        detector: Has seen the steps before the first one; links that are slow from the start are
-            slow to it.
-        home: The plan that comes back once all links are healthy; the first plan if they are.
+        detector: It has seen the steps before the first one, and has the links that are slow from
+            the start as slow.
+        home: The plan that comes back once all links are healthy.
     """
 
     detector: Detector
@@ -52,13 +52,13 @@ class StartingPoint:
 
 
 def starting_point(config: Config, first: FirstPlan, num_tied: int) -> StartingPoint:
-    """What rank 0 knows when it begins to adapt; its first plan may have been for slow links."""
-    measured = first.usual["direct"]  # on the configured routes, whatever these are
+    """The state with which rank 0 begins to adapt; the first plan may be one for slow links."""
+    measured = first.usual["direct"]  # on the configured routes, which may be delegated
     routes = config.routes.of_links(measured)
     dead: Routes = dict.fromkeys(dead_of(first.known), "delegated")
     outlying = outlying_directions(measured, {**routes, **dead}) | slow_of(first.known).keys()
     usual = _usual_of_healthy(first.usual, outlying, routes, first.known)
-    detector = _watching(first.timelines, outlying, usual, first.known)
+    detector = _begun_detector(first.timelines, outlying, usual, first.known)
     slow = outlying | {
         direction
         for direction, verdict in detector.verdicts.items()
@@ -68,51 +68,48 @@ def starting_point(config: Config, first: FirstPlan, num_tied: int) -> StartingP
         return StartingPoint(detector, usual, first.in_force.plan)
     usual = _usual_of_healthy(first.usual, slow, routes, first.known)
     links = planned_links(config.schedule.link_ms, {**first.planned_for.links, **usual["direct"]})
-    told = replace(first.planned_for, links=links)
-    return StartingPoint(detector, usual, _home(config, told, usual, num_tied))
+    healthy = replace(first.planned_for, links=links)
+    return StartingPoint(detector, usual, _home(config, healthy, usual, num_tied))
 
 
-def _home(config: Config, told: Profile, usual: UsualLinks, num_tied: int) -> Plan:
-    """The plan that the run would have begun with, had its links been healthy."""
-    any_may_be = config.adaptation.delegates == "any"
-    delegable = sorted(usual["direct"]) if any_may_be else ()
-    home, _ = agree_on_routes(config, SoleRank(), told, usual, delegable, num_tied)
+def _home(config: Config, profile: Profile, usual: UsualLinks, num_tied: int) -> Plan:
+    """The first plan that the run would have with healthy links."""
+    may_delegate_all = config.adaptation.delegates == "any"
+    delegable = sorted(usual["direct"]) if may_delegate_all else ()
+    home, _ = agree_on_routes(config, SoleRank(), profile, usual, delegable, num_tied)
     return home.plan
 
 
 def _usual_of_healthy(
     usual: UsualLinks, slow: frozenset[Direction], routes: Routes, known: Sequence[KnownDirection]
 ) -> UsualLinks:
-    """The same, with what the other links do in place of what slow ones do.
-
-    A link may be slow on one route alone: what it does well on the other one is its own. What was
-    known of a link is its own, too.
-    """
-    others = with_typical_latencies(usual["direct"], slow)
-    told: dict[Route, Links] = {"direct": with_healthy_latencies(others, routes, known)}
+    """The usual delays, with those of slow directions replaced by recorded or typical ones."""
+    typical = with_typical_latencies(usual["direct"], slow)
+    healthy: dict[Route, Links] = {"direct": with_healthy_latencies(typical, routes, known)}
     if "delegated" in usual:
+        # A link may be slow on one route only: then its times on the other one are usual.
         too = slow & (outlying_directions(usual["delegated"]) | slow_of(known).keys())
-        others = with_typical_latencies(usual["delegated"], too)
-        by_hosts: Routes = dict.fromkeys(others, "delegated")
-        told["delegated"] = with_healthy_latencies(others, by_hosts, known)
-    return told
+        typical = with_typical_latencies(usual["delegated"], too)
+        delegated: Routes = dict.fromkeys(typical, "delegated")
+        healthy["delegated"] = with_healthy_latencies(typical, delegated, known)
+    return healthy
 
 
-def _watching(
+def _begun_detector(
     timelines: Sequence[Timeline],
     slow: frozenset[Direction],
     usual: UsualLinks,
     known: Sequence[KnownDirection],
 ) -> Detector:
-    """A detector that has seen some steps, the last of them without those directions' messages."""
+    """A detector that has seen some steps, and has the slow and known directions as degraded."""
     detector = Detector()
     last: dict[Direction, list[LinkSample]] = {}
     for step, timeline in enumerate(timelines, start=-len(timelines)):
         others: list[LinkSample] = []
         last = {}
         for sample in link_samples(timeline):
-            direction = sample.source, sample.destination
-            (last.setdefault(direction, []) if direction in slow else others).append(sample)
+            is_slow = sample.direction in slow
+            (last.setdefault(sample.direction, []) if is_slow else others).append(sample)
         detector, _ = detector.observe(step, others)
     known_slow = slow_of(known)
     for direction, samples in sorted(last.items()):
@@ -126,8 +123,8 @@ def _watching(
 
 
 def _usual_ms(direction: Direction, usual: UsualLinks) -> Mapping[bool, float]:
-    """What a direction's messages take on a healthy link, by whether they are direct."""
-    link = Link(min(direction), max(direction))
+    """The usual times of a direction, by whether messages are direct."""
+    link = link_of(direction)
     return {
         route == "direct": latency_ms_of(links[link], direction)
         for route, links in usual.items()
@@ -136,55 +133,39 @@ def _usual_ms(direction: Direction, usual: UsualLinks) -> Mapping[bool, float]:
 
 
 class KnownLinks:
-    """Says what is to be written down of links, whenever that has changed; on rank 0.
-
-    Args:
-        directory: The run's: where nothing is written, nothing is to be taken back.
-    """
+    """Reports degraded links for a later start of the run, whenever they change; on rank 0."""
 
     def __init__(self, config: Config, directory: Path, layers: Sequence[range]) -> None:
         self._pipeline = _pipeline(config, layers)
-        self._told: tuple[Any, ...] | None = None if (directory / LINKS).exists() else ()
+        # None: the file of an earlier start may name links that are healthy now.
+        self._reported: tuple[Any, ...] | None = None if (directory / LINKS).exists() else ()
 
     def news(self, step: int, directions: Sequence[KnownDirection]) -> LinksChanged | None:
-        """What is to be written down.
-
-        Args:
-            directions: The directions of links that are slow or dead.
-
-        Returns:
-            It; None where it is as it was. What a slow link takes may differ a little since.
-        """
+        """The slow and dead directions to write; None if no verdict has changed."""
         known = tuple((each.direction, each.is_dead, each.verdict.step) for each in directions)
-        if known == self._told:
+        if known == self._reported:
             return None
-        self._told = known
+        self._reported = known
         return LinksChanged(self._pipeline, step, tuple(each.to_json() for each in directions))
 
 
 def known_links(
     config: Config, rendezvous: Rendezvous, directory: Path, layers: Sequence[range]
 ) -> tuple[KnownDirection, ...]:
-    """What an earlier life of the run knew of its links, the same on all ranks.
+    """The slow and dead directions that an earlier start of the run recorded; rank 0 reads them.
 
-    Args:
-        rendezvous: The meeting place of all ranks; they all call this at the same point.
-        directory: The run's; rank 0 reads there.
-
-    Returns:
-        The directions of links that were slow or dead. None where the run doesn't adapt, for it
-        would never take them back; where it had another pipeline, whose links were other ones; and
-        no dead ones where none fails over, as nobody would find that their paths are up.
+    All ranks call this at the same point and get the same. A record of another pipeline is ignored.
     """
-    if not config.adapts:
+    if not config.adapts:  # it would delegate them for ever
         return ()
     own = _read(directory / LINKS, _pipeline(config, layers)) if rendezvous.rank == 0 else []
     directions = map(KnownDirection.from_json, agree(rendezvous, tuple[Json, ...], tuple(own)))
+    # Without failover no rank would find that a dead link's path is up again.
     return tuple(each for each in directions if config.fails_over or not each.is_dead)
 
 
 def _pipeline(config: Config, layers: Sequence[range]) -> dict[str, Any]:
-    """What decides which links there are, and what a message on them takes."""
+    """The settings that decide the links and the sizes of their messages."""
     return {
         "stages": config.parallelism.stages,
         "layers": [[own.start, own.stop] for own in layers],
@@ -195,11 +176,11 @@ def _pipeline(config: Config, layers: Sequence[range]) -> dict[str, Any]:
 
 
 def _read(path: Path, pipeline: Json) -> list[dict[str, Any]]:
-    """What is written there of the same pipeline; nothing where that can't be read."""
+    """The record, if it is readable and of the same pipeline."""
     try:
         before = parse_line(LinksChanged, path.read_text(encoding="utf-8"), LINKS)
         if before.pipeline != pipeline:
             return []
         return [KnownDirection.from_json(direction).to_json() for direction in before.directions]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return []  # it is found again
+        return []  # the detector finds slow links again

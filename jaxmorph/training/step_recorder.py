@@ -264,7 +264,7 @@ class StepRecorder:
         programs = tuple(map(parse_program, morph.programs))
         self._in_force = PlanInForce(morph.plan, programs, self._in_force.rank, morph.slots)
         self._plan = morph.plan
-        for event in self._controlled.adopted(morph):
+        for event in self._controlled.plan_changed(morph):
             self._emit(step, **vars(event))
 
     def _send_link_events(

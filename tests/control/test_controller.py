@@ -148,7 +148,7 @@ class Harness:
             self.advance(PlanningFailed("the planning process has died"))
         elif isinstance(asked, WeighPlans):
             degraded = {each.link for each in asked.verdicts if each.health != "healthy"}
-            self.advance(PlansWeighed(offered(self.state, degraded | set(asked.held))))
+            self.advance(PlansWeighed(offered(self.state, degraded | set(asked.staying))))
         else:
             self.advance(ProgramsFetched())
 
@@ -228,9 +228,9 @@ def test_a_slow_link_is_weighed_delegated_and_restored():
             command = commands.pop(0)
             asked.append(type(command))
             match command:
-                case WeighPlans(verdicts=verdicts, held=held):
+                case WeighPlans(verdicts=verdicts, staying=staying):
                     degraded = {each.link for each in verdicts if each.health != "healthy"}
-                    answer = PlansWeighed(offered(state, degraded | set(held)))
+                    answer = PlansWeighed(offered(state, degraded | set(staying)))
                 case FetchPrograms():
                     answer = ProgramsFetched()
                 case ChangePlan():

@@ -37,13 +37,13 @@ def situation(verdicts, in_force, *candidates, **more):
     return Situation(verdicts=verdicts, in_force=in_force, candidates=candidates, **given)
 
 
-def with_slow_link(now_ms=912.0, delegated_ms=700.0, anew_ms=420.0, **more):
+def with_slow_link(now_ms=912.0, delegated_ms=700.0, new_ms=420.0, **more):
     return situation(
         SLOW,
         option(FIRST, now_ms),
         option(FIRST, now_ms),
         option(FIRST, delegated_ms, "2-3"),
-        option(OTHER, anew_ms, "2-3"),
+        option(OTHER, new_ms, "2-3"),
         **more,
     )
 
@@ -77,13 +77,13 @@ def test_with_healthy_links_no_gain_no_morph():
 
 
 def test_an_absorbed_delay_is_reported_and_changes_nothing():
-    decision = decide(with_slow_link(now_ms=395.0, delegated_ms=391.0, anew_ms=390.0))
+    decision = decide(with_slow_link(now_ms=395.0, delegated_ms=391.0, new_ms=390.0))
     assert (decision.chosen, decision.wait_steps) == (None, 0)
     assert decision.reason == (
         "link 2-3 takes 31.2 ms each way (healthy: 1.1): the plan in force absorbs it, predicted "
         "step 395 ms, with another plan 391"
     )
-    costs = decide(with_slow_link(delegated_ms=902.0, anew_ms=900.0))
+    costs = decide(with_slow_link(delegated_ms=902.0, new_ms=900.0))
     assert costs.chosen is None
     assert costs.reason.endswith(
         "the plan in force stays, predicted step 912 ms (390 healthy), with another plan 902"
@@ -147,9 +147,9 @@ def test_going_back_waits_leaving_a_slow_link_does_not():
 
 
 def test_another_order_waits_for_the_last_morphs_dwell():
-    in_force, anew = option(FIRST, 700.0, "2-3"), option(OTHER, 420.0, "2-3")
+    in_force, new = option(FIRST, 700.0, "2-3"), option(OTHER, 420.0, "2-3")
     dwell = dwell_after(Dwell(4, 64), option(FIRST, 912.0), in_force, 7)
-    found = situation(SLOW, in_force, option(FIRST, 912.0), in_force, anew, dwell=dwell)
+    found = situation(SLOW, in_force, option(FIRST, 912.0), in_force, new, dwell=dwell)
     assert decide(found).wait_steps == 3
     assert decide(replace(found, step=11)).chosen == 2
 
@@ -309,8 +309,8 @@ def test_a_change_stands_for_itself_and_ends():
 def test_what_changes_for_anothers_sake_does_not_flap():
     dwell = DWELL.after(["order"], 0)
     for step in (4, 8, 12):
-        dwell = dwell.standing(["order"], step)
+        dwell = dwell.extended("order", step)
         assert dwell.waits(["order"], step) == 4
     assert dwell.after(["order"], 17).waits(["order"], 17) == 4  # 17 after the last of its own
-    assert dwell.after(["order"], 16).standing(["order"], 17).waits(["order"], 17) == 7
-    assert DWELL.standing(["order"], 5).after(["order"], 9).waits(["order"], 9) == 4
+    assert dwell.after(["order"], 16).extended("order", 17).waits(["order"], 17) == 7
+    assert DWELL.extended("order", 5).after(["order"], 9).waits(["order"], 9) == 4

@@ -228,13 +228,13 @@ def begin(monkeypatch, run_on):
         timeline, profiler = simulate_blocking(plan.programs, COSTS, links), Profiler(3)
         for _ in range(2):
             profiler.observe(timeline)
-            how["note"](timeline)
+            how["on_step"](timeline)
         return profiler
 
     now: dict = {}
     monkeypatch.setattr(first_plan, "agree_on_stash", lambda *_: None)
     monkeypatch.setattr(first_plan, "make_room", lambda *_: "")
-    monkeypatch.setattr(first_plan, "warm_up", warm_up)
+    monkeypatch.setattr(first_plan, "_warm_up", warm_up)
 
     def begun(directions, slow=()):
         now.update(links_now(slow))
