@@ -1,4 +1,4 @@
-"""Lets these tests import what several of them share: the module beside them."""
+"""Lets these tests import the modules beside them."""
 
 import sys
 from pathlib import Path

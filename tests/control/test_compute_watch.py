@@ -12,7 +12,7 @@ KINDS = (("F", 10.0), ("B", 12.0), ("W", 8.0))
 
 
 def step(slow_stage=None, factor=1.0, kinds="FBW", busy=(), rng=None):
-    """Twelve microbatches on two stages; `busy` ones take 40 ms more whatever they are."""
+    """Twelve microbatches on two stages; ops of `busy` ones take 40 ms more."""
     orders, ends = [], []
     for stage in range(2):
         order, took = [], []
@@ -50,7 +50,7 @@ def test_a_slower_stage_is_reported_once_with_its_times():
     assert first.reason == says
 
 
-def test_a_stage_that_gets_faster_again_is_told_too():
+def test_a_stage_that_recovers_is_reported():
     found = notices(*[step(0, 1.5, "F")] * 6, *[step()] * 6)
     assert [(each.measured_ms, each.reason.split(":")[0]) for each in found] == [
         (pytest.approx(15.0), "stage 0 is slower"),
@@ -66,7 +66,7 @@ def noise():
 @pytest.mark.parametrize(
     "steps",
     [
-        [step(busy=range(6))] * 20,  # half of the ops held up
+        [step(busy=range(6))] * 20,  # half of the ops take longer
         [step(), *[step(0, 3.0)] * 4] * 8,  # four in a row
         [*[step(0, 1.5, "F")] * 4, step(0, 0.5, "F")] * 5,  # slower and faster in turn
         noise(),

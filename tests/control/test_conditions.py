@@ -1,4 +1,4 @@
-"""What links would do on another route than the one on which they were judged."""
+"""Delays of links on other routes than the judged ones, and outlying links."""
 
 import json
 
@@ -29,11 +29,11 @@ def under(planned, *verdicts, now=None, **margin):
     return links_under(verdicts, USUAL, now or {}, planned, **margin)[LINK]
 
 
-def test_a_slow_link_keeps_its_latency_on_the_judged_route():
+def test_a_slow_link_keeps_its_latency_on_its_route():
     assert under({}, verdict(1, 2, 30.5)) == LinkDelay(30.5, 0.6)
 
 
-def test_on_the_other_route_the_delay_adds_to_the_usual():
+def test_a_delay_adds_to_the_other_routes_usual_time():
     assert under(DELEGATED, verdict(1, 2, 30.5)) == LinkDelay(32.0, 2.5)
     back = under({}, verdict(2, 1, 32.5), now=DELEGATED)
     assert (back.forward_latency_ms, back.backward_latency_ms) == (0.5, pytest.approx(30.6))
@@ -44,8 +44,8 @@ def test_planning_adds_a_margin_for_jitter_predictions_none():
     unsteady = verdict(1, 2, 30.5, jitter=10.0)
     assert under({}, unsteady).forward_latency_ms == pytest.approx(37.5)
     assert under({}, unsteady, margin_of_jitter=0.0).forward_latency_ms == pytest.approx(30.5)
-    well = verdict(1, 2, 0.5, LinkHealth.HEALTHY, jitter=10.0)
-    assert under({}, well) == LinkDelay(0.5, 0.6)
+    healthy = verdict(1, 2, 0.5, LinkHealth.HEALTHY, jitter=10.0)
+    assert under({}, healthy) == LinkDelay(0.5, 0.6)
 
 
 def test_latencies_stay_between_the_usual_and_a_finite_most():
@@ -69,22 +69,22 @@ ONE_WAY = {**chain_links((0.5, 0.5, 0.5)), Link(0, 1): LinkDelay(0.5, 30.0)}
         (chain_links(()), {}, set()),
         (chain_links((0.5, 0.6, 30.0, 0.4)), {}, {"2-3"}),
         (chain_links((0.5, 0.5, 5.9)), {}, set()),
-        (chain_links((30.0, 31.0, 30.0, 66.0)), {}, set()),  # that is how links are here
+        (chain_links((30.0, 31.0, 30.0, 66.0)), {}, set()),  # all links are that slow
         (chain_links((30.0, 31.0, 30.0, 67.0)), {}, {"3-4"}),
         (ONE_WAY, {}, {"0-1"}),
         (chain_links((0.5, 30.0)), {}, {"1-2"}),  # of two the quicker is the usual
-        (chain_links((30.0, 31.0)), {}, set()),  # both may be slow: nobody knows
+        (chain_links((30.0, 31.0)), {}, set()),  # both may be slow
         (chain_links((30.0,)), {}, set()),
         (chain_links((8.0, 0.5, 0.5)), {}, {"0-1"}),
         (chain_links((8.0, 0.5, 0.5)), {Link(0, 1): "delegated"}, set()),
     ],
 )
-def test_links_that_differ_from_most_on_their_route_are_found(links, routes, differ):
+def test_outlying_links_are_found_by_route(links, routes, differ):
     directions = outlying_directions(links, routes)
     assert {f"{min(direction)}-{max(direction)}" for direction in directions} == differ
 
 
-def test_a_healed_direction_takes_what_the_others_do():
+def test_an_outlying_direction_gets_the_typical_latency():
     links = {**chain_links((0.5, 30.0, 0.7)), Link(1, 2): LinkDelay(30.0, 0.9)}
     directions = outlying_directions(links)
     assert directions == {(1, 2)}
@@ -93,8 +93,8 @@ def test_a_healed_direction_takes_what_the_others_do():
 
 
 def test_a_verdict_reads_back_from_its_json():
-    told = verdict(1, 2, 30.5, jitter=1.5)
-    assert Verdict.from_json(json.loads(json.dumps(told.to_json()))) == told
+    made = verdict(1, 2, 30.5, jitter=1.5)
+    assert Verdict.from_json(json.loads(json.dumps(made.to_json()))) == made
 
 
 def test_costs_differ_by_a_tenth_of_any_op():

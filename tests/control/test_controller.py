@@ -59,7 +59,7 @@ def begun(**settings):
 
 
 def step_of(state, step, slow_ms=None, probes_ms=None, paths=None, noise=lambda: 0.0, count=8):
-    """A step under the plan in force: some messages in each direction, some links slow."""
+    """A step under the plan in force, with messages in each direction and some slow links."""
     slow_ms, samples = slow_ms or {}, []
     failed = state.paths.failed
     for source, destination in DIRECTIONS:
@@ -73,12 +73,12 @@ def step_of(state, step, slow_ms=None, probes_ms=None, paths=None, noise=lambda:
             )
             samples.append(sample)
     samples.sort(key=lambda each: (each.sent_ms, each.at_ms))
-    told = {} if paths is None else {"paths": paths}
-    return StepObserved(step, tuple(samples), {}, probes_ms or {}, **told)
+    given = {} if paths is None else {"paths": paths}
+    return StepObserved(step, tuple(samples), {}, probes_ms or {}, **given)
 
 
 def offered(state, degraded):
-    """What a planning process would offer: the first plan, and one that delegates what it must."""
+    """The options of a planning process: the first plan, and one that delegates degraded links."""
     now = state.plan
     delegated = {**FIRST.routes, **dict.fromkeys(degraded, "delegated")}
 
@@ -96,12 +96,12 @@ def probe_of(link):
 
 
 class Harness:
-    """Carries commands out at random, and checks at each observation what must always hold."""
+    """Carries commands out at random, and checks invariants at each observation."""
 
     def __init__(self, state, *, checks_purity=True):
         self.state, self.step, self.changes = state, -1, []
         self.checks_purity = checks_purity
-        self.asked = None  # what the planning process has been asked and has not answered
+        self.asked = None  # the pending request to the planning process
         self.due = None
         self.probing_since = None
 
@@ -153,7 +153,7 @@ class Harness:
             self.advance(ProgramsFetched())
 
     def meet(self, random_):
-        """A meeting: what is due is carried out, though a probe may be lost."""
+        """Carry out the due command at a meeting; a probe may be lost."""
         due, probes_ms = self.due, {}
         if isinstance(due, ChangePlan):
             self.due = None
@@ -213,12 +213,12 @@ def run_at_random(seed, num_steps, **options):
 
 
 @given(seed=st.integers(0, 2**32))
-def test_invariants_hold_whatever_is_observed(seed):
+def test_invariants_hold_under_any_observations(seed):
     harness = run_at_random(seed, 40)
     assert len(harness.changes) <= 1 + 40 // 2  # one change takes at least two steps
 
 
-def test_a_slow_link_is_weighed_delegated_and_restored():
+def test_a_slow_link_is_delegated_and_restored():
     state, asked = begun(), []
     for step in range(40):
         slow_ms = {LINKS[1]: 40.0} if 6 <= step < 12 else {}
@@ -251,7 +251,7 @@ def test_a_slow_link_is_weighed_delegated_and_restored():
 @pytest.mark.parametrize(
     "answer", [PlansWeighed(Options(1.0, 1.0, ())), ProgramsFetched(), PlanChanged()]
 )
-def test_an_answer_nobody_waits_for_changes_nothing(answer):
+def test_an_unexpected_answer_changes_nothing(answer):
     state = begun()
     assert advance(state, answer).state == state
     assert isinstance(state.phase, Idle)

@@ -1,4 +1,4 @@
-"""Detection on simulated steps: delays, spikes, slow stages, a busy machine, head-of-line and all.
+"""Detection on simulated steps: delays, spikes, slow stages, a busy machine, blocked queues.
 
 Timings are those of lowered programs on in-order queues. The machine is as loaded as the one on
 which its noise was measured: of 3,600 delegated messages between four paced ranks on two cores at a
@@ -69,7 +69,7 @@ class Machine:
         return planned_ms * self.slow_stages.get(rank, 1.0) + noise_ms
 
     def message_ms(self, transfer, begins_ms, planned_ms):
-        if transfer not in self.took_ms:  # the other end asks too
+        if transfer not in self.took_ms:  # both ends ask
             self.took_ms[transfer] = planned_ms + self._more_ms(transfer, begins_ms)
         return self.took_ms[transfer]
 
@@ -98,7 +98,7 @@ def timeline(stages, microbatches, machine):
 
 @dataclass
 class Run:
-    """A run that delegates a link two steps after it was found slow, and goes back likewise."""
+    """A run that delegates a link two steps after it was found slow, and restores it likewise."""
 
     stages: int
     microbatches: int
@@ -109,7 +109,7 @@ class Run:
     late: set[tuple[int, int]] = field(default_factory=set)
 
     def run(self, **conditions):
-        """Another step; the verdicts that have changed."""
+        """Run a step; return the changed verdicts."""
         delegated = self.routes[-2]
         machine = Machine(self.drawn, delegated=delegated, late=self.late, **conditions)
         measured = timeline(self.stages, self.microbatches, machine)
@@ -122,9 +122,9 @@ class Run:
 
 @dataclass
 class Event:
-    """A delay of some links: when it begins and ends, and when each direction was found and well.
+    """A delay of some links, and the steps until each direction was found slow and healthy again.
 
-    The latter in steps since it began, and since it ended.
+    Both count from the begin of the delay and from its end.
     """
 
     links: tuple[Link, ...]
@@ -139,7 +139,7 @@ class Event:
 
 
 def one_event(run, drawn):
-    """Healthy steps, a delay of Table 3's kind, and the way back; what was said, and of what."""
+    """Healthy steps, a delay of Table 3's kind, and its end: the event, and verdicts elsewhere."""
     links = [Link(*pair) for pair in pairwise(range(run.stages))]
     hit = tuple(drawn.sample(links, drawn.choice([1, 1, 2, 2, 3])))
     event = Event(hit, run.step + 4, run.step + 4 + drawn.randint(3, 6))
@@ -175,8 +175,8 @@ def _keep(change, event, elsewhere):
 
 
 @pytest.fixture(scope="module")
-def told():
-    """What was said of all events, and of links that nothing was done to."""
+def results():
+    """All events, and verdicts on links without a delay."""
     events, elsewhere = [], []
     for seed, (stages, microbatches, count) in enumerate([(4, 12, 56), (8, 24, 5)]):
         drawn = random.Random(seed)
@@ -188,8 +188,8 @@ def told():
     return events, elsewhere
 
 
-def test_delays_are_found_and_nothing_else_is(told):
-    events, elsewhere = told
+def test_all_delays_are_found_without_false_alarms(results):
+    events, elsewhere = results
     assert sum(len(event.links) for event in events) >= 100
     directions = [(event, direction) for event in events for direction in event.directions]
     late = Counter(event.found.get(direction) for event, direction in directions)
@@ -198,8 +198,8 @@ def test_delays_are_found_and_nothing_else_is(told):
     assert found / (found + len(elsewhere)) >= 0.99, elsewhere
 
 
-def test_links_that_are_well_again_are_healthy_within_ten_steps(told):
-    events, _ = told
+def test_recovered_links_are_healthy_within_ten_steps(results):
+    events, _ = results
     late = Counter(
         event.healed.get(direction, math.inf)
         for event in events
@@ -210,9 +210,9 @@ def test_links_that_are_well_again_are_healthy_within_ten_steps(told):
 
 
 def healthy_steps(seed, count):
-    """What is said of steps with nothing but noise, more of it and less, on both routes."""
+    """The verdicts in steps with noise of changing strength, on both routes."""
     drawn, detector, late = random.Random(seed), Detector(), set()
-    said = []
+    found = []
     for step in range(count):
         machine = Machine(
             drawn,
@@ -225,8 +225,8 @@ def healthy_steps(seed, count):
         )
         samples = link_samples(timeline(4, 12, machine))
         detector, changes = detector.observe(step, samples)
-        said += changes
-    return [change.reason for change in said]
+        found += changes
+    return [change.reason for change in found]
 
 
 def test_no_false_alarm_in_500_healthy_noisy_steps():
@@ -234,7 +234,7 @@ def test_no_false_alarm_in_500_healthy_noisy_steps():
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(4, 12), (8, 24)])
-def test_a_slow_direct_link_is_not_blamed_on_its_neighbours(stages, microbatches):
+def test_a_slow_direct_link_leaves_its_neighbours_healthy(stages, microbatches):
     slow = Link(stages - 2, stages - 1)
     machine = Machine(random.Random(0), busy=0.0, delays_ms={slow: 30.0})
     measured = timeline(stages, microbatches, machine)
@@ -251,7 +251,7 @@ def test_a_slow_direct_link_is_not_blamed_on_its_neighbours(stages, microbatches
 
 
 @pytest.mark.parametrize("delegated", [False, True])
-def test_a_slow_stage_shows_in_its_ops_alone(delegated):
+def test_a_slow_stage_shows_only_in_its_ops(delegated):
     links = frozenset(chain_links([0, 0, 0])) if delegated else frozenset()
     detector, watch, late = Detector(), ComputeWatch(costs(4)), set()
     drawn = random.Random(3)

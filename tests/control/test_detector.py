@@ -1,4 +1,4 @@
-"""One direction's verdicts by hand: messages in, changes out."""
+"""Verdicts on one direction: messages in, changes out."""
 
 import json
 import random
@@ -25,7 +25,7 @@ def state(verdict):
 
 
 def messages(durations_ms, route=DELEGATED, direction=(2, 3), every_ms=EVERY_MS):
-    """One message every so often, as many as there are durations."""
+    """Messages with some durations, sent at regular times."""
     return [
         LinkSample(direction[0], direction[1], number, ms, every_ms * number + ms, is_direct=route)
         for number, ms in enumerate(durations_ms)
@@ -33,10 +33,10 @@ def messages(durations_ms, route=DELEGATED, direction=(2, 3), every_ms=EVERY_MS)
 
 
 class Steps:
-    """Feeds a detector step by step, twelve messages each, and keeps what it says."""
+    """Feeds a detector step by step, and keeps the verdicts that change."""
 
     def __init__(self, healthy=6, route=DELEGATED, usual_ms=1.0):
-        self.detector, self.step, self.said = Detector(), 0, []
+        self.detector, self.step, self.changes = Detector(), 0, []
         self.run(*[[usual_ms] * 12] * healthy, route=route)
 
     def run(self, *steps, route=DELEGATED, direction=(2, 3)):
@@ -45,23 +45,23 @@ class Steps:
         return self
 
     def observe(self, samples):
-        self.detector, said = self.detector.observe(self.step, samples)
-        self.said += said
+        self.detector, changes = self.detector.observe(self.step, samples)
+        self.changes += changes
         self.step += 1
 
     def begin_slow(self, samples, usual_ms, known=None, step=-1):
-        self.detector, said = self.detector.begin_slow(step, samples, usual_ms, known)
-        return said
+        self.detector, changes = self.detector.begin_slow(step, samples, usual_ms, known)
+        return changes
 
     def fail(self, step, detail="", direction=(2, 3)):
-        self.detector, said = self.detector.observe_failure(
+        self.detector, changes = self.detector.observe_failure(
             step, direction[0], direction[1], detail
         )
-        return said
+        return changes
 
     def come_back(self, step, direction=(2, 3)):
-        self.detector, said = self.detector.observe_return(step, direction[0], direction[1], 20)
-        return said
+        self.detector, changes = self.detector.observe_return(step, direction[0], direction[1], 20)
+        return changes
 
     @property
     def now(self):
@@ -72,14 +72,14 @@ class Steps:
         return None if usual is None else usual.baseline_ms
 
     def path(self):
-        return [(state(verdict), verdict.step) for verdict in self.said]
+        return [(state(verdict), verdict.step) for verdict in self.changes]
 
 
 def test_a_jump_and_its_end_are_found_at_once():
     steps = Steps().run([1.0] * 4 + [31.0] * 8, [31.0] * 12, [31.0] * 4 + [1.0] * 8)
     steps.run(*[[1.0] * 12] * 5)
     assert steps.path() == [(SLOW, 6), (RECOVERING, 8), (HEALTHY, 11)]
-    slow, recovering, healthy = steps.said
+    slow, recovering, healthy = steps.changes
     assert (slow.latency_ms, slow.jitter_ms) == (31.0, 0.0)
     assert recovering.latency_ms == healthy.latency_ms == 1.0
     assert slow.reason == (
@@ -95,7 +95,7 @@ def test_a_jump_and_its_end_are_found_at_once():
 
 
 def test_a_verdict_keeps_its_evidence():
-    (slow,) = Steps().run([31.0, 32.0, 33.0, 34.0, 35.0, 36.0, 31.0, 31.0]).said
+    (slow,) = Steps().run([31.0, 32.0, 33.0, 34.0, 35.0, 36.0, 31.0, 31.0]).changes
     assert slow.evidence.samples_ms == (31.0, 32.0, 33.0, 34.0, 35.0, 36.0)
     numbers = slow.evidence.baseline_ms, slow.evidence.spread_ms, slow.evidence.threshold_ms
     assert numbers == (1.0, 0.0, 6.0)
@@ -111,11 +111,11 @@ def test_spikes_that_stand_alone_change_nothing(data):
             st.lists(st.sampled_from([1.0, 8.0, 40.0, 900.0]), min_size=6, max_size=6)
         )
         steps.run(list(chain(*((spike, 1.0) for spike in spikes))))
-    assert steps.said == []
+    assert steps.changes == []
 
 
-WELL, LATE = [1.0] * 12, [31.0] * 12
-STALL = [1.0] * 2 + [300.0 - 30.0 * k for k in range(10)]  # all land when it is over
+IN_TIME, LATE = [1.0] * 12, [31.0] * 12
+STALL = [1.0] * 2 + [300.0 - 30.0 * k for k in range(10)]  # all end together
 
 
 @pytest.mark.parametrize(
@@ -123,18 +123,18 @@ STALL = [1.0] * 2 + [300.0 - 30.0 * k for k in range(10)]  # all land when it is
     [
         ([[1.0, 900.0, 900.0] * 4] * 10, []),  # two late in a row, however late
         ([[1.0] * 9 + [80.0, 1.0, 1.0], [1.0] * 10 + [80.0] * 2] * 9, []),  # overtaken: late once
-        ([STALL, WELL] * 4, []),  # what one stall held up counts once
-        ([[1.0] * 2 + [300.0] * 10], [(SLOW, 6)]),  # as many late, but over as they were sent
+        ([STALL, IN_TIME] * 4, []),  # one stall counts once
+        ([[1.0] * 2 + [300.0] * 10], [(SLOW, 6)]),  # as many late messages with separate ends
         ([[2.5] * 12] * 60, []),  # a baseline that settles a little higher
         ([[31.0] * 3], []),
         ([[31.0] * 3, [31.0] * 3], [(SLOW, 7)]),  # the run goes on in the next step
-        ([LATE, *[[36.0] * 12] * 6], [(SLOW, 6)]),  # another delay, but hardly
+        ([LATE, *[[36.0] * 12] * 6], [(SLOW, 6)]),  # hardly another delay
         ([LATE, *[[5.0] * 12] * 9], [(SLOW, 6)]),  # 4 would be in time, over 6 is late
         ([[1.0] * 4 + [11.1] * 7], []),  # one more would be a run
         ([[1.0] * 4 + [11.1] * 8], [(SLOW, 6)]),
-        ([LATE, WELL, WELL, LATE], [(SLOW, 6), (RECOVERING, 7), (SLOW, 9)]),
+        ([LATE, IN_TIME, IN_TIME, LATE], [(SLOW, 6), (RECOVERING, 7), (SLOW, 9)]),
         (
-            [LATE, *[WELL] * 3, LATE, *[WELL] * 4],  # good steps before another jump don't count
+            [LATE, *[IN_TIME] * 3, LATE, *[IN_TIME] * 4],  # a jump resets the good steps
             [(SLOW, 6), (RECOVERING, 7), (SLOW, 10), (RECOVERING, 11), (HEALTHY, 14)],
         ),
     ],
@@ -142,7 +142,7 @@ STALL = [1.0] * 2 + [300.0 - 30.0 * k for k in range(10)]  # all land when it is
 def test_a_directions_states_follow_its_messages(steps, path):
     found = Steps().run(*steps)
     assert found.path() == path
-    if steps[-1] == [36.0] * 12:  # the latest verdict alone says so
+    if steps[-1] == [36.0] * 12:  # only the latest verdict shows it
         assert (found.now.latency_ms, found.now.step) == (36.0, 6)
 
 
@@ -152,9 +152,9 @@ def test_a_growing_unsteady_delay_widens_no_threshold():
     steps = Steps(40)
     for delay_ms in delays_ms:
         steps.run([1.0 + max(0.0, drawn.gauss(delay_ms, 0.3 * delay_ms)) for _ in range(12)])
-    assert steps.said[0].health is SLOW
-    assert steps.said[0].evidence.threshold_ms <= 6.0 + 2 * 5.0
-    assert delays_ms[steps.said[0].step - 40] < 25.0
+    assert steps.changes[0].health is SLOW
+    assert steps.changes[0].evidence.threshold_ms <= 6.0 + 2 * 5.0
+    assert delays_ms[steps.changes[0].step - 40] < 25.0
 
 
 directions = ((0, 1), (1, 0), (1, 2), (2, 1), (3, 2))
@@ -164,8 +164,8 @@ directions = ((0, 1), (1, 0), (1, 2), (2, 1), (3, 2))
     ("others_ms", "directions", "path"),
     [
         (1.0, directions, [(SLOW, 1)]),
-        (31.0, directions, []),  # all as slow are as they should be
-        (1.0, directions[-1:], []),  # one other doesn't say which of the two is slow
+        (31.0, directions, []),  # all are equally slow
+        (1.0, directions[-1:], []),  # two directions don't show which one is slow
     ],
 )
 def test_slow_from_the_first_step_is_judged_by_others(others_ms, directions, path):
@@ -179,45 +179,45 @@ def test_slow_from_the_first_step_is_judged_by_others(others_ms, directions, pat
         steps.observe([*others, *messages(LATE, route)])
     assert steps.path() == path  # on another route too
     if path:
-        (slow,) = steps.said
+        (slow,) = steps.changes
         numbers = slow.latency_ms, slow.evidence.baseline_ms, slow.evidence.threshold_ms
         assert numbers == (31, 1, 6)
         assert steps.baseline_ms(DIRECT) == 1.0  # the others'
-        steps.run(*[WELL] * 4, route=DIRECT)
+        steps.run(*[IN_TIME] * 4, route=DIRECT)
         assert steps.path()[1:] == [(RECOVERING, 6), (HEALTHY, 9)]
 
 
-def begun_slow():
-    """Slow from the start, and well by now, by what a healthy one is said to take."""
+def slow_from_the_start():
+    """A link that was slow from the start and is healthy by now."""
     steps = Steps(healthy=0)
-    said = steps.begin_slow(messages([31.0] * 4, DIRECT), {DIRECT: 1.0, DELEGATED: 2})
-    assert said == [steps.now]
+    changes = steps.begin_slow(messages([31.0] * 4, DIRECT), {DIRECT: 1.0, DELEGATED: 2})
+    assert changes == [steps.now]
     assert (steps.now.health, steps.now.latency_ms) == (SLOW, 31.0)
-    assert steps.run(*[[32.0] * 12] * 4).said == []
+    assert steps.run(*[[32.0] * 12] * 4).changes == []
     steps.run(*[[2.0] * 12] * 4)
     assert [health for health, _ in steps.path()] == [RECOVERING, HEALTHY]
-    assert steps.baseline_ms(DIRECT) == 1.0  # by which a probe is judged
+    assert steps.baseline_ms(DIRECT) == 1.0  # for probes
     return steps
 
 
-def test_one_that_began_slow_is_found_slow_again_at_once():
-    steps = begun_slow().run([1.0] * 4 + [31.0] * 8, route=DIRECT)
+def test_a_link_slow_from_the_start_can_relapse():
+    steps = slow_from_the_start().run([1.0] * 4 + [31.0] * 8, route=DIRECT)
     assert steps.path()[2:] == [(SLOW, 8)]
     assert len(steps.now.evidence.samples_ms) == SETTLED_RUN
 
 
-def test_one_that_began_slow_may_have_chance_late_messages():
-    steps = begun_slow()
+def test_scattered_late_messages_cause_no_relapse():
+    steps = slow_from_the_start()
     steps.run([1.0, 31.0, 1.0, 31.0, 31.0, 31.0, 31.0, 1.0, 1.0, 1.0, 1.0, 1.0], route=DIRECT)
-    steps.run(*[WELL] * 4, [1.0] * 6 + [9.0] * 6, route=DIRECT)
-    assert len(steps.said) == 2
+    steps.run(*[IN_TIME] * 4, [1.0] * 6 + [9.0] * 6, route=DIRECT)
+    assert len(steps.changes) == 2
 
 
 def test_a_link_with_late_bursts_needs_longer_ones():
     jump = [1.0] * 4 + [14.0] * 8
     assert Steps(20).run(jump).path() == [(SLOW, 20)]
     bursts = Steps().run(*[[1.0] * 9 + [14.0] * 3] * 22)
-    assert bursts.run(jump).said == []
+    assert bursts.run(jump).changes == []
     assert bursts.run([14.0] * 12).path() == [(SLOW, 29)]
 
 
@@ -230,31 +230,31 @@ def test_a_slow_links_jitter_is_not_another_delay():
 
 
 @pytest.mark.parametrize("other_ms", [60.0, 15.0])
-def test_a_slow_link_whose_delay_changes_is_told_again(other_ms):
+def test_another_delay_of_a_slow_link_is_reported(other_ms):
     steps = Steps().run(*[LATE] * 3, [31.0] * 4 + [other_ms] * 8, *[[other_ms] * 12] * 3)
     assert steps.path() == [(SLOW, 6), (SLOW, 9)]
-    assert steps.said[1].latency_ms == other_ms
-    assert steps.said[1].reason.startswith("link 2>3 is slow by another amount")
+    assert steps.changes[1].latency_ms == other_ms
+    assert steps.changes[1].reason.startswith("link 2>3 is slow by another amount")
 
 
 def test_a_delay_that_never_settles_is_reported_less_and_less():
     levels = [[ms] * 12 for ms in (20.0, 40.0) * 20]
-    assert len(Steps().run(*levels).said) <= 12
+    assert len(Steps().run(*levels).changes) <= 12
 
 
 class TestRoutes:
     def test_direct_times_say_nothing_of_delegated_ones(self):
         steps = Steps(route=DIRECT, usual_ms=0.0).run(*[[12.0] * 12] * 9)
-        assert steps.said == []
+        assert steps.changes == []
         assert steps.baseline_ms(DIRECT) == 0.0
         assert steps.baseline_ms(DELEGATED) == 12.0
 
     def test_a_run_of_late_messages_ends_with_its_route(self):
         steps = Steps(route=DIRECT).run([1.0] * 8 + [31.0] * 4, route=DIRECT)
         steps.run(*[[1.0] * 12] * 3).run([31.0] * 4 + [1.0] * 8, route=DIRECT)
-        assert steps.said == []
+        assert steps.changes == []
 
-    def test_a_delegated_slow_link_is_judged_by_other_delegated_ones(self):
+    def test_a_delegated_slow_link_is_compared_with_others(self):
         steps = Steps(route=DIRECT, usual_ms=0.0).run(*[[9.0] * 12] * 6, direction=(5, 6))
         steps.run([30.0] * 12, route=DIRECT)
         steps.run(*[[39.0] * 12] * 4)
@@ -262,7 +262,7 @@ class TestRoutes:
         steps.run(*[[9.5] * 12] * 4)
         assert [health for health, _ in steps.path()][-2:] == [RECOVERING, HEALTHY]
 
-    def test_alone_it_is_judged_by_its_own_direct_time(self):
+    def test_a_lone_delegated_link_is_judged_by_its_direct_time(self):
         steps = Steps(route=DIRECT, usual_ms=0.0).run([30.0] * 12, route=DIRECT)
         steps.run(*[[31.0] * 12] * 4, *[[1.0] * 12] * 4)
         assert [health for health, _ in steps.path()] == [SLOW, RECOVERING, HEALTHY]
@@ -278,7 +278,7 @@ class TestRoutes:
         steps = Steps(route=DIRECT, usual_ms=0.0).run(*[[1.0] * 12] * 6)
         steps.observe([*messages([1.0] * 12), *messages([30.0] * 6, DIRECT)])
         assert steps.now.health is SLOW
-        assert steps.now.latency_ms == 1.0  # that of the route which messages take
+        assert steps.now.latency_ms == 1.0  # of the current route
 
 
 class TestFailures:
@@ -308,14 +308,14 @@ class TestFailures:
         steps.fail(6)
         steps.run([1.0] * 12, [31.0] * 12, [31.0] * 12, [1.0] * 12, [2.0] * 12)
         assert steps.path() == [(DEAD, 7), (DEAD, 9)]
-        slower, quicker = steps.said
+        slower, quicker = steps.changes
         assert (slower.latency_ms, quicker.latency_ms) == (31.0, 1.0)
         assert slower.reason == (
             "link 2>3 is dead, and delegated messages take another time: 31.0 ms (31.0 to 31.0) "
             "for 5 in a row, was 1.0"
         )
 
-    def test_a_link_fails_and_returns_but_once_at_a_time(self):
+    def test_a_repeated_failure_or_return_is_ignored(self):
         steps = Steps()
         assert steps.come_back(6) == []  # it isn't dead
         assert steps.now.health is HEALTHY
@@ -328,7 +328,7 @@ class TestFailures:
         assert steps.run(LATE).path() == [(SLOW, 6)]  # it may come back slow
         assert steps.now.path is PathState.RETURNED
 
-    def test_an_unwatched_link_is_healthy_by_its_path_alone(self):
+    def test_a_link_without_messages_recovers_by_its_path(self):
         steps = Steps(healthy=0)
         steps.fail(0, direction=(0, 3))
         back, healthy = steps.come_back(20, direction=(0, 3))
@@ -350,18 +350,18 @@ def run_of(messages_ms, drawn):
     for number, (ms, route, count) in enumerate(messages_ms):
         steps.run([ms * drawn.uniform(0.9, 1.1) for _ in range(count)], route=route)
         if drawn.random() < 0.1:
-            steps.said += steps.fail(number, "gave up")
+            steps.changes += steps.fail(number, "gave up")
         if drawn.random() < 0.1:
-            steps.said += steps.come_back(number)
+            steps.changes += steps.come_back(number)
     return steps
 
 
 @settings(deadline=None)
 @given(steps_of_a_link, st.randoms(use_true_random=False))
-def test_verdicts_follow_the_table_and_name_what_they_rest_on(messages_ms, drawn):
+def test_verdicts_follow_the_table_with_evidence(messages_ms, drawn):
     steps = run_of(messages_ms, drawn)
     before = HEALTHY, PathState.UP
-    for verdict in steps.said:
+    for verdict in steps.changes:
         now = verdict.health, verdict.path
         assert now in TRANSITIONS[before].values()
         if verdict.is_slow and before[0] is not SLOW:
@@ -373,18 +373,18 @@ def test_verdicts_follow_the_table_and_name_what_they_rest_on(messages_ms, drawn
     assert (steps.now.health, steps.now.path) == before
 
 
-def test_a_detector_stays_as_it_was():
+def test_a_detector_is_immutable():
     steps = Steps()
     before, kept = steps.detector, deepcopy(steps.detector)
     steps.run(LATE)
     steps.fail(7)
     steps.come_back(27)
     assert before == kept != steps.detector
-    assert before.observe(6, messages(LATE))[1] == steps.said
+    assert before.observe(6, messages(LATE))[1] == steps.changes
 
 
 @given(st.floats(6.1, 200.0), st.floats(1.01, 3.0))
-def test_the_longer_and_the_later_a_run_the_less_likely(least_ms, more):
+def test_longer_and_later_runs_are_less_likely(least_ms, more):
     healthy = HealthyMessages()
     healthy.learn([1.0] * 200 + [10.0, 40.0, 1.0] * 5)
 

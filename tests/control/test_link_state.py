@@ -1,4 +1,4 @@
-"""The table of link states; which links do without direct paths, and when one may begin again."""
+"""The table of link states; failed direct paths, and when one may be restored."""
 
 import re
 from itertools import product
@@ -45,10 +45,10 @@ recovering  LASTED     -> healthy
 recovering  RETURNED -> healthy
 recovering  FAILED   -> dead
 """
-"""What follows from a trigger where a state is one word, as people read it."""
+"""The transitions of named states."""
 
 
-def test_the_table_leads_people_through_the_same_words():
+def test_the_table_agrees_with_the_named_states():
     by_word = {}
     for state, turns in TRANSITIONS.items():
         for trigger, to in turns.items():
@@ -58,7 +58,7 @@ def test_the_table_leads_people_through_the_same_words():
 
 
 def test_states_of_one_word_take_the_same_signs():
-    """But that a path which never failed can't return."""
+    """Only a path that never failed can't return."""
     signs = {}
     for state, turns in TRANSITIONS.items():
         never = {Trigger.RETURNED} if state[1] is PathState.UP else set()
@@ -78,12 +78,12 @@ def test_a_state_is_reachable_or_impossible():
 
 
 @pytest.mark.parametrize("state", sorted(IMPOSSIBLE))
-def test_no_verdict_has_an_impossible_state(state):
+def test_an_impossible_verdict_is_refused(state):
     with pytest.raises(ValueError, match="direct path"):
         verdict(2, 3, 1.0, state[0], path=state[1])
 
 
-def test_every_sign_has_a_sentence_and_turns_something():
+def test_every_trigger_has_a_sentence_and_a_transition():
     assert (
         set(SENTENCES)
         == {trigger for turns in TRANSITIONS.values() for trigger in turns}
@@ -91,7 +91,7 @@ def test_every_sign_has_a_sentence_and_turns_something():
     )
 
 
-def test_the_page_on_detection_has_the_tables_diagram():
+def test_the_detection_page_has_the_diagram():
     drawn = re.findall(r"```mermaid\n(stateDiagram.*?)\n```", PAGE.read_text("utf-8"), re.DOTALL)
     assert drawn == [diagram()]
 
@@ -106,7 +106,7 @@ def after_failures(links, *failures):
 
 
 def returns_after(watch, reports, delegated=(LINK,)):
-    """After which of the reports the path returns (None: after none of them), and what is known."""
+    """The number of reports after which the path returns (None: never), and the next state."""
     for number, up in enumerate(reports, start=1):
         watch, turns = watch.observe(up, delegated)
         if LINK in turns.returned:
@@ -115,7 +115,7 @@ def returns_after(watch, reports, delegated=(LINK,)):
 
 
 @pytest.mark.parametrize("gap", [DOWN, SILENT])
-def test_a_gap_begins_the_count_anew(gap):
+def test_a_gap_resets_the_count(gap):
     assert returns_after(failed(), [UP, UP, UP, gap, UP, UP, UP, UP])[0] == 8
     assert returns_after(failed(), [UP, UP, UP, gap] * 20)[0] is None
 
@@ -132,7 +132,7 @@ def test_each_further_failure_doubles_the_steps_to_a_limit():
     assert FailedPaths.begin((), 20, 8).steps_after(3) == 20
 
 
-def test_a_failure_and_a_new_beginning_begin_an_epoch_each():
+def test_each_failure_and_restore_begins_an_epoch():
     watch, epochs = FailedPaths(), []
     for _ in range(2):
         watch = after_failures(watch, FAILURE, FAILURE)
@@ -143,17 +143,17 @@ def test_a_failure_and_a_new_beginning_begin_an_epoch_each():
     assert watch.links[LINK].failures == 2
 
 
-def test_the_least_lives_that_an_end_says_count():
+def test_the_least_reported_restores_left_count():
     watch, were_last = failed(), []
-    for lives in (2, 3, 0, 0, 1):
-        watch, was_last = watch.limit_restores(LINK, lives)
+    for left in (2, 3, 0, 0, 1):
+        watch, was_last = watch.limit_restores(LINK, left)
         were_last.append(was_last)
     assert were_last == [False, False, True, False, False]
     assert returns_after(watch, [UP] * 99)[0] is None
     assert watch.limit_restores(OTHER, 0) == (watch, False)  # it hasn't failed
 
 
-def test_links_count_each_for_itself():
+def test_each_link_has_its_own_count():
     watch = failed(LINK, OTHER)
     for _ in range(3):
         watch, _ = watch.observe({LINK: True, TIED: True}, (LINK, OTHER, TIED))
@@ -165,7 +165,7 @@ reports = st.lists(st.sampled_from([UP, UP, UP, UP, DOWN, SILENT]), max_size=60)
 
 
 @given(reports, st.integers(1, 6), st.integers(0, 60))
-def test_a_path_returns_after_exactly_as_many_reports_as_enough(found, steps, since):
+def test_a_path_returns_after_exactly_enough_reports(found, steps, since):
     watch, in_a_row, has_returned = failed(steps=steps), 0, False
     for number, up in enumerate(found):
         in_a_row = in_a_row + 1 if up == UP else 0
@@ -196,7 +196,7 @@ def test_a_link_is_restored_with_its_first_direct_step():
     assert links.record([FAILURE]) == (links, ())  # by the other end
     assert links.take_restored(DIRECT) == (links, ())
     links, new = links.restore([LINK]).record([FAILURE])
-    assert new == (FAILURE,)  # as it began again: it wasn't restored
+    assert new == (FAILURE,)  # after a restore that no step has used
     assert links.take_restored(DIRECT) == (links, ())
     links = links.restore([LINK, OTHER])
     assert links.take_restored(DELEGATED) == (links, ())
@@ -205,12 +205,12 @@ def test_a_link_is_restored_with_its_first_direct_step():
     assert links.take_restored(DIRECT) == (links, ())
 
 
-def test_messages_delegated_on_the_queue_are_no_samples():
-    held = LinkSample(1, 2, 0, 0.0, 10.0, is_direct=True)
+def test_failover_messages_are_no_samples():
+    undelivered = LinkSample(1, 2, 0, 0.0, 10.0, is_direct=True)
     back = LinkSample(2, 1, 0, 3000.0, 3100.0, is_direct=True)
     delegated = LinkSample(1, 2, 1, 1.5, 12.0, is_direct=False)
     other = LinkSample(0, 1, 0, 0.5, 10.0, is_direct=True)
-    samples = (held, back, delegated, other)
+    samples = (undelivered, back, delegated, other)
     links = FailedPaths()
     assert links.valid_samples(samples) == samples
     links = after_failures(links, FAILURE)

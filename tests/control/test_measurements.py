@@ -1,4 +1,4 @@
-"""What a measured step says of its messages, and estimates that spikes can't move."""
+"""The message times of a step, and estimates that spikes can't move."""
 
 import statistics
 
@@ -43,7 +43,7 @@ def samples(*spans, num_stages=4):
     return link_samples(Timeline(((),) * num_stages, rows, rows, spans))
 
 
-def test_a_direct_message_takes_what_the_later_end_saw():
+def test_a_direct_message_is_timed_by_its_later_end():
     waited = TransferSpan(0, "activation[3] 0>1", 10.0, 47.0)
     came_later = TransferSpan(1, "activation[3] 0>1", 44.0, 47.5)
     assert samples(waited, came_later) == (LinkSample(0, 1, 3, 3.5, 47.5, is_direct=True),)
@@ -56,7 +56,7 @@ def test_a_delegated_message_takes_from_sending_to_landing():
     assert sample.sent_ms == 5.0
 
 
-def test_samples_of_all_chunks_come_in_the_order_of_sending():
+def test_samples_are_in_the_order_of_sending():
     labels = ("activation[0] 0>1", "1.activation[0] 0>1", "activation[1] 0>1")
     spans = [
         TransferSpan(1, label, sent, landed, holds_queue=False)
@@ -65,7 +65,7 @@ def test_samples_of_all_chunks_come_in_the_order_of_sending():
     assert [sample[:3] for sample in samples(*spans)] == [(0, 1, 0), (0, 1, 1), (0, 1, 0)]
 
 
-def test_tied_gradients_and_half_reported_messages_are_no_samples():
+def test_tied_and_half_reported_messages_are_no_samples():
     spans = [TransferSpan(end, "tied[0] 0>3", 0.0, 40.0) for end in (0, 3)]
     landed = TransferSpan(0, "tied[0] 3>0", 0.0, 40.0, holds_queue=False)
     alone = TransferSpan(0, "activation[0] 0>1", 0.0, 40.0)

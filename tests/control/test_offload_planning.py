@@ -1,4 +1,4 @@
-"""Holding more than fits, at the paper's scale, on paper: when it is worth it and what it costs."""
+"""Plans that offload stashes, simulated at the paper's scale: their gain and their cost."""
 
 import json
 from dataclasses import replace
@@ -45,7 +45,7 @@ def profile(
 
 
 def simulated(plan: Plan, known: Profile) -> tuple[Timeline, int]:
-    """The step as it would run, and how many stashes it moves."""
+    """The simulated step, and the number of stashes that it offloads."""
     programs = lower_step(plan.schedule, known, plan.routes, 0, plan.offloading)
     timeline = simulate_blocking(programs, known.costs, known.links, copies=known.copies)
     return timeline, count_offloads(programs)
@@ -60,7 +60,7 @@ def simulated(plan: Plan, known: Profile) -> tuple[Timeline, int]:
     ],
     ids=["7B 2-3", "7B 0-1", "14B 6-7"],
 )
-def test_a_budget_of_2s_minus_1_costs_at_most_3_percent(costs, slow):
+def test_a_cap_of_2s_minus_1_costs_3_percent(costs, slow):
     known, budget = profile(costs, slow), 2 * costs.num_stages - 1
     free, _ = simulated(plan_step(config(costs, offload=False), known), known)
     capped, _ = simulated(plan_step(config(costs, offload=False, max_live=budget), known), known)
@@ -74,7 +74,7 @@ def test_a_budget_of_2s_minus_1_costs_at_most_3_percent(costs, slow):
     assert Plan.from_json(json.loads(json.dumps(made.to_json()))) == made
 
 
-def test_of_plans_as_short_the_one_that_moves_least_is_taken():
+def test_the_plan_with_the_fewest_copies_wins():
     known = profile(SEVEN_B, Link(0, 1))
     made = plan_step(config(SEVEN_B, offload=True, max_live=7), known)
     step, moved = simulated(made, known)
@@ -87,7 +87,7 @@ def test_of_plans_as_short_the_one_that_moves_least_is_taken():
     assert min(other.makespan_ms for other, _ in quicker) > 0.995 * step.makespan_ms
 
 
-def test_a_plan_that_fits_moves_nothing():
+def test_a_plan_that_fits_offloads_nothing():
     known = profile(SEVEN_B, Link(2, 3))
     for limits in ({"max_live": 12}, {}):
         made = plan_step(config(SEVEN_B, offload=True, **limits), known)
@@ -95,13 +95,13 @@ def test_a_plan_that_fits_moves_nothing():
         assert made.offloading is None
 
 
-def test_copies_that_cost_more_than_they_gain_are_not_made():
+def test_expensive_copies_are_not_made():
     known = profile(SEVEN_B, Link(2, 3), copy_ms=500)
     made = plan_step(config(SEVEN_B, offload=True, max_live=7), known)
     assert made == plan_step(config(SEVEN_B, offload=False, max_live=7), known)
 
 
-def test_a_schedule_of_a_fixed_order_is_made_to_fit():
+def test_a_fixed_schedule_is_made_to_fit():
     known = profile(SEVEN_B, Link(2, 3), copy_ms=5, link_ms=0)
     capped = {"name": "zb-h2", "max_live": 4}
     with pytest.raises(UserError, match="zb-h2 holds 7"):
@@ -114,14 +114,14 @@ def test_a_schedule_of_a_fixed_order_is_made_to_fit():
     assert step.makespan_ms <= 1.01 * simulated(free, known)[0].makespan_ms
 
 
-def test_only_stages_that_hold_too_much_move_stashes():
+def test_only_stages_over_their_cap_offload():
     known = profile(SEVEN_B, Link(2, 3), copy_ms=5, link_ms=0)
     made = plan_step(config(SEVEN_B, offload=True, name="zb-h2", max_live=[3, 5, 3, 1]), known)
     programs = lower_step(made.schedule, known, made.routes, 0, made.offloading)
     assert [count_offloads([program]) > 0 for program in programs] == [True, False, False, False]
 
 
-def test_what_can_not_fit_is_refused_with_stage_and_need():
+def test_an_impossible_cap_names_stage_and_need():
     known = profile(SEVEN_B, Link(2, 3))
     held_until_w = config(SEVEN_B, offload=True, name="zb-h2", max_live=2, live_until="W")
     with pytest.raises(
@@ -130,7 +130,7 @@ def test_what_can_not_fit_is_refused_with_stage_and_need():
         plan_step(held_until_w, known)
 
 
-def test_a_budget_in_bytes_is_kept_with_the_stages_own_sizes():
+def test_a_cap_in_bytes_uses_the_stages_sizes():
     sizes = StashBytes((100, 100, 100, 60), (10, 10, 10, 10))
     known = Profile(SEVEN_B, {}, sizes, copies=CopyCosts.uniform(4, 1.0))
     made = plan_step(config(SEVEN_B, offload=True, name="1f1b", max_stash_bytes=350), known)
@@ -140,7 +140,7 @@ def test_a_budget_in_bytes_is_kept_with_the_stages_own_sizes():
     assert step.peak_live()[0] == 4
 
 
-def test_what_b_leaves_for_w_has_room():
+def test_stashes_for_w_stay_on_the_device():
     sizes = StashBytes((100,) * 4, (60,) * 4)
     slow = {Link(2, 3): LinkDelay(60.0, 60.0)}
     known = Profile(SEVEN_B, slow, sizes, copies=CopyCosts.uniform(4, COPY_MS))
@@ -152,7 +152,7 @@ def test_what_b_leaves_for_w_has_room():
     assert made.makespan_ms - free.makespan_ms < 0.2 * (capped.makespan_ms - free.makespan_ms)
 
 
-def test_before_measuring_every_stage_moves_some_stashes():
+def test_unmeasured_stages_offload_some_stashes():
     asked = config(SEVEN_B, offload=True)
     assert unmeasured_profile(asked).copies == CopyCosts.uniform(4, 1.0)
     assert unmeasured_profile(config(SEVEN_B, offload=False)).copies is None

@@ -1,4 +1,4 @@
-"""Decisions on plans that are given with their predicted steps."""
+"""Decisions between plans with given predicted steps."""
 
 from dataclasses import replace
 
@@ -90,7 +90,7 @@ def test_an_absorbed_delay_is_reported_and_changes_nothing():
     )
 
 
-def test_directions_and_links_are_told_apart():
+def test_a_reason_names_each_degraded_direction():
     verdicts = (verdict(2, 3, 31.2), verdict(3, 2, 4.0), verdict(0, 1, 9.0), *healthy(4, [(2, 3)]))
     reason = decide(replace(with_slow_link(), verdicts=verdicts)).reason
     assert reason.startswith(
@@ -99,7 +99,7 @@ def test_directions_and_links_are_told_apart():
     )
 
 
-def test_a_healthy_link_is_never_delegated_unless_that_is_allowed():
+def test_a_healthy_link_is_delegated_only_if_allowed():
     found = with_slow_link()
     tempting = (*found.candidates, option(OTHER, 300.0, "1-2", "2-3"))
     assert decide(replace(found, candidates=tempting)).chosen == 2
@@ -127,7 +127,7 @@ def test_one_link_goes_back_while_another_stays():
     assert "0-1 direct again, the same order; predicted step 420 -> 421 ms" in decision.reason
 
 
-def test_a_link_that_only_begins_to_recover_stays_delegated():
+def test_a_recovering_link_stays_delegated():
     recovering = (*healthy(4, [(2, 3)]), *both_ways(2, 3, 1.0, LinkHealth.RECOVERING))
     in_force = option(OTHER, 391.0, "2-3")
     decision = decide(
@@ -136,7 +136,7 @@ def test_a_link_that_only_begins_to_recover_stays_delegated():
     assert decision.chosen is None
 
 
-def test_going_back_waits_leaving_a_slow_link_does_not():
+def test_going_back_waits_and_delegating_does_not():
     dwell = Dwell(4, 64).after([Link(2, 3), SCHEDULE], 6)
     back = situation(healthy(4), option(OTHER, 390.0, "2-3"), option(FIRST, 390.0), dwell=dwell)
     decision = decide(back)
@@ -154,7 +154,7 @@ def test_another_order_waits_for_the_last_morphs_dwell():
     assert decide(replace(found, step=11)).chosen == 2
 
 
-def test_what_else_has_changed_is_in_the_reason():
+def test_a_reason_includes_the_news():
     found = situation(
         healthy(4), option(FIRST, 500.0), option(FIRST, 500.0), option(OTHER, 450.0),
         news=("stage 1's F takes 20.0 ms, not 10.0",),
@@ -188,14 +188,14 @@ class TestDeadLinks:
         )
 
     @pytest.mark.parametrize("may_delegate_healthy", [False, True])
-    def test_no_plan_that_leaves_them_direct_is_ever_chosen(self, may_delegate_healthy):
+    def test_a_plan_that_leaves_them_direct_is_refused(self, may_delegate_healthy):
         more = {"may_delegate_healthy": may_delegate_healthy}
         now, found = option(OTHER, 900.0, "2-3"), option(FIRST, 800.0, "2-3")
         direct = option(FIRST, 100.0), option(OTHER, 90.0, "0-1")
         assert decide(self.situation(now, *direct, found, **more)).chosen == 2
         assert decide(self.situation(now, *direct, **more)).chosen is None
 
-    def test_nothing_that_dwells_holds_them_back(self):
+    def test_no_dwell_delays_them(self):
         dwell = Dwell(22, 64).after([Link(0, 1), Link(2, 3), SCHEDULE], 7)
         now, home = option(FIRST, 391.0, "0-1"), option(FIRST, 390.0)
         alone, both = option(FIRST, 392.0, "2-3"), option(FIRST, 470.0, "0-1", "2-3")
@@ -205,7 +205,7 @@ class TestDeadLinks:
         # Not even where no plan leaves the other one delegated.
         assert decide(self.situation(now, home, alone, dwell=dwell)).chosen == 1
 
-    def test_once_delegated_they_are_as_any_that_ail(self):
+    def test_once_delegated_they_force_nothing(self):
         now = option(FIRST, 391.0, "2-3")
         decision = decide(self.situation(now, option(FIRST, 390.0), now))
         assert (decision.chosen, decision.wait_steps) == (None, 0)
@@ -223,11 +223,11 @@ class TestLinksThatDwell:
         given = {"dwell": self.DWELL, **more}
         return situation(SLOW, self.NOW, self.HOME, self.SLOW_ALONE, *candidates, **given)
 
-    def test_a_newly_slow_link_never_waits_the_other_dwells(self):
+    def test_a_newly_slow_link_ignores_the_others_dwell(self):
         decision = decide(self.situation(self.BOTH))
         assert (decision.chosen, decision.wait_steps) == (2, 22)
         assert "2-3 delegated, the same order; predicted step 913 -> 421 ms" in decision.reason
-        # Nor does it wait for the other's probe; without a plan that keeps both, that goes back.
+        # Nor does it wait for the other's probe. Without a plan for both, the other goes back.
         probed = {"dwell": Dwell(4, 64)}
         waits = decide(self.situation(self.BOTH, **probed))
         assert (waits.chosen, waits.wait_steps) == (2, 1)
@@ -257,7 +257,7 @@ class TestTheSchedulesOwnDwell:
     DIRECT, ANEW = option(FIRST, 390.0), option(OTHER, 390.0)
 
     def after_links(self, dwell, *steps):
-        """Links of their own turn slow, each with another order, and go back."""
+        """Different links turn slow, each with another order, and go back."""
         for number, step in enumerate(steps):
             delegated = option(OTHER, 420.0, str(Link(number, number + 1)))
             dwell = dwell_after(dwell, self.DIRECT, delegated, step)
@@ -270,7 +270,7 @@ class TestTheSchedulesOwnDwell:
         assert decide(found).wait_steps == 4
         assert decide(replace(found, step=40)).chosen == 0
 
-    def test_other_orders_flap_whatever_links_do(self):
+    def test_a_flapping_schedule_dwells_longer(self):
         dwell = dwell_after(Dwell(4, 64), self.DIRECT, self.ANEW, 0)
         dwell = self.after_links(dwell, 4)
         dwell = dwell_after(dwell, self.ANEW, self.DIRECT, 14)
@@ -288,7 +288,7 @@ DWELL = Dwell(least_steps=4, most_steps=20)
         ([0, 16, 48, 177, 242, 1000, 2000], [4, 8, 16, 8, 4, 4, 4]),  # calm: half as long
     ],
 )
-def test_how_long_a_change_stands_follows_the_earlier_ones(steps, stand):
+def test_a_stay_depends_on_the_earlier_ones(steps, stand):
     dwell, found = DWELL, []
     for step in steps:
         dwell = dwell.after(["2-3"], step)
@@ -296,7 +296,7 @@ def test_how_long_a_change_stands_follows_the_earlier_ones(steps, stand):
     assert found == stand
 
 
-def test_a_change_stands_for_itself_and_ends():
+def test_each_subject_has_its_own_stay():
     assert DWELL.waits(["2-3"], 0) == 0
     changed = DWELL.after(["2-3"], 10)
     assert [changed.waits(["2-3"], step) for step in (10, 13, 14, 50)] == [4, 1, 0, 0]
@@ -306,7 +306,7 @@ def test_a_change_stands_for_itself_and_ends():
     assert (changed.waits(["2-3"], 15), changed.waits(["0-1"], 15)) == (8, 4)
 
 
-def test_what_changes_for_anothers_sake_does_not_flap():
+def test_a_change_for_another_subject_is_no_flapping():
     dwell = DWELL.after(["order"], 0)
     for step in (4, 8, 12):
         dwell = dwell.extended("order", step)

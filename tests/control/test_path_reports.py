@@ -1,4 +1,4 @@
-"""What ranks tell one another of direct paths that have failed."""
+"""Ranks' reports on direct paths that have failed."""
 
 import json
 from dataclasses import replace
@@ -51,7 +51,7 @@ def over_the_network(*reports):
     return parse(tuple[PathReport, ...], json.loads(dump(reports)), "reports")
 
 
-def test_both_ends_tell_of_one_failure():
+def test_both_ends_reports_are_one_failure():
     later = replace(FAILURE, held_up_s=3.2, resent=2, restores_left=0, began=True)
     news = path_news(over_the_network(SILENT, FAILED, PathReport((later,))))
     (found,) = news.failures
@@ -68,19 +68,19 @@ def test_both_ends_tell_of_one_failure():
     ("lower", "upper", "is_up"),
     [(True, True, True), (True, False, False), (False, True, False), (True, None, False)],
 )
-def test_a_path_is_up_and_begins_again_where_both_ends_say_so(lower, upper, is_up):
-    said = [SILENT if up is None else PathReport(up={LINK: up}) for up in (lower, upper)]
-    news = path_news([RESTORE, *said])
+def test_a_path_needs_both_ends_to_be_up(lower, upper, is_up):
+    ends = [SILENT if up is None else PathReport(up={LINK: up}) for up in (lower, upper)]
+    news = path_news([RESTORE, *ends])
     assert (news.up, news.restored) == ({LINK: is_up}, (LINK,) if is_up else ())
 
 
-@pytest.mark.parametrize("how", ["own", "heard", "in an earlier life"])
+@pytest.mark.parametrize("how", ["own", "reported", "at an earlier start"])
 @pytest.mark.parametrize("rank", range(3))
-def test_ends_tell_of_their_path_from_its_failure_until_it_begins_again(rank, how):
+def test_ends_report_their_failed_path_until_its_restore(rank, how):
     is_end = rank in LINK
-    own, paths = own_ends(rank, is_up=False, failed=[LINK] if how == "in an earlier life" else [])
-    assert paths.failed_before == ([LINK] if is_end and how == "in an earlier life" else [])
-    if how == "heard":
+    own, paths = own_ends(rank, is_up=False, failed=[LINK] if how == "at an earlier start" else [])
+    assert paths.failed_before == ([LINK] if is_end and how == "at an earlier start" else [])
+    if how == "reported":
         own.apply([SILENT, FAILED, SILENT])
     if how == "own":
         paths.failures = [FAILURE] if is_end else []
@@ -90,7 +90,7 @@ def test_ends_tell_of_their_path_from_its_failure_until_it_begins_again(rank, ho
     assert own.report() == (DOWN if is_end else SILENT)
     paths.is_up = True
     assert own.report() == (UP if is_end else SILENT)
-    for upper in (DOWN, SILENT):  # by then that end finds it down again
+    for upper in (DOWN, SILENT):  # that end finds it down by then
         own.apply([RESTORE, UP, upper])
         assert (own.failed, paths.restored) == ({LINK}, [])
     own.apply([RESTORE, UP, UP])
@@ -98,7 +98,7 @@ def test_ends_tell_of_their_path_from_its_failure_until_it_begins_again(rank, ho
     assert paths.restored == ([LINK] if is_end else [])
 
 
-def test_where_nobody_watches_paths_they_are_not_asked_about():
+def test_unwatched_paths_are_not_reported():
     own, _ = own_ends(1, FAILURE, is_watched=False)
     assert own.report() == FAILED
     assert own.report() == SILENT

@@ -33,14 +33,14 @@ def test_costs_are_medians_over_microbatches_and_then_over_steps():
     assert whole == StageCosts((2.0,), (5.0,), (0.0,))
 
 
-def test_a_stage_costs_what_a_microbatch_takes_through_all_its_chunks():
+def test_a_stages_cost_adds_up_its_chunks():
     rows = ["F0:2 F1:2 1.F0:3 1.F1:3 1.BW0:7 BW0:5", "F0:1 1.F0:1 1.BW0:1 BW0:1"]
     costs = profile(timeline(rows)).costs
     assert costs.forward_ms == (5.0, 2.0)
     assert costs.backward_input_ms == (12.0, 2.0)
 
 
-def test_a_links_latency_is_what_the_later_end_saw():
+def test_a_links_latency_is_timed_by_the_later_end():
     transfers = [
         TransferSpan(0, "activation[0] 0>1", 0.0, 7.0),
         TransferSpan(1, "activation[0] 0>1", 4.0, 7.0),
@@ -58,10 +58,10 @@ def test_a_profile_is_read_back_from_json():
     assert made.links[Link(0, 1)].forward_latency_ms == pytest.approx(2.0)
 
 
-def test_a_profile_of_an_earlier_version_is_read():
-    told = profile(timeline(["F0:1 BW0:2"])).to_json() | {"spreads": {"costs": {}, "links": {}}}
-    del told["copies"]
-    assert Profile.from_json(told).costs.forward_ms == (1.0,)
+def test_an_earlier_versions_profile_is_read():
+    data = profile(timeline(["F0:1 BW0:2"])).to_json() | {"spreads": {"costs": {}, "links": {}}}
+    del data["copies"]
+    assert Profile.from_json(data).costs.forward_ms == (1.0,)
 
 
 def copies(*moved):
@@ -70,19 +70,21 @@ def copies(*moved):
     return Timeline(((),) * 3, (np.zeros(0),) * 3, (np.zeros(0),) * 3, copies=spans)
 
 
-def test_copies_cost_the_median_of_a_step_and_then_of_steps():
+def test_copy_costs_are_medians_of_medians():
     steps = [
         copies(*[(0, "offload", value) for value in (ms, ms, 90.0)], (0, "fetch", 3))
         for ms in (4.0, 6.0, 50.0)
     ]
     assert profile(copies()).copies is None
-    found = profile(*steps, copies()).copies  # the last moved nothing: what is known stays
+    found = profile(*steps, copies()).copies  # the last step moved nothing
     assert found == CopyCosts((6.0,) * 3, (3.0,) * 3)
     found = profile(copies((0, "offload", 2), (2, "offload", 7), (2, "fetch", 1))).copies
-    assert found == CopyCosts((2.0, 7.0, 7.0), (1.0, 1.0, 1.0))  # one that moved none: the slowest
+    assert found == CopyCosts(
+        (2.0, 7.0, 7.0), (1.0, 1.0, 1.0)
+    )  # a stage without copies gets the slowest time
 
 
-def test_a_few_messages_on_another_route_dont_count():
+def test_probes_on_another_route_are_ignored():
     def steps(probed):
         delegated = [
             TransferSpan(1, f"activation[{m}] 0>1", 0.0, 30.0, holds_queue=False) for m in range(3)
@@ -94,11 +96,11 @@ def test_a_few_messages_on_another_route_dont_count():
     assert links[Link(0, 1)].forward_latency_ms == 30.0
 
 
-def test_a_link_on_another_route_is_measured_anew():
-    def steps(held, took_ms):
-        ends = (0, 1) if held else (1,)
+def test_a_change_of_route_clears_the_estimate():
+    def steps(is_direct, took_ms):
+        ends = (0, 1) if is_direct else (1,)
         label = "activation[0] 0>1"
-        spans = [TransferSpan(end, label, 0.0, took_ms, holds_queue=held) for end in ends]
+        spans = [TransferSpan(end, label, 0.0, took_ms, holds_queue=is_direct) for end in ends]
         return [timeline(["F0:1", "F0:1"], spans)] * 3
 
     def latency_ms(*parts):

@@ -1,4 +1,4 @@
-"""What the controller keeps from step to step survives being written and read."""
+"""The controller's state survives being written and read."""
 
 import json
 
@@ -25,20 +25,20 @@ def written_and_read(value):
 
 @settings(max_examples=50)
 @given(steps_of_a_link, st.randoms(use_true_random=False), steps_of_a_link)
-def test_a_detector_goes_on_as_the_one_written(messages_ms, drawn, later):
+def test_a_restored_detector_continues_the_same(messages_ms, drawn, later):
     steps = run_of(messages_ms, drawn)
     one, other = steps.detector, written_and_read(steps.detector)
     assert other == one
     for number, (ms, route, count) in enumerate(later, start=steps.step):
         samples = messages([ms] * count, route)
-        one, said = one.observe(number, samples)
-        other, said_by_other = other.observe(number, samples)
-        assert (other, said_by_other) == (one, said)
+        one, changes = one.observe(number, samples)
+        other, other_changes = other.observe(number, samples)
+        assert (other, other_changes) == (one, changes)
 
 
 @settings(max_examples=50)
 @given(st.lists(st.tuples(st.sampled_from([0, 1]), st.sampled_from([0.5, 1.0, 1.5])), max_size=8))
-def test_a_compute_watch_goes_on_as_the_one_written(slower):
+def test_a_restored_compute_watch_continues_the_same(slower):
     watch = ComputeWatch(COSTS)
     for number, (stage, factor) in enumerate(slower):
         times = op_times(compute_step(stage, factor))
@@ -49,7 +49,7 @@ def test_a_compute_watch_goes_on_as_the_one_written(slower):
 
 
 def after(paths, link, what):
-    """What follows from something about a link's path, and what that has shown."""
+    """The next state after a change of a link's path, and its result."""
     match what:
         case "fails":
             return paths.record([PathFailure(link)])
@@ -69,7 +69,7 @@ whats = st.sampled_from(
 
 @settings(max_examples=100)
 @given(st.lists(st.tuples(st.sampled_from(LINKS), whats), max_size=20))
-def test_failed_paths_go_on_as_those_written(sequence):
+def test_restored_failed_paths_continue_the_same(sequence):
     paths = FailedPaths.begin(LINKS[:1], 2, 8)
     for link, what in sequence:
         other = written_and_read(paths)

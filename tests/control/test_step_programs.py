@@ -1,4 +1,4 @@
-"""On the direct route a plan is judged with transfers that hold both ends' queues."""
+"""Schedules for the direct route, where transfers hold both ends' queues."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ def held_ms(made, profile):
     return simulate_blocking(programs, profile.costs, profile.links).makespan_ms
 
 
-def test_uneven_stages_get_the_schedule_that_holds_queues_least():
+def test_uneven_stages_get_the_least_blocking_schedule():
     profile = Profile(UNEVEN, {})
     made = plan(UNEVEN, {}, Limits(), 12)
     better = shorter_on_queues(made, profile, Limits())
@@ -41,12 +41,12 @@ def test_the_choice_keeps_the_caps_and_is_never_longer(cap, live_until):
     assert held_ms(better, profile) <= held_ms(made, profile)
 
 
-def test_even_stages_keep_their_plan_whatever_the_noise():
+def test_noise_does_not_change_the_plan():
     made = plan(NOISY, {}, Limits(), 12)
     assert shorter_on_queues(made, Profile(NOISY, {}), Limits()) is made
 
 
-def test_delegated_routes_hold_no_queue():
+def test_delegated_routes_keep_their_plan():
     made = plan(UNEVEN, {}, Limits(), 12)
     delegated = {Link(at, at + 1): "delegated" for at in range(3)}
     made = replace(made, routes=delegated)

@@ -1,4 +1,4 @@
-"""What a run remembers of links that aren't well, and what a detector makes of it later."""
+"""The slow and dead directions that a run records, and their use at its next start."""
 
 import json
 
@@ -25,23 +25,23 @@ LINKS = {Link(1, 2): LinkDelay(0.4, 0.4), LINK: LinkDelay(0.6, 0.7)}
 BY_HOSTS: Routes = dict.fromkeys(LINKS, "delegated")
 
 
-def test_healthy_and_recovering_links_are_not_remembered():
+def test_healthy_and_recovering_links_are_not_kept():
     steps = Steps().run([31.0] * 12, [1.0] * 12)
     assert steps.now.health is LinkHealth.RECOVERING
     assert steps.detector.known_directions() == ()
 
 
 @pytest.mark.parametrize("route", [DIRECT, DELEGATED])
-def test_a_slow_way_is_remembered_with_its_usual_times(route):
+def test_a_slow_direction_is_kept_with_usual_times(route):
     steps = Steps(route=route).run([31.0] * 12, route=route)
     (known,) = steps.detector.known_directions()
     measured, other = ("direct", "delegated") if route is DIRECT else ("delegated", "direct")
     assert (known.direction, known.route, known.added_ms) == ((2, 3), measured, pytest.approx(30.0))
-    assert known.usual_ms == {measured: 1.0, other: 3.0}  # as far as that can be derived
+    assert known.usual_ms == {measured: 1.0, other: 3.0}  # the other one is derived
     assert known.in_words() == "2>3 slow, 31.0 ms (healthy: 1.0)"
 
 
-def test_a_dead_link_is_remembered_both_ways():
+def test_a_dead_link_is_kept_in_both_directions():
     steps = Steps()
     steps.fail(6, "no answer", LINK)
     steps.fail(6, "no answer", LINK[::-1])
@@ -52,14 +52,14 @@ def test_a_dead_link_is_remembered_both_ways():
     assert known[0].in_words() == "2>3 without a direct path"
 
 
-def test_what_is_remembered_can_be_written_and_read():
+def test_a_known_direction_reads_back_from_json():
     for known in (SLOW, DEAD):
         assert KnownDirection.from_json(json.loads(json.dumps(known.to_json()))) == known
     assert list(DEAD.to_json()["verdict"].items())[2] == ("health", "dead")
     assert "path" not in DEAD.to_json()["verdict"]
 
 
-def test_a_way_that_was_slow_is_planned_as_slow():
+def test_a_known_slow_direction_is_planned_as_slow():
     assert with_known_delays(LINKS, {}, [SLOW])[LINK] == LinkDelay(40.5, 0.7)
     assert with_known_delays(LINKS, BY_HOSTS, [SLOW])[LINK] == LinkDelay(41.5, 0.7)
     slower = {LINK: LinkDelay(60.0, 0.7)}
@@ -67,12 +67,12 @@ def test_a_way_that_was_slow_is_planned_as_slow():
     assert with_known_delays(LINKS, {}, [SLOW])[Link(1, 2)] == LINKS[Link(1, 2)]
 
 
-def test_dead_ways_and_unknown_links_stay_as_measured():
+def test_dead_and_unknown_links_stay_as_measured():
     assert with_known_delays(LINKS, {}, [DEAD]) == LINKS
     assert with_known_delays({}, {}, [SLOW]) == with_healthy_latencies({}, {}, [SLOW]) == {}
 
 
-def test_in_health_ways_take_what_they_once_did():
+def test_healthy_latencies_are_the_recorded_ones():
     assert with_healthy_latencies(LINKS, {}, [SLOW, DEAD])[LINK] == LinkDelay(0.5, 0.5)
     assert with_healthy_latencies(LINKS, BY_HOSTS, [SLOW, DEAD])[LINK] == LinkDelay(1.5, 1.5)
     unknown = KnownDirection(SLOW.verdict, "direct", {})
@@ -86,13 +86,13 @@ def test_in_health_ways_take_what_they_once_did():
 @pytest.mark.parametrize(
     ("now_ms", "later", "path"),
     [
-        (0.5, [], []),  # slow, whatever a few messages show
-        (40.5, [[41.5] * 12, [42.0] * 12], []),  # not found again while its delay lasts
+        (0.5, [], []),  # a few fast messages change nothing
+        (40.5, [[41.5] * 12, [42.0] * 12], []),  # the same delay is not reported again
         (40.5, [[1.5] * 12] * 4, [(LinkHealth.RECOVERING, 0), (LinkHealth.HEALTHY, 3)]),
         (40.5, [[90.0] * 12], [(LinkHealth.SLOW, 0)]),  # another delay is reported
     ],
 )
-def test_one_known_to_be_slow_begins_so_and_goes_on_as_any(now_ms, later, path):
+def test_a_known_slow_direction_begins_slow(now_ms, later, path):
     steps = Steps(healthy=0)
     samples, usual_ms = messages([now_ms] * 8, DIRECT), {DIRECT: 0.5, DELEGATED: 1.5}
     (slow,) = steps.begin_slow(samples, usual_ms, SLOW.verdict)
@@ -104,7 +104,7 @@ def test_one_known_to_be_slow_begins_so_and_goes_on_as_any(now_ms, later, path):
     assert steps.run(*later).path() == path
 
 
-def test_nothing_is_taken_back_by_what_was_known():
+def test_a_known_verdict_replaces_no_newer_one():
     steps = Steps().run([31.0] * 12)
     assert steps.begin_slow(messages([31.0]), {}, SLOW.verdict, step=7) == []
     assert steps.now.latency_ms == 31.0

@@ -28,7 +28,7 @@ def both_ways(lower, upper, latency_ms, health=LinkHealth.SLOW, path=PathState.U
 
 
 def healthy(num_stages, but=()):
-    """Healthy links between neighbours, but for some."""
+    """Healthy links between neighbours, except some."""
     pairs = [(stage, stage + 1) for stage in range(num_stages - 1)]
     return tuple(
         each

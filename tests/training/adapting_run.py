@@ -9,7 +9,6 @@ from jaxmorph.control.controller import expected_profile
 from jaxmorph.control.controller_state import ProbeLinks, StepObserved, first_state
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.measurements import link_samples, op_times
-from jaxmorph.control.orchestrator import Option, Options
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.program.blocking import simulate_blocking
@@ -36,10 +35,10 @@ FIRST = plan_step(CONFIG, PLANNED_FOR)
 
 
 class PlansHere:
-    """Plans as the planning process does, in this one, when it is let."""
+    """Plans in this process, as the planning process does."""
 
-    def __init__(self, usual=USUAL, first=FIRST, in_force=None, config=CONFIG, *, may_answer=True):
-        self._known = config, 0, first, PLANNED_FOR, usual
+    def __init__(self, usual=USUAL, home=FIRST, in_force=None, config=CONFIG, *, may_answer=True):
+        self._known = config, 0, home, PLANNED_FOR, usual
         self._planner = CandidatePlanner(*self._known, in_force)
         self.may_answer, self.is_asked = threading.Event(), threading.Event()
         if may_answer:
@@ -47,40 +46,39 @@ class PlansHere:
         self.asked, self.restarted, self.weighed = 0, [], []
         self.asked_with = ()
 
-    def weigh(self, profile, verdicts, held):
+    def weigh(self, profile, verdicts, staying):
         self.asked += 1
-        self.asked_with = profile, verdicts, held
+        self.asked_with = profile, verdicts, staying
         self.is_asked.set()
         assert self.may_answer.wait(30)
-        weighed = self._planner.weigh(profile, verdicts, held)
+        weighed = self._planner.weigh(profile, verdicts, staying)
         self._candidates = weighed.candidates
-        options = tuple(Option(each.plan, each.step_ms) for each in weighed.candidates)
         self.weighed.append(weighed)
-        return Options(weighed.in_force_ms, weighed.undisturbed_ms, options)
+        return weighed.options()
 
-    def adopt(self, chosen):
+    def choose(self, chosen):
         candidate = self._candidates[chosen]
-        slots = self._planner.adopt(candidate)
+        slots = self._planner.choose(candidate)
         return Chosen(tuple(map(program_text, candidate.programs)), slots)
 
     def restart(self, in_force, programs):
         self.restarted.append(in_force.routes)
-        told = None if programs is None else tuple(map(parse_program, programs))
-        self._planner = CandidatePlanner(*self._known, in_force, told)
+        parsed = None if programs is None else tuple(map(parse_program, programs))
+        self._planner = CandidatePlanner(*self._known, in_force, parsed)
 
 
 class FailingPlans(PlansHere):
-    """Plans that can't be had some times: which, by how often they have been asked for before."""
+    """Plans whose requests with some numbers fail."""
 
     def __init__(self, *failing, config=CONFIG):
         super().__init__(config=config)
         self.failing = failing
 
-    def weigh(self, profile, verdicts, held):
+    def weigh(self, profile, verdicts, staying):
         if self.asked in self.failing:
             self.asked += 1
             raise PlanningError("the planning process has died")
-        return super().weigh(profile, verdicts, held)
+        return super().weigh(profile, verdicts, staying)
 
 
 class Run:
@@ -111,18 +109,18 @@ class Run:
         self.probed, self.direct_late_ms, self.sends_probes = {}, 0.0, True
 
     def steps(self, count, slow_ms=0.0, costs=COSTS, other_ms=0.0):
-        """Some steps with a delay on the way 1>2, and another one on 0>1."""
+        """Some steps with a delay in direction 1>2, and another one on 0>1."""
         for _ in range(count):
             links = {Link(0, 1): self._state(0, other_ms), Link(1, 2): self._state(1, slow_ms)}
             timeline = simulate_blocking(self.programs, costs, links)
             seen = StepObserved(self.step, link_samples(timeline), op_times(timeline), self.probed)
-            self._note(self.loop.observe(seen), self.step)
+            self._record(self.loop.observe(seen), self.step)
             self.settle()
             self._swap()
             self.step += 1
 
     def settle(self):
-        """Wait until what was asked for is decided."""
+        """Wait until all requests are answered."""
         if self.plans.may_answer.is_set():
             for _ in range(_ANSWERS):
                 self.loop._planner.submit(lambda: None).result(30)
@@ -155,8 +153,8 @@ class Run:
                 self.morphs.append(morph)
                 self.programs = tuple(map(parse_program, morph.programs))
                 self.routes = morph.plan.routes
-                self._note(self.loop.adopted(morph), self.step + 1)
+                self._record(self.loop.plan_changed(morph), self.step + 1)
 
-    def _note(self, happened, step):
-        self.events += [(step, event.kind, event.link) for event in happened]
-        self.details += [event.detail for event in happened]
+    def _record(self, events, step):
+        self.events += [(step, event.kind, event.link) for event in events]
+        self.details += [event.detail for event in events]

@@ -1,6 +1,6 @@
-"""A run of three stages whose direct paths fail and come back, as all of its ranks see it.
+"""A run of three stages whose direct paths fail and return, on all of its ranks.
 
-What carries messages is made up here; the recorder, controller and adaptation are the real ones.
+Links are simulated; reports, decisions and records are those of the program.
 """
 
 import json
@@ -31,39 +31,40 @@ from jaxmorph.training.step_recorder import StepRecorder
 
 LINKS = (Link(0, 1), Link(1, 2))
 HOLD_MS = 3000.0
-"""How long a transfer on a path that is down holds both queues before its link goes by hosts."""
+"""How long a transfer on a path that is down holds both queues before its link fails over."""
 
 
 class Wires:
-    """The direct paths: which are up, and which links do without theirs.
+    """The simulated direct paths.
 
     Attributes:
         down: The links whose paths are down now.
-        by_hosts: The links that go by hosts, whatever programs say.
-        lives: How often each path can begin, again or at all.
+        by_hosts: The links that failed over to the delegated route.
+        restores: How often each path may still fail over and be restored.
         failures: How often each link's path was given up.
-        begun: After which step each path began again.
-        found_up: In how many steps in a row both ends have found a path up, by link.
+        restored: The links in the order of their restores.
+        found_up: The steps in a row in which both ends found a path up, by link.
     """
 
-    def __init__(self, lives=99):
+    def __init__(self, restores=99):
         self.down, self.by_hosts = set(), set()
-        self.lives = dict.fromkeys(LINKS, lives)
-        self.failures, self.begun, self.found_up = Counter(), [], Counter()
+        self.restores = dict.fromkeys(LINKS, restores)
+        self.failures, self.restored, self.found_up = Counter(), [], Counter()
 
     def fail(self, link, stages):
         self.by_hosts.add(link)
         self.failures[link] += 1
         self.found_up[link] = 0
-        self.lives[link] -= 1
-        detail, restores_left = f"no answer in {HOLD_MS:.0f} ms", self.lives[link]
+        self.restores[link] -= 1
+        detail, restores_left = f"no answer in {HOLD_MS:.0f} ms", self.restores[link]
         for rank in link:
-            failure = PathFailure(link, detail, resent=1, restores_left=restores_left)
-            stages[rank].unreported.append(failure)
+            stages[rank].unreported.append(
+                PathFailure(link, detail, resent=1, restores_left=restores_left)
+            )
 
 
 class Stage:
-    """What a rank runs, and its ends of the paths."""
+    """One rank's stage, with its ends of the paths."""
 
     delegated = None
 
@@ -75,17 +76,17 @@ class Stage:
         self.failed_before.append(link)
 
     def link_failures(self):
-        failures, self.unreported = self.unreported, []
-        return failures
+        reported, self.unreported = self.unreported, []
+        return reported
 
     def path_is_up(self, link):
         return None if self._rank not in link else link not in self._wires.down
 
     def restore_direct(self, link):
-        assert link in self._wires.by_hosts  # once for each failure, and by both ends
+        assert link in self._wires.by_hosts  # once for each failure
         if self._rank == link.upper:
             self._wires.by_hosts.discard(link)
-            self._wires.begun.append(link)
+            self._wires.restored.append(link)
 
     def probe(self, link, step):
         if self._rank not in link:
@@ -101,7 +102,7 @@ class Stage:
 
 
 class Meeting:
-    """A rendezvous in which every rank says the same."""
+    """A rendezvous in which every rank sends the same."""
 
     def __init__(self, rank):
         self.rank, self.num_ranks, self.met = rank, 3, 0
@@ -118,18 +119,18 @@ class Meeting:
 
 
 class FailingRun:
-    """Steps of all three ranks, one after another, with whatever was asked for decided in between.
+    """Steps of all three ranks, one after another, with decisions in between.
 
     Attributes:
-        log: Of each step: its number, the plan's routes, and the links that went by hosts at its
-            beginning and at its end.
+        log: Of each step: its number, the plan's routes, and the failed-over links at its
+            begin and end.
     """
 
-    def __init__(self, lives=99, dead=(), **settings):
-        """Links that are dead were failed in an earlier launch of the run."""
+    def __init__(self, restores=99, dead=(), **settings):
+        """A run; links in `dead` failed before its start."""
         adaptation = CONFIG.adaptation.model_copy(update=settings)
         config = CONFIG.model_copy(update={"adaptation": adaptation})
-        self.wires, self.sent, self.log, self.step = Wires(lives), [], [], 0
+        self.wires, self.messages, self.log, self.step = Wires(restores), [], [], 0
         self.wires.by_hosts.update(dead)
         detector = Detector()
         for low, high in dead:
@@ -145,9 +146,8 @@ class FailingRun:
         self.routes = dict(plan.routes)
         in_force = PlanInForce(plan, tuple(self.programs), 0)
         self.profiler = Profiler(3)
-        send = self.sent.append
         self.recorder = StepRecorder(
-            config, in_force, self.profiler, send, active=True, loop=self.loop
+            config, in_force, self.profiler, self.messages.append, active=True, loop=self.loop
         )
         stages = []
         stages += [Stage(rank, self.wires, stages) for rank in range(3)]
@@ -170,17 +170,17 @@ class FailingRun:
         self.wires.down.discard(link)
 
     def events(self, *kinds):
-        """Step, kind and link of what has happened."""
+        """The events of some kinds: step, kind and link."""
         return [(e.step, e.kind, e.link) for e in self._events() if e.kind in kinds]
 
     def details(self, kind):
         return [event.detail for event in self._events() if event.kind == kind]
 
     def _events(self):
-        return [each.event for each in self.sent if isinstance(each, EventEmitted)]
+        return [each.event for each in self.messages if isinstance(each, EventEmitted)]
 
     def records(self):
-        return [each.record for each in self.sent if isinstance(each, StepDone)]
+        return [each.record for each in self.messages if isinstance(each, StepDone)]
 
     def close(self):
         self.recorder.__exit__(None)
@@ -201,36 +201,36 @@ class FailingRun:
         for link in after:
             wires.found_up[link] = 0 if link in wires.down else wires.found_up[link] + 1
         self.recorder.record(self.step, StepTotals(1.0, 1.0), reports, 0.3)
-        self._heed(reports)
+        self._apply(reports)
         self.recorder.sent_so_far().result(30)
         for _ in range(4):  # answers of the planning process, one after another
             self.loop._planner.submit(lambda: None).result(30)
         self.step += 1
 
-    def _heed(self, reports):
-        begun = len(self.wires.begun)
+    def _apply(self, reports):
+        before = len(self.wires.restored)
         paths, announced = parts_of(reports, PathReport), parts_of(reports, Announced)[0]
         for rank in range(3):
             program = self.ranks[rank].apply(self.step, paths, announced)
             self.programs[rank] = program or self.programs[rank]
-        for link in self.wires.begun[begun:]:
-            self.on_begun(link, self.wires.found_up[link])
+        for link in self.wires.restored[before:]:
+            self.on_restored(link, self.wires.found_up[link])
         self.recorder.sent_so_far().result(30)
         self.routes = dict(self.loop.state.plan.routes)
 
-    def on_begun(self, link, found_up):
-        """Is called when a path begins again, with the steps in a row that it was found up."""
+    def on_restored(self, link, found_up):
+        """Called when a path is restored, with the steps in a row that it was up."""
 
     def _state(self, link, slow_ms, failing):
         usual = USUAL[self.routes[link]][link].forward_latency_ms
         if link in failing:
             return LinkDelay(HOLD_MS, HOLD_MS)
         if self.routes[link] == "direct" and link in self.wires.by_hosts:
-            return LinkDelay()  # no sender waits
+            return LinkDelay()  # the sender does not wait
         return LinkDelay(usual + slow_ms, usual + slow_ms)
 
     def _report(self, rank, timeline, waited_ms):
-        """A rank's report; what it waited for a link is in all of its times, at the worst."""
+        """A rank's report; at worst all of its times include the wait for a link."""
         parts = named_parts(self.ranks[rank].report(self.step))
         ops = zip(
             timeline.orders[rank], timeline.start_ms[rank], timeline.end_ms[rank], strict=True

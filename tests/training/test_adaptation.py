@@ -1,4 +1,4 @@
-"""A rank's part of a morph: told by rank 0, swapped to by all."""
+"""A rank's part of a morph: rank 0 announces it, and all ranks swap."""
 
 import json
 from dataclasses import replace
@@ -32,7 +32,7 @@ MORPH = Morph(PlanChange(PLAN, "slow", ROUTES, {}), tuple(map(program_text, PROG
 
 
 class Stage:
-    """One whose link 1-2 may fail; it keeps what it was told to do, in order."""
+    """A stage whose link 1-2 may fail; it keeps the calls to it, in order."""
 
     delegated = None
 
@@ -60,7 +60,7 @@ class Stage:
         return []
 
 
-class Books:
+class Recorder:
     def __init__(self):
         self.adopted = []
 
@@ -79,8 +79,8 @@ class Loop:
 def on_rank(rank, loop: Any = None, stage: Any = None):
     meeting = Meeting(rank)
     stage = stage or Stage()
-    books: Any = Books()
-    return Adaptation(meeting, stage, books, loop, last_step=9), meeting, stage, books
+    recorder: Any = Recorder()
+    return Adaptation(meeting, stage, recorder, loop, last_step=9), meeting, stage, recorder
 
 
 SILENT = PathReport()
@@ -91,31 +91,31 @@ def over_the_network(value):
     return parse(type(value), json.loads(dump(value)), "rank 0")
 
 
-def told_by_rank_0(adaptation):
-    """What it reports of direct paths, and what it announces."""
+def announced_by_rank_0(adaptation):
+    """Its report on direct paths, and its announcement."""
     paths, _, announced = map(over_the_network, adaptation.report(7))
     return paths, announced
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_every_rank_swaps_once_all_have_made_room(rank):
-    paths, announced = told_by_rank_0(on_rank(0, Loop(MORPH))[0])
+    paths, announced = announced_by_rank_0(on_rank(0, Loop(MORPH))[0])
     adaptation, meeting, stage, _ = on_rank(rank)
     assert adaptation.apply(7, [paths, SILENT, SILENT], announced) == PROGRAMS[rank]
     assert (stage.room, meeting.met) == ([SLOTS], 1)
 
 
-def test_rank_0_records_a_morph_once_for_the_next_step():
-    adaptation, _, _, books = on_rank(0, Loop(MORPH))
-    paths, announced = told_by_rank_0(adaptation)
+def test_rank_0_records_a_morph_once():
+    adaptation, _, _, recorder = on_rank(0, Loop(MORPH))
+    paths, announced = announced_by_rank_0(adaptation)
     adaptation.apply(7, [paths, SILENT, SILENT], announced)
-    assert books.adopted == [(MORPH, 8)]
+    assert recorder.adopted == [(MORPH, 8)]
     assert adaptation.report(8) == NOTHING
     assert adaptation.apply(8, [SILENT] * 3, Announced()) is None
-    assert books.adopted == [(MORPH, 8)]
+    assert recorder.adopted == [(MORPH, 8)]
     assert (
         on_rank(0, Loop(MORPH))[0].report(9) == NOTHING
-    )  # it would be for the step after the last one
+    )  # it would be in force after the last step
 
 
 LINK = Link(1, 2)
@@ -125,7 +125,7 @@ FAILED = PathReport((FAILURE,))
 
 
 def after_failure(rank, loop=None):
-    """A rank that has heard of the failure of link 1-2 in the step before."""
+    """A rank that knows of the failure of link 1-2 in the step before."""
     adaptation, _, stage, _ = on_rank(rank, loop, Stage())
     adaptation.apply(6, [SILENT, FAILED, FAILED], Announced())
     return adaptation, stage
@@ -133,19 +133,19 @@ def after_failure(rank, loop=None):
 
 @pytest.mark.parametrize(("rank", "is_end"), [(0, False), (1, True), (2, True)])
 def test_a_path_begins_again_before_its_probe(rank, is_end):
-    paths, announced = told_by_rank_0(
+    paths, announced = announced_by_rank_0(
         after_failure(0, Loop(ProbeLinks((LINK,), frozenset({LINK}))))[0]
     )
     assert paths == PathReport(restore=(LINK,))
     assert announced == Announced(probe=(LINK,))
     adaptation, stage = after_failure(rank)
     assert adaptation.apply(7, [paths, UP, UP], announced) is None
-    probed = ("probe", "1-2")  # what no end is asked to, answers with nothing
+    probed = ("probe", "1-2")  # a rank without an end sends nothing
     assert stage.done == ([("restore", "1-2"), probed] if is_end else [probed])
 
 
 def test_an_unprobed_path_begins_again_with_its_morph():
-    paths, announced = told_by_rank_0(
+    paths, announced = announced_by_rank_0(
         after_failure(0, Loop(replace(MORPH, restore=frozenset({LINK}))))[0]
     )
     assert paths.restore == (LINK,)
@@ -156,10 +156,10 @@ def test_an_unprobed_path_begins_again_with_its_morph():
 
 def test_a_newly_failed_path_is_not_probed():
     assert after_failure(0, Loop(ProbeLinks((LINK,))))[0].report(7) == NOTHING
-    assert told_by_rank_0(after_failure(0, Loop(MORPH))[0])[0].restore == ()
+    assert announced_by_rank_0(after_failure(0, Loop(MORPH))[0])[0].restore == ()
 
 
-def test_a_link_found_down_or_failed_in_that_step_is_not_probed():
+def test_a_link_that_has_just_failed_is_not_probed():
     down, probe = PathReport(up={LINK: False}), Announced(probe=(LINK,))
     adaptation, stage = after_failure(1)
     adaptation.apply(7, [PathReport(restore=(LINK,)), UP, down], probe)
@@ -169,11 +169,11 @@ def test_a_link_found_down_or_failed_in_that_step_is_not_probed():
     assert stage.done == []
 
 
-def test_failures_are_reported_whether_or_not_anything_adapts():
+def test_failures_are_reported_without_adaptation_too():
     for loop in (Loop(MORPH), None):
         stage = Stage(FAILURE)
         assert on_rank(1, loop, stage)[0].report(9)[0] == replace(FAILED, up=UP.up)
     stage: Any = Stage(FAILURE)
-    books: Any = Books()
-    fixed = Adaptation(Meeting(1), stage, books, None, last_step=9, adapts=False)
+    recorder: Any = Recorder()
+    fixed = Adaptation(Meeting(1), stage, recorder, None, last_step=9, adapts=False)
     assert (fixed.report(8)[0], fixed.report(9)) == (FAILED, NOTHING)

@@ -1,4 +1,4 @@
-"""From measured steps to morphs, with plans that are made without a process."""
+"""From measured steps to morphs, with plans made in this process."""
 
 import threading
 from dataclasses import replace
@@ -44,7 +44,7 @@ def test_a_slow_link_is_delegated_and_comes_back(run):
     assert run.routes == FIRST.routes
 
 
-def test_what_is_expected_of_a_step_follows_verdict_and_route(run):
+def test_the_expected_profile_follows_verdict_and_route(run):
     run.steps(6)
     assert run.expected_ms() == pytest.approx(0.5)
     run.steps(1, slow_ms=40.0)  # judged on the direct route, and delegated from now on
@@ -57,7 +57,7 @@ def test_what_is_expected_of_a_step_follows_verdict_and_route(run):
     assert link_states(run.loop.state) == {}
 
 
-def test_one_thing_is_weighed_at_a_time_the_latest_counts(run):
+def test_findings_during_a_decision_are_weighed_next(run):
     run.steps(6)
     run.plans.may_answer.clear()
     run.steps(1, slow_ms=40.0)
@@ -79,12 +79,12 @@ def test_an_absorbed_delay_is_reported_and_changes_nothing(begin_run):
     assert run.events == [(6, "straggler_detected", "1-2"), (7, "plan_kept", None)]
 
 
-def test_planning_that_failed_is_retried_with_a_new_process(begin_run):
+def test_failed_planning_is_retried_with_a_new_process(begin_run):
     run = begin_run(FailingPlans(0, 1))
     run.steps(6)
     run.steps(20, slow_ms=40.0)
     assert run.of_kind("planning_failed", "plan_changed") == [
-        (7, "planning_failed", None),  # 4 steps after the one that it was for
+        (7, "planning_failed", None),  # 4 steps after its request
         (11, "planning_failed", None),  # 8 steps after that
         (19, "plan_changed", None),
     ]
@@ -96,21 +96,21 @@ def test_planning_that_failed_is_retried_with_a_new_process(begin_run):
     assert run.plans.restarted == [FIRST.routes] * 2
 
 
-def test_after_a_restart_plans_are_weighed_against_what_ranks_run(begin_run):
+def test_a_restarted_planner_knows_the_running_programs(begin_run):
     run = begin_run(FailingPlans(1))
     run.steps(6)
     run.steps(4, slow_ms=40.0)
     (adopted,) = run.morphs
     assert set(adopted.plan.routes.values()) == {"direct", "delegated"}
     never_restarted = run.plans._planner
-    run.steps(12, slow_ms=80.0)  # news: planning fails, and is tried again
+    run.steps(12, slow_ms=80.0)  # planning for the news fails once
     assert len(run.plans.restarted) == 1
     expected = never_restarted.weigh(*run.plans.asked_with)
     assert run.plans.weighed[-1].in_force_ms == expected.in_force_ms
     assert run.morphs == [adopted]
 
 
-def test_after_a_success_a_failure_is_the_first_one_again(begin_run):
+def test_a_success_resets_the_retries(begin_run):
     run = begin_run(FailingPlans(0, 1, 3))
     run.steps(6)
     run.steps(20, slow_ms=40.0)
@@ -120,24 +120,24 @@ def test_after_a_success_a_failure_is_the_first_one_again(begin_run):
     assert run.plans.restarted[-1][Link(1, 2)] == "delegated"
 
 
-@pytest.mark.parametrize(("steps_later", "told_after"), [(2, 23), (6, 26)])
-def test_a_link_that_turns_slow_waits_four_steps_at_most(begin_run, steps_later, told_after):
+@pytest.mark.parametrize(("steps_later", "changed_after"), [(2, 23), (6, 26)])
+def test_a_newly_slow_link_shortens_the_retry(begin_run, steps_later, changed_after):
     run = begin_run(FailingPlans(0, 1, 2))
     run.steps(6)
     run.steps(14, slow_ms=40.0)
     assert [step for step, _, _ in run.of_kind("planning_failed")] == [7, 11, 19]
     run.steps(steps_later - 1, slow_ms=40.0)  # the failure was after step 18, the next try after 34
     run.steps(4, slow_ms=40.0, other_ms=40.0)
-    assert run.of_kind("plan_changed") == [(told_after, "plan_changed", None)]
+    assert run.of_kind("plan_changed") == [(changed_after, "plan_changed", None)]
     assert run.delegated() == {"0-1", "1-2"}
 
 
-def test_the_next_attempt_weighs_what_the_failed_one_had(begin_run):
+def test_a_retry_includes_the_failed_attempts_news(begin_run):
     run = begin_run(FailingPlans(0))
     run.steps(6)
     run.steps(12, costs=replace(COSTS, forward_ms=(10.0, 20.0, 10.0)))
-    (happened,) = [at for at, event in enumerate(run.events) if event[1].startswith("plan_")]
-    assert "stage 1's F takes 20.0 ms, not 10.0" in run.details[happened]
+    (index,) = [at for at, event in enumerate(run.events) if event[1].startswith("plan_")]
+    assert "stage 1's F takes 20.0 ms, not 10.0" in run.details[index]
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,8 @@ def test_after_five_failures_planning_is_given_up(begin_run, other_ms, waits):
     run.steps(6)
     run.steps(14, slow_ms=40.0)
     run.steps(70, slow_ms=40.0, other_ms=other_ms)
-    told = [step for step, _, _ in run.of_kind("planning_failed")]
-    assert [later - before for before, later in pairwise(told)] == waits
+    reported = [step for step, _, _ in run.of_kind("planning_failed")]
+    assert [later - before for before, later in pairwise(reported)] == waits
     assert run.details[-1] == (
         "the planning process has died; that was attempt 5 in a row: planning is given up, and the "
         "plan in force stays for the rest of the run"
@@ -173,14 +173,14 @@ def test_late_probes_keep_a_link_delegated_and_get_rarer(slow_run):
     assert slow_run.routes == FIRST.routes
 
 
-def test_slower_ops_are_told_and_weighed(run):
+def test_slower_ops_are_reported_and_weighed(run):
     run.steps(6)
     run.steps(6, costs=replace(COSTS, forward_ms=(10.0, 20.0, 10.0)))
     assert len(run.of_kind("compute_changed")) == 1
     assert run.plans.asked == 1
 
 
-def test_news_of_ops_drop_a_decision_that_awaits_a_probe(slow_run):
+def test_news_of_ops_cancel_a_pending_probe(slow_run):
     slow_run.sends_probes = False
     slow_run.steps(5)
     asked = slow_run.plans.asked
@@ -207,7 +207,7 @@ def test_a_lost_probe_is_sent_again(slow_run):
     assert slow_run.routes == FIRST.routes
 
 
-def test_a_newly_slow_link_waits_for_no_other_probe(slow_run):
+def test_a_newly_slow_link_waits_for_no_probe(slow_run):
     slow_run.sends_probes = False
     slow_run.steps(9)
     began = slow_run.step
@@ -222,7 +222,7 @@ def test_a_newly_slow_link_waits_for_no_other_probe(slow_run):
 
 
 class Start:
-    """A planning process that takes its time to start, and then has started, or failed to."""
+    """A slow start of the planning process, which then succeeds or fails."""
 
     def __init__(self, error=None):
         self._may_end, self._error = threading.Event(), error
@@ -238,7 +238,7 @@ class Start:
         run.settle()
 
 
-def test_news_before_planning_has_started_is_weighed_after(begin_run):
+def test_news_before_the_planners_start_is_weighed(begin_run):
     start = Start()
     run = begin_run(PlansHere(may_answer=False), start=start)
     run.steps(6)
@@ -252,7 +252,7 @@ def test_news_before_planning_has_started_is_weighed_after(begin_run):
     assert run.plans.asked == 1
 
 
-def test_news_while_planning_fails_to_start_is_not_lost(begin_run):
+def test_news_survives_a_failed_start(begin_run):
     start = Start(PlanningError("the planning process has died"))
     run = begin_run(PlansHere(may_answer=False), start=start)
     run.steps(6)
@@ -266,11 +266,11 @@ def test_news_while_planning_fails_to_start_is_not_lost(begin_run):
     assert run.of_kind("plan_changed") == [(failed_after + 5, "plan_changed", None)]
 
 
-def test_a_link_an_earlier_probe_found_well_needs_none(slow_run):
+def test_a_recently_probed_link_needs_no_probe(slow_run):
     slow_run.sends_probes = False
     slow_run.steps(9)
     assert slow_run.delegated() == {"1-2"}  # it waits for a probe
-    slow_run.probed = DIRECT_IN_TIME  # of something earlier
+    slow_run.probed = DIRECT_IN_TIME  # of an earlier probe
     slow_run.steps(1)
     assert slow_run.routes == FIRST.routes
     assert slow_run.loop.take_due() is None
@@ -304,7 +304,7 @@ def test_an_end_while_planning_is_no_failure(begin_run):
     assert isinstance(kept[-1], StepObserved)
 
 
-def test_an_observation_that_cannot_be_kept_ends_the_run(begin_run):
+def test_an_error_of_keeping_ends_the_run(begin_run):
     def fail(*_):
         raise OSError("no space")
 

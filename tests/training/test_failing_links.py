@@ -1,4 +1,4 @@
-"""Direct paths that fail while a run adapts: delegated at once, and back once they are well."""
+"""Direct paths that fail while a run adapts: delegated at once, and restored once they are up."""
 
 import random
 
@@ -15,7 +15,7 @@ STEPS_TO_MORPH = 2
 
 @pytest.fixture
 def begin():
-    """Begins runs, and ends them with the test."""
+    """Starts runs, and ends them with the test."""
     runs = []
 
     def begun(**settings):
@@ -29,7 +29,7 @@ def begin():
 
 @pytest.fixture
 def cut(begin):
-    """Begins runs whose second link's path is cut after six steps."""
+    """Starts runs whose second link's path is cut after six steps."""
 
     def cut(**settings):
         run = begin(**settings)
@@ -44,7 +44,7 @@ def routes_of(run, link=LINK):
     return [record.routes[str(link)] for record in run.records()]
 
 
-def test_a_link_that_fails_is_told_once_and_a_plan_delegates_it_two_steps_later(cut):
+def test_a_failed_link_is_delegated_two_steps_later(cut):
     run = cut(worth=0.9)  # no gain is worth a morph
     run.steps(6)
     assert run.events("link_failed", "plan_changed", "route_changed", "straggler_detected") == [
@@ -59,27 +59,27 @@ def test_a_link_that_fails_is_told_once_and_a_plan_delegates_it_two_steps_later(
     assert run.records()[7].link_states == {"1-2": "direct path failed, delegated"}
 
 
-def test_a_link_goes_back_after_its_path_was_up_for_long_enough_and_a_probe_was_in_time(cut):
+def test_a_failed_link_goes_back_after_its_probe(cut):
     run = cut(failback_steps=5)
     run.steps(6)
     run.heal(LINK)
     run.steps(20)
-    told = run.events(
+    reported = run.events(
         "link_failed", "straggler_recovering", "straggler_cleared", "link_probed", "link_restored"
     )
-    # Up in steps 12 to 16, in time in 16 to 18, probed after 19, found well in 20.
-    assert told == [
+    # Up in steps 12 to 16, in time in 16 to 18, probed after 19, found healthy in 20.
+    assert reported == [
         (6, "link_failed", "1-2"),
         *[(16, "straggler_recovering", "1-2")] * 2,
         *[(18, "straggler_cleared", "1-2")] * 2,
         (20, "link_probed", "1-2"),
         (22, "link_restored", "1-2"),
     ]
-    assert run.wires.begun == [LINK]
+    assert run.wires.restored == [LINK]
     assert routes_of(run) == ["direct"] * 6 + ["delegated"] * 16 + ["direct"] * 10
 
 
-def test_what_waited_for_a_failing_link_moves_no_estimate(begin):
+def test_a_stall_moves_no_estimate(begin):
     run, undisturbed = begin(), begin()
     for each in (run, undisturbed):
         each.steps(12)
@@ -94,7 +94,7 @@ def test_what_waited_for_a_failing_link_moves_no_estimate(begin):
     assert run.profiler.profile().links[FIRST_LINK] == other
 
 
-def test_a_link_that_turns_slow_in_the_very_step_of_a_failure_is_found_in_the_next(begin):
+def test_a_slow_link_is_found_after_a_failure_step(begin):
     run = begin()
     run.steps(8)
     run.cut(LINK)
@@ -103,7 +103,7 @@ def test_a_link_that_turns_slow_in_the_very_step_of_a_failure_is_found_in_the_ne
     assert run.routes == dict.fromkeys(LINKS, "delegated")
 
 
-def test_a_path_that_is_down_again_before_it_is_used_counts_from_the_beginning(cut):
+def test_a_path_down_again_restarts_its_count(cut):
     run = cut(failback_steps=4, dwell_steps=60)
     run.steps(3)
     run.heal(LINK)
@@ -112,28 +112,28 @@ def test_a_path_that_is_down_again_before_it_is_used_counts_from_the_beginning(c
     run.cut(LINK)
     run.steps(3)
     assert run.events("link_path_down") == [(21, "link_path_down", "1-2")]
-    assert run.wires.begun == []
+    assert run.wires.restored == []
     run.heal(LINK)
     run.steps(70)
-    assert run.wires.begun == [LINK]
+    assert run.wires.restored == [LINK]
     assert len(run.events("link_failed")) == 1
     assert len(run.events("link_restored")) == 1
 
 
 class DownAgain(FailingRun):
-    """A run in which a path is cut, once, right after both ends have found it up for a probe."""
+    """A run in which a path is cut once, right before its probe."""
 
     is_due = True
 
-    def _heed(self, reports):
+    def _apply(self, reports):
         probed = parts_of(reports, Announced)[0].probe
         if probed and self.is_due:
             self.is_due = False
             self.wires.down.update(probed)
-        super()._heed(reports)
+        super()._apply(reports)
 
 
-def test_a_path_whose_probe_fails_is_dead_again_and_must_be_up_for_twice_as_long():
+def test_a_failed_probe_doubles_the_wait():
     run = DownAgain(failback_steps=5)
     run.steps(6)
     run.cut(LINK)
@@ -151,17 +151,17 @@ def test_a_path_whose_probe_fails_is_dead_again_and_must_be_up_for_twice_as_long
     run.close()
 
 
-def test_a_link_whose_path_has_no_life_left_stays_delegated_and_one_event_says_so(cut):
-    run = cut(lives=1, failback_steps=3)
+def test_a_link_without_restores_left_stays_delegated(cut):
+    run = cut(restores=1, failback_steps=3)
     run.steps(3)
     run.heal(LINK)
     run.steps(40)
     assert run.events("link_given_up") == [(6, "link_given_up", "1-2")]
-    assert run.wires.begun == []
+    assert run.wires.restored == []
     assert set(routes_of(run)[6:]) == {"delegated"}
 
 
-def test_while_no_plan_can_be_had_the_link_goes_by_hosts_and_is_not_taken_back(begin):
+def test_a_failed_link_stays_delegated_while_planning_fails(begin):
     run = begin(failback_steps=3)
     weigh, run.plans.weigh = run.plans.weigh, failing
     run.steps(6)
@@ -169,11 +169,11 @@ def test_while_no_plan_can_be_had_the_link_goes_by_hosts_and_is_not_taken_back(b
     run.steps(2)
     run.heal(LINK)
     run.steps(10)
-    assert run.wires.begun == []
+    assert run.wires.restored == []
     assert set(routes_of(run)[6:]) == {"delegated"}
     run.plans.weigh = weigh
     run.steps(30)
-    assert run.wires.begun == [LINK]
+    assert run.wires.restored == [LINK]
     assert len(run.events("link_restored")) == 1
     assert run.routes[LINK] == "direct"
 
@@ -182,7 +182,7 @@ def failing(*_):
     raise PlanningError("the planning process has died")
 
 
-def test_a_delegated_link_whose_probe_finds_no_path_is_told_as_failed(begin):
+def test_a_probe_of_a_cut_path_is_a_failure(begin):
     run = begin(failback_steps=3)
     run.steps(6)
     run.steps(6, {LINK: 40.0})
@@ -198,7 +198,7 @@ def test_a_delegated_link_whose_probe_finds_no_path_is_told_as_failed(begin):
     assert run.routes[LINK] == "direct"
 
 
-def test_a_link_that_was_dead_before_goes_back_once_its_path_was_up_for_long_enough(begin):
+def test_a_known_dead_link_goes_back(begin):
     run = begin(dead=[LINK], failback_steps=5)
     run.cut(LINK)
     run.steps(6)
@@ -207,7 +207,7 @@ def test_a_link_that_was_dead_before_goes_back_once_its_path_was_up_for_long_eno
     assert run.records()[5].link_states == {"1-2": "direct path failed, delegated"}
     run.heal(LINK)
     run.steps(20)
-    # Up in steps 6 to 10, and from there as any link that was dead.
+    # Up in steps 6 to 10, then as any dead link.
     assert run.events("link_failed", "straggler_recovering", "link_probed", "link_restored") == [
         *[(10, "straggler_recovering", "1-2")] * 2,
         (14, "link_probed", "1-2"),
@@ -217,30 +217,30 @@ def test_a_link_that_was_dead_before_goes_back_once_its_path_was_up_for_long_eno
 
 
 class Watched(FailingRun):
-    """A run that says if a path begins again too early."""
+    """A run that fails if a path is restored too early."""
 
-    def on_begun(self, link, found_up):
+    def on_restored(self, link, found_up):
         least = self.loop.state.paths.steps_after(self.wires.failures[link])
         assert found_up >= least
 
 
 @pytest.mark.parametrize("delegates", ["slow", "any"])
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_fails_and_when_no_link_is_used_without_its_path(seed, delegates):
+def test_no_link_uses_a_failed_path(seed, delegates):
     drawn = random.Random(seed)
     run = Watched(failback_steps=6, longest_dwell_steps=12, delegates=delegates)
     slow_ms = {}
     run.steps(6)
     for _ in range(14):
         link = drawn.choice(LINKS)
-        match drawn.choice(["cut", "cut", "heal", "slow", "well"]):
+        match drawn.choice(["cut", "cut", "heal", "slow", "recover"]):
             case "cut":
                 run.cut(link)
             case "heal":
                 run.heal(link)
             case "slow":
                 slow_ms[link] = drawn.choice([20.0, 40.0])
-            case "well":
+            case "recover":
                 slow_ms.pop(link, None)
         run.steps(drawn.randint(1, 9), slow_ms)
     for link in LINKS:
@@ -248,19 +248,19 @@ def test_whatever_fails_and_when_no_link_is_used_without_its_path(seed, delegate
     run.steps(80)
     expect_sound(run)
     assert {run.routes[link] for link in run.wires.by_hosts} <= {"delegated"}
-    if delegates == "slow":  # else delegation may be worth it
+    if delegates == "slow":  # with "any", delegation may be worth it
         assert set(run.routes.values()) == {"direct"}
     run.close()
 
 
 def expect_sound(run):
-    """Each failure told once, routes told as they were, and no plan that uses a failed path."""
-    told = run.events("link_failed")
+    """Each failure and each route is reported once, and no plan uses a failed path."""
+    reported = run.events("link_failed")
     for link in LINKS:
-        assert len([each for each in told if each[2] == str(link)]) == run.wires.failures[link]
+        assert len([each for each in reported if each[2] == str(link)]) == run.wires.failures[link]
     for record, (_, routes, _, after) in zip(run.records(), run.log, strict=True):
-        as_run = {**routes, **dict.fromkeys(after, "delegated")}
-        assert record.routes == {str(link): route for link, route in as_run.items()}
+        actual = {**routes, **dict.fromkeys(after, "delegated")}
+        assert record.routes == {str(link): route for link, route in actual.items()}
     for link in LINKS:
         waited = 0
         for _, routes, before, _ in run.log:

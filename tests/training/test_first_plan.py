@@ -1,4 +1,4 @@
-"""Which links a run that adapts may delegate before its first step."""
+"""The links that an adapting run may delegate before its first step."""
 
 import pytest
 
@@ -21,7 +21,7 @@ FOUR = (0.5, 30.0, 0.4)
         ({"enabled": True, "delegates": "any"}, FOUR, [Link(0, 1), Link(1, 2), Link(2, 3)]),
     ],
 )
-def test_slow_links_are_delegable_or_any_where_allowed(adaptation, latencies_ms, links):
+def test_slow_links_or_all_allowed_ones_are_delegable(adaptation, latencies_ms, links):
     stages = {"stages": len(latencies_ms) + 1}
     config = check_config({"parallelism": stages, "adaptation": adaptation})
     usual: UsualLinks = {"direct": chain_links(latencies_ms), "delegated": {}}
@@ -31,8 +31,8 @@ def test_slow_links_are_delegable_or_any_where_allowed(adaptation, latencies_ms,
 def test_links_are_planned_as_measured_unless_named():
     measured = {Link(0, 1): LinkDelay(0.5, 0.4), Link(1, 2): LinkDelay(9.0, 9.0)}
     assert planned_links(None, measured) == measured
-    told = planned_links({"1-2": 30.0, "2-3": 5.0}, measured)
-    assert told == {
+    links = planned_links({"1-2": 30.0, "2-3": 5.0}, measured)
+    assert links == {
         Link(0, 1): LinkDelay(0.5, 0.4),
         Link(1, 2): LinkDelay(30.0, 30.0),
         Link(2, 3): LinkDelay(5.0, 5.0),

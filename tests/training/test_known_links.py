@@ -1,4 +1,4 @@
-"""What a run knew of its links, kept for when it is started again."""
+"""Degraded links that a run records for its next start."""
 
 import json
 
@@ -24,8 +24,8 @@ def adapting(**sections):
 def direction(source, destination, path=PathState.UP, step=7):
     evidence = Evidence((41.0, 42.0), 1.0, 0.5, 6.0)
     state = LinkHealth.SLOW, 41.5, 0.5, step, evidence, "is slow", path
-    told = Verdict(source, destination, *state)
-    return KnownDirection(told, "delegated", {"direct": 0.5, "delegated": 1.5})
+    verdict = Verdict(source, destination, *state)
+    return KnownDirection(verdict, "delegated", {"direct": 0.5, "delegated": 1.5})
 
 
 KNOWN = (direction(1, 2), direction(0, 1, PathState.FAILED), direction(1, 0, PathState.FAILED))
@@ -33,22 +33,22 @@ KNOWN = (direction(1, 2), direction(0, 1, PathState.FAILED), direction(1, 0, Pat
 
 @pytest.fixture
 def written(tmp_path):
-    """A run's directory, in which all that is known is written."""
+    """A run directory with a record of degraded links."""
     config = adapting(run={"dir": str(tmp_path / "run")})
     with open_run_directory(config) as directory:
-        told = KnownLinks(config, directory.path, THREE_STAGES).news(7, KNOWN)
-        assert told is not None
-        directory.write_links(as_object(told))
+        message = KnownLinks(config, directory.path, THREE_STAGES).news(7, KNOWN)
+        assert message is not None
+        directory.write_links(as_object(message))
     return directory.path
 
 
-def heard(directory, layers=THREE_STAGES, **sections):
+def read_links(directory, layers=THREE_STAGES, **sections):
     return known_links(adapting(**sections), SoleRank(), directory, layers)
 
 
-def test_what_was_written_is_heard_by_the_same_pipeline(written):
-    assert heard(written) == KNOWN
-    assert heard(written, run={"steps": 900}, batch={"microbatches": 3}) == KNOWN
+def test_the_same_pipeline_reads_its_links(written):
+    assert read_links(written) == KNOWN
+    assert read_links(written, run={"steps": 900}, batch={"microbatches": 3}) == KNOWN
 
 
 @pytest.mark.parametrize(
@@ -62,27 +62,27 @@ def test_what_was_written_is_heard_by_the_same_pipeline(written):
     ],
 )
 def test_another_pipeline_has_other_links(written, sections):
-    assert heard(written, **sections) == ()
+    assert read_links(written, **sections) == ()
 
 
-def test_a_run_that_does_not_adapt_would_never_take_them_back(written):
-    assert heard(written, adaptation={"enabled": False}) == ()
+def test_a_run_that_does_not_adapt_reads_none(written):
+    assert read_links(written, adaptation={"enabled": False}) == ()
 
 
-def test_without_failing_over_nobody_finds_that_a_dead_links_path_is_up(written):
-    assert heard(written, failover={"enabled": False}) == KNOWN[:1]
+def test_without_failover_dead_links_are_not_read(written):
+    assert read_links(written, failover={"enabled": False}) == KNOWN[:1]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"pipeline"', '{"pipeline": 1, "ways": 2}'])
-def test_what_cannot_be_read_is_found_again(written, text):
+def test_an_unreadable_record_is_ignored(written, text):
     (written / LINKS).write_text(text)
-    assert heard(written) == ()
+    assert read_links(written) == ()
     (written / LINKS).unlink()
-    assert heard(written) == ()
+    assert read_links(written) == ()
 
 
 class Follower(SoleRank):
-    """Rank 1, which hears rank 0."""
+    """Rank 1, which gets rank 0's message."""
 
     rank, num_ranks = 1, 2
 
@@ -94,22 +94,22 @@ class Follower(SoleRank):
         return [self._message, message]
 
 
-def test_all_ranks_hear_what_rank_0_has_read(written, tmp_path):
-    told = {"value": json.loads((written / LINKS).read_text())["ways"]}
-    assert known_links(adapting(), Follower(told), tmp_path, THREE_STAGES) == KNOWN
+def test_all_ranks_get_rank_0s_record(written, tmp_path):
+    message = {"value": json.loads((written / LINKS).read_text())["ways"]}
+    assert known_links(adapting(), Follower(message), tmp_path, THREE_STAGES) == KNOWN
 
 
-def test_news_are_told_once_and_so_is_their_end(tmp_path):
+def test_each_change_is_reported_once(tmp_path):
     known = KnownLinks(adapting(), tmp_path, THREE_STAGES)
     assert known.news(0, ()) is None
     for directions in (KNOWN, (direction(1, 2, step=9),), ()):
-        told = known.news(9, directions)
-        assert told is not None
-        assert told.directions == tuple(each.to_json() for each in directions)
+        message = known.news(9, directions)
+        assert message is not None
+        assert message.directions == tuple(each.to_json() for each in directions)
         assert known.news(10, directions) is None
 
 
-def test_what_an_earlier_life_wrote_is_taken_back_by_the_first_step(written):
-    told = KnownLinks(adapting(), written, THREE_STAGES).news(0, ())
-    assert told is not None
-    assert told.directions == ()
+def test_an_earlier_record_is_cleared_by_the_first_step(written):
+    message = KnownLinks(adapting(), written, THREE_STAGES).news(0, ())
+    assert message is not None
+    assert message.directions == ()

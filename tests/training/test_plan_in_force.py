@@ -1,4 +1,4 @@
-"""A run's caps reach the planner, in microbatches or in bytes of what its stages keep."""
+"""A run's caps reach the planner, in microbatches or in bytes of stashes."""
 
 import json
 
@@ -27,7 +27,7 @@ def config(**schedule) -> Config:
     )
 
 
-def test_a_cap_in_bytes_is_kept_with_the_sizes_the_stages_tell():
+def test_a_cap_in_bytes_is_kept():
     capped = config(max_stash_bytes=800)
     schedule = plan_step(capped, unmeasured_profile(capped, STASH)).schedule
     sizes = zip(STASH.after_forward, STASH.after_backward_input, strict=True)
@@ -51,7 +51,7 @@ def test_without_sizes_a_cap_in_bytes_is_ignored():
         ("zb-h2", 700, r"zb-h2 holds [\d,]+ bytes on stage 0, [\d,]+ more than 700; fewer"),
     ],
 )
-def test_a_cap_that_cannot_be_kept_names_key_stage_and_bytes(name, cap, says):
+def test_an_impossible_cap_names_key_stage_and_bytes(name, cap, says):
     capped = config(max_stash_bytes=cap, name=name)
     with pytest.raises(UserError, match=rf"^schedule\.max_stash_bytes\[0\]: {says}"):
         plan_step(capped, unmeasured_profile(capped, STASH))
@@ -78,19 +78,19 @@ def test_a_plan_has_the_configured_routes():
     )  # fmt: skip
 
 
-def test_tied_gradients_link_is_named_where_it_is_delegated():
+def test_a_delegated_link_of_tied_gradients_is_routed():
     named, direct, delegated = routed({"default": "delegated"}, num_tied=1)
     assert named == {"0-1": "delegated", "1-2": "delegated", "0-2": "delegated"}
     assert (direct, delegated) == (set(), {"0-1", "1-2", "0-2"})
     assert "0-2" not in routed({"0-1": "delegated"}, num_tied=1)[0]
 
 
-def test_where_routes_may_change_every_link_may_be_either():
+def test_an_adapting_run_may_change_every_route():
     direct, delegated = possible_routes(config(), adapts=True)
     assert direct == delegated == {Link(0, 1), Link(1, 2), Link(0, 2)}
 
 
-def test_delegated_links_are_judged_without_held_queues():
+def test_delegated_links_hold_no_queues():
     slow = chain_links([0.0, 3.0])
     for route in ("delegated", "direct"):
         made = config().model_copy(update={"routes": Routes(default=route)})

@@ -1,4 +1,4 @@
-"""The plans that there are to choose from, and the process beside training that makes them."""
+"""The candidates, and the process beside training that plans them."""
 
 import io
 import json
@@ -56,13 +56,13 @@ def test_a_slow_link_has_three_plans_that_run():
     weighed = plans.weigh(profile, verdicts(2, 3, 30.0))
     assert weighed.undisturbed_ms == pytest.approx(390.0)
     assert weighed.in_force_ms == pytest.approx(1110.0)
-    first, same_order, anew = weighed.candidates
+    first, same_order, new = weighed.candidates
     assert [delegated(each) for each in weighed.candidates] == [[], ["2-3"], ["2-3"]]
     assert first.step_ms == weighed.in_force_ms
     assert same_order.plan.schedule == first.plan.schedule
-    assert anew.plan.schedule.name == "adaptive"
-    assert anew.step_ms == pytest.approx(421.0)  # 30 ms, and what delegation costs, once
-    assert anew.step_ms < same_order.step_ms < first.step_ms
+    assert new.plan.schedule.name == "adaptive"
+    assert new.step_ms == pytest.approx(421.0)  # 30 ms, and what delegation costs, once
+    assert new.step_ms < same_order.step_ms < first.step_ms
     for candidate in weighed.candidates:
         check(candidate.programs)
     (only,) = plans.weigh(profile, verdicts(2, 3, 0.0, LinkHealth.HEALTHY)).candidates
@@ -85,28 +85,28 @@ def test_candidates_delegate_what_the_configuration_lets(sections, links):
     assert [delegated(each) for each in candidates] == links
 
 
-def test_after_a_morph_it_predicts_for_the_new_plan():
+def test_after_a_morph_predictions_are_the_new_plans():
     plans, profile = planner()
     adapted = plans.weigh(profile, verdicts(2, 3, 30.0)).candidates[2]
-    assert plans.adopt(adapted) == slots_needed(adapted.programs)
-    # Judged on the delegated route: what is usual there is in the latency.
+    assert plans.choose(adapted) == slots_needed(adapted.programs)
+    # Judged on the delegated route, so the latency includes the usual time there.
     assert plans.weigh(profile, verdicts(2, 3, 31.0)).in_force_ms == adapted.step_ms
     first = plans.weigh(profile, []).candidates[0].plan
     begun = CandidatePlanner(config(), 0, first, profile, USUAL, adapted.plan)
-    for each in (plans, begun):  # as well where a run begins with that plan
+    for each in (plans, begun):  # a new planner predicts the same
         healed = each.weigh(profile, verdicts(2, 3, 1.0, LinkHealth.HEALTHY))
         assert healed.in_force_ms == pytest.approx(391.0)
         assert [delegated(candidate) for candidate in healed.candidates] == [[]]
         assert healed.candidates[0].step_ms == pytest.approx(390.0)
 
 
-def test_slower_ops_call_for_another_order_noise_does_not():
+def test_slower_ops_get_a_new_plan_noise_does_not():
     plans, profile = planner()
     noisy = replace(profile, costs=replace(COSTS, forward_ms=(10.5, 9.6, 10.0, 10.0)))
     assert len(plans.weigh(noisy, []).candidates) == 1
     slower = replace(profile, costs=replace(COSTS, forward_ms=(10.0, 14.0, 10.0, 10.0)))
-    _, anew = plans.weigh(slower, []).candidates
-    assert (delegated(anew), anew.plan.schedule.name) == ([], "adaptive")
+    _, new = plans.weigh(slower, []).candidates
+    assert (delegated(new), new.plan.schedule.name) == ([], "adaptive")
 
 
 def test_a_tied_gradients_link_is_delegated_too():
@@ -121,19 +121,19 @@ def test_evaluation_has_its_slots():
     plans, profile = planner(evaluation={"every_steps": 5}, data={"held_out_fraction": 0.1})
     adapted = plans.weigh(profile, verdicts(2, 3, 30.0)).candidates[2]
     forwards = slots_needed([*map(forward_only, adapted.programs)])
-    slots = plans.adopt(adapted)
+    slots = plans.choose(adapted)
     assert all(slots[channel] >= number for channel, number in forwards.items())
     assert any(slots[channel] >= number > 1 for channel, number in forwards.items())
 
 
-def test_caps_hold_for_plans_made_anew():
+def test_new_plans_keep_the_caps():
     plans, profile = planner(schedule={"name": "adaptive", "max_live": 7})
-    anew = plans.weigh(profile, verdicts(2, 3, 60.0)).candidates[-1]
-    assert max(anew.plan.schedule.peak_live("B")) <= 7
+    new = plans.weigh(profile, verdicts(2, 3, 60.0)).candidates[-1]
+    assert max(new.plan.schedule.peak_live("B")) <= 7
 
 
-def test_new_plans_keep_caps_that_the_first_exceeds():
-    """As with a fixed schedule, which runs as it is, on devices that tell their memory."""
+def test_new_plans_keep_caps_that_home_exceeds():
+    """A fixed schedule may exceed the memory that devices report."""
     sizes = StashBytes((10,) * 4, (5,) * 4)
     profile = Profile(COSTS, USUAL["direct"], stash_bytes=sizes)
     first = plan_step(config(), profile, 0)
@@ -141,10 +141,10 @@ def test_new_plans_keep_caps_that_the_first_exceeds():
     capped = config(schedule={"name": "zb-h2", "max_stash_bytes": 60})
     for run, keeps in ((config(), False), (capped, True)):
         plans = CandidatePlanner(run, 0, first, profile, USUAL)
-        *same, anew = plans.weigh(profile, verdicts(2, 3, 60.0)).candidates
+        *same, new = plans.weigh(profile, verdicts(2, 3, 60.0)).candidates
         assert all(each.plan.schedule == first.schedule for each in same)
-        assert anew.plan.schedule.name == "adaptive"
-        assert (held_bytes(anew.plan, sizes) <= 60) is keeps
+        assert new.plan.schedule.name == "adaptive"
+        assert (held_bytes(new.plan, sizes) <= 60) is keeps
 
 
 def held_bytes(plan, sizes):
@@ -162,10 +162,10 @@ def routes_and_orders(weighed):
 def test_a_newly_slow_link_has_plans_that_keep_others():
     plans, profile = planner()
     adapted = plans.weigh(profile, verdicts(0, 1, 30.0)).candidates[2]
-    plans.adopt(adapted)
+    plans.choose(adapted)
     slow = [*verdicts(0, 1, 1.0, LinkHealth.HEALTHY), *verdicts(2, 3, 30.0)]
-    for held in ((), [Link(0, 1)]):  # whether it could go back, but for a probe, or not
-        weighed = plans.weigh(profile, slow, held)
+    for staying in ((), [Link(0, 1)]):  # it may go back after a probe, or not yet
+        weighed = plans.weigh(profile, slow, staying)
         found = [delegated(each) for each in weighed.candidates]
         alone, both = [["2-3"]] * 2, [["0-1", "2-3"]] * 3
         assert found == [[], *alone, *both]
@@ -180,7 +180,7 @@ def test_one_link_goes_back_while_another_stays():
     plans, profile = planner()
     slow = [*verdicts(0, 1, 30.0), *verdicts(2, 3, 30.0)]
     adapted = plans.weigh(profile, slow).candidates[2]
-    plans.adopt(adapted)
+    plans.choose(adapted)
     healed = [each for at in (0, 2) for each in verdicts(at, at + 1, 1.0, LinkHealth.HEALTHY)]
     _, first_order, same_order = plans.weigh(profile, healed, [Link(2, 3)]).candidates
     assert delegated(first_order) == delegated(same_order) == ["2-3"]
@@ -191,7 +191,7 @@ def test_one_link_goes_back_while_another_stays():
 def test_a_dead_link_has_plans_that_change_no_other(delegates):
     plans, profile = planner(adaptation={"enabled": True, "delegates": delegates})
     adapted = plans.weigh(profile, verdicts(0, 1, 30.0)).candidates[2]
-    plans.adopt(adapted)
+    plans.choose(adapted)
     dead = [*verdicts(0, 1, 1.0, LinkHealth.HEALTHY), *verdicts(2, 3, 0.0, path=PathState.FAILED)]
     candidates = plans.weigh(profile, dead, [Link(0, 1)]).candidates
     assert any(delegated(each) == ["0-1", "2-3"] for each in candidates)
@@ -207,10 +207,10 @@ FIRST = plan_step(RUN, PROFILE)
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(60)
-def test_the_process_plans_and_ends_when_nobody_can_ask():
+def test_the_process_plans_and_ends_with_its_input():
     process = PlanningProcess()
     try:
-        with pytest.raises(PlanningError, match="asked before it was told what runs"):
+        with pytest.raises(PlanningError, match="got another request first, expected Begin"):
             process.weigh(PROFILE, SLOW)
         process.begin(RunToPlan(RUN, 1, FIRST, PROFILE, USUAL))
         options = process.weigh(PROFILE, SLOW)
@@ -220,13 +220,13 @@ def test_the_process_plans_and_ends_when_nobody_can_ask():
         assert chosen.plan.routes == {
             link: "delegated" if link == LINKS[1] else "direct" for link in LINKS
         }
-        adopted = process.adopt(1)
-        programs = tuple(map(parse_program, adopted.programs))
-        told = Profile(COSTS, chain_links((0.0, 31.0, 0.0)))
-        assert programs == lower_step(FIRST.schedule, told, chosen.plan.routes, num_tied=1)
-        directions = {(channel.source, channel.destination) for channel in adopted.slots}
+        chosen_plan = process.choose(1)
+        programs = tuple(map(parse_program, chosen_plan.programs))
+        expected = Profile(COSTS, chain_links((0.0, 31.0, 0.0)))
+        assert programs == lower_step(FIRST.schedule, expected, chosen.plan.routes, num_tied=1)
+        directions = {(channel.source, channel.destination) for channel in chosen_plan.slots}
         assert directions == {(1, 2), (2, 1)}
-        assert process.end() == 0  # as it ends when the process that has started it does
+        assert process.end() == 0  # as at the end of rank 0
         with pytest.raises(PlanningError, match="the planning process is gone"):
             process.weigh(PROFILE, SLOW)
     finally:
@@ -241,16 +241,16 @@ def test_a_process_that_died_is_reported_and_replaced():
         process._process.wait(30)
         with pytest.raises(PlanningError, match="the planning process is gone"):
             process.begin(RunToPlan(RUN, 1, FIRST, PROFILE, USUAL))
-        process.restart(FIRST)  # another one takes its place
+        process.restart(FIRST)  # with a new process
         assert process.weigh(PROFILE, SLOW).in_force_ms > 0
         slow = process.weigh(PROFILE, SLOW).candidates[1]
-        adopted = process.adopt(1)
+        chosen_plan = process.choose(1)
         morphed = process.weigh(PROFILE, SLOW)
-        process.restart(slow.plan, adopted.programs)
+        process.restart(slow.plan, chosen_plan.programs)
         again = process.weigh(PROFILE, SLOW)
         assert again.in_force_ms == morphed.in_force_ms
     finally:
-        process.close()  # what it never read is of no interest to anyone
+        process.close()
     with pytest.raises(PlanningError, match="has been closed"):
         process.restart(FIRST)
 
@@ -267,20 +267,20 @@ def test_plans_keep_within_tens_of_gigabytes():
         candidates = process.weigh(profile, SLOW).candidates
     finally:
         process.close()
-    anew = candidates[-1].plan.schedule
-    assert anew.name == "adaptive"
-    assert max(anew.peak_live("B")) <= 60 // 8
+    new = candidates[-1].plan.schedule
+    assert new.name == "adaptive"
+    assert max(new.peak_live("B")) <= 60 // 8
 
 
-def test_a_wrong_request_is_answered_so_is_the_next():
+def test_a_server_survives_wrong_requests():
     weigh = tagged(Weigh(PROFILE, (), ()))
     requests = [{"kind": "sing"}, weigh, {}]
     answers = io.StringIO()
     serve(iter(map(dump, requests)), answers)
     errors = [json.loads(line)["error"] for line in answers.getvalue().splitlines()]
-    kinds = "expected one of the kinds Begin, Weigh, Adopt"
+    kinds = "expected one of the kinds Begin, Weigh, Choose"
     assert errors == [
         f"ParseError: a request: got {requests[0]}, {kinds}",
-        "ValueError: asked before it was told what runs",
+        "ValueError: got another request first, expected Begin",
         f"ParseError: a request: got {requests[2]}, {kinds}",
     ]

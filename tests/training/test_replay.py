@@ -1,4 +1,4 @@
-"""A run's decisions, made again from what was kept of it."""
+"""Replays of a run's decisions from its files."""
 
 import json
 from dataclasses import replace
@@ -24,7 +24,7 @@ from jaxmorph.training.replay import ObservationLog, replay
 
 @pytest.fixture
 def kept_run(begin_run, tmp_path):
-    """A run that has delegated a slow link and restored it, and what was kept of it."""
+    """A run that has delegated a slow link and restored it, with its files."""
 
     def begin(num_steps=20, *, settings=None, again=False):
         directory = RunDirectory(tmp_path, resumed=again)
@@ -33,7 +33,7 @@ def kept_run(begin_run, tmp_path):
         log = ObservationLog(
             lambda line, begins: directory.write_observation(line, begins=begins), run_known
         )
-        run = begin_run(PlansHere(), adaptation, keep=log.note)
+        run = begin_run(PlansHere(), adaptation, keep=log.record)
         run.steps(6)
         run.steps(6, slow_ms=40.0)
         run.steps(num_steps)
@@ -67,7 +67,7 @@ def test_a_changed_outcome_is_found(kept_run, tmp_path):
     assert ("0-1" in then, "1-2" in now) == (True, True)
 
 
-def test_other_settings_simulate_from_the_first_difference(kept_run, tmp_path):
+def test_other_settings_simulate_after_the_first_difference(kept_run, tmp_path):
     kept_run()
     never = CONFIG.adaptation.model_copy(update={"worth": 0.9})
     moments = list(replay(tmp_path, never))
@@ -105,7 +105,7 @@ def test_states_and_observations_come_back_equal(begin_run):
     assert len({type(state.phase) for state, _ in kept}) > 3
 
 
-def test_files_begin_anew_and_the_oldest_go(kept_run, tmp_path, monkeypatch):
+def test_a_replay_needs_no_older_files(kept_run, tmp_path, monkeypatch):
     monkeypatch.setattr(replaying, "SEGMENT_STEPS", 5)
     kept_run()
     files = sorted((tmp_path / "control").glob("*.jsonl"))
@@ -116,8 +116,8 @@ def test_files_begin_anew_and_the_oldest_go(kept_run, tmp_path, monkeypatch):
     assert not any(moment.differs for moment in moments)
 
 
-def test_a_cheaper_morph_is_simulated_to_its_end(kept_run, tmp_path):
-    """The first difference is a plan that is chosen, where the run kept its own."""
+def test_a_replay_can_morph_where_the_run_did_not(kept_run, tmp_path):
+    """The first difference is a morph, where the run kept its plan."""
     kept_run(settings={"worth": 0.9})
     easy = CONFIG.adaptation.model_copy(update={"worth": 0.05})
     moments = list(replay(tmp_path, easy))
@@ -126,7 +126,7 @@ def test_a_cheaper_morph_is_simulated_to_its_end(kept_run, tmp_path):
     assert moments[-1].result.state.plan.routes == FIRST.routes
 
 
-def test_links_that_may_all_be_delegated_are_offered_so(kept_run, tmp_path):
+def test_a_replay_may_delegate_all_links(kept_run, tmp_path):
     kept_run(settings={"worth": 0.9})
     settings = {"worth": 0.05, "delegates": "any"}
     simulated = list(replay(tmp_path, CONFIG.adaptation.model_copy(update=settings)))
@@ -138,7 +138,7 @@ def test_links_that_may_all_be_delegated_are_offered_so(kept_run, tmp_path):
     )
 
 
-def test_a_file_without_a_head_is_left_out(kept_run, tmp_path):
+def test_an_empty_file_is_skipped(kept_run, tmp_path):
     kept_run()
     (tmp_path / "control" / "000000.jsonl").touch()
     whole = list(replay(tmp_path))
@@ -148,14 +148,14 @@ def test_a_file_without_a_head_is_left_out(kept_run, tmp_path):
         list(replay(tmp_path))
 
 
-def test_a_simulation_ends_where_ranks_started_again(kept_run, tmp_path):
+def test_a_simulation_ends_at_a_restart_of_ranks(kept_run, tmp_path):
     kept_run()
     kept_run(again=True)
     never = CONFIG.adaptation.model_copy(update={"worth": 0.9})
     moments = list(replay(tmp_path, never))
     starts = [at for at, each in enumerate(moments) if isinstance(each.observation, PlannerStarted)]
     facts = [at for at in starts if not moments[at].is_simulated]
-    assert len(facts) == 2  # each start of the ranks, as it was
+    assert len(facts) == 2  # one for each start of the ranks
     assert moments[facts[1] - 1].is_simulated
 
 
@@ -182,9 +182,9 @@ def test_a_wrong_line_is_named(kept_run, tmp_path):
         list(replay(tmp_path))
 
 
-def test_a_links_delay_is_simulated_on_its_other_route(kept_run, tmp_path):
+def test_a_simulation_applies_delays_to_other_routes(kept_run, tmp_path):
     kept_run()
     never = CONFIG.adaptation.model_copy(update={"worth": 0.9})
     slow = [m for m in replay(tmp_path, never) if m.is_simulated and m.timeline is not None]
     verdict = slow[0].result.state.detector.verdicts[1, 2]
-    assert verdict.latency_ms == pytest.approx(40.5, abs=0.1)  # direct, as it still is
+    assert verdict.latency_ms == pytest.approx(40.5, abs=0.1)  # on its direct route

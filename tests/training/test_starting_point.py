@@ -1,4 +1,4 @@
-"""A run of three stages whose links are slow before its first step, or are known to have been."""
+"""A run whose links are slow before its first step, or were slow at an earlier start."""
 
 from dataclasses import asdict, replace
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ DELEGATED_ROUTES = {**FIRST.routes, SLOW: "delegated"}
 
 
 def first_plan_of(measured, routes):
-    """A first plan on some routes, after two steps on either one."""
+    """A first plan on some routes, after two steps on each route."""
     timelines = []
     for route in ("delegated", "direct"):
         links = measured[route]
@@ -46,10 +46,10 @@ def first_plan_of(measured, routes):
     profiler = Profiler(3, None)
     for timeline in timelines[2:]:
         profiler.observe(timeline)
-    told = Profile(COSTS, {link: measured[route][link] for link, route in routes.items()})
+    profile = Profile(COSTS, {link: measured[route][link] for link, route in routes.items()})
     plan = replace(FIRST, routes=routes)
-    in_force = PlanInForce(plan, lower_step(plan.schedule, told, routes), 0)
-    return FirstPlan(in_force, profiler, "", told, measured, tuple(timelines))
+    in_force = PlanInForce(plan, lower_step(plan.schedule, profile, routes), 0)
+    return FirstPlan(in_force, profiler, "", profile, measured, tuple(timelines))
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def run_on(begin_run):
 
 @pytest.fixture
 def run_by(run_on):
-    """Begins a run by what was measured, with its slow link delegated."""
+    """Begins a run from measured delays, with its slow link delegated."""
 
     def begin(measured):
         first = first_plan_of(measured, DELEGATED_ROUTES)
@@ -88,7 +88,7 @@ BETTER_BUT_SLOW = {
 }
 
 
-def ailing(start):
+def degraded(start):
     verdicts = start.detector.verdicts.items()
     return {direction for direction, each in verdicts if each.health is not LinkHealth.HEALTHY}
 
@@ -96,13 +96,13 @@ def ailing(start):
 def test_healthy_links_leave_the_first_plan_as_home():
     first = first_plan_of(USUAL, FIRST.routes)
     start = starting_point(CONFIG, first, 0)
-    assert (start.home, start.usual, ailing(start)) == (first.in_force.plan, USUAL, set())
+    assert (start.home, start.usual, degraded(start)) == (first.in_force.plan, USUAL, set())
 
 
 @pytest.mark.parametrize("measured", [MEASURED, DIRECT_ALONE])
-def test_slow_from_the_start_is_judged_by_the_others(measured):
+def test_a_link_slow_from_the_start_is_found(measured):
     start = starting_point(CONFIG, first_plan_of(measured, DELEGATED_ROUTES), 0)
-    assert ailing(start) == {(1, 2)}
+    assert degraded(start) == {(1, 2)}
     slow = start.detector.verdicts[1, 2]
     assert (slow.health, slow.latency_ms) == (LinkHealth.SLOW, pytest.approx(40.5))
     assert slow.evidence.baseline_ms == pytest.approx(0.5)
@@ -115,7 +115,7 @@ def test_slow_from_the_start_is_judged_by_the_others(measured):
         assert usual.baseline_ms == pytest.approx(usual_ms)
 
 
-def test_it_stays_delegated_while_slow_and_goes_back(run_by):
+def test_a_link_slow_from_the_start_goes_back(run_by):
     run = run_by(MEASURED)
     run.steps(8, slow_ms=40.0)
     assert run.of_kind("straggler_detected") == [(0, "straggler_detected", "1-2")]
@@ -131,9 +131,9 @@ def test_it_stays_delegated_while_slow_and_goes_back(run_by):
     assert run.delegated() == {"1-2"}
 
 
-def test_before_any_step_the_measured_times_are_expected(run_by):
+def test_the_first_step_expects_measured_times(run_by):
     run = run_by(DIRECT_ALONE)
-    assert run.expected_ms() == pytest.approx(0.5)  # the profile's, which is asked for
+    assert run.expected_ms() == pytest.approx(0.5)  # of the profile
     run.steps(1)
     assert run.expected_ms() == pytest.approx(1.5)
 
@@ -142,9 +142,9 @@ def test_home_is_best_of_direct_and_delegated_where_allowed():
     all_delegated = dict.fromkeys(FIRST.routes, "delegated")
     start = starting_point(ANY, first_plan_of(BETTER_BUT_SLOW, all_delegated), 0)
     assert start.usual == BETTER_DELEGATED
-    told = Profile(COSTS, BETTER_DELEGATED["direct"])
+    profile = Profile(COSTS, BETTER_DELEGATED["direct"])
     had_it_been_healthy, _ = agree_on_routes(
-        ANY, SoleRank(), told, BETTER_DELEGATED, FIRST.routes, 0
+        ANY, SoleRank(), profile, BETTER_DELEGATED, FIRST.routes, 0
     )
     assert start.home == had_it_been_healthy.plan
     assert start.home.routes == all_delegated
@@ -158,10 +158,10 @@ def test_home_is_direct_where_delegating_gains_too_little():
     assert not_allowed.home.routes == FIRST.routes
 
 
-def test_all_stay_delegated_the_healthy_order_comes_back(run_on):
-    anew = {"name": "adaptive"}
+def test_the_home_order_returns_on_delegated_links(run_on):
+    adaptive = {"name": "adaptive"}
     slow = Profile(COSTS, BETTER_BUT_SLOW["delegated"])
-    config = ANY.model_copy(update={"schedule": ANY.schedule.model_copy(update=anew)})
+    config = ANY.model_copy(update={"schedule": ANY.schedule.model_copy(update=adaptive)})
     all_delegated = dict.fromkeys(FIRST.routes, "delegated")
     first = first_plan_of(BETTER_BUT_SLOW, all_delegated)
     plan = replace(plan_step(config, slow), routes=all_delegated)
@@ -192,7 +192,7 @@ DEAD = known(LINK, LINK[::-1], path=PathState.FAILED)
 
 
 def links_now(slow):
-    """What links do before the first step: some of them are still slow, one way."""
+    """The delays of links before the first step; some are still slow in one direction."""
 
     def state(usual, link):
         added_ms = ADDED_MS if link in slow else 0.0
@@ -205,7 +205,7 @@ def links_now(slow):
 
 
 def milliseconds(usual):
-    """What links do on either route and either way, by one key each."""
+    """Delays by route, link and direction."""
     return {
         (route, str(link), direction): latency_ms
         for route, links in usual.items()
@@ -216,7 +216,7 @@ def milliseconds(usual):
 
 @pytest.fixture
 def begin(monkeypatch, run_on):
-    """Begins runs whose first steps last what the simulator says; notes the routes of these."""
+    """Begins runs whose first steps are simulated, and records the routes of these."""
     measured_on = []
 
     def warm_up(config, rendezvous, trainer, inputs, num_tied, stash_bytes, **how):
@@ -250,7 +250,7 @@ def begin(monkeypatch, run_on):
 
 
 @pytest.mark.parametrize("is_slow", [True, False])
-def test_a_link_that_was_slow_begins_delegated(begin, is_slow):
+def test_a_known_slow_link_begins_delegated(begin, is_slow):
     run, start, _ = begin(known((1, 2)), [LINK] if is_slow else [])
     assert run.delegated() == {"1-2"}
     assert milliseconds(start.usual) == pytest.approx(milliseconds(USUAL))
@@ -259,17 +259,17 @@ def test_a_link_that_was_slow_begins_delegated(begin, is_slow):
     assert run.events[0] == (0, "straggler_detected", "1-2")
     assert run.details[0].startswith("link 1>2 is taken for slow, as when the run was last at wo")
     kinds = ("straggler_detected", "straggler_recovering", "straggler_cleared", "link_probed")
-    told = [kind for _, kind, _ in run.of_kind(*kinds, "route_changed")]
-    if is_slow:  # not found again, and stays
-        assert told == ["straggler_detected"]
+    kinds_seen = [kind for _, kind, _ in run.of_kind(*kinds, "route_changed")]
+    if is_slow:  # it stays delegated
+        assert kinds_seen == ["straggler_detected"]
         assert run.delegated() == {"1-2"}
-    else:  # goes back by the ordinary way
-        assert told == [*kinds, "route_changed"]
+    else:  # it goes back as any link
+        assert kinds_seen == [*kinds, "route_changed"]
         assert run.routes == FIRST.routes
         assert run.expected_ms() == pytest.approx(0.5)
 
 
-def test_links_all_slow_are_told_by_what_was_known(begin):
+def test_all_links_slow_are_found_by_known_times(begin):
     run, start, _ = begin((), [OTHER, LINK])
     assert run.delegated() == set()  # none is slower than most
     run, start, _ = begin(known((0, 1), (1, 2)), [OTHER, LINK])
@@ -280,7 +280,7 @@ def test_links_all_slow_are_told_by_what_was_known(begin):
     assert run.routes == FIRST.routes
 
 
-def test_a_dead_link_is_never_on_its_direct_path(begin):
+def test_a_dead_link_never_uses_its_direct_path(begin):
     run, start, measured_on = begin(DEAD)
     assert {routes[LINK] for routes in measured_on} == {"delegated"}
     assert run.delegated() == {"1-2"}
