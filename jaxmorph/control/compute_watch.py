@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from statistics import median
 from typing import Any
 
-from jaxmorph.control.measurements import OpTime, median, robust_spread
+from jaxmorph.control.measurements import OpTime, robust_spread
 from jaxmorph.control.verdicts import Evidence
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.ops import OpKind

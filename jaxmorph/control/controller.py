@@ -74,7 +74,6 @@ from jaxmorph.control.orchestrator import (
 from jaxmorph.control.path_reports import PathNews, PathsOfStep, judge_paths, read_paths
 from jaxmorph.control.probes import probe_results
 from jaxmorph.control.profiler import Profile
-from jaxmorph.control.verdicts import KnownDirection
 from jaxmorph.records import EventKind, Routes
 from jaxmorph.schedule.ops import OpKind
 
@@ -326,8 +325,3 @@ def expected_profile(state: ControllerState, profile: Profile) -> Profile:
 def link_states(state: ControllerState) -> dict[str, str]:
     """The links that are not healthy, for the terminal."""
     return {**state.paths.in_words(), **describe_states(state.verdicts)}
-
-
-def known_links(state: ControllerState) -> tuple[KnownDirection, ...]:
-    """The slow and dead directions, for a later start of the run."""
-    return state.detector.known_directions()

@@ -7,16 +7,18 @@ There is no nominal speed of a link: a direction is compared with its own histor
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 
 from jaxmorph.control.direction_watch import DirectionState, DirectionWatch
 from jaxmorph.control.link_state import Direction, LinkHealth
-from jaxmorph.control.measurements import LinkSample, median, robust_spread
+from jaxmorph.control.measurements import LinkSample, robust_spread
 from jaxmorph.control.route_record import OTHER_ROUTE_MS, Usual
 from jaxmorph.control.verdicts import Evidence, KnownDirection, Verdict
 from jaxmorph.records import Route
 
 _ENOUGH_OTHERS = 3  # directions: the two of one other link could be the slow ones
 _NO_EVIDENCE = Evidence((), 0.0, 0.0, 0.0)
+_ROUTES: Mapping[bool, Route] = {True: "direct", False: "delegated"}
 
 
 @dataclass(frozen=True)
@@ -55,18 +57,18 @@ class Detector:
         return Detector(now), changes
 
     def observe_failure(
-        self, step: int, source: int, destination: int, detail: str
+        self, step: int, direction: Direction, detail: str
     ) -> tuple["Detector", list[Verdict]]:
         """Mark a direction dead; no verdict changes if it was dead already."""
-        watch = _watch(self.directions, (source, destination))
+        watch = _watch(self.directions, direction)
         return self._after(watch.path_failed(step, detail), watch)
 
     def observe_return(
-        self, step: int, source: int, destination: int, up_steps: int
+        self, step: int, direction: Direction, up_steps: int
     ) -> tuple["Detector", list[Verdict]]:
         """Mark the direct path of a dead direction as returned; no other direction changes."""
         detail = f"both ends have found its direct path up for {up_steps} steps in a row"
-        watch = _watch(self.directions, (source, destination))
+        watch = _watch(self.directions, direction)
         return self._after(watch.path_returned(step, detail), watch)
 
     def begin_slow(
@@ -91,20 +93,17 @@ class Detector:
         """The directions that are slow or dead now, for a later start of the run."""
         return tuple(
             KnownDirection(
-                state.verdict,
-                "direct" if state.is_direct else "delegated",
-                self._usual_ms(direction),
+                state.verdict, _ROUTES[state.is_direct is True], self._usual_ms(direction)
             )
             for direction, state in sorted(self.directions.items())
             if state.verdict.health is LinkHealth.SLOW
         )
 
-    def usual(self, source: int, destination: int, *, is_direct: bool) -> Usual | None:
+    def usual(self, direction: Direction, *, is_direct: bool) -> Usual | None:
         """The times of healthy messages on a route, to judge a probe by; None if unknown.
 
         A route that was not measured on this link gets the times of the other links.
         """
-        direction = source, destination
         state = self.directions.get(direction)
         if state is None:
             return None
@@ -115,11 +114,11 @@ class Detector:
 
     def _usual_ms(self, direction: Direction) -> dict[Route, float]:
         """The time of a healthy message on each route for which it is known or can be derived."""
-        names: dict[Route, bool] = {"direct": True, "delegated": False}
-        found: dict[Route, Usual | None] = {
-            name: self.usual(*direction, is_direct=is_direct) for name, is_direct in names.items()
+        found = {
+            route: self.usual(direction, is_direct=is_direct)
+            for is_direct, route in _ROUTES.items()
         }
-        return {name: usual.baseline_ms for name, usual in found.items() if usual is not None}
+        return {route: usual.baseline_ms for route, usual in found.items() if usual is not None}
 
     def _after(
         self, changes: list[Verdict], watch: DirectionWatch

@@ -6,9 +6,10 @@ step's messages.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 from jaxmorph.control.link_state import SENTENCES, TRANSITIONS, LinkHealth, Trigger
-from jaxmorph.control.measurements import LinkSample, median
+from jaxmorph.control.measurements import LinkSample
 from jaxmorph.control.route_record import (
     GOOD_STEPS,
     LEARNING_MESSAGES,

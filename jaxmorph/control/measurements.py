@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from statistics import median
 from typing import NamedTuple
 
 from jaxmorph.program.instructions import Payload, Transfer
@@ -170,11 +171,6 @@ class RunningEstimate:
     def count_from(self, limit: float) -> int:
         """The number of values that are at least `limit`."""
         return len(self._ordered) - bisect_left(self._ordered, limit)
-
-
-def median(values: Iterable[float]) -> float:
-    """The middle value, or the mean of the middle two; 0 without values."""
-    return _middle(sorted(values))
 
 
 def robust_spread(values: Iterable[float]) -> float:

@@ -136,16 +136,16 @@ def judge_paths(
         detector = _with_failure(detector, step, link, "its direct path is down again")
         events.append(_of_path_down(link))
     for link, up_steps in changes.returned.items():
-        for source, destination in (link, link[::-1]):
+        for direction in (link, link[::-1]):
             before = detector.verdicts
-            detector, changed = detector.observe_return(step, source, destination, up_steps)
+            detector, changed = detector.observe_return(step, direction, up_steps)
             events += filter(None, (verdict_event(each, before) for each in changed))
     return paths, detector, events
 
 
 def _with_failure(detector: Detector, step: int, link: Link, detail: str) -> Detector:
-    for source, destination in (link, link[::-1]):
-        detector, _ = detector.observe_failure(step, source, destination, detail)
+    for direction in (link, link[::-1]):
+        detector, _ = detector.observe_failure(step, direction, detail)
     return detector
 
 

@@ -50,7 +50,7 @@ def probe_results(
         if transfer.link in failed:
             continue
         took_ms.setdefault(transfer.link, []).append(duration_ms)
-        usual = detector.usual(transfer.source, transfer.destination, is_direct=True)
+        usual = detector.usual((transfer.source, transfer.destination), is_direct=True)
         if usual is not None and duration_ms > usual.threshold_ms:
             late.add(transfer.link)
     return ProbeResults(took_ms, frozenset(late))

@@ -4,16 +4,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from statistics import median
 from typing import Any
 
 from jaxmorph.control.link_state import link_of
-from jaxmorph.control.measurements import (
-    LinkSample,
-    RunningEstimate,
-    link_samples,
-    median,
-    op_times,
-)
+from jaxmorph.control.measurements import LinkSample, RunningEstimate, link_samples, op_times
 from jaxmorph.records import Link
 from jaxmorph.schedule.costs import CopyCosts, LinkDelay, Links, StageCosts, StashBytes
 from jaxmorph.schedule.ops import OpKind

@@ -8,8 +8,9 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
-from jaxmorph.control.measurements import LinkSample, RunningEstimate, median
+from jaxmorph.control.measurements import LinkSample, RunningEstimate
 
 # A message is late when it exceeds the baseline by more than the largest of SPREADS deviations,
 # FLOOR_MS and SHARE of the baseline. One late message proves nothing: timings have heavy tails, and

@@ -28,7 +28,7 @@ from jaxmorph.control.verdicts import Verdict, degraded_links
 from jaxmorph.errors import UserError
 from jaxmorph.plain_json import dump, parse_line, tagged
 from jaxmorph.program.blocking import simulate_blocking
-from jaxmorph.program.instructions import Channel, RankProgram, parse_program, program_text
+from jaxmorph.program.instructions import RankProgram, parse_program, program_text
 from jaxmorph.program.lowering import forward_only
 from jaxmorph.program.slots_needed import most_slots, slots_needed
 from jaxmorph.records import Link, Route
@@ -57,28 +57,8 @@ class Candidate:
     step_ms: float
 
 
-@dataclass(frozen=True)
-class Weighed:
-    """The candidates, and the predicted steps of the plan in force.
-
-    Attributes:
-        in_force_ms: Under the current conditions.
-        undisturbed_ms: If all links were healthy.
-        candidates: The home plan, then others, those that differ least from it first.
-    """
-
-    in_force_ms: float
-    undisturbed_ms: float
-    candidates: tuple[Candidate, ...]
-
-    def options(self) -> Options:
-        """The same without programs, which the controller does not need."""
-        options = tuple(Option(each.plan, each.step_ms) for each in self.candidates)
-        return Options(self.in_force_ms, self.undisturbed_ms, options)
-
-
 class CandidatePlanner:
-    """Makes a run's candidates, and remembers which plan is in force.
+    """Makes a run's candidates: the home plan, then others, those that differ least from it first.
 
     Args:
         num_tied: How many tied parameters the first and the last stage hold copies of.
@@ -88,6 +68,9 @@ class CandidatePlanner:
         in_force: None: the home plan.
         programs: The instructions that ranks run. A plan doesn't say for which costs it was
             lowered last; None: for `profile`.
+
+    Attributes:
+        candidates: Those of the last `weigh`.
     """
 
     def __init__(
@@ -107,6 +90,7 @@ class CandidatePlanner:
         now = in_force or home
         programs = programs or self._lowered(now, profile)
         self._in_force = Candidate(now, programs, 1e3 * now.predicted_step_s)
+        self.candidates: tuple[Candidate, ...] = ()
 
     @property
     def programs(self) -> Programs:
@@ -115,7 +99,7 @@ class CandidatePlanner:
 
     def weigh(
         self, profile: Profile, verdicts: Sequence[Verdict], staying: Iterable[Link] = ()
-    ) -> Weighed:
+    ) -> Options:
         """The candidates under the current costs; in all predictions direct transfers hold queues.
 
         Args:
@@ -125,19 +109,21 @@ class CandidatePlanner:
         """
         now = self._in_force
         plans = self._plans(profile, verdicts, staying)
-        return Weighed(
+        self.candidates = tuple(self._candidate(plan, profile, verdicts) for plan in plans)
+        return Options(
             in_force_ms=self._step_ms(now.programs, now.plan, profile, verdicts),
             undisturbed_ms=self._step_ms(now.programs, now.plan, profile, ()),
-            candidates=tuple(self._candidate(plan, profile, verdicts) for plan in plans),
+            candidates=tuple(Option(each.plan, each.step_ms) for each in self.candidates),
         )
 
-    def choose(self, candidate: Candidate) -> dict[Channel, int]:
-        """Make a candidate the plan in force; return the slots that its channels need."""
-        self._in_force = candidate
-        needed = slots_needed(candidate.programs)
-        if self._config.evaluation.every_steps is None:
-            return needed
-        return most_slots(needed, slots_needed([*map(forward_only, candidate.programs)]))
+    def choose(self, chosen: int) -> Chosen:
+        """Make one of the candidates the plan in force."""
+        self._in_force = self.candidates[chosen]
+        programs = self._in_force.programs
+        slots = slots_needed(programs)
+        if self._config.evaluation.every_steps is not None:
+            slots = most_slots(slots, slots_needed([*map(forward_only, programs)]))
+        return Chosen(tuple(map(program_text, programs)), slots)
 
     def _plans(
         self, profile: Profile, verdicts: Sequence[Verdict], staying: Iterable[Link]
@@ -266,7 +252,6 @@ class Server:
 
     def __init__(self) -> None:
         self._planner: CandidatePlanner | None = None
-        self._candidates: tuple[Candidate, ...] = ()
 
     def answer(self, line: str) -> Answer:
         """The answer to a line; to an invalid one too."""
@@ -281,13 +266,9 @@ class Server:
                 self._planner = planner_of(request)
                 return Ready()
             case Weigh(profile, verdicts, staying):
-                weighed = self._require_planner().weigh(profile, verdicts, staying)
-                self._candidates = weighed.candidates
-                return weighed.options()
+                return self._require_planner().weigh(profile, verdicts, staying)
             case Choose(chosen):
-                candidate = self._candidates[chosen]
-                slots = self._require_planner().choose(candidate)
-                return Chosen(tuple(map(program_text, candidate.programs)), slots)
+                return self._require_planner().choose(chosen)
 
     def _require_planner(self) -> CandidatePlanner:
         if self._planner is None:

@@ -53,7 +53,7 @@ from jaxmorph.runtime.direct_probe import probe_transfers
 from jaxmorph.schedule.costs import LinkDelay, StageCosts
 from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.training.planning_client import Begin, RunToPlan
-from jaxmorph.training.planning_process import Candidate, planner_of
+from jaxmorph.training.planning_process import planner_of
 
 SEGMENT_STEPS, SEGMENT_BYTES = 200, 4 << 20
 """The length of a file of observations, whichever is reached first."""
@@ -221,7 +221,6 @@ class _Simulated:
         config = run.config.model_copy(update={"adaptation": state.settings})
         self._planner = planner_of(Begin(replace(run, config=config), state.plan))
         self._programs = self._planner.programs
-        self._candidates: tuple[Candidate, ...] = ()
         self._due: ChangePlan | ProbeLinks | None = None
         self._probing: tuple[Link, ...] = ()
 
@@ -274,11 +273,9 @@ class _Simulated:
 
     def _answer(self, asked: WeighPlans | FetchPrograms) -> Observation:
         if isinstance(asked, FetchPrograms):
-            self._planner.choose(self._candidates[asked.chosen])
+            self._planner.choose(asked.chosen)
             return ProgramsFetched()
-        weighed = self._planner.weigh(asked.profile, asked.verdicts, asked.staying)
-        self._candidates = weighed.candidates
-        return PlansWeighed(weighed.options())
+        return PlansWeighed(self._planner.weigh(asked.profile, asked.verdicts, asked.staying))
 
     def _link(self, link: Link, added_ms: Mapping[Direction, float]) -> LinkDelay:
         is_failed = link in self._state.paths.failed

@@ -118,7 +118,7 @@ def _begun_detector(
         detector, _ = detector.begin_slow(-1, samples, expected, known_verdict)
     for each in known:
         if each.is_dead:
-            detector, _ = detector.observe_failure(-1, *each.direction, _DEAD_BEFORE)
+            detector, _ = detector.observe_failure(-1, each.direction, _DEAD_BEFORE)
     return detector
 
 

@@ -245,7 +245,7 @@ class StepRecorder:
     def _send_known_links(self, step: int, loop: ControlLoop) -> None:
         if self._known_links is None or not loop.state.adapts:
             return
-        news = self._known_links.news(step, controller.known_links(loop.state))
+        news = self._known_links.news(step, loop.state.detector.known_directions())
         if news is not None:
             self._send(news)
 

@@ -54,13 +54,11 @@ class Steps:
         return changes
 
     def fail(self, step, detail="", direction=(2, 3)):
-        self.detector, changes = self.detector.observe_failure(
-            step, direction[0], direction[1], detail
-        )
+        self.detector, changes = self.detector.observe_failure(step, direction, detail)
         return changes
 
     def come_back(self, step, direction=(2, 3)):
-        self.detector, changes = self.detector.observe_return(step, direction[0], direction[1], 20)
+        self.detector, changes = self.detector.observe_return(step, direction, 20)
         return changes
 
     @property
@@ -68,7 +66,7 @@ class Steps:
         return self.detector.verdicts[2, 3]
 
     def baseline_ms(self, route):
-        usual = self.detector.usual(2, 3, is_direct=route)
+        usual = self.detector.usual((2, 3), is_direct=route)
         return None if usual is None else usual.baseline_ms
 
     def path(self):

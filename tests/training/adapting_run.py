@@ -12,13 +12,13 @@ from jaxmorph.control.measurements import link_samples, op_times
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.program.blocking import simulate_blocking
-from jaxmorph.program.instructions import parse_program, program_text
+from jaxmorph.program.instructions import parse_program
 from jaxmorph.records import Link
 from jaxmorph.runtime.direct_probe import probe_transfers
 from jaxmorph.schedule.costs import LinkDelay, StageCosts, chain_links
 from jaxmorph.training.control_loop import ControlLoop, Morph
 from jaxmorph.training.plan_in_force import plan_step
-from jaxmorph.training.planning_client import Chosen, PlanningError
+from jaxmorph.training.planning_client import PlanningError
 from jaxmorph.training.planning_process import CandidatePlanner
 
 _ANSWERS = 4  # of the planning process, one after another, until a plan is ready
@@ -51,15 +51,11 @@ class PlansHere:
         self.asked_with = profile, verdicts, staying
         self.is_asked.set()
         assert self.may_answer.wait(30)
-        weighed = self._planner.weigh(profile, verdicts, staying)
-        self._candidates = weighed.candidates
-        self.weighed.append(weighed)
-        return weighed.options()
+        self.weighed.append(self._planner.weigh(profile, verdicts, staying))
+        return self.weighed[-1]
 
     def choose(self, chosen):
-        candidate = self._candidates[chosen]
-        slots = self._planner.choose(candidate)
-        return Chosen(tuple(map(program_text, candidate.programs)), slots)
+        return self._planner.choose(chosen)
 
     def restart(self, in_force, programs):
         self.restarted.append(in_force.routes)

@@ -133,10 +133,8 @@ class FailingRun:
         self.wires, self.messages, self.log, self.step = Wires(restores), [], [], 0
         self.wires.by_hosts.update(dead)
         detector = Detector()
-        for low, high in dead:
-            for ends in ((low, high), (high, low)):
-                detail = "it had failed before"
-                detector, _ = detector.observe_failure(-1, *ends, detail)
+        for direction in (each for link in dead for each in (link, link[::-1])):
+            detector, _ = detector.observe_failure(-1, direction, "it had failed before")
         plan = replace(FIRST, routes={**FIRST.routes, **dict.fromkeys(dead, "delegated")})
         self.plans = PlansHere(config=config, in_force=plan)
         state = first_state(adaptation, plan, PLANNED_FOR, USUAL, detector)

@@ -20,7 +20,7 @@ from jaxmorph.records import Link, Route
 from jaxmorph.runtime.report import ProbeTimes
 from jaxmorph.schedule.costs import Limits, StageCosts
 from jaxmorph.schedule.planner import plan
-from jaxmorph.training.adaptation import Adaptation, Announced
+from jaxmorph.training.adaptation import Adaptation, Announced, OwnEnds
 from jaxmorph.training.control_loop import Morph
 
 COSTS = StageCosts.uniform(3, 1.0, 1.0, 1.0)
@@ -37,7 +37,7 @@ class Stage:
     delegated = None
 
     def __init__(self, *failures):
-        self.room, self.failures, self.done = [], [*failures], []
+        self.room, self.failures, self.done, self.is_up = [], [*failures], [], True
 
     def make_room(self, slots):
         self.room.append(dict(slots))
@@ -50,7 +50,7 @@ class Stage:
         self.done.append(("failed before", str(link)))
 
     def path_is_up(self, link):
-        return True
+        return self.is_up
 
     def restore_direct(self, link):
         self.done.append(("restore", str(link)))
@@ -177,3 +177,43 @@ def test_failures_are_reported_without_adaptation_too():
     recorder: Any = Recorder()
     fixed = Adaptation(Meeting(1), stage, recorder, None, last_step=9, adapts=False)
     assert (fixed.report(8)[0], fixed.report(9)) == (FAILED, NOTHING)
+
+
+DOWN = PathReport(up={LINK: False})
+RESTORE = PathReport(restore=(LINK,))
+
+
+@pytest.mark.parametrize("how", ["own", "reported", "at an earlier start"])
+@pytest.mark.parametrize("rank", range(3))
+def test_ends_report_their_failed_path_until_its_restore(rank, how):
+    is_end, stage = rank in LINK, Stage()
+    ends: Any = stage
+    stage.is_up = False
+    own = OwnEnds(
+        rank, ends, is_watched=True, failed=[LINK] if how == "at an earlier start" else []
+    )
+    done = [("failed before", "1-2")] if is_end and how == "at an earlier start" else []
+    assert stage.done == done
+    if how == "reported":
+        own.apply([SILENT, FAILED, SILENT])
+    if how == "own":
+        stage.failures = [FAILURE] if is_end else []
+        assert own.report() == (replace(FAILED, up=DOWN.up) if is_end else SILENT)
+        own.apply([SILENT, FAILED, SILENT])
+    assert own.failed == {LINK}
+    assert own.report() == (DOWN if is_end else SILENT)
+    stage.is_up = True
+    assert own.report() == (UP if is_end else SILENT)
+    for upper in (DOWN, SILENT):  # that end finds it down by then
+        own.apply([RESTORE, UP, upper])
+        assert (own.failed, stage.done) == ({LINK}, done)
+    own.apply([RESTORE, UP, UP])
+    assert (own.failed, own.report()) == (frozenset(), SILENT)
+    assert stage.done == ([*done, ("restore", "1-2")] if is_end else [])
+
+
+def test_unwatched_paths_are_not_reported():
+    ends: Any = Stage(FAILURE)
+    own = OwnEnds(1, ends, is_watched=False)
+    assert own.report() == FAILED
+    assert own.report() == SILENT

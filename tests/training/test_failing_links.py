@@ -86,8 +86,8 @@ def test_a_stall_moves_no_estimate(begin):
     run.cut(LINK)
     run.steps(12)
     for direction in ((0, 1), (1, 0), (1, 2), (2, 1)):
-        usual = undisturbed.loop.state.detector.usual(*direction, is_direct=True)
-        assert run.loop.state.detector.usual(*direction, is_direct=True) == usual
+        usual = undisturbed.loop.state.detector.usual(direction, is_direct=True)
+        assert run.loop.state.detector.usual(direction, is_direct=True) == usual
     assert run.events("straggler_detected", "compute_changed") == []
     assert run.profiler.profile().costs == undisturbed.profiler.profile().costs
     other = undisturbed.profiler.profile().links[FIRST_LINK]

@@ -63,7 +63,7 @@ def test_a_slow_link_has_three_plans_that_run():
     assert new.plan.schedule.name == "adaptive"
     assert new.step_ms == pytest.approx(421.0)  # 30 ms, and what delegation costs, once
     assert new.step_ms < same_order.step_ms < first.step_ms
-    for candidate in weighed.candidates:
+    for candidate in plans.candidates:
         check(candidate.programs)
     (only,) = plans.weigh(profile, verdicts(2, 3, 0.0, LinkHealth.HEALTHY)).candidates
     assert only.plan.schedule.name == "zb-h2"
@@ -87,8 +87,9 @@ def test_candidates_delegate_what_the_configuration_lets(sections, links):
 
 def test_after_a_morph_predictions_are_the_new_plans():
     plans, profile = planner()
-    adapted = plans.weigh(profile, verdicts(2, 3, 30.0)).candidates[2]
-    assert plans.choose(adapted) == slots_needed(adapted.programs)
+    plans.weigh(profile, verdicts(2, 3, 30.0))
+    adapted = plans.candidates[2]
+    assert plans.choose(2).slots == slots_needed(adapted.programs)
     # Judged on the delegated route, so the latency includes the usual time there.
     assert plans.weigh(profile, verdicts(2, 3, 31.0)).in_force_ms == adapted.step_ms
     first = plans.weigh(profile, []).candidates[0].plan
@@ -119,9 +120,9 @@ def test_a_tied_gradients_link_is_delegated_too():
 
 def test_evaluation_has_its_slots():
     plans, profile = planner(evaluation={"every_steps": 5}, data={"held_out_fraction": 0.1})
-    adapted = plans.weigh(profile, verdicts(2, 3, 30.0)).candidates[2]
-    forwards = slots_needed([*map(forward_only, adapted.programs)])
-    slots = plans.choose(adapted)
+    plans.weigh(profile, verdicts(2, 3, 30.0))
+    forwards = slots_needed([*map(forward_only, plans.candidates[2].programs)])
+    slots = plans.choose(2).slots
     assert all(slots[channel] >= number for channel, number in forwards.items())
     assert any(slots[channel] >= number > 1 for channel, number in forwards.items())
 
@@ -155,14 +156,10 @@ def held_bytes(plan, sizes):
     )
 
 
-def routes_and_orders(weighed):
-    return [(delegated(each), each.plan.schedule) for each in weighed.candidates]
-
-
 def test_a_newly_slow_link_has_plans_that_keep_others():
     plans, profile = planner()
     adapted = plans.weigh(profile, verdicts(0, 1, 30.0)).candidates[2]
-    plans.choose(adapted)
+    plans.choose(2)
     slow = [*verdicts(0, 1, 1.0, LinkHealth.HEALTHY), *verdicts(2, 3, 30.0)]
     for staying in ((), [Link(0, 1)]):  # it may go back after a probe, or not yet
         weighed = plans.weigh(profile, slow, staying)
@@ -171,7 +168,7 @@ def test_a_newly_slow_link_has_plans_that_keep_others():
         assert found == [[], *alone, *both]
         first, now = weighed.candidates[0].plan.schedule, adapted.plan.schedule
         assert [each.plan.schedule for each in weighed.candidates[3:5]] == [first, now]
-        for candidate in weighed.candidates[3:]:
+        for candidate in plans.candidates[3:]:
             check(candidate.programs)
             assert candidate.step_ms < 0.6 * weighed.in_force_ms
 
@@ -180,7 +177,7 @@ def test_one_link_goes_back_while_another_stays():
     plans, profile = planner()
     slow = [*verdicts(0, 1, 30.0), *verdicts(2, 3, 30.0)]
     adapted = plans.weigh(profile, slow).candidates[2]
-    plans.choose(adapted)
+    plans.choose(2)
     healed = [each for at in (0, 2) for each in verdicts(at, at + 1, 1.0, LinkHealth.HEALTHY)]
     _, first_order, same_order = plans.weigh(profile, healed, [Link(2, 3)]).candidates
     assert delegated(first_order) == delegated(same_order) == ["2-3"]
@@ -190,13 +187,13 @@ def test_one_link_goes_back_while_another_stays():
 @pytest.mark.parametrize("delegates", ["slow", "any"])
 def test_a_dead_link_has_plans_that_change_no_other(delegates):
     plans, profile = planner(adaptation={"enabled": True, "delegates": delegates})
-    adapted = plans.weigh(profile, verdicts(0, 1, 30.0)).candidates[2]
-    plans.choose(adapted)
+    plans.weigh(profile, verdicts(0, 1, 30.0))
+    plans.choose(2)
     dead = [*verdicts(0, 1, 1.0, LinkHealth.HEALTHY), *verdicts(2, 3, 0.0, path=PathState.FAILED)]
     candidates = plans.weigh(profile, dead, [Link(0, 1)]).candidates
     assert any(delegated(each) == ["0-1", "2-3"] for each in candidates)
     assert any("2-3" in delegated(each) for each in candidates)
-    for candidate in candidates:
+    for candidate in plans.candidates:
         check(candidate.programs)
 
 

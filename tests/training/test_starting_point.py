@@ -8,7 +8,6 @@ import pytest
 from adapting_run import CONFIG, COSTS, FIRST, PLANNED_FOR, USUAL, PlansHere
 
 from jaxmorph.control.conditions import UsualLinks
-from jaxmorph.control.controller import known_links
 from jaxmorph.control.link_state import LinkHealth, PathState
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.control.step_programs import lower_step
@@ -110,7 +109,7 @@ def test_a_link_slow_from_the_start_is_found(measured):
     assert start.usual == USUAL
     assert start.home.routes == FIRST.routes
     for is_direct, usual_ms in ((True, 0.5), (False, 1.5)):
-        usual = start.detector.usual(1, 2, is_direct=is_direct)
+        usual = start.detector.usual((1, 2), is_direct=is_direct)
         assert usual is not None
         assert usual.baseline_ms == pytest.approx(usual_ms)
 
@@ -292,4 +291,5 @@ def test_a_dead_link_never_uses_its_direct_path(begin):
     assert run.of_kind("straggler_detected") == [(0, "straggler_detected", "1-2")] * 2
     assert run.of_kind("route_changed", "link_probed", "straggler_cleared") == []
     assert run.loop.state.paths.failed == {LINK}
-    assert {each.direction for each in known_links(run.loop.state)} == {(1, 2), (2, 1)}
+    known_now = run.loop.state.detector.known_directions()
+    assert {each.direction for each in known_now} == {(1, 2), (2, 1)}
