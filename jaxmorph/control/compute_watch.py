@@ -1,9 +1,8 @@
 """Finds stages whose ops have become slower or faster than the plan expects."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any
 
 from jaxmorph.control.measurements import OpTime, robust_spread
 from jaxmorph.control.verdicts import Evidence
@@ -38,10 +37,6 @@ class ComputeNotice:
     step: int
     evidence: Evidence
     reason: str
-
-    def to_json(self) -> dict[str, Any]:
-        """The notice as a JSON object."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The events that the controller emits, and a change of plan."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from jaxmorph.control.compute_watch import ComputeNotice
@@ -74,7 +74,7 @@ def describe_ops(changed: Mapping[tuple[int, OpKind], ComputeNotice]) -> tuple[s
 
 def notice_event(notice: ComputeNotice) -> ControlEvent:
     """The event of ops that have become slower or faster."""
-    return ControlEvent(EventKind.COMPUTE_CHANGED, notice.reason, evidence=notice.to_json())
+    return ControlEvent(EventKind.COMPUTE_CHANGED, notice.reason, evidence=asdict(notice))
 
 
 def probe_event(link: Link, took_ms: Sequence[float], is_late: bool) -> ControlEvent:

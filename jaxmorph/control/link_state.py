@@ -25,53 +25,30 @@ def link_of(direction: Direction) -> Link:
 
 
 class LinkHealth(StrEnum):
-    """The health of a direction, by its messages.
-
-    Attributes:
-        HEALTHY: They take about as long as when the link was first measured.
-        SLOW: They take longer, for more than a message or two.
-        RECOVERING: They are in time again, but not yet for long enough.
-    """
+    """The health of a direction, by its messages."""
 
     HEALTHY = "healthy"
     SLOW = "slow"
-    RECOVERING = "recovering"
+    RECOVERING = "recovering"  # in time again, but not yet for long enough
 
 
 class PathState(StrEnum):
-    """The state of a link's direct path.
-
-    Attributes:
-        UP: No failure is known.
-        FAILED: It was given up: a transfer did not arrive in time.
-        RETURNED: It failed, and both ends have since found it up for long enough.
-    """
+    """The state of a link's direct path."""
 
     UP = "up"
     FAILED = "failed"
-    RETURNED = "returned"
+    RETURNED = "returned"  # after a failure both ends have found it up for long enough
 
 
 class Trigger(StrEnum):
-    """A finding that can change a direction's state.
+    """A finding that can change a direction's state."""
 
-    Attributes:
-        ROSE: More messages in a row were late than chance explains.
-        MOVED: Messages are still late, but take clearly more or less time than before.
-        FELL: Several messages in a row were in time.
-        LASTED: Messages have been in time for several steps.
-        FAILED: The direct path was given up, or was found down.
-        SHIFTED: Delegated messages of a dead link take clearly more or less time than before.
-        RETURNED: Both ends have found the direct path up for many steps in a row.
-        KNOWN: The direction was slow when the run last stopped.
-    """
-
-    ROSE = "late messages"
-    MOVED = "another delay"
+    ROSE = "late messages"  # more in a row than chance explains
+    MOVED = "another delay"  # late as before, but by clearly more or less
     FELL = "messages in time"
     LASTED = "in time for several steps"
-    FAILED = "path failed"
-    SHIFTED = "another delegated time"
+    FAILED = "path failed"  # given up, or found down
+    SHIFTED = "another delegated time"  # of a dead link
     RETURNED = "path up again"
     KNOWN = "slow before a restart"
 
@@ -114,15 +91,14 @@ IMPOSSIBLE: frozenset[State] = frozenset({
 
 SENTENCES: Mapping[Trigger, str] = {
     Trigger.ROSE: "is slow: {took} for {count} messages in a row, {threshold:.1f} is late",
-    Trigger.MOVED: "is slow by another amount: {took} for {count} messages in a row, "
-    "was {before:.1f}",
+    Trigger.MOVED: "has another delay: {took} for {count} messages in a row, was {before:.1f}",
     Trigger.FELL: "is recovering: {took} for {count} messages in a row, was {before:.1f}",
     Trigger.LASTED: "is healthy again: {took} in the last of {steps} good steps",
     Trigger.FAILED: "is dead: {detail}",
-    Trigger.SHIFTED: "is dead, and delegated messages take another time: {took} for {count} in "
-    "a row, was {before:.1f}",
+    Trigger.SHIFTED: "is dead, and delegated messages have another delay: {took} for {count} in a "
+    "row, was {before:.1f}",
     Trigger.RETURNED: "is back: {detail}",
-    Trigger.KNOWN: "is taken for slow, as when the run was last at work: {detail}",
+    Trigger.KNOWN: "was slow before the restart: {detail}",
 }
 """The reason of a verdict by its trigger; `took` describes the messages' times."""
 

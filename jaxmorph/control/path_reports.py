@@ -160,13 +160,13 @@ def _of_restored(link: Link) -> ControlEvent:
 
 
 def _of_path_down(link: Link) -> ControlEvent:
-    detail = "the direct path, which had come back, is down again; the link stays delegated"
+    detail = "the direct path had returned and is down again; the link stays delegated"
     return ControlEvent(EventKind.LINK_PATH_DOWN, detail, str(link))
 
 
 def _of_given_up(link: Link) -> ControlEvent:
     detail = (
-        "the direct path has failed as often as it can begin while these processes live: the link "
-        "stays delegated until the run is started again"
+        "the direct path can't be restored any more in these processes: the link stays delegated "
+        "until the run restarts"
     )
     return ControlEvent(EventKind.LINK_GIVEN_UP, detail, str(link))

@@ -132,11 +132,6 @@ class KnownDirection:
         return self.verdict.direction
 
     @property
-    def is_dead(self) -> bool:
-        """See `Verdict`."""
-        return self.verdict.is_dead
-
-    @property
     def _healthy_ms(self) -> float:
         return self.usual_ms.get(self.route, self.verdict.evidence.baseline_ms)
 
@@ -148,7 +143,7 @@ class KnownDirection:
     def in_words(self) -> str:
         """Such as `1>2 slow, 41.2 ms (healthy: 0.5)`."""
         source, destination = self.direction
-        if self.is_dead:
+        if self.verdict.is_dead:
             return f"{source}>{destination} without a direct path"
         latency_ms, healthy_ms = self.verdict.latency_ms, self._healthy_ms
         return f"{source}>{destination} slow, {latency_ms:.1f} ms (healthy: {healthy_ms:.1f})"
@@ -171,7 +166,7 @@ def dead_of(known: Iterable[KnownDirection]) -> frozenset[Link]:
 
 def slow_of(known: Iterable[KnownDirection]) -> dict[Direction, KnownDirection]:
     """The directions that were slow and not dead."""
-    return {each.direction: each for each in known if not each.is_dead}
+    return {each.direction: each for each in known if not each.verdict.is_dead}
 
 
 def with_known_delays(

@@ -152,12 +152,6 @@ class PlanningProcess:
         """
         return self._ask(Choose(chosen), Chosen)
 
-    def end(self) -> int:
-        """Close the process's standard input, on which it ends; return its exit code."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        return self._process.wait(_ANSWER_S)
-
     def close(self) -> None:
         """Kill the process for good."""
         with self._lock:

@@ -33,7 +33,7 @@ from jaxmorph.schedule.planner import Plan
 from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.training.first_plan import FirstPlan, agree_on_routes, planned_links
 
-_DEAD_BEFORE = "its direct path had failed when the run was last at work"
+_DEAD_BEFORE = "its direct path had failed before the restart"
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _begun_detector(
         expected = _usual_ms(direction, usual)
         detector, _ = detector.begin_slow(-1, samples, expected, known_verdict)
     for each in known:
-        if each.is_dead:
+        if each.verdict.is_dead:
             detector, _ = detector.observe_failure(-1, each.direction, _DEAD_BEFORE)
     return detector
 
@@ -142,7 +142,8 @@ class KnownLinks:
 
     def news(self, step: int, directions: Sequence[KnownDirection]) -> LinksChanged | None:
         """The slow and dead directions to write; None if no verdict has changed."""
-        known = tuple((each.direction, each.is_dead, each.verdict.step) for each in directions)
+        verdicts = (each.verdict for each in directions)
+        known = tuple((each.direction, each.is_dead, each.step) for each in verdicts)
         if known == self._reported:
             return None
         self._reported = known
@@ -161,7 +162,7 @@ def known_links(
     own = _read(directory / LINKS, _pipeline(config, layers)) if rendezvous.rank == 0 else []
     directions = map(KnownDirection.from_json, agree(rendezvous, tuple[Json, ...], tuple(own)))
     # Without failover no rank would find that a dead link's path is up again.
-    return tuple(each for each in directions if config.fails_over or not each.is_dead)
+    return tuple(each for each in directions if config.fails_over or not each.verdict.is_dead)
 
 
 def _pipeline(config: Config, layers: Sequence[range]) -> dict[str, Any]:

@@ -232,7 +232,7 @@ def test_another_delay_of_a_slow_link_is_reported(other_ms):
     steps = Steps().run(*[LATE] * 3, [31.0] * 4 + [other_ms] * 8, *[[other_ms] * 12] * 3)
     assert steps.path() == [(SLOW, 6), (SLOW, 9)]
     assert steps.changes[1].latency_ms == other_ms
-    assert steps.changes[1].reason.startswith("link 2>3 is slow by another amount")
+    assert steps.changes[1].reason.startswith("link 2>3 has another delay")
 
 
 def test_a_delay_that_never_settles_is_reported_less_and_less():
@@ -309,7 +309,7 @@ class TestFailures:
         slower, quicker = steps.changes
         assert (slower.latency_ms, quicker.latency_ms) == (31.0, 1.0)
         assert slower.reason == (
-            "link 2>3 is dead, and delegated messages take another time: 31.0 ms (31.0 to 31.0) "
+            "link 2>3 is dead, and delegated messages have another delay: 31.0 ms (31.0 to 31.0) "
             "for 5 in a row, was 1.0"
         )
 
@@ -366,7 +366,7 @@ def test_verdicts_follow_the_table_with_evidence(messages_ms, drawn):
             assert min(verdict.evidence.samples_ms) > verdict.evidence.threshold_ms
         if verdict.health is RECOVERING and before[1] is not PathState.FAILED:
             assert max(verdict.evidence.samples_ms) < verdict.evidence.threshold_ms
-        assert verdict.reason.startswith("link 2>3 is ")
+        assert verdict.reason.startswith("link 2>3 ")
         before = now
     assert (steps.now.health, steps.now.path) == before
 

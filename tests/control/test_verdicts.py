@@ -98,9 +98,7 @@ def test_a_known_slow_direction_begins_slow(now_ms, later, path):
     (slow,) = steps.begin_slow(samples, usual_ms, SLOW.verdict)
     assert (slow.health, slow.latency_ms, slow.step) == (LinkHealth.SLOW, 41.5, -1)
     assert slow.evidence == SLOW.verdict.evidence
-    assert slow.reason == (
-        "link 2>3 is taken for slow, as when the run was last at work: 41.5 ms (healthy: 1.1)"
-    )
+    assert slow.reason == ("link 2>3 was slow before the restart: 41.5 ms (healthy: 1.1)")
     assert steps.run(*later).path() == path
 
 

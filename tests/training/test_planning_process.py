@@ -223,7 +223,10 @@ def test_the_process_plans_and_ends_with_its_input():
         assert programs == lower_step(FIRST.schedule, expected, chosen.plan.routes, num_tied=1)
         directions = {(channel.source, channel.destination) for channel in chosen_plan.slots}
         assert directions == {(1, 2), (2, 1)}
-        assert process.end() == 0  # as at the end of rank 0
+        requests = process._process.stdin
+        assert requests is not None
+        requests.close()  # as at the end of rank 0
+        assert process._process.wait(30) == 0
         with pytest.raises(PlanningError, match="the planning process is gone"):
             process.weigh(PROFILE, SLOW)
     finally:

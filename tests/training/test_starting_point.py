@@ -256,7 +256,7 @@ def test_a_known_slow_link_begins_delegated(begin, is_slow):
     assert start.home.routes == FIRST.routes
     run.steps(20, slow_ms=ADDED_MS if is_slow else 0.0)
     assert run.events[0] == (0, "straggler_detected", "1-2")
-    assert run.details[0].startswith("link 1>2 is taken for slow, as when the run was last at wo")
+    assert run.details[0].startswith("link 1>2 was slow before the restart: ")
     kinds = ("straggler_detected", "straggler_recovering", "straggler_cleared", "link_probed")
     kinds_seen = [kind for _, kind, _ in run.of_kind(*kinds, "route_changed")]
     if is_slow:  # it stays delegated
