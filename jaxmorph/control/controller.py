@@ -199,8 +199,7 @@ def _judge_probes(
 
 def _drop_probes(state: ControllerState, phase: Probing) -> ControllerState:
     """Return to `Idle`, with the waiting decision as news."""
-    news = replace(state.news, are_due=True, ops={**phase.ops, **state.news.ops})
-    return replace(state, phase=Idle(), news=news)
+    return replace(state, phase=Idle(), news=state.news.with_pending(phase.ops))
 
 
 def _weigh_if_due(state: ControllerState) -> Advance:
@@ -266,7 +265,7 @@ def _change(state: ControllerState, prepared: Preparing) -> Advance:
     now, then = situation.in_force, situation.candidates[prepared.decision.chosen or 0]
     if _uses_failed_path(state, then.routes):
         # A path has failed since the decision, so the planning process has the wrong plan in force.
-        news = replace(state.news, are_due=True, ops={**prepared.ops, **state.news.ops})
+        news = state.news.with_pending(prepared.ops)
         return _weigh_if_due(replace(state, phase=Idle(), news=news, must_restart=True))
     change = PlanChange(
         plan=replace(then.plan, predicted_step_s=then.step_ms / 1e3, reason=reason),
@@ -294,12 +293,8 @@ def _uses_failed_path(state: ControllerState, routes: Routes) -> bool:
 def _retry_later(state: ControllerState, error: str) -> Advance:
     """Retry after some steps, or give up."""
     retries = state.retries.after_failure(state.step)
-    waiting = state.phase.ops if isinstance(state.phase, Weighing | Preparing) else {}
-    news = replace(
-        state.news,
-        are_due=True,  # if only to restart the process
-        ops={**waiting, **state.news.ops},
-    )
+    pending = state.phase.ops if isinstance(state.phase, Weighing | Preparing) else {}
+    news = state.news.with_pending(pending)  # if only to restart the process
     phase = GivenUp() if retries.are_over else Idle()
     state = replace(state, phase=phase, retries=retries, news=news, must_restart=True)
     detail = f"{error}; {retries.in_words(state.step)}"

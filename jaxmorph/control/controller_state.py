@@ -223,6 +223,10 @@ class News:
     turned_slow: bool = False
     weigh_at_step: float = math.inf
 
+    def with_pending(self, ops: ChangedOps) -> "News":
+        """The news, with a decision that was dropped and the changed ops that it included."""
+        return replace(self, are_due=True, ops={**ops, **self.ops})
+
 
 @dataclass(frozen=True)
 class Retries:

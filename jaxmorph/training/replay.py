@@ -320,8 +320,7 @@ def _undecided(state: ControllerState) -> ControllerState:
         case Changing(change):
             return replace(state, plan=change.plan, phase=Starting())
         case Weighing() | Probing() | Preparing() as phase:
-            news = replace(state.news, are_due=True, ops={**phase.ops, **state.news.ops})
-            return replace(state, news=news, phase=Starting())
+            return replace(state, news=state.news.with_pending(phase.ops), phase=Starting())
         case _:
             return replace(state, phase=Starting())
 

@@ -57,7 +57,7 @@ class Steps:
         self.detector, changes = self.detector.observe_failure(step, direction, detail)
         return changes
 
-    def come_back(self, step, direction=(2, 3)):
+    def return_path(self, step, direction=(2, 3)):
         self.detector, changes = self.detector.observe_return(step, direction, 20)
         return changes
 
@@ -290,7 +290,7 @@ class TestFailures:
         assert steps.now.latency_ms == 1.0
         steps.run(*[[0.0] * 12] * 5, route=DIRECT)
         assert state(steps.now) == DEAD
-        (back,) = steps.come_back(steps.step)
+        (back,) = steps.return_path(steps.step)
         assert (back.health, back.path, back.step) == (RECOVERING, PathState.RETURNED, steps.step)
         assert back.reason == (
             "link 2>3 is back: both ends have found its direct path up for 20 steps in a row"
@@ -315,21 +315,21 @@ class TestFailures:
 
     def test_a_repeated_failure_or_return_is_ignored(self):
         steps = Steps()
-        assert steps.come_back(6) == []  # it isn't dead
+        assert steps.return_path(6) == []  # it isn't dead
         assert steps.now.health is HEALTHY
         assert len(steps.fail(6)) == 1
         assert steps.fail(6) == []
-        steps.come_back(6)
+        steps.return_path(6)
         (dead,) = steps.fail(6, "its direct path is down again")
         assert (state(dead), dead.step) == (DEAD, 6)
-        steps.come_back(6)
+        steps.return_path(6)
         assert steps.run(LATE).path() == [(SLOW, 6)]  # it may come back slow
         assert steps.now.path is PathState.RETURNED
 
     def test_a_link_without_messages_recovers_by_its_path(self):
         steps = Steps(healthy=0)
         steps.fail(0, direction=(0, 3))
-        back, healthy = steps.come_back(20, direction=(0, 3))
+        back, healthy = steps.return_path(20, direction=(0, 3))
         assert (back.health, healthy.health) == (RECOVERING, HEALTHY)
         assert steps.detector.verdicts[0, 3] is healthy
 
@@ -350,7 +350,7 @@ def run_of(messages_ms, drawn):
         if drawn.random() < 0.1:
             steps.changes += steps.fail(number, "gave up")
         if drawn.random() < 0.1:
-            steps.changes += steps.come_back(number)
+            steps.changes += steps.return_path(number)
     return steps
 
 
@@ -376,7 +376,7 @@ def test_a_detector_is_immutable():
     before, kept = steps.detector, deepcopy(steps.detector)
     steps.run(LATE)
     steps.fail(7)
-    steps.come_back(27)
+    steps.return_path(27)
     assert before == kept != steps.detector
     assert before.observe(6, messages(LATE))[1] == steps.changes
 
