@@ -114,7 +114,7 @@ class Detector:
 
     def _usual_ms(self, direction: Direction) -> dict[Route, float]:
         """The time of a healthy message on each route for which it is known or can be derived."""
-        found = {
+        found: dict[Route, Usual | None] = {
             route: self.usual(direction, is_direct=is_direct)
             for is_direct, route in _ROUTES.items()
         }

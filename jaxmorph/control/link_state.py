@@ -24,6 +24,11 @@ def link_of(direction: Direction) -> Link:
     return Link(min(direction), max(direction))
 
 
+def directions_of(link: Link) -> tuple[Direction, Direction]:
+    """Both directions of a link."""
+    return (link.lower, link.upper), (link.upper, link.lower)
+
+
 class LinkHealth(StrEnum):
     """The health of a direction, by its messages."""
 

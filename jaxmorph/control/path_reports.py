@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.events import ControlEvent, verdict_event
-from jaxmorph.control.link_state import FailedPaths, PathFailure
+from jaxmorph.control.link_state import FailedPaths, PathFailure, directions_of
 from jaxmorph.control.measurements import LinkSample
 from jaxmorph.plain_json import written_as
 from jaxmorph.records import EventKind, Link, Route, Routes
@@ -136,7 +136,7 @@ def judge_paths(
         detector = _with_failure(detector, step, link, "its direct path is down again")
         events.append(_of_path_down(link))
     for link, up_steps in changes.returned.items():
-        for direction in (link, link[::-1]):
+        for direction in directions_of(link):
             before = detector.verdicts
             detector, changed = detector.observe_return(step, direction, up_steps)
             events += filter(None, (verdict_event(each, before) for each in changed))
@@ -144,7 +144,7 @@ def judge_paths(
 
 
 def _with_failure(detector: Detector, step: int, link: Link, detail: str) -> Detector:
-    for direction in (link, link[::-1]):
+    for direction in directions_of(link):
         detector, _ = detector.observe_failure(step, direction, detail)
     return detector
 

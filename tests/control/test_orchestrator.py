@@ -291,26 +291,26 @@ DWELL = Dwell(least_steps=4, most_steps=20)
 def test_a_stay_depends_on_the_earlier_ones(steps, stand):
     dwell, found = DWELL, []
     for step in steps:
-        dwell = dwell.after(["2-3"], step)
-        found.append(dwell.waits(["2-3"], step))
+        dwell = dwell.after([Link(2, 3)], step)
+        found.append(dwell.waits([Link(2, 3)], step))
     assert found == stand
 
 
 def test_each_subject_has_its_own_stay():
-    assert DWELL.waits(["2-3"], 0) == 0
-    changed = DWELL.after(["2-3"], 10)
-    assert [changed.waits(["2-3"], step) for step in (10, 13, 14, 50)] == [4, 1, 0, 0]
-    assert changed.waits(["0-1"], 10) == 0
-    assert changed.waits(["0-1", "2-3"], 11) == 3
-    changed = changed.after(["2-3", "0-1"], 15)
-    assert (changed.waits(["2-3"], 15), changed.waits(["0-1"], 15)) == (8, 4)
+    assert DWELL.waits([Link(2, 3)], 0) == 0
+    changed = DWELL.after([Link(2, 3)], 10)
+    assert [changed.waits([Link(2, 3)], step) for step in (10, 13, 14, 50)] == [4, 1, 0, 0]
+    assert changed.waits([Link(0, 1)], 10) == 0
+    assert changed.waits([Link(0, 1), Link(2, 3)], 11) == 3
+    changed = changed.after([Link(2, 3), Link(0, 1)], 15)
+    assert (changed.waits([Link(2, 3)], 15), changed.waits([Link(0, 1)], 15)) == (8, 4)
 
 
 def test_a_change_for_another_subject_is_no_flapping():
-    dwell = DWELL.after(["order"], 0)
+    dwell = DWELL.after([SCHEDULE], 0)
     for step in (4, 8, 12):
-        dwell = dwell.extended("order", step)
-        assert dwell.waits(["order"], step) == 4
-    assert dwell.after(["order"], 17).waits(["order"], 17) == 4  # 17 after the last of its own
-    assert dwell.after(["order"], 16).extended("order", 17).waits(["order"], 17) == 7
-    assert DWELL.extended("order", 5).after(["order"], 9).waits(["order"], 9) == 4
+        dwell = dwell.extended(SCHEDULE, step)
+        assert dwell.waits([SCHEDULE], step) == 4
+    assert dwell.after([SCHEDULE], 17).waits([SCHEDULE], 17) == 4  # 17 after the last of its own
+    assert dwell.after([SCHEDULE], 16).extended(SCHEDULE, 17).waits([SCHEDULE], 17) == 7
+    assert DWELL.extended(SCHEDULE, 5).after([SCHEDULE], 9).waits([SCHEDULE], 9) == 4

@@ -11,7 +11,7 @@ from adapting_run import CONFIG, COSTS, FIRST, PLANNED_FOR, USUAL, PlansHere
 
 from jaxmorph.control.controller_state import first_state
 from jaxmorph.control.detector import Detector
-from jaxmorph.control.link_state import PathFailure
+from jaxmorph.control.link_state import PathFailure, directions_of
 from jaxmorph.control.path_reports import PathReport
 from jaxmorph.control.profiler import Profiler
 from jaxmorph.control.step_programs import lower_step
@@ -133,7 +133,7 @@ class FailingRun:
         self.wires, self.messages, self.log, self.step = Wires(restores), [], [], 0
         self.wires.by_hosts.update(dead)
         detector = Detector()
-        for direction in (each for link in dead for each in (link, link[::-1])):
+        for direction in (each for link in dead for each in directions_of(link)):
             detector, _ = detector.observe_failure(-1, direction, "it had failed before")
         plan = replace(FIRST, routes={**FIRST.routes, **dict.fromkeys(dead, "delegated")})
         self.plans = PlansHere(config=config, in_force=plan)

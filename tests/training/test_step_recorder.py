@@ -219,7 +219,7 @@ class OneMorph:
         self.calls.append(("observe", seen.step))
         return (ControlEvent(EventKind.STRAGGLER_DETECTED, "late", "0-1", {"n": 1}),)
 
-    def adopted(self, morph):
+    def plan_changed(self, morph):
         self.calls.append(("adopted", morph.plan.schedule.name))
         return change_events(morph.change)
 
