@@ -1,8 +1,8 @@
 """Adaptation on every rank: it receives a morph from rank 0 and swaps to it.
 
 Rank 0 gets all timings of step k at its end and evaluates them during step k + 1
-(`step_recorder.step_observed`, `control_loop`). Its decision goes to all ranks with the scalars that
-end step k + 1, and all ranks run the new plan from step k + 2 on. A morph compiles nothing: it
+(`step_recorder.step_observed`, `control_loop`). Its decision goes to all ranks with the scalars
+that end step k + 1, and all ranks run the new plan from step k + 2 on. A morph compiles nothing: it
 brings other instructions and more slots. A failed direct path begins a new epoch before its probe.
 """
 
