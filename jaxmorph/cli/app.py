@@ -152,7 +152,7 @@ def export(
         Path | None, typer.Option(help="Output folder; default: exported/step_N in RUN_DIR.")
     ] = None,
 ) -> int:
-    """Write a run's model in its usual format, such as Hugging Face's for GPT-2."""
+    """Write a run's model in its own format, such as Hugging Face's."""
     from jaxmorph.cli.models import export_model
 
     typer.echo(export_model(run_dir, step, to))
@@ -169,7 +169,7 @@ def launch(
         typer.Option(help="Folder for the processes' logs; default: kept only on failure."),
     ] = None,
 ) -> int:
-    """Run your own script on this machine, in one process for each stage."""
+    """Run your own script, one process for each stage."""
     from jaxmorph.training.script_launch import launch_script
 
     launch_script(script, arguments or [], stages, logs)
@@ -215,7 +215,7 @@ def compare(
         list[str] | None, typer.Argument(help="section.key=value; the value is read as YAML.")
     ] = None,
 ) -> int:
-    """Measure several systems under several conditions of links; write a table and figures."""
+    """Measure systems under conditions of links."""
     from jaxmorph.compare.comparison import start_comparison
 
     return 1 if start_comparison(config, overrides or []) else 0
@@ -245,7 +245,7 @@ def replay(
         Path | None, typer.Option(help="Directory for the replayed run and its report.")
     ] = None,
 ) -> int:
-    """Replay a run's decisions from its recorded observations, also with other settings."""
+    """Replay a run's decisions, also with other settings."""
     from jaxmorph.cli.replay import print_replay
     from jaxmorph.report.terminal import open_console
 

@@ -218,5 +218,5 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path, override, line):
 def test_help_lists_the_arguments():
     done = jaxmorph("compare", "--help")
     assert done.returncode == 0
-    assert "Measure several systems under several conditions of links" in done.stdout
+    assert "Measure systems under conditions of links" in done.stdout
     assert "section.key=value" in done.stdout
