@@ -82,9 +82,9 @@ app.command()(doctor)
 @app.command()
 def init(
     folder: Annotated[
-        Path, typer.Argument(metavar="[DIR]", help="Where to; made if it is not there.")
+        Path, typer.Argument(metavar="[DIR]", help="Folder of the new file; made if missing.")
     ] = Path(),
-    name: Annotated[str, typer.Option(help="Which one: demo or llama.")] = "demo",
+    name: Annotated[str, typer.Option(help="The configuration: demo or llama.")] = "demo",
 ) -> int:
     """Write a configuration to start from: DIR/demo.yaml."""
     from jaxmorph.cli.init import write_starter

@@ -1,4 +1,4 @@
-"""``jaxmorph init``: the configurations that jaxmorph brings."""
+"""``jaxmorph init``: writes one of the configurations that come with jaxmorph."""
 
 from pathlib import Path
 
@@ -8,10 +8,7 @@ _STARTERS = Path(__file__).parent / "configs"  # links to the repository's, file
 
 
 def write_starter(folder: Path, name: str) -> Path:
-    """Writes a configuration into a folder, which is made if it is not there.
-
-    Returns:
-        The new file.
+    """Write a configuration to a new file in a folder, which is made if missing; returns its path.
 
     Raises:
         UserError: There is no such configuration, or the file exists or cannot be written.
