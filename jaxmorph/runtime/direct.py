@@ -312,9 +312,9 @@ class DirectRoute:
         begun_s = self.links.wait_until_whole(identity, arrived_s, deadline_s, self.given_up)
         peer, _ = program.run((*identity.words(), *_time_words(begun_s)), value)
         moved = Moved(peer, _check(peer, identity) if self.answered else None)
-        if begun_s == arrived_s and not self.links.concern(identity.transfer):
-            return moved
-        return self._emulated(moved, identity, value.nbytes, begun_s, deadline_s)
+        if begun_s != arrived_s or self.links.concern(identity.transfer):
+            moved = self._emulated(moved, identity, value.nbytes, begun_s, deadline_s)
+        return moved
 
     def take(self, identity: TransferIdentity, arrived_s: float, deadline_s: float) -> Moved:
         """Run the receiver's end and check which message came."""
@@ -348,16 +348,14 @@ class DirectRoute:
         deadline_s: float,
     ) -> Moved:
         """The transfer with the time until which an emulated link holds both its ends."""
-        met_s = self._met_s(moved, begun_s)
+        if self.answered and moved.peer_arrived_s is not None:
+            # Each end knows the other's time, so both compute the same number.
+            met_s = max(_time_of(*_time_words(begun_s)), moved.peer_arrived_s)
+        else:
+            jax.block_until_ready(moved.value)
+            met_s = time.monotonic()
         over_s = self.links.over_s(identity, num_bytes, met_s, deadline_s, self.given_up)
         return replace(moved, over_s=over_s)
-
-    def _met_s(self, moved: Moved, begun_s: float) -> float:
-        """When both ends were there; both compute the same number if each knows the other's."""
-        if self.answered and moved.peer_arrived_s is not None:
-            return max(_time_of(*_time_words(begun_s)), moved.peer_arrived_s)
-        jax.block_until_ready(moved.value)
-        return time.monotonic()
 
     def _program(self, identity: TransferIdentity) -> LinkProgram:
         require_live(identity, self.abandoned)

@@ -35,7 +35,6 @@ from jaxmorph.program.instructions import (
     Run,
     Send,
     Transfer,
-    Update,
 )
 from jaxmorph.runtime.host_copies import AwayStash, HostCopies, wait_for
 from jaxmorph.runtime.queue import DeviceQueue, Pace, Stamp
@@ -192,6 +191,7 @@ class Executor:
         return StepOutcome(loss, tuple(state.accumulators), stamps, state.arrivals, copies)
 
     def _enqueue(self, instruction: Instruction, state: _Step) -> None:
+        # `Update` is missing: the trainer updates once it has the scalars of all ranks.
         match instruction:
             case Run(op):
                 self._await_stash(op, state)
@@ -206,12 +206,15 @@ class Executor:
                 state.arrivals.append(_arrival(transfer, moved))
             case Free(buffer):
                 self.queue.enqueue(None, partial(state.buffers.pop, buffer))
-            case Offload() | Fetch() | AwaitRoom():
-                self._enqueue_copy(instruction, state)
+            case Offload(stash):
+                state.away[stash] = AwayStash(stash)
+                self.queue.enqueue_after(partial(self._offload, stash, state))
+            case Fetch(stash, after):
+                self.queue.enqueue_after(partial(self._fetch, stash, after, state))
+            case AwaitRoom(stash):
+                self.queue.enqueue_wait(partial(self._over_s, state.away[stash].gone))
             case Reduce(index, buffer):
                 self.queue.enqueue(None, partial(self._reduce, index, buffer, state))
-            case Update():  # the trainer updates once it has the scalars of all ranks
-                pass
 
     def _enqueue_send(self, send: Send, state: _Step) -> None:
         """Enqueue a message, part by part; on a route beside the queue it is not timed there."""
@@ -233,17 +236,6 @@ class Executor:
         moved = self.routes[receive.route].take(identity, arrived_s, deadline_s)
         state.buffers[received_buffer(receive.transfer)] = moved.value
         return moved
-
-    def _enqueue_copy(self, copy: Offload | Fetch | AwaitRoom, state: _Step) -> None:
-        """Enqueue the start of a copy, or a wait for the end of one."""
-        match copy:
-            case Offload(stash):
-                state.away[stash] = AwayStash(stash)
-                self.queue.enqueue_after(partial(self._offload, stash, state))
-            case Fetch(stash, after):
-                self.queue.enqueue_after(partial(self._fetch, stash, after, state))
-            case AwaitRoom(stash):
-                self.queue.enqueue_wait(partial(self._over_s, state.away[stash].gone))
 
     def _offload(self, stash: Buffer, state: _Step, made_s: float) -> None:
         self.copies.offload(state.away[stash], state.buffers.pop(stash), made_s)

@@ -279,15 +279,11 @@ def _raise_cause(watch: _Watch) -> None:
         raise RunFailedError(cause.reason, asked_to_end=watch.asked_to_end)
     log_path = watch.ranks[cause.rank].log_path
     lines = [f"rank {cause.rank} failed: {cause.reason}", f"its log: {log_path}"]
-    tail = _last_lines(log_path)
+    log = log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+    tail = [line for line in log if line.strip()][-_LOG_TAIL_LINES:]
     noticed_s = min(failure.time_s for failure in watch.failures)
     message = "\n".join([*lines, *(f"  | {line}" for line in tail)])
     raise RankFailedError(message, noticed_s, asked_to_end=watch.asked_to_end)
-
-
-def _last_lines(path: Path) -> list[str]:
-    text = path.read_text(encoding="utf-8", errors="replace")
-    return [line for line in text.splitlines() if line.strip()][-_LOG_TAIL_LINES:]
 
 
 def _end(watch: _Watch) -> None:

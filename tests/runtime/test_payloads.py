@@ -1,5 +1,4 @@
 import jax.numpy as jnp
-import pytest
 
 from jaxmorph.copies.backends import PayloadShape
 from jaxmorph.models.gpt2 import build
@@ -52,15 +51,6 @@ def test_only_long_tied_gradients_are_split():
     assert parts.slot_bytes == LARGEST_TIED_SLOT_BYTES
     assert [len(part) for part in parts.parts] == [parts.part_elements] * 10
     assert (whole.slots_for(8), parts.slots_for(1)) == (8, 2)
-
-
-@pytest.mark.parametrize("length", [1, 9, 10, 11, 25])
-def test_parts_cover_a_payload_in_order(length):
-    use = slot_use(TIED, PayloadShape((length,), jnp.dtype("float32")))
-    in_tens = type(use)(use.payload, 10)
-    elements = [element for part in in_tens.parts for element in part]
-    assert elements == list(range(length))
-    assert max(map(len, in_tens.parts)) <= 10
 
 
 def test_a_rank_has_ends_of_its_delegated_links():

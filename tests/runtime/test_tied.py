@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from jaxmorph.runtime.tied import TiedGradients
-from jaxmorph.stage.parameters import leaf_at, with_leaf
 
 TIED = [(("token",), ("norm", "token"))]
 
@@ -18,18 +17,6 @@ def accumulators(*, embed, head, num_chunks=1):
     if head is not None:
         trees[-1]["head"] = {"norm": {"token": jnp.float32(head), "scale": jnp.zeros(2)}}
     return tuple(trees)
-
-
-@pytest.mark.parametrize(
-    ("tree", "path", "replaced"),
-    [
-        ({"a": {"b": 1, "c": 2}, "d": 3}, ("a", "b"), {"a": {"b": 9, "c": 2}, "d": 3}),
-        (({"a": {"b": 2}}, {"a": {"b": 1}}), (1, "a", "b"), ({"a": {"b": 2}}, {"a": {"b": 9}})),
-    ],
-)
-def test_leaves_are_replaced_by_path(tree, path, replaced):
-    assert with_leaf(tree, path, 9) == replaced
-    assert leaf_at(tree, path) == 1  # as it was
 
 
 @pytest.mark.parametrize("come_as", [jnp.float32, np.float32])
