@@ -1,4 +1,4 @@
-"""A run's directory: configuration, metrics, events, traces, profile (`docs/run-files.md`)."""
+"""A run directory: configuration, metrics, events, traces (`docs/reference/run-files.md`)."""
 
 import json
 import math
