@@ -1,11 +1,10 @@
 """Plans a step: a schedule that fits the costs, the links and the memory, with the reason."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from jaxmorph.errors import UserError
-from jaxmorph.plain_json import as_object, parse
 from jaxmorph.records import Link, Routes, pipeline_links
 from jaxmorph.schedule.adaptive import adaptive_schedule
 from jaxmorph.schedule.bound import certified_ms, lower_bound_ms
@@ -45,6 +44,16 @@ class Offloading:
     ahead: int = 1
     early: bool = False
 
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that ``from_json`` reads back."""
+        return asdict(self) | {"memory": [list(stage) for stage in self.memory]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Offloading":
+        """Reads what ``to_json`` wrote."""
+        memory = tuple(StageMemory(*stage) for stage in data["memory"])
+        return cls(memory, data["spare"], data["ahead"], data["early"])
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -70,7 +79,7 @@ class Plan:
             "predicted_step_s": self.predicted_step_s,
             "lower_bound_s": self.lower_bound_s,
             "reason": self.reason,
-            "offloading": None if self.offloading is None else as_object(self.offloading),
+            "offloading": None if self.offloading is None else self.offloading.to_json(),
         }
 
     @classmethod
@@ -87,7 +96,7 @@ class Plan:
             data["predicted_step_s"],
             data["lower_bound_s"],
             data["reason"],
-            None if offloading is None else parse(Offloading, offloading, "offloading"),
+            None if offloading is None else Offloading.from_json(offloading),
         )
 
 
