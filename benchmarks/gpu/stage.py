@@ -237,7 +237,8 @@ def measure_stage(*, small: bool) -> Iterator[Row]:
     yield Row("stage", "bfloat16", str(sizes))
     model = build_gpt2(sizes, "bfloat16")
     choice = model.attention(sizes.microbatch_size, sizes.sequence_length)
-    by, why, failed = choice.by, choice.why, _lacks_cudnn(choice.by, device)
+    by, why = choice.implementation, choice.why_not_cudnn
+    failed = _lacks_cudnn(by, device)
     try:
         programs = build_lone_stage(model, sizes)
     except Exception as error:
