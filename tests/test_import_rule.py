@@ -24,7 +24,7 @@ ONLY = {  # rooms that could be used without the rest
     "plain_json": set(),
     "messages": {"plain_json", "records"},
     "data": {"errors"},
-    "schedule": {"errors", "plain_json", "records"},
+    "schedule": {"errors", "records"},
     "program": {"errors", "records", "schedule"},
     "transport": {"errors", "emulation"},
     "stage": {"errors"},
