@@ -21,8 +21,10 @@ demo: setup
 	$(BIN)/jaxmorph train configs/demo.yaml
 
 # Tests that start ranks want the processors for themselves, and wait for them half of the time: they
-# run one after another, and meanwhile all other tests, which report at the end.
+# run one after another, and meanwhile all other tests, in two processes, which report at the end.
 SEVERAL_PROCESSES := multiprocess or netns
+# How many processes; 0: pytest's own alone, where more tests run beside these.
+WORKERS ?= 2
 # Marks of tests to choose, and to leave out, as in `make test WITHOUT='long or one_jax'`.
 ONLY ?=
 WITHOUT ?= long
@@ -38,7 +40,8 @@ test-processes: setup
 	$(BIN)/python -m pytest $(call MARKED,($(SEVERAL_PROCESSES))) $(THEIR_FILES)
 
 test-others: setup
-	@$(BIN)/python -m pytest $(call MARKED,not ($(SEVERAL_PROCESSES))) $(TESTS) >$(VENV)/others.log 2>&1; \
+	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
+	    $(call MARKED,not ($(SEVERAL_PROCESSES))) $(TESTS) >$(VENV)/others.log 2>&1; \
 	status=$$?; echo "all other tests:"; cat $(VENV)/others.log; exit $$status
 
 # The rest: whole runs of half a minute and more, properties with 300 examples in place of 25, and what

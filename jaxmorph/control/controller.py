@@ -12,9 +12,10 @@ Another process plans beside training, so a decision goes through phases:
                  |                    +-ProbeLinks-> Probing ---+                       |
                  +----------------------------------------------------------------------+
 
-There is one decision at a time; findings during it wait for the next one. News of a link or of ops
-end `Probing`. A failure of the planning process leads back to `Idle`, or to `GivenUp` after too
-many in a row. An answer that the phase does not wait for changes nothing.
+There is one decision at a time; findings during it wait for the next one. News of links repeat
+`Weighing` once and end `Probing`, which also ends with a late probe, or without results after some
+steps. A decision to keep the plan, and a failure of the planning process, lead back to `Idle`; too
+many failures in a row lead to `GivenUp`. An answer that the phase does not wait for is ignored.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -264,7 +265,8 @@ def _change(state: ControllerState, prepared: Preparing) -> Advance:
     situation, reason = prepared.situation, prepared.decision.reason
     now, then = situation.in_force, situation.candidates[prepared.decision.chosen or 0]
     if _uses_failed_path(state, then.routes):
-        # A path has failed since the decision, so the planning process has the wrong plan in force.
+        # A path has failed since the decision. `FetchPrograms` has made this plan the planning
+        # process's plan in force; another process undoes that.
         news = state.news.with_pending(prepared.ops)
         return _weigh_if_due(replace(state, phase=Idle(), news=news, must_restart=True))
     change = PlanChange(

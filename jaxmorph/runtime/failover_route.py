@@ -1,8 +1,8 @@
-"""The direct route of links that fail over: when a link's path fails, its messages go delegated.
+"""The direct route of links that fail over: when a link's path fails, the hosts carry its messages.
 
-It stands on the queue like the direct route, whatever carries its messages. After a link has
-switched, a receive still waits on the queue, now for the data plane, and a send waits for at most a
-slot. So the order of the rank's program stays the one that was checked for deadlocks.
+Transfers on this route always occupy the queue. After a failure the data plane carries them:
+receives still wait on the queue, and sends wait only for a free slot. So the order of the rank's
+instructions stays the one that was checked for deadlocks.
 """
 
 import re
@@ -27,10 +27,11 @@ from jaxmorph.runtime.routes import Moved, Posting, TransferIdentity, require_li
 
 
 class FailoverRoute:
-    """Each link is direct until its path fails; `link_switch` describes how its ends agree.
+    """Each link uses its direct path until that fails; `link_switch` has how its ends agree.
 
-    A path fails when a collective raises an error or an emulated cut outlasts its deadline. An
-    unexpected message, a peer that doesn't come and a peer that is gone are raised instead.
+    A path fails when a collective raises an error, when an emulated cut outlasts its deadline, when
+    `PathWatch` finds it dead, or when the peer has given it up. An unexpected message, a peer that
+    doesn't come and a peer that is gone are raised instead.
 
     Only a link's `LinkEnd` knows the link's state. Identities carry its epoch.
 
@@ -150,7 +151,7 @@ class FailoverRoute:
             for failure in end.take_failures():
                 closed = end.closed_communicators
                 if 0 < closed < self._communicators.count:
-                    self._programs(link, closed)  # begin to compile: no step waits for it
+                    self._programs(link, closed)  # begin to compile: only `restore` waits for it
                 found.append(replace(failure, restores_left=self._communicators.count - closed))
         return found
 
@@ -233,7 +234,7 @@ class FailoverRoute:
         }
 
     def _resend(self, link: Link, peer: EndState) -> int:
-        """Send what the peer has not received again, in order, in the epoch that follows."""
+        """Resend, in order and in the next epoch, the messages that the peer has not received."""
         rest = [
             self.kept.take_uncovered(channel, peer.received[channel])
             for channel in self._direct.programs
@@ -282,11 +283,12 @@ class PathWatch:
     pinged until the link is restored.
 
     Queue thread: `transfer`, `is_dead`. Training thread: all other methods. The watch's own thread:
-    `_look`. Lock: starting pings while a transfer hangs, against the end of the step.
+    `_look`. The lock keeps `_look` from starting pings after `end_step` has stopped them.
 
     Args:
         links: The rank's direct links. One whose host doesn't answer at the run's start, for
-            example because the host knows itself by a loopback address, is never found dead.
+            example because the host knows itself by a loopback address, is never found dead,
+            unless its cut is emulated.
         after_s: How long a transfer takes before it counts as hanging: half of its deadline, so
             that there is time to ping others and get no answer.
         is_cut: Whether an emulated link is cut.

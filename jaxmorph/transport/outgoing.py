@@ -43,7 +43,7 @@ _STALLED_S = 0.030
 class Due(NamedTuple):
     """What to do now that time has passed."""
 
-    late: tuple[int, ...]  # lanes to close: acknowledgements are overdue; `lane_down` follows
+    late: tuple[int, ...]  # lanes to close: an acknowledgement or pong is overdue
     ping: tuple[int, ...]  # lanes to send a `Ping` on, which counts as sent
     next_s: float  # when to ask again at the latest; infinity: only after the next event
 
@@ -227,8 +227,9 @@ class Outgoing(OutgoingQueue):
     def lanes_wanted(self, now_s: float, fewest: int, most: int) -> int:
         """How many lanes the messages of the last second need.
 
-        The production rate over a lane's drain rate, rounded up; more than there are now only
-        while messages pile up and more lanes bring more. Unchanged while rates are unknown.
+        The production rate over a lane's drain rate, rounded up, but never above the present
+        number. If messages pile up and the last added lane helped: at least one more than now.
+        While rates are unknown, the present number.
         """
         rates = [lane.rate.bytes_per_s for lane in self._lanes.values() if not lane.parked]
         known = [rate for rate in rates if rate is not None]
@@ -343,7 +344,7 @@ class Outgoing(OutgoingQueue):
         return None
 
     def _hedge(self, lane: OutgoingLane, now_s: float) -> Chunk | None:
-        """A copy of the chunk that an idle lane could bring over far sooner than its own lane."""
+        """A copy of the chunk that this lane could bring far sooner than the one that has it."""
         own_s = lane.expected_s(self._chunk_bytes, _UNKNOWN_S)
         slack_s = 2 * own_s + _MIN_SLACK_S
         worst_s, worst, soonest_s = 0.0, None, now_s + _MIN_OVERDUE_S
