@@ -18,6 +18,8 @@ def write_starter(folder: Path, name: str) -> Path:
         raise UserError(f"--name: got {name!r}, expected one of {', '.join(names)}")
     path = folder / f"{name}.yaml"
     text = (_STARTERS / path.name).read_text(encoding="utf-8")
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"DIR: got {folder}, expected a folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with path.open("x", encoding="utf-8") as file:

@@ -114,10 +114,17 @@ def _with_model_folder(tree: Mapping[str, Any], config_folder: Path) -> dict[str
         return dict(tree)
     folder = model.get("folder")
     if folder is None:
-        folder = config_folder
+        # What is recorded is where the module is: a resume may come from another directory.
+        places = (config_folder, Path.cwd())
+        folder = next((each for each in places if _has_module(each, factory)), config_folder)
     elif not isinstance(folder, str) or not folder:
         return dict(tree)  # which is refused
     return {**tree, "model": {**model, "folder": str(Path(folder).resolve())}}
+
+
+def _has_module(folder: Path, name: str) -> bool:
+    top = folder / name.partition(".")[0]
+    return top.is_dir() or top.with_suffix(".py").is_file()
 
 
 def _under(tree: Mapping[str, Any], section: str, defaults: Mapping[str, Any]) -> dict[str, Any]:

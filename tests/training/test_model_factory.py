@@ -91,6 +91,11 @@ def test_a_run_remembers_its_configurations_folder(folders):
     assert build_model(config, 16) == "config"
 
 
+def test_a_run_remembers_the_current_directory_if_the_module_is_there(folders):
+    (folders[1] / "own.yaml").write_text("model: {factory: third_searched_model}\n")
+    assert load_config("../config/own.yaml").model.folder == str(folders[2])
+
+
 def test_a_missing_factory_is_a_users_mistake(folders):
     (folders[1] / "no_factory.py").touch()
     expected = (
