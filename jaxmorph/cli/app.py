@@ -20,6 +20,8 @@ from jaxmorph.errors import RunFailedError, RunStoppedError, UserError
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 _Abort: type[Exception] = typer.Abort  # Typer turns Ctrl-C into this
 
+_STARTERS = Path(__file__).parent / "configs"  # links to the repository's, files in a wheel
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -87,9 +89,21 @@ def init(
     name: Annotated[str, typer.Option(help="The configuration: demo or llama.")] = "demo",
 ) -> int:
     """Write a configuration to start from: DIR/demo.yaml."""
-    from jaxmorph.cli.init import write_starter
-
-    path = write_starter(folder, name)
+    names = sorted(path.stem for path in _STARTERS.glob("*.yaml"))
+    if name not in names:
+        raise UserError(f"--name: got {name!r}, expected one of {', '.join(names)}")
+    path = folder / f"{name}.yaml"
+    text = (_STARTERS / path.name).read_text(encoding="utf-8")
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"DIR: got {folder}, expected a folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise UserError(f"DIR: got {folder}, expected a folder without {path.name}") from error
+    except OSError as error:
+        raise UserError(f"DIR: {path}: cannot be written: {error.strerror}") from error
     typer.echo(f"wrote {path}: jaxmorph train {shlex.quote(str(path))}")
     return 0
 

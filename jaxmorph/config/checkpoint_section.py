@@ -63,8 +63,7 @@ class RestartPolicy(Section):
     """What happens when a rank fails; see docs/how-to/recover.md."""
 
     max_restarts: CountOrZero = 3
-    """Restarts in a row from the same checkpoint; a newer checkpoint resets the count. 0: never. A
-    run that fails this often at one place will most likely fail there again."""
+    """Restarts in a row from the same checkpoint; a newer checkpoint resets the count. 0: never."""
 
     backoff_s: NotNegative = 1.0
     """Seconds to wait before the first restart; the wait doubles before each further one."""
@@ -73,8 +72,7 @@ class RestartPolicy(Section):
     """The upper limit of the wait, in seconds."""
 
     from_start: Annotated[bool, Expected("true or false")] = False
-    """Restart from step 0 if there is no checkpoint yet. Off, because a run that fails before its
-    first checkpoint usually has a mistake."""
+    """Restart from step 0 if there is no checkpoint yet."""
 
     compilation_cache: Annotated[
         bool | Annotated[str, Field(min_length=1)], Expected("true, false, or a folder")

@@ -1,6 +1,6 @@
 """Reads a configuration file and its overrides into a checked `Config`, and writes one back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     name = printable(str(path))
     parsed = tuple(Override.parse(text) for text in overrides)
     tree = _with_derived_defaults(apply_overrides(_read_tree(path, name), parsed), Path(path).stem)
-    return _checked(_with_model_folder(tree, Path(path).parent), Origin(name, parsed))
+    return _checked(_with_model_folder(tree, Path(path).parent, name), Origin(name, parsed))
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -104,22 +104,42 @@ def _with_derived_defaults(tree: Mapping[str, Any], name: str) -> dict[str, Any]
     return derived
 
 
-def _with_model_folder(tree: Mapping[str, Any], config_folder: Path) -> dict[str, Any]:
+def _with_model_folder(tree: Mapping[str, Any], config_folder: Path, name: str) -> dict[str, Any]:
     """Names the folder of a user's own model: the run's ranks read another file elsewhere."""
     model = tree.get("model")
     if not isinstance(model, Mapping):
         return dict(tree)
     factory = model.get("factory")
-    if not isinstance(factory, str) or short_factory_name(factory) in SHIPPED_MODELS:
+    if not isinstance(factory, str):
         return dict(tree)
     folder = model.get("folder")
+    places = (config_folder, Path.cwd())
+    if short_factory_name(factory) in SHIPPED_MODELS:
+        if "folder" not in model:  # a saved configuration has the key
+            _refuse_hidden_module(factory, places, name)
+        return dict(tree)
     if folder is None:
         # What is recorded is where the module is: a resume may come from another directory.
-        places = (config_folder, Path.cwd())
         folder = next((each for each in places if _has_module(each, factory)), config_folder)
     elif not isinstance(folder, str) or not folder:
         return dict(tree)  # which is refused
     return {**tree, "model": {**model, "folder": str(Path(folder).resolve())}}
+
+
+def _refuse_hidden_module(factory: str, places: Iterable[Path], name: str) -> None:
+    """Refuses a shipped model's name where a user's own module has it too."""
+    shipped = f"jaxmorph.models.{short_factory_name(factory)}"
+    if factory == shipped:
+        return
+    models = Path(__file__).parents[1].joinpath("models").resolve()
+    for folder in places:
+        module = folder.joinpath(*factory.split("."))
+        for file in (module.with_suffix(".py"), module / "__init__.py"):
+            if file.is_file() and not file.resolve().is_relative_to(models):
+                raise UserError(
+                    f"{name}: model.factory: got {factory!r}, which is also the name of {file}, "
+                    f"expected {shipped}, or your module under another name"
+                )
 
 
 def _has_module(folder: Path, name: str) -> bool:

@@ -329,8 +329,8 @@ class Adaptation(Section):
     that delegation takes."""
 
     worth: Annotated[float, Field(ge=0, lt=1), Expected("a number from 0 to below 1")] = 0.02
-    """The share by which a new plan must shorten the predicted step. Smaller gains are within the
-    noise of measured steps; raise it if plans change too often."""
+    """The share by which a new plan must shorten the predicted step. Raise it if plans change too
+    often."""
 
     dwell_steps: Count = 4
     """The least number of steps that a delegated link stays delegated after it is healthy again.

@@ -66,7 +66,7 @@ def load_factory(name: str, folder: str | None = None, where: str = "model.facto
     """
     short = short_factory_name(name)
     if short in SHIPPED_MODELS:
-        return importlib.import_module(f"jaxmorph.models.{short}")
+        return _import_shipped(short, where)
     here = str(Path.cwd())
     places = [here] if folder in (None, here) else [folder, here]
     _search_last(places)
@@ -83,6 +83,18 @@ def load_factory(name: str, folder: str | None = None, where: str = "model.facto
     if not hasattr(module, "build"):
         raise UserError(f"{where}: got {name!r} without a function 'build', {expected}")
     return module
+
+
+def _import_shipped(name: str, where: str) -> Any:
+    try:
+        return importlib.import_module(f"jaxmorph.models.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != "jaxmorph.models":
+            raise
+        link = Path(__file__).parents[1] / "models"
+        raise UserError(
+            f"{where}: {link}: got a checkout without symbolic links, expected a link to ../models"
+        ) from error
 
 
 def _search_last(places: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+import jaxmorph
 from jaxmorph.checkpoints.manifest import Manifest
 from jaxmorph.config import Config, dump_config, load_config
 from jaxmorph.errors import UserError
@@ -94,6 +95,33 @@ def test_a_run_remembers_its_configurations_folder(folders):
 def test_a_run_remembers_the_current_directory_if_the_module_is_there(folders):
     (folders[1] / "own.yaml").write_text("model: {factory: third_searched_model}\n")
     assert load_config("../config/own.yaml").model.folder == str(folders[2])
+
+
+@pytest.mark.parametrize("file", ["gpt2.py", "gpt2/__init__.py", "models/gpt2.py"])
+def test_an_own_module_with_a_shipped_models_name_is_refused(folders, file):
+    own = folders[1] / file
+    own.parent.mkdir(exist_ok=True)
+    own.write_text("def build(**options): return 'own'\n")
+    name = "models.gpt2" if "models" in file else "gpt2"
+    config = folders[1] / "own.yaml"
+    config.write_text(f"model: {{factory: {name}}}\n")
+    with pytest.raises(UserError) as caught:
+        load_config(config)
+    assert str(caught.value) == (
+        f"{config}: model.factory: got {name!r}, which is also the name of {own}, "
+        "expected jaxmorph.models.gpt2, or your module under another name"
+    )
+    chosen = load_config(config, ["model.factory=jaxmorph.models.gpt2"])
+    config.write_text(dump_config(chosen))
+    assert load_config(config).model.factory == "gpt2"
+
+
+def test_a_checkout_without_links_is_a_users_mistake(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("jaxmorph.models")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(jaxmorph, "__path__", [])
+    with pytest.raises(UserError, match=r"^model\.factory: .*/jaxmorph/models: got a checkout"):
+        load_factory("gpt2")
 
 
 def test_a_missing_factory_is_a_users_mistake(folders):
