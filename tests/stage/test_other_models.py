@@ -1,12 +1,15 @@
 """The split into F, B and W assumes nothing about GPT-2: other models, against one `jax.grad`."""
 
 import importlib.util
+import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxmorph.models import llama
@@ -40,10 +43,21 @@ def causal_mixer(**changes):
     return module.build(**SIZES, width=16, **changes)
 
 
+def page_example():
+    page = Path(__file__).parents[2] / "docs/tutorial/own-model.md"
+    (code,) = re.findall(r"```python\n(class .*?)```", page.read_text(), re.DOTALL)
+    names = {"jax": jax, "jnp": jnp, "optax": optax}
+    exec(code, names)
+    model: Any = names["Blocks"]
+    model.num_layers = LAYERS
+    return model()
+
+
 MODELS = {
     "llama": grouped_llama,
     "llama, tied": lambda **changes: grouped_llama(tied=True, **changes),
     "causal mixer": causal_mixer,
+    "the page's": page_example,
 }
 
 
@@ -83,6 +97,7 @@ def pipeline_of(model, whole, stash: StashPolicy = "full", kinds=OP_KINDS):
         ("llama", "full"),
         pytest.param("llama, tied", "recompute", marks=[pytest.mark.long, pytest.mark.one_jax]),
         pytest.param("causal mixer", "full", marks=pytest.mark.long),
+        pytest.param("the page's", "full", marks=pytest.mark.long),
     ],
 )
 def test_gradients_are_those_of_one_jax_grad(name, stash):
