@@ -25,7 +25,6 @@ from jaxmorph.control.compute_watch import ComputeNotice, updated_costs
 from jaxmorph.control.conditions import links_under
 from jaxmorph.control.controller_state import (
     Advance,
-    ChangedOps,
     ChangePlan,
     Changing,
     Command,
@@ -191,7 +190,7 @@ def _judge_probes(
     if state.news.of_links or (probes_ms and (results.late or state.news.are_due)):
         return _drop_probes(state, phase), events, (DropProbes(),)
     if not state.proven.unproven(phase.situation, phase.decision):
-        prepared = _prepare(state, phase.situation, phase.decision, phase.ops)
+        prepared = _prepare(state, phase.situation, phase.decision, phase.news)
         return prepared.state, events, (DropProbes(), *prepared.commands)
     if state.step - phase.since_step >= _PROBE_WAIT:
         return _drop_probes(state, phase), events, (DropProbes(),)
@@ -200,7 +199,7 @@ def _judge_probes(
 
 def _drop_probes(state: ControllerState, phase: Probing) -> ControllerState:
     """Return to `Idle`, with the waiting decision as news."""
-    return replace(state, phase=Idle(), news=state.news.with_pending(phase.ops))
+    return replace(state, phase=Idle(), news=state.news.with_earlier(phase.news))
 
 
 def _weigh_if_due(state: ControllerState) -> Advance:
@@ -210,15 +209,15 @@ def _weigh_if_due(state: ControllerState) -> Advance:
     is_due = news.are_due or state.step >= news.weigh_at_step
     if not (isinstance(state.phase, Idle) and may_begin and is_due):
         return Advance(state)
-    return _ask(state, news.ops)
+    return _ask(state, news)
 
 
-def _ask(state: ControllerState, ops: ChangedOps, *, again: bool = False) -> Advance:
+def _ask(state: ControllerState, news: News, *, again: bool = False) -> Advance:
     """Ask for plans under the current verdicts and costs, and clear the news."""
     from_step = state.step + _STEPS_TO_CHANGE
     staying = tuple(sorted(dwelling_links(state.dwell, state.plan.routes, from_step)))
     verdicts = state.verdicts
-    asked = Weighing(state.step, state.profile, verdicts, state.dwell, ops, again)
+    asked = Weighing(state.step, state.profile, verdicts, state.dwell, news, again)
     command = WeighPlans(state.profile, verdicts, staying, restart=state.must_restart)
     state = replace(state, phase=asked, news=News(), must_restart=False)
     return Advance(state, (command,))
@@ -227,7 +226,7 @@ def _ask(state: ControllerState, ops: ChangedOps, *, again: bool = False) -> Adv
 def _weighed(state: ControllerState, asked: Weighing, options: Options) -> Advance:
     """Decide, but ask once more if links have changed since the request."""
     if state.news.of_links and not asked.again:
-        return _ask(state, {**asked.ops, **state.news.ops}, again=True)
+        return _ask(state, state.news.with_earlier(asked.news), again=True)
     situation = Situation(
         step=asked.step + _STEPS_TO_CHANGE,
         verdicts=asked.verdicts,
@@ -237,7 +236,7 @@ def _weighed(state: ControllerState, asked: Weighing, options: Options) -> Advan
         dwell=asked.dwell,
         worth=state.settings.worth,
         may_delegate_healthy=state.settings.delegates == "any",
-        news=describe_ops(asked.ops),
+        news=describe_ops(asked.news.ops),
     )
     decision = decide(situation)
     if decision.wait_steps:
@@ -248,16 +247,16 @@ def _weighed(state: ControllerState, asked: Weighing, options: Options) -> Advan
         kept = ControlEvent(EventKind.PLAN_KEPT, decision.reason, evidence=evidence)
         return Advance(replace(state, phase=Idle(), retries=Retries()), events=(kept,))
     if unproven := state.proven.unproven(situation, decision):
-        probing = Probing(situation, decision, asked.ops, state.step)
+        probing = Probing(situation, decision, asked.news, state.step)
         restore = state.paths.failed.intersection(unproven)
         return Advance(replace(state, phase=probing), (ProbeLinks(unproven, restore),))
-    return _prepare(state, situation, decision, asked.ops)
+    return _prepare(state, situation, decision, asked.news)
 
 
 def _prepare(
-    state: ControllerState, situation: Situation, decision: Decision, ops: ChangedOps
+    state: ControllerState, situation: Situation, decision: Decision, news: News
 ) -> Advance:
-    preparing = Preparing(situation, decision, ops)
+    preparing = Preparing(situation, decision, news)
     return Advance(replace(state, phase=preparing), (FetchPrograms(decision.chosen or 0),))
 
 
@@ -267,7 +266,7 @@ def _change(state: ControllerState, prepared: Preparing) -> Advance:
     if _uses_failed_path(state, then.routes):
         # A path has failed since the decision. `FetchPrograms` has made this plan the planning
         # process's plan in force; another process undoes that.
-        news = state.news.with_pending(prepared.ops)
+        news = state.news.with_earlier(prepared.news)
         return _weigh_if_due(replace(state, phase=Idle(), news=news, must_restart=True))
     change = PlanChange(
         plan=replace(then.plan, predicted_step_s=then.step_ms / 1e3, reason=reason),
@@ -295,11 +294,11 @@ def _uses_failed_path(state: ControllerState, routes: Routes) -> bool:
 def _retry_later(state: ControllerState, error: str) -> Advance:
     """Retry after some steps, or give up."""
     retries = state.retries.after_failure(state.step)
-    pending = state.phase.ops if isinstance(state.phase, Weighing | Preparing) else {}
-    news = state.news.with_pending(pending)  # if only to restart the process
+    asked = state.phase.news if isinstance(state.phase, Weighing | Preparing) else News()
+    news = state.news.with_earlier(asked)  # due, if only to restart the process
     phase = GivenUp() if retries.are_over else Idle()
     state = replace(state, phase=phase, retries=retries, news=news, must_restart=True)
-    detail = f"{error}; {retries.in_words(state.step)}"
+    detail = f"{error}; {retries.in_words(state.step, turned_slow=news.turned_slow)}"
     return Advance(state, events=(ControlEvent(EventKind.PLANNING_FAILED, detail),))
 
 

@@ -144,6 +144,34 @@ Command: TypeAlias = WeighPlans | FetchPrograms | ProbeLinks | DropProbes | Chan
 
 
 @dataclass(frozen=True)
+class News:
+    """Findings since the last `WeighPlans`.
+
+    Attributes:
+        are_due: Whether there are any.
+        ops: The ops that have changed.
+        of_links: Whether links have changed.
+        turned_slow: Whether a link has turned slow or failed.
+        weigh_at_step: When to weigh plans even without findings.
+    """
+
+    are_due: bool = False
+    ops: ChangedOps = field(default_factory=dict)
+    of_links: bool = False
+    turned_slow: bool = False
+    weigh_at_step: float = math.inf
+
+    def with_earlier(self, earlier: "News") -> "News":
+        """These news, with those of a request that led to no plan."""
+        return replace(
+            self,
+            are_due=True,
+            ops={**earlier.ops, **self.ops},
+            turned_slow=earlier.turned_slow or self.turned_slow,
+        )
+
+
+@dataclass(frozen=True)
 class Starting:
     """The planning process is starting."""
 
@@ -159,7 +187,7 @@ class Weighing:
 
     Attributes:
         step: The last observed step when it was sent.
-        ops: The changed ops that it includes.
+        news: The news that it includes.
         again: Whether it repeats a request that news have overtaken.
     """
 
@@ -167,7 +195,7 @@ class Weighing:
     profile: Profile
     verdicts: tuple[Verdict, ...]
     dwell: Dwell
-    ops: ChangedOps
+    news: News
     again: bool = False
 
 
@@ -177,7 +205,7 @@ class Probing:
 
     situation: Situation
     decision: Decision
-    ops: ChangedOps
+    news: News
     since_step: int
 
 
@@ -187,7 +215,7 @@ class Preparing:
 
     situation: Situation
     decision: Decision
-    ops: ChangedOps
+    news: News
 
 
 @dataclass(frozen=True)
@@ -206,35 +234,12 @@ Phase: TypeAlias = Starting | Idle | Weighing | Probing | Preparing | Changing |
 
 
 @dataclass(frozen=True)
-class News:
-    """Findings since the last `WeighPlans`.
-
-    Attributes:
-        are_due: Whether there are any.
-        ops: The ops that have changed.
-        of_links: Whether links have changed.
-        turned_slow: Whether a link has turned slow or failed.
-        weigh_at_step: When to weigh plans even without findings.
-    """
-
-    are_due: bool = False
-    ops: ChangedOps = field(default_factory=dict)
-    of_links: bool = False
-    turned_slow: bool = False
-    weigh_at_step: float = math.inf
-
-    def with_pending(self, ops: ChangedOps) -> "News":
-        """The news, with a decision that was dropped and the changed ops that it included."""
-        return replace(self, are_due=True, ops={**ops, **self.ops})
-
-
-@dataclass(frozen=True)
 class Retries:
     """The failures of planning in a row, and when to retry.
 
-    The first retry waits four steps, each further one twice as long, or four steps if a link turns
-    slow meanwhile. A success resets the count. After the fifth failure in a row planning is given
-    up.
+    The first retry waits four steps, each further one twice as long. While no plan includes a link
+    that has turned slow or failed, each waits four steps. A success resets the count. After the
+    fifth failure in a row planning is given up.
     """
 
     failures: int = 0
@@ -253,18 +258,21 @@ class Retries:
 
     def may_begin(self, step: int, *, turned_slow: bool) -> bool:
         """Whether planning may be retried."""
-        return step >= (self.not_before_step_if_slow if turned_slow else self.not_before_step)
+        return step >= self._retry_step(turned_slow)
 
-    def in_words(self, step: int) -> str:
+    def in_words(self, step: int, *, turned_slow: bool) -> str:
         """The consequence of the last failure, for its event."""
         if self.are_over:
             return (
                 f"that was attempt {self.failures} in a row: planning is given up, and the plan in "
                 "force stays for the rest of the run"
             )
-        wait_steps = self.not_before_step - step
+        wait_steps = self._retry_step(turned_slow) - step
         sooner = ", sooner if a link turns slow" if wait_steps > _FIRST_WAIT_STEPS else ""
         return f"the plan in force stays, and planning is tried again in {wait_steps} steps{sooner}"
+
+    def _retry_step(self, turned_slow: bool) -> int:
+        return self.not_before_step_if_slow if turned_slow else self.not_before_step
 
 
 @dataclass(frozen=True)

@@ -320,7 +320,7 @@ def _undecided(state: ControllerState) -> ControllerState:
         case Changing(change):
             return replace(state, plan=change.plan, phase=Starting())
         case Weighing() | Probing() | Preparing() as phase:
-            return replace(state, news=state.news.with_pending(phase.ops), phase=Starting())
+            return replace(state, news=state.news.with_earlier(phase.news), phase=Starting())
         case _:
             return replace(state, phase=Starting())
 

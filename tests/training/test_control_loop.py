@@ -14,6 +14,7 @@ from jaxmorph.records import Link
 from jaxmorph.runtime.direct_probe import probe_transfers
 from jaxmorph.training.planning_client import PlanningError
 
+SLOWER = replace(COSTS, forward_ms=(10.0, 20.0, 10.0))
 DIRECT_IN_TIME = {str(each): 0.5 for each in probe_transfers(Link(1, 2))}
 
 
@@ -82,11 +83,11 @@ def test_an_absorbed_delay_is_reported_and_changes_nothing(begin_run):
 def test_failed_planning_is_retried_with_a_new_process(begin_run):
     run = begin_run(FailingPlans(0, 1))
     run.steps(6)
-    run.steps(20, slow_ms=40.0)
-    assert run.of_kind("planning_failed", "plan_changed") == [
-        (7, "planning_failed", None),  # 4 steps after its request
-        (11, "planning_failed", None),  # 8 steps after that
-        (19, "plan_changed", None),
+    run.steps(20, costs=SLOWER)
+    assert run.of_kind("planning_failed", "plan_kept") == [
+        (11, "planning_failed", None),  # 4 steps after its request
+        (15, "planning_failed", None),  # 8 steps after that
+        (23, "plan_kept", None),
     ]
     assert run.details[1:3] == [
         "the planning process has died; the plan in force stays, and planning is tried again in "
@@ -120,35 +121,46 @@ def test_a_success_resets_the_retries(begin_run):
     assert run.plans.restarted[-1][Link(1, 2)] == "delegated"
 
 
-@pytest.mark.parametrize(("steps_later", "changed_after"), [(2, 23), (6, 26)])
+def test_a_slow_link_without_a_plan_is_retried_every_four_steps(begin_run):
+    run = begin_run(FailingPlans(0, 1, 2))
+    run.steps(6)
+    run.steps(16, slow_ms=40.0)
+    assert run.of_kind("planning_failed", "plan_changed") == [
+        *((step, "planning_failed", None) for step in (7, 11, 15)),
+        (19, "plan_changed", None),
+    ]
+    assert all(each.endswith("is tried again in 4 steps") for each in run.details[1:4])
+
+
+@pytest.mark.parametrize(("steps_later", "changed_after"), [(2, 27), (6, 30)])
 def test_a_newly_slow_link_shortens_the_retry(begin_run, steps_later, changed_after):
     run = begin_run(FailingPlans(0, 1, 2))
     run.steps(6)
-    run.steps(14, slow_ms=40.0)
-    assert [step for step, _, _ in run.of_kind("planning_failed")] == [7, 11, 19]
-    run.steps(steps_later - 1, slow_ms=40.0)  # the failure was after step 18, the next try after 34
-    run.steps(4, slow_ms=40.0, other_ms=40.0)
+    run.steps(18, costs=SLOWER)
+    assert [step for step, _, _ in run.of_kind("planning_failed")] == [11, 15, 23]
+    run.steps(steps_later - 1, costs=SLOWER)  # the next try would be 16 steps after the failure
+    run.steps(4, costs=SLOWER, slow_ms=40.0)
     assert run.of_kind("plan_changed") == [(changed_after, "plan_changed", None)]
-    assert run.delegated() == {"0-1", "1-2"}
+    assert run.delegated() == {"1-2"}
 
 
 def test_a_retry_includes_the_failed_attempts_news(begin_run):
     run = begin_run(FailingPlans(0))
     run.steps(6)
-    run.steps(12, costs=replace(COSTS, forward_ms=(10.0, 20.0, 10.0)))
+    run.steps(12, costs=SLOWER)
     (index,) = [at for at, event in enumerate(run.events) if event[1].startswith("plan_")]
     assert "stage 1's F takes 20.0 ms, not 10.0" in run.details[index]
 
 
 @pytest.mark.parametrize(
-    ("other_ms", "waits"),
-    [(0.0, [4, 8, 16, 32]), (40.0, [4, 8, 4, 32])],  # a link that turns slow adds one attempt
+    ("slow_ms", "waits"),
+    [(0.0, [4, 8, 16, 32]), (40.0, [4, 8, 4, 4])],
 )
-def test_after_five_failures_planning_is_given_up(begin_run, other_ms, waits):
+def test_after_five_failures_planning_is_given_up(begin_run, slow_ms, waits):
     run = begin_run(FailingPlans(*range(99)))
     run.steps(6)
-    run.steps(14, slow_ms=40.0)
-    run.steps(70, slow_ms=40.0, other_ms=other_ms)
+    run.steps(18, costs=SLOWER)
+    run.steps(70, costs=SLOWER, slow_ms=slow_ms)
     reported = [step for step, _, _ in run.of_kind("planning_failed")]
     assert [later - before for before, later in pairwise(reported)] == waits
     assert run.details[-1] == (
@@ -175,7 +187,7 @@ def test_late_probes_keep_a_link_delegated_and_get_rarer(slow_run):
 
 def test_slower_ops_are_reported_and_weighed(run):
     run.steps(6)
-    run.steps(6, costs=replace(COSTS, forward_ms=(10.0, 20.0, 10.0)))
+    run.steps(6, costs=SLOWER)
     assert len(run.of_kind("compute_changed")) == 1
     assert run.plans.asked == 1
 
@@ -184,14 +196,13 @@ def test_news_of_ops_cancel_a_pending_probe(slow_run):
     slow_run.sends_probes = False
     slow_run.steps(5)
     asked = slow_run.plans.asked
-    slower = replace(COSTS, forward_ms=(10.0, 20.0, 10.0))
-    slow_run.steps(5, costs=slower)
+    slow_run.steps(5, costs=SLOWER)
     assert (slow_run.plans.asked, slow_run.delegated()) == (asked, {"1-2"})  # it still waits
     slow_run.probed = DIRECT_IN_TIME
-    slow_run.steps(1, costs=slower)
+    slow_run.steps(1, costs=SLOWER)
     assert slow_run.plans.asked == asked + 1
     slow_run.sends_probes = True
-    slow_run.steps(3, costs=slower)
+    slow_run.steps(3, costs=SLOWER)
     assert "stage 1's F takes 20.0 ms, not 10.0" in slow_run.morphs[1].change.reason
     assert slow_run.delegated() == set()
 
