@@ -21,7 +21,7 @@ from jaxmorph.compare.systems import System
 from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.control.link_state import PathFailure
-from jaxmorph.control.path_reports import PathReport, path_news
+from jaxmorph.control.path_reports import PathReport, join_reports
 from jaxmorph.program.instructions import parse_program
 from jaxmorph.records import EventKind, Link
 from jaxmorph.runtime.rendezvous import Rendezvous, gather
@@ -77,7 +77,7 @@ class RoundPaths:
     def failures(self, stayed: Sequence[PathFailure]) -> Mapping[str, int]:
         """The number of direct paths that failed in a round without a controller, as events."""
         own = PathReport((*stayed, *self._trainer.link_failures()))
-        failures = path_news(gather(self._rendezvous, PathReport, own)).failures
+        failures = join_reports(gather(self._rendezvous, PathReport, own)).failures
         return {EventKind.LINK_FAILED: len(failures)} if failures else {}
 
     def _can_restore(self, link: Link) -> bool:

@@ -7,15 +7,17 @@ observations. `controller_state` has the values.
 
 Another process plans beside training, so a decision goes through phases:
 
-    Starting -> Idle -WeighPlans-> Weighing -FetchPrograms-> Preparing -ChangePlan-> Changing
-                 ^                    |                         ^                       |
-                 |                    +-ProbeLinks-> Probing ---+                       |
-                 +----------------------------------------------------------------------+
+    Starting -> Idle -RequestCandidates-> AwaitingCandidates -ChooseCandidate-> Preparing
+                 ^                                |                             ^     |
+                 |                                +---ProbeLinks---> Probing ---+     | ChangePlan
+                 |                                                                    v
+                 +---------------------------------------------------------------- Changing
 
-There is one decision at a time; findings during it wait for the next one. News of links repeat
-`Weighing` once and end `Probing`, which also ends with a late probe, or without results after some
-steps. A decision to keep the plan, and a failure of the planning process, lead back to `Idle`; too
-many failures in a row lead to `GivenUp`. An answer that the phase does not wait for is ignored.
+There is one decision at a time; findings during it wait for the next one. If links change, then
+`AwaitingCandidates` repeats its request once, and `Probing` ends. `Probing` also ends with a late
+probe, or without results after some steps. A decision to keep the plan, and a failure of the
+planning process, lead back to `Idle`; too many failures in a row lead to `GivenUp`. An answer that
+the phase does not wait for is ignored.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,29 +27,29 @@ from jaxmorph.control.compute_watch import ComputeNotice, updated_costs
 from jaxmorph.control.conditions import links_under
 from jaxmorph.control.controller_state import (
     Advance,
+    AwaitingCandidates,
+    CandidateChosen,
+    CandidatesReceived,
     ChangePlan,
     Changing,
+    ChooseCandidate,
     Command,
     ControllerState,
     DropProbes,
-    FetchPrograms,
+    Findings,
     GivenUp,
     Idle,
-    News,
     Observation,
     PlanChanged,
     PlannerStarted,
     PlanningFailed,
-    PlansWeighed,
     Preparing,
     ProbeLinks,
     Probing,
-    ProgramsFetched,
+    RequestCandidates,
     Retries,
     Starting,
     StepObserved,
-    Weighing,
-    WeighPlans,
 )
 from jaxmorph.control.events import (
     ControlEvent,
@@ -71,7 +73,7 @@ from jaxmorph.control.orchestrator import (
     dwell_after,
     dwelling_links,
 )
-from jaxmorph.control.path_reports import PathNews, PathsOfStep, judge_paths, read_paths
+from jaxmorph.control.path_reports import JoinedPathReport, StepPaths, judge_paths, read_paths
 from jaxmorph.control.probes import probe_results
 from jaxmorph.control.profiler import Profile
 from jaxmorph.records import EventKind, Routes
@@ -88,12 +90,12 @@ def advance(state: ControllerState, observation: Observation) -> Advance:
         case StepObserved():
             return _observe(state, observation)
         case PlannerStarted() if isinstance(phase, Starting):
-            return _weigh_if_due(replace(state, phase=Idle()))
-        case PlansWeighed(options) if isinstance(phase, Weighing):
-            return _weighed(state, phase, options)
-        case ProgramsFetched() if isinstance(phase, Preparing):
+            return _request_if_due(replace(state, phase=Idle()))
+        case CandidatesReceived(options) if isinstance(phase, AwaitingCandidates):
+            return _decide(state, phase, options)
+        case CandidateChosen() if isinstance(phase, Preparing):
             return _change(state, phase)
-        case PlanningFailed(error) if isinstance(phase, Starting | Weighing | Preparing):
+        case PlanningFailed(error) if isinstance(phase, Starting | AwaitingCandidates | Preparing):
             return _retry_later(state, error)
         case PlanChanged() if isinstance(phase, Changing):
             plan = phase.change.plan
@@ -105,34 +107,36 @@ def advance(state: ControllerState, observation: Observation) -> Advance:
 
 
 def _observe(state: ControllerState, seen: StepObserved) -> Advance:
-    """Judge a step, and ask the planning process for plans if there is reason to."""
-    paths, of_step = paths_of_step(state, seen)
+    """Judge a step, and request candidates from the planning process if they are due."""
+    paths, step_paths = paths_of_step(state, seen)
     state = replace(state, step=seen.step, paths=paths)
-    events, commands = of_step.events, ()
+    events, commands = step_paths.events, ()
     if state.adapts:
-        state, of_links = _judge_paths(state, of_step.news)
+        state, link_events = _judge_paths(state, step_paths.report)
         notices: tuple[ComputeNotice, ...] = ()
         # Steps in which a path fails are excluded: their timings include the stall.
-        if not of_step.news.is_disturbed:
-            state, measured, notices = _measure(state, of_step.samples, seen.ops)
-            of_links += measured
-        of_links = state.from_start + of_links
-        state = _record_news(state, of_links, notices, failed=bool(of_step.news.failures))
-        state, of_probes, answer = _judge_probes(state, seen.probes_ms)
-        asked = _weigh_if_due(state)
-        state, commands = asked.state, answer + asked.commands
-        events += of_links + tuple(map(notice_event, notices)) + of_probes
+        if not step_paths.report.is_disturbed:
+            state, measured, notices = _measure(state, step_paths.samples, seen.ops)
+            link_events += measured
+        link_events = state.from_start + link_events
+        state = _record_findings(
+            state, link_events, notices, failed=bool(step_paths.report.failures)
+        )
+        state, probe_events, after_probes = _judge_probes(state, seen.probes_ms)
+        request = _request_if_due(state)
+        state, commands = request.state, after_probes + request.commands
+        events += link_events + tuple(map(notice_event, notices)) + probe_events
     return Advance(
-        replace(state, paths=state.paths.restore(of_step.news.restored)), commands, events
+        replace(state, paths=state.paths.restore(step_paths.report.restored)), commands, events
     )
 
 
 def _judge_paths(
-    state: ControllerState, news: PathNews
+    state: ControllerState, report: JoinedPathReport
 ) -> tuple[ControllerState, tuple[ControlEvent, ...]]:
     routes = state.plan.routes
-    paths, detector, events = judge_paths(state.paths, state.detector, state.step, news, routes)
-    failed = [failure.link for failure in news.failures]
+    paths, detector, events = judge_paths(state.paths, state.detector, state.step, report, routes)
+    failed = [failure.link for failure in report.failures]
     # A link that the plan delegates can only have failed in a probe. That counts as a change of its
     # route, so that the next attempt waits longer.
     probed = [link for link in failed if routes.get(link) == "delegated"]
@@ -156,41 +160,41 @@ def _measure(
     return state, tuple(events), tuple(notices)
 
 
-def _record_news(
+def _record_findings(
     state: ControllerState,
-    of_links: Iterable[ControlEvent],
+    link_events: Iterable[ControlEvent],
     notices: Sequence[ComputeNotice],
     *,
     failed: bool,
 ) -> ControllerState:
-    """Add findings to the news."""
-    # A link that begins to recover is no news: the recovery may not last.
-    kinds = {event.kind for event in of_links} - {EventKind.STRAGGLER_RECOVERING}
-    news = state.news
-    news = replace(
-        news,
-        are_due=news.are_due or failed or bool(kinds) or bool(notices),
-        ops={**news.ops, **{(each.stage, each.kind): each for each in notices}},
-        of_links=news.of_links or failed or bool(kinds),
-        turned_slow=news.turned_slow or failed or EventKind.STRAGGLER_DETECTED in kinds,
+    """Add a step's changes of links and ops to the findings."""
+    # A link that begins to recover is no finding: the recovery may not last.
+    kinds = {event.kind for event in link_events} - {EventKind.STRAGGLER_RECOVERING}
+    findings = state.findings
+    findings = replace(
+        findings,
+        is_due=findings.is_due or failed or bool(kinds) or bool(notices),
+        ops={**findings.ops, **{(each.stage, each.kind): each for each in notices}},
+        links_changed=findings.links_changed or failed or bool(kinds),
+        turned_slow=findings.turned_slow or failed or EventKind.STRAGGLER_DETECTED in kinds,
     )
-    return replace(state, news=news, judged_routes=state.plan.routes, from_start=())
+    return replace(state, findings=findings, judged_routes=state.plan.routes, from_start=())
 
 
 def _judge_probes(
     state: ControllerState, probes_ms: Mapping[str, float]
 ) -> tuple[ControllerState, tuple[ControlEvent, ...], tuple[Command, ...]]:
     """Carry out the decision that waits for probes, or return to `Idle`."""
-    results = probe_results(probes_ms, state.detector, state.paths.failed)
+    results = probe_results(probes_ms, state.detector, state.paths.unrestored)
     dwell = state.dwell.after(results.late, state.step)
     proven = state.proven.record(results, state.step)
     state, events, phase = replace(state, dwell=dwell, proven=proven), results.events(), state.phase
     if not isinstance(phase, Probing):
         return state, events, ()
-    if state.news.of_links or (probes_ms and (results.late or state.news.are_due)):
+    if state.findings.links_changed or (probes_ms and (results.late or state.findings.is_due)):
         return _drop_probes(state, phase), events, (DropProbes(),)
     if not state.proven.unproven(phase.situation, phase.decision):
-        prepared = _prepare(state, phase.situation, phase.decision, phase.news)
+        prepared = _prepare(state, phase.situation, phase.decision, phase.findings)
         return prepared.state, events, (DropProbes(), *prepared.commands)
     if state.step - phase.since_step >= _PROBE_WAIT:
         return _drop_probes(state, phase), events, (DropProbes(),)
@@ -198,35 +202,37 @@ def _judge_probes(
 
 
 def _drop_probes(state: ControllerState, phase: Probing) -> ControllerState:
-    """Return to `Idle`, with the waiting decision as news."""
-    return replace(state, phase=Idle(), news=state.news.with_earlier(phase.news))
+    """Return to `Idle`, with the findings that the waiting decision included."""
+    return replace(state, phase=Idle(), findings=state.findings.with_earlier(phase.findings))
 
 
-def _weigh_if_due(state: ControllerState) -> Advance:
-    """Ask for plans if there is reason to, and no decision is under way."""
-    news = state.news
-    may_begin = state.retries.may_begin(state.step, turned_slow=news.turned_slow)
-    is_due = news.are_due or state.step >= news.weigh_at_step
+def _request_if_due(state: ControllerState) -> Advance:
+    """Request candidates if they are due and no decision is under way."""
+    findings = state.findings
+    may_begin = state.retries.may_begin(state.step, turned_slow=findings.turned_slow)
+    is_due = findings.is_due or state.step >= findings.request_at_step
     if not (isinstance(state.phase, Idle) and may_begin and is_due):
         return Advance(state)
-    return _ask(state, news)
+    return _request(state, findings)
 
 
-def _ask(state: ControllerState, news: News, *, again: bool = False) -> Advance:
-    """Ask for plans under the current verdicts and costs, and clear the news."""
+def _request(state: ControllerState, findings: Findings, *, again: bool = False) -> Advance:
+    """Request candidates under the current verdicts and costs, and clear the findings."""
     from_step = state.step + _STEPS_TO_CHANGE
     staying = tuple(sorted(dwelling_links(state.dwell, state.plan.routes, from_step)))
     verdicts = state.verdicts
-    asked = Weighing(state.step, state.profile, verdicts, state.dwell, news, again)
-    command = WeighPlans(state.profile, verdicts, staying, restart=state.must_restart)
-    state = replace(state, phase=asked, news=News(), must_restart=False)
+    phase = AwaitingCandidates(state.step, state.profile, verdicts, state.dwell, findings, again)
+    command = RequestCandidates(
+        state.profile, verdicts, staying, restart_planner=state.must_restart_planner
+    )
+    state = replace(state, phase=phase, findings=Findings(), must_restart_planner=False)
     return Advance(state, (command,))
 
 
-def _weighed(state: ControllerState, asked: Weighing, options: Options) -> Advance:
-    """Decide, but ask once more if links have changed since the request."""
-    if state.news.of_links and not asked.again:
-        return _ask(state, state.news.with_earlier(asked.news), again=True)
+def _decide(state: ControllerState, asked: AwaitingCandidates, options: Options) -> Advance:
+    """Decide, but repeat the request once if links have changed since."""
+    if state.findings.links_changed and not asked.again:
+        return _request(state, state.findings.with_earlier(asked.findings), again=True)
     situation = Situation(
         step=asked.step + _STEPS_TO_CHANGE,
         verdicts=asked.verdicts,
@@ -236,38 +242,40 @@ def _weighed(state: ControllerState, asked: Weighing, options: Options) -> Advan
         dwell=asked.dwell,
         worth=state.settings.worth,
         may_delegate_healthy=state.settings.delegates == "any",
-        news=describe_ops(asked.news.ops),
+        other_changes=describe_ops(asked.findings.ops),
     )
     decision = decide(situation)
     if decision.wait_steps:
-        weigh_at_step = asked.step + decision.wait_steps
-        state = replace(state, news=replace(state.news, weigh_at_step=weigh_at_step))
+        request_at_step = asked.step + decision.wait_steps
+        state = replace(state, findings=replace(state.findings, request_at_step=request_at_step))
     if decision.chosen is None:
         evidence = evidence_of(situation, situation.in_force)
         kept = ControlEvent(EventKind.PLAN_KEPT, decision.reason, evidence=evidence)
         return Advance(replace(state, phase=Idle(), retries=Retries()), events=(kept,))
     if unproven := state.proven.unproven(situation, decision):
-        probing = Probing(situation, decision, asked.news, state.step)
-        restore = state.paths.failed.intersection(unproven)
+        probing = Probing(situation, decision, asked.findings, state.step)
+        restore = state.paths.unrestored.intersection(unproven)
         return Advance(replace(state, phase=probing), (ProbeLinks(unproven, restore),))
-    return _prepare(state, situation, decision, asked.news)
+    return _prepare(state, situation, decision, asked.findings)
 
 
 def _prepare(
-    state: ControllerState, situation: Situation, decision: Decision, news: News
+    state: ControllerState, situation: Situation, decision: Decision, findings: Findings
 ) -> Advance:
-    preparing = Preparing(situation, decision, news)
-    return Advance(replace(state, phase=preparing), (FetchPrograms(decision.chosen or 0),))
+    preparing = Preparing(situation, decision, findings)
+    return Advance(replace(state, phase=preparing), (ChooseCandidate(decision.chosen or 0),))
 
 
 def _change(state: ControllerState, prepared: Preparing) -> Advance:
     situation, reason = prepared.situation, prepared.decision.reason
     now, then = situation.in_force, situation.candidates[prepared.decision.chosen or 0]
     if _uses_failed_path(state, then.routes):
-        # A path has failed since the decision. `FetchPrograms` has made this plan the planning
+        # A path has failed since the decision. `ChooseCandidate` has made this plan the planning
         # process's plan in force; another process undoes that.
-        news = state.news.with_earlier(prepared.news)
-        return _weigh_if_due(replace(state, phase=Idle(), news=news, must_restart=True))
+        findings = state.findings.with_earlier(prepared.findings)
+        return _request_if_due(
+            replace(state, phase=Idle(), findings=findings, must_restart_planner=True)
+        )
     change = PlanChange(
         plan=replace(then.plan, predicted_step_s=then.step_ms / 1e3, reason=reason),
         reason=reason,
@@ -275,7 +283,7 @@ def _change(state: ControllerState, prepared: Preparing) -> Advance:
         evidence=evidence_of(situation, then),
     )
     direct = (link for link, route in change.routes.items() if route == "direct")
-    command = ChangePlan(change, state.paths.failed.intersection(direct))
+    command = ChangePlan(change, state.paths.unrestored.intersection(direct))
     dwell = dwell_after(state.dwell, now, then, situation.step)
     return Advance(
         replace(state, phase=Changing(change), dwell=dwell, retries=Retries()), (command,)
@@ -294,15 +302,18 @@ def _uses_failed_path(state: ControllerState, routes: Routes) -> bool:
 def _retry_later(state: ControllerState, error: str) -> Advance:
     """Retry after some steps, or give up."""
     retries = state.retries.after_failure(state.step)
-    asked = state.phase.news if isinstance(state.phase, Weighing | Preparing) else News()
-    news = state.news.with_earlier(asked)  # due, if only to restart the process
-    phase = GivenUp() if retries.are_over else Idle()
-    state = replace(state, phase=phase, retries=retries, news=news, must_restart=True)
-    detail = f"{error}; {retries.in_words(state.step, turned_slow=news.turned_slow)}"
+    phase = state.phase
+    asked = phase.findings if isinstance(phase, AwaitingCandidates | Preparing) else Findings()
+    findings = state.findings.with_earlier(asked)  # due even if empty: to restart the process
+    after = GivenUp() if retries.are_over else Idle()
+    state = replace(
+        state, phase=after, retries=retries, findings=findings, must_restart_planner=True
+    )
+    detail = f"{error}; {retries.in_words(state.step, turned_slow=findings.turned_slow)}"
     return Advance(state, events=(ControlEvent(EventKind.PLANNING_FAILED, detail),))
 
 
-def paths_of_step(state: ControllerState, seen: StepObserved) -> tuple[FailedPaths, PathsOfStep]:
+def paths_of_step(state: ControllerState, seen: StepObserved) -> tuple[FailedPaths, StepPaths]:
     """The direct paths of a step; see `read_paths`."""
     return read_paths(state.paths, seen.paths, seen.samples, state.plan.routes)
 

@@ -16,7 +16,7 @@ from jaxmorph.control.events import ControlEvent, PlanChange, verdict_event
 from jaxmorph.control.link_state import FailedPaths
 from jaxmorph.control.measurements import LinkSample, OpTime
 from jaxmorph.control.orchestrator import Decision, Dwell, Options, Situation
-from jaxmorph.control.path_reports import NO_NEWS, PathNews
+from jaxmorph.control.path_reports import EMPTY_REPORT, JoinedPathReport
 from jaxmorph.control.probes import ProvenLinks
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import Verdict, dead_links
@@ -46,7 +46,7 @@ class StepObserved:
     samples: tuple[LinkSample, ...] = ()
     ops: Mapping[tuple[int, OpKind], OpTime] = field(default_factory=dict)
     probes_ms: Mapping[str, float] = field(default_factory=dict)
-    paths: PathNews = NO_NEWS
+    paths: JoinedPathReport = EMPTY_REPORT
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,15 @@ class PlannerStarted:
 
 
 @dataclass(frozen=True)
-class PlansWeighed:
-    """The answer to `WeighPlans`."""
+class CandidatesReceived:
+    """The answer to `RequestCandidates`."""
 
     options: Options
 
 
 @dataclass(frozen=True)
-class ProgramsFetched:
-    """The answer to `FetchPrograms`: every rank's instructions are ready."""
+class CandidateChosen:
+    """The answer to `ChooseCandidate`: every rank's instructions are here."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,12 @@ class PlanChanged:
 
 
 Observation: TypeAlias = (
-    StepObserved | PlannerStarted | PlansWeighed | ProgramsFetched | PlanningFailed | PlanChanged
+    StepObserved
+    | PlannerStarted
+    | CandidatesReceived
+    | CandidateChosen
+    | PlanningFailed
+    | PlanChanged
 )
 
 
@@ -87,23 +92,23 @@ Observation: TypeAlias = (
 
 
 @dataclass(frozen=True)
-class WeighPlans:
-    """Ask the planning process for candidates.
+class RequestCandidates:
+    """Request candidates from the planning process.
 
     Attributes:
         staying: Delegated links that can't go back yet.
-        restart: Whether to replace the process first, because it failed.
+        restart_planner: Whether to replace the process first, because it failed.
     """
 
     profile: Profile
     verdicts: tuple[Verdict, ...]
     staying: tuple[Link, ...]
-    restart: bool = False
+    restart_planner: bool = False
 
 
 @dataclass(frozen=True)
-class FetchPrograms:
-    """Fetch the instructions of one of the last candidates from the planning process."""
+class ChooseCandidate:
+    """Make one of the last candidates the plan in force of the planning process."""
 
     chosen: int
 
@@ -137,35 +142,35 @@ class ChangePlan:
     restore: frozenset[Link] = frozenset()
 
 
-Command: TypeAlias = WeighPlans | FetchPrograms | ProbeLinks | DropProbes | ChangePlan
+Command: TypeAlias = RequestCandidates | ChooseCandidate | ProbeLinks | DropProbes | ChangePlan
 
 
 # --- State ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class News:
-    """Findings since the last `WeighPlans`.
+class Findings:
+    """Findings since the last `RequestCandidates`.
 
     Attributes:
-        are_due: Whether there are any.
+        is_due: Whether to request candidates for them.
         ops: The ops that have changed.
-        of_links: Whether links have changed.
+        links_changed: Whether links have changed.
         turned_slow: Whether a link has turned slow or failed.
-        weigh_at_step: When to weigh plans even without findings.
+        request_at_step: When to request candidates even without findings.
     """
 
-    are_due: bool = False
+    is_due: bool = False
     ops: ChangedOps = field(default_factory=dict)
-    of_links: bool = False
+    links_changed: bool = False
     turned_slow: bool = False
-    weigh_at_step: float = math.inf
+    request_at_step: float = math.inf
 
-    def with_earlier(self, earlier: "News") -> "News":
-        """These news, with those of a request that led to no plan."""
+    def with_earlier(self, earlier: "Findings") -> "Findings":
+        """These findings, with those of a request that led to no plan."""
         return replace(
             self,
-            are_due=True,
+            is_due=True,
             ops={**earlier.ops, **self.ops},
             turned_slow=earlier.turned_slow or self.turned_slow,
         )
@@ -182,20 +187,20 @@ class Idle:
 
 
 @dataclass(frozen=True)
-class Weighing:
-    """`WeighPlans` waits for its answer.
+class AwaitingCandidates:
+    """`RequestCandidates` waits for its answer.
 
     Attributes:
         step: The last observed step when it was sent.
-        news: The news that it includes.
-        again: Whether it repeats a request that news have overtaken.
+        findings: Those that it includes.
+        again: Whether it repeats a request, as links had changed since.
     """
 
     step: int
     profile: Profile
     verdicts: tuple[Verdict, ...]
     dwell: Dwell
-    news: News
+    findings: Findings
     again: bool = False
 
 
@@ -205,17 +210,17 @@ class Probing:
 
     situation: Situation
     decision: Decision
-    news: News
+    findings: Findings
     since_step: int
 
 
 @dataclass(frozen=True)
 class Preparing:
-    """`FetchPrograms` waits for its answer."""
+    """`ChooseCandidate` waits for its answer."""
 
     situation: Situation
     decision: Decision
-    news: News
+    findings: Findings
 
 
 @dataclass(frozen=True)
@@ -230,7 +235,7 @@ class GivenUp:
     """Planning has failed too often; the plan in force stays."""
 
 
-Phase: TypeAlias = Starting | Idle | Weighing | Probing | Preparing | Changing | GivenUp
+Phase: TypeAlias = Starting | Idle | AwaitingCandidates | Probing | Preparing | Changing | GivenUp
 
 
 @dataclass(frozen=True)
@@ -286,7 +291,8 @@ class ControllerState:
         step: The last observed step.
         judged_routes: The routes under which links were judged last; None before any step.
         from_start: The events of links that are degraded before the first step.
-        must_restart: Whether the planning process has failed since its last request.
+        findings: Those since the last request for candidates.
+        must_restart_planner: Whether the next request replaces the planning process.
     """
 
     settings: Adaptation
@@ -299,13 +305,13 @@ class ControllerState:
     paths: FailedPaths
     dwell: Dwell
     phase: Phase
+    findings: Findings
     step: int = -1
     judged_routes: Routes | None = None
     from_start: tuple[ControlEvent, ...] = ()
-    news: News = field(default_factory=News)
     proven: ProvenLinks = field(default_factory=ProvenLinks)
     retries: Retries = field(default_factory=Retries)
-    must_restart: bool = False
+    must_restart_planner: bool = False
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
@@ -360,5 +366,6 @@ def first_state(
         ),
         dwell=Dwell(settings.dwell_steps, settings.longest_dwell_steps),
         phase=Starting(),
+        findings=Findings(),
         from_start=tuple(filter(None, (verdict_event(each, {}) for each in verdicts))),
     )

@@ -247,8 +247,8 @@ class FailedPaths:
         return cls({link: LinkPath().failed() for link in failed}, steps, most_steps)
 
     @property
-    def failed(self) -> frozenset[Link]:
-        """The links that are delegated, whatever the plan says."""
+    def unrestored(self) -> frozenset[Link]:
+        """The links whose path has failed and has not been restored; all messages are delegated."""
         return frozenset(link for link, at in self.links.items() if at.state is not PathState.UP)
 
     def record(
@@ -258,14 +258,14 @@ class FailedPaths:
 
         One end may report a failure a step later than the other.
         """
-        failed = self.failed
+        failed = self.unrestored
         new = tuple(each for each in failures if each.link not in failed)
         paths = {each.link: self.links.get(each.link, LinkPath()).failed() for each in new}
         return self._with(paths), new
 
     def restore(self, links: Iterable[Link]) -> "FailedPaths":
         """Record that direct paths were restored after a step."""
-        back = self.failed.intersection(links)
+        back = self.unrestored.intersection(links)
         return self._with({link: self.links[link].restored() for link in back})
 
     def take_restored(self, routes: Routes) -> tuple["FailedPaths", tuple[Link, ...]]:
@@ -288,7 +288,7 @@ class FailedPaths:
             The state, and whether this count is the first that rules a restore out. A link that has
             not failed is ignored.
         """
-        if link not in self.failed:
+        if link not in self.unrestored:
             return self, False
         before = self.links[link]
         known = restores_left if before.restores_left is None else before.restores_left
@@ -308,7 +308,7 @@ class FailedPaths:
         counted: dict[Link, LinkPath] = {}
         returned: dict[Link, int] = {}
         lost: list[Link] = []
-        for link in sorted(self.failed):
+        for link in sorted(self.unrestored):
             before = self.links[link]
             path = before.counted(is_up=up.get(link, False))
             if before.state is not path.state:
@@ -330,7 +330,7 @@ class FailedPaths:
 
     def actual_routes(self, routes: Routes) -> dict[Link, Route]:
         """The routes that messages take under a plan's routes."""
-        return {**routes, **dict.fromkeys(sorted(self.failed), "delegated")}
+        return {**routes, **dict.fromkeys(sorted(self.unrestored), "delegated")}
 
     def valid_samples(self, samples: Sequence[LinkSample]) -> Sequence[LinkSample]:
         """The samples that are valid timings of their routes.
@@ -338,7 +338,7 @@ class FailedPaths:
         A message that programs send as a direct one on a failed link is delegated instead. Its
         sender doesn't wait, and its receiver waits for more than the message.
         """
-        failed = self.failed
+        failed = self.unrestored
         if not failed:
             return samples
         return tuple(
@@ -347,7 +347,7 @@ class FailedPaths:
 
     def in_words(self) -> dict[str, str]:
         """The links with failed paths, for the terminal."""
-        return {str(link): "direct path failed, delegated" for link in sorted(self.failed)}
+        return {str(link): "direct path failed, delegated" for link in sorted(self.unrestored)}
 
     def _with(self, changed: Mapping[Link, LinkPath]) -> "FailedPaths":
         return replace(self, links={**self.links, **changed}) if changed else self

@@ -108,7 +108,7 @@ class Situation:
         undisturbed_ms: See `Options`.
         worth: The least gain of a morph, as a share of the step.
         may_delegate_healthy: Whether healthy links may be delegated too.
-        news: What else has changed, a sentence each.
+        other_changes: What else has changed, a sentence each.
     """
 
     step: int
@@ -119,7 +119,7 @@ class Situation:
     dwell: Dwell
     worth: float
     may_delegate_healthy: bool = False
-    news: tuple[str, ...] = ()
+    other_changes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def decide(situation: Situation) -> Decision:
     Source: PipeMorph, sections 4.3 and 6. There all links are delegated together.
     """
     now = situation.in_force
-    why = "; ".join([_links_in_words(situation.verdicts), *situation.news])
+    why = "; ".join([_links_in_words(situation.verdicts), *situation.other_changes])
     best = _shortest(situation)
     if best is None or not _is_worth_it(best, situation):
         kept = f"{_kept_in_words(situation)}{_other_in_words(best, situation)}"

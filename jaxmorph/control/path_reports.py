@@ -27,8 +27,8 @@ class PathReport:
 
 
 @dataclass(frozen=True)
-class PathNews:
-    """All ranks' reports on direct paths in a step.
+class JoinedPathReport:
+    """All ranks' reports on direct paths in a step, joined.
 
     Attributes:
         failures: One for each link that failed.
@@ -47,10 +47,10 @@ class PathNews:
     is_disturbed: bool = False
 
 
-NO_NEWS = PathNews()
+EMPTY_REPORT = JoinedPathReport()
 
 
-def path_news(reports: Sequence[PathReport]) -> PathNews:
+def join_reports(reports: Sequence[PathReport]) -> JoinedPathReport:
     """Join all ranks' reports, in rank order; every rank gets the same result."""
     failures: dict[Link, PathFailure] = {}
     for rank, report in enumerate(reports):
@@ -63,7 +63,7 @@ def path_news(reports: Sequence[PathReport]) -> PathNews:
     # An end may have found a path down since rank 0 decided to restore it.
     restored = tuple(link for link in reports[0].restore if up.get(link, False))
     counts = ((link, failure.restores_left) for link, failure in sorted(failures.items()))
-    return PathNews(
+    return JoinedPathReport(
         tuple(failure for _, failure in sorted(failures.items())),
         up,
         restored,
@@ -77,17 +77,17 @@ def _is_up_at_both_ends(link: Link, reports: Sequence[PathReport]) -> bool:
 
 
 @dataclass(frozen=True)
-class PathsOfStep:
+class StepPaths:
     """The direct paths of a step, as rank 0 sees them.
 
     Attributes:
-        news: The reports, with new failures only.
+        report: The reports, with new failures only.
         events: Of new failures, and of links that are back on their direct paths.
         samples: The step's valid samples (`FailedPaths.valid_samples`).
         routes: The routes that messages took at the end of the step.
     """
 
-    news: PathNews
+    report: JoinedPathReport
     events: tuple[ControlEvent, ...]
     samples: Sequence[LinkSample]
     routes: dict[Link, Route]
@@ -95,46 +95,46 @@ class PathsOfStep:
 
 def read_paths(
     paths: FailedPaths,
-    news: PathNews,
+    report: JoinedPathReport,
     samples: Sequence[LinkSample],
     routes: Routes,
-) -> tuple[FailedPaths, PathsOfStep]:
+) -> tuple[FailedPaths, StepPaths]:
     """Record the direct paths of a step that ran a plan with some routes.
 
     This is all that a run does that doesn't adapt.
     """
-    paths, new = paths.record(news.failures)
+    paths, new = paths.record(report.failures)
     paths, restored = paths.take_restored(routes)
-    events = (*map(_of_failure, new), *map(_of_restored, restored))
-    news = replace(news, failures=new)
-    return paths, PathsOfStep(
-        news, events, paths.valid_samples(samples), paths.actual_routes(routes)
+    events = (*map(_failure_event, new), *map(_restored_event, restored))
+    report = replace(report, failures=new)
+    return paths, StepPaths(
+        report, events, paths.valid_samples(samples), paths.actual_routes(routes)
     )
 
 
 def judge_paths(
-    paths: FailedPaths, detector: Detector, step: int, news: PathNews, routes: Routes
+    paths: FailedPaths, detector: Detector, step: int, report: JoinedPathReport, routes: Routes
 ) -> tuple[FailedPaths, Detector, list[ControlEvent]]:
     """Turn reports on direct paths into verdicts on both directions of their links.
 
     Args:
-        news: With new failures only, as `read_paths` returns it.
+        report: With new failures only, as `read_paths` returns it.
         routes: Of the plan in force.
 
     Returns:
         The next paths and detector, and events other than those of `read_paths`.
     """
     events: list[ControlEvent] = []
-    for failure in news.failures:
+    for failure in report.failures:
         detector = _with_failure(detector, step, failure.link, failure.detail)
-    for link, left in sorted(news.restores_left.items()):
+    for link, left in sorted(report.restores_left.items()):
         paths, was_last = paths.limit_restores(link, left)
-        events += [_of_given_up(link)] if was_last else []
+        events += [_given_up_event(link)] if was_last else []
     delegated = {link for link, route in routes.items() if route == "delegated"}
-    paths, changes = paths.observe(news.up, delegated)
+    paths, changes = paths.observe(report.up, delegated)
     for link in changes.lost:
         detector = _with_failure(detector, step, link, "its direct path is down again")
-        events.append(_of_path_down(link))
+        events.append(_path_down_event(link))
     for link, up_steps in changes.returned.items():
         for direction in directions_of(link):
             before = detector.verdicts
@@ -149,22 +149,22 @@ def _with_failure(detector: Detector, step: int, link: Link, detail: str) -> Det
     return detector
 
 
-def _of_failure(failure: PathFailure) -> ControlEvent:
+def _failure_event(failure: PathFailure) -> ControlEvent:
     resent = f"{failure.resent} message{'' if failure.resent == 1 else 's'} sent again"
     detail = f"{failure.detail}; delegated from there on, {resent}"
     return ControlEvent(EventKind.LINK_FAILED, detail, str(failure.link), failure.to_json())
 
 
-def _of_restored(link: Link) -> ControlEvent:
+def _restored_event(link: Link) -> ControlEvent:
     return ControlEvent(EventKind.LINK_RESTORED, "on its direct path again", str(link))
 
 
-def _of_path_down(link: Link) -> ControlEvent:
+def _path_down_event(link: Link) -> ControlEvent:
     detail = "the direct path had returned and is down again; the link stays delegated"
     return ControlEvent(EventKind.LINK_PATH_DOWN, detail, str(link))
 
 
-def _of_given_up(link: Link) -> ControlEvent:
+def _given_up_event(link: Link) -> ControlEvent:
     detail = (
         "the direct path can't be restored any more in these processes: the link stays delegated "
         "until the run restarts"

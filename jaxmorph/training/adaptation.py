@@ -15,7 +15,7 @@ from typing import Protocol
 from jaxmorph.config import Config
 from jaxmorph.control.controller_state import ProbeLinks, first_state
 from jaxmorph.control.detector import Detector
-from jaxmorph.control.path_reports import PathReport, path_news
+from jaxmorph.control.path_reports import PathReport, join_reports
 from jaxmorph.program.instructions import Channel, RankProgram, parse_program
 from jaxmorph.records import Link
 from jaxmorph.runtime.queue import Stamp
@@ -213,12 +213,12 @@ class OwnEnds:
 
     def apply(self, reports: Sequence[PathReport]) -> None:
         """Record all ranks' failures, and restore the direct paths that rank 0 names."""
-        news = path_news(reports)
-        self.failed |= {failure.link for failure in news.failures}
+        joined = join_reports(reports)
+        self.failed |= {failure.link for failure in joined.failures}
         for link in self._own():
-            if link in news.restored:
+            if link in joined.restored:
                 self._trainer.restore_direct(link)
-        self.failed -= set(news.restored)
+        self.failed -= set(joined.restored)
 
     def _own(self) -> list[Link]:
         return [link for link in sorted(self.failed) if self._rank in link]

@@ -14,20 +14,20 @@ from typing import Any, Protocol
 from jaxmorph.control.controller import advance
 from jaxmorph.control.controller_state import (
     Advance,
+    CandidateChosen,
+    CandidatesReceived,
     ChangePlan,
+    ChooseCandidate,
     Command,
     ControllerState,
     DropProbes,
-    FetchPrograms,
     Observation,
     PlanChanged,
     PlannerStarted,
     PlanningFailed,
-    PlansWeighed,
     ProbeLinks,
-    ProgramsFetched,
+    RequestCandidates,
     StepObserved,
-    WeighPlans,
 )
 from jaxmorph.control.events import ControlEvent, PlanChange
 from jaxmorph.control.orchestrator import Options
@@ -42,7 +42,7 @@ from jaxmorph.training.planning_client import Chosen, PlanningError
 class Plans(Protocol):
     """What the controller needs of the planning process (`planning_client.PlanningProcess`)."""
 
-    def weigh(
+    def make_candidates(
         self, profile: Profile, verdicts: Sequence[Verdict], staying: Iterable[Link]
     ) -> Options:
         """The candidates."""
@@ -159,10 +159,10 @@ class ControlLoop:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case WeighPlans():
-                self._planner.submit(self._answer, self._weigh, command)
-            case FetchPrograms():
-                self._planner.submit(self._answer, self._fetch, command)
+            case RequestCandidates():
+                self._planner.submit(self._answer, self._make_candidates, command)
+            case ChooseCandidate():
+                self._planner.submit(self._answer, self._choose, command)
             case ChangePlan(change, restore) if self._chosen is not None:
                 self._put(Morph(change, self._chosen.programs, self._chosen.slots, restore))
             case ProbeLinks():
@@ -195,15 +195,17 @@ class ControlLoop:
         start()
         return PlannerStarted()
 
-    def _weigh(self, command: WeighPlans) -> Observation:
+    def _make_candidates(self, command: RequestCandidates) -> Observation:
         plans = self._require_plans()
-        if command.restart:
+        if command.restart_planner:
             plans.restart(self._state.plan, self._programs)
-        return PlansWeighed(plans.weigh(command.profile, command.verdicts, command.staying))
+        return CandidatesReceived(
+            plans.make_candidates(command.profile, command.verdicts, command.staying)
+        )
 
-    def _fetch(self, command: FetchPrograms) -> Observation:
+    def _choose(self, command: ChooseCandidate) -> Observation:
         self._chosen = self._require_plans().choose(command.chosen)
-        return ProgramsFetched()
+        return CandidateChosen()
 
     def _require_plans(self) -> Plans:
         if self._plans is None:

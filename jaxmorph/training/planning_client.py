@@ -52,8 +52,8 @@ class Begin:
 
 
 @dataclass(frozen=True)
-class Weigh:
-    """Requests the candidates (`CandidatePlanner.weigh`); the answer is `Options`."""
+class MakeCandidates:
+    """The request of `CandidatePlanner.make_candidates`; the answer is `Options`."""
 
     profile: Profile
     verdicts: tuple[Verdict, ...]
@@ -92,7 +92,7 @@ class Failed:
     error: str
 
 
-Request: TypeAlias = Begin | Weigh | Choose
+Request: TypeAlias = Begin | MakeCandidates | Choose
 Answer: TypeAlias = Ready | Options | Chosen | Failed
 
 
@@ -134,15 +134,15 @@ class PlanningProcess:
             self._process = _start()
         self._begin(in_force, programs)
 
-    def weigh(
+    def make_candidates(
         self, profile: Profile, verdicts: Sequence[Verdict], staying: Iterable[Link] = ()
     ) -> Options:
-        """The candidates under the current costs (`CandidatePlanner.weigh`).
+        """The candidates under the current costs (`CandidatePlanner.make_candidates`).
 
         Raises:
             PlanningError: It can't plan.
         """
-        return self._ask(Weigh(profile, tuple(verdicts), tuple(staying)), Options)
+        return self._ask(MakeCandidates(profile, tuple(verdicts), tuple(staying)), Options)
 
     def choose(self, chosen: int) -> Chosen:
         """Make one of the last options the plan in force.

@@ -40,9 +40,9 @@ from jaxmorph.training.planning_client import (
     Choose,
     Chosen,
     Failed,
+    MakeCandidates,
     Ready,
     Request,
-    Weigh,
 )
 
 Programs = tuple[RankProgram, ...]
@@ -70,7 +70,7 @@ class CandidatePlanner:
             lowered last; None: for `profile`.
 
     Attributes:
-        candidates: Those of the last `weigh`.
+        candidates: Those of the last `make_candidates`.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class CandidatePlanner:
         """Every rank's instructions under the plan in force."""
         return self._in_force.programs
 
-    def weigh(
+    def make_candidates(
         self, profile: Profile, verdicts: Sequence[Verdict], staying: Iterable[Link] = ()
     ) -> Options:
         """The candidates under the current costs; in all predictions direct transfers hold queues.
@@ -265,8 +265,8 @@ class Server:
             case Begin():
                 self._planner = planner_of(request)
                 return Ready()
-            case Weigh(profile, verdicts, staying):
-                return self._require_planner().weigh(profile, verdicts, staying)
+            case MakeCandidates(profile, verdicts, staying):
+                return self._require_planner().make_candidates(profile, verdicts, staying)
             case Choose(chosen):
                 return self._require_planner().choose(chosen)
 

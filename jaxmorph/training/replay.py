@@ -18,31 +18,31 @@ from jaxmorph.control.conditions import usual_delay
 from jaxmorph.control.controller import advance
 from jaxmorph.control.controller_state import (
     Advance,
+    AwaitingCandidates,
+    CandidateChosen,
+    CandidatesReceived,
     ChangePlan,
     Changing,
+    ChooseCandidate,
     Command,
     ControllerState,
     DropProbes,
-    FetchPrograms,
     GivenUp,
     Observation,
     PlanChanged,
     PlannerStarted,
-    PlansWeighed,
     Preparing,
     ProbeLinks,
     Probing,
-    ProgramsFetched,
+    RequestCandidates,
     Starting,
     StepObserved,
-    Weighing,
-    WeighPlans,
     with_settings,
 )
 from jaxmorph.control.events import ControlEvent
 from jaxmorph.control.link_state import Direction, PathFailure, link_of
 from jaxmorph.control.measurements import link_samples, op_times
-from jaxmorph.control.path_reports import PathNews
+from jaxmorph.control.path_reports import JoinedPathReport
 from jaxmorph.control.verdicts import latency_ms_of
 from jaxmorph.errors import UserError
 from jaxmorph.plain_json import ParseError, dump, parse_line
@@ -108,9 +108,9 @@ def _outcome(result: Advance) -> dict[str, Any]:
 def _in_brief(command: Command) -> list[Any]:
     name = type(command).__name__
     match command:
-        case WeighPlans(staying=staying, restart=restart):
+        case RequestCandidates(staying=staying, restart_planner=restart):
             return [name, [*map(str, staying)], restart]
-        case FetchPrograms(chosen):
+        case ChooseCandidate(chosen):
             return [name, chosen]
         case ProbeLinks(links, restore):
             return [name, [*map(str, links)], sorted(map(str, restore))]
@@ -233,7 +233,7 @@ class _Simulated:
         """Carry out commands until none are left; planning takes no time here."""
         while self._commands:
             match self._commands.pop(0):
-                case WeighPlans() | FetchPrograms() as asked:
+                case RequestCandidates() | ChooseCandidate() as asked:
                     yield self._advance(self._answer(asked))
                 case ChangePlan() | ProbeLinks() as due:
                     self._due = due
@@ -271,14 +271,16 @@ class _Simulated:
         self._commands += result.commands
         return Moment(result.state.step, observation, result, None, timeline)
 
-    def _answer(self, asked: WeighPlans | FetchPrograms) -> Observation:
-        if isinstance(asked, FetchPrograms):
+    def _answer(self, asked: RequestCandidates | ChooseCandidate) -> Observation:
+        if isinstance(asked, ChooseCandidate):
             self._planner.choose(asked.chosen)
-            return ProgramsFetched()
-        return PlansWeighed(self._planner.weigh(asked.profile, asked.verdicts, asked.staying))
+            return CandidateChosen()
+        return CandidatesReceived(
+            self._planner.make_candidates(asked.profile, asked.verdicts, asked.staying)
+        )
 
     def _link(self, link: Link, added_ms: Mapping[Direction, float]) -> LinkDelay:
-        is_failed = link in self._state.paths.failed
+        is_failed = link in self._state.paths.unrestored
         route = "delegated" if is_failed else self._state.plan.routes.get(link, "direct")
         return LinkDelay(
             self._message_ms((link.lower, link.upper), route, added_ms),
@@ -292,19 +294,19 @@ class _Simulated:
         usual = usual_delay(self._state.usual, route, link_of(direction))
         return latency_ms_of(usual, direction) + added_ms.get(direction, 0.0)
 
-    def _paths(self, fact: PathNews, restored: Sequence[Link]) -> PathNews:
+    def _paths(self, report: JoinedPathReport, restored: Sequence[Link]) -> JoinedPathReport:
         """Fail each path that is in use here, if it failed or was found down in the run."""
-        failed, routes = self._state.paths.failed, self._state.plan.routes
-        down = {failure.link: failure for failure in fact.failures}
+        failed, routes = self._state.paths.unrestored, self._state.plan.routes
+        down = {failure.link: failure for failure in report.failures}
         down |= {
             link: PathFailure(link, "the run found its direct path down")
-            for link, is_up in fact.up.items()
+            for link, is_up in report.up.items()
             if not is_up
         }
         in_use = (link for link in down if routes.get(link, "direct") == "direct")
         failures = tuple(down[link] for link in sorted(in_use) if link not in failed)
         up = {link: link not in down for link in failed}
-        return PathNews(
+        return JoinedPathReport(
             failures,
             up,
             restored=tuple(link for link in restored if up.get(link, False)),
@@ -313,14 +315,16 @@ class _Simulated:
 
 
 def _undecided(state: ControllerState) -> ControllerState:
-    """The state with pending decisions turned into news, for another planning process."""
+    """The state without a pending decision, whose findings stay, for another planning process."""
     match state.phase:
         case GivenUp():
             return state
         case Changing(change):
             return replace(state, plan=change.plan, phase=Starting())
-        case Weighing() | Probing() | Preparing() as phase:
-            return replace(state, news=state.news.with_earlier(phase.news), phase=Starting())
+        case AwaitingCandidates() | Probing() | Preparing() as phase:
+            return replace(
+                state, findings=state.findings.with_earlier(phase.findings), phase=Starting()
+            )
         case _:
             return replace(state, phase=Starting())
 

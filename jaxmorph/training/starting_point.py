@@ -140,7 +140,7 @@ class KnownLinks:
         # None: the file of an earlier start may name links that are healthy now.
         self._reported: tuple[Any, ...] | None = None if (directory / LINKS).exists() else ()
 
-    def news(self, step: int, directions: Sequence[KnownDirection]) -> LinksChanged | None:
+    def take_changes(self, step: int, directions: Sequence[KnownDirection]) -> LinksChanged | None:
         """The slow and dead directions to write; None if no verdict has changed."""
         verdicts = (each.verdict for each in directions)
         known = tuple((each.direction, each.is_dead, each.step) for each in verdicts)

@@ -20,7 +20,7 @@ from jaxmorph.control.measurements import (
     link_samples,
     op_times,
 )
-from jaxmorph.control.path_reports import PathReport, path_news
+from jaxmorph.control.path_reports import PathReport, join_reports
 from jaxmorph.control.profiler import Profiler
 from jaxmorph.messages import (
     EventEmitted,
@@ -205,7 +205,7 @@ class StepRecorder:
         observed = step_observed(step, measured, reports)
         _, paths = controller.paths_of_step(loop.state, observed)
         # A step in which a path fails measures nothing: its timings include the stall.
-        if not paths.news.is_disturbed:
+        if not paths.report.is_disturbed:
             self._profiler.observe(measured, paths.samples)
         # First, since the next step may already wait for the controller's decision.
         events = loop.observe(observed)
@@ -245,9 +245,9 @@ class StepRecorder:
     def _send_known_links(self, step: int, loop: ControlLoop) -> None:
         if self._known_links is None or not loop.state.adapts:
             return
-        news = self._known_links.news(step, loop.state.detector.known_directions())
-        if news is not None:
-            self._send(news)
+        changed = self._known_links.take_changes(step, loop.state.detector.known_directions())
+        if changed is not None:
+            self._send(changed)
 
     def _peak_on_device(self, measured: Timeline) -> tuple[int, ...] | None:
         if not self._config.offload.enabled:
@@ -296,8 +296,8 @@ class StepRecorder:
 def step_observed(step: int, measured: Timeline, reports: Sequence[StepReport]) -> StepObserved:
     """A step as the controller observes it, from all ranks' reports."""
     samples = tuple(map(_rounded, link_samples(measured)))
-    news = path_news(parts_of(reports, PathReport))
-    return StepObserved(step, samples, op_times(measured), probe_times(reports), news)
+    report = join_reports(parts_of(reports, PathReport))
+    return StepObserved(step, samples, op_times(measured), probe_times(reports), report)
 
 
 def _rounded(sample: LinkSample) -> LinkSample:

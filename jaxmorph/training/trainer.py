@@ -15,7 +15,7 @@ import optax
 from jaxmorph.checkpoints.saver import CheckpointError
 from jaxmorph.config import Config
 from jaxmorph.control.link_state import FailedPaths, PathFailure
-from jaxmorph.control.path_reports import PathReport, path_news
+from jaxmorph.control.path_reports import PathReport, join_reports
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.messages import EventEmitted, RunMessage
 from jaxmorph.program.instructions import RankProgram, Receive, Send, channel_of
@@ -344,11 +344,11 @@ class Trainer:
         """Log a step's events; returns the direct paths that failed in it."""
         for event in result.events:
             _log.info("rank %d, step %d: %s: %s", self.rank, result.step, event.kind, event.detail)
-        news = path_news(result.parts_of(PathReport))
-        self._failed, failures = self._failed.record(news.failures)
+        joined = join_reports(result.parts_of(PathReport))
+        self._failed, failures = self._failed.record(joined.failures)
         for failure in failures if self.rank == 0 else ():
             _log.warning("step %d: link %s failed: %s", result.step, failure.link, failure.detail)
-        self._failed = self._failed.restore(news.restored)
+        self._failed = self._failed.restore(joined.restored)
         return failures
 
     def _make_room(self, program: RankProgram) -> None:

@@ -13,29 +13,29 @@ from jaxmorph.config.sections import Adaptation
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.controller import advance
 from jaxmorph.control.controller_state import (
+    AwaitingCandidates,
+    CandidateChosen,
+    CandidatesReceived,
     ChangePlan,
     Changing,
-    FetchPrograms,
+    ChooseCandidate,
     GivenUp,
     Idle,
     PlanChanged,
     PlannerStarted,
     PlanningFailed,
-    PlansWeighed,
     Preparing,
     ProbeLinks,
     Probing,
-    ProgramsFetched,
+    RequestCandidates,
     StepObserved,
-    Weighing,
-    WeighPlans,
     first_state,
 )
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.link_state import PathFailure
 from jaxmorph.control.measurements import LinkSample
 from jaxmorph.control.orchestrator import Option, Options
-from jaxmorph.control.path_reports import PathNews
+from jaxmorph.control.path_reports import JoinedPathReport
 from jaxmorph.control.profiler import Profile
 from jaxmorph.program.instructions import Payload, Transfer
 from jaxmorph.records import Link
@@ -61,7 +61,7 @@ def begun(**settings):
 def step_of(state, step, slow_ms=None, probes_ms=None, paths=None, noise=lambda: 0.0, count=8):
     """A step under the plan in force, with messages in each direction and some slow links."""
     slow_ms, samples = slow_ms or {}, []
-    failed = state.paths.failed
+    failed = state.paths.unrestored
     for source, destination in DIRECTIONS:
         link = Link(*sorted((source, destination)))
         route = "delegated" if link in failed else state.plan.routes.get(link, "direct")
@@ -116,14 +116,14 @@ class Harness:
 
     def _take(self, command):
         match command:
-            case WeighPlans() | FetchPrograms():
+            case RequestCandidates() | ChooseCandidate():
                 assert self.asked is None, "one question at a time"
                 self.asked = command
             case ChangePlan(change, restore):
                 assert not isinstance(self.due, ChangePlan), "one change of plan at a time"
                 self.due = command
                 self.changes.append(self.step)
-                for link in self.state.paths.failed:
+                for link in self.state.paths.unrestored:
                     is_direct = change.plan.routes.get(link, "direct") == "direct"
                     assert not is_direct or link in restore, "a failed path is never direct"
             case ProbeLinks():
@@ -133,7 +133,9 @@ class Harness:
 
     def _check(self):
         phase = self.state.phase
-        expected = {Weighing: WeighPlans, Preparing: FetchPrograms}.get(type(phase))
+        expected = {AwaitingCandidates: RequestCandidates, Preparing: ChooseCandidate}.get(
+            type(phase)
+        )
         assert (type(self.asked) if self.asked else None) == expected
         assert isinstance(phase, Changing) == isinstance(self.due, ChangePlan)
         if isinstance(phase, Probing):
@@ -146,11 +148,11 @@ class Harness:
             return
         if random_.random() < 0.1:
             self.advance(PlanningFailed("the planning process has died"))
-        elif isinstance(asked, WeighPlans):
+        elif isinstance(asked, RequestCandidates):
             degraded = {each.link for each in asked.verdicts if each.health != "healthy"}
-            self.advance(PlansWeighed(offered(self.state, degraded | set(asked.staying))))
+            self.advance(CandidatesReceived(offered(self.state, degraded | set(asked.staying))))
         else:
-            self.advance(ProgramsFetched())
+            self.advance(CandidateChosen())
 
     def meet(self, random_):
         """Carry out the due command at a meeting; a probe may be lost."""
@@ -193,19 +195,19 @@ def run_at_random(seed, num_steps, **options):
             case 2:
                 down.discard(link)
         probes_ms, restore = harness.meet(random_)
-        failed = harness.state.paths.failed
+        failed = harness.state.paths.unrestored
         routes = harness.state.plan.routes
         failing = [
             each for each in down if each not in failed and routes.get(each, "direct") == "direct"
         ]
-        news = PathNews(
+        paths = JoinedPathReport(
             failures=tuple(PathFailure(each, "no answer", reported_by=each) for each in failing),
             up={each: each not in down for each in failed},
             restored=tuple(each for each in sorted(restore) if each not in down),
             is_disturbed=bool(failing),
         )
         noise = (lambda: random_.expovariate(4.0)) if seed % 2 else (lambda: 0.0)
-        observed = step_of(harness.state, step, slow_ms, probes_ms, news, noise, count)
+        observed = step_of(harness.state, step, slow_ms, probes_ms, paths, noise, count)
         harness.advance(observed)
         for _ in range(random_.randrange(4)):
             harness.answer(random_)
@@ -228,11 +230,11 @@ def test_a_slow_link_is_delegated_and_restored():
             command = commands.pop(0)
             asked.append(type(command))
             match command:
-                case WeighPlans(verdicts=verdicts, staying=staying):
+                case RequestCandidates(verdicts=verdicts, staying=staying):
                     degraded = {each.link for each in verdicts if each.health != "healthy"}
-                    answer = PlansWeighed(offered(state, degraded | set(staying)))
-                case FetchPrograms():
-                    answer = ProgramsFetched()
+                    answer = CandidatesReceived(offered(state, degraded | set(staying)))
+                case ChooseCandidate():
+                    answer = CandidateChosen()
                 case ChangePlan():
                     answer = PlanChanged()
                 case ProbeLinks(links):
@@ -243,13 +245,13 @@ def test_a_slow_link_is_delegated_and_restored():
             result = advance(state, answer)
             commands += result.commands
             state = result.state
-    kinds = [each for each in asked if each in (WeighPlans, ProbeLinks, ChangePlan)]
-    assert kinds == [WeighPlans, ChangePlan, WeighPlans, ProbeLinks, ChangePlan]
+    kinds = [each for each in asked if each in (RequestCandidates, ProbeLinks, ChangePlan)]
+    assert kinds == [RequestCandidates, ChangePlan, RequestCandidates, ProbeLinks, ChangePlan]
     assert state.plan.routes == FIRST.routes
 
 
 @pytest.mark.parametrize(
-    "answer", [PlansWeighed(Options(1.0, 1.0, ())), ProgramsFetched(), PlanChanged()]
+    "answer", [CandidatesReceived(Options(1.0, 1.0, ())), CandidateChosen(), PlanChanged()]
 )
 def test_an_unexpected_answer_changes_nothing(answer):
     state = begun()

@@ -126,7 +126,7 @@ def test_each_further_failure_doubles_the_steps_to_a_limit():
         steps, watch = returns_after(watch, [UP] * 99)
         took.append(steps)
         watch = watch.restore([LINK])
-        assert watch.failed == frozenset()
+        assert watch.unrestored == frozenset()
         watch = after_failures(watch, FAILURE)
     assert took == [4, 8, 10, 10]
     assert FailedPaths.begin((), 20, 8).steps_after(3) == 20

@@ -154,10 +154,10 @@ def test_another_order_waits_for_the_last_morphs_dwell():
     assert decide(replace(found, step=11)).chosen == 2
 
 
-def test_a_reason_includes_the_news():
+def test_a_reason_includes_other_changes():
     found = situation(
         healthy(4), option(FIRST, 500.0), option(FIRST, 500.0), option(OTHER, 450.0),
-        news=("stage 1's F takes 20.0 ms, not 10.0",),
+        other_changes=("stage 1's F takes 20.0 ms, not 10.0",),
     )  # fmt: skip
     decision = decide(found)
     assert decision.chosen == 1

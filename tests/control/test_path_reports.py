@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from jaxmorph.control.link_state import PathFailure
-from jaxmorph.control.path_reports import NO_NEWS, PathReport, path_news
+from jaxmorph.control.path_reports import EMPTY_REPORT, PathReport, join_reports
 from jaxmorph.plain_json import dump, parse
 from jaxmorph.records import Link
 
@@ -25,14 +25,14 @@ def over_the_network(*reports):
 
 def test_both_ends_reports_are_one_failure():
     later = replace(FAILURE, held_up_s=3.2, resent=2, restores_left=0, began=True)
-    news = path_news(over_the_network(SILENT, FAILED, PathReport((later,))))
-    (found,) = news.failures
-    assert news.restores_left == {LINK: 0}
+    report = join_reports(over_the_network(SILENT, FAILED, PathReport((later,))))
+    (found,) = report.failures
+    assert report.restores_left == {LINK: 0}
     assert (found.link, found.detail) == (LINK, "activation[3] 1>2 got no answer in 3 s")
     assert (found.held_up_s, found.resent, found.began) == (3.2, 3, True)
     assert (found.restores_left, found.reported_by) == (0, (1, 2))
     assert found.to_json()["link"] == "1-2"
-    (found,) = path_news([SILENT, PathReport((PathFailure(LINK),)), SILENT]).failures
+    (found,) = join_reports([SILENT, PathReport((PathFailure(LINK),)), SILENT]).failures
     assert (found.detail, found.restores_left, found.reported_by) == ("", None, (1,))
 
 
@@ -42,9 +42,9 @@ def test_both_ends_reports_are_one_failure():
 )
 def test_a_path_needs_both_ends_to_be_up(lower, upper, is_up):
     ends = [SILENT if up is None else PathReport(up={LINK: up}) for up in (lower, upper)]
-    news = path_news([RESTORE, *ends])
-    assert (news.up, news.restored) == ({LINK: is_up}, (LINK,) if is_up else ())
+    report = join_reports([RESTORE, *ends])
+    assert (report.up, report.restored) == ({LINK: is_up}, (LINK,) if is_up else ())
 
 
-def test_reports_without_content_are_no_news():
-    assert path_news([SILENT] * 3) == NO_NEWS
+def test_empty_reports_join_to_an_empty_one():
+    assert join_reports([SILENT] * 3) == EMPTY_REPORT

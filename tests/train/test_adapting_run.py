@@ -125,8 +125,8 @@ def test_detection_measures_and_ignores_declared_delays(adapting):
     done = adapting.events("route_changed", "link_probed")
     assert {event["link"] for event in judged} == {event["link"] for event in done} == {"1-2"}
     assert max(event["evidence"]["evidence"]["baseline_ms"] for event in judged) < CLAIMED_MS / 2
-    weighed = adapting.events("plan_changed", "plan_kept")
-    blamed = [verdict for event in weighed for verdict in event["evidence"]["verdicts"]]
+    decided = adapting.events("plan_changed", "plan_kept")
+    blamed = [verdict for event in decided for verdict in event["evidence"]["verdicts"]]
     assert {(each["source"], each["destination"]) for each in blamed} == {(1, 2), (2, 1)}
     claimed_ms = adapting.steps[0]["link_ms"]["0>1"], adapting.steps[0]["link_ms"]["1>0"]
     assert max(claimed_ms) < CLAIMED_MS / 2  # that link was healthy

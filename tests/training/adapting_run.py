@@ -43,16 +43,16 @@ class PlansHere:
         self.may_answer, self.is_asked = threading.Event(), threading.Event()
         if may_answer:
             self.may_answer.set()
-        self.asked, self.restarted, self.weighed = 0, [], []
+        self.asked, self.restarted, self.options = 0, [], []
         self.asked_with = ()
 
-    def weigh(self, profile, verdicts, staying):
+    def make_candidates(self, profile, verdicts, staying):
         self.asked += 1
         self.asked_with = profile, verdicts, staying
         self.is_asked.set()
         assert self.may_answer.wait(30)
-        self.weighed.append(self._planner.weigh(profile, verdicts, staying))
-        return self.weighed[-1]
+        self.options.append(self._planner.make_candidates(profile, verdicts, staying))
+        return self.options[-1]
 
     def choose(self, chosen):
         return self._planner.choose(chosen)
@@ -70,11 +70,11 @@ class FailingPlans(PlansHere):
         super().__init__(config=config)
         self.failing = failing
 
-    def weigh(self, profile, verdicts, staying):
+    def make_candidates(self, profile, verdicts, staying):
         if self.asked in self.failing:
             self.asked += 1
             raise PlanningError("the planning process has died")
-        return super().weigh(profile, verdicts, staying)
+        return super().make_candidates(profile, verdicts, staying)
 
 
 class Run:

@@ -58,7 +58,7 @@ def test_the_expected_profile_follows_verdict_and_route(run):
     assert link_states(run.loop.state) == {}
 
 
-def test_findings_during_a_decision_are_weighed_next(run):
+def test_findings_during_a_decision_are_planned_for_next(run):
     run.steps(6)
     run.plans.may_answer.clear()
     run.steps(1, slow_ms=40.0)
@@ -104,10 +104,10 @@ def test_a_restarted_planner_knows_the_running_programs(begin_run):
     (adopted,) = run.morphs
     assert set(adopted.plan.routes.values()) == {"direct", "delegated"}
     never_restarted = run.plans._planner
-    run.steps(12, slow_ms=80.0)  # planning for the news fails once
+    run.steps(12, slow_ms=80.0)  # planning for the new delay fails once
     assert len(run.plans.restarted) == 1
-    expected = never_restarted.weigh(*run.plans.asked_with)
-    assert run.plans.weighed[-1].in_force_ms == expected.in_force_ms
+    expected = never_restarted.make_candidates(*run.plans.asked_with)
+    assert run.plans.options[-1].in_force_ms == expected.in_force_ms
     assert run.morphs == [adopted]
 
 
@@ -144,7 +144,7 @@ def test_a_newly_slow_link_shortens_the_retry(begin_run, steps_later, changed_af
     assert run.delegated() == {"1-2"}
 
 
-def test_a_retry_includes_the_failed_attempts_news(begin_run):
+def test_a_retry_includes_the_failed_attempts_findings(begin_run):
     run = begin_run(FailingPlans(0))
     run.steps(6)
     run.steps(12, costs=SLOWER)
@@ -185,14 +185,14 @@ def test_late_probes_keep_a_link_delegated_and_get_rarer(slow_run):
     assert slow_run.routes == FIRST.routes
 
 
-def test_slower_ops_are_reported_and_weighed(run):
+def test_slower_ops_are_reported_and_planned_for(run):
     run.steps(6)
     run.steps(6, costs=SLOWER)
     assert len(run.of_kind("compute_changed")) == 1
     assert run.plans.asked == 1
 
 
-def test_news_of_ops_cancel_a_pending_probe(slow_run):
+def test_slower_ops_cancel_a_pending_probe(slow_run):
     slow_run.sends_probes = False
     slow_run.steps(5)
     asked = slow_run.plans.asked
@@ -249,7 +249,7 @@ class Start:
         run.settle()
 
 
-def test_news_before_the_planners_start_is_weighed(begin_run):
+def test_findings_before_the_planners_start_are_planned_for(begin_run):
     start = Start()
     run = begin_run(PlansHere(may_answer=False), start=start)
     run.steps(6)
@@ -263,7 +263,7 @@ def test_news_before_the_planners_start_is_weighed(begin_run):
     assert run.plans.asked == 1
 
 
-def test_news_survives_a_failed_start(begin_run):
+def test_findings_survive_a_failed_start(begin_run):
     start = Start(PlanningError("the planning process has died"))
     run = begin_run(PlansHere(may_answer=False), start=start)
     run.steps(6)

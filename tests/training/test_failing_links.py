@@ -163,7 +163,7 @@ def test_a_link_without_restores_left_stays_delegated(cut):
 
 def test_a_failed_link_stays_delegated_while_planning_fails(begin):
     run = begin(failback_steps=3)
-    weigh, run.plans.weigh = run.plans.weigh, failing
+    make_candidates, run.plans.make_candidates = run.plans.make_candidates, failing
     run.steps(6)
     run.cut(LINK)
     run.steps(2)
@@ -171,7 +171,7 @@ def test_a_failed_link_stays_delegated_while_planning_fails(begin):
     run.steps(10)
     assert run.wires.restored == []
     assert set(routes_of(run)[6:]) == {"delegated"}
-    run.plans.weigh = weigh
+    run.plans.make_candidates = make_candidates
     run.steps(30)
     assert run.wires.restored == [LINK]
     assert len(run.events("link_restored")) == 1

@@ -36,7 +36,7 @@ def written(tmp_path):
     """A run directory with a record of degraded links."""
     config = adapting(run={"dir": str(tmp_path / "run")})
     with open_run_directory(config) as directory:
-        message = KnownLinks(config, directory.path, THREE_STAGES).news(7, KNOWN)
+        message = KnownLinks(config, directory.path, THREE_STAGES).take_changes(7, KNOWN)
         assert message is not None
         directory.write_links(as_object(message))
     return directory.path
@@ -101,15 +101,15 @@ def test_all_ranks_get_rank_0s_record(written, tmp_path):
 
 def test_each_change_is_reported_once(tmp_path):
     known = KnownLinks(adapting(), tmp_path, THREE_STAGES)
-    assert known.news(0, ()) is None
+    assert known.take_changes(0, ()) is None
     for directions in (KNOWN, (direction(1, 2, step=9),), ()):
-        message = known.news(9, directions)
+        message = known.take_changes(9, directions)
         assert message is not None
         assert message.directions == tuple(each.to_json() for each in directions)
-        assert known.news(10, directions) is None
+        assert known.take_changes(10, directions) is None
 
 
 def test_an_earlier_record_is_cleared_by_the_first_step(written):
-    message = KnownLinks(adapting(), written, THREE_STAGES).news(0, ())
+    message = KnownLinks(adapting(), written, THREE_STAGES).take_changes(0, ())
     assert message is not None
     assert message.directions == ()

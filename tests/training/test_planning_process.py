@@ -20,7 +20,12 @@ from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.records import Link
 from jaxmorph.schedule.costs import Limits, StageCosts, StashBytes, chain_links
 from jaxmorph.training.plan_in_force import plan_step
-from jaxmorph.training.planning_client import PlanningError, PlanningProcess, RunToPlan, Weigh
+from jaxmorph.training.planning_client import (
+    MakeCandidates,
+    PlanningError,
+    PlanningProcess,
+    RunToPlan,
+)
 from jaxmorph.training.planning_process import CandidatePlanner, serve
 
 LINKS = (Link(0, 1), Link(1, 2), Link(2, 3))
@@ -53,19 +58,19 @@ def delegated(candidate):
 
 def test_a_slow_link_has_three_plans_that_run():
     plans, profile = planner()
-    weighed = plans.weigh(profile, verdicts(2, 3, 30.0))
-    assert weighed.undisturbed_ms == pytest.approx(390.0)
-    assert weighed.in_force_ms == pytest.approx(1110.0)
-    first, same_order, new = weighed.candidates
-    assert [delegated(each) for each in weighed.candidates] == [[], ["2-3"], ["2-3"]]
-    assert first.step_ms == weighed.in_force_ms
+    options = plans.make_candidates(profile, verdicts(2, 3, 30.0))
+    assert options.undisturbed_ms == pytest.approx(390.0)
+    assert options.in_force_ms == pytest.approx(1110.0)
+    first, same_order, new = options.candidates
+    assert [delegated(each) for each in options.candidates] == [[], ["2-3"], ["2-3"]]
+    assert first.step_ms == options.in_force_ms
     assert same_order.plan.schedule == first.plan.schedule
     assert new.plan.schedule.name == "adaptive"
     assert new.step_ms == pytest.approx(421.0)  # 30 ms, and what delegation costs, once
     assert new.step_ms < same_order.step_ms < first.step_ms
     for candidate in plans.candidates:
         check(candidate.programs)
-    (only,) = plans.weigh(profile, verdicts(2, 3, 0.0, LinkHealth.HEALTHY)).candidates
+    (only,) = plans.make_candidates(profile, verdicts(2, 3, 0.0, LinkHealth.HEALTHY)).candidates
     assert only.plan.schedule.name == "zb-h2"
 
 
@@ -81,21 +86,21 @@ def test_a_slow_link_has_three_plans_that_run():
 )
 def test_candidates_delegate_what_the_configuration_lets(sections, links):
     plans, profile = planner(**sections)
-    candidates = plans.weigh(profile, verdicts(2, 3, 30.0)).candidates
+    candidates = plans.make_candidates(profile, verdicts(2, 3, 30.0)).candidates
     assert [delegated(each) for each in candidates] == links
 
 
 def test_after_a_morph_predictions_are_the_new_plans():
     plans, profile = planner()
-    plans.weigh(profile, verdicts(2, 3, 30.0))
+    plans.make_candidates(profile, verdicts(2, 3, 30.0))
     adapted = plans.candidates[2]
     assert plans.choose(2).slots == slots_needed(adapted.programs)
     # Judged on the delegated route, so the latency includes the usual time there.
-    assert plans.weigh(profile, verdicts(2, 3, 31.0)).in_force_ms == adapted.step_ms
-    first = plans.weigh(profile, []).candidates[0].plan
+    assert plans.make_candidates(profile, verdicts(2, 3, 31.0)).in_force_ms == adapted.step_ms
+    first = plans.make_candidates(profile, []).candidates[0].plan
     begun = CandidatePlanner(config(), 0, first, profile, USUAL, adapted.plan)
     for each in (plans, begun):  # a new planner predicts the same
-        healed = each.weigh(profile, verdicts(2, 3, 1.0, LinkHealth.HEALTHY))
+        healed = each.make_candidates(profile, verdicts(2, 3, 1.0, LinkHealth.HEALTHY))
         assert healed.in_force_ms == pytest.approx(391.0)
         assert [delegated(candidate) for candidate in healed.candidates] == [[]]
         assert healed.candidates[0].step_ms == pytest.approx(390.0)
@@ -104,23 +109,23 @@ def test_after_a_morph_predictions_are_the_new_plans():
 def test_slower_ops_get_a_new_plan_noise_does_not():
     plans, profile = planner()
     noisy = replace(profile, costs=replace(COSTS, forward_ms=(10.5, 9.6, 10.0, 10.0)))
-    assert len(plans.weigh(noisy, []).candidates) == 1
+    assert len(plans.make_candidates(noisy, []).candidates) == 1
     slower = replace(profile, costs=replace(COSTS, forward_ms=(10.0, 14.0, 10.0, 10.0)))
-    _, new = plans.weigh(slower, []).candidates
+    _, new = plans.make_candidates(slower, []).candidates
     assert (delegated(new), new.plan.schedule.name) == ([], "adaptive")
 
 
 def test_a_tied_gradients_link_is_delegated_too():
     slow = verdicts(0, 3, 30.0)
     plans, profile = planner(num_tied=1)
-    assert delegated(plans.weigh(profile, slow).candidates[1]) == ["0-3"]
+    assert delegated(plans.make_candidates(profile, slow).candidates[1]) == ["0-3"]
     plans, profile = planner()
-    assert len(plans.weigh(profile, slow).candidates) == 1
+    assert len(plans.make_candidates(profile, slow).candidates) == 1
 
 
 def test_evaluation_has_its_slots():
     plans, profile = planner(evaluation={"every_steps": 5}, data={"held_out_fraction": 0.1})
-    plans.weigh(profile, verdicts(2, 3, 30.0))
+    plans.make_candidates(profile, verdicts(2, 3, 30.0))
     forwards = slots_needed([*map(forward_only, plans.candidates[2].programs)])
     slots = plans.choose(2).slots
     assert all(slots[channel] >= number for channel, number in forwards.items())
@@ -129,7 +134,7 @@ def test_evaluation_has_its_slots():
 
 def test_new_plans_keep_the_caps():
     plans, profile = planner(schedule={"name": "adaptive", "max_live": 7})
-    new = plans.weigh(profile, verdicts(2, 3, 60.0)).candidates[-1]
+    new = plans.make_candidates(profile, verdicts(2, 3, 60.0)).candidates[-1]
     assert max(new.plan.schedule.peak_live("B")) <= 7
 
 
@@ -142,7 +147,7 @@ def test_new_plans_keep_caps_that_home_exceeds():
     capped = config(schedule={"name": "zb-h2", "max_stash_bytes": 60})
     for run, keeps in ((config(), False), (capped, True)):
         plans = CandidatePlanner(run, 0, first, profile, USUAL)
-        *same, new = plans.weigh(profile, verdicts(2, 3, 60.0)).candidates
+        *same, new = plans.make_candidates(profile, verdicts(2, 3, 60.0)).candidates
         assert all(each.plan.schedule == first.schedule for each in same)
         assert new.plan.schedule.name == "adaptive"
         assert (held_bytes(new.plan, sizes) <= 60) is keeps
@@ -158,28 +163,28 @@ def held_bytes(plan, sizes):
 
 def test_a_newly_slow_link_has_plans_that_keep_others():
     plans, profile = planner()
-    adapted = plans.weigh(profile, verdicts(0, 1, 30.0)).candidates[2]
+    adapted = plans.make_candidates(profile, verdicts(0, 1, 30.0)).candidates[2]
     plans.choose(2)
     slow = [*verdicts(0, 1, 1.0, LinkHealth.HEALTHY), *verdicts(2, 3, 30.0)]
     for staying in ((), [Link(0, 1)]):  # it may go back after a probe, or not yet
-        weighed = plans.weigh(profile, slow, staying)
-        found = [delegated(each) for each in weighed.candidates]
+        options = plans.make_candidates(profile, slow, staying)
+        found = [delegated(each) for each in options.candidates]
         alone, both = [["2-3"]] * 2, [["0-1", "2-3"]] * 3
         assert found == [[], *alone, *both]
-        first, now = weighed.candidates[0].plan.schedule, adapted.plan.schedule
-        assert [each.plan.schedule for each in weighed.candidates[3:5]] == [first, now]
+        first, now = options.candidates[0].plan.schedule, adapted.plan.schedule
+        assert [each.plan.schedule for each in options.candidates[3:5]] == [first, now]
         for candidate in plans.candidates[3:]:
             check(candidate.programs)
-            assert candidate.step_ms < 0.6 * weighed.in_force_ms
+            assert candidate.step_ms < 0.6 * options.in_force_ms
 
 
 def test_one_link_goes_back_while_another_stays():
     plans, profile = planner()
     slow = [*verdicts(0, 1, 30.0), *verdicts(2, 3, 30.0)]
-    adapted = plans.weigh(profile, slow).candidates[2]
+    adapted = plans.make_candidates(profile, slow).candidates[2]
     plans.choose(2)
     healed = [each for at in (0, 2) for each in verdicts(at, at + 1, 1.0, LinkHealth.HEALTHY)]
-    _, first_order, same_order = plans.weigh(profile, healed, [Link(2, 3)]).candidates
+    _, first_order, same_order = plans.make_candidates(profile, healed, [Link(2, 3)]).candidates
     assert delegated(first_order) == delegated(same_order) == ["2-3"]
     assert same_order.plan.schedule == adapted.plan.schedule != first_order.plan.schedule
 
@@ -187,10 +192,10 @@ def test_one_link_goes_back_while_another_stays():
 @pytest.mark.parametrize("delegates", ["slow", "any"])
 def test_a_dead_link_has_plans_that_change_no_other(delegates):
     plans, profile = planner(adaptation={"enabled": True, "delegates": delegates})
-    plans.weigh(profile, verdicts(0, 1, 30.0))
+    plans.make_candidates(profile, verdicts(0, 1, 30.0))
     plans.choose(2)
     dead = [*verdicts(0, 1, 1.0, LinkHealth.HEALTHY), *verdicts(2, 3, 0.0, path=PathState.FAILED)]
-    candidates = plans.weigh(profile, dead, [Link(0, 1)]).candidates
+    candidates = plans.make_candidates(profile, dead, [Link(0, 1)]).candidates
     assert any(delegated(each) == ["0-1", "2-3"] for each in candidates)
     assert any("2-3" in delegated(each) for each in candidates)
     for candidate in plans.candidates:
@@ -208,9 +213,9 @@ def test_the_process_plans_and_ends_with_its_input():
     process = PlanningProcess()
     try:
         with pytest.raises(PlanningError, match="got another request first, expected Begin"):
-            process.weigh(PROFILE, SLOW)
+            process.make_candidates(PROFILE, SLOW)
         process.begin(RunToPlan(RUN, 1, FIRST, PROFILE, USUAL))
-        options = process.weigh(PROFILE, SLOW)
+        options = process.make_candidates(PROFILE, SLOW)
         assert options.in_force_ms > 1.5 * options.undisturbed_ms
         chosen = options.candidates[1]
         assert chosen.plan.schedule == FIRST.schedule
@@ -228,7 +233,7 @@ def test_the_process_plans_and_ends_with_its_input():
         requests.close()  # as at the end of rank 0
         assert process._process.wait(30) == 0
         with pytest.raises(PlanningError, match="the planning process is gone"):
-            process.weigh(PROFILE, SLOW)
+            process.make_candidates(PROFILE, SLOW)
     finally:
         process.close()
 
@@ -242,12 +247,12 @@ def test_a_process_that_died_is_reported_and_replaced():
         with pytest.raises(PlanningError, match="the planning process is gone"):
             process.begin(RunToPlan(RUN, 1, FIRST, PROFILE, USUAL))
         process.restart(FIRST)  # with a new process
-        assert process.weigh(PROFILE, SLOW).in_force_ms > 0
-        slow = process.weigh(PROFILE, SLOW).candidates[1]
+        assert process.make_candidates(PROFILE, SLOW).in_force_ms > 0
+        slow = process.make_candidates(PROFILE, SLOW).candidates[1]
         chosen_plan = process.choose(1)
-        morphed = process.weigh(PROFILE, SLOW)
+        morphed = process.make_candidates(PROFILE, SLOW)
         process.restart(slow.plan, chosen_plan.programs)
-        again = process.weigh(PROFILE, SLOW)
+        again = process.make_candidates(PROFILE, SLOW)
         assert again.in_force_ms == morphed.in_force_ms
     finally:
         process.close()
@@ -264,7 +269,7 @@ def test_plans_keep_within_tens_of_gigabytes():
     process = PlanningProcess()
     try:
         process.begin(RunToPlan(capped, 0, first, profile, USUAL))
-        candidates = process.weigh(profile, SLOW).candidates
+        candidates = process.make_candidates(profile, SLOW).candidates
     finally:
         process.close()
     new = candidates[-1].plan.schedule
@@ -273,12 +278,12 @@ def test_plans_keep_within_tens_of_gigabytes():
 
 
 def test_a_server_survives_wrong_requests():
-    weigh = tagged(Weigh(PROFILE, (), ()))
-    requests = [{"kind": "sing"}, weigh, {}]
+    request = tagged(MakeCandidates(PROFILE, (), ()))
+    requests = [{"kind": "sing"}, request, {}]
     answers = io.StringIO()
     serve(iter(map(dump, requests)), answers)
     errors = [json.loads(line)["error"] for line in answers.getvalue().splitlines()]
-    kinds = "expected one of the kinds Begin, Weigh, Choose"
+    kinds = "expected one of the kinds Begin, MakeCandidates, Choose"
     assert errors == [
         f"ParseError: a request: got {requests[0]}, {kinds}",
         "ValueError: got another request first, expected Begin",

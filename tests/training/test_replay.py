@@ -7,12 +7,12 @@ import pytest
 from adapting_run import CONFIG, FIRST, PLANNED_FOR, USUAL, PlansHere
 
 from jaxmorph.control.controller_state import (
+    CandidatesReceived,
     Changing,
     ControllerState,
     Idle,
     Observation,
     PlannerStarted,
-    PlansWeighed,
 )
 from jaxmorph.errors import UserError
 from jaxmorph.plain_json import dump, parse, tagged
@@ -130,7 +130,9 @@ def test_a_replay_may_delegate_all_links(kept_run, tmp_path):
     kept_run(settings={"worth": 0.9})
     settings = {"worth": 0.05, "delegates": "any"}
     simulated = list(replay(tmp_path, CONFIG.adaptation.model_copy(update=settings)))
-    offers = [m.observation.options for m in simulated if isinstance(m.observation, PlansWeighed)]
+    offers = [
+        m.observation.options for m in simulated if isinstance(m.observation, CandidatesReceived)
+    ]
     assert any(
         set(option.routes.values()) == {"delegated"}
         for offer in offers
@@ -179,6 +181,14 @@ def test_a_wrong_line_is_named(kept_run, tmp_path):
     lines[3] = lines[3].replace('"step"', '"stride"')
     file.write_text("".join(lines))
     with pytest.raises(UserError, match=r"000001.jsonl:4: "):
+        list(replay(tmp_path))
+
+
+def test_a_file_of_an_older_version_is_refused(kept_run, tmp_path):
+    kept_run()
+    (file,) = (tmp_path / "control").glob("*.jsonl")
+    file.write_text(file.read_text().replace('"findings"', '"news"'))
+    with pytest.raises(UserError, match=r"000001.jsonl:1: state.findings: missing$"):
         list(replay(tmp_path))
 
 

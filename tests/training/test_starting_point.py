@@ -290,6 +290,6 @@ def test_a_dead_link_never_uses_its_direct_path(begin):
     run.steps(12)
     assert run.of_kind("straggler_detected") == [(0, "straggler_detected", "1-2")] * 2
     assert run.of_kind("route_changed", "link_probed", "straggler_cleared") == []
-    assert run.loop.state.paths.failed == {LINK}
+    assert run.loop.state.paths.unrestored == {LINK}
     known_now = run.loop.state.detector.known_directions()
     assert {each.direction for each in known_now} == {(1, 2), (2, 1)}
