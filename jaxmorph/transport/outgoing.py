@@ -1,10 +1,22 @@
 """The sending half of one directed pair of ranks: which lane sends which chunk next.
 
-Lanes pull chunks. What may be in flight on a lane follows its measured rate, so little is stuck on
-one that turns slow. A very slow lane is parked: it only probes its rate with copies of other lanes'
-chunks. What is late on one lane is sent on another, too. None of this decides whether a message
-arrives: chunks are sent until they are acknowledged, and slots are kept until the receiver's count
-covers them.
+Lanes pull chunks. A lane's measured rate limits how much it may have in flight, so few chunks wait
+on one that turns slow. Four words describe a lane that falls behind:
+
+========  =====================================================  ===================================
+word      condition                                              consequence
+========  =====================================================  ===================================
+overdue   a chunk takes far longer than expected, or than it     a lane with no new chunk to send
+          would take on another lane                             sends a copy of it (a hedge)
+stalled   no chunk was acknowledged for 30 ms or more, while     no new chunks until it progresses;
+          another lane progressed                                other lanes copy all its chunks
+parked    the rate is below a tenth of the best lane's, until    only probes: two copies a second of
+          it exceeds 15 %                                        other lanes' chunks
+late      an acknowledgement or pong misses its timeout          it is closed, its chunks are resent
+========  =====================================================  ===================================
+
+None of this decides whether a message arrives: a chunk is sent until it is acknowledged, and a slot
+is kept until the receiver's count covers it.
 """
 
 from typing import Any, NamedTuple
@@ -34,8 +46,8 @@ from jaxmorph.transport.wire import (
 INFINITY = float("inf")
 PROBE_S = 0.5
 """How often a parked lane gets a chunk to probe its rate."""
-_ASSESS_S = 0.010
-_UNKNOWN_S = 0.005
+_ASSESS_S = 0.010  # between two assessments of all lanes
+_UNKNOWN_S = 0.005  # expected of a chunk on a lane whose rate is unknown
 _MIN_SLACK_S, _MIN_OVERDUE_S = 0.002, 0.020
 _STALLED_S = 0.030
 
@@ -71,11 +83,11 @@ class Outgoing(OutgoingQueue):
         self._generation = -1
         self._best_rate = 0.0
         self._order: list[int] = []
-        self._assessed_s = self._hedge_s = -INFINITY
+        self._assessed_s = self._next_hedge_s = -INFINITY
         self._production, self._gain = Production(), LaneGain(chunk_bytes)
-        self._received_bytes = 0
+        self._acknowledged_bytes = 0
         self._counters = dict.fromkeys(
-            ("messages", "chunks", "resent", "hedged", "probes", "lanes_late", "lanes_lost"), 0
+            ("messages", "chunks", "resent", "copies", "probes", "lanes_late", "lanes_lost"), 0
         )
 
     def post(
@@ -90,13 +102,13 @@ class Outgoing(OutgoingQueue):
 
     # Lanes.
 
-    def lane_up(self, lane: int, generation: int, now_s: float) -> tuple[int, ...]:
+    def lane_up(self, number: int, generation: int, now_s: float) -> tuple[int, ...]:
         """Add a lane that the receiver has welcomed; it replaces one of the same number.
 
         A receiver's new generation has lost its incomplete messages: they are sent again.
 
         Returns:
-            Lanes to an earlier generation, to close.
+            The numbers of lanes to an earlier generation, to close.
 
         Raises:
             ProtocolError: If the generation is older than the current one.
@@ -105,7 +117,7 @@ class Outgoing(OutgoingQueue):
             raise ProtocolError(
                 f"got generation {generation}, expected {self._generation} or later"
             )
-        self.lane_down(lane, now_s)
+        self.lane_down(number, now_s)
         stale: tuple[int, ...] = ()
         if generation > self._generation:
             stale = tuple(self._lanes)
@@ -113,19 +125,19 @@ class Outgoing(OutgoingQueue):
                 self.lane_down(each, now_s)
             self._generation = generation
             self.forget_acknowledged()
-        timeout_s = self._timeouts_s.get(lane, FIRST_TIMEOUT_S)
-        self._lanes[lane] = OutgoingLane(lane, now_s, timeout_s)
+        timeout_s = self._timeouts_s.get(number, FIRST_TIMEOUT_S)
+        self._lanes[number] = OutgoingLane(number, now_s, timeout_s)
         self._assess_lanes(now_s)
         return stale
 
-    def lane_down(self, lane: int, now_s: float) -> None:
-        """Forget a lane; its lost chunks are sent first now. Harmless if it isn't up."""
-        gone = self._lanes.pop(lane, None)
-        if gone is None:
+    def lane_down(self, number: int, now_s: float) -> None:
+        """Forget a lane, and resend its lost chunks before all others. No-op if it isn't up."""
+        lane = self._lanes.pop(number, None)
+        if lane is None:
             return
         self._counters["lanes_lost"] += 1
         lost = []
-        for flight in gone.flights.values():
+        for flight in lane.flights.values():
             flight.message.copies[flight.index] -= 1
             if flight.is_wanted() and not flight.message.copies[flight.index]:
                 lost.append((flight.message, flight.index))
@@ -134,39 +146,41 @@ class Outgoing(OutgoingQueue):
         self._assess_lanes(now_s)
 
     def lane_order(self) -> list[int]:
-        """The lanes that are up, fastest first, as of the last assessment."""
+        """Numbers of the lanes that are up, fastest first, as of the last assessment."""
         return self._order
 
     # What comes in on a lane; after an error, close it.
 
-    def acknowledged(self, lane: int, frame: Acknowledge, now_s: float) -> bool:
+    def acknowledged(self, number: int, frame: Acknowledge, now_s: float) -> bool:
         """Handle an acknowledgement; returns whether the channel's `released` has grown.
 
         Raises:
             ProtocolError: If that chunk isn't in flight on the lane, or its counts are impossible.
         """
         channel, sequence, offset, delivered, limit = frame
-        state = self._lanes[lane]
-        flight = state.acknowledged((channel, sequence, offset), now_s)
+        lane = self._lanes[number]
+        flight = lane.acknowledged((channel, sequence, offset), now_s)
         if flight is None:
-            raise ProtocolError(f"{channel} message {sequence} byte {offset} isn't on lane {lane}")
+            raise ProtocolError(
+                f"{channel} message {sequence} byte {offset} isn't on lane {number}"
+            )
         message, index = flight.message, flight.index
         message.copies[index] -= 1
         if not message.acknowledged[index]:
-            self._received_bytes += flight.length
+            self._acknowledged_bytes += flight.length
         self.mark_acknowledged(message, index)
-        if state.timeout_s > FIRST_TIMEOUT_S:
-            state.timeout_s = FIRST_TIMEOUT_S
-            self._timeouts_s.pop(lane, None)
-        if state.parked:
+        if lane.timeout_s > FIRST_TIMEOUT_S:
+            lane.timeout_s = FIRST_TIMEOUT_S
+            self._timeouts_s.pop(number, None)
+        if lane.parked:
             self._assess_lanes(now_s)
         return self.counts(channel, delivered, limit)
 
-    def ponged(self, lane: int, frame: Pong, now_s: float) -> None:
+    def ponged(self, number: int, frame: Pong, now_s: float) -> None:
         """Handle the answer to a ping whose `sent_ns` was by the clock of `now_s`."""
-        away_s = now_s - frame.sent_ns * 1e-9
-        own_s = (frame.replied_ns - frame.received_ns) * 1e-9
-        self._lanes[lane].ponged(max(away_s - own_s, 0.0), now_s)
+        elapsed_s = now_s - frame.sent_ns * 1e-9
+        at_receiver_s = (frame.replied_ns - frame.received_ns) * 1e-9
+        self._lanes[number].ponged(max(elapsed_s - at_receiver_s, 0.0), now_s)
 
     # Time, and sending.
 
@@ -195,57 +209,57 @@ class Outgoing(OutgoingQueue):
                 late_s, ping_s = lane.late_s(progress_s), lane.ping_due_s(waiting)
             next_s = min(next_s, late_s, ping_s)
             if lane.flights and len(self._lanes) > 1:
-                next_s = min(next_s, max(self._hedge_s, now_s + _MIN_SLACK_S))
+                next_s = min(next_s, max(self._next_hedge_s, now_s + _MIN_SLACK_S))
         self._counters["lanes_late"] += len(late)
         return Due(tuple(late), tuple(ping), next_s)
 
-    def next_chunk(self, lane: int, now_s: float) -> Chunk | None:
-        """The chunk that the lane sends next, in flight from now on; None: nothing for now.
+    def next_chunk(self, number: int, now_s: float) -> Chunk | None:
+        """Take the chunk that the lane sends next; None: it sends nothing for now.
 
         Its payload is bytes [offset, offset + length) of slot `sequence % num_slots`; the caller
         fills in the checksum. A copy may still be in flight when its slot is released and reused:
         its receiver has the message already, and drops those bytes.
         """
-        state = self._lanes[lane]
+        lane = self._lanes[number]
         if now_s >= self.departs_s:
             self.advance(now_s)
         if now_s >= self._assessed_s + _ASSESS_S:
             self._assess_lanes(now_s)
-        if state.parked:
-            return self._probe(state, now_s)
-        if state.stalled or not state.has_room(1, self._chunk_bytes):
+        if lane.parked:
+            return self._probe(lane, now_s)
+        if lane.stalled or not lane.has_room(1, self._chunk_bytes):
             return None
-        if self._leaves_to_faster(state):
+        if self._leaves_to_faster(lane):
             return None
-        taken = self.take(state.flights, now_s)
+        taken = self.take(lane.flights, now_s)
         if taken is not None:
-            return self._send(state, *taken, now_s)
-        if now_s >= self._hedge_s and len(self._lanes) > 1:
-            return self._hedge(state, now_s)
+            return self._send(lane, *taken, now_s)
+        if now_s >= self._next_hedge_s and len(self._lanes) > 1:
+            return self._hedge(lane, now_s)
         return None
 
     def lanes_wanted(self, now_s: float, fewest: int, most: int) -> int:
-        """How many lanes the messages of the last second need.
+        """How many lanes the messages of the last second need, from `fewest` to `most`.
 
-        The production rate over a lane's drain rate, rounded up, but never above the present
-        number. If messages pile up and the last added lane helped: at least one more than now.
-        While rates are unknown, the present number.
+        This is the production rate over a lane's drain rate, rounded up. It exceeds the present
+        number only while messages pile up and the last added lane has helped, and is then at least
+        one more. While rates are unknown, it is the present number.
         """
         rates = [lane.rate.bytes_per_s for lane in self._lanes.values() if not lane.parked]
         known = [rate for rate in rates if rate is not None]
-        there = min(max(len(self._lanes), fewest), most)
-        if not known:  # a time without lanes, or rates, doesn't show what lanes bring
-            self._gain.may_grow(len(self._lanes), self._received_bytes, 0, False, now_s)
-            return there
+        present = min(max(len(self._lanes), fewest), most)
+        if not known:  # without lanes or rates, nothing shows what a lane more would bring
+            self._gain.may_grow(len(self._lanes), self._acknowledged_bytes, 0, False, now_s)
+            return present
         drain_per_s = sum(known) / len(known)
         wanted = lanes_needed(self._production.per_s(now_s), drain_per_s, fewest, most)
         waiting_bytes = self.undelivered_bytes
         piles_up = waiting_bytes > 0.1 * drain_per_s * len(rates)
         if self._gain.may_grow(
-            len(self._lanes), self._received_bytes, waiting_bytes, piles_up, now_s
+            len(self._lanes), self._acknowledged_bytes, waiting_bytes, piles_up, now_s
         ):
-            return min(max(wanted, there + 1), most)
-        return min(wanted, there)
+            return min(max(wanted, present + 1), most)
+        return min(wanted, present)
 
     def statistics(self) -> dict[str, Any]:
         """Counts of messages and chunks, and of each lane that is up."""
@@ -263,14 +277,14 @@ class Outgoing(OutgoingQueue):
             Flight(message, index, chunk.length, now_s),
         )
         if message.copies[index]:
-            self._counters["hedged"] += 1
-            lane.hedges += 1
+            self._counters["copies"] += 1
+            lane.num_copies += 1
         message.copies[index] += 1
         self._counters["chunks"] += 1
         return chunk
 
     def _leaves_to_faster(self, lane: OutgoingLane) -> bool:
-        """Whether a far faster lane with room would bring a chunk over in half the time."""
+        """Whether a lane of twice the rate can take a chunk, and deliver it in half the time."""
         rate = lane.rate.bytes_per_s
         if rate is None or 2 * rate >= self._best_rate:
             return False
@@ -285,7 +299,7 @@ class Outgoing(OutgoingQueue):
         )
 
     def _assess_lanes(self, now_s: float) -> None:
-        """Sort lanes by rate, park and unpark them, and copy what is stalled."""
+        """Sort lanes by rate, park and unpark them, and queue copies of stalled chunks."""
         self._assessed_s = now_s
         self._order = sorted(
             self._lanes, key=lambda number: -(self._lanes[number].rate.bytes_per_s or 0.0)
@@ -313,7 +327,7 @@ class Outgoing(OutgoingQueue):
         )
 
     def _copy_stalled(self, now_s: float) -> None:
-        """Queue copies of everything in flight on a lane that has stopped while others go on."""
+        """Find stalled lanes, and queue copies of all that they have in flight."""
         progress_s = self._progress_s()
         for lane in self._lanes.values():
             if not lane.flights or lane.stalled or progress_s < lane.progress_s + _MIN_OVERDUE_S:
@@ -331,7 +345,7 @@ class Outgoing(OutgoingQueue):
                 )
 
     def _probe(self, lane: OutgoingLane, now_s: float) -> Chunk | None:
-        """A copy of another lane's long chunk, which shows the rate of a parked lane."""
+        """A copy of another lane's long chunk; its acknowledgement shows a parked lane's rate."""
         if lane.flights or now_s < lane.probe_s:
             return None
         for other in self._lanes.values():
@@ -344,7 +358,7 @@ class Outgoing(OutgoingQueue):
         return None
 
     def _hedge(self, lane: OutgoingLane, now_s: float) -> Chunk | None:
-        """A copy of the chunk that this lane could bring far sooner than the one that has it."""
+        """A copy of another lane's chunk that is overdue by the most, or will be."""
         own_s = lane.expected_s(self._chunk_bytes, _UNKNOWN_S)
         slack_s = 2 * own_s + _MIN_SLACK_S
         worst_s, worst, soonest_s = 0.0, None, now_s + _MIN_OVERDUE_S
@@ -361,7 +375,7 @@ class Outgoing(OutgoingQueue):
                 worst_s, worst = abs(remaining_s), flight
             soonest_s = min(soonest_s, expected_s + max(slack_s, _MIN_OVERDUE_S))
         if worst is None:
-            self._hedge_s = max(soonest_s, now_s + _MIN_SLACK_S)
+            self._next_hedge_s = max(soonest_s, now_s + _MIN_SLACK_S)
             return None
         return self._send(lane, worst.message, worst.index, now_s)
 

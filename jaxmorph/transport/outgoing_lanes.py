@@ -1,4 +1,4 @@
-"""What a sender knows of its lanes: how fast each is, whether it is late, how many it needs."""
+"""What a sender knows of its lanes: the rate of each, whether it is late, how many are needed."""
 
 import math
 from collections import deque
@@ -141,30 +141,30 @@ class Production:
 
 
 class LaneGain:
-    """Whether one more lane is worth a try, judged by what the last added lane has brought.
+    """Whether one more lane is worth a try, judged by how much the last added lane has helped.
 
     Lanes that share a bottleneck, such as one network card, drain no more when there are more of
-    them; and each holds its chunks longer, so that more is missing longer when the card is lost. A
-    new lane is slow at first, so its first second doesn't count.
+    them, and each keeps its chunks in flight longer, so a lost card costs more. A new lane is slow
+    at first, so its first second doesn't count.
     """
 
     def __init__(self, chunk_bytes: int) -> None:
         self._min_bytes = _MIN_MEASURED_CHUNKS * chunk_bytes
-        self._lanes = self._received_bytes = self._waiting_bytes = 0
+        self._lanes = self._acknowledged_bytes = self._waiting_bytes = 0
         self._began_s = self._settled_s = 0.0
         self._fewer: tuple[int, float] | None = None
         self._enough_until_s, self._retry_s = 0.0, _RETRY_S
         self._may_grow = False
 
     def may_grow(
-        self, lanes: int, received_bytes: int, waiting_bytes: int, piles_up: bool, now_s: float
+        self, lanes: int, acknowledged_bytes: int, waiting_bytes: int, piles_up: bool, now_s: float
     ) -> bool:
         """Whether another lane might help; call it regularly.
 
         Args:
-            received_bytes: What the receiver has got so far.
-            waiting_bytes: What it has yet to get.
-            piles_up: Whether that is more than the lanes drain soon.
+            acknowledged_bytes: Of all chunks so far.
+            waiting_bytes: Of all messages that may not be delivered yet.
+            piles_up: Whether the lanes need long to drain these.
         """
         if lanes != self._lanes or not piles_up:
             if lanes < self._lanes:
@@ -172,24 +172,24 @@ class LaneGain:
             elif lanes > self._lanes:
                 self._settled_s = now_s + _SETTLING_S
             self._lanes = lanes
-            self._begin_period(received_bytes, waiting_bytes, now_s)
+            self._begin_period(acknowledged_bytes, waiting_bytes, now_s)
             self._may_grow = False
         elif now_s < self._settled_s:
-            self._begin_period(received_bytes, waiting_bytes, now_s)
-        elif self._period_is_over(received_bytes, now_s):
-            bytes_per_s = (received_bytes - self._received_bytes) / (now_s - self._began_s)
+            self._begin_period(acknowledged_bytes, waiting_bytes, now_s)
+        elif self._period_is_over(acknowledged_bytes, now_s):
+            bytes_per_s = (acknowledged_bytes - self._acknowledged_bytes) / (now_s - self._began_s)
             self._compare(bytes_per_s, now_s)
             drains = waiting_bytes < _DRAINING * self._waiting_bytes
             self._may_grow = now_s >= self._enough_until_s and not drains
-            self._begin_period(received_bytes, waiting_bytes, now_s)
+            self._begin_period(acknowledged_bytes, waiting_bytes, now_s)
         return self._may_grow
 
-    def _begin_period(self, received_bytes: int, waiting_bytes: int, now_s: float) -> None:
-        self._received_bytes, self._waiting_bytes = received_bytes, waiting_bytes
+    def _begin_period(self, acknowledged_bytes: int, waiting_bytes: int, now_s: float) -> None:
+        self._acknowledged_bytes, self._waiting_bytes = acknowledged_bytes, waiting_bytes
         self._began_s = now_s
 
-    def _period_is_over(self, received_bytes: int, now_s: float) -> bool:
-        is_enough = received_bytes - self._received_bytes >= self._min_bytes
+    def _period_is_over(self, acknowledged_bytes: int, now_s: float) -> bool:
+        is_enough = acknowledged_bytes - self._acknowledged_bytes >= self._min_bytes
         return now_s - self._began_s >= (_PERIOD_S if is_enough else _LONGEST_PERIOD_S)
 
     def _compare(self, bytes_per_s: float, now_s: float) -> None:
@@ -244,15 +244,14 @@ class OutgoingLane:
         timeout_s: For acknowledgements while its rate is unknown.
         flights: What is in flight, oldest first.
         progress_s: When it last made progress: an acknowledgement, or a chunk after idleness.
-        parked: It is so slow that it gets only probes.
+        parked: Whether it gets only probes (`outgoing` has a table of these states).
         probe_s: When it may have the next one.
-        stalled: Other lanes carry copies of what is in flight; it gets nothing new until it makes
-            progress.
+        stalled: Whether other lanes copy its chunks, and it gets no new ones until it progresses.
     """
 
     __slots__ = (
         "_ping_open_s", "_pinged_idle", "_pinged_s", "acknowledged_bytes", "chunks", "flights",
-        "hedges", "in_flight_bytes", "number", "parked", "probe_s", "progress_s", "rate",
+        "in_flight_bytes", "num_copies", "number", "parked", "probe_s", "progress_s", "rate",
         "sent_bytes", "stalled", "timeout_s",
     )  # fmt: skip
 
@@ -269,7 +268,7 @@ class OutgoingLane:
         self._pinged_s = float("-inf")
         self._ping_open_s: float | None = None
         self._pinged_idle = False
-        self.sent_bytes = self.acknowledged_bytes = self.chunks = self.hedges = 0
+        self.sent_bytes = self.acknowledged_bytes = self.chunks = self.num_copies = 0
 
     def sent(self, key: ChunkKey, flight: Flight) -> None:
         """Record that a chunk leaves on this lane."""
@@ -333,7 +332,7 @@ class OutgoingLane:
         return max(self._ping_open_s, self.progress_s) + self.timeout_s
 
     def _first_timeout_s(self) -> float:
-        """The timeout while the rate is unknown, as if it were a slow one."""
+        """The timeout while the rate is unknown: long enough for a slow lane."""
         slow_s = self.in_flight_bytes / _SLOW_BYTES_PER_S + self.rate.round_trip_s
         least_s = max(MIN_ACK_TIMEOUT_S, ACK_TIMEOUT_FACTOR * slow_s)
         return min(least_s * self.timeout_s / FIRST_TIMEOUT_S, self.timeout_s)
@@ -367,5 +366,5 @@ class OutgoingLane:
             "bytes_per_s": self.rate.bytes_per_s,
             "round_trip_s": self.rate.round_trip_s,
             "parked": self.parked,
-            "hedges": self.hedges,
+            "copies": self.num_copies,
         }
