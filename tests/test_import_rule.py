@@ -13,13 +13,13 @@ ROOT = Path(__file__).parent.parent
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
 IMPORTS_JAX = {"grain"}  # other packages whose import imports JAX
 
-# The rooms in their order: each imports only those before it, those side by side not one another.
+# The packages in their order: each imports only those before it, not those in its own group.
 ORDER = (
     ("errors",), ("plain_json", "records"), ("messages",), ("config",), ("emulation", "data"),
     ("schedule",), ("program",), ("control",), ("stage", "transport", "pallas_kernels"),
     ("copies",), ("runtime",), ("checkpoints",), ("report",), ("training",), ("compare",), ("cli",),
 )  # fmt: skip
-ONLY = {  # rooms that could be used without the rest
+ONLY = {  # packages that could be used without the rest
     "records": set(),
     "plain_json": set(),
     "messages": {"plain_json", "records"},
@@ -92,36 +92,36 @@ IMPORTS = _imports_by_module("jaxmorph")
 IMPORTS_ON_IMPORT = _imports_by_module("jaxmorph", _imports_on_import)
 
 
-def _room(module: str) -> str | None:
-    """``jaxmorph.schedule.ops`` is of the room ``schedule``; jaxmorph itself is of none."""
+def _package(module: str) -> str | None:
+    """``jaxmorph.schedule.ops`` is of the package ``schedule``; jaxmorph itself is of none."""
     parts = module.split(".")
     return parts[1] if parts[0] == "jaxmorph" and len(parts) > 1 else None
 
 
-def _rooms_seen(module: str) -> set[str]:
-    rooms = {_room(name) for name in IMPORTS[module] if name.split(".")[0] == "jaxmorph"}
-    return {room for room in rooms if room} - {_room(module)}
+def _packages_seen(module: str) -> set[str]:
+    packages = {_package(name) for name in IMPORTS[module] if name.split(".")[0] == "jaxmorph"}
+    return {package for package in packages if package} - {_package(module)}
 
 
 def _top_levels(names: Iterable[str]) -> set[str]:
     return {name.split(".")[0] for name in names}
 
 
-def test_rooms_without_jax_never_name_it():
-    for module in (m for m in IMPORTS if _room(m) in WITHOUT_JAX):
-        in_functions = _room(module) in IN_FUNCTIONS_ALONE
+def test_packages_without_jax_never_name_it():
+    for module in (m for m in IMPORTS if _package(m) in WITHOUT_JAX):
+        in_functions = _package(module) in IN_FUNCTIONS_ALONE
         refused = JAX if in_functions else JAX | IMPORTS_JAX
         assert not _top_levels(IMPORTS[module]) & refused, module
         assert not _top_levels(IMPORTS_ON_IMPORT[module]) & IMPORTS_JAX, module
 
 
-def test_rooms_import_only_rooms_before_them():
-    rank = {room: number for number, rooms in enumerate(ORDER) for room in rooms}
-    for module in (m for m in IMPORTS if _room(m) not in (None, "__main__")):
-        room = str(_room(module))
-        seen = _rooms_seen(module)
-        assert all(rank[other] < rank[room] for other in seen), (module, seen)
-        assert seen <= ONLY.get(room, seen), (module, seen)
+def test_packages_import_only_packages_before_them():
+    rank = {package: number for number, packages in enumerate(ORDER) for package in packages}
+    for module in (m for m in IMPORTS if _package(m) not in (None, "__main__")):
+        package = str(_package(module))
+        seen = _packages_seen(module)
+        assert all(rank[other] < rank[package] for other in seen), (module, seen)
+        assert seen <= ONLY.get(package, seen), (module, seen)
 
 
 def test_models_know_nothing_of_the_pipeline():
@@ -129,7 +129,7 @@ def test_models_know_nothing_of_the_pipeline():
         installed = ROOT / "jaxmorph" / path.relative_to(ROOT)
         names = _imports(path.read_text(encoding="utf-8"), installed)
         of_jaxmorph = {name for name in names if name.split(".")[0] == "jaxmorph"}
-        assert {_room(name) for name in of_jaxmorph} <= {"models"}, path
+        assert {_package(name) for name in of_jaxmorph} <= {"models"}, path
 
 
 def test_there_are_no_import_cycles():
@@ -168,7 +168,7 @@ def test_imports_in_functions_do_not_run_on_import():
     assert _imports_on_import(source, path) == {"numpy", "grain", "flax"}
 
 
-def test_importing_the_command_line_or_the_data_room_does_not_import_jax():
+def test_importing_the_command_line_or_the_data_package_does_not_import_jax():
     code = (
         "import sys, jaxmorph, jaxmorph.cli.app, jaxmorph.data; "
         "jaxmorph.plan, jaxmorph.simulate, jaxmorph.load_config; sys.exit('jax' in sys.modules)"

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 
-def find(name: str, *rooms: str) -> Any:
-    """The function or class of a name, defined somewhere in one of some rooms of jaxmorph."""
-    package = Path(importlib.import_module("jaxmorph").__path__[0])
-    for room in rooms:
-        for path in sorted([*package.glob(f"{room}.py"), *package.glob(f"{room}/**/*.py")]):
+def find(name: str, *packages: str) -> Any:
+    """The function or class of a name, defined in one of these packages of jaxmorph."""
+    root = Path(importlib.import_module("jaxmorph").__path__[0])
+    for package in packages:
+        for path in sorted([*root.glob(f"{package}.py"), *root.glob(f"{package}/**/*.py")]):
             if re.search(rf"^(?:def|class) {name}\b", path.read_text(), re.MULTILINE):
-                module = ".".join(path.relative_to(package.parent).with_suffix("").parts)
+                module = ".".join(path.relative_to(root.parent).with_suffix("").parts)
                 return getattr(importlib.import_module(module), name)
-    raise SystemExit(f"no {name} in jaxmorph/{rooms}: has it another name? see {__file__}")
+    raise SystemExit(f"no {name} in jaxmorph/{packages}: has it another name? see {__file__}")
 
 
 def programs(case: dict[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ from jaxmorph.pallas_kernels import NoKernelsError, mosaic, require_kernels
 
 pytestmark = pytest.mark.one_jax
 
-ROOM = Path(jaxmorph.pallas_kernels.__file__).parent
+PACKAGE = Path(jaxmorph.pallas_kernels.__file__).parent
 SHIM = "mosaic.py"
 NOT_PUBLIC = ("jax._src", "jaxlib", "jax.interpreters", "jax.experimental.mosaic")
 MOSAIC = (*NOT_PUBLIC, "jax.experimental.pallas.mosaic_gpu")
@@ -36,20 +36,20 @@ def _named(path, packages):
 
 
 def test_only_the_shim_imports_mosaic_or_private_jax():
-    naming = {path.name for path in ROOM.rglob("*.py") if _named(path, MOSAIC)}
+    naming = {path.name for path in PACKAGE.rglob("*.py") if _named(path, MOSAIC)}
     assert naming == {SHIM}
 
 
 def test_the_shim_imports_nothing_from_jaxs_private_package():
-    assert not _named(ROOM / SHIM, ["jax._src"])
+    assert not _named(PACKAGE / SHIM, ["jax._src"])
 
 
-def test_importing_the_room_imports_no_pallas():
+def test_importing_the_package_imports_no_pallas():
     code = (
         "import sys, jaxmorph.pallas_kernels; "
         "sys.exit(any(name.startswith('jax.experimental.pallas') for name in sys.modules))"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOM.parents[1])
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parents[1])
 
 
 def test_copies_on_a_cpu_import_no_pallas():
@@ -63,7 +63,7 @@ def test_copies_on_a_cpu_import_no_pallas():
         "sys.exit(any(name.startswith('jax.experimental.pallas') for name in sys.modules))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOM.parents[1], capture_output=True, text=True
+        [sys.executable, "-c", code], cwd=PACKAGE.parents[1], capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (0, "buffer_callback host\n"), done.stderr
 
@@ -79,7 +79,7 @@ def test_without_mosaic_the_error_names_what_is_missing():
         "    print(error)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOM.parents[1], capture_output=True, text=True
+        [sys.executable, "-c", code], cwd=PACKAGE.parents[1], capture_output=True, text=True
     )
     assert "the copy kernels need Pallas's Mosaic GPU backend, and with JAX" in done.stdout
     assert done.stderr == ""

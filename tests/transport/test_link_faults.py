@@ -222,7 +222,7 @@ def test_a_faster_copy_fences_a_stuck_lane():
     assert link.copied >= link.redirected
 
 
-def test_pings_bring_room_told_on_a_dead_lane(monkeypatch):
+def test_pings_report_room_lost_on_a_dead_lane(monkeypatch):
     memory = Memory(NAME, 1, 4096, 0, [4096] * 4)
     link = Link(wires_of(1e7, 1e7), [memory], 1024, consume_s=lambda: 0.2)
     consumed = link.incoming.consumed
