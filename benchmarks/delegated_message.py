@@ -143,7 +143,7 @@ def memcpy_us(num_bytes: int) -> float:
 
 
 def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> None:
-    """One of the two ranks; both move the same messages, and rank 0 tells what they took."""
+    """One of the two ranks; both move the same messages, and rank 0 reports their times."""
     del rest
     rendezvous = join_run(arguments, start_timeout_s=60, step_timeout_s=60)
     mesh, rank = make_mesh(2), arguments.rank
@@ -167,9 +167,8 @@ def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> No
         }
         routes = {"delegated": delegated, "direct": DirectRoute(programs, answered=False)}
         found, late = in_rounds(End(rendezvous, plane, routes, values))
-        told = {"tier": backend.name, "late": late, "us": found}
         if rank == 0:
-            link.send({"kind": "figures", **told})
+            link.send({"kind": "figures", "tier": backend.name, "late": late, "us": found})
         rendezvous.exchange({})
 
 
@@ -213,11 +212,11 @@ def split(medians_us: Mapping[int, float]) -> dict[str, float]:
     }
 
 
-def summary(told: Mapping[str, Any], load_before: tuple[float, ...]) -> dict[str, Any]:
+def summary(figures: Mapping[str, Any], load_before: tuple[float, ...]) -> dict[str, Any]:
     """Quartiles, the medians' split, and where they were measured."""
     quartiles_us = {
         int(size): {column: [round(q, 1) for q in quantiles(row[column])] for column in COLUMNS}
-        for size, row in told["us"].items()
+        for size, row in figures["us"].items()
     }
     packages = ("jax", "jaxlib", "numpy", "crc32c", "jaxmorph")
     return {
@@ -226,9 +225,9 @@ def summary(told: Mapping[str, Any], load_before: tuple[float, ...]) -> dict[str
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in packages},
-        "tier": told["tier"],
+        "tier": figures["tier"],
         "messages_of_a_size": ROUNDS * BURST,
-        "left_out_as_late": told["late"],
+        "left_out_as_late": figures["late"],
         "quartiles_us": quartiles_us,
         "split": {c: split({n: row[c][1] for n, row in quartiles_us.items()}) for c in COLUMNS},
     }
@@ -250,15 +249,15 @@ def show(result: Mapping[str, Any]) -> None:
 
 
 def main() -> int:
-    """Launch the ranks, and print the tables of what rank 0 tells."""
+    """Launch the ranks, and print the tables of rank 0's figures."""
     parser = argparse.ArgumentParser(description="What a delegated message costs, and where.")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     load_before = os.getloadavg()
-    told: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks("benchmarks.delegated_message", [], 2, Path(folder), told.append)
-    (figures,) = (message for message in told if message["kind"] == "figures")
+        run_ranks("benchmarks.delegated_message", [], 2, Path(folder), messages.append)
+    (figures,) = (message for message in messages if message["kind"] == "figures")
     result = summary(figures, load_before)
     show(result)
     if arguments.out:

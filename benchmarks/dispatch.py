@@ -75,7 +75,7 @@ def call_costs(
 
 
 def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> None:
-    """One of the two ranks; both make the same transfers, and rank 0 tells the figures."""
+    """One of the two ranks; both make the same transfers, and rank 0 reports the figures."""
     import jax
     import numpy as np
 
@@ -172,10 +172,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     load_average = os.getloadavg()[0]
-    told: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks("benchmarks.dispatch", [], 2, Path(folder), told.append)
-    (figures,) = (message["figures"] for message in told)
+        run_ranks("benchmarks.dispatch", [], 2, Path(folder), messages.append)
+    (figures,) = (message["figures"] for message in messages)
     print(f"load average before: {load_average:.2f}")
     for name, value_us in figures.items():
         print(f"{name:32}{value_us:8.0f} us")

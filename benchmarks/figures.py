@@ -63,7 +63,7 @@ def figure_4(folder: Path) -> None:
 
 
 def figure_5(folder: Path) -> None:
-    """The paper's delayed pipeline, in the healthy order and planned anew."""
+    """The paper's delayed pipeline, in the healthy order and planned again."""
     for latency_ms in (10.0, 20.0):
         links = chain_links((latency_ms, 0.0, 0.0))
         timelines = {

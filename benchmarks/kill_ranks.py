@@ -69,7 +69,7 @@ def kill_steps(rng: random.Random, kills: int) -> Iterator[int]:
 
 
 def _await_step(process: subprocess.Popen[bytes], out: Path, step: int, recovered: int) -> None:
-    """Wait until a step is told by a run that has come back from so many failures."""
+    """Wait until a run that has recovered from so many failures has recorded a step."""
     until_s = time.monotonic() + _PATIENCE_S
     while _last_step(out) < step or len(recoveries(out)) < recovered:
         if process.poll() is not None or time.monotonic() > until_s:
@@ -94,14 +94,14 @@ def same_bits(whole: Path, killed: Path) -> bool:
     from jaxmorph.checkpoints.folder import CheckpointFolder, stage_path
     from jaxmorph.checkpoints.tree_files import TreeFiles
 
-    told, states = [], []
+    figures, states = [], []
     for run in (whole, killed):
         steps = read_records(run / METRICS, StepRecord)
-        told.append([(step.step, step.loss, step.grad_norm) for step in steps])
+        figures.append([(step.step, step.loss, step.grad_norm) for step in steps])
         last = CheckpointFolder(run / "checkpoints").finished(STEPS)
         trees = [TreeFiles().read(stage_path(last, stage)) for stage in range(2)]
         states.append([leaf.tobytes() for leaf in jax.tree.leaves(trees)])
-    return told[0] == told[1] and states[0] == states[1] and len(told[0]) == STEPS
+    return figures[0] == figures[1] and states[0] == states[1] and len(figures[0]) == STEPS
 
 
 def bars(whole: Path, killed: Path, kills: int) -> Iterator[Bar]:
@@ -114,9 +114,9 @@ def bars(whole: Path, killed: Path, kills: int) -> Iterator[Bar]:
 
 
 def recoveries(run: Path) -> Costs:
-    """What its failures have cost, of those that it has come back from."""
-    books = run / "recovery.json"
-    return json.loads(books.read_text())["recoveries"] if books.exists() else []
+    """What each failure has cost that a run has recovered from."""
+    file = run / "recovery.json"
+    return json.loads(file.read_text())["recoveries"] if file.exists() else []
 
 
 def phases(costs: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -147,9 +147,11 @@ def main() -> int:
     print("a recovery, medians:", *phases(costs), sep="\n")
     print(f"goodput {goodput[0]:.1%}, {goodput[1]:.1%} left in peace; load {load:.1f} at the start")
     if arguments.json:
-        values = {bar.claim: {"value": bar.value, "holds": bar.holds} for bar in found}
-        told = {"recoveries": costs, "goodput": goodput, "load": load}
-        arguments.json.write_text(json.dumps(values | told, indent=1))
+        values: dict[str, Any] = {
+            bar.claim: {"value": bar.value, "holds": bar.holds} for bar in found
+        }
+        values |= {"recoveries": costs, "goodput": goodput, "load": load}
+        arguments.json.write_text(json.dumps(values, indent=1))
     return 0 if all(bar.holds for bar in found) else 1
 
 

@@ -1,7 +1,7 @@
 """What a run holds on a machine, and what of it is still there when it has ended. Linux only.
 
-A run is known by a mark in its environment, which all that it starts inherits, whoever has become
-its parent. So runs beside one another are told apart, and nobody else's are counted.
+A run has a mark in its environment. All processes that it starts inherit the mark, also those whose
+parent has ended, so runs beside one another are not confused.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ class Traces:
         ]
 
     def left_after(self, seconds: float, *folders: Path) -> list[str]:
-        """The same, but processes that nobody waits for get some time to end.
+        """The same, but processes without a waiting parent get some time to end.
 
         Args:
             seconds: How long at most.

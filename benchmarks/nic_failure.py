@@ -115,8 +115,8 @@ def main() -> int:
         f"afterwards {result.after_ms:.1f} ms; load before {load:.2f}"
     )
     if arguments.json:
-        told = asdict(result) | {"links": arguments.links, "load_before": load}
-        arguments.json.write_text(json.dumps(told, indent=1))
+        values = asdict(result) | {"links": arguments.links, "load_before": load}
+        arguments.json.write_text(json.dumps(values, indent=1))
     return 0 if result.passes else 1
 
 

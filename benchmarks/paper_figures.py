@@ -3,8 +3,8 @@
 Runs configs/FIGURE.yaml for each (about 95 minutes for all), or takes the run of it that is in the
 folder that `--runs` names, and holds steps against one another: adaptive against its prediction,
 against delegation alone, on healthy links too, and, for 14B, against its healthy step;
-adaptive-detecting against its prediction, delegation alone and adaptive, which is told; where
-delays change (`figure18`, `table3`) both, against the paper's speed-ups over 1f1b and zb;
+adaptive-detecting against its prediction, delegation alone and adaptive, which knows the delays;
+where they change (`figure18`, `table3`) both, against the paper's speed-ups over 1f1b and zb;
 `ablation` row by row; `memory` against its budget and the step without one. Wants an otherwise idle
 machine. Words such as `compare.steps=2` change the runs.
 """
@@ -91,7 +91,7 @@ def delegation_bars(
 
 
 def detection_bars(figure: str, runs: Runs, conditions: Sequence[str]) -> Iterator[Bar]:
-    """What finds out is nearly as quick as what is told."""
+    """A system that detects delays is nearly as quick as one that knows them."""
     for condition in conditions:
         pair = "adaptive-detecting", "adaptive"
         yield ratio_bar(figure, runs, condition, *pair, most=MOST_OVER_TOLD)

@@ -166,7 +166,7 @@ def _groups(held: Sequence[Held]) -> Iterable[tuple[str, list[Held]]]:
 
 
 def main() -> int:
-    """Solve, hold, time, and tell."""
+    """Solve, compare, time and print."""
     arguments = _arguments()
     load_average = os.getloadavg()[0]
     problems = gap_problems(arguments.draw)
@@ -195,7 +195,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write all figures to a file")
     parser.add_argument("--refresh", action="store_true", help="solve all problems again")
-    parser.add_argument("--draw", default="", help="any word: other problems, solved anew")
+    parser.add_argument("--draw", default="", help="any word: other problems, solved now")
     parser.add_argument("--time-limit-s", type=float, default=25.0, help="for one problem's proof")
     parser.add_argument("--workers", type=int, default=2, help="threads of the solver")
     return parser.parse_args()

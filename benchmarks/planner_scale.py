@@ -225,7 +225,7 @@ def _num_ops(schedule: Schedule) -> int:
 
 
 def main() -> int:
-    """Measure, tell and draw."""
+    """Measure, print and draw."""
     arguments = _arguments()
     simulated = [measure_simulation(size) for size in SIMULATED]
     planned = [measure_planning(size) for size in PLANNED]

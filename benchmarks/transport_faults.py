@@ -160,7 +160,7 @@ def run(
     num_messages: int,
     num_faults: int,
     seed: int,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
     backend: str = TCP,
 ) -> Outcome:
     """Exchange messages, on all channels at once, while faults happen.
@@ -169,7 +169,7 @@ def run(
         num_messages: In all, spread over the channels.
         num_faults: At least so many happen before the last message is sent.
         seed: Of messages and faults.
-        tell: Called with a line now and then.
+        log: Called with a line now and then.
         backend: What carries long messages.
     """
     outcome, link = Outcome(), FaultyLink(seed, backend)
@@ -185,7 +185,7 @@ def run(
     for thread in threads:
         thread.start()
     try:
-        _do_harm(link, per_channel, num_faults, seed, outcome, allowed, progress, tell)
+        _do_harm(link, per_channel, num_faults, seed, outcome, allowed, progress, log)
         for thread in threads:
             thread.join(3 * PATIENCE_S)
             if thread.is_alive():
@@ -204,7 +204,7 @@ def _do_harm(
     outcome: Outcome,
     allowed: list[int],
     progress: threading.Condition,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
     """Let messages be sent in portions, with a fault in the midst of each, healed soon after."""
     rng = random.Random(seed)
@@ -226,7 +226,7 @@ def _do_harm(
             time.sleep(rng.uniform(0.02, 0.3))
             link.heal()
         if faults // 50 != link.num_faults // 50:
-            tell(f"{outcome.received} messages, {dict(link.done)}")
+            log(f"{outcome.received} messages, {dict(link.done)}")
 
 
 def _send(

@@ -114,10 +114,10 @@ End = Raw | Chain | Planes
 
 @dataclass(frozen=True)
 class Peer:
-    """The other process, which does as it is told.
+    """The other process, which does what this one sends it.
 
     Attributes:
-        link: Where it is told.
+        link: Where it gets its commands.
         ends: This process's ends of everything that is measured.
     """
 
@@ -170,7 +170,7 @@ class Peer:
 
 
 def serve(link: Connection, listening: Connection) -> None:
-    """The other process: receives, echoes, and tells its times."""
+    """The other process: receives, echoes, and reports its times."""
     ends = _open_peer(link, listening)
     while True:
         todo = link.recv()
@@ -245,8 +245,8 @@ def peer() -> Any:
     """Start the other process, and join everything to it."""
     context = multiprocessing.get_context("spawn")
     link, theirs = context.Pipe()
-    listening, telling = context.Pipe(duplex=False)
-    process = context.Process(target=serve, args=(theirs, telling))
+    listening, reporting = context.Pipe(duplex=False)
+    process = context.Process(target=serve, args=(theirs, reporting))
     process.start()
     address = ("127.0.0.1", listening.recv())
     ends: dict[str, End] = {"raw": Raw(socket.create_connection(address))}
@@ -286,8 +286,8 @@ def iperf_bytes_per_s(num_bytes: int) -> float:
         _wait_for_listener(int(port))
         length = str(min(num_bytes, MB))
         client = ["iperf3", "-c", "127.0.0.1", "-p", port, "-t", "1", "-J", "-l", length]
-        told = json.loads(subprocess.run(client, capture_output=True, check=True).stdout)
-        return told["end"]["sum_received"]["bits_per_second"] / 8
+        report = json.loads(subprocess.run(client, capture_output=True, check=True).stdout)
+        return report["end"]["sum_received"]["bits_per_second"] / 8
     finally:
         server.kill()
         server.wait()

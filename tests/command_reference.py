@@ -57,7 +57,7 @@ def _parameter(name: str, kind: Any, declared: Any, *, default: Any) -> str:
 
 
 def with_command_tables(page: str) -> str:
-    """The page with its tables made anew."""
+    """The page with its tables made again."""
     return _TABLES.sub(lambda match: f"{match[1]}\n{command_tables()}\n", page)
 
 

@@ -62,7 +62,7 @@ def table(kind: type) -> str:
 
 
 def with_tables(page: str) -> str:
-    """A page with its tables made anew."""
+    """A page with its tables made again."""
     kinds = {kind.__name__: kind for kind in (StepRecord, Event, EventKind)}
 
     def table_of(name: str) -> str:

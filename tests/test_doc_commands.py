@@ -297,7 +297,7 @@ def test_every_public_name_is_there_and_no_other():
 
 def test_the_reference_page_has_every_command_as_it_is():
     page = PAGE.read_text(encoding="utf-8")
-    assert with_command_tables(page) == page, "make reference writes the page anew"
+    assert with_command_tables(page) == page, "make reference writes the page again"
     verbs = typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
     assert re.findall(r"^## jaxmorph (\w+)$", page, re.MULTILINE) == list(verbs)
 

@@ -94,7 +94,7 @@ def over_unsignalled(contents, memory, signal):
     memory[:] = contents
 
 
-class Landing:
+class Receiving:
     """Copies out of slots; releases each before or after its bytes have been read."""
 
     name = "tried"
@@ -103,7 +103,7 @@ class Landing:
         self._too_early, self._payload = too_early, payload
 
     def compile(self, use, placement):
-        arrival = Landing(too_early=self._too_early, payload=use.payload)
+        arrival = Receiving(too_early=self._too_early, payload=use.payload)
         return lambda: arrival
 
     def add(self, part, slot):
@@ -166,7 +166,7 @@ def test_a_missing_signal_is_not_waited_for_long(copy, error, message):
 
 @pytest.mark.parametrize("too_early", [True, False])
 def test_a_slot_released_before_it_was_read_is_found(too_early):
-    whole, torn = look_at(Landing(too_early=too_early), end=Incoming)
+    whole, torn = look_at(Receiving(too_early=too_early), end=Incoming)
     assert whole.holds != too_early
     assert torn.value == ("12 of 12" if too_early else "0 of 12")
 
@@ -183,15 +183,15 @@ def test_the_end_of_a_payload_is_read_before_the_rest():
     expected = np.full(10_000, 7, np.uint8)
     memory = expected.copy()
     memory[-1] = 0
-    told = what_is_wrong(memory.view(Filling), expected)
-    assert told == "1 of the last bytes (4096), the first at 4095 among them"
+    found = what_is_wrong(memory.view(Filling), expected)
+    assert found == "1 of the last bytes (4096), the first at 4095 among them"
     assert what_is_wrong(memory, expected) == ""
     spoil(memory, expected)
     assert (memory != expected).all()
 
 
 @pytest.mark.parametrize(
-    ("end", "backend"), [(Outgoing, Backend(rightly)), (Incoming, Landing(too_early=False))]
+    ("end", "backend"), [(Outgoing, Backend(rightly)), (Incoming, Receiving(too_early=False))]
 )
 def test_a_backend_that_works_is_timed(end, backend):
     rows = {row.name: row for row in backend_rows(end, backend, SITE, COPIES)}
@@ -398,9 +398,9 @@ def test_a_part_that_fails_loses_no_other(tmp_path, capsys):
     found = run_parts(["environment", "stage"], 100.0, path, small=True, run=run)
     assert [outcome.holds for outcome in found.values()] == [False, True]
     assert running == ["environment", "stage"]
-    told = json.loads(path.read_text())
-    assert (told["running"], told["done"], told["holds"]) == (None, True, False)
-    assert told["parts"]["stage"]["rows"][0]["name"] == "figure"
+    written = json.loads(path.read_text())
+    assert (written["running"], written["done"], written["holds"]) == (None, True, False)
+    assert written["parts"]["stage"]["rows"][0]["name"] == "figure"
     assert "FAILED: died" in capsys.readouterr().out
 
 

@@ -20,7 +20,7 @@ def test_the_pages_have_the_tables_of_the_types():
     assert all(table(kind) in page for kind in (StepRecord, Event, EventKind))
     assert configuration_tables() in configuration
     for text in (page, configuration):
-        assert with_tables(text) == text, "make reference writes the pages anew"
+        assert with_tables(text) == text, "make reference writes the pages again"
 
 
 def test_every_configuration_key_says_what_it_is():

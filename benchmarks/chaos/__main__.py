@@ -35,8 +35,8 @@ def main() -> int:
     bad_endings = 0 if arguments.no_endings else _end_in_all_ways()
     storms = _storms(arguments, features)
     if arguments.json:
-        told = {"features": asdict(features), "storms": [storm.to_json() for storm in storms]}
-        arguments.json.write_text(json.dumps(told, indent=1))
+        values = {"features": asdict(features), "storms": [storm.to_json() for storm in storms]}
+        arguments.json.write_text(json.dumps(values, indent=1))
     return _judge(storms, bad_endings, arguments.faults, features)
 
 

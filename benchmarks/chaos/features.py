@@ -18,8 +18,8 @@ class Features:
     """What runs of this version can do.
 
     Attributes:
-        restarts: They start again when a rank has died; then no link is cut, as emulated cuts hold
-            for the first life of a run alone.
+        restarts: They restart when a rank has died. Then no link is cut, because emulated cuts hold
+            only until the first restart.
         direct_cuts: A link's direct route can be cut alone, and what it carried goes delegated.
     """
 
@@ -33,12 +33,12 @@ class Features:
 
     def overrides(self) -> tuple[str, ...]:
         """What a configuration must say for it."""
-        told = []
+        found = []
         policy = _RESTARTS if self.restarts else _NO_RESTARTS
-        told.append(f"restart_policy={policy}".replace("True", "true"))
+        found.append(f"restart_policy={policy}".replace("True", "true"))
         if self.direct_cuts:
-            told.append(f"timeouts.direct_s={_DIRECT_S}")
-        return tuple(told)
+            found.append(f"timeouts.direct_s={_DIRECT_S}")
+        return tuple(found)
 
 
 def known_features() -> Features:

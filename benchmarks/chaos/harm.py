@@ -59,7 +59,7 @@ def failing(storage: Path) -> Iterator[None]:
     away = storage.with_name(f"{storage.name}.away")
     storage.rename(away)
     while not _put_file(storage):
-        shutil.rmtree(storage, ignore_errors=True)  # whoever wants to write has made it anew
+        shutil.rmtree(storage, ignore_errors=True)  # a rank has made it again to write there
     try:
         yield
     finally:
@@ -77,7 +77,7 @@ def _put_file(path: Path) -> bool:
 
 
 def _put_back(away: Path, storage: Path) -> None:
-    """Rename the folder; what was made in its place meanwhile is nobody's."""
+    """Move the folder back, and remove what ranks have made in its place."""
     while True:
         try:
             away.rename(storage)

@@ -28,7 +28,7 @@ class Storm:
     Attributes:
         seed: Of its faults.
         faults: How many there were of each kind.
-        events: How many of each kind the run has told of.
+        events: How many of each kind the run has recorded.
         wrong: What it computed otherwise than an undisturbed run, or why it ended early.
         hangs: What was seen when it went on no more.
         leaks: What was left of it.
@@ -91,7 +91,7 @@ def weather(
         (storage := folder / "storage" / "checkpoints").mkdir(parents=True)
         trace = folder / "links.csv"
         trace.write_text(trace_text(troubles, features))
-        read_link_trace(trace)  # a mistake in it is ours, and told as such
+        read_link_trace(trace)  # an invalid trace is this script's mistake, so it fails here
         overrides = (
             *features.overrides(),
             f"run.steps={num_steps}",
@@ -149,7 +149,7 @@ def troubles_met(troubles: Sequence[Trouble], run: WatchedRun) -> Counter[str]:
     """How many troubles of each kind began while steps were taken.
 
     Args:
-        troubles: Of a run that meets them anew each time that it starts again.
+        troubles: Of a run; they begin again with each restart.
         run: It has been through them.
     """
     starts = [event.step for event in run.events() if event.kind == EventKind.RESUMED]

@@ -66,7 +66,7 @@ class WatchedRun:
         self.process.wait()
 
     def ranks(self) -> dict[int, int]:
-        """The process of each rank that lives, by its number."""
+        """The process of each living rank, by the rank."""
         found = {}
         for pid in children(self.process.pid):
             words = command(pid)

@@ -31,7 +31,7 @@ PARTS: Mapping[str, Part] = {
     **{f"into:{name}": Part("copies", "check_backend", ("into", name)) for name in INTO},
     **{f"out-of:{name}": Part("copies", "check_backend", ("out-of", name)) for name in OUT_OF},
 }
-"""The parts by name, in their order: what may hang stands behind what tells most."""
+"""The parts by name, in their order: those that may hang come after the most informative ones."""
 
 LIMIT_S = 540.0
 _CHILD = "--child"

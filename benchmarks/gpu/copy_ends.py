@@ -112,7 +112,7 @@ class _End(Generic[UnderWay]):
         return called_s, over_s
 
     def begin(self, message: Message) -> bool:
-        """Begin a message unless no slot is free; nobody waits for it."""
+        """Begin a message unless no slot is free; returns without waiting for it."""
         while self._under_way and self._is_over(self._under_way[0]):
             self._finish(self._under_way.popleft())
         if has_room := self._has_room():

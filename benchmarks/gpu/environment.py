@@ -28,8 +28,8 @@ def look_at_environment(*, small: bool) -> Iterator[Row]:
     device = jax.devices()[0]
     yield Row("platform", " ".join(device.client.platform_version.split())[:80])
     peak = peak_tflops(device.device_kind)
-    told = f"{peak:.0f} TFLOP/s" if peak else "unknown"
-    yield Row("peak, dense bfloat16", told, "" if peak else "so there is no MFU")
+    text = f"{peak:.0f} TFLOP/s" if peak else "unknown"
+    yield Row("peak, dense bfloat16", text, "" if peak else "so there is no MFU")
     for name in sorted(os.environ):
         if name.startswith(_PREFIXES):
             yield Row(name, os.environ[name])

@@ -66,19 +66,19 @@ def compare_two_stages(*, small: bool) -> Iterator[Row]:
     """Train a model in two processes, and on one device in plain JAX, and compare."""
     sizes = SMALL if is_small(small) else LARGE
     yield Row("model", "float32", str(sizes))
-    told: dict[int, dict[str, Any]] = {}
+    messages: dict[int, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="jaxmorph-", ignore_cleanup_errors=True) as name:
         folder, words = Path(name), [name, "small" if is_small(small) else "large"]
         try:
             run_ranks(
                 "benchmarks.gpu.two_stages", words, _NUM_STAGES, folder,
-                lambda message: told.update({message["rank"]: message}), within_s=_WITHIN_S,
+                lambda message: messages.update({message["rank"]: message}), within_s=_WITHIN_S,
             )  # fmt: skip
         except Exception:
             for log in sorted(folder.glob("rank_*.log")):  # they go with the folder
                 sys.stderr.write(f"{log.name}:\n{log.read_text(errors='replace')}\n")
             raise
-        stages = [told[stage] for stage in range(_NUM_STAGES)]
+        stages = [messages[stage] for stage in range(_NUM_STAGES)]
         gradients = [_read_arrays(folder, stage) for stage in range(_NUM_STAGES)]
     plain = train_plainly(sizes)
     yield from compare(stages[0], gradients, plain)
@@ -151,7 +151,7 @@ def _read_arrays(folder: Path, stage: int) -> dict[str, np.ndarray]:
 
 
 class FolderStore:
-    """A `KeyValueStore` of processes on one machine, in a folder that nobody else reads."""
+    """A `KeyValueStore` of processes on one machine, in a folder of their own."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -167,12 +167,12 @@ class FolderStore:
         """Wait for a key.
 
         Raises:
-            TimeoutError: If nobody has set it by then.
+            TimeoutError: If it is not set by then.
         """
         path, until_s = self._file(key), time.monotonic() + timeout_in_ms / 1e3
         while not path.exists():
             if time.monotonic() >= until_s:
-                raise TimeoutError(f"nobody has set {key} within {timeout_in_ms / 1e3:g} s")
+                raise TimeoutError(f"{key} was not set within {timeout_in_ms / 1e3:g} s")
             time.sleep(_PAUSE_S)
         return path.read_text(encoding="utf-8")
 

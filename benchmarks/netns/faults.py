@@ -40,7 +40,7 @@ def card_lost(host: int, whose: str, nic: int = 0, lasts_s: float | None = None)
 
 
 def card_unplugged(host: int, whose: str) -> Fault:
-    """Nothing passes from or to a host's first card, which can't tell."""
+    """Nothing passes from or to a host's first card, and the card doesn't notice."""
     return Fault(
         f"switch: {whose}'s first card cut off",
         lambda hosts: hosts.unplug(host, 0),
@@ -58,7 +58,7 @@ def port_lost(host: int, whose: str) -> Fault:
 
 
 def bridge_lost() -> Fault:
-    """Nothing passes between first cards, and none of them can tell."""
+    """Nothing passes between first cards, and none of them notices."""
     return Fault(
         "switch: nothing passes between first cards",
         lambda hosts: hosts.bridges_down(0),
@@ -77,7 +77,7 @@ def host_cut_off(host: int, whose: str, lasts_s: float) -> Fault:
 
 
 def switch_out(lasts_s: float) -> Fault:
-    """Nothing passes between any cards for a while, and none of them can tell."""
+    """Nothing passes between any cards for a while, and none of them notices."""
     return Fault(
         f"switch: nothing passes for {lasts_s:g} s",
         lambda hosts: hosts.bridges_down(*range(hosts.num_nics)),
@@ -86,8 +86,8 @@ def switch_out(lasts_s: float) -> Fault:
     )
 
 
-class Happening:
-    """A fault's course, in a thread of its own.
+class FaultCourse:
+    """A fault from its start to its end, in its own thread.
 
     Attributes:
         begun_s: When the fault was there, by the monotonic clock; None: not yet.
@@ -96,28 +96,28 @@ class Happening:
 
     def __init__(self, hosts: Hosts, fault: Fault, delay_s: float) -> None:
         self._hosts, self._fault = hosts, fault
-        self._thread = threading.Timer(delay_s, self._happen)
+        self._thread = threading.Timer(delay_s, self._run)
         self.begun_s: float | None = None
         self.ended_s: float | None = None
 
     def start(self) -> None:
-        """Let it happen once, however often this is called."""
+        """Start the fault; later calls do nothing."""
         if self._thread.ident is None:
             self._thread.start()
 
     def undo(self) -> None:
-        """Wait until it has happened, if it does, and heal what is still broken."""
+        """Wait for a started fault, and end it if it lasts."""
         if self._thread.ident is not None:
             self._thread.join()
         if self.begun_s is not None and self.ended_s is None:
             self._fault.end(self._hosts)
 
     def was_over_by(self, time_s: float) -> bool:
-        """Whether all of it, but for the undoing of one that lasts, came before a time."""
+        """Whether the fault was over before a time or, if it lasts, had begun."""
         last_s = self.begun_s if self._fault.lasts_s is None else self.ended_s
         return last_s is not None and last_s < time_s
 
-    def _happen(self) -> None:
+    def _run(self) -> None:
         self._fault.begin(self._hosts)
         self.begun_s = time.monotonic()
         if self._fault.lasts_s is not None:
@@ -127,16 +127,16 @@ class Happening:
 
 
 @contextlib.contextmanager
-def prepared(hosts: Hosts, fault: Fault, delay_s: float = 0.0) -> Iterator[Happening]:
-    """A fault that happens when it is started; the network is whole again afterwards.
+def prepared(hosts: Hosts, fault: Fault, delay_s: float = 0.0) -> Iterator[FaultCourse]:
+    """A fault that begins when it is started, and is undone on leaving the context.
 
     Args:
         hosts: Whose network.
-        fault: What happens.
-        delay_s: How long after the start.
+        fault: What breaks.
+        delay_s: From `start` to the fault.
     """
-    happening = Happening(hosts, fault, delay_s)
+    course = FaultCourse(hosts, fault, delay_s)
     try:
-        yield happening
+        yield course
     finally:
-        happening.undo()
+        course.undo()

@@ -1,6 +1,6 @@
 """A host of its own on this machine: network, host name and hosts file, without names to clash.
 
-Namespaces here have no names: each lives as long as a process that holds it, and that process ends
+Namespaces here have no names: each lasts as long as a process that holds it, and that process ends
 when its standard input does. So two benches never meet, and nothing is left, however one ends.
 """
 

@@ -119,18 +119,18 @@ def failure(case: NicCase, training: Training) -> Outcome:
     """
     events = training.events_of(EventKind.LINK_FAILED)
     failed = sorted({event.link or "" for event in events})
-    told = {
+    details = {
         "failed": [
             {"step": each.step, "link": each.link, "detail": each.detail} for each in events
         ],
         "sent_bytes": training.sent_bytes,
     }
-    outcome = Outcome(case.name, "extra time, of a deadline", None, _BAR, details=told)
+    outcome = Outcome(case.name, "extra time, of a deadline", None, _BAR, details=details)
     if failed != list(case.links):
         return outcome
     steps = sorted({event.step for event in events})
     before_s = median(training.steps_s[_FIRST_STEPS : steps[0]])
     extra_s = max(training.steps_s[step] for step in steps) - before_s
-    told["before_s"] = before_s
-    told["after_s"] = median(training.steps_s[steps[-1] + 1 :])
+    details["before_s"] = before_s
+    details["after_s"] = median(training.steps_s[steps[-1] + 1 :])
     return replace(outcome, value=extra_s / DIRECT_S)

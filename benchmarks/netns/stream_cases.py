@@ -78,16 +78,16 @@ def stream_with_fault(
         StreamError: If a message is lost, doubled, out of order or changed.
         RuntimeError: If the stream was over before the fault was.
     """
-    with prepared(hosts, fault, delay_s) as happening:
+    with prepared(hosts, fault, delay_s) as course:
 
         def on_message(number: int) -> None:
             if number >= after:
-                happening.start()
+                course.start()
 
         stream = run_stream(hosts, num_messages, message_bytes, range(hosts.num_nics), on_message)
-    if not happening.was_over_by(stream.landed_s[-1]):
+    if not course.was_over_by(stream.landed_s[-1]):
         raise RuntimeError(f"{fault.name}: {num_messages} messages were over too soon for it")
-    return FaultyStream(stream, happening.ended_s)
+    return FaultyStream(stream, course.ended_s)
 
 
 def stream_outcomes() -> Iterator[Outcome]:
@@ -148,14 +148,14 @@ def _fault_outcome(case: str, run: Callable[[], FaultyStream]) -> Outcome:
         faulty = run()
     except StreamError as error:
         return Outcome(case, "stream", None, details={"error": str(error)})
-    told = {
+    details = {
         "longest_gap_s": faulty.stream.longest_gap_s(),
         "usual_gap_s": faulty.stream.usual_gap_s(),
         **_seen(faulty.stream),
     }
     if faulty.ended_s is None:
-        return Outcome(case, "longest gap, s", told["longest_gap_s"], 0.5, details=told)
-    return Outcome(case, "messages again after, s", faulty.resumed_s(), 1.0, details=told)
+        return Outcome(case, "longest gap, s", details["longest_gap_s"], 0.5, details=details)
+    return Outcome(case, "messages again after, s", faulty.resumed_s(), 1.0, details=details)
 
 
 def _seen(stream: Stream) -> dict[str, Any]:

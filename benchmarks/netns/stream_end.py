@@ -26,7 +26,7 @@ _SEED = 1
 
 @dataclass(frozen=True)
 class StreamEnd:
-    """What one end is told on its command line.
+    """The command line of one end.
 
     Attributes:
         rank: `SENDER` or `RECEIVER`.
@@ -91,7 +91,7 @@ def receive(plane: SidecarPlane, end: StreamEnd) -> None:
 
 
 def say(message: dict[str, Any]) -> None:
-    """One line to whoever started this."""
+    """Write one line for the parent process."""
     print(json.dumps(message), flush=True)
 
 

@@ -33,7 +33,7 @@ class Stream:
         landed_s: When each message was complete at the receiver, by the monotonic clock.
         message_bytes: How long each was.
         statistics: The planes' own counts, the sender's first.
-        events: What each plane has told, likewise.
+        events: What each plane has reported, the sender first.
     """
 
     landed_s: tuple[float, ...]
@@ -82,15 +82,15 @@ def run_stream(
             return stack.enter_context(_started(hosts, end))
 
         sender, receiver = start(SENDER), start(RECEIVER)
-        addresses = [process.hear()["addresses"] for process in (sender, receiver)]
-        sender.tell(addresses[RECEIVER])
-        receiver.tell(addresses[SENDER])
+        addresses = [process.receive()["addresses"] for process in (sender, receiver)]
+        sender.send(addresses[RECEIVER])
+        receiver.send(addresses[SENDER])
         landed_s: list[float] = []
         for number in range(num_messages):
-            landed_s.append(receiver.hear()["landed_s"])
+            landed_s.append(receiver.receive()["landed_s"])
             on_message(number)
         sender.leave()
-        said = sender.hear(), receiver.hear()
+        said = sender.receive(), receiver.receive()
     statistics, events = zip(*((each["statistics"], each["events"]) for each in said), strict=True)
     return Stream(tuple(landed_s), message_bytes, statistics, events)
 
@@ -103,12 +103,12 @@ class _Process:
     process: subprocess.Popen[str]
     errors: IO[str]
 
-    def tell(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         stdin = cast(IO[str], self.process.stdin)
         stdin.write(json.dumps(message) + "\n")
         stdin.flush()
 
-    def hear(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         line = cast(IO[str], self.process.stdout).readline()
         if not line:
             self.process.wait()

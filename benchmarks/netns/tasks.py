@@ -65,7 +65,7 @@ def run_tasks(
 
 
 def job_variables(hosts: Hosts, rank: int, nic: int = 0) -> dict[str, str]:
-    """What Slurm tells a task of a job that has one on each host, known by one of its cards."""
+    """The Slurm variables of a task, in a job of one task per host; a card names the host."""
     num_hosts = len(hosts.names)
     nodes = [hosts.address(host, nic) for host in range(num_hosts)] if nic else hosts.names
     return {

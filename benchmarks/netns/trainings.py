@@ -119,18 +119,18 @@ def train_on(
     """
     metrics = directory / METRICS
     before = _sent_bytes(hosts)
-    with prepared(hosts, fault or _NOTHING, delay_s) as happening:
+    with prepared(hosts, fault or _NOTHING, delay_s) as course:
 
         def watch() -> None:
             if metrics.exists() and metrics.read_bytes().count(b"\n") >= job.num_steps * after:
-                happening.start()
+                course.start()
 
         def command(rank: int) -> list[str]:
             return job.command(hosts, directory, rank)
 
         run_tasks(hosts, command, _LIMIT_S, watch, job.control_nic)
         ended_s = time.monotonic()
-    if not happening.was_over_by(ended_s):
+    if not course.was_over_by(ended_s):
         raise RuntimeError(f"{job.num_steps} steps were over too soon for a fault in their midst")
     sent_bytes = zip(_sent_bytes(hosts), before, strict=True)
     return Training(

@@ -69,7 +69,7 @@ def measure(
         ready: dict[str, Running] = {}
         for number, contender in enumerate(contenders):
             address = folder / f"{number}"
-            told = WorkerOptions(
+            shared = WorkerOptions(
                 address=str(address),
                 workload=workload,
                 batches=batches,
@@ -80,7 +80,7 @@ def measure(
                 num_ranks=1,
                 meeting=folder / f"{number}.meeting",
             )
-            start = commands(contender, told, folder / f"{number}.logs", torch_python)
+            start = commands(contender, shared, folder / f"{number}.logs", torch_python)
             try:
                 ready[contender.name] = stack.enter_context(
                     running(start, contender.num_ranks, folder, address)

@@ -17,7 +17,7 @@ class Contender:
     Attributes:
         name: In the table.
         worker: The module of its processes; for jaxmorph the script.
-        variant: What the worker is told.
+        variant: Of `WorkerOptions`.
         num_ranks: Its processes.
         num_cores: Of all of them together.
         alone: The name of the one-process run on one core that it is held against.
@@ -52,13 +52,13 @@ OF_TORCH = (
 
 
 def commands(
-    contender: Contender, told: WorkerOptions, folder: Path, torch_python: str
+    contender: Contender, options: WorkerOptions, folder: Path, torch_python: str
 ) -> list[Sequence[str]]:
     """What starts a contender.
 
     Args:
         contender: Which.
-        told: What all contenders are told.
+        options: The options of all contenders.
         folder: For logs.
         torch_python: The Python that has torch.
 
@@ -66,9 +66,9 @@ def commands(
         One command for each process, or one for a launcher that starts them.
     """
     options = replace(
-        told,
+        options,
         variant=contender.variant,
-        cores=told.cores[: contender.num_cores],
+        cores=options.cores[: contender.num_cores],
         num_ranks=contender.num_ranks,
     )
     if contender.worker == "jaxmorph_worker":

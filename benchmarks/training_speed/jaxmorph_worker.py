@@ -12,7 +12,7 @@ from jaxmorph.training.script_launch import launch_arguments
 
 
 def config(workload: Workload, schedule: str, num_stages: int) -> dict:
-    """What the trainer is told."""
+    """The trainer's configuration."""
     return {
         "run": {"seed": 0, "steps": 1000},
         "data": {"sequence_length": workload.sequence_length},
@@ -39,7 +39,7 @@ class JaxmorphLoop:
     """The loop.
 
     Args:
-        options: What this process is told.
+        options: Of this process.
     """
 
     def __init__(self, options: WorkerOptions) -> None:
@@ -53,8 +53,8 @@ class JaxmorphLoop:
             num_heads=workload.num_heads,
             tied=False,
         )
-        told = config(workload, options.variant, options.num_ranks)
-        self._trainer = jaxmorph.Trainer(model, told)
+        settings = config(workload, options.variant, options.num_ranks)
+        self._trainer = jaxmorph.Trainer(model, settings)
 
     def step(self, tokens: np.ndarray, targets: np.ndarray) -> float:
         """Train on a batch; the loss."""
@@ -74,8 +74,8 @@ class JaxmorphLoop:
 
 if __name__ == "__main__":
     options = WorkerOptions.parse()
-    told = launch_arguments()
-    if told is not None:
-        options = replace(options, rank=told.rank)
+    launched = launch_arguments()
+    if launched is not None:
+        options = replace(options, rank=launched.rank)
     confine(options)
     serve(options, lambda: JaxmorphLoop(options))

@@ -30,7 +30,7 @@ class OneProcessLoop:
     """Microbatch after microbatch, gradients accumulated, as the pipeline's ranks do it.
 
     Args:
-        options: What this process is told.
+        options: Of this process.
     """
 
     def __init__(self, options: WorkerOptions) -> None:
@@ -63,7 +63,7 @@ class PipelineLoop:
     """A rank of torch.distributed.pipelining over Gloo, with one stage.
 
     Args:
-        options: What this process is told; its variant names the schedule.
+        options: Of this process; its variant names the schedule.
     """
 
     def __init__(self, options: WorkerOptions) -> None:

@@ -15,6 +15,6 @@ def make(options: WorkerOptions) -> Loop:
 
 
 if __name__ == "__main__":
-    told = WorkerOptions.parse()
-    confine(told)
-    serve(told, lambda: make(told))
+    options = WorkerOptions.parse()
+    confine(options)
+    serve(options, lambda: make(options))

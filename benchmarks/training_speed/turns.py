@@ -57,11 +57,11 @@ class Running:
         """
         for stream in self._streams:
             _write(stream, {"steps": steps})
-        told = [_read(stream) for stream in self._streams]
-        losses = max((each["losses"] for each in told), key=len)
+        reports = [_read(stream) for stream in self._streams]
+        losses = max((each["losses"] for each in reports), key=len)
         return Turn(
-            max(each["seconds"] for each in told),
-            sum(each["cpu_s"] for each in told),
+            max(each["seconds"] for each in reports),
+            sum(each["cpu_s"] for each in reports),
             tuple(losses),
         )
 

@@ -1,4 +1,4 @@
-"""One process of a contender: it trains when the benchmark says so, and tells how long it took."""
+"""One process of a contender: it trains on command, and reports how long it took."""
 
 import argparse
 import json
@@ -34,7 +34,7 @@ class Loop(Protocol):
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """What a process of a contender is told.
+    """The options of one process of a contender.
 
     Attributes:
         address: The benchmark's socket.
@@ -114,7 +114,7 @@ def serve(options: WorkerOptions, make: Callable[[], Loop]) -> None:
     """Train on command until the benchmark hangs up.
 
     Args:
-        options: What this process is told.
+        options: Of this process.
         make: Compiles, and whatever else is not counted.
     """
     batches = read_batches(options.batches)

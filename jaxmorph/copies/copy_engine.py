@@ -1,8 +1,8 @@
-"""Copies into slots by the CUDA driver, on a stream of their own or on that of JAX's program.
+"""Copies into slots by the CUDA driver, on their own stream or on the stream of JAX's program.
 
 For each message a stream waits for the payload, copies it into its registered slot, and writes the
-slot's signal. The sidecar polls for signals that nobody rings for, so no thread of this process
-waits for the copy; on a stream of its own the copy doesn't delay computation either. The paper
+slot's signal. The sidecar polls these signals, so no thread of this process waits for the
+copy; on a stream of its own the copy doesn't delay computation either. The paper
 does the same with two copies in one stream (its Figure 11). None of it has run on a GPU yet.
 """
 

@@ -1,20 +1,20 @@
-"""The pieces of PTX of which both copy kernels are made.
+"""The pieces of PTX that make up both copy kernels.
 
-A kernel is one block of PTX that all its threads run, so that what tests assemble and interpret is
-what a GPU gets. Every instruction is in PTX 7.4 for sm_70 and later. Operands `$0`, `$1` ... are
+A kernel is one block of PTX that all its threads run: tests assemble and interpret the text that a
+GPU gets. Every instruction is in PTX 7.4 for sm_70 and later. Operands `$0`, `$1` ... are
 64-bit addresses. Registers are local to the block, and begin with `%` unlike any function's name:
 ptxas 13.0 crashes on a register that is named like a kernel.
 
 Why the signal becomes visible after the payload, by PTX's memory model:
 
-1. Each thread's copies come before `barrier.sync` in program order, which orders them before what
+1. Each thread's copies come before `barrier.sync` in program order, so they come before all that
    the CTA's first thread does next.
 2. That thread's `fence.acq_rel.sys`, followed by its increment of the arrivals, releases them: a
    fence is cumulative, so it covers the whole CTA's copies.
-3. The increments of all CTAs are one chain of read-modify-writes. The last CTA has read from all
-   before it, and its own `fence.acq_rel.sys` acquires what they released.
-4. It writes the signal by `st.release.sys`. Whoever reads the number there with acquire semantics
-   (on x86 any load has them) sees all bytes of all CTAs.
+3. The increments of all CTAs are one chain of read-modify-writes. The last CTA has read the
+   others' increments, and its own `fence.acq_rel.sys` acquires what they released.
+4. It writes the signal by `st.release.sys`. A host that reads the number with acquire semantics (on
+   x86 any load has them) sees all bytes of all CTAs.
 
 The scope is `sys` wherever the host or another device takes part. The arrivals wrap to 0 with the
 last CTA, so the next launch finds the counter as it was.

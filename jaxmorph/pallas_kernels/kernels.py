@@ -1,12 +1,11 @@
 """Both copies as kernels: device memory into a slot of host memory, and a slot into device memory.
 
 Lowered for CUDA by JAX 0.10.2, 0.11.2 and 0.12, assembled for sm_90a and interpreted in tests; they
-have never run on a GPU. `assembly` explains why whoever sees the signal sees the payload. A slot is
-read by `relaxed.sys` loads, so that no cache answers them with the slot's previous message.
+have never run on a GPU. `assembly` explains why a reader of the signal sees the payload. A slot is
+read by `relaxed.sys` loads, which no cache answers with the slot's previous message.
 
-A kernel waits for nothing: it would occupy multiprocessors and the stream, and what it waits for
-may need something that is queued behind it. So the host waits for a slot's signal before it
-launches the copy.
+A kernel never waits: it would occupy multiprocessors and the stream, and an op that it waits for
+may be queued behind it. So the host waits for a slot's signal before it launches the copy.
 """
 
 from typing import Any
@@ -49,8 +48,8 @@ def copy_to_host(
 ) -> jax.Array:
     """Copy an array into a free slot, then signal that it is complete.
 
-    Whoever sees the signal's number sees the whole payload. Call it inside `jax.jit` on one CUDA
-    device, in a program of its own, so that no other computation in the program delays the copy.
+    A reader that sees the signal's number sees the whole payload. Call it inside `jax.jit` on one
+    CUDA device, in its own program, so that no other computation in the program delays the copy.
 
     Args:
         payload: Elements of whole bytes.

@@ -149,6 +149,6 @@ def _require_capability(device: Any) -> None:
 def _require_order(host: str) -> None:
     if host.lower() not in _HOSTS:
         raise NoKernelsError(
-            f"got a host of {host}, expected x86_64: whoever sees a signal "
-            "sees the payload there, elsewhere that is unproven"
+            f"got a host of {host}, expected x86_64: only there is it "
+            "proven that a reader of a signal sees the payload"
         )

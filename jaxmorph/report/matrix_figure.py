@@ -12,7 +12,7 @@ from jaxmorph.records import PHASES
 from jaxmorph.report.draw.palette import STYLE
 from jaxmorph.report.run_matrix import Matrix, Run, StepTimes
 
-# Okabe and Ito's, which colour-blind readers can tell apart; markers and hatches help too.
+# Okabe and Ito's, which colour-blind readers can distinguish; markers and hatches help too.
 _COLOURS = ("#0072B2", "#D55E00", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#000000")
 _MARKERS = "os^DvXP"
 _HATCHES = ("", "//", "..", "xx", "\\\\", "++", "--")

@@ -367,7 +367,7 @@ class TcpLane:
 
 
 def _junk(num_bytes: int) -> memoryview:
-    """Memory that nobody reads, shared by all lanes."""
+    """Memory for bytes to discard, shared by all lanes."""
     global _shared_junk
     if len(_shared_junk) < num_bytes:
         _shared_junk = bytearray(num_bytes)

@@ -242,7 +242,7 @@ _BROKEN = "fenced: another lane was quicker"
 
 
 class _NixlLane:
-    """The common part of both ends. Writes wake nobody, so the lane must be polled.
+    """The common part of both ends. Writes wake no thread, so the lane must be polled.
 
     Args:
         control: The lane's TCP connection, after its handshake; `close` closes it.

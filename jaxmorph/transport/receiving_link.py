@@ -70,7 +70,7 @@ class ReceivingLink(LinkHalf):
         old = self._lanes.get(number)
         stale, frames = self.engine.lane_up(number, generation, chunk_bytes)
         for each in stale:
-            self._forget(each, "the sender began anew: another sidecar, or connect")
+            self._forget(each, "the sender started over: a new sidecar, or `connect`")
         if old is not None and old is self._lanes.get(number):
             self._forget(number, "replaced by a new connection")
         memory = (channel.slots.payloads() for channel in self.channels.values())

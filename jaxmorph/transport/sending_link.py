@@ -232,7 +232,7 @@ class SendingLink(LinkHalf):
             self._diallers[number].redial(now_s)
             return
         for stale in replaced:
-            self._lose(stale, "the receiver began anew: another sidecar, or connect")
+            self._lose(stale, "the receiver started over: a new sidecar, or `connect`")
         self._lanes[number], self._pings[number] = lane, OpenPings()
         self.was_up = True
         self._loop.add(lane.fileno(), lane.mask, lambda mask: self._ready(number, lane, mask))

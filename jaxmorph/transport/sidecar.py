@@ -94,7 +94,7 @@ class Sidecar:
         for peer, sending in self._sending.items():
             receiving = self._receiving.get(peer)
             if sending.refused_for_s(now_s) > _REFUSED_S and not (receiving and receiving.is_up):
-                self._report("peer_gone", peer=peer, reason="nobody listens where it was")
+                self._report("peer_gone", peer=peer, reason="its address refuses connections")
         if os.getppid() != self._parent:
             self._ending = "its trainer has ended"
 
@@ -318,7 +318,7 @@ class Sidecar:
     # The end.
 
     def _say_goodbye(self, reason: str) -> None:
-        """Tell peers that this rank is gone, and give them a moment to read it."""
+        """Announce to all peers that this rank is gone, and wait a moment for them to read it."""
         lanes: list[Lane] = []
         for link in (*self._sending.values(), *self._receiving.values()):
             lanes += link.send_goodbye(reason)

@@ -254,7 +254,7 @@ class TestLinksThatDwell:
 
 
 class TestTheSchedulesOwnDwell:
-    DIRECT, ANEW = option(FIRST, 390.0), option(OTHER, 390.0)
+    DIRECT, REPLANNED = option(FIRST, 390.0), option(OTHER, 390.0)
 
     def after_links(self, dwell, *steps):
         """Different links turn slow, each with another order, and go back."""
@@ -266,14 +266,14 @@ class TestTheSchedulesOwnDwell:
 
     def test_links_in_turn_make_the_schedule_wait_no_longer(self):
         dwell = self.after_links(Dwell(4, 64), 0, 10, 20, 30)
-        found = situation(healthy(4), self.ANEW, self.DIRECT, dwell=dwell, step=36)
+        found = situation(healthy(4), self.REPLANNED, self.DIRECT, dwell=dwell, step=36)
         assert decide(found).wait_steps == 4
         assert decide(replace(found, step=40)).chosen == 0
 
     def test_a_flapping_schedule_dwells_longer(self):
-        dwell = dwell_after(Dwell(4, 64), self.DIRECT, self.ANEW, 0)
+        dwell = dwell_after(Dwell(4, 64), self.DIRECT, self.REPLANNED, 0)
         dwell = self.after_links(dwell, 4)
-        dwell = dwell_after(dwell, self.ANEW, self.DIRECT, 14)
+        dwell = dwell_after(dwell, self.REPLANNED, self.DIRECT, 14)
         assert dwell.waits([SCHEDULE], 14) == 8
 
 

@@ -186,8 +186,8 @@ def main() -> int:
     caught = sum(each.outcome is Outcome.CAUGHT for each in results)
     print(f"{caught} of {len(results)} caught")
     if arguments.json:
-        told = {"caught": caught, "total": len(results), "mutations": [*map(asdict, results)]}
-        arguments.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        values = {"caught": caught, "total": len(results), "mutations": [*map(asdict, results)]}
+        arguments.json.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     known = {each.name for each in mutations if each.missed}
     return int(any(not (r.outcome is Outcome.CAUGHT or r.name in known) for r in results))
 

@@ -282,7 +282,7 @@ class _Result:
 
 
 class _Slot:
-    """Memory that notes what it is told."""
+    """Memory that records its calls."""
 
     def __init__(self, sequence, num_bytes):
         self.sequence = sequence

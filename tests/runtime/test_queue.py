@@ -79,8 +79,8 @@ def test_a_failed_queue_takes_no_items_until_restarted(queue):
     with pytest.raises(ZeroDivisionError):
         queue.enqueue("later", lambda: None)
     queue.restart()
-    queue.enqueue("anew", lambda: None)
-    assert [stamp.label for stamp in queue.drain()] == ["anew"]
+    queue.enqueue("again", lambda: None)
+    assert [stamp.label for stamp in queue.drain()] == ["again"]
 
 
 @pytest.mark.parametrize("fails", [True, False])
@@ -98,8 +98,8 @@ def test_items_from_before_a_restart_are_ignored(paced, fails):
     assert begun.wait(30)
     paced.restart()
     go_on.set()
-    paced.enqueue("anew", lambda: None)
-    assert [stamp.label for stamp in paced.drain()] == ["anew"]
+    paced.enqueue("again", lambda: None)
+    assert [stamp.label for stamp in paced.drain()] == ["again"]
 
 
 def test_paced_ops_last_their_duration_against_carried_deadlines(paced):

@@ -47,7 +47,7 @@ def test_a_long_record_is_put_together(link):
     assert (len(record["text"]), fds) == (150_000, ())
 
 
-def test_the_end_of_the_other_process_is_told(link):
+def test_the_end_of_the_other_process_is_reported(link):
     ours, theirs = link
     ours.close()
     with pytest.raises(EOFError):
