@@ -1,10 +1,10 @@
-"""Checksums of a checkpoint's files: the rank that wrote them makes them, a resume compares them.
+"""Checksums of a checkpoint's files: the writing rank makes them, a resume compares them.
 
 `virtual_stage_K.files` lists the files of a part, the manifest has the checksum of each list, and
 `manifest.seal` has that of the manifest. So any changed byte and any missing file is found.
 
-Checksums are CRC-32s with lengths: they detect what disks, memory and interrupted copies do to
-files, but no deliberate change.
+Checksums are CRC-32s with lengths: they detect faults of disks, memory and interrupted copies, but
+no deliberate change.
 """
 
 import json

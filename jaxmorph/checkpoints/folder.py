@@ -8,7 +8,7 @@
 | `step_N.damaged` | one that was found damaged |
 
 Only `step_N` is ever restored. A folder changes its name by a single rename, so a checkpoint is
-whole or does not exist, whatever is killed at any time. Damage to its files later is found by
+whole or does not exist, even if a process is killed. Damage to its files later is found by
 their checksums (`checksums`).
 """
 

@@ -145,7 +145,7 @@ def damage_of(checkpoint: Path, *, thorough: bool) -> Damage | None:
 
 
 def _damages(checkpoint: Path, *, thorough: bool) -> Iterator[Damage]:
-    """Yields what is wrong; only the first is certain, as later checks rely on earlier ones."""
+    """Yields damage. Later checks rely on earlier ones, so only the first is certain."""
     path = checkpoint / MANIFEST
     try:
         content = path.read_bytes()

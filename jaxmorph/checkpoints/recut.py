@@ -3,7 +3,7 @@
 A part is one virtual stage's state, with its layers stacked; the manifest says which layers. The
 parameters, and each tree of the optimizer's state with the same structure, have an embedding on the
 first virtual stage, layers on all, and a head on the last. A new part joins rows of saved stacks.
-What belongs to no parameter, such as Adam's count, is the same in all parts.
+State of no parameter, such as Adam's count, is the same in all parts.
 
 A tree is a dictionary from key paths to leaves here.
 """
@@ -66,7 +66,7 @@ def rows_to_read(
 def joined(
     parts: Sequence[Mapping[KeyPath, np.ndarray]], stacked: Collection[KeyPath]
 ) -> dict[KeyPath, np.ndarray]:
-    """Joins what was read of saved parts into a new part.
+    """Joins rows of saved parts into a new part.
 
     Args:
         stacked: The leaves with an axis of layers.

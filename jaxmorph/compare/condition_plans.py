@@ -110,7 +110,7 @@ def _worthwhile(steps_ms: Sequence[float]) -> int:
 
 
 def _regime(plan: Plan, slow: Sequence[Link]) -> str:
-    """What delays of the slow links do; without slow links, what delays of any link would."""
+    """How delays of the slow links act or, without any, how delays of any link would act."""
     routes = {plan.routes.get(link, "direct") for link in slow or plan.routes}
     words = {"direct": HOLDS_QUEUES, "delegated": OVERLAPS}
     return " and ".join(words[route] for route in sorted(routes, reverse=True))

@@ -94,16 +94,16 @@ def _profiled(first: FirstPlan, runner: ConditionRunner, num_steps: int, rank: i
     return replace(
         first,
         planned_for=profile,
-        usual=measured_anew(first.usual, profile.links, first.in_force.plan.routes),
+        usual=with_measured(first.usual, profile.links, first.in_force.plan.routes),
         timelines=(*first.timelines, *timelines),
     )
 
 
-def measured_anew(usual: UsualLinks, measured: Links, routes: Mapping[Link, Route]) -> UsualLinks:
-    """Replace the usual delays of links on the routes on which they are measured again.
+def with_measured(usual: UsualLinks, measured: Links, routes: Mapping[Link, Route]) -> UsualLinks:
+    """Replace the usual delay of each measured link on its own route.
 
     Args:
-        measured: The new delays, each on the link's own route.
+        measured: The new delays.
         routes: The links' routes; a missing link is direct.
     """
     return {

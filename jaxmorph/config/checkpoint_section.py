@@ -93,7 +93,7 @@ class RestartPolicy(Section):
 def restarting_problems(
     compare: Compare, checkpoint: Checkpoint, policy: RestartPolicy
 ) -> Iterator[Problem]:
-    """Yields what keeps the restarting systems of a comparison from restarting, or from differing.
+    """Yields settings with which a comparison's restarting systems can't restart, or don't differ.
 
     Checkpoint and policy are those of each of its runs.
     """

@@ -149,7 +149,7 @@ def compare_problems(compare: Compare, num_stages: int) -> Iterator[Problem]:
 
 
 def _span_problems(key: str, link: EmulatedLink) -> Iterator[Problem]:
-    """Refuses steps and cuts: a condition lasts a whole round, which a cut link never ends."""
+    """Refuses spans of steps and cuts: a condition lasts a whole round, and a cut never ends it."""
     for name in ("cut", "from_step", "to_step"):
         value = getattr(link, name)
         if value != EmulatedLink.model_fields[name].default:

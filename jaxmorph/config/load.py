@@ -105,7 +105,7 @@ def _with_derived_defaults(tree: Mapping[str, Any], name: str) -> dict[str, Any]
 
 
 def _with_model_folder(tree: Mapping[str, Any], config_folder: Path, name: str) -> dict[str, Any]:
-    """Names the folder of a user's own model: the run's ranks read another file elsewhere."""
+    """Names the folder of a user's own model, because ranks read the configuration elsewhere."""
     model = tree.get("model")
     if not isinstance(model, Mapping):
         return dict(tree)
@@ -119,7 +119,7 @@ def _with_model_folder(tree: Mapping[str, Any], config_folder: Path, name: str) 
             _refuse_hidden_module(factory, places, name)
         return dict(tree)
     if folder is None:
-        # What is recorded is where the module is: a resume may come from another directory.
+        # The folder of the module is recorded, since a resume may start in another directory.
         folder = next((each for each in places if _has_module(each, factory)), config_folder)
     elif not isinstance(folder, str) or not folder:
         return dict(tree)  # which is refused

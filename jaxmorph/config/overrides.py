@@ -58,7 +58,7 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[Override]) -> d
 
 
 def _with_value(tree: Any, keys: Sequence[str], value: Any) -> Any:
-    """The tree with a value at a key; a value on the way that can't hold the next key goes."""
+    """The tree with a value at a key; a parent that can't hold the next key is replaced."""
     if not keys:
         return value
     first, *rest = keys

@@ -1,7 +1,7 @@
 """The sections of a run's configuration: keys, types, defaults, and below each key its meaning.
 
 Types are strict: `"12"` and `true` are no numbers, and `.nan` and `.inf` are refused; a number may
-be a whole one. `Expected` is what an error says after "expected".
+be a whole one. `Expected` is the text of an error after "expected".
 """
 
 import re

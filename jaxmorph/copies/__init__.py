@@ -1,4 +1,4 @@
-"""Copies of payloads between a stage's device and the slots of the data plane, a backend a file.
+"""Copies of payloads between a stage's device and the slots of the data plane, one backend a file.
 
 `backends` declares what a copy backend is. `choosing` lists the backends of a device, best first,
 and takes the first that passes its `trial`. `host_memory` copies on the host. `copy_engine` and

@@ -1,9 +1,9 @@
 """The copy backends of a device, best first, and the choice of the first that works.
 
-On GPUs the order is that in which they should disturb computation least. No measurement supports
-it yet, only two facts: the copy engine works beside JAX's stream, while kernels and callbacks delay
-whatever that stream computes next; and a faulty kernel ends all GPU work of its process, so kernels
-are not even tried where the copy engine works.
+On GPUs the first should disturb computation least. No measurement supports the order yet, only two
+facts. The copy engine works beside JAX's stream, while kernels and callbacks delay the next op of
+that stream. And a faulty kernel ends all GPU work of its process, so kernels are not even tried
+where the copy engine works.
 """
 
 import logging

@@ -1,9 +1,9 @@
 """Copies into slots by the CUDA driver, on their own stream or on the stream of JAX's program.
 
 For each message a stream waits for the payload, copies it into its registered slot, and writes the
-slot's signal. The sidecar polls these signals, so no thread of this process waits for the
-copy; on a stream of its own the copy doesn't delay computation either. The paper
-does the same with two copies in one stream (its Figure 11). None of it has run on a GPU yet.
+slot's signal. The sidecar polls these signals, so no thread of this process waits for the copy. On
+its own stream the copy doesn't delay computation either. The paper does the same with two copies in
+one stream (its Figure 11). None of it has run on a GPU yet.
 """
 
 import threading
@@ -94,7 +94,7 @@ class CopyEngineSend:
 
 @contextmanager
 def _drained_on_error(driver: CudaDriver, stream: int) -> Iterator[None]:
-    """Before an error is raised, waits for what was enqueued: it uses the slot and the payload."""
+    """Before raising an error, waits for enqueued copies, which use the slot and the payload."""
     try:
         yield
     except BaseException:
@@ -329,6 +329,6 @@ class _StreamCallbackProgram:
 
 
 def _drop_failed(queue: deque[_Dispatched]) -> None:
-    """Drop copies whose program failed before its callback ran: the callback never will."""
+    """Drop copies whose program failed before its callback: the callback never runs then."""
     while queue and queue[0].ticket is not None and is_ready(queue[0].ticket):
         queue.popleft()

@@ -151,7 +151,7 @@ class CudaDriver:
         return self._created("cuEventCreate", _SLEEPING | _NO_TIMING)
 
     def record(self, event: int, stream: int) -> None:
-        """Make an event happen after everything enqueued on a stream so far."""
+        """Record an event after everything enqueued on a stream so far."""
         self._bind()
         self._call("cuEventRecord", c_void_p(event), c_void_p(stream))
 

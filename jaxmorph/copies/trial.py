@@ -1,4 +1,4 @@
-"""A short trial of a copy backend: what a slot holds when its signal is seen is what was sent.
+"""A short trial of a copy backend: once a slot's signal is seen, the slot holds the bytes sent.
 
 The trial allocates slots as the data plane does, so it also tests registering them with a driver.
 """

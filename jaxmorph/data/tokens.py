@@ -1,4 +1,4 @@
-"""The run's whole text as one array of token ids, and a digest by which a change is noticed."""
+"""The run's whole text as one array of token ids, and a digest that detects changes."""
 
 from dataclasses import dataclass, replace
 from hashlib import blake2b

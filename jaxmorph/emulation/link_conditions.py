@@ -1,4 +1,4 @@
-"""Conditions of emulated links: latency, bandwidth, jitter and cuts, and when they hold."""
+"""Conditions of emulated links: latency, bandwidth, jitter and cuts, and when they apply."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

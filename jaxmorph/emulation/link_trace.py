@@ -55,7 +55,7 @@ def read_link_trace(path: str | Path) -> list[LinkCondition]:
     """Reads a CSV file with a header such as `time_s,links,latency_ms` or `step,links,latency_ms`.
 
     - The first column is the start of a row: seconds since the origin, or a step. For each link
-      and route a row holds until the next one; starts increase.
+      and route a row applies until the next one; starts increase.
     - The second (or `between`) has one or more links, separated by spaces: `2-3` is both directions
       of a link, `2>3` the one from rank 2 to rank 3. A message is subject to rows of its link and
       to rows of its direction.

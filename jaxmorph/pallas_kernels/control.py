@@ -73,7 +73,7 @@ def _check_address(name: str, address: int, alignment: int) -> None:
 
 
 def new_arrivals() -> jax.Array:
-    """The counter by which a kernel's CTAs find out which of them is the last, uint32 [1], zero.
+    """A zero counter, uint32 [1], which shows a kernel's CTAs which of them is the last.
 
     Every launch leaves it as it found it. Two launches must not use one at the same time, so make
     one for each channel, keep it on the device, and pass it as an argument that is not donated (a

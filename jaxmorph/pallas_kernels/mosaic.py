@@ -6,12 +6,12 @@ without that backend.
 It uses two parts of JAX that are not public API:
 
 - `jaxlib.mlir`: the bindings with which a kernel's body emits `llvm.inline_asm`. Pallas documents
-  `inline_mgpu` for code at that level, but has no bindings of its own. Nothing else reaches an
-  address that is no JAX array, or a release at system scope.
+  `inline_mgpu` for code at that level, but has no bindings of its own. No public API reaches an
+  address outside JAX's arrays, or a release at system scope.
 - `jax.experimental.mosaic.gpu.utils.memref_ptr`: an array's address inside the kernel.
 
-Differences between JAX 0.10.2, 0.11.2 and 0.12: `LoweringSemantics` has no public name in the
-first, where `Lane` (the body is one thread's program) is the default; later another is.
+JAX 0.10.2 has no public name for `LoweringSemantics`, and its default is `Lane`: the body is one
+thread's program. In 0.11.2 and 0.12 the default is another.
 """
 
 import functools

@@ -30,7 +30,7 @@ from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
 
 
 class Disturbance:
-    """How single ops and messages of a simulated step deviate from the plan: here, not at all.
+    """How ops and messages of a simulated step deviate from the plan; the base class: not at all.
 
     Equal calls must return equal values: both ends of a direct transfer call.
     """

@@ -4,7 +4,7 @@ Every use of a stash is known beforehand. So the pass offloads the stash that is
 the future (Belady's optimal caching), and only if there is no room otherwise.
 
 A stash counts as held until an instruction waits for its offload or for a later one (a rank's
-offloads end in program order). So a program that fits here fits whatever the copies take.
+offloads end in program order). So a program that fits here also fits however slow copies are.
 """
 
 from collections import Counter, deque
@@ -216,7 +216,7 @@ def _fetches(
 
 
 def _held_at(ops: Sequence[Op], chosen: Collection[Buffer], memory: StageMemory) -> Counter[int]:
-    """What is held while each op runs, with the chosen stashes there only for their own ops."""
+    """What is held while each op runs, with chosen stashes there for their own ops alone."""
     held = Counter(dict(enumerate(_held_besides(ops, memory))))
     for stash, use in _uses(ops).items():
         if stash not in chosen:
@@ -225,7 +225,7 @@ def _held_at(ops: Sequence[Op], chosen: Collection[Buffer], memory: StageMemory)
 
 
 def await_room(program: RankProgram, memory: StageMemory) -> RankProgram:
-    """Adds the fewest waits with which a program fits the device whatever its copies take.
+    """Adds the fewest waits with which a program fits the device, however slow its copies are.
 
     Without waits, it must fit if copies take no time.
     """
@@ -245,8 +245,8 @@ class _Device:
         """What is held if no leaving stash has left yet."""
         return self.held + len(self.leaving) * self.memory.after_forward
 
-    def has_left(self, stash: Buffer) -> None:
-        """Applies that a stash has left, and so have the ones before it."""
+    def remove(self, stash: Buffer) -> None:
+        """Records that a stash and all offloaded before it have left the device."""
         while stash in self.leaving:
             self.leaving.popleft()
 
@@ -281,12 +281,12 @@ class _Device:
                 self.held -= forward
                 self.leaving.append(buffer)
             case Fetch(buffer, after):
-                self.has_left(buffer)
+                self.remove(buffer)
                 if after is not None:
-                    self.has_left(after)
+                    self.remove(after)
                 self.held += forward
             case AwaitRoom(buffer):
-                self.has_left(buffer)
+                self.remove(buffer)
             case _:
                 pass
 
@@ -294,24 +294,24 @@ class _Device:
 def _awaiting(program: RankProgram, device: _Device) -> Iterator[Instruction]:
     for step in program.instructions:
         if isinstance(step, Fetch):
-            device.has_left(step.buffer)  # it can't come back before it has left
+            device.remove(step.buffer)  # it can't come back before it has left
         last = device.last_to_leave(device.needs(step))
         if last is not None and isinstance(step, Fetch):
             step = replace(step, after=last)
         elif last is not None:
             yield AwaitRoom(last)
-            device.has_left(last)
+            device.remove(last)
         device.step(step)
         yield step
 
 
 def most_held(program: RankProgram, memory: StageMemory) -> Iterator[int]:
-    """What the device may hold while each instruction runs, whatever copies take."""
+    """What the device may hold while each instruction runs, however slow copies are."""
     device = _Device(memory)
     for step in program.instructions:
         if isinstance(step, Fetch):
-            device.has_left(step.buffer)
-            device.has_left(step.after or step.buffer)
+            device.remove(step.buffer)
+            device.remove(step.after or step.buffer)
         needs = device.needs(step)
         during = device.most + needs
         device.step(step)

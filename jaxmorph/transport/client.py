@@ -1,7 +1,7 @@
 """The trainer's handle on its data plane: it owns all memory and sockets, the sidecar moves bytes.
 
-Whatever must outlive a sidecar is created here and lent to it: slots, doorbells, listening sockets.
-When a sidecar is killed, the next generation goes on with the same memory and the same ports.
+The trainer creates slots, doorbells and listening sockets, and lends them to its sidecar. When a
+sidecar is killed, the next one continues with the same memory and the same ports.
 """
 
 import contextlib

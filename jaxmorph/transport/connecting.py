@@ -1,8 +1,8 @@
 """How a connection becomes a lane: one end dials, the other accepts, both prove the run's secret.
 
-Each proof is an HMAC-SHA256 over the other end's nonce, so that an old proof is worthless, over its
-own nonce, and over all fields of the frame, so that no one can change them on the way. The two
-directions have labels of their own, so that a proof can't be sent back to its maker.
+Each proof is an HMAC-SHA256 over both ends' nonces, which makes an old proof worthless, and over
+all fields of the frame, which no one can then change on the way. Each direction has its own label,
+so that a proof can't be sent back to its maker.
 """
 
 import contextlib
@@ -110,7 +110,7 @@ def _welcome_proof(
 
 
 class Dialler:
-    """Makes one lane's connection to a peer, and makes it again after a pause when it fails.
+    """Connects one lane to a peer; after a failure it pauses and tries again.
 
     Args:
         up: Called with the lane's number, the lane when its handshake is done, and the peer's
@@ -159,7 +159,7 @@ class Dialler:
         self._loop.add(self._lane.fileno(), WRITE, self._ready)
 
     def redial(self, now_s: float) -> None:
-        """Make another connection soon: the lane it had made is lost."""
+        """Dial again soon, because the lane was lost."""
         self.next_s = now_s + _FIRST_PAUSE_S
 
     def close(self) -> None:

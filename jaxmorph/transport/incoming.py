@@ -1,9 +1,9 @@
-"""The receiving half of one directed pair of ranks: what comes in over all its lanes.
+"""The receiving half of one directed pair of ranks: messages that arrive over all its lanes.
 
-It decides where each chunk is written, so that nothing is ever written into memory that has been
-handed over. At most one lane writes a chunk's place in a slot; a copy of that chunk on another lane
-is received aside, and whichever is whole first counts. From then on the other is dropped. So a
-message is complete only when no lane writes into its slot.
+It decides where each chunk is written, so that no lane writes into memory that has been handed
+over. At most one lane writes a chunk's place in a slot; another lane receives its copy of that
+chunk elsewhere. The first of them that is whole counts, and the other is dropped. So a message is
+complete only when no lane writes into its slot.
 """
 
 from enum import StrEnum
@@ -58,7 +58,7 @@ class IncomingChunk:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether its bytes count, as no other lane has brought the chunk yet."""
+        """Whether no other lane has delivered the chunk yet."""
         return self.message is not None and not (
             self.place is JUNK or self.message.received[self.index]
         )
@@ -359,7 +359,7 @@ class Incoming:
         chunk.place = JUNK
 
     def _forget_if_untouched(self, chunk: IncomingChunk) -> None:
-        """Forget a message that only a broken lane has announced, and of which nothing has come.
+        """Forget a message of which no byte has come, and that only a broken lane has announced.
 
         Otherwise a lane that lies about a message's length or tag would block the true message.
         """

@@ -88,7 +88,7 @@ class _Sample(NamedTuple):
 
 
 class ClockOffset:
-    """How far the peer's monotonic clock is ahead; as in NTP, the quickest answer errs least.
+    """How far the peer's monotonic clock is ahead, from the quickest answer, as in NTP.
 
     A pong's two times lie between the ping's departure and the pong's arrival, so the offset is
     known within half a round trip, even if the two directions differ. Samples age, as clocks drift.

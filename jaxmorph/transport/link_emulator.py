@@ -18,10 +18,10 @@ _STANDARD_NORMAL = NormalDist()
 
 
 class Spans(Generic[Item]):
-    """An index of items that each hold from one moment until before another.
+    """An index of items, each of which applies from one moment until just before another.
 
     Args:
-        spans: Begin, end and item. No begin: it has always held; no end: it holds forever.
+        spans: Begin, end and item; None: the item has always applied, or applies forever.
 
     Attributes:
         bounds: The moments at which an item begins or ends, in rising order.
@@ -44,7 +44,7 @@ class Spans(Generic[Item]):
 
 
 class DirectionConditions:
-    """One direction's conditions: a trace has thousands, of which one or two hold at a time.
+    """One direction's conditions: a trace has thousands, of which one or two apply at a time.
 
     Attributes:
         by_time: Conditions with a span of time, in seconds since the origin.
@@ -79,8 +79,8 @@ def by_direction(conditions: Iterable[LinkCondition]) -> dict[tuple[int, int], D
 class LinkEmulator:
     """Says when messages may be delivered under emulated conditions.
 
-    It has no clock and never waits. Its answers depend only on its arguments and on the messages it
-    was asked about before, so two emulators that are asked the same give the same answers.
+    It has no clock and never waits. Its answers depend only on its arguments and earlier calls, so
+    two emulators with the same calls give the same answers.
 
     Args:
         conditions: A link that none of them names delivers at once.

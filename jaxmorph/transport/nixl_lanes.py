@@ -13,10 +13,10 @@ writes; `Written`     compares the checksum of what was written
                       `Acknowledge`, as for any chunk
 ====================  ==========================================================================
 
-Nothing is written without a grant, and at most one lane has one for a place in a slot. But a
-granted write can't be taken back: stuck in a network, it arrives whenever that heals, in whatever
-the slot holds by then. So when another lane has brought the chunk first, the slow lane's receiving
-agent is torn down before the message is handed over (`fence`).
+A sender writes only with a grant, and at most one lane has a grant for a place in a slot. But a
+granted write can't be revoked: if a network holds it up, it may arrive after the slot has been
+reused. So when another lane has delivered the chunk first, the slow lane's receiving agent is torn
+down before the message is handed over (`fence`).
 """
 
 import contextlib
@@ -139,7 +139,7 @@ class NixlAgent:
         return True
 
     def progress(self) -> None:
-        """Advance peers' writes, which network cards without RDMA don't do alone."""
+        """Advance peers' writes: network cards without RDMA don't do so by themselves."""
         with _as_lane_errors("receiving"):
             self._agent.get_new_notifs()
 

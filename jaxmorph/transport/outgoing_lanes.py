@@ -83,7 +83,7 @@ class LaneRate:
         return num_bytes / self.bytes_per_s + self.round_trip_s
 
     def window_bytes(self, chunk_bytes: int) -> float:
-        """How much may be in flight: what the lane does in 30 ms and a round trip, or one chunk."""
+        """The most bytes in flight: those of 30 ms and a round trip, but at least one chunk."""
         if self.bytes_per_s is None:
             return chunk_bytes
         window = self.bytes_per_s * (QUEUE_S + self.round_trip_s)
@@ -193,7 +193,7 @@ class LaneGain:
         return now_s - self._began_s >= (_PERIOD_S if is_enough else _LONGEST_PERIOD_S)
 
     def _compare(self, bytes_per_s: float, now_s: float) -> None:
-        """Stop growing if the added lanes brought less than half of what as many did before."""
+        """Stop growing if added lanes brought less than half the rate of as many earlier ones."""
         if self._fewer is not None and self._fewer[0] < self._lanes:
             lanes, before = self._fewer
             # `<=`: where nothing is received at all, more lanes bring nothing, either.

@@ -122,7 +122,7 @@ class OutgoingQueue:
         self._channels[name] = _Channel(name, num_slots, released)
 
     def grow(self, name: ChannelName, num_slots: int) -> None:
-        """Give a channel at rest more slots."""
+        """Give a channel without undelivered messages more slots."""
         if self._channels[name].messages:
             raise ValueError(f"{name} is not at rest")
         self._channels[name].num_slots = num_slots
@@ -137,9 +137,9 @@ class OutgoingQueue:
         return self._channels[name].released
 
     def emulate(self, emulation: LinkEmulator | None) -> None:
-        """Emulate a link from now on; None: don't. Known departure times stay.
+        """Emulate a link from now on (None: no longer). Departure times already set stay.
 
-        A message leaves when the emulator lets it, and one that is cut in the middle stops there.
+        The emulator says when each message leaves. A cut also stops a message that is half sent.
         """
         self._emulation = emulation
         self._retry_s = float("-inf")

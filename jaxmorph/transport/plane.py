@@ -52,7 +52,7 @@ class TransportSettings:
         chunk_bytes: The unit of acknowledgement and retransmission.
         checksum: Whether chunks have checksums.
         first_sequence: The number of a channel's first message; numbers are 32 bits and wrap.
-        backend: What carries long messages: "tcp", or "nixl" for RDMA. All ranks have the same.
+        backend: The carrier of long messages: "tcp", or "nixl" for RDMA; the same on all ranks.
     """
 
     addresses: tuple[str, ...] = ("127.0.0.1",)
@@ -251,9 +251,9 @@ class OutgoingSlot:
             self._end.ring()
 
     def withdraw(self) -> None:
-        """Make an announced message whose payload won't come arrive empty.
+        """Make an announced message arrive empty, because its payload won't come.
 
-        Changes nothing if the payload has come all the same.
+        Changes nothing if the payload is complete after all.
         """
         self._end.withdraw(self.sequence)
         self._end.ring()

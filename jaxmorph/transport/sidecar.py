@@ -2,7 +2,7 @@
 
 One thread and one loop serve the trainer's records and doorbell, new connections, lanes, and time.
 Everything that must survive is in the trainer's memory: this process may be killed at any moment,
-and the next one resumes from there. It ends when its trainer does.
+and the next one resumes from there. It ends with its trainer.
 """
 
 import gc

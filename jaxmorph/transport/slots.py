@@ -14,8 +14,8 @@ next page             the payloads, each on pages of its own
 ====================  ========================================================================
 
 Counts and sequence numbers are 32 bits and wrap; message q is in slot q % number of slots, which
-is therefore a power of two. The memory has no name, so nothing is left behind however a process
-ends; and its contents outlive the sidecar, so that a new sidecar resumes from them.
+is therefore a power of two. The memory has no name, so the system frees it even if a process is
+killed. Its contents outlive the sidecar, and a new sidecar resumes from them.
 """
 
 import contextlib
@@ -232,7 +232,7 @@ def _whole_pages(num_bytes: int) -> int:
 
 
 def _order_writes() -> None:
-    """A memory barrier: a lock orders stores also on CPUs that would reorder them."""
+    """A memory barrier: taking a lock keeps the CPU from reordering stores."""
     with _barrier:
         pass
 

@@ -1,9 +1,9 @@
 """The frames that two sidecars exchange: their fields, limits and bytes, and who may send which.
 
-A frame is a head (magic, version, type, length of the body), a body, and a CRC-32 of both, so that
-a flipped bit in a number is found whichever checksum payloads have. All numbers are
-little-endian. A `Chunk` is followed by its payload, which is not part of the frame: it is received
-straight into its place. Nothing here does I/O.
+A frame is a head (magic, version, type, length of the body), a body, and a CRC-32 of both, which
+finds a flipped bit even if payloads have no checksum. All numbers are little-endian. The payload
+follows its `Chunk` and is not part of the frame: a lane receives it straight into its place.
+Nothing here does I/O.
 """
 
 import struct

@@ -127,14 +127,14 @@ class _Rows:
         return 0.84 * self.row
 
     @property
-    def labelled(self) -> int:
-        """A label has room in every so many rows."""
+    def rows_per_label(self) -> int:
+        """The number of rows of which one has a label."""
         return max(1, math.ceil(_LEAST_LABEL / self.row))
 
     @property
     def label_points(self) -> float:
         """Font size of a label beside a row."""
-        return min(9.0, 0.62 * self.row * self.labelled * _POINTS)
+        return min(9.0, 0.62 * self.row * self.rows_per_label * _POINTS)
 
 
 def _lay_out(timeline: Timeline, links: Links, sizes: Sizes) -> _Rows:
@@ -267,7 +267,7 @@ class _Drawing:
     def _draw_stage_names(self, links: Links) -> None:
         """Label the rows on the left, and the lanes with their links' delays."""
         rows, timeline = self.rows, self.panel.timeline
-        for stage in range(0, timeline.num_stages, rows.labelled):
+        for stage in range(0, timeline.num_stages, rows.rows_per_label):
             self._beside(f"stage {stage}", rows.middles[stage], -6, rows.label_points, _INK)
         delays_ms = link_delays_ms(links, timeline.num_stages, num_chunks(timeline))
         for link, (top, bottom) in rows.lanes.items():
@@ -280,12 +280,12 @@ class _Drawing:
         """Write each stage's warm-up forwards on the right, and the slackness of neighbours."""
         rows = self.rows
         warmups = Schedule("", 0, self.panel.timeline.orders).warmup_forwards
-        labelled = [*zip(warmups, rows.middles, strict=True)][:: rows.labelled]
+        labelled = [*zip(warmups, rows.middles, strict=True)][:: rows.rows_per_label]
         for count, y in labelled:
             self._beside(str(count), y, _WARMUP_POINTS, rows.label_points, _INK)
         self._beside("warm-up", -0.1, _WARMUP_POINTS, 7.5)
         # With chunks, the difference of two ranks' totals is no slackness of any pair of stages.
-        if num_chunks(self.panel.timeline) > 1 or len(warmups) < 2 or rows.labelled > 1:
+        if num_chunks(self.panel.timeline) > 1 or len(warmups) < 2 or rows.rows_per_label > 1:
             return
         self._beside("slackness", -0.1, _SLACKNESS_POINTS, 7.5)
         for (here, y), (below, y_below) in pairwise(labelled):

@@ -255,7 +255,7 @@ def _link_name(direction: str) -> str:
 
 
 def _high(course: Points) -> float:
-    """Nearly the largest number of a course."""
+    """A high percentile of a series of numbers."""
     known = sorted(_known(ms for _, ms in course))
     return known[int(_NEARLY_ALL_TRANSFERS * (len(known) - 1))] if known else 0.0
 
