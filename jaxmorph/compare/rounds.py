@@ -62,7 +62,7 @@ class RoundPaths:
         Returns:
             A failure for each of this rank's ends that stays delegated.
         """
-        new = {each.link: each for each in self._trainer.link_failures()}
+        new = {each.link: each for each in self._trainer.take_link_failures()}
         failed = [link for link in self._links if self._trainer.path_is_up(link) is not None]
         own = {str(link): self._can_restore(link) for link in failed}
         can_restore = gather(self._rendezvous, Mapping[str, bool], own)
@@ -76,7 +76,7 @@ class RoundPaths:
 
     def failures(self, stayed: Sequence[PathFailure]) -> Mapping[str, int]:
         """The number of direct paths that failed in a round without a controller, as events."""
-        own = PathReport((*stayed, *self._trainer.link_failures()))
+        own = PathReport((*stayed, *self._trainer.take_link_failures()))
         failures = join_reports(gather(self._rendezvous, PathReport, own)).failures
         return {EventKind.LINK_FAILED: len(failures)} if failures else {}
 

@@ -278,8 +278,8 @@ class DirectRoute:
         links: What is emulated on the links; both ends hold their queues for as long as that takes.
         timeout_s: How long either end waits for an emulated cut to heal.
         kept: What was sent and may be lost; None: nothing is kept.
-        given_up: Whether the peer has given up a link's path, so that waiting for its emulated cut
-            to heal is pointless.
+        peer_has_left: Whether a link's peer has left its path: a transfer then fails at once, and
+            doesn't wait for an emulated cut to heal.
         received: How many messages of each channel were received, in all epochs together.
         abandoned: Transfers of this epoch and of earlier ones are refused.
     """
@@ -289,7 +289,7 @@ class DirectRoute:
     links: EmulatedLinks = field(default_factory=EmulatedLinks)
     timeout_s: float = 60.0
     kept: KeptOutputs | None = None
-    given_up: Callable[[Link], bool] = never
+    peer_has_left: Callable[[Link], bool] = never
     received: Counter[Channel] = field(default_factory=Counter, init=False)
     abandoned: int = field(default=-1, init=False)
 
@@ -309,7 +309,7 @@ class DirectRoute:
         if self.kept is not None:
             self.kept.keep(identity, value)
         deadline_s = time.monotonic() + self.timeout_s
-        begun_s = self.links.wait_until_whole(identity, arrived_s, deadline_s, self.given_up)
+        begun_s = self.links.wait_until_whole(identity, arrived_s, deadline_s, self.peer_has_left)
         peer, _ = program.run((*identity.words(), *_time_words(begun_s)), value)
         moved = Moved(peer, _check(peer, identity) if self.answered else None)
         if begun_s != arrived_s or self.links.concern(identity.transfer):
@@ -320,7 +320,7 @@ class DirectRoute:
         """Run the receiver's end and check which message came."""
         program = self._program(identity)
         deadline_s = min(deadline_s, time.monotonic() + self.timeout_s)
-        begun_s = self.links.wait_until_whole(identity, arrived_s, deadline_s, self.given_up)
+        begun_s = self.links.wait_until_whole(identity, arrived_s, deadline_s, self.peer_has_left)
         peer, value = program.run((*identity.words(), *_time_words(begun_s)))
         moved = Moved(value, _check(peer, identity))
         if begun_s != arrived_s or self.links.concern(identity.transfer):
@@ -354,7 +354,7 @@ class DirectRoute:
         else:
             jax.block_until_ready(moved.value)
             met_s = time.monotonic()
-        over_s = self.links.over_s(identity, num_bytes, met_s, deadline_s, self.given_up)
+        over_s = self.links.over_s(identity, num_bytes, met_s, deadline_s, self.peer_has_left)
         return replace(moved, over_s=over_s)
 
     def _program(self, identity: TransferIdentity) -> LinkProgram:

@@ -12,12 +12,12 @@ from jaxmorph.runtime.routes import TransferIdentity
 from jaxmorph.transport.link_emulator import LinkEmulator
 from jaxmorph.transport.plane import DataPlane
 
-GivenUp = Callable[[Link], bool]
-"""Whether to give up the transfers of a link before their deadline."""
+PeerHasLeft = Callable[[Link], bool]
+"""Whether a link's peer has left its path: then a transfer fails before its deadline."""
 
 
 def never(link: Link) -> bool:
-    """A `GivenUp` that never does."""
+    """A `PeerHasLeft` of peers that never leave."""
     del link
     return False
 
@@ -67,7 +67,7 @@ class EmulatedLinks:
         return any(self._emulator.is_cut(*direction, step, now_s) for direction in both)
 
     def look_again(self) -> None:
-        """Make all waits for a cut link check `given_up` again."""
+        """Make all waits for a cut link check `peer_has_left` again."""
         with self._changed:
             self._changed.notify_all()
 
@@ -76,16 +76,16 @@ class EmulatedLinks:
         identity: TransferIdentity,
         arrived_s: float,
         deadline_s: float,
-        given_up: GivenUp = never,
+        peer_has_left: PeerHasLeft = never,
     ) -> float:
         """Wait while a transfer's link is cut; returns when the transfer can begin.
 
         Args:
             arrived_s: When this end came to it, by the monotonic clock; returned if nothing is cut.
-            given_up: Checked again after `look_again`.
+            peer_has_left: Checked again after `look_again`.
 
         Raises:
-            TimeoutError: If the link is still cut at the deadline, or when it is given up.
+            TimeoutError: If the link is still cut at the deadline, or once the peer has left.
         """
         if not self.concern(identity.transfer):
             return arrived_s
@@ -97,7 +97,7 @@ class EmulatedLinks:
                 emulator = self._emulator
                 remaining_s = min(healed_s, deadline_s) - time.monotonic()
                 is_late = healed_s > deadline_s and remaining_s <= 0
-                if is_late or given_up(identity.transfer.link):
+                if is_late or peer_has_left(identity.transfer.link):
                     raise _cut_error(identity, time.monotonic() - began_s)
                 self._changed.wait(min(remaining_s, threading.TIMEOUT_MAX))
                 if emulator is not self._emulator:  # the new conditions hold from now on
@@ -110,13 +110,13 @@ class EmulatedLinks:
         num_bytes: int,
         met_s: float,
         deadline_s: float,
-        given_up: GivenUp = never,
+        peer_has_left: PeerHasLeft = never,
     ) -> float:
         """When a transfer whose ends have met has passed the link; waits only while that is cut.
 
         Args:
             met_s: When the later of its ends came to it, the same number at both ends.
-            given_up: As for `wait_until_whole`, whose errors are raised.
+            peer_has_left: As for `wait_until_whole`, whose errors are raised.
         """
         transfer, words = identity.transfer, identity.words()
         direction = (transfer.source, transfer.destination)
@@ -125,7 +125,7 @@ class EmulatedLinks:
                 over_s = self._emulator.departure_s(*direction, words, num_bytes, met_s)
             if over_s is not None:
                 return over_s
-            met_s = self.wait_until_whole(identity, met_s, deadline_s, given_up)
+            met_s = self.wait_until_whole(identity, met_s, deadline_s, peer_has_left)
 
     def _healed_s(self, identity: TransferIdentity, at_s: float) -> float:
         transfer = identity.transfer

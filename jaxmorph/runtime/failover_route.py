@@ -30,7 +30,7 @@ class FailoverRoute:
     """Each link uses its direct path until that fails; `link_switch` has how its ends agree.
 
     A path fails when a collective raises an error, when an emulated cut outlasts its deadline, when
-    `PathWatch` finds it dead, or when the peer has given it up. An unexpected message, a peer that
+    `PathWatch` finds it dead, or when the peer has left it. An unexpected message, a peer that
     doesn't come and a peer that is gone are raised instead.
 
     Only a link's `LinkEnd` knows the link's state. Identities carry its epoch.
@@ -74,7 +74,7 @@ class FailoverRoute:
         }
         self._communicators = communicators
         self._compiled: dict[tuple[Link, int], Future[Programs]] = {}
-        direct.given_up = lambda link: self._ends[link].peer_gave_up
+        direct.peer_has_left = lambda link: self._ends[link].peer_has_left
 
     @property
     def holds_queue(self) -> bool:
@@ -95,7 +95,7 @@ class FailoverRoute:
         """
         end = self._end(identity)
         jax.block_until_ready(value)  # an error of the op that made it is not the link's
-        if not end.meet(str(identity)):
+        if not end.await_peer(str(identity)):
             return self._post_delegated(end, identity, value, arrived_s)
         self.kept.release(end.link)  # the peer is here, so it has received everything before
         try:
@@ -104,25 +104,25 @@ class FailoverRoute:
                 # Otherwise a failure would show only in a later transfer.
                 jax.block_until_ready(moved.value)
         except _FAILURES as error:
-            self._give_up(end, error)
+            self._leave_or_raise(end, error)
             # The switch resends the message if the peer has not received it.
             end.await_switch(str(identity))
             return Moved(value, over_s=time.monotonic())
-        end.leave()
+        end.end_transfer()
         return moved
 
     def take(self, identity: TransferIdentity, arrived_s: float, deadline_s: float) -> Moved:
         """Receive the expected message on the link's current route; raises the errors of `post`."""
         end = self._end(identity)
-        if end.meet(str(identity)):
+        if end.await_peer(str(identity)):
             try:
                 with self._watch.transfer(end.link):
                     in_epoch = identity._replace(epoch=end.epoch)
                     moved = self._direct.take(in_epoch, arrived_s, deadline_s)
             except _FAILURES as error:
-                self._give_up(end, error)
+                self._leave_or_raise(end, error)
             else:
-                end.leave()
+                end.end_transfer()
                 return moved
         epoch = end.await_switch(str(identity))
         # The failed transfer may have used up the deadline.
@@ -142,45 +142,45 @@ class FailoverRoute:
         """Keep no outputs of the step: all ranks have met, so all messages were received."""
         for link in self._ends:
             self.kept.release(link)
-        self._watch.end_step([link for link in self._ends if self.is_delegated(link)])
+        self._watch.end_step([link for link in self._ends if self.has_failed_over(link)])
 
-    def failures(self) -> list[PathFailure]:
+    def take_failures(self) -> list[PathFailure]:
         """The path failures since the last call."""
         found = []
         for link, end in self._ends.items():
             for failure in end.take_failures():
-                closed = end.closed_communicators
-                if 0 < closed < self._communicators.count:
-                    self._programs(link, closed)  # begin to compile: only `restore` waits for it
-                found.append(replace(failure, restores_left=self._communicators.count - closed))
+                retired = end.retired_communicators
+                if 0 < retired < self._communicators.count:
+                    self._programs(link, retired)  # begin to compile: only `restore` waits for it
+                found.append(replace(failure, restores_left=self._communicators.count - retired))
         return found
 
-    def is_delegated(self, link: Link) -> bool:
-        """Whether this rank is an end of the link and the link has left its direct path."""
-        return link in self._ends and self._ends[link].is_delegated
+    def has_failed_over(self, link: Link) -> bool:
+        """Whether this rank is an end of the link and the link has failed over."""
+        return link in self._ends and self._ends[link].has_failed_over
 
     def path_is_up(self, link: Link) -> bool | None:
         """Whether a failed direct path seems to work again; None if it has not failed.
 
         The first call starts to ping the other end's host in the background; none waits.
         """
-        return self._watch.is_up(link) if self.is_delegated(link) else None
+        return self._watch.is_up(link) if self.has_failed_over(link) else None
 
-    def begin_delegated(self, link: Link) -> None:
+    def begin_failed_over(self, link: Link) -> None:
         """Start a link without its direct path; both ends do so before anything is sent."""
-        self._ends[link].begin_delegated()
+        self._ends[link].begin_failed_over()
 
     def can_restore(self, link: Link) -> bool:
         """Whether a link that has switched can return to the direct route."""
-        if not self.is_delegated(link):
+        if not self.has_failed_over(link):
             return False
-        return self._ends[link].closed_communicators < self._communicators.count
+        return self._ends[link].retired_communicators < self._communicators.count
 
     def restore(self, link: Link) -> None:
         """Start a link's next direct epoch; both ends do so at the same step boundary."""
         end = self._ends[link]
-        if end.closed_communicators:
-            self._direct.replace_programs(self._programs(link, end.closed_communicators).result())
+        if end.retired_communicators:
+            self._direct.replace_programs(self._programs(link, end.retired_communicators).result())
         end.begin_direct()
         self._watch.forget(link)
 
@@ -204,19 +204,19 @@ class FailoverRoute:
     def _end(self, identity: TransferIdentity) -> LinkEnd:
         require_live(identity, self._direct.abandoned)
         end = self._ends[identity.transfer.link]
-        if not end.is_delegated and self._watch.is_dead(end.link):
+        if not end.has_failed_over and self._watch.is_dead(end.link):
             found = "its path was found dead while a transfer of another link hung"
             # A connection through a dead card may stay open and never report an error, so its
             # communicator isn't used again. An emulated cut breaks no connection.
-            is_closed = not self._direct.links.is_cut(end.link, identity.step)
-            end.give_up(found, is_closed=is_closed)
+            retires_communicator = not self._direct.links.is_cut(end.link, identity.step)
+            end.leave_path(found, retires_communicator=retires_communicator)
         return end
 
-    def _give_up(self, end: LinkEnd, error: Exception) -> None:
-        is_closed = _is_of_backend(error)
-        if not is_closed and not isinstance(error, TimeoutError):
+    def _leave_or_raise(self, end: LinkEnd, error: Exception) -> None:
+        retires_communicator = _is_of_backend(error)
+        if not retires_communicator and not isinstance(error, TimeoutError):
             raise error
-        end.leave(_in_short(error), is_closed=is_closed)
+        end.end_transfer(_in_short(error), retires_communicator=retires_communicator)
 
     def _post_delegated(
         self, end: LinkEnd, identity: TransferIdentity, value: jax.Array, arrived_s: float
@@ -269,7 +269,7 @@ def _in_short(error: Exception) -> str:
     return " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
 
 
-_CHECKS = 4  # of a transfer, before it counts as hanging
+_CHECKS_BEFORE_HANGING = 4  # of a transfer, before it counts as hanging
 _TRIES, _BETWEEN_S = 10, 0.5
 
 
@@ -279,7 +279,7 @@ class PathWatch:
     A network card that dies takes all links of its host with it. Each link would be found by a
     transfer of its own that hangs until its deadline, one after another. So while the first one
     hangs, and until the end of the step, the other ends are pinged, and links whose hosts don't
-    answer are given up without a transfer. After a failure, the other end of the failed path is
+    answer fail over without a transfer. After a failure, the other end of the failed path is
     pinged until the link is restored.
 
     Queue thread: `transfer`, `is_dead`. Training thread: all other methods. The watch's own thread:
@@ -348,7 +348,7 @@ class PathWatch:
 
     def _look(self) -> None:
         self._reach_hosts()
-        while not self._closed.wait(self._after_s / _CHECKS):
+        while not self._closed.wait(self._after_s / _CHECKS_BEFORE_HANGING):
             current = self._current
             if current is not None and time.monotonic() - current[1] >= self._after_s:
                 self._ping_others(current)

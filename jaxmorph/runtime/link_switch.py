@@ -8,10 +8,10 @@ deadline of a transfer therefore starts when both ends are there, and a late pee
 for a dead path. An end that has its peer's ready message also knows that the peer has received all
 earlier transfers.
 
-An end gives up the path when one of its transfers fails. It also does so when its peer has given
-up, as soon as it is in no transfer of the link. It completes no more transfers of this epoch and
-sends its *state*: how many messages of each channel it has received. An end that has given up and
-has its peer's state switches: it resends, delegated, what the peer's counts don't cover, and all
+An end leaves the path when one of its transfers fails. It also does so when its peer has left, as
+soon as it is in no transfer of the link. It completes no more transfers of this epoch and sends its
+*state*: how many messages of each channel it has received. An end that has left and has its peer's
+state switches: it resends, delegated, what the peer's counts don't cover, and all
 later messages follow.
 
 Two messages are enough. An end never goes back on its state, so its counts are final. An end cannot
@@ -20,7 +20,7 @@ confirm that its peer received these counts until the peer sends; early messages
 Two threads take part. The queue's thread waits for the peer's ready messages. A thread for each
 link waits for the peer's state, and switches even while the queue is elsewhere, perhaps waiting for
 a rank that needs the resent messages. These threads read different connections, so an end that
-gives up also sends a last ready message.
+leaves also sends a last ready message.
 """
 
 import json
@@ -43,7 +43,7 @@ Counts = Mapping[Channel, int]
 _CLOSING_S = 1.0
 _SHORTEST_S = 0.001
 _NUMBERS = struct.Struct("!IQ")
-_GIVEN_UP = (1 << 64) - 1
+_LAST = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -67,34 +67,34 @@ class PeerConnections:
 
 @dataclass(frozen=True)
 class EndState:
-    """What an end sends when it gives up a direct epoch.
+    """What an end sends when it leaves its direct path.
 
     Attributes:
         epoch: The delegated epoch that follows.
         received: How many messages of each channel came over the direct route, in all epochs.
-        is_closed: Whether a collective failed here: its communicator can't be used again.
+        retires_communicator: Whether a collective failed here, so its communicator is of no use.
         reason: What failed; empty where the end follows its peer.
     """
 
     epoch: int
     received: Counts
-    is_closed: bool
+    retires_communicator: bool
     reason: str
 
     def to_bytes(self) -> bytes:
         """JSON, as `from_bytes` reads it."""
         counts = [[*channel, count] for channel, count in self.received.items()]
-        return json.dumps([self.epoch, counts, self.is_closed, self.reason]).encode()
+        return json.dumps([self.epoch, counts, self.retires_communicator, self.reason]).encode()
 
     @classmethod
     def from_bytes(cls, message: bytes) -> "EndState":
         """Parse what `to_bytes` wrote; any exception may be raised for other bytes."""
-        epoch, counts, is_closed, reason = json.loads(message)
+        epoch, counts, retires_communicator, reason = json.loads(message)
         received = {
             Channel(Payload(payload), source, destination, index): count
             for payload, source, destination, index, count in counts
         }
-        return cls(epoch, received, is_closed, reason)
+        return cls(epoch, received, retires_communicator, reason)
 
 
 class Ready(NamedTuple):
@@ -104,14 +104,14 @@ class Ready(NamedTuple):
     number: int
 
     @classmethod
-    def given_up(cls, epoch: int) -> "Ready":
-        """The last message of an epoch: its sender has given up the path."""
-        return cls(epoch, _GIVEN_UP)
+    def last(cls, epoch: int) -> "Ready":
+        """The last message of an epoch: its sender has left the path."""
+        return cls(epoch, _LAST)
 
     @property
     def is_last(self) -> bool:
-        """Whether the sender has given up the path."""
-        return self.number == _GIVEN_UP
+        """Whether the sender has left the path."""
+        return self.number == _LAST
 
     def to_bytes(self) -> bytes:
         """Two integers, as `from_bytes` reads them."""
@@ -130,23 +130,23 @@ class LinkSwitchError(RuntimeError):
 class LinkEnd:
     """One end of a link that can leave its direct path; the module describes the protocol.
 
-    It alone holds the link's epoch, whether the path is given up, and how often it failed.
+    It alone holds the link's epoch, whether this end has left the path, and how often it failed.
 
-    Queue thread: `meet`, `leave`, `give_up`, `await_switch`. Training thread, while the queue is
-    empty: `begin_delegated`, `begin_direct`, `take_failures`. The link's own thread: `_listen`.
-    Lock (`_changed`): everything that changes, except `_peer_ready` and `_transfers`, which belong
-    to the queue's thread.
+    Queue thread: `await_peer`, `end_transfer`, `leave_path`, `await_switch`. Training thread, while
+    the queue is empty: `begin_failed_over`, `begin_direct`, `take_failures`. The link's own thread:
+    `_listen`. Lock (`_changed`): everything that changes, except `_last_ready` and `_transfers`,
+    which belong to the queue's thread.
 
     Args:
         received: Returns how many messages of each of the link's channels were received here.
         resend: Sends what the peer's state doesn't cover, in the state's epoch; returns how many
             messages that was.
-        on_peer_state: Called when the peer has given up the path.
+        on_peer_state: Called when the peer has left the path.
         timeout_s: How long to wait for the peer, in a transfer or in a switch.
 
     Attributes:
         epoch: Even: the plan's route; odd: delegated.
-        closed_communicators: How many of the link's communicators have failed.
+        retired_communicators: How many of the link's communicators can't be used again.
     """
 
     def __init__(
@@ -160,14 +160,14 @@ class LinkEnd:
         timeout_s: float,
     ) -> None:
         self.link, self.peer = link, sum(link) - rank
-        self.epoch, self.closed_communicators = 0, 0
+        self.epoch, self.retired_communicators = 0, 0
         self._connections, self._received, self._resend = connections, received, resend
         self._on_peer_state, self._timeout_s = on_peer_state, timeout_s
         self._changed = threading.Condition()
-        self._transfers, self._peer_ready = 0, Ready(0, 0)
+        self._transfers, self._last_ready = 0, Ready(0, 0)
         self._arrived_s: float | None = None
         self._is_in_transfer = False
-        self._state: EndState | None = None  # of the current epoch, once this end has given up
+        self._state: EndState | None = None  # of the current epoch, once this end has left
         # By epoch: the peer may be restored first, and fail again before this end is restored.
         self._peer_states: dict[int, EndState] = {}
         self._failures: list[PathFailure] = []
@@ -177,20 +177,20 @@ class LinkEnd:
         self._thread.start()
 
     @property
-    def is_delegated(self) -> bool:
-        """Whether the link's transfers are delegated now."""
+    def has_failed_over(self) -> bool:
+        """Whether the host data plane carries the link's transfers, whatever the plan's route."""
         return self.epoch % 2 == 1
 
     @property
-    def peer_gave_up(self) -> bool:
-        """Whether the peer has given up this epoch's path and joins no more of its transfers."""
+    def peer_has_left(self) -> bool:
+        """Whether the peer has left this epoch's path and joins no more of its transfers."""
         return self.epoch + 1 in self._peer_states
 
-    def meet(self, what: str) -> bool:
+    def await_peer(self, what: str) -> bool:
         """Reach the link's next transfer and wait until the peer has.
 
         Returns:
-            Whether the transfer can run on the direct path; then `leave` must follow.
+            Whether the transfer can run on the direct path; then `end_transfer` must follow.
 
         Raises:
             TimeoutError: If the peer doesn't come; `PeerGoneError` if it is gone.
@@ -203,7 +203,7 @@ class LinkEnd:
             self.raise_error()
             if self._has_left_path:
                 return False
-            if not self._has_met:
+            if not self._peer_is_ready:
                 self._raise_lost()
                 raise TimeoutError(
                     f"{what}: rank {self.peer} did not come to it within {self._timeout_s:g} s"
@@ -211,25 +211,25 @@ class LinkEnd:
             self._is_in_transfer = True
             return True
 
-    def leave(self, failure: str = "", *, is_closed: bool = False) -> None:
-        """End the transfer that `meet` began; after a failure the path is given up.
+    def end_transfer(self, failure: str = "", *, retires_communicator: bool = False) -> None:
+        """End the transfer that `await_peer` began; after a failure this end leaves the path.
 
         Args:
-            is_closed: Whether the link's communicator can't be used again.
+            retires_communicator: Whether the link's communicator can't be used again.
         """
         with self._changed:
             self._is_in_transfer = False
             if not failure:
                 self._arrived_s = None
-            if failure or self.peer_gave_up:
-                self._give_up(failure, is_closed)
+            if failure or self.peer_has_left:
+                self._leave_path(failure, retires_communicator)
         self._switch_if_due()
 
-    def give_up(self, reason: str, *, is_closed: bool) -> None:
-        """Give up the path between two transfers; does nothing if it is given up already."""
+    def leave_path(self, reason: str, *, retires_communicator: bool) -> None:
+        """Leave the path between two transfers; does nothing if this end has left already."""
         with self._changed:
             if not self._has_left_path:
-                self._give_up(reason, is_closed)
+                self._leave_path(reason, retires_communicator)
         self._switch_if_due()
 
     def await_switch(self, what: str) -> int:
@@ -241,10 +241,10 @@ class LinkEnd:
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: self.is_delegated or self._has_lost_or_failed, self._timeout_s
+                lambda: self.has_failed_over or self._has_lost_or_failed, self._timeout_s
             )
             self.raise_error()
-            if not self.is_delegated:
+            if not self.has_failed_over:
                 self._raise_lost()
                 raise TimeoutError(
                     f"{what}: the direct path failed, and rank {self.peer} did not report within "
@@ -253,7 +253,7 @@ class LinkEnd:
             self._arrived_s = None
             return self.epoch
 
-    def begin_delegated(self) -> None:
+    def begin_failed_over(self) -> None:
         """Start without a direct path, as the peer does; nothing has been sent so far."""
         with self._changed:
             self._begin_next_epoch()
@@ -263,8 +263,8 @@ class LinkEnd:
         with self._changed:
             self._begin_next_epoch()  # a direct one again
             self._transfers = 0
-            if self.peer_gave_up:  # it was restored first, and its path has failed since
-                self._give_up("", is_closed=False)
+            if self.peer_has_left:  # it was restored first, and its path has failed since
+                self._leave_path("", retires_communicator=False)
         self._switch_if_due()
 
     def take_failures(self) -> list[PathFailure]:
@@ -285,11 +285,11 @@ class LinkEnd:
 
     @property
     def _has_left_path(self) -> bool:
-        return self.is_delegated or self._state is not None
+        return self.has_failed_over or self._state is not None
 
     @property
-    def _has_met(self) -> bool:
-        return not self._peer_ready.is_last and self._peer_ready >= (self.epoch, self._transfers)
+    def _peer_is_ready(self) -> bool:
+        return not self._last_ready.is_last and self._last_ready >= (self.epoch, self._transfers)
 
     @property
     def _has_lost_or_failed(self) -> bool:
@@ -302,7 +302,7 @@ class LinkEnd:
         self._changed.notify_all()
 
     def _send_ready(self) -> Ready | None:
-        """Report this end at its next transfer; None if the path is given up."""
+        """Report this end at its next transfer; None if it has left the path."""
         with self._changed:
             if self._has_left_path:
                 return None
@@ -313,15 +313,15 @@ class LinkEnd:
             return ready
 
     def _await_ready(self, due: Ready, until_s: float) -> None:
-        """Wait until the peer is ready, has given up the path, or is gone.
+        """Wait until the peer is ready, has left the path, or is gone.
 
         `due` is fixed by the caller: the link's own thread may start the next epoch meanwhile.
         """
         lost = None
         try:
-            while self._peer_ready < due:
+            while self._last_ready < due:
                 self._connections.ready.limit(max(until_s - time.monotonic(), _SHORTEST_S))
-                self._peer_ready = Ready.from_bytes(self._connections.ready.receive())
+                self._last_ready = Ready.from_bytes(self._connections.ready.receive())
         except TimeoutError:
             return
         except (ConnectionLostError, OSError) as error:
@@ -329,8 +329,8 @@ class LinkEnd:
             self._connections.states.close()  # wakes the link's own thread
         except Exception as error:  # a malformed message
             self._fail(error)
-        if not self._has_met:
-            # Either the peer gave up or it is gone: wait until the link's own thread knows which.
+        if not self._peer_is_ready:
+            # The peer has left the path or is gone: wait until the link's own thread knows which.
             with self._changed:
                 self._changed.wait_for(
                     lambda: self._has_left_path or self._has_lost_or_failed,
@@ -348,11 +348,11 @@ class LinkEnd:
         except (ConnectionLostError, OSError) as error:
             self._lost = self._lost or str(error)
 
-    def _give_up(self, reason: str, is_closed: bool) -> None:
-        """Complete no more of this epoch and report that; the caller holds the lock."""
-        self._state = EndState(self.epoch + 1, self._received(), is_closed, reason)
+    def _leave_path(self, reason: str, retires_communicator: bool) -> None:
+        """Complete no more of this epoch and send the state; the caller holds the lock."""
+        self._state = EndState(self.epoch + 1, self._received(), retires_communicator, reason)
         self._send(self._connections.states, self._state.to_bytes())
-        self._send(self._connections.ready, Ready.given_up(self.epoch).to_bytes())
+        self._send(self._connections.ready, Ready.last(self.epoch).to_bytes())
         self._changed.notify_all()
 
     def _listen(self) -> None:
@@ -370,16 +370,16 @@ class LinkEnd:
     def _handle_peer_state(self, state: EndState) -> None:
         with self._changed:
             self._peer_states[state.epoch] = state
-            if self.peer_gave_up and self._state is None and not self._is_in_transfer:
-                self._give_up("", is_closed=False)
+            if self.peer_has_left and self._state is None and not self._is_in_transfer:
+                self._leave_path("", retires_communicator=False)
         self._on_peer_state()  # the queue may be waiting for an emulated cut to heal
         self._switch_if_due()
 
     def _switch_if_due(self) -> None:
-        """Switch once both ends have given up; any thread of this end may be the last to see it."""
+        """Switch once both ends have left; any thread of this end may be the last to see it."""
         with self._changed:
             own = self._state
-            if own is None or not self.peer_gave_up:
+            if own is None or not self.peer_has_left:
                 return
             other = self._peer_states.pop(own.epoch)  # so that only one thread switches
         try:
@@ -389,13 +389,13 @@ class LinkEnd:
             return
         with self._changed:
             self._failures.append(self._failure(own, other, resent))
-            self.closed_communicators += own.is_closed or other.is_closed
+            self.retired_communicators += own.retires_communicator or other.retires_communicator
             self._begin_next_epoch()
 
     def _failure(self, own: EndState, other: EndState, resent: int) -> PathFailure:
         reason = own.reason or f"rank {self.peer} reports: {other.reason}"
         held_up_s = 0.0 if self._arrived_s is None else time.monotonic() - self._arrived_s
-        return PathFailure(self.link, reason, held_up_s, resent, own.is_closed)
+        return PathFailure(self.link, reason, held_up_s, resent, own.retires_communicator)
 
     def _fail(self, error: Exception) -> None:
         with self._changed:

@@ -206,9 +206,9 @@ class StageTrainer:
             (self._optimizer_state, self._accumulators, self._weights),
         )
 
-    def link_failures(self) -> list[PathFailure]:
+    def take_link_failures(self) -> list[PathFailure]:
         """The failures of direct paths at this end since the last call."""
-        return [] if self._failover is None else self._failover.failures()
+        return [] if self._failover is None else self._failover.take_failures()
 
     def path_is_up(self, link: Link) -> bool | None:
         """Whether a failed direct path seems to work again; None if this rank has no such path.
@@ -220,14 +220,14 @@ class StageTrainer:
     def _is_cut(self, link: Link) -> bool:
         return self._links.is_cut(link, self._step)
 
-    def begin_delegated(self, link: Link) -> None:
+    def begin_failed_over(self, link: Link) -> None:
         """Start with a direct path of this rank failed, as it did in an earlier process.
 
         Both its ranks do so before the first step that could use the path. Until `restore_direct`
         its messages are delegated, as after a failure.
         """
         if self._failover is not None:
-            self._failover.begin_delegated(link)
+            self._failover.begin_failed_over(link)
 
     def can_restore(self, link: Link) -> bool:
         """Whether a failed link of this rank can return to its direct path."""
@@ -238,7 +238,7 @@ class StageTrainer:
 
         Both its ranks call this at the same step boundary; for other ranks it does nothing.
         """
-        if self._failover is not None and self._failover.is_delegated(link):
+        if self._failover is not None and self._failover.has_failed_over(link):
             self._failover.restore(link)
 
     def events(self) -> list[dict[str, Any]]:

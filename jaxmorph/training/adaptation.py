@@ -203,11 +203,11 @@ class OwnEnds:
         self._rank, self._trainer, self._is_watched = rank, trainer, is_watched
         self.failed = frozenset(failed)
         for link in self._own():
-            trainer.begin_delegated(link)
+            trainer.begin_failed_over(link)
 
     def report(self) -> PathReport:
         """The failures since the last report, and whether failed paths are up."""
-        failures = tuple(self._trainer.link_failures())
+        failures = tuple(self._trainer.take_link_failures())
         self.failed |= {failure.link for failure in failures}
         return PathReport(failures, self._up() if self._is_watched else {})
 

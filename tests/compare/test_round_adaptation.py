@@ -47,7 +47,7 @@ class Watched(ControlLoop):
 class Stage:
     """A rank's end of a link delegated since an earlier round, though its path is up."""
 
-    def link_failures(self):
+    def take_link_failures(self):
         return []
 
     def path_is_up(self, link):

@@ -50,7 +50,7 @@ class Rank:
     def exchange(self, message):
         return self._exchange.exchange(self._rank, message)
 
-    def link_failures(self):
+    def take_link_failures(self):
         failures, self.new_failures = self.new_failures, []
         return failures
 
@@ -89,7 +89,9 @@ def test_a_path_that_both_ends_find_up_is_restored(looks):
     ranks = three_ranks(looks)
     assert restore(ranks) == [[], [], []]
     assert [each.by_hosts for each in ranks] == [set()] * 3
-    assert [each.link_failures() for each in ranks] == [[]] * 3  # restored: no round reports it
+    assert [each.take_link_failures() for each in ranks] == [
+        []
+    ] * 3  # restored: no round reports it
 
 
 def test_a_path_down_at_one_end_stays_delegated():

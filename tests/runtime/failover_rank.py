@@ -48,9 +48,9 @@ class LinksWithActions(EmulatedLinks):
         super().__init__()
         self.before = {}
 
-    def wait_until_whole(self, identity, arrived_s, deadline_s, given_up=never):
+    def wait_until_whole(self, identity, arrived_s, deadline_s, peer_has_left=never):
         self.before.pop((identity.step, str(identity.transfer)), lambda: None)()
-        return super().wait_until_whole(identity, arrived_s, deadline_s, given_up)
+        return super().wait_until_whole(identity, arrived_s, deadline_s, peer_has_left)
 
 
 class Rank:
@@ -80,7 +80,7 @@ class Rank:
                 "queue": self.queue,
                 "step": name,
                 "digest": digest.hexdigest(),
-                "failures": [failure.to_json() for failure in self.trainer.link_failures()],
+                "failures": [failure.to_json() for failure in self.trainer.take_link_failures()],
                 "on_direct": self.trainer.path_is_up(LINK) is None,
             }
         )
@@ -101,7 +101,7 @@ class Rank:
         """Start with a dead path, as a run does after a restart."""
         if self.rank in LINK:
             assert self.trainer.path_is_up(LINK) is None
-            self.trainer.begin_delegated(LINK)
+            self.trainer.begin_failed_over(LINK)
             assert self.trainer.path_is_up(LINK) is not None
         self.restore()
 

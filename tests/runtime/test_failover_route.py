@@ -72,7 +72,7 @@ def finish(ranks):
 
 def failures(ends):
     """All ranks' failures; each rank may report at most one."""
-    reported = [route.failures() for route in ends.routes]
+    reported = [route.take_failures() for route in ends.routes]
     assert all(len(of_rank) <= 1 for of_rank in reported)
     return [failure for of_rank in reported for failure in of_rank]
 
@@ -90,7 +90,7 @@ def test_a_whole_path_carries_everything_directly(make_ends):
     ends = make_ends()
     move(ends)
     assert failures(ends) == []
-    assert not any(route.is_delegated(LINK) for route in ends.routes)
+    assert not any(route.has_failed_over(LINK) for route in ends.routes)
 
 
 @pytest.mark.parametrize("raises_at", [("source", "destination"), ("source",), ("destination",)])
@@ -195,7 +195,7 @@ def test_a_link_is_restored_over_other_devices(make_ends):
     for route in ends.routes:
         assert route.can_restore(LINK)
         route.restore(LINK)
-        assert not route.is_delegated(LINK)
+        assert not route.has_failed_over(LINK)
     move(ends, step=1)
     assert [failure.restores_left for failure in failures_of_both(ends)] == [0, 0]
     assert not any(route.can_restore(LINK) for route in ends.routes)
@@ -211,7 +211,7 @@ def test_a_cut_link_keeps_its_devices(make_ends):
         links.emulate(())
         route.restore(LINK)
     move(ends, step=1)
-    assert not any(route.is_delegated(LINK) for route in ends.routes)
+    assert not any(route.has_failed_over(LINK) for route in ends.routes)
 
 
 def compiled_after(ends):
@@ -260,7 +260,7 @@ def test_the_end_restored_first_waits(make_ends):
     early.finish()
     ((_, value),) = late.finish()
     assert np.array_equal(value, payload_of(up(0), 1))
-    assert not first.is_delegated(LINK)
+    assert not first.has_failed_over(LINK)
 
 
 def test_an_abandoned_epoch_is_refused(make_ends):

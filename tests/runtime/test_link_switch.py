@@ -28,15 +28,15 @@ class OneEnd:
             timeout_s=timeout_s,
         )
 
-    def meet(self, number=1):
+    def begin_transfer(self, number=1):
         self.peer.ready.send(Ready(0, number).to_bytes())
-        assert self.end.meet("a transfer")
+        assert self.end.await_peer("a transfer")
         assert self.receive_ready() == Ready(0, number)
 
-    def give_up(self, counts=None, *, is_closed=False, epoch=1):
-        state = EndState(epoch, counts or {ACTIVATIONS: 7}, is_closed, "its cable")
+    def leave_path(self, counts=None, *, retires_communicator=False, epoch=1):
+        state = EndState(epoch, counts or {ACTIVATIONS: 7}, retires_communicator, "its cable")
         self.peer.states.send(state.to_bytes())
-        self.peer.ready.send(Ready.given_up(epoch - 1).to_bytes())
+        self.peer.ready.send(Ready.last(epoch - 1).to_bytes())
         assert self.has_state.wait(LIMIT_S)
 
     def receive_state(self):
@@ -69,9 +69,9 @@ def test_messages_round_trip(message):
 
 def test_an_idle_end_switches_at_once(make_end):
     one = make_end(resend=lambda counts: 2)
-    one.give_up()
+    one.leave_path()
     state = one.receive_state()
-    assert (state.epoch, state.received, state.is_closed) == (1, {GRADIENTS: 3}, False)
+    assert (state.epoch, state.received, state.retires_communicator) == (1, {GRADIENTS: 3}, False)
     assert one.end.await_switch("a transfer") == 1
     assert one.resent == [{ACTIVATIONS: 7}]
     (failure,) = one.end.take_failures()
@@ -80,45 +80,45 @@ def test_an_idle_end_switches_at_once(make_end):
         2,
         False,
     )
-    assert not one.end.meet("the next one")
+    assert not one.end.await_peer("the next one")
 
 
 def test_an_end_in_a_transfer_switches_after_it(make_end):
     one = make_end()
-    one.meet()
-    one.give_up()
-    assert one.end.peer_gave_up
+    one.begin_transfer()
+    one.leave_path()
+    assert one.end.peer_has_left
     assert one.resent == []
-    one.end.leave()
+    one.end.end_transfer()
     assert one.receive_state().received == {GRADIENTS: 3}
-    assert one.end.is_delegated
+    assert one.end.has_failed_over
 
 
-def test_ends_that_give_up_together_send_one_state_each(make_end):
+def test_ends_that_leave_together_send_one_state_each(make_end):
     one = make_end()
-    one.meet()
-    one.end.leave("no answer", is_closed=True)
+    one.begin_transfer()
+    one.end.end_transfer("no answer", retires_communicator=True)
     assert one.receive_state().reason == "no answer"
-    assert not one.end.is_delegated
-    one.give_up(is_closed=True)
+    assert not one.end.has_failed_over
+    one.leave_path(retires_communicator=True)
     assert one.end.await_switch("a transfer") == 1
-    assert one.end.closed_communicators == 1
+    assert one.end.retired_communicators == 1
     assert len(one.resent) == 1
     assert one.receive_ready().is_last
     assert one.peer.states.incoming.empty()  # there is no third message
     assert one.peer.ready.incoming.empty()
 
 
-def test_a_path_can_be_given_up_between_transfers(make_end):
+def test_an_end_can_leave_its_path_between_transfers(make_end):
     one = make_end()
-    one.meet()
-    one.end.leave()
-    one.end.give_up("the host does not answer", is_closed=False)
-    one.end.give_up("once is enough", is_closed=True)
+    one.begin_transfer()
+    one.end.end_transfer()
+    one.end.leave_path("the host does not answer", retires_communicator=False)
+    one.end.leave_path("once is enough", retires_communicator=True)
     assert one.receive_state().reason == "the host does not answer"
-    assert not one.end.meet("the next one")
+    assert not one.end.await_peer("the next one")
     assert one.receive_ready().is_last
-    one.give_up()
+    one.leave_path()
     assert one.end.await_switch("the next one") == 1
     (failure,) = one.end.take_failures()
     assert (failure.began, failure.held_up_s) == (False, 0.0)
@@ -126,14 +126,14 @@ def test_a_path_can_be_given_up_between_transfers(make_end):
 
 def test_a_link_can_start_without_its_path(make_end):
     one = make_end()
-    one.end.begin_delegated()
-    assert one.end.is_delegated
-    assert not one.end.meet("a transfer")
+    one.end.begin_failed_over()
+    assert one.end.has_failed_over
+    assert not one.end.await_peer("a transfer")
     assert one.end.await_switch("a transfer") == 1
     assert one.end.take_failures() == []
     one.end.begin_direct()
     one.peer.ready.send(Ready(2, 1).to_bytes())
-    assert one.end.meet("a transfer")
+    assert one.end.await_peer("a transfer")
 
 
 def test_impossible_counts_are_an_error(make_end):
@@ -141,9 +141,9 @@ def test_impossible_counts_are_an_error(make_end):
         raise ValueError("got a count of 7, expected 1 up to 3")
 
     one = make_end(resend=disagree)
-    one.meet()
-    one.end.leave("no answer")
-    one.give_up()
+    one.begin_transfer()
+    one.end.end_transfer("no answer")
+    one.leave_path()
     with pytest.raises(LinkSwitchError, match="link 0-1: got a count of 7, expected 1 up to 3"):
         one.end.await_switch("a transfer")
     with pytest.raises(LinkSwitchError):
@@ -152,16 +152,16 @@ def test_impossible_counts_are_an_error(make_end):
 
 def test_the_peers_state_has_a_deadline(make_end):
     one = make_end(timeout_s=0.05)
-    one.meet()
-    one.end.leave("no answer")
+    one.begin_transfer()
+    one.end.end_transfer("no answer")
     with pytest.raises(TimeoutError, match=r"a transfer: .* rank 1 did not report within 0.05 s"):
         one.end.await_switch("a transfer")
 
 
 def test_a_peer_that_dies_without_a_state_is_gone(make_end):
     one = make_end()
-    one.meet()
-    one.end.leave("connection reset")
+    one.begin_transfer()
+    one.end.end_transfer("connection reset")
     one.peer.close()
     with pytest.raises(PeerGoneError, match="rank 1 is gone"):
         one.end.await_switch("a transfer")
@@ -172,13 +172,13 @@ def test_malformed_messages_are_an_error(make_end, connection):
     one = make_end()
     getattr(one.peer, connection).send(b"?")
     with pytest.raises(LinkSwitchError):
-        one.end.meet("a transfer")
+        one.end.await_peer("a transfer")
 
 
 def test_the_peers_ready_message_has_a_deadline(make_end):
     one = make_end(timeout_s=0.05)
     with pytest.raises(TimeoutError, match=r"a transfer: rank 1 did not come to it within 0.05 s"):
-        one.end.meet("a transfer")
+        one.end.await_peer("a transfer")
 
 
 @pytest.mark.parametrize("connection", ["ready", "states"])
@@ -187,34 +187,34 @@ def test_a_wait_for_the_peer_ends_with_the_connection(make_end, connection):
     began_s = time.monotonic()
     threading.Timer(0.02, getattr(one.peer, connection).close).start()
     with pytest.raises(PeerGoneError, match="rank 1 is gone"):
-        one.end.meet("a transfer")
+        one.end.await_peer("a transfer")
     assert time.monotonic() - began_s < LIMIT_S / 2  # though it might wait for longer
 
 
 def test_a_wait_for_the_peer_ends_with_the_path(make_end):
     one = make_end()
-    threading.Timer(0.02, one.give_up).start()
-    assert not one.end.meet("a transfer")
+    threading.Timer(0.02, one.leave_path).start()
+    assert not one.end.await_peer("a transfer")
     assert one.receive_ready() == Ready(0, 1)
     assert one.receive_ready().is_last
 
 
 def test_ready_messages_of_earlier_epochs_are_skipped(make_end):
     one = make_end()
-    one.meet()
-    one.end.leave("no answer")
-    one.give_up()
+    one.begin_transfer()
+    one.end.end_transfer("no answer")
+    one.leave_path()
     one.end.await_switch("a transfer")
     one.end.begin_direct()
     one.peer.ready.send(Ready(2, 1).to_bytes())
-    assert one.end.meet("a transfer")
+    assert one.end.await_peer("a transfer")
 
 
 def test_a_peer_restored_first_may_fail_first(make_end):
     one = make_end()
-    one.end.begin_delegated()
-    one.give_up(epoch=3)
-    assert not one.end.peer_gave_up
+    one.end.begin_failed_over()
+    one.leave_path(epoch=3)
+    assert not one.end.peer_has_left
     one.end.begin_direct()
     assert one.end.await_switch("a transfer") == 3
     assert one.receive_state().epoch == 3
@@ -224,11 +224,11 @@ def test_a_switch_ends_the_wait_for_the_peer(make_end):
     one = make_end()
     began_s = time.monotonic()
 
-    def give_up_before_ready():
+    def leave_before_ready():
         one.peer.states.send(EndState(1, {ACTIVATIONS: 7}, False, "its cable").to_bytes())
         one.end.await_switch("a transfer")
-        one.peer.ready.send(Ready.given_up(0).to_bytes())
+        one.peer.ready.send(Ready.last(0).to_bytes())
 
-    threading.Timer(0.02, give_up_before_ready).start()
-    assert not one.end.meet("a transfer")
+    threading.Timer(0.02, leave_before_ready).start()
+    assert not one.end.await_peer("a transfer")
     assert time.monotonic() - began_s < LIMIT_S / 2

@@ -72,10 +72,10 @@ class Stage:
         self._rank, self._wires, self._stages = rank, wires, stages
         self.unreported, self.failed_before = [], []
 
-    def begin_delegated(self, link):
+    def begin_failed_over(self, link):
         self.failed_before.append(link)
 
-    def link_failures(self):
+    def take_link_failures(self):
         reported, self.unreported = self.unreported, []
         return reported
 

@@ -42,11 +42,11 @@ class Stage:
     def make_room(self, slots):
         self.room.append(dict(slots))
 
-    def link_failures(self):
+    def take_link_failures(self):
         failures, self.failures = self.failures, []
         return failures
 
-    def begin_delegated(self, link):
+    def begin_failed_over(self, link):
         self.done.append(("failed before", str(link)))
 
     def path_is_up(self, link):

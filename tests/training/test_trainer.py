@@ -232,7 +232,7 @@ def trainer_of(monkeypatch):
     def trainer_of(rendezvous, next_step=0, stop_after=None, **stage):
         device = SimpleNamespace(memory_stats=lambda: None)
         whole = {"squared_norm": lambda: 4.0, "update": lambda scale: None, "events": list}
-        given = {**whole, "link_failures": list, "device": device, **stage}
+        given = {**whole, "take_link_failures": list, "device": device, **stage}
         own: Any = SimpleNamespace(**given)
         trainer: Any = Trainer.__new__(Trainer)
         trainer.config, trainer.rank, trainer._next_step = check_config({}), 0, next_step
@@ -281,7 +281,7 @@ def test_a_failed_link_is_reported_in_one_step(trainer_of):
     trainer = trainer_of(
         SoleRank(),
         run=lambda program, inputs, step: StepOutcome(0.5, (), []),
-        link_failures=lambda: failures.pop(0),
+        take_link_failures=lambda: failures.pop(0),
     )
     assert [trainer.step(None).failed_links for _ in range(3)] == [("0-1",), (), ()]
 
