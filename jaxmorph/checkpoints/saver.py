@@ -1,7 +1,7 @@
 """Saves a run's state while training continues: each rank its own part, all parts or none.
 
 A save copies the state to host memory, and a thread writes it from there. It is a two-phase commit
-over the meeting that the ranks have at every step anyway:
+over the exchange that the ranks have at every step anyway:
 
 1. A rank reports `written` once its part, with its files' checksums, is on disk.
 2. When all ranks have reported it, rank 0 commits the checkpoint and reports `committed`. If the
@@ -30,7 +30,7 @@ from jaxmorph.runtime.rendezvous import Rendezvous, gather
 
 Tree = Any
 
-_POLL_S = 0.2  # between meetings that only wait for the save to finish
+_POLL_S = 0.2  # between exchanges that only wait for the save to finish
 
 
 class CheckpointError(RunFailedError):
@@ -128,14 +128,14 @@ class CheckpointSaver:
         self._save = _Save(step, written, num_bytes, held_up_s, began_s, manifest=manifest)
 
     def report(self) -> SaveReport:
-        """What this rank reports at the next meeting."""
+        """What this rank reports in the next exchange."""
         return SaveReport() if self._save is None else _progress(self._save)
 
     def advance(self, of_ranks: Sequence[SaveReport]) -> None:
         """Begins the next phase if all ranks are ready for it.
 
         Args:
-            of_ranks: The reports of all ranks at a meeting, in rank order.
+            of_ranks: The reports of all ranks in an exchange, in rank order.
         """
         if self._save is None:
             return

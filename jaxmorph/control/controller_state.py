@@ -115,7 +115,7 @@ class ChooseCandidate:
 
 @dataclass(frozen=True)
 class ProbeLinks:
-    """Probe direct links after the next meeting.
+    """Probe direct links after the next exchange.
 
     Attributes:
         restore: Those whose failed direct paths are restored for the probe.
@@ -127,12 +127,12 @@ class ProbeLinks:
 
 @dataclass(frozen=True)
 class DropProbes:
-    """Cancel probes that no meeting has announced yet."""
+    """Cancel probes that no exchange has announced yet."""
 
 
 @dataclass(frozen=True)
 class ChangePlan:
-    """Change to a plan on all ranks after the next meeting.
+    """Change to a plan on all ranks after the next exchange.
 
     Attributes:
         restore: The links whose failed direct paths are restored with it.

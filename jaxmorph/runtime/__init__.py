@@ -6,7 +6,7 @@ Messages: `routes` is the interface, `direct` and `delegated` implement it. `pay
 carry, `emulated_links` makes links slow.
 A direct path that fails: `failover_route` continues delegated, `link_switch` lets the two ends
 agree, `link_connections` connects them, and `direct_probe` measures a path before it is used again.
-A whole step: `step` (run, meet, update) with `report` over the `rendezvous`, then `tied`,
+A whole step: `step` (run, exchange, update) with `report` over the `rendezvous`, then `tied`,
 `optimizer` and `stage_state`.
 Processes: `launcher`, `rank_process`, `join`, `kept_programs`; `host_copies` run beside the queue.
 """

@@ -51,9 +51,9 @@ def probe_direct(
     """
     # An end may still be busy with its update. Each waits for that, and an unmeasured first message
     # makes it wait for the other, so that the others measure only the link.
-    meeting, _ = probe_transfers(link)
+    first, _ = probe_transfers(link)
     pairs = (probe_transfers(link, number) for number in range(1, _MEASURED + 1))
-    transfers = (meeting, *chain.from_iterable(pairs))
+    transfers = (first, *chain.from_iterable(pairs))
     zeros = _zeros(next(each for each in transfers if each.source == rank), payloads, placement)
     jax.block_until_ready((pending, zeros))
     for transfer in transfers:
@@ -64,7 +64,7 @@ def probe_direct(
             deadline_s = time.monotonic() + timeout_s
             take = partial(route.take, identity, deadline_s=deadline_s)
             queue.enqueue_transfer(transfer, take)
-    return [stamp for stamp in queue.drain() if stamp.label != meeting]
+    return [stamp for stamp in queue.drain() if stamp.label != first]
 
 
 def _zeros(

@@ -139,7 +139,7 @@ class FailoverRoute:
             end.raise_error()
 
     def end_step(self) -> None:
-        """Keep no outputs of the step: all ranks have met, so all messages were received."""
+        """Keep no outputs of the step: all ranks have exchanged reports, so all was received."""
         for link in self._ends:
             self.kept.release(link)
         self._watch.end_step([link for link in self._ends if self.has_failed_over(link)])

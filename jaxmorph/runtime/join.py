@@ -30,7 +30,7 @@ def join_run(
     Args:
         launched: What the launcher passed to this rank; None: `jax.distributed` finds the run
             (Slurm, Open MPI, Kubernetes, ...).
-        start_timeout_s: How long to wait for the other ranks, to appear and in meetings, until
+        start_timeout_s: How long to wait for the other ranks, to appear and in exchanges, until
             `Rendezvous.limit` changes it.
         step_timeout_s: How long a transfer waits for the other end.
         fails_over: Whether its links may fail and be restored over a spare device.

@@ -118,7 +118,7 @@ def _proof(secret: bytes, nonce: bytes, rank: int) -> bytes:
 
 
 class RendezvousError(RuntimeError):
-    """A rank didn't come to a meeting in time or is gone."""
+    """A rank didn't join an exchange in time or is gone."""
 
 
 class KeyValueStore(Protocol):
@@ -152,7 +152,7 @@ class Rendezvous(Protocol):
         ...
 
     def limit(self, deadline_s: float) -> None:
-        """Change how long a rank waits for the others in a meeting."""
+        """Change how long a rank waits for the others in an exchange."""
         ...
 
     def close(self) -> None:
@@ -202,8 +202,9 @@ class SoleRank:
 class HostRendezvous:
     """Every rank's message goes to rank 0, which sends all of them to all ranks, over TCP.
 
-    JAX's coordination service only passes on where rank 0 listens, and the run's secret. A meeting
-    through its key-value store takes milliseconds, this one a fraction of that, at every step.
+    JAX's coordination service only passes on where rank 0 listens, and the run's secret. An
+    exchange through its key-value store takes milliseconds, this one a fraction of that, at every
+    step.
 
     Args:
         host: Rank 0's host, as all ranks reach it.
@@ -261,7 +262,7 @@ class HostRendezvous:
             yield
         except TimeoutError as error:
             raise RendezvousError(
-                f"rank {rank} did not come to a meeting within {self._deadline_s:g} s"
+                f"rank {rank} did not join an exchange within {self._deadline_s:g} s"
             ) from error
         except ConnectionLostError as error:
             raise RendezvousError(f"rank {rank} is gone: {error}") from error

@@ -1,6 +1,6 @@
 """A rank's report of a step, and the totals of all ranks' reports.
 
-Ranks exchange `StepReport`s in the meeting that ends a step; timings go to rank 0 alone.
+Ranks exchange `StepReport`s in the exchange that ends a step; timings go to rank 0 alone.
 """
 
 import math

@@ -254,7 +254,7 @@ class StageTrainer:
     def update(self, scale: float) -> None:
         """Apply the gradients, each multiplied by `scale`, and zero the accumulators.
 
-        The ranks have met by then, so no message of the step is on its way.
+        The ranks have exchanged reports by then, so no message of the step is on its way.
         """
         self._end_step()
         self.params, self._optimizer_state, self._accumulators = self.optimizer.update(
@@ -288,7 +288,7 @@ class StageTrainer:
         self._weights = self._prepare()
 
     def discard(self) -> None:
-        """Drop the gradients, once the ranks have met."""
+        """Drop the gradients, once the ranks have exchanged reports."""
         self._end_step()
         self._accumulators = self._zero_accumulators()
 

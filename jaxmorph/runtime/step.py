@@ -1,4 +1,4 @@
-"""One step of training on one rank: run a program, meet the other ranks, apply the gradients.
+"""One step of training on one rank: run instructions, exchange reports, apply gradients.
 
 Training, comparisons and first measurements all run their steps here.
 """
@@ -42,8 +42,8 @@ class StepResult:
         totals: The scalars of all ranks together.
         reports: All ranks' reports, in rank order; on rank 0 they contain the timings.
         timings: This rank's own.
-        step_s: From the step's beginning to the end of the meeting.
-        ended_s: When the meeting ended, on the monotonic clock.
+        step_s: From the step's beginning to the end of the exchange.
+        ended_s: When the exchange ended, on the monotonic clock.
         updated: Whether parameters were updated.
         events: Of this rank's delegated links since the step before, on the monotonic clock.
     """

@@ -125,7 +125,7 @@ class Adaptation(Callback):
         self._trainer = trainer
         self._recorder = recorder
         self._loop = loop
-        self._morph: Morph | None = None  # announced in the last meeting, by rank 0
+        self._morph: Morph | None = None  # announced in the last exchange, by rank 0
         self._probed: list[Stamp] = []
 
     def report(self, step: int) -> tuple[PathReport, ProbeTimes, Announced]:

@@ -1,7 +1,7 @@
 """Runs rank 0's controller: carries out its commands and feeds the answers back.
 
 `control/controller.py` decides; the threads are here. The recorder's thread observes steps, a
-second thread waits for the planning process, and the training thread takes at each meeting what
+second thread waits for the planning process, and the training thread takes at each exchange what
 ranks do next. None of them holds up a step.
 """
 
@@ -126,7 +126,7 @@ class ControlLoop:
         return events
 
     def take_due(self) -> Morph | ProbeLinks | None:
-        """Take what ranks do after the next meeting, each once."""
+        """Take what ranks do after the next exchange, each once."""
         with self._due_lock:
             due, self._due = self._due, None
         return due

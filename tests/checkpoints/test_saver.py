@@ -35,7 +35,7 @@ CONFIG = {
 }
 
 
-class Meeting(SoleRank):
+class FakeRendezvous(SoleRank):
     """A rank among several; the test passes their messages on."""
 
     def __init__(self, rank, num_ranks):
@@ -90,7 +90,7 @@ class Ranks:
         describe = partial(Manifest, layers=layers, vocab_size=9, tied=(), config=Config())
         self.savers = [
             CheckpointSaver(
-                self.folder, Meeting(rank, 2), describe=describe, own_stages=[rank],
+                self.folder, FakeRendezvous(rank, 2), describe=describe, own_stages=[rank],
                 write=disk.write, keep=keep, emit=lambda *event: self.events.append(event),
                 sent_so_far=lambda: self.sent,
             )
@@ -101,18 +101,18 @@ class Ranks:
         for rank, saver in enumerate(self.savers):
             saver.save(step, [{"array": jnp.full(3, 10.0 * step + rank)}])
 
-    def meet(self):
-        """Holds a step's meeting; returns the phases that the ranks reported."""
+    def exchange(self):
+        """Exchanges a step's reports; returns the phases that the ranks reported."""
         reports = [saver.report() for saver in self.savers]
         for saver in self.savers:
             saver.advance(reports)
         return [report.phase for report in reports]
 
-    def meet_until(self, done):
-        """Meets until the ranks report these phases."""
+    def exchange_until(self, done):
+        """Exchanges reports until they have these phases."""
         deadline = threading.Timer(LIMIT_S, self.close)
         deadline.start()
-        while (phases := self.meet()) != done:
+        while (phases := self.exchange()) != done:
             assert deadline.is_alive(), phases
         deadline.cancel()
 
@@ -135,10 +135,10 @@ def ranks(tmp_path):
 
 def test_there_is_no_checkpoint_before_every_rank_has_written(ranks):
     ranks.save(7)
-    assert ranks.meet() == ["writing", "writing"]
+    assert ranks.exchange() == ["writing", "writing"]
     ranks.free(0)
-    ranks.meet_until(["written", "writing"])
-    assert ranks.meet() == ["written", "writing"]
+    ranks.exchange_until(["written", "writing"])
+    assert ranks.exchange() == ["written", "writing"]
     assert ranks.folder.steps() == ()
     assert ranks.events == []
 
@@ -157,9 +157,9 @@ def test_a_save_written_by_all_can_be_committed_later(ranks):
 def test_rank_0_commits_once_all_have_written(ranks):
     ranks.save(7)
     ranks.free(0, 1)
-    ranks.meet_until(["committed", "written"])
+    ranks.exchange_until(["committed", "written"])
     assert ranks.folder.steps() == (7,)
-    assert ranks.meet() == ["idle", "idle"]
+    assert ranks.exchange() == ["idle", "idle"]
     for rank in (0, 1):
         part = np.load(stage_path(ranks.folder.finished(7), rank) / "array.npy")
         assert part.tolist() == [70.0 + rank] * 3
@@ -172,12 +172,12 @@ def test_there_is_no_checkpoint_before_its_records_are_sent(ranks):
     ranks.sent = Unsent()
     ranks.save(7)
     ranks.free(0, 1)
-    ranks.meet_until(["written", "written"])
+    ranks.exchange_until(["written", "written"])
     assert ranks.sent.awaited.wait(LIMIT_S)
-    assert ranks.meet() == ["written", "written"]
+    assert ranks.exchange() == ["written", "written"]
     assert ranks.folder.steps() == ()
     ranks.sent.set_result(None)
-    ranks.meet_until(["committed", "written"])
+    ranks.exchange_until(["committed", "written"])
     assert ranks.folder.steps() == (7,)
 
 
@@ -201,7 +201,7 @@ def test_missing_records_or_parts_fail_the_save(ranks, harm, says):
     harm(ranks)
     ranks.save(7)
     ranks.free(0, 1)
-    ranks.meet_until(["idle", "idle"])
+    ranks.exchange_until(["idle", "idle"])
     ((step, kind, detail),) = ranks.events
     assert (step, kind) == (6, "checkpoint_failed")
     assert detail.startswith("rank 0: ")
@@ -213,14 +213,14 @@ def test_a_failed_part_leaves_nothing_behind(ranks):
     ranks.disks[1].error = OSError("No space left on device")
     ranks.save(7)
     ranks.free(1)
-    ranks.meet_until(["writing", "failed"])  # the other rank may still be writing
+    ranks.exchange_until(["writing", "failed"])  # the other rank may still be writing
     ranks.free(0)
-    ranks.meet_until(["written", "failed"])
-    assert ranks.meet() == ["idle", "idle"]
+    ranks.exchange_until(["written", "failed"])
+    assert ranks.exchange() == ["idle", "idle"]
     assert ranks.events == [(6, "checkpoint_failed", "rank 1: No space left on device")]
     ranks.disks[1].error = None
     ranks.save(14)
-    ranks.meet_until(["committed", "written"])
+    ranks.exchange_until(["committed", "written"])
     assert ranks.folder.steps() == (14,)
     ranks.close()
     assert [path.name for path in ranks.folder.path.iterdir()] == ["step_14"]
@@ -230,14 +230,14 @@ def test_old_checkpoints_go_after_the_new_one_exists(tmp_path):
     ranks = Ranks(tmp_path, keep=1)
     ranks.free(0, 1)
     ranks.save(7)
-    ranks.meet_until(["committed", "written"])
+    ranks.exchange_until(["committed", "written"])
     for disk in ranks.disks:
         disk.free.clear()
     ranks.save(14)
-    ranks.meet()
+    ranks.exchange()
     assert ranks.folder.steps() == (7,)
     ranks.free(0, 1)
-    ranks.meet_until(["committed", "written"])
+    ranks.exchange_until(["committed", "written"])
     ranks.close()
     assert ranks.folder.steps() == (14,)
 
@@ -295,7 +295,7 @@ def test_a_full_disk_fails_one_save_and_frees_its_space(tmp_path):
     with alone(tmp_path, TreeFiles().write, events) as saver:
         with files_of_at_most(1 << 20):
             saver.save(1, [part])
-            while not events:  # the meetings of the steps
+            while not events:  # the exchanges of the steps
                 saver.advance([saver.report()])
         ((step, kind, detail),) = events
         assert (step, kind) == (0, "checkpoint_failed")

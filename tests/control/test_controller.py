@@ -154,8 +154,8 @@ class Harness:
         else:
             self.advance(CandidateChosen())
 
-    def meet(self, random_):
-        """Carry out the due command at a meeting; a probe may be lost."""
+    def exchange(self, random_):
+        """Carry out the due command after an exchange; a probe may be lost."""
         due, probes_ms = self.due, {}
         if isinstance(due, ChangePlan):
             self.due = None
@@ -194,7 +194,7 @@ def run_at_random(seed, num_steps, **options):
                 down.add(link)
             case 2:
                 down.discard(link)
-        probes_ms, restore = harness.meet(random_)
+        probes_ms, restore = harness.exchange(random_)
         failed = harness.state.paths.unrestored
         routes = harness.state.plan.routes
         failing = [

@@ -57,10 +57,10 @@ def probed(rank):
 
 @pytest.mark.parametrize("rank", LINK)
 def test_a_probe_measures_once_both_ends_are_idle(rank):
-    (update, meeting, *counted), stamped = probed(rank)
+    (update, first, *counted), stamped = probed(rank)
     assert update == "update"
-    assert meeting == str(probe_transfers(LINK)[0])
+    assert first == str(probe_transfers(LINK)[0])
     assert stamped == counted
     directions = [label.split()[-1] for label in counted]
     assert directions == ["1>2", "2>1"] * 3
-    assert len({meeting, *counted}) == 7
+    assert len({first, *counted}) == 7

@@ -1,4 +1,4 @@
-"""Meetings of ranks over TCP, and the rank that an error names where one is missing."""
+"""Exchanges of ranks over TCP, and the rank that an error names where one is missing."""
 
 import contextlib
 import errno
@@ -52,9 +52,9 @@ def in_threads(num_ranks, body, store=None, deadline_s=20.0, absent=()):
 
     def run(rank):
         try:
-            meeting = HostRendezvous(store, LOOPBACK, rank, num_ranks, deadline_s)
-            with contextlib.closing(meeting):
-                results[rank] = body(meeting)
+            rendezvous = HostRendezvous(store, LOOPBACK, rank, num_ranks, deadline_s)
+            with contextlib.closing(rendezvous):
+                results[rank] = body(rendezvous)
         except RendezvousError as error:
             results[rank] = error
 
@@ -73,11 +73,11 @@ def without_details(messages):
 
 @pytest.mark.parametrize("text", ["x", "x" * 3_000_000], ids=["short", "long"])
 def test_all_messages_arrive_in_rank_order(text):
-    def meet_twice(meeting):
-        rounds = [{"rank": meeting.rank, "text": text, "round": number} for number in range(2)]
-        return [meeting.exchange(message, {"of": meeting.rank}) for message in rounds]
+    def exchange_twice(rendezvous):
+        rounds = [{"rank": rendezvous.rank, "text": text, "round": number} for number in range(2)]
+        return [rendezvous.exchange(message, {"of": rendezvous.rank}) for message in rounds]
 
-    received = in_threads(3, meet_twice)
+    received = in_threads(3, exchange_twice)
     expected = [[{"rank": r, "text": text, "round": n} for r in range(3)] for n in range(2)]
     assert [[*map(without_details, of_rank)] for of_rank in received] == [expected] * 3
     details = [[message.get(DETAIL) for message in of_rank[1]] for of_rank in received]
@@ -93,9 +93,9 @@ class Cut:
 
 
 def test_values_are_gathered_and_agreed_on():
-    def meet(meeting):
-        gathered = gather(meeting, Cut, Cut((meeting.rank, 7)))
-        return gathered, agree(meeting, float, None if meeting.rank else 2.5)
+    def meet(rendezvous):
+        gathered = gather(rendezvous, Cut, Cut((rendezvous.rank, 7)))
+        return gathered, agree(rendezvous, float, None if rendezvous.rank else 2.5)
 
     assert in_threads(3, meet) == [([Cut((rank, 7)) for rank in range(3)], 2.5)] * 3
 
@@ -103,9 +103,9 @@ def test_values_are_gathered_and_agreed_on():
 def test_a_rank_with_a_wrong_value_is_named():
     other: Any = "1"
 
-    def meet(meeting):
+    def meet(rendezvous):
         with pytest.raises(ParseError) as caught:
-            gather(meeting, Cut, Cut((other if meeting.rank else 1,)))
+            gather(rendezvous, Cut, Cut((other if rendezvous.rank else 1,)))
         return str(caught.value)
 
     message = "rank 1: layers.0: got '1', expected a whole number"
@@ -115,10 +115,10 @@ def test_a_rank_with_a_wrong_value_is_named():
 def test_a_meeting_is_a_barrier():
     latest_arrival_s, released_s = [], []
 
-    def meet(meeting):
-        time.sleep(0.02 * meeting.rank)
+    def meet(rendezvous):
+        time.sleep(0.02 * rendezvous.rank)
         latest_arrival_s.append(time.monotonic())
-        meeting.exchange({})
+        rendezvous.exchange({})
         released_s.append(time.monotonic())
 
     in_threads(3, meet)
@@ -126,14 +126,14 @@ def test_a_meeting_is_a_barrier():
 
 
 def test_a_rank_that_never_connects_is_named():
-    results = in_threads(3, lambda meeting: meeting.exchange({}), deadline_s=3.0, absent=(1,))
+    results = in_threads(3, lambda rendezvous: rendezvous.exchange({}), deadline_s=3.0, absent=(1,))
     assert "ranks [1] did not come to the rendezvous" in str(results[0])
 
 
 def test_a_rank_that_leaves_is_named_at_once():
-    def leave_early(meeting):
-        if meeting.rank != 1:
-            meeting.exchange({})
+    def leave_early(rendezvous):
+        if rendezvous.rank != 1:
+            rendezvous.exchange({})
 
     began_s = time.monotonic()
     results = in_threads(3, leave_early, deadline_s=30.0)
@@ -144,20 +144,20 @@ def test_a_rank_that_leaves_is_named_at_once():
 def test_only_the_missing_rank_is_named():
     released = threading.Event()
 
-    def meet(meeting):
-        meeting.exchange({})
-        meeting.limit(0.3)
-        if meeting.rank == 2:
+    def meet(rendezvous):
+        rendezvous.exchange({})
+        rendezvous.limit(0.3)
+        if rendezvous.rank == 2:
             released.wait(30)
             return
         try:
-            meeting.exchange({})
+            rendezvous.exchange({})
         finally:
-            if meeting.rank == 0:
+            if rendezvous.rank == 0:
                 released.set()
 
     of_0, of_1, _ = in_threads(3, meet)
-    assert "rank 2 did not come to a meeting within 0.3 s" in str(of_0)
+    assert "rank 2 did not join an exchange within 0.3 s" in str(of_0)
     assert "rank 0 is gone" in str(of_1)  # a consequence of rank 0's own error
 
 
@@ -165,9 +165,9 @@ def test_strangers_are_refused_and_ranks_still_meet():
     store, received = Store(), []
 
     def serve():
-        meeting = HostRendezvous(store, LOOPBACK, 0, 2, deadline_s=30.0)
-        with contextlib.closing(meeting):
-            received.append(without_details(meeting.exchange({"rank": 0})))
+        rendezvous = HostRendezvous(store, LOOPBACK, 0, 2, deadline_s=30.0)
+        with contextlib.closing(rendezvous):
+            received.append(without_details(rendezvous.exchange({"rank": 0})))
 
     rank_0 = threading.Thread(target=serve)
     rank_0.start()
@@ -181,9 +181,9 @@ def test_strangers_are_refused_and_ranks_still_meet():
             stranger.shutdown(socket.SHUT_WR)
             while stranger.recv(100):  # until it is refused
                 pass
-    meeting = HostRendezvous(store, LOOPBACK, 1, 2, deadline_s=30.0)
-    with contextlib.closing(meeting):
-        received.append(without_details(meeting.exchange({"rank": 1})))
+    rendezvous = HostRendezvous(store, LOOPBACK, 1, 2, deadline_s=30.0)
+    with contextlib.closing(rendezvous):
+        received.append(without_details(rendezvous.exchange({"rank": 1})))
     rank_0.join(30)
     assert received == [[{"rank": 0}, {"rank": 1}]] * 2
 

@@ -101,14 +101,14 @@ class Stage:
         pass
 
 
-class Meeting:
-    """A rendezvous in which every rank sends the same."""
+class Mirror:
+    """A rendezvous in which every rank sends what this one does."""
 
     def __init__(self, rank):
-        self.rank, self.num_ranks, self.met = rank, 3, 0
+        self.rank, self.num_ranks, self.exchanges = rank, 3, 0
 
     def exchange(self, message, detail=None):
-        self.met += 1
+        self.exchanges += 1
         return [message] * 3
 
     def limit(self, deadline_s):
@@ -152,7 +152,7 @@ class FailingRun:
         self.stages = stages
         loops = (self.loop, None, None)
         self.ranks = [
-            Adaptation(Meeting(rank), stages[rank], self.recorder, loops[rank], 10**6, failed=dead)
+            Adaptation(Mirror(rank), stages[rank], self.recorder, loops[rank], 10**6, failed=dead)
             for rank in range(3)
         ]
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from failing_run import Meeting
+from failing_run import Mirror
 
 from jaxmorph.control.controller_state import ProbeLinks
 from jaxmorph.control.events import PlanChange
@@ -77,10 +77,10 @@ class Loop:
 
 
 def on_rank(rank, loop: Any = None, stage: Any = None):
-    meeting = Meeting(rank)
+    rendezvous = Mirror(rank)
     stage = stage or Stage()
     recorder: Any = Recorder()
-    return Adaptation(meeting, stage, recorder, loop, last_step=9), meeting, stage, recorder
+    return Adaptation(rendezvous, stage, recorder, loop, last_step=9), rendezvous, stage, recorder
 
 
 SILENT = PathReport()
@@ -100,9 +100,9 @@ def announced_by_rank_0(adaptation):
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_every_rank_swaps_once_all_have_made_room(rank):
     paths, announced = announced_by_rank_0(on_rank(0, Loop(MORPH))[0])
-    adaptation, meeting, stage, _ = on_rank(rank)
+    adaptation, rendezvous, stage, _ = on_rank(rank)
     assert adaptation.apply(7, [paths, SILENT, SILENT], announced) == PROGRAMS[rank]
-    assert (stage.room, meeting.met) == ([SLOTS], 1)
+    assert (stage.room, rendezvous.exchanges) == ([SLOTS], 1)
 
 
 def test_rank_0_records_a_morph_once():
@@ -175,7 +175,7 @@ def test_failures_are_reported_without_adaptation_too():
         assert on_rank(1, loop, stage)[0].report(9)[0] == replace(FAILED, up=UP.up)
     stage: Any = Stage(FAILURE)
     recorder: Any = Recorder()
-    fixed = Adaptation(Meeting(1), stage, recorder, None, last_step=9, adapts=False)
+    fixed = Adaptation(Mirror(1), stage, recorder, None, last_step=9, adapts=False)
     assert (fixed.report(8)[0], fixed.report(9)) == (FAILED, NOTHING)
 
 
