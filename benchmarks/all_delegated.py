@@ -1,7 +1,7 @@
 """What delegating healthy links costs: `python -m benchmarks.all_delegated [--json FILE]`.
 
 Trains configs/pace8.yaml with all links direct and with all delegated, in turn, in rounds, so that
-what else the machine does falls on both alike. Wants an otherwise idle machine.
+other work on the machine slows down both alike. Wants an otherwise idle machine.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""The least that a sidecar in Python can do: a relay that hands messages on, and nothing else.
+"""A lower bound for a sidecar in Python: a relay that only passes messages on.
 
 Trainer, relay, relay, trainer: shared memory and an eventfd between a trainer and its relay, one
 TCP connection between the relays. There are no chunks, checksums, acknowledgements or lanes, and
-no fault is survived. What the data plane takes beyond this is what its guarantees cost.
+no fault is survived. The difference to the data plane is the cost of its guarantees.
 """
 
 import select
@@ -75,7 +75,7 @@ class Chain:
 
 
 class Relay:
-    """What is between a trainer and the other relay.
+    """The process between a trainer and the other relay.
 
     Args:
         connection: To the other relay.

@@ -124,7 +124,7 @@ class End(NamedTuple):
 
 
 def parts_of(name: str, at: Stamps) -> dict[str, float]:
-    """What one message's time is made of, in microseconds, by column."""
+    """The parts of one message's time, in microseconds, by column."""
     dispatch, whole = at["returned"] - at["began"], at["ready"] - at["began"]
     if name == "direct":
         return {"direct dispatch": 1e6 * dispatch, "direct whole": 1e6 * whole}
@@ -197,7 +197,7 @@ def in_rounds(end: End) -> tuple[dict[int, dict[str, list[float]]], int]:
 
 
 def split(medians_us: Mapping[int, float]) -> dict[str, float]:
-    """What of a column is by the message and what by the MB.
+    """A column's cost per message and per MB.
 
     A line through the medians, by least squares of the relative errors: 4 KB counts as 16 MB does.
     """

@@ -1,6 +1,6 @@
 """Microseconds per instruction, and where they go: `python -m benchmarks.dispatch [--json FILE]`.
 
-Two ranks run a tiny model, whose computation costs next to nothing, so that what is left is the
+Two ranks run a tiny model, whose computation costs next to nothing. The rest of a step is the
 runtime's own: calling a compiled program, moving a message, keeping the queue.
 """
 

@@ -183,7 +183,7 @@ def _label(axes: Axes, quantity: str, title: str) -> None:
 def _planned(
     stages: int, microbatches: int, believed: Links, links: Links, name: str = "adaptive"
 ) -> Timeline:
-    """A plan for the links that are believed in, simulated over those there are."""
+    """A plan for the links as planned for, simulated over the real ones."""
     costs = StageCosts.uniform(stages, OP_MS, OP_MS, OP_MS)
     return _simulated(plan(costs, believed, Limits(), microbatches, name).schedule, links)
 

@@ -1,4 +1,4 @@
-"""What each kind of instruction takes of the thread that dispatches, within real steps."""
+"""Time of the dispatching thread for each kind of instruction, within real steps."""
 
 import time
 from collections import defaultdict

@@ -3,7 +3,7 @@
 Trains a tiny model for 200 steps, once left in peace, and once with a random rank killed 20 times,
 each at a random moment of its own stretch of steps. Then the parameters, the optimizer's state and
 every step's loss must be the same bits, and no kill may cost more steps than lie between two
-checkpoints: a step takes longer here than a checkpoint to be written. Says what a recovery takes,
+checkpoints. (Here writing a checkpoint takes less time than a step.) Says what a recovery takes,
 by its phases. Linux only.
 """
 

@@ -1,4 +1,4 @@
-"""What a run holds on a machine, and what of it is still there when it has ended. Linux only.
+"""The resources that a run holds on a machine, and those left when it has ended. Linux only.
 
 A run has a mark in its environment. All processes that it starts inherit the mark, also those whose
 parent has ended, so runs beside one another are not confused.

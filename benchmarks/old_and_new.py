@@ -103,7 +103,7 @@ def checked_out(commit: str) -> Iterator[Path]:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """What holds the median with at least 95 %, by order statistics; of under six values, all."""
+    """A 95 % interval of the median, by order statistics; the range of under six values."""
     ordered, num = sorted(values), len(values)
     left_out, chance = 0, 2.0 ** (1 - num)  # that the median lies outside of all values
     while chance <= 0.05 and left_out < num // 2:

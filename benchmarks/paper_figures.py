@@ -82,7 +82,7 @@ def delegation_bars(
     slow: Sequence[str],
     systems: Sequence[str] = ("adaptive",),
 ) -> Iterator[Bar]:
-    """What adapts is never slower than delegation alone, whose plan is as long on healthy links."""
+    """Adaptive systems are never slower than delegation alone, whose healthy plan is as long."""
     for system in systems:
         pair = system, "zb-delegated"
         yield ratio_bar(figure, runs, healthy, *pair, most=MOST_AS_LONG)
@@ -125,7 +125,7 @@ def ablation_bars(runs: Runs, conditions: Sequence[str]) -> Iterator[Bar]:
 
 
 def memory_bars(runs: Runs, conditions: Sequence[str]) -> Iterator[Bar]:
-    """No device holds more than its budget, and that hardly costs anything."""
+    """No device holds more than its budget, at hardly any cost in time."""
     for (system, condition), run in runs.items():
         if system != "adaptive":
             held = run["peak_on_device"]

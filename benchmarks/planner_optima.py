@@ -13,7 +13,7 @@ OPTIMA_FILE = Path(__file__).parent / "data" / "planner_optima.json"
 
 @dataclass(frozen=True)
 class SolvedProblem:
-    """What the exact search said of a problem.
+    """The result of the exact search for a problem.
 
     Args:
         best_ms: The best makespan it found; the optimum when proven.
@@ -51,7 +51,7 @@ def solve_problems(
 
 
 def keep_optima(solved: dict[str, SolvedProblem]) -> None:
-    """Writes the file, one problem a line, if it holds anything else."""
+    """Writes the file, one problem a line, if its content changes."""
     if solved != read_optima():
         lines = (f"{json.dumps(key)}: {json.dumps(asdict(row))}" for key, row in solved.items())
         OPTIMA_FILE.parent.mkdir(exist_ok=True)

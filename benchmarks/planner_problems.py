@@ -14,7 +14,7 @@ _PER_FAMILY = 20
 
 @dataclass(frozen=True)
 class Problem:
-    """What a planner is asked.
+    """A planning problem.
 
     Args:
         name: The family and a number.

@@ -55,7 +55,7 @@ FAULTS = ("cut", "throttle", "delay", "reset", "reset", "reset", "duplicate", "d
 
 
 def content(channel: ChannelName, number: int, seed: int) -> np.ndarray:
-    """What a message says: mostly little, sometimes many chunks, sometimes nothing."""
+    """A message's payload: mostly short, sometimes many chunks, sometimes empty."""
     rng = np.random.default_rng((seed, *channel, number))
     longest = (0, 100, 5_000, 60_000, SLOT_BYTES)[rng.choice(5, p=(0.05, 0.4, 0.3, 0.2, 0.05))]
     return rng.integers(0, 256, rng.integers(0, longest + 1), np.uint8)
@@ -63,10 +63,10 @@ def content(channel: ChannelName, number: int, seed: int) -> np.ndarray:
 
 @dataclass
 class Outcome:
-    """What has happened in a run.
+    """The outcome of a run.
 
     Attributes:
-        received: Messages that were as they should be.
+        received: Messages that were correct.
         wrong: What was wrong, in words; empty in the end.
         faults: How many of each kind.
         seconds: How long it took.
@@ -81,7 +81,7 @@ class Outcome:
 
 
 class FaultyLink:
-    """Two planes, joined, and the harm that can be done to what joins them.
+    """Two connected planes, and faults of their connections and sidecars.
 
     Args:
         seed: Of the harm.
@@ -114,11 +114,11 @@ class FaultyLink:
 
     @property
     def num_faults(self) -> int:
-        """How much harm has been done."""
+        """The number of faults so far."""
         return sum(self.done.values()) - self.done["heal"]
 
     def harm(self, fault: str) -> None:
-        """Do something bad to a rank that is drawn."""
+        """Inject a fault at a random rank."""
         rank = self._random.randrange(2)
         if fault == "kill":
             if time.monotonic() < self._killed_s[rank] + KILLS_APART_S:
@@ -135,7 +135,7 @@ class FaultyLink:
         self.done[fault] += 1
 
     def heal(self) -> None:
-        """Let the link be as it is."""
+        """Remove the emulated conditions of the link."""
         for rank in (0, 1):
             self._emulate(rank, [])
         self.done["heal"] += 1
@@ -320,7 +320,7 @@ def tampered_frames(rng: random.Random, gone: bool) -> bytes:
 
 
 def fuzz(link: FaultyLink, connections: int, seed: int) -> int:
-    """Connect to a sidecar again and again, as a stranger or as a member, and say what is wrong.
+    """Connect to a sidecar many times, as a stranger or as a member, and send wrong frames.
 
     Returns:
         How many connections it let in as members.
@@ -359,8 +359,8 @@ def _next_frame(guest: socket.socket, reader: FrameReader) -> Any:
     return frame
 
 
-def fuzz_and_go_on(connections: int, seed: int) -> tuple[int, list[str]]:
-    """Fuzz a sidecar, which then still has to do its work, as the same process, in little memory.
+def fuzz_and_check(connections: int, seed: int) -> tuple[int, list[str]]:
+    """Fuzz a sidecar; afterwards the same process must still move messages, in little memory.
 
     Returns:
         How many connections were let in as members, and what was wrong.
@@ -412,7 +412,7 @@ def main() -> int:
     arguments = parser.parse_args()
     load = os.getloadavg()
     outcome = run(arguments.messages, arguments.faults, arguments.seed, print, arguments.backend)
-    members, wrong = fuzz_and_go_on(arguments.connections, arguments.seed)
+    members, wrong = fuzz_and_check(arguments.connections, arguments.seed)
     num_faults = sum(outcome.faults.values()) - outcome.faults["heal"]
     enough = num_faults >= arguments.faults
     result = {

@@ -3,11 +3,11 @@
 Two processes, and a sidecar of each, on one machine. Throughput: messages of 1, 16 and 64 MB, from
 shared memory to shared memory, against Python sockets that do nothing else, iperf3 where it is
 installed, and a copy from memory to memory. Latency: half of the way there and back of 1 to 64 KB.
-All are measured in turn, in rounds, so that what else the machine does falls on all alike.
+All are measured in turn, in rounds, so that other work on the machine slows down all alike.
 
 `chain` is the second yardstick: the same four processes (trainer, relay, relay, trainer) with the
-same shared memory, eventfds and a socket, but relays that only hand on (`bare_chain`): the least
-that any sidecar in Python could take.
+same shared memory, eventfds and a socket, but relays that only pass messages on (`bare_chain`): a
+lower bound for any sidecar in Python.
 """
 
 import argparse

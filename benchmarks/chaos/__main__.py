@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.chaos.endings import ENDINGS, left_by
 from benchmarks.chaos.features import Features, known_features
-from benchmarks.chaos.storm import Storm, undisturbed, weather
+from benchmarks.chaos.storm import Storm, undisturbed, run_storm
 from benchmarks.chaos.watched_run import EndedError, HungError
 
 _SHOWN = 12  # lines of what went wrong
@@ -82,7 +82,7 @@ def _storms(arguments: argparse.Namespace, features: Features) -> list[Storm]:
     storms: list[Storm] = []
     for seed in count(arguments.seed):
         own = features.of_run(seed)
-        storm = weather(seed, arguments.steps, expected, own, arguments.patience_s)
+        storm = run_storm(seed, arguments.steps, expected, own, arguments.patience_s)
         storms.append(storm)
         _print(storm)
         if _num_faults(storms) >= arguments.faults or not storm.passes:

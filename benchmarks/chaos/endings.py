@@ -1,4 +1,4 @@
-"""How a run ends, whatever ends it, and what it leaves behind: nothing."""
+"""Ends runs in every possible manner, and checks that they leave nothing behind."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.chaos.watched_run import HungError, WatchedRun
 
-# Two stages with a sidecar each. It would go on for longer than anybody waits.
+# Two stages with a sidecar each, for more steps than any test waits for.
 CONFIG = """
 run: {steps: 100000}
 model: {preset: tiny, width: 16, num_layers: 2, num_heads: 2}
@@ -46,7 +46,7 @@ class Ending:
 
 
 def left_by(ending: Ending, folder: Path) -> list[str]:
-    """What a run leaves that ends so, and what else is wrong about its end; a line each.
+    """End a run; returns a line for each thing it leaves behind, and each other fault.
 
     Args:
         ending: How it ends.
@@ -66,7 +66,7 @@ def left_by(ending: Ending, folder: Path) -> list[str]:
         run.traces.note()
         ending.end(run)
         code = run.finish(PATIENCE_S)
-        wrong = [] if code in ending.codes else [f"expected {ending.codes}: {run.last_words()}"]
+        wrong = [] if code in ending.codes else [f"expected {ending.codes}: {run.last_output()}"]
         return [*wrong, *run.traces.left_after(_AFTERWARDS_S, run.out)]
 
 
@@ -124,5 +124,5 @@ def _wait(run: WatchedRun, condition: Callable[[], bool], awaited: str) -> None:
     until_s = time.monotonic() + PATIENCE_S
     while not condition():
         if run.process.poll() is not None or time.monotonic() > until_s:
-            raise HungError(f"waited for {awaited}: {run.last_words()}\n{run.evidence()}")
+            raise HungError(f"waited for {awaited}: {run.last_output()}\n{run.evidence()}")
         time.sleep(_POLL_S)

@@ -96,14 +96,14 @@ def _drawn(
 
 @dataclass(frozen=True)
 class Trouble:
-    """What one link goes through for a while.
+    """A fault of one link for a span of time.
 
     Attributes:
         begins_s: Since the first step.
         ends_s: Since the first step.
         link: Such as `1-2`, or `1>2` for one direction.
         kind: Such as `cut`.
-        cells: What a trace says of it.
+        cells: Of its row in a trace.
     """
 
     begins_s: float
@@ -116,7 +116,7 @@ class Trouble:
 def draw_troubles(
     seed: int, num_ranks: int, direct: Sequence[str], features: Features
 ) -> tuple[Trouble, ...]:
-    """What the links of a run go through, one after another, for longer than it lasts.
+    """Draw faults of a run's links, one after another, for longer than the run lasts.
 
     Args:
         seed: The same seed, the same troubles.
@@ -152,7 +152,7 @@ def _trouble(rng: random.Random, at_s: float, way: str, kind: str) -> Trouble:
 
 
 def _dead_card(rng: random.Random, at_s: float, link: str) -> Trouble:
-    """The card that a link's direct route goes by is down, and comes back."""
+    """The card of a link's direct route goes down, and comes back."""
     cells = (("cut", "1"), (_ROUTE, "direct"))
     return Trouble(at_s, at_s + rng.uniform(2.5, 5.0), link, "card down", cells)
 

@@ -1,4 +1,4 @@
-"""Which faults a run can be asked to outlive, by what its configuration knows."""
+"""The faults that a run can survive, by the keys that its configuration has."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ _DIRECT_S = 1.0
 
 @dataclass(frozen=True)
 class Features:
-    """What runs of this version can do.
+    """The faults that runs of a version survive.
 
     Attributes:
         restarts: They restart when a rank has died. Then no link is cut, because emulated cuts hold
             only until the first restart.
-        direct_cuts: A link's direct route can be cut alone, and what it carried goes delegated.
+        direct_cuts: A link's direct route can be cut alone, and its messages are delegated.
     """
 
     restarts: bool
@@ -32,7 +32,7 @@ class Features:
         return Features(restarts=dies, direct_cuts=self.direct_cuts and not dies)
 
     def overrides(self) -> tuple[str, ...]:
-        """What a configuration must say for it."""
+        """The configuration's overrides for these."""
         found = []
         policy = _RESTARTS if self.restarts else _NO_RESTARTS
         found.append(f"restart_policy={policy}".replace("True", "true"))
@@ -42,7 +42,7 @@ class Features:
 
 
 def known_features() -> Features:
-    """Those of the version that is imported: what its configuration accepts."""
+    """Those of the imported version, by the keys that its configuration accepts."""
     cut = {"parallelism": {"stages": 2}, "emulation": {"links": [_DEAD_CARD]}}
     return Features(
         restarts=_accepts({"restart_policy": _RESTARTS}),

@@ -1,4 +1,4 @@
-"""Does a fault to a run, and undoes what is to be undone."""
+"""Injects a fault into a run, and undoes it if it can be undone."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ def harm(run: WatchedRun, storage: Path, fault: Fault, patience_s: float) -> boo
         patience_s: As for `WatchedRun.wait_for_step`.
 
     Returns:
-        Whether it happened: the process may just be on its way back from an earlier one.
+        Whether it was injected: not if the process is still restarting after an earlier one.
 
     Raises:
         HungError: If the run doesn't come to the end of it.

@@ -1,4 +1,4 @@
-"""What a run has computed, to be held against what another one has, bit by bit."""
+"""The results of a run, to compare with those of another, bit by bit."""
 
 import hashlib
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ def computed_by(out: Path) -> Computed:
 
 
 def differences(found: Computed, expected: Computed) -> list[str]:
-    """What one run computed otherwise than another, a line each; steps that are missing too.
+    """A line for each difference between two runs, missing steps included.
 
     Args:
         found: The one.

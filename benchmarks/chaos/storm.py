@@ -23,14 +23,14 @@ _AFTERWARDS_S = 5.0
 
 @dataclass
 class Storm:
-    """What a run has been through.
+    """The faults and results of a run.
 
     Attributes:
         seed: Of its faults.
         faults: How many there were of each kind.
         events: How many of each kind the run has recorded.
-        wrong: What it computed otherwise than an undisturbed run, or why it ended early.
-        hangs: What was seen when it went on no more.
+        wrong: Differences from an undisturbed run, or why it ended early.
+        hangs: What was seen when it hung.
         leaks: What was left of it.
         seconds: How long it took.
     """
@@ -45,7 +45,7 @@ class Storm:
 
     @property
     def passes(self) -> bool:
-        """Whether nothing came of all the faults."""
+        """Whether the faults changed nothing."""
         return not (self.wrong or self.hangs or self.leaks)
 
     def to_json(self) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class Storm:
 
 
 def undisturbed(num_steps: int, patience_s: float) -> Computed:
-    """What the configuration computes when nothing happens to it.
+    """The results of the configuration without faults.
 
     Args:
         num_steps: How many steps it trains.
@@ -69,11 +69,11 @@ def undisturbed(num_steps: int, patience_s: float) -> Computed:
         with WatchedRun(Path(folder), CONFIG, calm) as run:
             run.wait_for_step(num_steps - 1, patience_s)
             if run.finish(patience_s) != 0:
-                raise EndedError(run.last_words())
+                raise EndedError(run.last_output())
             return computed_by(run.out)
 
 
-def weather(
+def run_storm(
     seed: int, num_steps: int, expected: Computed, features: Features, patience_s: float
 ) -> Storm:
     """Take a run through the faults of a seed.
@@ -81,7 +81,7 @@ def weather(
     Args:
         seed: Of the faults.
         num_steps: How many steps it trains.
-        expected: What comes of it undisturbed.
+        expected: The results without faults.
         features: What it can outlive.
         patience_s: How long it may take from one step to the next before it counts as hung.
     """
@@ -142,7 +142,7 @@ def _disturb(
         storm.faults[fault.kind] += harm(run, storage, fault, patience_s)
     run.wait_for_step(num_steps - 1, patience_s)
     if run.finish(patience_s) != 0:
-        raise EndedError(run.last_words())
+        raise EndedError(run.last_output())
 
 
 def troubles_met(troubles: Sequence[Trouble], run: WatchedRun) -> Counter[str]:

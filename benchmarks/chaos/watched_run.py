@@ -1,4 +1,4 @@
-"""A run of `jaxmorph train` that is looked at, harmed, and never left to hang. Linux only."""
+"""A run of `jaxmorph train` under observation, which is ended when it hangs. Linux only."""
 
 import signal
 import subprocess
@@ -19,11 +19,11 @@ _RANK, _SIDECAR = "jaxmorph.training.train", "jaxmorph.transport.sidecar"
 
 
 class HungError(RuntimeError):
-    """A run that went on no more within the time it was given; the message has what was seen."""
+    """A run made no progress in time; the message has the evidence."""
 
 
 class EndedError(RuntimeError):
-    """A run that ended before it should; the message has its exit code and its last words."""
+    """A run that ended too early; the message has its exit code and the end of its output."""
 
 
 class WatchedRun:
@@ -48,7 +48,7 @@ class WatchedRun:
         self.traces = Traces(temporary)
         self._said = folder / "said.txt"
         words = [sys.executable, "-m", "jaxmorph", "train", str(config), f"run.dir={self.out}"]
-        with self._said.open("wb") as said, _heeding_ctrl_c():
+        with self._said.open("wb") as said, _accepting_ctrl_c():
             self.process = subprocess.Popen(
                 [*words, *overrides],
                 cwd=ROOT,
@@ -110,7 +110,7 @@ class WatchedRun:
         until_s = time.monotonic() + given_s
         while seen < step:
             if self.process.poll() is not None:
-                raise EndedError(f"ended before step {step}: {self.last_words()}")
+                raise EndedError(f"ended before step {step}: {self.last_output()}")
             if (now := self.last_step()) != seen:
                 seen, given_s, until_s = now, patience_s, time.monotonic() + patience_s
             if time.monotonic() > until_s:
@@ -131,13 +131,13 @@ class WatchedRun:
         except subprocess.TimeoutExpired as error:
             raise HungError(f"not over after {patience_s:g} s\n{self.evidence()}") from error
 
-    def last_words(self) -> str:
-        """Its exit code, if it has ended, and the end of what it said."""
+    def last_output(self) -> str:
+        """Its exit code, if it has ended, and the end of its output."""
         said = self._said.read_text(errors="replace").splitlines()[-12:]
         return "\n".join([f"exit code {self.process.poll()}", *said])
 
     def evidence(self) -> str:
-        """What its processes wait in, and the ends of what they have written."""
+        """The calls that its processes wait in, and the ends of their logs."""
         lines = [_waiting(pid) for pid in self.traces.processes()]
         for path in [self._said, *sorted(self.out.rglob("*.log")), self.out / EVENTS]:
             if path.exists():
@@ -150,8 +150,8 @@ class WatchedRun:
 
 
 @contextmanager
-def _heeding_ctrl_c() -> Iterator[None]:
-    """A shell's background job ignores Ctrl-C, which what it starts would inherit."""
+def _accepting_ctrl_c() -> Iterator[None]:
+    """Accept Ctrl-C: a shell's background job ignores it, and its processes would inherit that."""
     before = signal.getsignal(signal.SIGINT)
     if before is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -42,7 +42,7 @@ class Sizes:
         num_calls: Messages of four bytes that are timed.
         busy_width: Of the products that a device is busy with when a copy is asked for.
         matmul_width: Of the bfloat16 matrices of the computation that copies may disturb.
-        per_op: Products in one op, which is what is dispatched at a time.
+        per_op: Products in one op, the unit of dispatch.
         ahead: Ops that have been dispatched and not run, as a step's are.
         message_bytes: Of the messages beside that computation.
         every_s: From one message to the next where they come as in training.
@@ -90,7 +90,7 @@ SMALL = Sizes(
 
 
 def check_backend(direction: str, name: str, *, small: bool) -> Iterator[Row]:
-    """All that there is to find out about a backend.
+    """Check and measure a backend.
 
     Args:
         direction: "into" slots or "out-of" them.
@@ -247,8 +247,7 @@ def _latency(open_end: OpenEnd, placement: Sharding, sizes: Sizes) -> Row:
 def _speed(open_end: OpenEnd, placement: Sharding, num_bytes: int, sizes: Sizes) -> Row:
     """The rate of messages one behind another, and the time of one alone.
 
-    One behind another what a call costs on the host goes on beside the copies, as over a link that
-    has much to carry.
+    In a row, the host's part of a call overlaps with copies, as on a busy link.
     """
     alone_s, behind_s, count = [], [], sizes.num_behind
     with closing(open_end(num_bytes, _SLOTS_UNDER_WAY)) as end:

@@ -1,7 +1,7 @@
 """Channel ends with nothing behind them, for one copy backend at a time.
 
-What a sidecar does to the slots is done here by hand, so that a slot can be spoilt before a copy
-and looked at the moment that its signal is seen, or spoilt the moment that it is released.
+These ends do a sidecar's work on the slots step by step. So they can spoil a slot before a copy and
+read it once its signal is seen, or spoil it as soon as it is released.
 """
 
 import time
@@ -133,7 +133,7 @@ class _End(Generic[UnderWay]):
         raise NotImplementedError
 
     def _start(self, message: Message, *, is_compared: bool = False) -> UnderWay:
-        """Ask for a copy; where bytes are compared, nothing right is there before it."""
+        """Ask for a copy; where bytes are compared, no right byte is there before it."""
         raise NotImplementedError
 
     def _is_over(self, each: UnderWay) -> bool:
@@ -155,7 +155,7 @@ class _End(Generic[UnderWay]):
         raise NotImplementedError
 
     def _settle(self) -> None:
-        """Raise what went wrong with any copy behind its message's back."""
+        """Raise the error of any copy whose message did not report it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -323,8 +323,8 @@ def wait_until(condition: Callable[[], bool], patience_s: float, what: str) -> N
 def what_is_wrong(got: np.ndarray, expected: np.ndarray) -> str:
     """What is wrong with a payload now; empty if nothing is.
 
-    Its end, and bytes here and there, are read before all the rest, which takes long enough for a
-    copy that goes on to finish.
+    Its end and some samples are read first: reading all of it takes so long that an unfinished copy
+    would end meanwhile.
 
     Args:
         got: uint8 [n], memory that may be changing.
@@ -343,5 +343,5 @@ def what_is_wrong(got: np.ndarray, expected: np.ndarray) -> str:
 
 
 def spoil(memory: np.ndarray, expected: np.ndarray) -> None:
-    """Fill memory with what is wrong in every byte; both are uint8 [n]."""
+    """Make every byte of a memory differ from those expected; both are uint8 [n]."""
     np.invert(expected, out=memory)

@@ -2,7 +2,7 @@
 
 Every host is a set of network, host name and mount namespaces, with two cards that can be slowed
 down and taken away; it takes root, and little other work on the machine. Exit code 1 where a bar is
-missed, 0 where all are kept or where namespaces can't be laid, which one line then says.
+missed, 0 where all are kept or where namespaces can't be made, with one line that says so.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What the bench found, against what is asked: a row each."""
+"""The bench's figures and their bars, a row each."""
 
 import os
 from dataclasses import dataclass, field

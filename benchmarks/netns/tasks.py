@@ -17,7 +17,7 @@ _JOB = 77  # the coordinator's port follows from it; each bench has ports of its
 
 
 class TaskFailedError(RuntimeError):
-    """A task ended with an error, or not in time; its last words are in the message."""
+    """A task ended with an error, or not in time; the message has the end of its output."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class _Task:
     process: subprocess.Popen[bytes]
     output: IO[bytes]
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         said = os.pread(self.output.fileno(), os.fstat(self.output.fileno()).st_size, 0)
         return said[-_LAST_WORDS:].decode(errors="replace")
 
@@ -103,4 +103,4 @@ def _check(tasks: Sequence[_Task], limit_s: float) -> None:
     for task in failed or late:
         code = task.process.poll()
         what = f"exit code {code}" if code else f"not done after {limit_s:g} s"
-        raise TaskFailedError(f"{task.host}: {what}\n{task.last_words()}")
+        raise TaskFailedError(f"{task.host}: {what}\n{task.last_output()}")

@@ -41,11 +41,11 @@ class Job:
     sidecar_nics: tuple[int, ...] | None = None
 
     def with_overrides(self, *overrides: str) -> Self:
-        """The same, configured differently."""
+        """The job with more overrides."""
         return replace(self, overrides=(*self.overrides, *overrides))
 
     def with_steps(self, num_steps: int) -> Self:
-        """The same, of another length."""
+        """The job with another number of steps."""
         return replace(self, num_steps=num_steps)
 
     def command(self, hosts: Hosts, directory: Path, rank: int) -> list[str]:
@@ -110,7 +110,7 @@ def train_on(
         directory: Where the run is kept; not there yet.
         job: What is trained.
         fault: What happens in the midst of it.
-        after: What part of its steps are done by then.
+        after: The share of its steps done before the fault.
         delay_s: How long after the end of a step it happens.
 
     Raises:

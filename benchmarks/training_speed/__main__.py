@@ -51,7 +51,7 @@ def measure(
 
     Args:
         workload: What they train.
-        contenders: Who takes part.
+        contenders: Those to measure.
         options: How many rounds of how many steps.
         folder: For what they need and write.
         torch_python: The Python that has torch.
@@ -93,7 +93,7 @@ def measure(
 
 
 def _round(ready: dict[str, Running], steps: int) -> dict[str, Turn]:
-    """A turn of each; who fails takes no further part."""
+    """A turn of each; a contender that fails is removed."""
     turns: dict[str, Turn] = {}
     for name in [*ready]:
         try:

@@ -1,4 +1,4 @@
-"""Who takes part, and how each is started."""
+"""The contenders, and the commands that start them."""
 
 import sys
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class Contender:
         variant: Of `WorkerOptions`.
         num_ranks: Its processes.
         num_cores: Of all of them together.
-        alone: The name of the one-process run on one core that it is held against.
+        alone: The name of the one-process run on one core that it is compared with.
     """
 
     name: str

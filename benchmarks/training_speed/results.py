@@ -110,6 +110,6 @@ def _ratio(turns: Turns, ours: str, theirs: str) -> float:
 
 
 def _apart(turns: Turns) -> float:
-    """All train the same model on the same batches; so their losses agree, but for rounding."""
+    """The largest difference of losses; it should be rounding alone, on the same batches."""
     of_each = [[loss for turn in own for loss in turn.losses] for own in turns.values()]
     return max(max(step) - min(step) for step in zip(*of_each, strict=True))

@@ -133,7 +133,7 @@ def _accept(
 
 
 def _close(stream: TextIO) -> None:
-    """What was not sent to one that has ended is dropped; else closing would try again."""
+    """Drops unsent output to a process that has ended; else closing would send it again."""
     with contextlib.suppress(OSError):
         stream.close()
 
@@ -157,7 +157,7 @@ def _read(stream: TextIO) -> dict[str, Any]:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """They end by themselves once the connection is closed; who doesn't is killed."""
+    """They end once the connection is closed; any that doesn't is killed."""
     for process in processes:
         try:
             process.wait(_END_S)

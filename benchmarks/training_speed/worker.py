@@ -20,7 +20,7 @@ class Loop(Protocol):
     """A training loop."""
 
     def step(self, tokens: np.ndarray, targets: np.ndarray) -> Any:
-        """Train on a batch; the loss, or what it will be found in."""
+        """Train on a batch; the loss, or an object that will hold it."""
         ...
 
     def finish(self, losses: list[Any]) -> list[float]:
@@ -115,7 +115,7 @@ def serve(options: WorkerOptions, make: Callable[[], Loop]) -> None:
 
     Args:
         options: Of this process.
-        make: Compiles, and whatever else is not counted.
+        make: Compiles, and does other work that is not timed.
     """
     batches = read_batches(options.batches)
     with closing(make()) as loop, socket.socket(socket.AF_UNIX) as connection:

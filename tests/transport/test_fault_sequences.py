@@ -6,7 +6,7 @@ from exchanges import receive, send
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from benchmarks.transport_faults import CHANNELS, NUM_SLOTS, FaultyLink, fuzz_and_go_on
+from benchmarks.transport_faults import CHANNELS, NUM_SLOTS, FaultyLink, fuzz_and_check
 from jaxmorph.transport.nixl_lanes import missing
 
 has_nixl = pytest.mark.skipif(missing() is not None, reason=str(missing()))
@@ -88,6 +88,6 @@ TestFaultsInAnyOrderOverNixl = pytest.mark.extras(has_nixl(FaultsInAnyOrderOverN
 
 
 def test_tampered_frames_do_a_sidecar_no_harm():
-    members, wrong = fuzz_and_go_on(200, seed=4)
+    members, wrong = fuzz_and_check(200, seed=4)
     assert wrong == []
     assert members > 100
