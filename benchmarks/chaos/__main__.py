@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.chaos.endings import ENDINGS, left_by
 from benchmarks.chaos.features import Features, known_features
-from benchmarks.chaos.storm import Storm, undisturbed, run_storm
+from benchmarks.chaos.storm import Storm, run_storm, undisturbed
 from benchmarks.chaos.watched_run import EndedError, HungError
 
 _SHOWN = 12  # lines of what went wrong
