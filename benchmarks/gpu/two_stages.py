@@ -23,7 +23,7 @@ import optax
 from benchmarks.gpu.child import Row
 from benchmarks.gpu.stage import Sizes, build_gpt2, is_small
 from jaxmorph.program.check import check
-from jaxmorph.program.instructions import RankProgram
+from jaxmorph.program.instructions import RankInstructions
 from jaxmorph.program.lowering import lower
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.records import Link
@@ -219,7 +219,7 @@ def run_stage(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> 
     link.send({"kind": "done", "rank": rank, **figures, "copies": copies})
 
 
-def _stage_programs(num_tied: int) -> tuple[RankProgram, ...]:
+def _stage_programs(num_tied: int) -> tuple[RankInstructions, ...]:
     """Both stages' instructions for a step."""
     schedule = FIXED_SCHEDULES[_SCHEDULE](_NUM_STAGES, _MICROBATCHES)
     planned = simulate(schedule, StageCosts.uniform(_NUM_STAGES, 1.0, 1.0, 1.0))
@@ -229,7 +229,7 @@ def _stage_programs(num_tied: int) -> tuple[RankProgram, ...]:
 
 
 def _train(
-    trainer: StageTrainer, program: RankProgram, rendezvous: HostRendezvous, sizes: Sizes
+    trainer: StageTrainer, program: RankInstructions, rendezvous: HostRendezvous, sizes: Sizes
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Figures of all steps, and the gradients of the first."""
     losses, norms, took_s, waited, gradients = [], [], [], [], {}

@@ -22,7 +22,7 @@ from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.control.link_state import PathFailure
 from jaxmorph.control.path_reports import PathReport, join_reports
-from jaxmorph.program.instructions import parse_program
+from jaxmorph.program.instructions import parse_instructions
 from jaxmorph.records import EventKind, Link
 from jaxmorph.runtime.rendezvous import Rendezvous, gather
 from jaxmorph.runtime.report import StepReport, measured_timeline
@@ -130,7 +130,7 @@ class RoundRecord:
         self.events.update(event.kind for event in loop.observe(observed))
 
     def _adopt(self, loop: ControlLoop, morph: Morph) -> None:
-        programs = tuple(map(parse_program, morph.programs))
+        programs = tuple(map(parse_instructions, morph.programs))
         self.in_force = PlanInForce(morph.plan, programs, self.in_force.rank, morph.slots)
         self.events.update(event.kind for event in loop.plan_changed(morph))
 

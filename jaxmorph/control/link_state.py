@@ -1,9 +1,9 @@
 """The state of links: each direction's health, its direct path, and the table of both.
 
 The messages of a direction decide its health; the two ends of a link decide the state of its direct
-path. `TRANSITIONS` has all changes of both. A link whose direct path fails in mid-step is delegated
-from there on, although programs still have its transfers on the queue. It stays so until its direct
-path is restored after a later step (`FailedPaths`).
+path. `TRANSITIONS` has all changes of both. A link whose direct path fails in mid-step fails over:
+the host data plane carries its messages, although instructions still have its transfers on the
+queue. It stays so until its direct path is restored after a later step (`FailedPaths`).
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -335,7 +335,7 @@ class FailedPaths:
     def valid_samples(self, samples: Sequence[LinkSample]) -> Sequence[LinkSample]:
         """The samples that are valid timings of their routes.
 
-        A message that programs send as a direct one on a failed link is delegated instead. Its
+        A message that instructions send as a direct one on a failed link is delegated instead. Its
         sender doesn't wait, and its receiver waits for more than the message.
         """
         failed = self.unrestored

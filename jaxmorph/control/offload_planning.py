@@ -9,7 +9,7 @@ from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step, offload_step
 from jaxmorph.errors import UserError
 from jaxmorph.program.blocking import simulate_blocking
-from jaxmorph.program.instructions import RankProgram
+from jaxmorph.program.instructions import RankInstructions
 from jaxmorph.program.offload import count_offloads, offload_these, waiting_longest
 from jaxmorph.schedule.costs import Limits, StageMemory, StashBytes
 from jaxmorph.schedule.planner import Offloading, Plan, fits
@@ -58,8 +58,8 @@ def plan_with_offload(
     return _best(candidates).plan if candidates else _unfit(plan_within, free, device, programs)
 
 
-def with_sampled_copies(programs: Sequence[RankProgram]) -> tuple[RankProgram, ...]:
-    """The programs; each without offloads moves a few stashes, so that copies are timed."""
+def with_sampled_copies(programs: Sequence[RankInstructions]) -> tuple[RankInstructions, ...]:
+    """The instructions; a rank without offloads moves a few stashes, so that copies are timed."""
     return tuple(
         program
         if count_offloads([program])
@@ -159,7 +159,7 @@ def _offloaded(
 
 
 def _placed(
-    made: Plan, offloading: Offloading, programs: tuple[RankProgram, ...], profile: Profile
+    made: Plan, offloading: Offloading, programs: tuple[RankInstructions, ...], profile: Profile
 ) -> _Candidate:
     """A plan with one placement of its offloads.
 
@@ -189,7 +189,7 @@ def _ops_beside_a_copy(profile: Profile, num_chunks: int) -> int:
     return 1 + math.ceil(max(ops))
 
 
-def _simulated_ms(programs: tuple[RankProgram, ...], profile: Profile) -> float:
+def _simulated_ms(programs: tuple[RankInstructions, ...], profile: Profile) -> float:
     return simulate_blocking(
         programs, profile.costs, profile.links, copies=profile.copies
     ).makespan_ms
@@ -203,7 +203,7 @@ def _best(candidates: list[_Candidate]) -> _Candidate:
 
 
 def _unfit(
-    plan_within: PlanWithin, free: Plan, device: Limits, programs: tuple[RankProgram, ...]
+    plan_within: PlanWithin, free: Plan, device: Limits, programs: tuple[RankInstructions, ...]
 ) -> Plan:
     """Raise the error that keeps every plan from fitting."""
     schedule = free.schedule

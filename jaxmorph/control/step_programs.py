@@ -7,7 +7,7 @@ from statistics import median
 from jaxmorph.control.profiler import Profile
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.check import check
-from jaxmorph.program.instructions import RankProgram
+from jaxmorph.program.instructions import RankInstructions
 from jaxmorph.program.lowering import lower_in_step, lower_order
 from jaxmorph.program.offload import offload
 from jaxmorph.records import Routes
@@ -28,7 +28,7 @@ def lower_step(
     routes: Routes | None = None,
     num_tied: int = 0,
     offloading: Offloading | None = None,
-) -> tuple[RankProgram, ...]:
+) -> tuple[RankInstructions, ...]:
     """Every rank's instructions for a step, checked by a replay of all ranks.
 
     Args:
@@ -51,9 +51,9 @@ def lower_step(
 
 
 def offload_step(
-    programs: Sequence[RankProgram], offloading: Offloading
-) -> tuple[RankProgram, ...]:
-    """The programs with the offloads that each device needs.
+    programs: Sequence[RankInstructions], offloading: Offloading
+) -> tuple[RankInstructions, ...]:
+    """The instructions with the offloads that each device needs.
 
     Raises:
         UserError: They can't be made to fit.

@@ -1,4 +1,4 @@
-"""Simulates the times of lowered programs on in-order queues, which direct transfers block."""
+"""Simulates the times of lowered instructions on in-order queues, which direct transfers block."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from jaxmorph.program.instructions import (
     Free,
     Instruction,
     Offload,
-    RankProgram,
+    RankInstructions,
     Receive,
     Run,
     Send,
@@ -45,7 +45,7 @@ class Disturbance:
 
 
 def simulate_blocking(
-    programs: Sequence[RankProgram],
+    programs: Sequence[RankInstructions],
     costs: StageCosts,
     links: Links = NO_LATENCY,
     disturbance: Disturbance | None = None,
@@ -61,7 +61,7 @@ def simulate_blocking(
     The makespan excludes tied gradients, which are exchanged after the last op.
 
     Args:
-        programs: One per rank, in rank order.
+        programs: Each rank's instructions, in rank order.
         costs: An op of one of V chunks takes 1/V of these.
         copies: None for copies that take no time.
 
@@ -239,7 +239,9 @@ class _Rank:
         self.transfers.append(span)
 
 
-def _run_until_idle(ranks: Sequence[_Rank], programs: Sequence[RankProgram], board: _Board) -> None:
+def _run_until_idle(
+    ranks: Sequence[_Rank], programs: Sequence[RankInstructions], board: _Board
+) -> None:
     """Resumes ranks until each has ended or waits for a peer that never arrives."""
     running = [
         rank.advance(program.instructions) for rank, program in zip(ranks, programs, strict=True)

@@ -1,4 +1,4 @@
-"""Proves by replay that the ranks' programs run to completion and use only data they have.
+"""Proves by replay that ranks' instructions run to completion and use only data they have.
 
 The replay runs all ranks together under the rules of the real queues: instructions in order; a
 direct transfer only when both ends have reached it; a delegated send at once, and its receive after
@@ -20,7 +20,7 @@ from jaxmorph.program.instructions import (
     Offload,
     Payload,
     Pipeline,
-    RankProgram,
+    RankInstructions,
     Receive,
     Reduce,
     Run,
@@ -40,14 +40,14 @@ _LINES_BEFORE, _LINES_AFTER = 3, 2
 
 
 class ProgramError(ValueError):
-    """The ranks' programs don't fit together; the message shows each rank's position."""
+    """The ranks' instructions don't fit together; the message shows each rank's position."""
 
 
 @dataclass
 class _Replay:
     """The state of one rank."""
 
-    program: RankProgram
+    program: RankInstructions
     position: int = 0
     held: set[Buffer] = field(default_factory=set)
     freed: set[Buffer] = field(default_factory=set)
@@ -65,7 +65,7 @@ class _Replay:
         return steps[self.position] if self.position < len(steps) else None
 
 
-def check(programs: Sequence[RankProgram], memory: Sequence[StageMemory] = ()) -> None:
+def check(programs: Sequence[RankInstructions], memory: Sequence[StageMemory] = ()) -> None:
     """Replays all ranks, in rank order, to completion.
 
     Args:
@@ -95,7 +95,7 @@ def check(programs: Sequence[RankProgram], memory: Sequence[StageMemory] = ()) -
             _check_room(program, of_rank)
 
 
-def _check_room(program: RankProgram, memory: StageMemory) -> None:
+def _check_room(program: RankInstructions, memory: StageMemory) -> None:
     """Checks that a rank's device has room for all that it may hold, however long copies take."""
     room = memory.room * program.num_chunks
     for step, held in zip(program.instructions, most_held(program, memory), strict=True):

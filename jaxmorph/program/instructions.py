@@ -1,7 +1,7 @@
 """The instructions of one rank for one step: run an op, send, receive, offload, reduce, update.
 
 An instruction names buffers, never arrays; `dataflow` derives which buffers each one reads and
-writes. A program has a text form of one line per instruction, which processes exchange.
+writes. `instructions_text` is the form that processes exchange, with one line per instruction.
 """
 
 import re
@@ -211,7 +211,7 @@ class Free:
 class Offload:
     """Starts to copy a stash to host memory, which frees its place on the device at the end.
 
-    A rank's offloads end in program order.
+    A rank's offloads end in the order of its instructions.
     """
 
     buffer: Buffer
@@ -273,7 +273,7 @@ Instruction: TypeAlias = Run | Send | Receive | Free | Offload | Fetch | AwaitRo
 
 
 @dataclass(frozen=True)
-class RankProgram:
+class RankInstructions:
     """One rank's instructions for one step, in the order its queue runs them."""
 
     rank: int
@@ -305,8 +305,8 @@ _HEADING = re.compile(r"rank (\d+) of (\d+), (\d+) microbatches, (\d+) chunks")
 _BUFFER = re.compile(r"(?:(\d+)\.)?([a-z-]+)\[(\d+)\]")
 
 
-def program_text(program: RankProgram) -> str:
-    """The text of a program, which `parse_program` reads back."""
+def instructions_text(program: RankInstructions) -> str:
+    """The text of a rank's instructions, which `parse_instructions` reads back."""
     heading = (
         f"rank {program.rank} of {program.num_ranks}, {program.num_microbatches} microbatches, "
         f"{program.num_chunks} chunks"
@@ -314,8 +314,8 @@ def program_text(program: RankProgram) -> str:
     return "\n".join([heading, *map(_line, program.instructions)])
 
 
-def parse_program(text: str) -> RankProgram:
-    """Reads a program back from `program_text`.
+def parse_instructions(text: str) -> RankInstructions:
+    """Reads instructions back from `instructions_text`.
 
     Raises:
         ValueError: A line is not an instruction.
@@ -326,7 +326,7 @@ def parse_program(text: str) -> RankProgram:
         raise ValueError(f"got {heading!r}, expected a line such as 'rank 0 of 4, ...'")
     rank, num_ranks, num_microbatches, num_chunks = map(int, found.groups())
     instructions = tuple(map(_instruction, lines))
-    return RankProgram(rank, num_ranks, num_microbatches, instructions, num_chunks)
+    return RankInstructions(rank, num_ranks, num_microbatches, instructions, num_chunks)
 
 
 def _line(step: Instruction) -> str:

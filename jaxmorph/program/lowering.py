@@ -24,7 +24,7 @@ from jaxmorph.program.instructions import (
     Instruction,
     Payload,
     Pipeline,
-    RankProgram,
+    RankInstructions,
     Receive,
     Reduce,
     Run,
@@ -42,8 +42,8 @@ from jaxmorph.schedule.timeline import Timeline
 
 def lower(
     schedule: Schedule, planned: Timeline, routes: Routes | None = None, *, num_tied: int = 0
-) -> tuple[RankProgram, ...]:
-    """One program per rank for one step of a schedule.
+) -> tuple[RankInstructions, ...]:
+    """Each rank's instructions for one step of a schedule.
 
     Direct transfers have the same order on both ends. A delegated send comes right after its op, a
     delegated receive right before, and a buffer is freed right after its last reader.
@@ -59,14 +59,14 @@ def lower(
 
 def lower_order(
     schedule: Schedule, planned: Timeline, routes: Routes | None = None, *, num_tied: int = 0
-) -> tuple[RankProgram, ...]:
+) -> tuple[RankInstructions, ...]:
     """As `lower`, without the frees, which a simulation does not need."""
     routes = routes or {}
     num_ranks = schedule.num_stages
     rows = _rows(global_order(schedule, planned, routes), num_ranks, routes)
     return tuple(
         _place_delegated(
-            RankProgram(
+            RankInstructions(
                 rank,
                 num_ranks,
                 schedule.num_microbatches,
@@ -80,7 +80,7 @@ def lower_order(
 
 def lower_in_step(
     schedule: Schedule, costs: StageCosts, links: Links, routes: Routes, *, num_tied: int = 0
-) -> tuple[RankProgram, ...]:
+) -> tuple[RankInstructions, ...]:
     """As `lower`, with the order of transfers in which direct links block ranks the least.
 
     It simulates two orders and takes the shorter one; with one chunk there is only the first.
@@ -245,7 +245,7 @@ def _rows(order: list[Placed], num_ranks: int, routes: Routes) -> list[list[Inst
     return rows
 
 
-def _place_delegated(program: RankProgram) -> RankProgram:
+def _place_delegated(program: RankInstructions) -> RankInstructions:
     """Moves each delegated send right after its op and each receive right before its op.
 
     So no direct transfer delays a delegated message. A channel delivers in the order of sending. If
@@ -320,7 +320,7 @@ def _tied_exchange(rank: int, last: int, index: int, routes: Routes) -> list[Ins
     return [*messages, Reduce(index, Buffer(BufferKind.TIED_GRADIENT, index))]
 
 
-def insert_frees(program: RankProgram) -> RankProgram:
+def insert_frees(program: RankInstructions) -> RankInstructions:
     """Frees each buffer right after its last reader, or right after it was made."""
     steps, rank, pipeline = program.instructions, program.rank, program.pipeline
     last_use: dict[Buffer, int] = {}
@@ -337,8 +337,8 @@ def insert_frees(program: RankProgram) -> RankProgram:
     return replace(program, instructions=tuple(freed))
 
 
-def forward_only(program: RankProgram, first_microbatch: int = 0) -> RankProgram:
-    """Keeps only a program's forwards and their transfers, to evaluate a loss.
+def forward_only(program: RankInstructions, first_microbatch: int = 0) -> RankInstructions:
+    """Keeps only the forwards of a rank's instructions and their transfers, to evaluate a loss.
 
     It keeps the step's order, so it runs to completion as the step does. A stash has no reader and
     is freed right after its forward.

@@ -21,7 +21,7 @@ from jaxmorph.program.instructions import (
     Free,
     Instruction,
     Offload,
-    RankProgram,
+    RankInstructions,
     Run,
 )
 from jaxmorph.schedule.costs import StageMemory
@@ -29,14 +29,14 @@ from jaxmorph.schedule.ops import Op, OpKind
 
 
 def offload(
-    program: RankProgram,
+    program: RankInstructions,
     memory: StageMemory,
     *,
     spare: int = 0,
     ahead: int = 1,
     early: bool = False,
-) -> RankProgram:
-    """The program with the fewest offloads that make it fit the device; unchanged if it fits.
+) -> RankInstructions:
+    """The instructions with the fewest offloads that fit the device; unchanged if they fit.
 
     An offload starts right after its F, so that the copy has the most time. The stash comes back
     before its B as soon as there is room, at most ``ahead`` ops before. An instruction that needs
@@ -63,19 +63,19 @@ def offload(
 
 
 def offload_these(
-    program: RankProgram, stashes: Collection[Buffer], *, ahead: int = 1
-) -> RankProgram:
-    """The program with the given stashes offloaded, whether they would fit or not."""
+    program: RankInstructions, stashes: Collection[Buffer], *, ahead: int = 1
+) -> RankInstructions:
+    """The instructions with the given stashes offloaded, whether they would fit or not."""
     ops = tuple(program.ops())
     return _with_copies(program, ops, stashes, StageMemory(1, 0, len(ops)), ahead)
 
 
-def count_offloads(programs: Collection[RankProgram]) -> int:
-    """How many stashes the programs offload together."""
+def count_offloads(programs: Collection[RankInstructions]) -> int:
+    """How many stashes all ranks' instructions offload together."""
     return sum(isinstance(step, Offload) for program in programs for step in program.instructions)
 
 
-def waiting_longest(program: RankProgram, count: int) -> tuple[Buffer, ...]:
+def waiting_longest(program: RankInstructions, count: int) -> tuple[Buffer, ...]:
     """The stashes of a rank with the most ops between their F and their B."""
     uses = _uses(tuple(program.ops()))
     return tuple(sorted(uses, key=lambda stash: uses[stash].made - uses[stash].used)[:count])
@@ -100,7 +100,7 @@ def _stash(op: Op) -> Buffer:
 
 
 def _farthest(
-    program: RankProgram, ops: Sequence[Op], memory: StageMemory, spare: int
+    program: RankInstructions, ops: Sequence[Op], memory: StageMemory, spare: int
 ) -> set[Buffer]:
     """The fewest stashes whose offload makes room for the others at every op."""
     uses = _uses(ops)
@@ -163,7 +163,7 @@ def _held_besides(ops: Sequence[Op], memory: StageMemory) -> Iterator[int]:
                 weights -= memory.after_backward
 
 
-def _no_room(program: RankProgram, memory: StageMemory, least: int) -> UserError:
+def _no_room(program: RankInstructions, memory: StageMemory, least: int) -> UserError:
     chunks = program.num_chunks
     return UserError(
         f"offload: stage {program.rank}: got room for {memory.room // chunks:,}, expected at least "
@@ -173,13 +173,13 @@ def _no_room(program: RankProgram, memory: StageMemory, least: int) -> UserError
 
 
 def _with_copies(
-    program: RankProgram,
+    program: RankInstructions,
     ops: Sequence[Op],
     chosen: Collection[Buffer],
     memory: StageMemory,
     ahead: int,
-) -> RankProgram:
-    """The program with copies of the chosen stashes and waits for room."""
+) -> RankInstructions:
+    """The instructions with copies of the chosen stashes and waits for room."""
     fetched_before = _fetches(ops, chosen, memory, ahead)
     instructions: list[Instruction] = []
     at = -1  # the position of the last op
@@ -224,8 +224,8 @@ def _held_at(ops: Sequence[Op], chosen: Collection[Buffer], memory: StageMemory)
     return held
 
 
-def await_room(program: RankProgram, memory: StageMemory) -> RankProgram:
-    """Adds the fewest waits with which a program fits the device, however slow its copies are.
+def await_room(program: RankInstructions, memory: StageMemory) -> RankInstructions:
+    """Adds the fewest waits with which instructions fit the device, however slow its copies are.
 
     Without waits, it must fit if copies take no time.
     """
@@ -291,7 +291,7 @@ class _Device:
                 pass
 
 
-def _awaiting(program: RankProgram, device: _Device) -> Iterator[Instruction]:
+def _awaiting(program: RankInstructions, device: _Device) -> Iterator[Instruction]:
     for step in program.instructions:
         if isinstance(step, Fetch):
             device.remove(step.buffer)  # it can't come back before it has left
@@ -305,7 +305,7 @@ def _awaiting(program: RankProgram, device: _Device) -> Iterator[Instruction]:
         yield step
 
 
-def most_held(program: RankProgram, memory: StageMemory) -> Iterator[int]:
+def most_held(program: RankInstructions, memory: StageMemory) -> Iterator[int]:
     """What the device may hold while each instruction runs, however slow copies are."""
     device = _Device(memory)
     for step in program.instructions:

@@ -16,7 +16,7 @@ from jaxmorph.program.check import ProgramError
 from jaxmorph.program.instructions import (
     Channel,
     Instruction,
-    RankProgram,
+    RankInstructions,
     Receive,
     Send,
     Transfer,
@@ -27,7 +27,7 @@ _Clock = np.ndarray
 """int64 [ranks]: how many instructions each rank's host is known to have handled."""
 
 
-def slots_needed(programs: Sequence[RankProgram]) -> dict[Channel, int]:
+def slots_needed(programs: Sequence[RankInstructions]) -> dict[Channel, int]:
     """For every delegated channel, the slots with which no send of a step ever waits for one.
 
     It is the largest number of messages sent and not received under any timing of ops and links,
@@ -50,7 +50,7 @@ def slots_needed(programs: Sequence[RankProgram]) -> dict[Channel, int]:
 
 
 def most_slots(*needed: Mapping[Channel, int]) -> dict[Channel, int]:
-    """For every channel, the most slots that any of several programs needs."""
+    """For every channel, the most slots that any of several steps needs."""
     channels = dict.fromkeys(channel for slots in needed for channel in slots)
     return {channel: max(slots.get(channel, 0) for slots in needed) for channel in channels}
 
@@ -60,7 +60,7 @@ def power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
-def _received_by(program: RankProgram) -> dict[Channel, list[int]]:
+def _received_by(program: RankInstructions) -> dict[Channel, list[int]]:
     """The positions at which a rank receives the delegated messages of each channel."""
     positions: dict[Channel, list[int]] = {}
     for position, step in enumerate(program.instructions):
@@ -73,7 +73,7 @@ def _received_by(program: RankProgram) -> dict[Channel, list[int]]:
 class _Rank:
     """The progress of a rank's host and queue, and what each knows of all hosts."""
 
-    program: RankProgram
+    program: RankInstructions
     host: _Clock
     queue: _Clock
     handled: int = 0
@@ -84,7 +84,7 @@ class _Rank:
         return self.queued[0][0] if self.queued else None
 
 
-def _sends(programs: Sequence[RankProgram]) -> Iterator[tuple[Transfer, _Clock]]:
+def _sends(programs: Sequence[RankInstructions]) -> Iterator[tuple[Transfer, _Clock]]:
     """Every delegated send, in each host's order, with what its host knows at that time."""
     size = len(programs)
     ranks = [_Rank(program, np.zeros(size, int), np.zeros(size, int)) for program in programs]

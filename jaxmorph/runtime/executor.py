@@ -29,7 +29,7 @@ from jaxmorph.program.instructions import (
     Offload,
     Payload,
     Place,
-    RankProgram,
+    RankInstructions,
     Receive,
     Reduce,
     Run,
@@ -57,7 +57,7 @@ class StepInputs:
         tokens: int32 [microbatches, microbatch size, sequence]; only the first stage reads them.
         targets: The same shape; only the last stage reads them. Negative targets don't count.
         loss_weight: The weight of each counted token's loss, e.g. one over their number.
-        first_microbatch: The program's number of the first of these microbatches.
+        first_microbatch: The instructions' number of the first of these microbatches.
     """
 
     tokens: np.ndarray | None
@@ -93,7 +93,7 @@ class _Step:
     `buffers` before it enqueues any item that reads it.
     """
 
-    program: RankProgram
+    program: RankInstructions
     weights: Chunks
     accumulators: list[Tree]
     inputs: StepInputs
@@ -128,12 +128,12 @@ class _Step:
 
 @dataclass(frozen=True)
 class Executor:
-    """Runs a rank's programs on its virtual stages.
+    """Runs a rank's instructions on its virtual stages.
 
     Attributes:
         chunks: The compiled programs of each virtual stage.
         placement: Where the stage keeps its arrays.
-        routes: By the names that programs use.
+        routes: By the names that instructions use.
         pace: How long ops last on a paced queue.
         transfer_timeout_s: How long to wait for a transfer.
         tied: Sums the gradients of tied parameters; None where the stage holds none.
@@ -151,7 +151,7 @@ class Executor:
 
     def execute(
         self,
-        program: RankProgram,
+        program: RankInstructions,
         weights: Chunks,
         accumulators: Chunks,
         inputs: StepInputs,

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmorph.control.link_state import PathFailure
 from jaxmorph.copies.choosing import StageCopies, open_copies
-from jaxmorph.program.instructions import Channel, RankProgram
+from jaxmorph.program.instructions import Channel, RankInstructions
 from jaxmorph.records import Link
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import DirectRoute, LinkCommunicators
@@ -172,7 +172,7 @@ class StageTrainer:
         """The gradients of the last step, float32; valid until the next call."""
         return self._accumulators
 
-    def run(self, program: RankProgram, inputs: StepInputs, step: int) -> StepOutcome:
+    def run(self, program: RankInstructions, inputs: StepInputs, step: int) -> StepOutcome:
         """Run a step's ops and transfers; `update` or `discard` must follow."""
         self._step = step
         outcome = self.executor.execute(

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from jaxmorph.program.instructions import RankProgram
+from jaxmorph.program.instructions import RankInstructions
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.kept_programs import CompilationCounter
 from jaxmorph.runtime.optimizer import clip_scale
@@ -38,7 +38,7 @@ class StepResult:
     """A step that is over.
 
     Attributes:
-        program: This rank's.
+        program: This rank's instructions.
         totals: The scalars of all ranks together.
         reports: All ranks' reports, in rank order; on rank 0 they contain the timings.
         timings: This rank's own.
@@ -49,7 +49,7 @@ class StepResult:
     """
 
     step: int
-    program: RankProgram
+    program: RankInstructions
     totals: StepTotals
     reports: tuple[StepReport, ...]
     timings: StepTimings
@@ -97,7 +97,7 @@ class StepRunner:
 
     def run(
         self,
-        program: RankProgram,
+        program: RankInstructions,
         inputs: StepInputs,
         step: int,
         *,
@@ -139,7 +139,7 @@ class StepRunner:
         step_s = ended_s - began_s
         return StepResult(step, program, totals, reports, timings, step_s, ended_s, updated, events)
 
-    def forwards(self, program: RankProgram, inputs: StepInputs, step: int) -> ForwardTotals:
+    def forwards(self, program: RankInstructions, inputs: StepInputs, step: int) -> ForwardTotals:
         """Run forwards alone, for an evaluation."""
         outcome = self.stage.run(program, inputs, step)
         targets = inputs.targets

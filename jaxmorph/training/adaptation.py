@@ -16,7 +16,7 @@ from jaxmorph.config import Config
 from jaxmorph.control.controller_state import ProbeLinks, first_state
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.path_reports import PathReport, join_reports
-from jaxmorph.program.instructions import Channel, RankProgram, parse_program
+from jaxmorph.program.instructions import Channel, RankInstructions, parse_instructions
 from jaxmorph.records import Link
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rendezvous import Rendezvous
@@ -37,7 +37,7 @@ class Announced:
     """Rank 0's announcement for after a step: a plan to swap to, or links to probe.
 
     Attributes:
-        programs: Every rank's instructions, as `program_text` writes them.
+        programs: Every rank's instructions, as `instructions_text` writes them.
         slots: The number of slots that each delegated channel needs.
         probe: The links to probe.
     """
@@ -163,7 +163,7 @@ class Adaptation(Callback):
 
     def apply(
         self, step: int, paths: Sequence[PathReport], announced: Announced
-    ) -> RankProgram | None:
+    ) -> RankInstructions | None:
         """Restore direct paths, then swap to the announced plan or probe the announced links.
 
         Args:
@@ -179,7 +179,7 @@ class Adaptation(Callback):
                 self._probed += self._trainer.probe(link, step)
         if not announced.programs:
             return None
-        program = parse_program(announced.programs[self._rendezvous.rank])
+        program = parse_instructions(announced.programs[self._rendezvous.rank])
         make_room(self._rendezvous, self._trainer, announced.slots)
         if self._morph is not None:
             self._recorder.adopt(self._morph, step + 1)

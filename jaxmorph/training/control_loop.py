@@ -53,7 +53,7 @@ class Plans(Protocol):
         ...
 
     def restart(self, in_force: Plan, programs: tuple[str, ...] | None) -> None:
-        """Begins again after a failure, with the programs that ranks run (None: their first)."""
+        """Begins again after a failure, with the instructions that ranks run; None: the first."""
         ...
 
 
@@ -62,8 +62,8 @@ class Morph:
     """A change of plan that ranks can carry out.
 
     Attributes:
-        programs: Every rank's instructions, as `program_text` writes them. The planning process
-            makes them beside training; a rank would need too long between two steps.
+        programs: Every rank's instructions, as `instructions_text` writes them. The planning
+            process makes them beside training; a rank would need too long between two steps.
         slots: The number of slots that each delegated channel needs.
         restore: The links whose failed direct paths are restored with it.
     """

@@ -14,7 +14,7 @@ from jaxmorph.config import Config
 from jaxmorph.data import Batches, Tokens
 from jaxmorph.errors import UserError
 from jaxmorph.program.check import check
-from jaxmorph.program.instructions import RankProgram
+from jaxmorph.program.instructions import RankInstructions
 from jaxmorph.program.lowering import forward_only
 from jaxmorph.program.slots_needed import most_slots, slots_needed
 from jaxmorph.runtime.executor import StepInputs
@@ -87,25 +87,25 @@ class Evaluation(Callback):
         self,
         config: Config,
         runner: StepRunner,
-        programs: Sequence[RankProgram],
+        programs: Sequence[RankInstructions],
         batches: Batches | None,
     ) -> None:
         self._config = config
         self._runner = runner
         self._rendezvous = runner.rendezvous
         self._batches = batches
-        self._program: RankProgram | None = None
-        self._programs: list[tuple[int, RankProgram]] = []
+        self._program: RankInstructions | None = None
+        self._programs: list[tuple[int, RankInstructions]] = []
         self.latest = NOT_EVALUATED
         if batches is not None:
             check([forward_only(program) for program in programs])
 
     def after(self, result: StepResult) -> Effect:
-        """Evaluate if it is due, with the forwards of the program that ran."""
+        """Evaluate if it is due, with the forwards of the instructions that ran."""
         self.latest = self._evaluated(result.step, result.program)
         return Effect(paused_s=self.latest.took_s)
 
-    def _evaluated(self, step: int, program: RankProgram) -> HeldOutLoss:
+    def _evaluated(self, step: int, program: RankInstructions) -> HeldOutLoss:
         if self._batches is None or not self._is_due(step):
             return NOT_EVALUATED
         self._use_forwards_of(program)
@@ -120,7 +120,7 @@ class Evaluation(Callback):
         loss = sum(each.loss for each in totals) / sum(each.counted for each in totals)
         return HeldOutLoss(loss, time.monotonic() - began_s)
 
-    def _use_forwards_of(self, program: RankProgram) -> None:
+    def _use_forwards_of(self, program: RankInstructions) -> None:
         if program is self._program:
             return
         # A message carries its step and microbatch, and an evaluation has the number of the step
@@ -136,7 +136,7 @@ class Evaluation(Callback):
         return every is not None and (is_last or (step + 1) % every == 0)
 
     def _run(
-        self, batches: Batches, index: int, first: int, program: RankProgram, step: int
+        self, batches: Batches, index: int, first: int, program: RankInstructions, step: int
     ) -> ForwardTotals:
         rank = self._rendezvous.rank
         is_last = rank == self._rendezvous.num_ranks - 1

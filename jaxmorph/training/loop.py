@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxmorph.program.instructions import RankProgram
+from jaxmorph.program.instructions import RankInstructions
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.step import StepResult, StepRunner
 
@@ -23,7 +23,7 @@ class Effect:
         ends: Whether the loop ends here.
     """
 
-    program: RankProgram | None = None
+    program: RankInstructions | None = None
     paused_s: float = 0.0
     ends: bool = False
 
@@ -64,7 +64,7 @@ class Loop:
     def __init__(
         self,
         runner: StepRunner,
-        program: RankProgram,
+        program: RankInstructions,
         callbacks: Sequence[Callback] = (),
         next_step: int = 0,
     ) -> None:

@@ -13,7 +13,7 @@ from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step, shorter_on_queues
 from jaxmorph.errors import UserError
 from jaxmorph.program.blocking import simulate_blocking
-from jaxmorph.program.instructions import Channel, RankProgram
+from jaxmorph.program.instructions import Channel, RankInstructions
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.records import Link, Route
 from jaxmorph.runtime.rendezvous import Rendezvous, agree, gather
@@ -35,12 +35,12 @@ class PlanInForce:
     """
 
     plan: Plan
-    programs: tuple[RankProgram, ...]
+    programs: tuple[RankInstructions, ...]
     rank: int
     slots: Mapping[Channel, int] = field(default_factory=dict)
 
     @property
-    def program(self) -> RankProgram:
+    def program(self) -> RankInstructions:
         """This rank's instructions."""
         return self.programs[self.rank]
 

@@ -43,7 +43,8 @@ class Begin:
     """The first request: the run and its plan in force; the answer is `Ready`.
 
     Attributes:
-        programs: Every rank's instructions, as `program_text` writes them. None: lower the plan.
+        programs: Every rank's instructions, as `instructions_text` writes them; None: the plan is
+            lowered.
     """
 
     run: RunToPlan
@@ -77,7 +78,7 @@ class Chosen:
     """A chosen plan as ranks run it.
 
     Attributes:
-        programs: Every rank's instructions, as `program_text` writes them.
+        programs: Every rank's instructions, as `instructions_text` writes them.
         slots: The number of slots that each delegated channel needs.
     """
 
@@ -121,8 +122,8 @@ class PlanningProcess:
         """Replace the process, and send the run to the new one.
 
         Args:
-            programs: The instructions that ranks run, as `program_text` writes them. None: those
-                that they began with.
+            programs: The instructions that ranks run, as `instructions_text` writes them. None:
+                those that they began with.
 
         Raises:
             PlanningError: It can't plan, or has been closed.

@@ -28,7 +28,7 @@ from jaxmorph.control.verdicts import Verdict, degraded_links
 from jaxmorph.errors import UserError
 from jaxmorph.plain_json import dump, parse_line, tagged
 from jaxmorph.program.blocking import simulate_blocking
-from jaxmorph.program.instructions import RankProgram, parse_program, program_text
+from jaxmorph.program.instructions import RankInstructions, instructions_text, parse_instructions
 from jaxmorph.program.lowering import forward_only
 from jaxmorph.program.slots_needed import most_slots, slots_needed
 from jaxmorph.records import Link, Route
@@ -45,12 +45,12 @@ from jaxmorph.training.planning_client import (
     Request,
 )
 
-Programs = tuple[RankProgram, ...]
+Programs = tuple[RankInstructions, ...]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan, its programs, checked by a replay of all ranks, and its predicted step."""
+    """A plan, all ranks' instructions, checked by a replay, and its predicted step."""
 
     plan: Plan
     programs: Programs
@@ -123,7 +123,7 @@ class CandidatePlanner:
         slots = slots_needed(programs)
         if self._config.evaluation.every_steps is not None:
             slots = most_slots(slots, slots_needed([*map(forward_only, programs)]))
-        return Chosen(tuple(map(program_text, programs)), slots)
+        return Chosen(tuple(map(instructions_text, programs)), slots)
 
     def _plans(
         self, profile: Profile, verdicts: Sequence[Verdict], staying: Iterable[Link]
@@ -243,7 +243,7 @@ def planner_of(request: Begin) -> CandidatePlanner:
         run.profile,
         run.usual,
         request.in_force,
-        None if programs is None else tuple(map(parse_program, programs)),
+        None if programs is None else tuple(map(parse_instructions, programs)),
     )
 
 

@@ -30,7 +30,7 @@ from jaxmorph.messages import (
     StepDone,
     StepTimelines,
 )
-from jaxmorph.program.instructions import parse_program
+from jaxmorph.program.instructions import parse_instructions
 from jaxmorph.records import CHANGES, Event, EventKind, Link, StepRecord
 from jaxmorph.runtime.report import (
     StepReport,
@@ -261,7 +261,7 @@ class StepRecorder:
         return self._loop
 
     def _switch_plan(self, morph: Morph, step: int) -> None:
-        programs = tuple(map(parse_program, morph.programs))
+        programs = tuple(map(parse_instructions, morph.programs))
         self._in_force = PlanInForce(morph.plan, programs, self._in_force.rank, morph.slots)
         self._plan = morph.plan
         for event in self._controlled.plan_changed(morph):

@@ -18,7 +18,7 @@ from jaxmorph.control.link_state import FailedPaths, PathFailure
 from jaxmorph.control.path_reports import PathReport, join_reports
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.messages import EventEmitted, RunMessage
-from jaxmorph.program.instructions import RankProgram, Receive, Send, channel_of
+from jaxmorph.program.instructions import RankInstructions, Receive, Send, channel_of
 from jaxmorph.program.lowering import forward_only
 from jaxmorph.records import CHANGES, EventKind
 from jaxmorph.report.terminal import PlainReporter
@@ -143,7 +143,7 @@ class Trainer:
         self.layers = tuple(self._run.own_layers)
         self._training: Training | None = None
         self._next_step, self._first_microbatch = self._run.first_step, 0
-        self._has_room: RankProgram | None = None
+        self._has_room: RankInstructions | None = None
         self._last: StepResult | None = None
         self._failed = FailedPaths()
 
@@ -351,7 +351,7 @@ class Trainer:
         self._failed = self._failed.restore(joined.restored)
         return failures
 
-    def _make_room(self, program: RankProgram) -> None:
+    def _make_room(self, program: RankInstructions) -> None:
         """Allocate the slots that the forwards of a new plan need when no backward frees any."""
         if program is self._has_room:
             return

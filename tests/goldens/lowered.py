@@ -34,7 +34,7 @@ def programs(case: dict[str, Any]) -> list[str]:
     if case["memory"]:
         offload, memory = find("offload", "program"), find("StageMemory", "schedule")
         lowered = [offload(program, memory(*case["memory"])) for program in lowered]
-    return [find("program_text", "program")(program) for program in lowered]
+    return [find("instructions_text", "program")(program) for program in lowered]
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from jaxmorph.program.check import ProgramError
 from jaxmorph.program.instructions import (
     Channel,
     Instruction,
-    RankProgram,
+    RankInstructions,
     Receive,
     Send,
     Transfer,
@@ -32,7 +32,7 @@ from jaxmorph.records import Link
 class _Replay:
     """The positions of all ranks, and the messages under way."""
 
-    programs: Sequence[RankProgram]
+    programs: Sequence[RankInstructions]
     link: Link
     slots: int
     positions: list[int] = field(init=False)
@@ -127,7 +127,7 @@ class _Replay:
         return isinstance(other, Send | Receive) and other.transfer == head.transfer
 
 
-def check_switch(programs: Sequence[RankProgram], link: Link, slots: int = 1) -> int:
+def check_switch(programs: Sequence[RankInstructions], link: Link, slots: int = 1) -> int:
     """Replays a step for every direct transfer of a link that may fail, received or not.
 
     Args:
@@ -158,7 +158,7 @@ def check_switch(programs: Sequence[RankProgram], link: Link, slots: int = 1) ->
         whole.meet(transfer)
 
 
-def check_every_switch(programs: Sequence[RankProgram], slots: int = 1) -> int:
+def check_every_switch(programs: Sequence[RankInstructions], slots: int = 1) -> int:
     """As `check_switch`, for every link alone."""
     ranks = range(len(programs))
     links = [Link(low, high) for low, high in product(ranks, ranks) if low < high]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmorph.program.check import ProgramError
-from jaxmorph.program.instructions import RankProgram, Receive, Send, Transfer
+from jaxmorph.program.instructions import RankInstructions, Receive, Send, Transfer
 from jaxmorph.program.lowering import lower
 from jaxmorph.records import Link
 from jaxmorph.schedule.costs import Limits, StageCosts, chain_links
@@ -77,7 +77,7 @@ def test_a_lost_message_is_found():
 def test_messages_out_of_order_are_found():
     """As direct transfers they are refused at once; in slots they block each other."""
     one, two, three = (Transfer.parse(f"activation[{number}] 0>1") for number in range(3))
-    first = RankProgram(0, 2, 3, (Send(one), Send(two), Send(three)))
-    second = RankProgram(1, 2, 3, (Receive(one), Receive(three), Receive(two)))
+    first = RankInstructions(0, 2, 3, (Send(one), Send(two), Send(three)))
+    second = RankInstructions(1, 2, 3, (Receive(one), Receive(three), Receive(two)))
     with pytest.raises(ProgramError, match="nothing goes on: rank 1 waits at receive"):
         check_switch((first, second), Link(0, 1), slots=2)

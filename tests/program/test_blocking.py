@@ -8,7 +8,7 @@ import pytest
 
 from jaxmorph.program.blocking import Disturbance, simulate_blocking
 from jaxmorph.program.check import ProgramError
-from jaxmorph.program.instructions import Payload, RankProgram, Receive, Run, Send, Transfer
+from jaxmorph.program.instructions import Payload, RankInstructions, Receive, Run, Send, Transfer
 from jaxmorph.program.lowering import lower
 from jaxmorph.program.offload import offload, offload_these, waiting_longest
 from jaxmorph.records import Link, Route
@@ -34,7 +34,9 @@ UNIFORM = StageCosts.uniform(2, 10, 10, 10)
 def programs(*rows, route="direct"):
     """`F0` runs it, `>F0` and `>B0` send what it made, `<F0` and `<B0` receive its input."""
     return [
-        RankProgram(rank, len(rows), 2, tuple(_step(word, rank, route) for word in row.split()))
+        RankInstructions(
+            rank, len(rows), 2, tuple(_step(word, rank, route) for word in row.split())
+        )
         for rank, row in enumerate(rows)
     ]
 

@@ -10,7 +10,7 @@ from jaxmorph.program.instructions import (
     BufferKind,
     Free,
     Payload,
-    RankProgram,
+    RankInstructions,
     Receive,
     Run,
     Send,
@@ -97,7 +97,7 @@ def late_weight_gradient_of_a_chunk():
 
 def lost_message():
     steps = (run("F0"), Send(ACTIVATION_0, "delegated"), free("output", 0), free("stash", 0))
-    return [RankProgram(0, 2, 0, steps), RankProgram(1, 2, 0, ())]
+    return [RankInstructions(0, 2, 0, steps), RankInstructions(1, 2, 0, ())]
 
 
 def unsent_message():

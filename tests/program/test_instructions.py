@@ -13,10 +13,10 @@ from jaxmorph.program.instructions import (
     Payload,
     Pipeline,
     Place,
-    RankProgram,
+    RankInstructions,
     Transfer,
-    parse_program,
-    program_text,
+    instructions_text,
+    parse_instructions,
 )
 from jaxmorph.records import Link
 from jaxmorph.schedule.costs import StageCosts
@@ -94,13 +94,13 @@ def test_every_ranks_program_comes_back(schedule, routes):
     stages = schedule.num_stages
     profile = Profile(StageCosts.uniform(stages, 1.0, 1.0, 1.0), {})
     for program in lower_step(schedule, profile, routes, num_tied=2):
-        assert parse_program(program_text(program)) == program
+        assert parse_instructions(instructions_text(program)) == program
 
 
 def test_a_text_is_read_line_by_line():
     schedule, costs = zb_h2(2, 1), StageCosts.uniform(2, 1.0, 1.0, 1.0)
     first, _ = lower_step(schedule, Profile(costs, {}), {Link(0, 1): "delegated"})
-    assert program_text(first).split("\n") == [
+    assert instructions_text(first).split("\n") == [
         "rank 0 of 2, 1 microbatches, 1 chunks",
         "run F0",
         "send activation[0] 0>1 delegated",
@@ -118,11 +118,11 @@ def test_a_text_is_read_line_by_line():
 def test_copies_of_stashes_come_back():
     stash, other = (Buffer(BufferKind.STASH, microbatch, 1) for microbatch in (3, 4))
     steps = (Offload(stash), AwaitRoom(stash), Fetch(stash), Fetch(other, after=stash))
-    program = RankProgram(1, 2, 5, steps, num_chunks=2)
-    assert parse_program(program_text(program)) == program
+    program = RankInstructions(1, 2, 5, steps, num_chunks=2)
+    assert parse_instructions(instructions_text(program)) == program
 
 
 @pytest.mark.parametrize("line", ["walk F0", "send activation[0] 0>1 by-air", "free stash", ""])
 def test_what_is_no_instruction_is_refused(line):
     with pytest.raises(ValueError, match="expected a"):
-        parse_program(f"rank 0 of 2, 1 microbatches, 1 chunks\n{line}")
+        parse_instructions(f"rank 0 of 2, 1 microbatches, 1 chunks\n{line}")

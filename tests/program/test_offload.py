@@ -21,7 +21,7 @@ from jaxmorph.program.instructions import (
     Fetch,
     Free,
     Offload,
-    RankProgram,
+    RankInstructions,
     Run,
 )
 from jaxmorph.program.lowering import lower
@@ -43,12 +43,12 @@ from jaxmorph.schedule.timeline import peak_on_device
 WARM_UP = "F0 F1 F2 F3 B0 F4 B1 B2 B3 B4 W0 W1 W2 W3 W4"
 
 
-def program_of(row: str) -> RankProgram:
+def program_of(row: str) -> RankInstructions:
     schedule = Schedule.from_rows("hand", [row])
     return lower(schedule, simulate(schedule, StageCosts.uniform(1, 1, 1, 1)))[0]
 
 
-def picture(program: RankProgram) -> str:
+def picture(program: RankInstructions) -> str:
     return " ".join(word for step in program.instructions if (word := _word(step)))
 
 
@@ -145,7 +145,7 @@ def test_a_fetch_follows_the_free_of_its_place():
     assert steps[at - 1] == Run(Op(OpKind.F, 1))
 
 
-def without(program: RankProgram, *kinds) -> RankProgram:
+def without(program: RankInstructions, *kinds) -> RankInstructions:
     kept = tuple(step for step in program.instructions if not isinstance(step, kinds))
     return replace(program, instructions=kept)
 

@@ -11,7 +11,7 @@ from jaxmorph.program.check import ProgramError
 from jaxmorph.program.instructions import (
     Channel,
     Payload,
-    RankProgram,
+    RankInstructions,
     Receive,
     Send,
     Transfer,
@@ -30,7 +30,7 @@ from jaxmorph.schedule.simulate import simulate
 class Rank:
     """A host that hands transfers to a queue, one after another."""
 
-    program: RankProgram
+    program: RankInstructions
     position: int = 0
     queue: deque = field(default_factory=deque)
 
@@ -39,7 +39,7 @@ class Rank:
 class Run:
     """All ranks, moved by hand; counts what a channel's sends hold."""
 
-    programs: tuple[RankProgram, ...]
+    programs: tuple[RankInstructions, ...]
     channel: Channel
 
     def __post_init__(self):
@@ -175,8 +175,8 @@ def test_slots_come_in_powers_of_two(number, rounded):
 def test_a_deadlock_is_refused():
     there, back = (Transfer(Payload.ACTIVATION, *ends, 0) for ends in ((0, 1), (1, 0)))
     programs = [
-        RankProgram(0, 2, 1, (Receive(back, "delegated"), Send(there, "delegated"))),
-        RankProgram(1, 2, 1, (Receive(there, "delegated"), Send(back, "delegated"))),
+        RankInstructions(0, 2, 1, (Receive(back, "delegated"), Send(there, "delegated"))),
+        RankInstructions(1, 2, 1, (Receive(there, "delegated"), Send(back, "delegated"))),
     ]
     with pytest.raises(ProgramError, match="deadlock"):
         slots_needed(programs)

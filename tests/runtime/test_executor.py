@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from jaxmorph.program.dataflow import received_buffer
-from jaxmorph.program.instructions import Free, Payload, RankProgram, Receive, Transfer
+from jaxmorph.program.instructions import Free, Payload, RankInstructions, Receive, Transfer
 from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.executor import Executor, StepInputs
 from jaxmorph.runtime.queue import Pace, PacedQueue, Stamp
@@ -53,7 +53,7 @@ def execute(queue, route):
     placement = SingleDeviceSharding(jax.devices()[0])
     executor = Executor((), placement, queue, {"delegated": route}, Pace(), 5.0)
     receive = Receive(TRANSFER, "delegated")
-    program = RankProgram(0, 2, 1, (receive, Free(received_buffer(TRANSFER))))
+    program = RankInstructions(0, 2, 1, (receive, Free(received_buffer(TRANSFER))))
     return executor.execute(program, (), (), INPUTS, step=0)
 
 

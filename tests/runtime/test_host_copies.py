@@ -11,7 +11,7 @@ import pytest
 from test_stage_trainer import trainer_of
 
 from jaxmorph.program.check import check
-from jaxmorph.program.instructions import Buffer, BufferKind, Fetch, RankProgram
+from jaxmorph.program.instructions import Buffer, BufferKind, Fetch, RankInstructions
 from jaxmorph.program.lowering import lower
 from jaxmorph.program.offload import count_offloads, offload
 from jaxmorph.runtime.executor import StepInputs, StepOutcome
@@ -69,7 +69,7 @@ class Result:
         return measured_timeline([StepReport(0.0, self.norm, detail=json.dumps(timings))])
 
 
-def program_of(row: str, room: int | None) -> RankProgram:
+def program_of(row: str, room: int | None) -> RankInstructions:
     """A row of ops, with room for so many stashes."""
     schedule = Schedule.from_rows("hand", [row])
     planned = simulate(schedule, StageCosts.uniform(1, 1, 1, 1))
@@ -82,7 +82,7 @@ def program_of(row: str, room: int | None) -> RankProgram:
     return placed
 
 
-def run(trainer: StageTrainer, program: RankProgram) -> Result:
+def run(trainer: StageTrainer, program: RankInstructions) -> Result:
     tokens = np.arange(4 * program.num_microbatches, dtype=np.int32).reshape(-1, 1, 4) % 8
     outcome = trainer.run(program, StepInputs(tokens, tokens[::-1], 1 / tokens.size), step=0)
     norm = trainer.squared_norm()

@@ -12,7 +12,7 @@ from jaxmorph.control.measurements import link_samples, op_times
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.program.blocking import simulate_blocking
-from jaxmorph.program.instructions import parse_program
+from jaxmorph.program.instructions import parse_instructions
 from jaxmorph.records import Link
 from jaxmorph.runtime.direct_probe import probe_transfers
 from jaxmorph.schedule.costs import LinkDelay, StageCosts, chain_links
@@ -59,7 +59,7 @@ class PlansHere:
 
     def restart(self, in_force, programs):
         self.restarted.append(in_force.routes)
-        parsed = None if programs is None else tuple(map(parse_program, programs))
+        parsed = None if programs is None else tuple(map(parse_instructions, programs))
         self._planner = CandidatePlanner(*self._known, in_force, parsed)
 
 
@@ -147,7 +147,7 @@ class Run:
                 self.probed = {str(transfer): took_ms for transfer in probes}
             case Morph() as morph:
                 self.morphs.append(morph)
-                self.programs = tuple(map(parse_program, morph.programs))
+                self.programs = tuple(map(parse_instructions, morph.programs))
                 self.routes = morph.plan.routes
                 self._record(self.loop.plan_changed(morph), self.step + 1)
 

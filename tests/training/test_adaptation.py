@@ -14,7 +14,7 @@ from jaxmorph.control.path_reports import PathReport
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.plain_json import dump, parse
-from jaxmorph.program.instructions import program_text
+from jaxmorph.program.instructions import instructions_text
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.records import Link, Route
 from jaxmorph.runtime.report import ProbeTimes
@@ -28,7 +28,7 @@ PLAN = plan(COSTS, {}, Limits(), 6, "zb-h2")
 ROUTES: dict[Link, Route] = {Link(0, 1): "direct", Link(1, 2): "delegated"}
 PROGRAMS = lower_step(PLAN.schedule, Profile(COSTS, {}), ROUTES)
 SLOTS = slots_needed(PROGRAMS)
-MORPH = Morph(PlanChange(PLAN, "slow", ROUTES, {}), tuple(map(program_text, PROGRAMS)), SLOTS)
+MORPH = Morph(PlanChange(PLAN, "slow", ROUTES, {}), tuple(map(instructions_text, PROGRAMS)), SLOTS)
 
 
 class Stage:

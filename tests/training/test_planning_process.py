@@ -14,7 +14,7 @@ from jaxmorph.control.step_programs import lower_step
 from jaxmorph.control.verdicts import Evidence, Verdict
 from jaxmorph.plain_json import dump, tagged
 from jaxmorph.program.check import check
-from jaxmorph.program.instructions import parse_program
+from jaxmorph.program.instructions import parse_instructions
 from jaxmorph.program.lowering import forward_only
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.records import Link
@@ -223,7 +223,7 @@ def test_the_process_plans_and_ends_with_its_input():
             link: "delegated" if link == LINKS[1] else "direct" for link in LINKS
         }
         chosen_plan = process.choose(1)
-        programs = tuple(map(parse_program, chosen_plan.programs))
+        programs = tuple(map(parse_instructions, chosen_plan.programs))
         expected = Profile(COSTS, chain_links((0.0, 31.0, 0.0)))
         assert programs == lower_step(FIRST.schedule, expected, chosen.plan.routes, num_tied=1)
         directions = {(channel.source, channel.destination) for channel in chosen_plan.slots}

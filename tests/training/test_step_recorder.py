@@ -16,7 +16,7 @@ from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.messages import EventEmitted, ProfileUpdated, StepDone, StepTimelines
 from jaxmorph.plain_json import dump
-from jaxmorph.program.instructions import program_text
+from jaxmorph.program.instructions import instructions_text
 from jaxmorph.records import Event, EventKind, Link
 from jaxmorph.runtime.report import LinkEvent, StepReport, StepTotals, named_parts
 from jaxmorph.schedule.costs import Limits, StageCosts
@@ -227,7 +227,7 @@ class OneMorph:
 def test_a_morph_counts_from_its_first_step():
     loop: Any = OneMorph()
     other = plan(COSTS, {}, Limits(), 1, "adaptive")
-    programs = tuple(map(program_text, IN_FORCE.programs))
+    programs = tuple(map(instructions_text, IN_FORCE.programs))
     messages = []
     with recorder_of(messages.append, loop=loop) as recorder:
         record_steps(recorder, 3)
