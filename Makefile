@@ -20,8 +20,8 @@ $(VENV)/installed: pyproject.toml
 demo: setup
 	$(BIN)/jaxmorph train configs/demo.yaml
 
-# Tests that start ranks want the processors for themselves, and wait for them half of the time: they
-# run one after another, and meanwhile all other tests, in two processes, which report at the end.
+# Tests that start ranks run one after another, and first, for some of them time what ranks do. Ranks
+# wait half of the time: meanwhile all other tests run, in two processes, which report at the end.
 SEVERAL_PROCESSES := multiprocess or netns
 # How many processes; 0: pytest's own alone, where more tests run beside these.
 WORKERS ?= 2
@@ -40,7 +40,7 @@ test-processes: setup
 	$(BIN)/python -m pytest $(call MARKED,($(SEVERAL_PROCESSES))) $(THEIR_FILES)
 
 test-others: setup
-	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
+	@nice -n 5 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
 	    $(call MARKED,not ($(SEVERAL_PROCESSES))) $(TESTS) >$(VENV)/others.log 2>&1; \
 	status=$$?; echo "all other tests:"; cat $(VENV)/others.log; exit $$status
 

@@ -423,7 +423,6 @@ def test_a_file_that_cannot_be_written_ends_the_check_first(capsys):
     assert "No such file or directory" in captured.err
 
 
-@pytest.mark.long
 def run_check(path, *options):
     command = [sys.executable, "-m", "benchmarks.gpu", f"--json={path}", *options]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
@@ -433,6 +432,7 @@ def run_check(path, *options):
     return done, json.loads(path.read_text(encoding="utf-8"))
 
 
+@pytest.mark.long
 def test_without_a_gpu_it_runs_and_says_so(tmp_path):
     done, found = run_check(tmp_path / "f.json", "--parts=environment,into:pallas,out-of:host")
     assert done.returncode == 1, done.stderr

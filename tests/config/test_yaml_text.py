@@ -54,7 +54,9 @@ _SCALARS = (
     | st.sampled_from(["1e-3", "off", "0o17", "010", "1:30", "~", "<<", "=", "2024-01-01", ".inf"])
 )
 _TREES = st.recursive(
-    _SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text("ab1.", max_size=3), inner)
+    _SCALARS,
+    lambda inner: st.lists(inner) | st.dictionaries(st.text("ab1.", max_size=3), inner),
+    max_leaves=30,
 )
 
 

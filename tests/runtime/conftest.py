@@ -27,10 +27,10 @@ def ranks_find_modules():
 def run_as_ranks(ranks_find_modules, tmp_path_factory):
     """Runs a module as so many ranks and returns all messages that they sent."""
 
-    def run_as_ranks(module, num_ranks, **options):
+    def run_as_ranks(module, num_ranks, arguments=(), **options):
         messages = []
         logs = tmp_path_factory.mktemp("logs")
-        run_ranks(module, [], num_ranks, logs, messages.append, **options)
+        run_ranks(module, arguments, num_ranks, logs, messages.append, **options)
         assert {message["rank"] for message in messages} == set(range(num_ranks))
         return messages
 

@@ -57,6 +57,7 @@ def test_chunks_that_are_built_alike_share_their_programs():
     ]  # fmt: skip
 
 
+@pytest.mark.one_jax
 def test_an_unavailable_copy_backend_is_an_error():
     with closing(LoopbackNetwork().plane(0, [], [])) as plane:
         with closing(trainer_of(1, 1, plane=plane, copies="pinned_host")) as trainer:

@@ -38,6 +38,7 @@ def test_parts_take_time_and_leave_no_arrays_behind(settings):
     assert all(math.isfinite(cost) and cost > 0 for cost in costs)
 
 
+@pytest.mark.one_jax
 def test_a_head_with_a_large_vocabulary_costs_more():
     costs = measured(20_000)
     assert costs.head_ms > 2 * costs.layer_ms
