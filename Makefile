@@ -20,8 +20,8 @@ $(VENV)/installed: pyproject.toml
 demo: setup
 	$(BIN)/jaxmorph train configs/demo.yaml
 
-# Tests that start ranks run one after another, and first, for some of them time what ranks do. Ranks
-# wait half of the time: meanwhile all other tests run, in two processes, which report at the end.
+# Tests that start ranks run one after another. Ranks wait half of the time; then all other tests run,
+# in two processes of lower priority, since some tests time what ranks do. They report at the end.
 SEVERAL_PROCESSES := multiprocess or netns
 # How many processes; 0: pytest's own alone, where more tests run beside these.
 WORKERS ?= 2
