@@ -45,7 +45,7 @@ from jaxmorph.training.planning_client import (
     Request,
 )
 
-Programs = tuple[RankInstructions, ...]
+Instructions = tuple[RankInstructions, ...]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Candidate:
     """A plan, all ranks' instructions, checked by a replay, and its predicted step."""
 
     plan: Plan
-    programs: Programs
+    programs: Instructions
     step_ms: float
 
 
@@ -81,7 +81,7 @@ class CandidatePlanner:
         profile: Profile,
         usual: UsualLinks,
         in_force: Plan | None = None,
-        programs: Programs | None = None,
+        programs: Instructions | None = None,
     ) -> None:
         self._config = config
         self._num_tied = num_tied
@@ -93,7 +93,7 @@ class CandidatePlanner:
         self.candidates: tuple[Candidate, ...] = ()
 
     @property
-    def programs(self) -> Programs:
+    def programs(self) -> Instructions:
         """Every rank's instructions under the plan in force."""
         return self._in_force.programs
 
@@ -202,11 +202,11 @@ class CandidatePlanner:
             programs = self._lowered(plan, self._profile(plan.routes, profile, verdicts))
         return Candidate(plan, programs, self._step_ms(programs, plan, profile, verdicts))
 
-    def _lowered(self, plan: Plan, profile: Profile) -> Programs:
+    def _lowered(self, plan: Plan, profile: Profile) -> Instructions:
         return lower_step(plan.schedule, profile, plan.routes, self._num_tied, plan.offloading)
 
     def _step_ms(
-        self, programs: Programs, plan: Plan, profile: Profile, verdicts: Sequence[Verdict]
+        self, programs: Instructions, plan: Plan, profile: Profile, verdicts: Sequence[Verdict]
     ) -> float:
         actual = self._profile(plan.routes, profile, verdicts, margin_of_jitter=0.0)
         return simulate_blocking(
