@@ -16,8 +16,7 @@ Another process plans beside training, so a decision goes through phases:
 There is one decision at a time; findings during it wait for the next one. If links change, then
 `AwaitingCandidates` repeats its request once, and `Probing` ends. `Probing` also ends with a late
 probe, or without results after some steps. A decision to keep the plan, and a failure of the
-planning process, lead back to `Idle`; too many failures in a row lead to `GivenUp`. An answer that
-the phase does not wait for is ignored.
+planning process, lead back to `Idle`. An answer that the phase does not wait for is ignored.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +36,6 @@ from jaxmorph.control.controller_state import (
     ControllerState,
     DropProbes,
     Findings,
-    GivenUp,
     Idle,
     Observation,
     PlanChanged,
@@ -300,14 +298,13 @@ def _uses_failed_path(state: ControllerState, routes: Routes) -> bool:
 
 
 def _retry_later(state: ControllerState, error: str) -> Advance:
-    """Retry after some steps, or give up."""
+    """Return to `Idle`, with the findings of the request that failed."""
     retries = state.retries.after_failure(state.step)
     phase = state.phase
     asked = phase.findings if isinstance(phase, AwaitingCandidates | Preparing) else Findings()
     findings = state.findings.with_earlier(asked)  # due even if empty: to restart the process
-    after = GivenUp() if retries.are_over else Idle()
     state = replace(
-        state, phase=after, retries=retries, findings=findings, must_restart_planner=True
+        state, phase=Idle(), retries=retries, findings=findings, must_restart_planner=True
     )
     detail = f"{error}; {retries.in_words(state.step, turned_slow=findings.turned_slow)}"
     return Advance(state, events=(ControlEvent(EventKind.PLANNING_FAILED, detail),))

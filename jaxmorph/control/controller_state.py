@@ -24,7 +24,7 @@ from jaxmorph.records import Link, Routes
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import Plan
 
-_FIRST_WAIT_STEPS, _MOST_RETRIES = 4, 4
+_FIRST_WAIT_STEPS, _LONGEST_WAIT_STEPS = 4, 64
 
 ChangedOps: TypeAlias = Mapping[tuple[int, OpKind], ComputeNotice]
 """The latest notice of each stage and kind of op that has changed."""
@@ -230,36 +230,28 @@ class Changing:
     change: PlanChange
 
 
-@dataclass(frozen=True)
-class GivenUp:
-    """Planning has failed too often; the plan in force stays."""
-
-
-Phase: TypeAlias = Starting | Idle | AwaitingCandidates | Probing | Preparing | Changing | GivenUp
+Phase: TypeAlias = Starting | Idle | AwaitingCandidates | Probing | Preparing | Changing
 
 
 @dataclass(frozen=True)
 class Retries:
     """The failures of planning in a row, and when to retry.
 
-    The first retry waits four steps, each further one twice as long. While no plan includes a link
-    that has turned slow or failed, each waits four steps. A success resets the count. After the
-    fifth failure in a row planning is given up.
+    The first retry waits 4 steps, each further one twice as long, at most 64. While no plan
+    includes a link that has turned slow or failed, the first four wait 4 steps each. A success
+    resets the count.
     """
 
     failures: int = 0
     not_before_step: int = 0
     not_before_step_if_slow: int = 0
 
-    @property
-    def are_over(self) -> bool:
-        """Whether planning is given up."""
-        return self.failures > _MOST_RETRIES
-
     def after_failure(self, step: int) -> "Retries":
         """The retries after another failure."""
-        wait_steps = _FIRST_WAIT_STEPS * 2**self.failures
-        return Retries(self.failures + 1, step + wait_steps, step + _FIRST_WAIT_STEPS)
+        wait_steps = min(_FIRST_WAIT_STEPS * 2**self.failures, _LONGEST_WAIT_STEPS)
+        # Each retry starts a process: one that always fails must not compete with training.
+        if_slow_steps = _FIRST_WAIT_STEPS if wait_steps < _LONGEST_WAIT_STEPS else wait_steps
+        return Retries(self.failures + 1, step + wait_steps, step + if_slow_steps)
 
     def may_begin(self, step: int, *, turned_slow: bool) -> bool:
         """Whether planning may be retried."""
@@ -267,13 +259,10 @@ class Retries:
 
     def in_words(self, step: int, *, turned_slow: bool) -> str:
         """The consequence of the last failure, for its event."""
-        if self.are_over:
-            return (
-                f"that was attempt {self.failures} in a row: planning is given up, and the plan in "
-                "force stays for the rest of the run"
-            )
-        wait_steps = self._retry_step(turned_slow) - step
-        sooner = ", sooner if a link turns slow" if wait_steps > _FIRST_WAIT_STEPS else ""
+        retry_step = self._retry_step(turned_slow)
+        is_sooner_if_slow = self.not_before_step_if_slow < retry_step
+        sooner = ", sooner if a link turns slow" if is_sooner_if_slow else ""
+        wait_steps = retry_step - step
         return f"the plan in force stays, and planning is tried again in {wait_steps} steps{sooner}"
 
     def _retry_step(self, turned_slow: bool) -> int:

@@ -27,7 +27,6 @@ from jaxmorph.control.controller_state import (
     Command,
     ControllerState,
     DropProbes,
-    GivenUp,
     Observation,
     PlanChanged,
     PlannerStarted,
@@ -317,8 +316,6 @@ class _Simulated:
 def _undecided(state: ControllerState) -> ControllerState:
     """The state without a pending decision, whose findings stay, for another planning process."""
     match state.phase:
-        case GivenUp():
-            return state
         case Changing(change):
             return replace(state, plan=change.plan, phase=Starting())
         case AwaitingCandidates() | Probing() | Preparing() as phase:
