@@ -77,7 +77,10 @@ def _config(run_dir: Path, overrides: Sequence[str]) -> Config:
         raise UserError(f"{run_dir}: got no {CONFIG}, expected a run's directory")
     config = load_config(run_dir / CONFIG, overrides)
     if not config.adaptation.enabled:
-        raise UserError("adaptation.enabled: got false, expected true: it makes the decisions")
+        raise UserError(
+            f"{run_dir}: got a run with adaptation.enabled: false, expected true: only a run that "
+            "adapts makes decisions"
+        )
     return config
 
 
