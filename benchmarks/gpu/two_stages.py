@@ -88,8 +88,8 @@ def compare_two_stages(*, small: bool) -> Iterator[Row]:
     for stage, own in enumerate(stages):
         yield Row(f"stage {stage}: no op to run", f"{own['waiting']:.0%}", "of a step")
         copies = own["copies"]
-        note = f"into slots; out of slots by {copies['landing_tier']}"
-        yield Row(f"stage {stage}: copies by", copies["tier"], note)
+        note = f"into slots; out of slots by {copies['receive_backend']}"
+        yield Row(f"stage {stage}: copies by", copies["send_backend"], note)
 
 
 def compare(

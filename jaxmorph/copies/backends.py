@@ -18,7 +18,7 @@ _WORD = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class PayloadShape:
-    """What one message of a link carries, on one shard."""
+    """The array that one message carries."""
 
     shape: tuple[int, ...]
     dtype: jnp.dtype
@@ -52,7 +52,10 @@ class SlotUse:
         return self.part_elements * self.payload.dtype.itemsize
 
     def slots_for(self, messages: int) -> int:
-        """Slots for so many messages at once (a power of two); a message in parts needs two."""
+        """Slots for so many messages at once; a message in parts needs two.
+
+        `messages` must be a power of two, as the number of slots is.
+        """
         return messages if len(self.parts) == 1 else 2
 
 

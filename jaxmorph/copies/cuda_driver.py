@@ -285,7 +285,7 @@ def signal_on_device(memory: RegisteredMemory, slot: OutgoingSlot, num_bytes: in
     """
     if num_bytes > len(slot.payload):
         raise ValueError(f"{num_bytes} bytes, expected at most {len(slot.payload)}")
-    address = memory.device_address(slot.signal_address)
+    address = memory.device_address(slot.signal_address())
     if address is None:
         raise ValueError(f"the signal of message {slot.sequence} is not in registered memory")
     return address

@@ -2,7 +2,7 @@
 
 A send reserves its slot on the host before it is enqueued; on the queue it is only a copy into that
 slot. A receive waits on the host before the op that needs the payload is enqueued, and copies out
-of the slot, which is free again at once.
+of the slot, which is free again once the copy is done.
 """
 
 import threading
@@ -30,7 +30,7 @@ from jaxmorph.copies.backends import (
 from jaxmorph.copies.host_memory import HostReceive
 from jaxmorph.program.instructions import Channel, channel_of
 from jaxmorph.records import EventKind
-from jaxmorph.runtime.payloads import channel_name
+from jaxmorph.runtime.payloads import FIRST_SLOTS, channel_name
 from jaxmorph.runtime.routes import (
     AbandonedEpochError,
     Moved,
@@ -39,12 +39,11 @@ from jaxmorph.runtime.routes import (
     TransferMismatchError,
     require_live,
 )
-from jaxmorph.transport.names import ChannelName, Tag
+from jaxmorph.transport.names import HALF, MASK, ChannelName, Tag, distance
 from jaxmorph.transport.plane import DataPlane, IncomingSlot, OutgoingSlot
 
 Slot = TypeVar("Slot")
 
-_WORDS = 1 << 32
 _NO_WAIT = 0.0  # a deadline long past
 
 
@@ -53,7 +52,8 @@ class DelegatedCounts:
     """Counters of a rank's delegated links.
 
     Attributes:
-        slot_waits: Whole messages that found no free slot and waited for one, on the host.
+        slot_waits: Messages that found no free slot and waited for one, on the host; those in parts
+            don't count, as each part waits for the parts before it.
         skipped: Messages dropped: of an abandoned epoch, or received before.
     """
 
@@ -67,7 +67,7 @@ class DelegatedRoute:
 
     Training thread: all methods. Queue thread: postings. For links that fail over the queue's
     thread also calls `post`, `has_room` and `take`, and a link's own thread calls `post`. A
-    channel belongs to one thread at a time. Lock: counts and running copies.
+    channel belongs to one thread at a time. Lock: running copies, and writes to counts.
 
     Args:
         slot_uses: How the payload of each channel that may be delegated lies in its slots.
@@ -107,7 +107,7 @@ class DelegatedRoute:
             elif channel.destination == rank:
                 receive = receive_backend.compile(use, placement)
                 self._receivers[channel] = _Receiver(name, use, receive)
-        self._num_slots = dict.fromkeys((*self._senders, *self._receivers), _FIRST_SLOTS)
+        self._num_slots = dict.fromkeys((*self._senders, *self._receivers), FIRST_SLOTS)
 
     @property
     def holds_queue(self) -> bool:
@@ -131,7 +131,7 @@ class DelegatedRoute:
 
     def reserve(self, identity: TransferIdentity, deadline_s: float) -> Iterator[Posting]:
         """Reserve slots lazily: each part waits for its slot only when its posting is requested."""
-        sender = self._senders[self._channel(identity)]
+        sender = self._senders[self._live_channel(identity)]
         for index, part in enumerate(sender.use.parts):
             slot = self._free_slot(identity, sender, deadline_s)
             tag = _tag(identity, index, len(sender.use.parts))
@@ -153,7 +153,7 @@ class DelegatedRoute:
     def take(self, identity: TransferIdentity, arrived_s: float, deadline_s: float) -> Moved:
         """Receive on the host; also returns when the first part was sent and the last one came."""
         del arrived_s
-        receiver = self._receivers[self._channel(identity)]
+        receiver = self._receivers[self._live_channel(identity)]
         arrival = receiver.receive()
         posted_s, received_s = np.inf, -np.inf
         for index, part in enumerate(receiver.use.parts):
@@ -166,7 +166,7 @@ class DelegatedRoute:
 
     def has_room(self, identity: TransferIdentity) -> bool:
         """Whether `reserve` would return at once; raises if the receiver is gone."""
-        return self._plane.has_room(self._senders[self._channel(identity)].name)
+        return self._plane.has_room(self._senders[self._live_channel(identity)].name)
 
     def abandon(self, epoch: int) -> None:
         """Refuse the rest of an epoch, and drop its messages that still arrive."""
@@ -200,8 +200,8 @@ class DelegatedRoute:
     def statistics(self) -> dict[str, Any]:
         """The counters and the copy backends."""
         return {
-            "tier": self.send_backend,
-            "landing_tier": self.receive_backend,
+            "send_backend": self.send_backend,
+            "receive_backend": self.receive_backend,
             **asdict(self.counts),
         }
 
@@ -222,7 +222,7 @@ class DelegatedRoute:
             if copy.tag[0] > self._abandoned:
                 raise
 
-    def _channel(self, identity: TransferIdentity) -> Channel:
+    def _live_channel(self, identity: TransferIdentity) -> Channel:
         require_live(identity, self._abandoned)
         return channel_of(identity.transfer)
 
@@ -234,9 +234,9 @@ class DelegatedRoute:
         except TimeoutError:
             began_s = time.monotonic()
         try:
-            return self._waited_for(self._plane.reserve, sender.name, identity, deadline_s)
+            return self._wait_for_slot(self._plane.reserve, sender.name, identity, deadline_s)
         finally:
-            if len(sender.use.parts) == 1:  # parts always wait for the parts before them
+            if len(sender.use.parts) == 1:
                 with self._lock:
                     self.counts.slot_waits += 1
                     self.counts.slot_wait_s += time.monotonic() - began_s
@@ -264,20 +264,20 @@ class DelegatedRoute:
     def _expected(
         self, identity: TransferIdentity, receiver: "_Receiver", tag: Tag, deadline_s: float
     ) -> IncomingSlot:
-        """The slot of the expected message; late ones before it are skipped."""
+        """The slot of the expected message; stale ones before it are skipped."""
         while True:
-            slot = self._waited_for(self._plane.take, receiver.name, identity, deadline_s)
+            slot = self._wait_for_slot(self._plane.take, receiver.name, identity, deadline_s)
             if slot.tag == tag:
                 receiver.record(tag)
                 return slot
             found = slot.tag
             slot.release()
-            if not receiver.is_late(found, identity):
+            if not receiver.is_stale(found, identity):
                 raise TransferMismatchError(f"expected {identity}, {tag}, but {found} came")
             with self._lock:
                 self.counts.skipped += 1
 
-    def _waited_for(
+    def _wait_for_slot(
         self,
         wait: Callable[[ChannelName, float], Slot],
         name: ChannelName,
@@ -296,7 +296,6 @@ class DelegatedRoute:
                     raise TimeoutError(f"{identity}: {error}") from error
 
 
-_FIRST_SLOTS = 2
 _CHECK_EVERY_S = 0.5
 
 
@@ -331,27 +330,27 @@ class _Copy:
 
 @dataclass
 class _Receiver:
-    """The receiving end of a channel, and what it received in the current epoch and step."""
+    """The receiving end of a channel, and what it received in the last message's epoch and step."""
 
     name: ChannelName
     use: SlotUse
     receive: Receive
     taken: set[Tag] = field(default_factory=set)
-    step: tuple[int, ...] = ()
+    epoch_and_step: tuple[int, ...] = ()
 
     def record(self, tag: Tag) -> None:
         """Record that a message was received."""
-        if tag[:2] != self.step:
-            self.step = tag[:2]
+        if tag[:2] != self.epoch_and_step:
+            self.epoch_and_step = tag[:2]
             self.taken.clear()
         self.taken.add(tag)
 
-    def is_late(self, tag: Tag, expected: TransferIdentity) -> bool:
+    def is_stale(self, tag: Tag, expected: TransferIdentity) -> bool:
         """Whether a message is of an earlier epoch or step, or was received before."""
         if tag[0] != expected.epoch:
             return tag[0] < expected.epoch
-        steps_ago = (expected.step - tag[1]) % _WORDS
-        return 0 < steps_ago < _WORDS // 2 or tag in self.taken
+        steps_ago = distance(expected.step, tag[1])
+        return 0 < steps_ago < HALF or tag in self.taken
 
 
 @contextmanager
@@ -367,7 +366,7 @@ def _posted_even_after_error(slot: OutgoingSlot, tag: Tag) -> Iterator[None]:
 
 def _post_empty(slot: OutgoingSlot, tag: Tag) -> None:
     """Send an empty message with the tag of the one that the slot was reserved for."""
-    slot.post(0, [word % _WORDS for word in tag])
+    slot.post(0, [word & MASK for word in tag])
     slot.complete()
 
 

@@ -1,8 +1,9 @@
-"""Runs one rank's instructions for one step: each instruction becomes one item of the rank's queue.
+"""Runs one rank's instructions for one step: most become items of the rank's queue.
 
-The executor decides nothing: the program gives order, buffers and routes. On a route that holds no
-queue the host waits for a slot or a message before it enqueues what follows. Copies of stashes run
-beside the queue (`host_copies`), and only ops that need one wait.
+A delegated receive waits on the host instead, and so does a delegated send that finds no free slot;
+what follows is enqueued after that. Copies of stashes run beside the queue (`host_copies`), and
+only ops that need one wait. The executor decides nothing: the program gives order, buffers and
+routes.
 """
 
 import time
@@ -217,7 +218,7 @@ class Executor:
                 self.queue.enqueue(None, partial(self._reduce, index, buffer, state))
 
     def _enqueue_send(self, send: Send, state: _Step) -> None:
-        """Enqueue a message, part by part; on a route beside the queue it is not timed there."""
+        """Enqueue a message part by part; only where the route holds the queue as timed items."""
         route, transfer = self.routes[send.route], send.transfer
         deadline_s = time.monotonic() + self.transfer_timeout_s
         for posting in route.reserve(state.identity(transfer), deadline_s):

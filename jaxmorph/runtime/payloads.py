@@ -17,6 +17,9 @@ from jaxmorph.transport.plane import ChannelSpec
 LARGEST_TIED_SLOT_BYTES = 8 * 2**20
 """Tied gradients can be larger than all other messages together, so they are sent in parts."""
 
+FIRST_SLOTS = 2
+"""Slots of each end of a channel, until a plan needs more."""
+
 _CODES = {payload: code for code, payload in enumerate(Payload)}
 
 
@@ -37,11 +40,12 @@ def channel_name(channel: Channel) -> ChannelName:
 def channel_specs(
     payloads: Mapping[Channel, PayloadShape], delegated: Collection[Link], rank: int
 ) -> tuple[list[ChannelSpec], list[ChannelSpec]]:
-    """A rank's outgoing and incoming channels in the data plane, with two slots at first."""
+    """A rank's outgoing and incoming channels in the data plane, with `FIRST_SLOTS` each."""
     outgoing, incoming = [], []
     for channel, payload in payloads.items():
         if channel.link in delegated and rank in channel.link:
-            spec = ChannelSpec(channel_name(channel), slot_use(channel, payload).slot_bytes, 2)
+            slot_bytes = slot_use(channel, payload).slot_bytes
+            spec = ChannelSpec(channel_name(channel), slot_bytes, FIRST_SLOTS)
             (outgoing if channel.source == rank else incoming).append(spec)
     return outgoing, incoming
 

@@ -2,7 +2,7 @@
 
 Ops and direct transfers of a step go through the rank's queue in the order of its program, as
 kernels go through a GPU's stream: an item that waits blocks all items behind it (head-of-line
-blocking). The queue stamps when each item ran.
+blocking). The queue stamps when each labelled item ran.
 """
 
 import queue as standard_queue
@@ -24,7 +24,7 @@ TransferWork = Callable[[float], Moved]
 
 @dataclass(frozen=True)
 class Stamp:
-    """When one item ran, in seconds of the process's monotonic clock."""
+    """When an item ran, or a message was under way, in seconds of the monotonic clock."""
 
     label: Any
     start_s: float
@@ -146,7 +146,7 @@ class DeviceQueue(ABC):
             raise self._error[1]
 
     def drain(self) -> list[Stamp]:
-        """Wait until all items have run; returns the stamps since the last drain, in order.
+        """Wait until all items have run; returns the labelled ones' stamps since the last drain.
 
         After an error it raises that at each call until a restart.
         """

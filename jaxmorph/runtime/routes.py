@@ -17,7 +17,7 @@ class TransferIdentity(NamedTuple):
     """Identifies a message among all of a run; both ends of a transfer check it.
 
     Attributes:
-        epoch: The link's epoch (`link_switch`); always 0 where no link fails over.
+        epoch: The epoch of its link (`link_switch`); always 0 where no link fails over.
     """
 
     epoch: int
@@ -55,12 +55,12 @@ class Moved:
     """A transfer as one of its ends saw it.
 
     Attributes:
-        value: The payload at the receiving end, in the form that programs take (`host_memory`); at
-            the sending end an array that is ready when the transfer is over.
-        peer_arrived_s: When the other end came to the transfer, by the queue's clock; None if not
-            asked for.
-        over_s: When the transfer was over, by the same clock; None: when both ends were there. An
-            emulated link holds the queues for longer, and a delegated message arrives later.
+        value: At the receiving end the payload, in the form that programs take (`host_memory`); at
+            the sending end something that is ready once the payload has left this rank's arrays.
+        peer_arrived_s: When the other end came to the transfer (a delegated message: when it was
+            posted), as a time of this end's clock; None: not asked.
+        over_s: When the transfer was over, by the same clock: when an emulated link let it pass, or
+            a delegated message had arrived. None: as soon as both ends had come to it.
     """
 
     value: jax.Array | np.ndarray
@@ -69,7 +69,10 @@ class Moved:
 
 
 Posting = Callable[[jax.Array, float], Moved]
-"""Sends one part of a message: (the whole payload, when this end came to the transfer)."""
+"""Sends one part of a message.
+
+Called with the whole payload and the time when this end came to the transfer.
+"""
 
 
 class Route(Protocol):
@@ -81,19 +84,22 @@ class Route(Protocol):
 
     @property
     def holds_queue(self) -> bool:
-        """Whether a receive waits on the rank's queue; else it waits on the host."""
+        """Whether transfers, both ways, are timed items of the rank's queue.
+
+        Else a receive waits on the host, and a send is only a copy into a slot.
+        """
         ...
 
     def reserve(self, identity: TransferIdentity, deadline_s: float) -> Iterator[Posting]:
         """Postings for the queue to run, one for each part of a message.
 
-        A part that needs room waits for it here, on the host, up to the deadline: a posting must
-        not hold the queue.
+        A part that needs a slot waits for it here, on the host, up to the deadline, so that its
+        posting doesn't hold the queue. Only a `FailoverRoute`'s posting waits for slots itself.
         """
         ...
 
     def post(self, identity: TransferIdentity, value: jax.Array, arrived_s: float) -> Moved:
-        """Send a message; `arrived_s` is when this end came to it, by the queue's clock."""
+        """Send a message; a direct path needs to know when this end came to it (`arrived_s`)."""
         ...
 
     def take(self, identity: TransferIdentity, arrived_s: float, deadline_s: float) -> Moved:

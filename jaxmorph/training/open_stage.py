@@ -149,7 +149,7 @@ def _open_failover(
 class _Slots:
     """A rank's slots and their copy backend; empty if it has no delegated links."""
 
-    tier: str = ""
+    backend: str = ""
     num_bytes: int = 0
 
 
@@ -167,10 +167,10 @@ def make_room(rendezvous: Rendezvous, trainer: StageTrainer, slots: Mapping[Chan
     trainer.make_room(slots)
     own = trainer.delegated
     mine = _Slots(own.send_backend, own.slot_bytes) if own else _Slots()
-    slots_of_ranks = [each for each in gather(rendezvous, _Slots, mine) if each.tier]
-    tiers = " and ".join(sorted({each.tier for each in slots_of_ranks}))
+    slots_of_ranks = [each for each in gather(rendezvous, _Slots, mine) if each.backend]
+    backends = " and ".join(sorted({each.backend for each in slots_of_ranks}))
     slot_bytes = sum(each.num_bytes for each in slots_of_ranks)
-    return f"delegated messages are copied by {tiers}; slots for them: {slot_bytes:,} bytes"
+    return f"delegated messages are copied by {backends}; slots for them: {slot_bytes:,} bytes"
 
 
 def transport_settings(

@@ -1,7 +1,8 @@
 """The host-side data plane: carries a link's messages through host memory, beside the accelerator.
 
 The sender posts a message into one of its slots; the receiver takes it from one of its own, in
-order and exactly once, whatever the network does. Read in this order:
+order and exactly once, whatever the network does. The rank's own process is the *trainer*, the
+process that moves its data its *sidecar*. Read in this order:
 
 `names`, `slots`, `doorbell`, `plane`: a rank's end, in memory that it shares with its sidecar.
 `message_states`, `wire`, `incoming`, `outgoing_queue`, `outgoing_lanes`, `outgoing`: the engine,

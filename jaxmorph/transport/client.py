@@ -1,7 +1,7 @@
-"""The trainer's handle on its data plane: it owns all memory and sockets, the sidecar moves bytes.
+"""The trainer's handle on its data plane: the trainer owns all memory, its sidecar moves bytes.
 
-The trainer creates slots, doorbells and listening sockets, and lends them to its sidecar. When a
-sidecar is killed, the next one continues with the same memory and the same ports.
+The trainer (the rank's own process) creates slots, doorbells and listening sockets, and lends them
+to its sidecar. When a sidecar is killed, the next one continues with the same memory and ports.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from jaxmorph.transport.plane import (
     OutgoingEnd,
     TransportSettings,
 )
-from jaxmorph.transport.sidecar_process import Instruction, Record, SidecarProcess
+from jaxmorph.transport.sidecar_process import Record, RecordWithFds, SidecarProcess
 from jaxmorph.transport.slots import Slots
 
 _ANSWER_S = 5.0
@@ -169,7 +169,7 @@ class SidecarPlane(DataPlane):
         delivered = end.slots.consumed == end.slots.produced
         return delivered or end.peer in self._gone or self._failed
 
-    def _set_up(self, generation: int) -> list[Instruction]:
+    def _set_up(self, generation: int) -> list[RecordWithFds]:
         start = {
             "kind": "start",
             "rank": self._rank,
@@ -177,7 +177,7 @@ class SidecarPlane(DataPlane):
             "settings": asdict(self._settings),
         }
         fds = (*self._doorbell.fds, *(listener.fileno() for listener in self._listeners))
-        records: list[Instruction] = [(start, fds)]
+        records: list[RecordWithFds] = [(start, fds)]
         for end in self._ends():
             record = {"kind": "channel", **_channel_record(end, end.slots)}
             records.append((record, (end.slots.fd, *end.doorbell.fds)))

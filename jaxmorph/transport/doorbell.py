@@ -65,7 +65,7 @@ class Doorbell:
         if condition() or self._spin(condition, deadline_s):
             return True
         while True:
-            self.answer()  # not right after a ring, where it would delay the caller
+            self.answer()  # before it waits again, not after `poll`: a caller that is done needn't
             if condition():
                 return True
             left_s = deadline_s - time.monotonic()

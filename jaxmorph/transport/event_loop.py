@@ -23,8 +23,8 @@ class EventLoop:
     """Calls the handler of each descriptor that is ready.
 
     Attributes:
-        edge: Added to a mask, it asks for one call for each ring, without answering the ring; 0 if
-            the system can't.
+        edge: A flag for a doorbell's mask: the handler is then called once for each ring, and need
+            not answer it. 0: this system can't, so the handler must answer.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
-"""The receiving half of one directed pair of ranks: messages that arrive over all its lanes.
+"""The receiving end of one direction, such as 2>3: messages that arrive over all its lanes.
 
 It decides where each chunk is written, so that no lane writes into memory that has been handed
 over. At most one lane writes a chunk's place in a slot; another lane receives its copy of that
-chunk elsewhere. The first of them that is whole counts, and the other is dropped. So a message is
-complete only when no lane writes into its slot.
+chunk elsewhere. The first copy that is whole counts. If that is the other lane's, the slow lane's
+bytes go elsewhere before the message is handed over: it discards them, or it is fenced.
 """
 
 from enum import StrEnum
@@ -24,7 +24,7 @@ class Place(StrEnum):
 
     SLOT = "slot"  # its message's slot, at the chunk's offset
     ASIDE = "aside"  # a chunk-sized buffer of the lane's own: another lane is writing the slot
-    JUNK = "junk"  # nowhere: read and dropped; its checksum is not compared
+    JUNK = "junk"  # read and discarded, without comparing its checksum
 
 
 SLOT, ASIDE, JUNK = Place.SLOT, Place.ASIDE, Place.JUNK
@@ -37,8 +37,8 @@ class IncomingChunk:
     """One chunk that is being received.
 
     Attributes:
-        place: Where its bytes go. It may turn to `JUNK` while they are coming: a lane checks it
-            before every receive, or must be fenced if the peer writes by itself.
+        place: Where its bytes go. It may turn to `JUNK` while they arrive: a TCP lane checks it
+            before every receive; a lane on which the peer writes (`nixl_lanes`) must be fenced.
         index: The chunk's number in its message.
     """
 
@@ -58,7 +58,7 @@ class IncomingChunk:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether no other lane has delivered the chunk yet."""
+        """Whether no other lane has brought the chunk yet."""
         return self.message is not None and not (
             self.place is JUNK or self.message.received[self.index]
         )
@@ -78,10 +78,10 @@ class Delivery(NamedTuple):
 class ChunkOutcome(NamedTuple):
     """What to do after a chunk has been received, in this order."""
 
-    fenced: tuple[IncomingChunk, ...]  # of other lanes: junk from now on
+    fenced: tuple[IncomingChunk, ...]  # fence these on their lanes: they are junk now
     copy: IncomingChunk | None  # copy its payload from aside into the slot
-    deliveries: tuple[Delivery, ...]  # hand over, in order
-    acknowledge: Acknowledge  # send back on the same lane
+    deliveries: tuple[Delivery, ...]  # hand these over, in order
+    acknowledge: Acknowledge  # send this back on the same lane
 
 
 class _PartialMessage:
@@ -93,12 +93,12 @@ class _PartialMessage:
         self.posted_ns = chunk.posted_ns
         self.missing = num_chunks
         self.received = bytearray(num_chunks)
-        self.writers: dict[int, IncomingChunk] = {}  # by chunk: which one is writing the slot
+        self.writers: dict[int, IncomingChunk] = {}  # by index: the one written into the slot
         self.state = next_receive_state(_EXPECTED, _BEGUN)
 
 
 class _Channel:
-    """Its counts are numbers of messages, as `sequence` is."""
+    """Counts are message numbers modulo 2**32: `delivered` is the first one not delivered."""
 
     __slots__ = (
         "consumed", "delivered", "name", "num_slots", "partial", "reported_limit", "slot_bytes",
@@ -112,7 +112,7 @@ class _Channel:
         self.num_slots = num_slots
         self.delivered = delivered
         self.consumed = consumed
-        self.reported_limit = consumed  # the last that was sent to the sender
+        self.reported_limit = consumed  # the last limit sent to the sender
         self.partial: dict[int, _PartialMessage] = {}
 
     def limit(self) -> int:
@@ -125,7 +125,7 @@ class _Lane:
     def __init__(self) -> None:
         self.incoming: list[IncomingChunk] = []
         self.reported: dict[ChannelName, tuple[int, int]] = {}
-        self.last_active = 0  # the greater, the later
+        self.last_active = 0  # `_activity` when it last was
         self.chunks = self.received_bytes = self.junk_bytes = 0
 
 
@@ -169,7 +169,7 @@ class Incoming:
         return self._credit(channel)
 
     def lane_up(
-        self, lane: int, generation: int, chunk_bytes: int
+        self, number: int, generation: int, chunk_bytes: int
     ) -> tuple[tuple[int, ...], list[Resume]]:
         """Add a lane after its handshake; it replaces one of the same number.
 
@@ -189,30 +189,30 @@ class Incoming:
             )
         if generation == self._generation and chunk_bytes != self._chunk_bytes:
             raise ProtocolError(
-                f"lane {lane} has chunks of {chunk_bytes} bytes, the others {self._chunk_bytes}"
+                f"lane {number} has chunks of {chunk_bytes} bytes, the others {self._chunk_bytes}"
             )
-        self.lane_down(lane)
+        self.lane_down(number)
         stale = self._begin_generation(generation, chunk_bytes)
-        self._lanes[lane] = _Lane()
-        self._mark_active(self._lanes[lane])
-        return stale, [self._resume(self._lanes[lane], each) for each in self._channels.values()]
+        lane = self._lanes[number] = _Lane()
+        self._mark_active(lane)
+        return stale, [self._resume(lane, each) for each in self._channels.values()]
 
-    def lane_down(self, lane: int) -> None:
+    def lane_down(self, number: int) -> None:
         """Forget a lane and the chunks it was receiving; harmless if it isn't up."""
-        gone = self._lanes.pop(lane, None)
+        gone = self._lanes.pop(number, None)
         for chunk in gone.incoming if gone is not None else ():
             self._unclaim(chunk)
             self._forget_if_untouched(chunk)
 
-    def begin(self, lane: int, chunk: Chunk) -> IncomingChunk:
+    def begin(self, number: int, chunk: Chunk) -> IncomingChunk:
         """Decide where the payload of an announced chunk goes.
 
         Raises:
             ProtocolError: If the chunk is not allowed: close the lane without reading on.
         """
-        state = self._lanes[lane]
-        if len(state.incoming) >= self._chunks_at_once:
-            raise ProtocolError(f"lane {lane} announced a chunk while receiving another")
+        lane = self._lanes[number]
+        if len(lane.incoming) >= self._chunks_at_once:
+            raise ProtocolError(f"lane {number} announced a chunk while receiving another")
         channel = self._channels.get(chunk.channel)
         if channel is None:
             raise ProtocolError(f"got a chunk of {chunk.channel}, which doesn't end here")
@@ -222,61 +222,61 @@ class Incoming:
             incoming = IncomingChunk(chunk, slot, JUNK, None, 0)
         else:
             incoming = self._claim(channel, chunk, slot)
-        state.incoming.append(incoming)
+        lane.incoming.append(incoming)
         return incoming
 
-    def finish(self, lane: int, chunk: IncomingChunk | None = None) -> ChunkOutcome:
+    def finish(self, number: int, chunk: IncomingChunk | None = None) -> ChunkOutcome:
         """Record that a lane's chunk (None: its only one) is whole, with a right checksum.
 
         After a wrong checksum, call `lane_down` instead.
         """
-        state = self._lanes[lane]
-        if not state.incoming:
-            raise ValueError(f"lane {lane} has no chunk under way")
-        chunk = chunk or state.incoming[0]
-        state.incoming.remove(chunk)
-        state.chunks += 1
-        state.received_bytes += chunk.length
-        self._mark_active(state)
+        lane = self._lanes[number]
+        if not lane.incoming:
+            raise ValueError(f"lane {number} has no chunk under way")
+        chunk = chunk or lane.incoming[0]
+        lane.incoming.remove(chunk)
+        lane.chunks += 1
+        lane.received_bytes += chunk.length
+        self._mark_active(lane)
         channel = self._channels[chunk.channel]
         copy, fenced = None, ()
         if chunk.place is not JUNK:
             copy, fenced = self._settle(chunk)
         else:
-            state.junk_bytes += chunk.length
+            lane.junk_bytes += chunk.length
             self._counters["duplicates"] += 1
         deliveries = self._in_sequence(channel) if channel.delivered == chunk.sequence else ()
-        return ChunkOutcome(fenced, copy, deliveries, self._acknowledge(state, channel, chunk))
+        return ChunkOutcome(fenced, copy, deliveries, self._acknowledge(lane, channel, chunk))
 
-    def consumed(self, channel: ChannelName, count: int) -> Credit | None:
-        """Take over the slots' count of messages that the receiver has released.
+    def set_consumed(self, name: ChannelName, count: int) -> Credit | None:
+        """Take over the slots' count of messages that the trainer has released.
 
         Returns:
-            A frame for the `best_lane`, if the sender may need room; otherwise the next
+            A frame for the `latest_lane`, if the sender may need room; otherwise the next
             acknowledgement reports the count.
         """
-        state = self._channels[channel]
-        state.consumed = count
-        known_room = (state.reported_limit - state.delivered) & MASK
-        if state.reported_limit != state.limit() and (
-            known_room >= HALF or known_room * 2 <= state.num_slots
+        channel = self._channels[name]
+        channel.consumed = count
+        known_room = (channel.reported_limit - channel.delivered) & MASK
+        if channel.reported_limit != channel.limit() and (
+            known_room >= HALF or known_room * 2 <= channel.num_slots
         ):
-            return self._credit(state)
+            return self._credit(channel)
         return None
 
-    def best_lane(self) -> int | None:
+    def latest_lane(self) -> int | None:
         """The lane that was active last; None: no lane is up (a new one reports all counts)."""
-        return max(self._lanes, key=lambda lane: self._lanes[lane].last_active, default=None)
+        return max(self._lanes, key=lambda number: self._lanes[number].last_active, default=None)
 
-    def pinged(self, lane: int) -> list[Credit]:
+    def pinged(self, number: int) -> list[Credit]:
         """The frames to send after the answer to a ping: counts not yet reported on this lane."""
-        state = self._lanes[lane]
-        self._mark_active(state)
+        lane = self._lanes[number]
+        self._mark_active(lane)
         credits_ = []
         for channel in self._channels.values():
             counts = (channel.delivered, channel.limit())
-            if state.reported.get(channel.name) != counts:
-                state.reported[channel.name] = counts
+            if lane.reported.get(channel.name) != counts:
+                lane.reported[channel.name] = counts
                 credits_.append(self._credit(channel))
         return credits_
 
@@ -296,8 +296,8 @@ class Incoming:
         if generation == self._generation:
             return ()
         stale = tuple(self._lanes)
-        for lane in stale:
-            self.lane_down(lane)
+        for number in stale:
+            self.lane_down(number)
         for channel in self._channels.values():
             for message in channel.partial.values():
                 message.state = next_receive_state(message.state, ReceiveEvent.SENDER_RESTARTED)

@@ -35,8 +35,9 @@ class ChunkHandler(NamedTuple):
 
     Attributes:
         begin: Decides where the chunk goes; raises `ProtocolError` if it is not allowed.
-        memory: The chunk's place in its slot; valid while that is its place.
-        finish: Takes a chunk that is whole and its payload's memory, which is copied if aside.
+        memory: Returns the chunk's place in its slot; valid while `place` is `SLOT`.
+        finish: Called with a whole chunk and the memory that holds its payload; copies the payload
+            into the slot if it was received aside.
     """
 
     begin: Callable[[Chunk], IncomingChunk]
@@ -83,7 +84,7 @@ _USER_TIMEOUT_MS = 8000
 _TURN_BYTES = 2 * 1024 * 1024
 _MAX_PIECES = 16
 _MAX_FRAMES = 1 << 16
-_MAX_WAITING = 8192
+_MAX_QUEUED_FRAMES = 8192
 _WILDCARDS = ("", "0.0.0.0", "::")
 _ASIDE, _JUNK = Place.ASIDE, Place.JUNK
 _NOWHERE = memoryview(b"")
@@ -154,7 +155,7 @@ class TcpLane:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
 
     def register(self, memory: memoryview) -> None:
-        """Register a channel's memory with the network card: the kernel needs nothing."""
+        """Nothing to do for TCP."""
 
     def check_connected(self) -> None:
         """Raise `OSError` if connecting has failed."""
@@ -193,7 +194,7 @@ class TcpLane:
             try:
                 sent = self._socket.sendmsg(pieces)
             except BlockingIOError:
-                self._check_waiting()
+                self._check_queued()
                 return False
             except OSError as error:
                 raise LaneError(f"sending: {_name_of(error)}") from error
@@ -235,7 +236,7 @@ class TcpLane:
         return frames
 
     def fence(self, chunk: IncomingChunk) -> None:
-        """Make sure that the lane never writes to the chunk's place again: receives check that."""
+        """Nothing to do for TCP: each receive checks `place` first (`_rest`)."""
 
     def abort(self) -> None:
         """Break the connection at once, as a failing network would."""
@@ -267,9 +268,9 @@ class TcpLane:
         self._chunk = None
         self._socket.close()
 
-    def _check_waiting(self) -> None:
+    def _check_queued(self) -> None:
         # An honest peer reads: one that sends pings and reads no answer would fill the memory.
-        if len(self._out) > _MAX_WAITING:
+        if len(self._out) > _MAX_QUEUED_FRAMES:
             raise LaneError(f"the peer leaves {len(self._out)} frames unread")
 
     def _drop_sent(self, sent: int) -> None:

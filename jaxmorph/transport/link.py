@@ -1,4 +1,4 @@
-"""What both halves of a link between two ranks share: their lanes, pings, and the peer's clock."""
+"""What a direction's sending and receiving end share: lanes, pings, and the peer's clock."""
 
 import time
 from collections import deque
@@ -53,7 +53,7 @@ def prepare_backend(backend: str, hosts: Sequence[str]) -> None:
 
 
 class OpenPings:
-    """The unanswered pings on one lane; a pong that answers none of them is refused."""
+    """The unanswered pings on one lane; a pong must answer the oldest."""
 
     def __init__(self) -> None:
         self._sent_ns: deque[int] = deque()
@@ -64,11 +64,11 @@ class OpenPings:
         return Ping(now_ns)
 
     def answered(self, pong: Pong, now_ns: int) -> None:
-        """Remove the oldest ping; the pong's two times may be of any clock.
+        """Remove the oldest ping.
 
         Raises:
-            ProtocolError: If the pong doesn't answer the oldest ping, or its times are further
-                apart than that ping was open.
+            ProtocolError: If the pong doesn't answer the oldest ping, or the time that the peer
+                took for it, by the peer's clock, is longer than that ping was open.
         """
         if not self._sent_ns:
             raise ProtocolError("an answer came to no question")
@@ -91,7 +91,8 @@ class ClockOffset:
     """How far the peer's monotonic clock is ahead, from the quickest answer, as in NTP.
 
     A pong's two times lie between the ping's departure and the pong's arrival, so the offset is
-    known within half a round trip, even if the two directions differ. Samples age, as clocks drift.
+    known within half a round trip, even if the two directions differ in speed. As clocks drift, the
+    possible error of a sample grows with its age.
 
     Attributes:
         offset_ns: The peer's clock minus this one; 0 until the first answer.
@@ -133,7 +134,7 @@ class ChannelEnd:
 
 
 class LinkHalf:
-    """The lanes of one direction between this rank and a peer.
+    """This rank's end of one direction of a link, such as 2>3: its lanes and their pings.
 
     Args:
         report: Called with the kind and details of each event.

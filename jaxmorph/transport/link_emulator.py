@@ -77,13 +77,13 @@ def by_direction(conditions: Iterable[LinkCondition]) -> dict[tuple[int, int], D
 
 
 class LinkEmulator:
-    """Says when messages may be delivered under emulated conditions.
+    """Decides when an emulated link lets messages go.
 
     It has no clock and never waits. Its answers depend only on its arguments and earlier calls, so
     two emulators with the same calls give the same answers.
 
     Args:
-        conditions: A link that none of them names delivers at once.
+        conditions: A link that none of them names lets messages go at once.
         origin_s: When the conditions' times begin, by the clock of `now_s`.
     """
 
@@ -102,7 +102,9 @@ class LinkEmulator:
     def departure_s(
         self, source: int, destination: int, tag: Sequence[int], num_bytes: int, now_s: float
     ) -> float | None:
-        """The earliest time at which a message may be delivered; occupies the link's bandwidth.
+        """When the link lets a message go, after its bandwidth, latency and jitter.
+
+        The message occupies the bandwidth: later ones wait for it.
 
         Args:
             tag: The message's words, at most eight; missing ones count as 0.

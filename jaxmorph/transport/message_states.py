@@ -43,8 +43,8 @@ class ReceiveState(_Word):
 
     EXPECTED = "expected"  # nothing of it has come
     RECEIVING = "receiving"
-    COMPLETE = "complete"  # a message before it is not
-    DELIVERED = "delivered"  # handed over: no lane writes its slot any more
+    COMPLETE = "complete"  # all of it has come; an earlier message is not complete yet
+    DELIVERED = "delivered"  # handed over: no lane writes into its slot any more
 
 
 class ReceiveEvent(_Word):
@@ -64,8 +64,8 @@ SEND_TRANSITIONS: Mapping[tuple[SendState, SendEvent], SendState] = {
     # A restarted receiver has lost what it had acknowledged but not delivered.
     (SendState.SENDING, SendEvent.RECEIVER_RESTARTED): SendState.SENDING,
     (SendState.ACKNOWLEDGED, SendEvent.RECEIVER_RESTARTED): SendState.SENDING,
-    # An acknowledgement may be lost while the count that covers it comes by another lane; and the
-    # receiver may have messages that an earlier sidecar of this sender sent.
+    # An acknowledgement may be lost while another lane brings the count of delivered messages; and
+    # the receiver may have messages that an earlier sidecar of this sender sent.
     (SendState.POSTED, SendEvent.DELIVERED): SendState.RELEASED,
     (SendState.WAITING, SendEvent.DELIVERED): SendState.RELEASED,
     (SendState.SENDING, SendEvent.DELIVERED): SendState.RELEASED,

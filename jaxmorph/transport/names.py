@@ -5,16 +5,16 @@ from typing import NamedTuple, TypeAlias
 TAG_WORDS = 8
 
 Tag: TypeAlias = tuple[int, ...]
-"""Eight 32-bit words that travel with a message; only its two ends interpret them.
+"""Eight 32-bit words that travel with a message: epoch, step, and six that only its ends interpret.
 
-The first two are the epoch and the step; the link emulator reads the step.
+The link emulator reads the step.
 """
 
 
 class ChannelName(NamedTuple):
     """One ordered stream of messages from one rank to another; four 16-bit numbers on the wire."""
 
-    kind: int  # what travels, by the user's own code
+    kind: int  # a number for what travels, chosen by the caller
     source: int
     destination: int
     number: int = 0  # among channels of the same kind and direction

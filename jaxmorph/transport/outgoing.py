@@ -1,22 +1,23 @@
-"""The sending half of one directed pair of ranks: which lane sends which chunk next.
+"""The sending end of one direction, such as 2>3: which lane sends which chunk next.
 
 Lanes pull chunks. A lane's measured rate limits how much it may have in flight, so few chunks wait
-on one that turns slow. Four words describe a lane that falls behind:
+on one that turns slow. One word describes a chunk, three a lane that falls behind:
 
-========  =====================================================  ===================================
-word      condition                                              consequence
-========  =====================================================  ===================================
-overdue   a chunk takes far longer than expected, or than it     a lane with no new chunk to send
-          would take on another lane                             sends a copy of it (a hedge)
-stalled   no chunk was acknowledged for 30 ms or more, while     no new chunks until it progresses;
-          another lane progressed                                other lanes copy all its chunks
-parked    the rate is below a tenth of the best lane's, until    only probes: two copies a second of
-          it exceeds 15 %                                        other lanes' chunks
-late      an acknowledgement or pong misses its timeout          it is closed, its chunks are resent
-========  =====================================================  ===================================
+=========  ====================================================  ===================================
+word       condition                                             consequence
+=========  ====================================================  ===================================
+overdue    the chunk takes far longer than expected, or than it  a lane with no new chunk to send
+           would take on another lane                            sends a copy of it (a hedge)
+stalled    no chunk was acknowledged for 30 ms or more, while    no new chunks until it progresses;
+           another lane progressed                               other lanes copy all its chunks
+parked     the rate is below a tenth of the best lane's, until   only trial chunks: two copies a
+           it reaches 15 %; or the lane was dialled again after  second of other lanes' chunks
+           a timeout
+timed out  an acknowledgement or pong misses its timeout         it is closed, its chunks are resent
+=========  ====================================================  ===================================
 
 None of this decides whether a message arrives: a chunk is sent until it is acknowledged, and a slot
-is kept until the receiver's count covers it.
+is kept until the receiver reports its message delivered.
 """
 
 from typing import Any, NamedTuple
@@ -55,7 +56,7 @@ _STALLED_S = 0.030
 class Due(NamedTuple):
     """What to do now that time has passed."""
 
-    late: tuple[int, ...]  # lanes to close: an acknowledgement or pong is overdue
+    timed_out: tuple[int, ...]  # lanes to close: an acknowledgement or pong missed its timeout
     ping: tuple[int, ...]  # lanes to send a `Ping` on, which counts as sent
     next_s: float  # when to ask again at the latest; infinity: only after the next event
 
@@ -63,9 +64,9 @@ class Due(NamedTuple):
 class Outgoing(OutgoingQueue):
     """The messages of one rank to another, and its lanes. One thread; it does no I/O.
 
-    A loop passes in what came (`acknowledged`, `counts`, `ponged`, `lane_up`, `lane_down`), then
-    asks what is `due`, then offers each lane whose last chunk is wholly written a `next_chunk`, in
-    `lane_order`, until none takes any.
+    A loop passes in what came (`acknowledged`, `handle_counts`, `ponged`, `lane_up`, `lane_down`),
+    then asks what is `due`. Then it takes a `next_chunk` for each lane that has written its last
+    one, in `lane_order`, until there is none for any lane.
 
     Raises:
         ValueError: If chunks are too short or too long for a frame.
@@ -87,7 +88,7 @@ class Outgoing(OutgoingQueue):
         self._production, self._gain = Production(), LaneGain(chunk_bytes)
         self._acknowledged_bytes = 0
         self._counters = dict.fromkeys(
-            ("messages", "chunks", "resent", "copies", "probes", "lanes_late", "lanes_lost"), 0
+            ("messages", "chunks", "resent", "copies", "probes", "lanes_timed_out", "lanes_lost"), 0
         )
 
     def post(
@@ -174,7 +175,7 @@ class Outgoing(OutgoingQueue):
             self._timeouts_s.pop(number, None)
         if lane.parked:
             self._assess_lanes(now_s)
-        return self.counts(channel, delivered, limit)
+        return self.handle_counts(channel, delivered, limit)
 
     def ponged(self, number: int, frame: Pong, now_s: float) -> None:
         """Handle the answer to a ping whose `sent_ns` was by the clock of `now_s`."""
@@ -194,24 +195,24 @@ class Outgoing(OutgoingQueue):
         if now_s >= self._assessed_s + _ASSESS_S:
             self._assess_lanes(now_s)
         waiting = self.departed > 0
-        late, ping, next_s = [], [], self.departs_s
+        timed_out, ping, next_s = [], [], self.departs_s
         progress_s = self._progress_s()
         for number, lane in self._lanes.items():
-            late_s = lane.late_s(progress_s)
-            if now_s >= late_s:
-                late.append(number)
+            times_out_s = lane.times_out_s(progress_s)
+            if now_s >= times_out_s:
+                timed_out.append(number)
                 self._timeouts_s[number] = min(2 * lane.timeout_s, MAX_TIMEOUT_S)
                 continue
             ping_s = lane.ping_due_s(waiting)
             if now_s >= ping_s:
                 lane.pinged(now_s)
                 ping.append(number)
-                late_s, ping_s = lane.late_s(progress_s), lane.ping_due_s(waiting)
-            next_s = min(next_s, late_s, ping_s)
+                times_out_s, ping_s = lane.times_out_s(progress_s), lane.ping_due_s(waiting)
+            next_s = min(next_s, times_out_s, ping_s)
             if lane.flights and len(self._lanes) > 1:
                 next_s = min(next_s, max(self._next_hedge_s, now_s + _MIN_SLACK_S))
-        self._counters["lanes_late"] += len(late)
-        return Due(tuple(late), tuple(ping), next_s)
+        self._counters["lanes_timed_out"] += len(timed_out)
+        return Due(tuple(timed_out), tuple(ping), next_s)
 
     def next_chunk(self, number: int, now_s: float) -> Chunk | None:
         """Take the chunk that the lane sends next; None: it sends nothing for now.
@@ -253,10 +254,10 @@ class Outgoing(OutgoingQueue):
             return present
         drain_per_s = sum(known) / len(known)
         wanted = lanes_needed(self._production.per_s(now_s), drain_per_s, fewest, most)
-        waiting_bytes = self.undelivered_bytes
-        piles_up = waiting_bytes > 0.1 * drain_per_s * len(rates)
+        undelivered_bytes = self.undelivered_bytes
+        piles_up = undelivered_bytes > 0.1 * drain_per_s * len(rates)
         if self._gain.may_grow(
-            len(self._lanes), self._acknowledged_bytes, waiting_bytes, piles_up, now_s
+            len(self._lanes), self._acknowledged_bytes, undelivered_bytes, piles_up, now_s
         ):
             return min(max(wanted, present + 1), most)
         return min(wanted, present)

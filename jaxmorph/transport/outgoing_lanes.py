@@ -1,4 +1,4 @@
-"""What a sender knows of its lanes: the rate of each, whether it is late, how many are needed."""
+"""What a sender knows of its lanes: the rate and timeout of each, and how many are needed."""
 
 import math
 from collections import deque
@@ -150,20 +150,25 @@ class LaneGain:
 
     def __init__(self, chunk_bytes: int) -> None:
         self._min_bytes = _MIN_MEASURED_CHUNKS * chunk_bytes
-        self._lanes = self._acknowledged_bytes = self._waiting_bytes = 0
+        self._lanes = self._acknowledged_bytes = self._undelivered_bytes = 0
         self._began_s = self._settled_s = 0.0
         self._fewer: tuple[int, float] | None = None
         self._enough_until_s, self._retry_s = 0.0, _RETRY_S
         self._may_grow = False
 
     def may_grow(
-        self, lanes: int, acknowledged_bytes: int, waiting_bytes: int, piles_up: bool, now_s: float
+        self,
+        lanes: int,
+        acknowledged_bytes: int,
+        undelivered_bytes: int,
+        piles_up: bool,
+        now_s: float,
     ) -> bool:
         """Whether another lane might help; call it regularly.
 
         Args:
             acknowledged_bytes: Of all chunks so far.
-            waiting_bytes: Of all messages that may not be delivered yet.
+            undelivered_bytes: Of all messages that are not known to be delivered.
             piles_up: Whether the lanes need long to drain these.
         """
         if lanes != self._lanes or not piles_up:
@@ -172,20 +177,20 @@ class LaneGain:
             elif lanes > self._lanes:
                 self._settled_s = now_s + _SETTLING_S
             self._lanes = lanes
-            self._begin_period(acknowledged_bytes, waiting_bytes, now_s)
+            self._begin_period(acknowledged_bytes, undelivered_bytes, now_s)
             self._may_grow = False
         elif now_s < self._settled_s:
-            self._begin_period(acknowledged_bytes, waiting_bytes, now_s)
+            self._begin_period(acknowledged_bytes, undelivered_bytes, now_s)
         elif self._period_is_over(acknowledged_bytes, now_s):
             bytes_per_s = (acknowledged_bytes - self._acknowledged_bytes) / (now_s - self._began_s)
             self._compare(bytes_per_s, now_s)
-            drains = waiting_bytes < _DRAINING * self._waiting_bytes
+            drains = undelivered_bytes < _DRAINING * self._undelivered_bytes
             self._may_grow = now_s >= self._enough_until_s and not drains
-            self._begin_period(acknowledged_bytes, waiting_bytes, now_s)
+            self._begin_period(acknowledged_bytes, undelivered_bytes, now_s)
         return self._may_grow
 
-    def _begin_period(self, acknowledged_bytes: int, waiting_bytes: int, now_s: float) -> None:
-        self._acknowledged_bytes, self._waiting_bytes = acknowledged_bytes, waiting_bytes
+    def _begin_period(self, acknowledged_bytes: int, undelivered_bytes: int, now_s: float) -> None:
+        self._acknowledged_bytes, self._undelivered_bytes = acknowledged_bytes, undelivered_bytes
         self._began_s = now_s
 
     def _period_is_over(self, acknowledged_bytes: int, now_s: float) -> bool:
@@ -207,12 +212,12 @@ ChunkKey = tuple[ChannelName, int, int]
 """Channel, sequence and offset."""
 
 MIN_ACK_TIMEOUT_S = 0.250
-"""An acknowledgement is never late before this."""
+"""No lane times out before this."""
 ACK_TIMEOUT_AMONG_OTHERS_S = 0.500
-"""Nor before this while other lanes make progress: those carry copies of its chunks meanwhile,
-and a lane that drops from 1 Gbit/s to 10 Mbit/s takes 0.42 s for a chunk of 512 KB."""
+"""A lane gets up to this while other lanes make progress: those carry copies of its chunks, and a
+lane that drops from 1 Gbit/s to 10 Mbit/s takes 0.42 s for a chunk of 512 KB."""
 ACK_TIMEOUT_FACTOR = 4.0
-"""It is late after so many times the expected time of what is in flight."""
+"""A lane gets at least so many times the expected time of what it has in flight."""
 FIRST_TIMEOUT_S, MAX_TIMEOUT_S = 2.0, 30.0
 """The timeout of a lane whose rate is unknown; doubled each time it was too short."""
 PING_S, WAITING_PING_S = 1.0, 0.050
@@ -314,8 +319,8 @@ class OutgoingLane:
         bound = oldest.length / waited_s
         return bound if rate is None else min(rate, bound)
 
-    def late_s(self, any_progress_s: float) -> float:
-        """When to give the lane up unless it makes progress before.
+    def times_out_s(self, any_progress_s: float) -> float:
+        """When the lane times out unless it makes progress before; infinity: nothing is unanswered.
 
         Args:
             any_progress_s: When any lane last made progress.

@@ -26,7 +26,7 @@ _DELIVERED, _ALL_ACKNOWLEDGED = SendEvent.DELIVERED, SendEvent.ALL_ACKNOWLEDGED
 
 
 class Message:
-    """A message that may not be delivered yet.
+    """A message that is not known to be delivered.
 
     Attributes:
         order: Its place among all posted messages.
@@ -75,7 +75,7 @@ class _Channel:
         return self.limit is not None and 0 < (self.limit - sequence) & MASK < HALF
 
     def has_posted(self, count: int) -> bool:
-        """Whether the next `count` messages are posted: no others can have been delivered."""
+        """Whether the next `count` messages are posted: a receiver can't have delivered others."""
         if count > len(self.messages):
             return False
         for step in range(count):  # noqa: SIM110 # half as long as `all`
@@ -88,8 +88,8 @@ class OutgoingQueue:
     """The messages of all channels to one peer, and the order of their chunks.
 
     Attributes:
-        departed: The number of messages that have departed and may not be delivered yet.
-        undelivered_bytes: Bytes of all messages that may not be delivered yet.
+        departed: How many messages have departed and are not known to be delivered.
+        undelivered_bytes: Bytes of all messages that are not known to be delivered.
     """
 
     def __init__(self, source: int, destination: int, chunk_bytes: int) -> None:
@@ -172,7 +172,7 @@ class OutgoingQueue:
         self._schedule_departure(message, now_s)
         return True
 
-    def counts(self, name: ChannelName, delivered: int, limit: int) -> bool:
+    def handle_counts(self, name: ChannelName, delivered: int, limit: int) -> bool:
         """Handle the receiver's counts of a channel; returns whether more has been delivered.
 
         Raises:
@@ -225,7 +225,7 @@ class OutgoingQueue:
         self._again.extendleft((message, index, 0) for message, index in reversed(chunks))
 
     def send_copies(self, chunks: list[tuple[Message, int]]) -> None:
-        """Queue copies of chunks that are late on their lane, for other lanes."""
+        """Queue copies of a stalled lane's chunks, for other lanes."""
         self._again.extend((message, index, 1) for message, index in chunks)
 
     def advance(self, now_s: float) -> None:

@@ -216,11 +216,10 @@ class OutgoingSlot:
         self.address: int = self._slots.payload_address(sequence)
         self.is_posted = self._signals_itself = False
 
-    @property
     def signal_address(self) -> int:
-        """The address of the 32-bit word that marks the payload complete, by `sequence + 1`.
+        """Let the mover poll the 32-bit word that marks the payload complete; returns its address.
 
-        The caller may write it without ringing: the mover polls it from now on.
+        The caller, or a device, completes the message by writing `sequence + 1`, without ringing.
         """
         self._signals_itself = True
         if self.is_posted:
@@ -290,7 +289,8 @@ class IncomingEnd(_End):
                 self._released.remove(count)
                 count = add(count, 1)
             slots.consumed = count
-        # With more than half of the slots free the sender lacks no room: acknowledgements suffice.
+        # While fewer than half of the slots are in use, the sender has room until the next
+        # acknowledgement reports the count.
         if 2 * in_use >= slots.num_slots:
             self._ring_mover()
 

@@ -1,4 +1,4 @@
-"""Everything that this rank's sidecar receives from one peer: its engine and its lanes."""
+"""This rank's end of a direction from a peer: the engine and the lanes."""
 
 import math
 import time
@@ -37,7 +37,7 @@ class IncomingChannel(ChannelEnd):
 
 
 class ReceivingLink(LinkHalf):
-    """The receiving half of a pair of ranks.
+    """This rank's end of the direction from one peer.
 
     Attributes:
         next_s: When to call `turn` at the latest.
@@ -61,7 +61,7 @@ class ReceivingLink(LinkHalf):
             channel.name, slots.slot_bytes, slots.num_slots, slots.produced, slots.consumed
         )
 
-    def take(self, number: int, connection: TcpLane, generation: int, chunk_bytes: int) -> None:
+    def add_lane(self, number: int, connection: TcpLane, generation: int, chunk_bytes: int) -> None:
         """Turn a connection whose handshake is done into a lane.
 
         Raises:
@@ -93,14 +93,14 @@ class ReceivingLink(LinkHalf):
 
     def grow(self, name: ChannelName, num_slots: int) -> None:
         """Prepare a channel at rest for more slots; raises ValueError if it isn't at rest."""
-        self.engine.consumed(name, self.channels[name].slots.consumed)
+        self.engine.set_consumed(name, self.channels[name].slots.consumed)
         credit = self.engine.grow(name, num_slots)
         if self._backend == NIXL:  # its agents know only the old memory
             for number in tuple(self._lanes):
                 self._lose(number, f"{name} grows")
-        best = self.engine.best_lane()
-        if best is not None:
-            self._send_frame(best, credit)
+        latest = self.engine.latest_lane()
+        if latest is not None:
+            self._send_frame(latest, credit)
 
     def poll(self, now_s: float) -> float:
         """Poll the lanes that are due; returns when the next is."""
@@ -112,19 +112,19 @@ class ReceivingLink(LinkHalf):
     def look(self) -> None:
         """Read which messages the trainer has released."""
         for name, channel in self.channels.items():
-            credit = self.engine.consumed(name, channel.slots.consumed)
-            best = None if credit is None else self.engine.best_lane()
-            if best is not None:
-                self._send_frame(best, credit)
+            credit = self.engine.set_consumed(name, channel.slots.consumed)
+            latest = None if credit is None else self.engine.latest_lane()
+            if latest is not None:
+                self._send_frame(latest, credit)
 
     def turn(self, now_s: float) -> None:
         """Ask the peer for its time, on one lane."""
-        best = self.engine.best_lane()
-        if best is None:
+        latest = self.engine.latest_lane()
+        if latest is None:
             self.next_s = math.inf
             return
         self._pings_sent += 1
-        self._send_frame(best, self._pings[best].ask(time.monotonic_ns()))
+        self._send_frame(latest, self._pings[latest].ask(time.monotonic_ns()))
         self.next_s = now_s + (_FIRST_PING_S if self._pings_sent < _FIRST_PINGS else _PING_S)
 
     def statistics(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class ReceivingLink(LinkHalf):
     def _finish(self, number: int, lane: Lane, chunk: IncomingChunk, memory: memoryview) -> None:
         # First read the current room: the acknowledgement then reports it, which saves a credit.
         name = chunk.channel
-        self.engine.consumed(name, self.channels[name].slots.consumed)
+        self.engine.set_consumed(name, self.channels[name].slots.consumed)
         outcome = self.engine.finish(number, chunk)
         for stale in outcome.fenced:
             for each in self._lanes.values():

@@ -1,4 +1,4 @@
-"""Everything that this rank's sidecar sends to one peer: its engine, its lanes, its diallers."""
+"""This rank's end of a direction to a peer: the engine, the lanes, and their diallers."""
 
 import math
 import time
@@ -29,42 +29,42 @@ class OutgoingChannel(ChannelEnd):
     """The end whose slots hold the trainer's messages.
 
     Attributes:
-        waiting: Announced messages whose payload isn't complete yet, oldest first.
+        incomplete: Announced messages whose payload isn't complete yet, oldest first.
     """
 
     def __init__(self, name: ChannelName, slots: Slots, doorbell: Doorbell) -> None:
         super().__init__(name, slots, doorbell)
-        self.waiting: deque[int] = deque()
+        self.incomplete: deque[int] = deque()
         self._seen = slots.consumed
 
     def start_over(self) -> None:
-        """Post all undelivered messages again, to a new engine."""
-        self.waiting.clear()
+        """Let the next `look` post all undelivered messages again, to a new engine."""
+        self.incomplete.clear()
         self._seen = self.slots.consumed
 
     def look(self, engine: Outgoing, now_s: float) -> bool:
         """Post complete messages to the engine; returns whether there were any."""
-        slots, waiting = self.slots, self.waiting
+        slots, incomplete = self.slots, self.incomplete
         produced = slots.produced
-        if produced == self._seen and not waiting:
+        if produced == self._seen and not incomplete:
             return False
-        late = len(waiting)
+        known = len(incomplete)
         while self._seen != produced:
-            waiting.append(self._seen)
+            incomplete.append(self._seen)
             self._seen = add(self._seen, 1)
-        before = len(waiting)
+        before = len(incomplete)
         for index in range(before):
-            sequence = waiting.popleft()
+            sequence = incomplete.popleft()
             if slots.is_complete(sequence):
-                # A device wrote this payload after the announcement. Its computation and its copy
-                # are not the link's latency, so the message counts as posted now.
-                if index < late:
+                # This message was announced before its payload was complete. The device's time for
+                # it is not the link's latency, so the message counts as posted now.
+                if index < known:
                     slots.write_posted(sequence, time.monotonic_ns())
                 info = slots.read_info(sequence)
                 engine.post(self.name, sequence, info.num_bytes, info.tag, info.posted_ns, now_s)
             else:
-                waiting.append(sequence)
-        return len(waiting) < before
+                incomplete.append(sequence)
+        return len(incomplete) < before
 
     def release(self, count: int) -> None:
         """Free the slots of all messages before this number: they are delivered."""
@@ -74,11 +74,10 @@ class OutgoingChannel(ChannelEnd):
 
 
 class SendingLink(LinkHalf):
-    """The sending half of a pair of ranks.
+    """This rank's end of the direction to one peer.
 
     Args:
-        addresses: Where the peer listens.
-        hosts: This rank's own addresses, one for each network card.
+        own_addresses: One for each of this rank's network cards.
         lanes: How many; None: as many as messages need, or one for each card with RDMA, which one
             lane keeps busy.
 
@@ -93,8 +92,8 @@ class SendingLink(LinkHalf):
         loop: EventLoop,
         identity: Identity,
         peer: int,
-        addresses: Sequence[Address],
-        hosts: Sequence[str],
+        peer_addresses: Sequence[Address],
+        own_addresses: Sequence[str],
         lanes: int | None,
         report: Callable[..., None],
         backend: str = TCP,
@@ -104,8 +103,9 @@ class SendingLink(LinkHalf):
         self.channels: dict[ChannelName, OutgoingChannel] = {}
         self.next_s, self.exact_s = 0.0, _NEVER
         self.was_up = False
-        self._identity, self._addresses, self._hosts = identity, addresses, hosts
-        self._fixed = lanes or (len(hosts) if backend == NIXL else None)
+        self._identity = identity
+        self._peer_addresses, self._own_addresses = peer_addresses, own_addresses
+        self._fixed = lanes or (len(own_addresses) if backend == NIXL else None)
         self._diallers: dict[int, Dialler] = {}
         self._has_received = False
         self._poll_pause_s, self._polls_s = _FIRST_POLL_S, 0.0
@@ -134,7 +134,7 @@ class SendingLink(LinkHalf):
         if found:
             self._poll_pause_s = _FIRST_POLL_S
             self._send(now_s)
-        if self._has_waiting():
+        if self._has_incomplete():
             self.next_s = 0.0
         for dialler in self._diallers.values():
             if dialler.next_s <= now_s:
@@ -155,14 +155,14 @@ class SendingLink(LinkHalf):
     def turn(self, now_s: float) -> None:
         """Do everything that is due, and send what lanes will take."""
         self.next_s = _NEVER
-        waits = self._has_waiting() and self._poll_waiting(now_s)
+        waits = self._has_incomplete() and self._poll_incomplete(now_s)
         due = self.engine.due(now_s)
-        for number in due.late:
+        for number in due.timed_out:
             self._lose(number, "acknowledgement overdue")
         for number in due.ping:
             self._send_frame(number, self._pings[number].ask(time.monotonic_ns()))
         soon_s = _NEVER if self.engine.is_drained else now_s + _TURN_S
-        self._offer(now_s, copies=True)
+        self._fill_lanes(now_s, copies=True)
         self.next_s = min(self.next_s, soon_s, due.next_s, self._dial(now_s))
         self.exact_s = min(self.engine.departs_s, self._polls_s if waits else _NEVER)
 
@@ -195,7 +195,7 @@ class SendingLink(LinkHalf):
         """Stop dialling: the peer is gone."""
         for dialler in self._diallers.values():
             dialler.close()
-        self._addresses = ()
+        self._peer_addresses = ()
         self._diallers.clear()
 
     def disturb(self, action: str, lane: int | None = None, count: int = 1) -> None:
@@ -267,7 +267,7 @@ class SendingLink(LinkHalf):
             if self.engine.acknowledged(number, frame, now_s):
                 freed.add(frame.channel)
         elif kind is Credit or kind is Resume:
-            if self.engine.counts(*frame):
+            if self.engine.handle_counts(*frame):
                 freed.add(frame.channel)
         else:
             self._handle_common(number, frame)
@@ -285,28 +285,28 @@ class SendingLink(LinkHalf):
 
     def _send(self, now_s: float) -> None:
         """Send what is ready; leave copies and anything slow to the next turn."""
-        pause_s = _WATCH_S  # for late chunks, and for messages that wait for room
+        pause_s = _WATCH_S  # for overdue chunks, and for messages that wait for room
         if not self.engine.is_drained:
-            self._offer(now_s, copies=False)
+            self._fill_lanes(now_s, copies=False)
             pause_s = _TURN_S
         self.next_s = min(self.next_s, now_s + pause_s)
         departs_s = self.engine.departs_s
         if departs_s < self.exact_s:
             self.exact_s = departs_s
 
-    def _offer(self, now_s: float, *, copies: bool) -> None:
-        """Offer each lane a chunk in turn until none takes any.
+    def _fill_lanes(self, now_s: float, *, copies: bool) -> None:
+        """Give each lane a chunk in turn until none takes any.
 
         Args:
             copies: Whether to go on when only copies of chunks in flight can be left.
         """
         engine, lanes = self.engine, self._lanes
-        offering = [number for number in engine.lane_order() if not lanes[number].is_busy]
-        while offering:
-            for number in tuple(offering):
+        open_lanes = [number for number in engine.lane_order() if not lanes[number].is_busy]
+        while open_lanes:
+            for number in tuple(open_lanes):
                 chunk = engine.next_chunk(number, now_s) if number in lanes else None
                 if chunk is None or not self._post(number, chunk, now_s):
-                    offering.remove(number)
+                    open_lanes.remove(number)
                 if not copies and engine.is_drained:
                     return
 
@@ -341,31 +341,31 @@ class SendingLink(LinkHalf):
             self._diallers[number].redial(now_s)
         self._report("lane_down", peer=self.peer, lane=number, reason=reason)
 
-    def _has_waiting(self) -> bool:
+    def _has_incomplete(self) -> bool:
         for channel in self.channels.values():  # noqa: SIM110 # half as long as `any`
-            if channel.waiting:
+            if channel.incomplete:
                 return True
         return False
 
-    def _poll_waiting(self, now_s: float) -> bool:
-        """Check whether announced messages are complete; a device that writes one rings no bell.
+    def _poll_incomplete(self, now_s: float) -> bool:
+        """Check for announced messages that became complete: a device writes them without ringing.
 
         Returns:
-            Whether some are not; then `_polls_s` is when to check next.
+            Whether some are still incomplete; then `_polls_s` is when to check next.
         """
         if now_s >= self._polls_s:
             for channel in self.channels.values():
-                if channel.waiting and channel.look(self.engine, now_s):
+                if channel.incomplete and channel.look(self.engine, now_s):
                     self._poll_pause_s = _FIRST_POLL_S
             self._polls_s = now_s + self._poll_pause_s
             self._poll_pause_s = min(2 * self._poll_pause_s, _LONGEST_POLL_S)
-        return self._has_waiting()
+        return self._has_incomplete()
 
     def _dial(self, now_s: float) -> float:
         """Dial the missing lanes; returns when to call it next."""
-        if not self._addresses:
+        if not self._peer_addresses:
             return _NEVER
-        fewest = self._fixed or (max(2, len(self._hosts)) if self.channels else 1)
+        fewest = self._fixed or (max(2, len(self._own_addresses)) if self.channels else 1)
         wanted = self._fixed or self.engine.lanes_wanted(now_s, fewest, MAX_LANES)
         next_s = _NEVER
         for number in range(wanted):
@@ -397,8 +397,8 @@ class SendingLink(LinkHalf):
             self._identity,
             self.peer,
             number,
-            self._hosts[number % len(self._hosts)],
-            self._addresses[number % len(self._addresses)],
+            self._own_addresses[number % len(self._own_addresses)],
+            self._peer_addresses[number % len(self._peer_addresses)],
             self._up,
         )
         return dialler

@@ -59,12 +59,12 @@ class Sidecar:
     def run(self) -> None:
         """Move data until the trainer closes its data plane or ends."""
         while self._ending is None:
-            now_s = time.monotonic()
-            self._loop.turn(*self._turn(now_s))
+            until_s, exact_s = self._do_due(time.monotonic())
+            self._loop.turn(until_s, exact_s)
         self._say_goodbye(self._ending)
 
-    def _turn(self, now_s: float) -> tuple[float, float]:
-        """Do everything that is due; returns the next time, roughly and exactly."""
+    def _do_due(self, now_s: float) -> tuple[float, float]:
+        """Do what is due; returns when to call this next, as `EventLoop.turn` takes it."""
         if now_s >= self._checked_s + _CHECK_S:
             self._check(now_s)
         exact_s = self._poll(now_s) if self._polls else math.inf
@@ -87,9 +87,9 @@ class Sidecar:
         return min((link.poll(now_s) for link in links), default=math.inf)
 
     def _check(self, now_s: float) -> None:
-        """Check regularly for counts that changed without a ring, gone peers, a gone trainer."""
+        """Look for counts that changed without a ring, for peers that are gone, for the trainer."""
         self._checked_s = now_s
-        self._loop.turn(0.0)  # the trainer's records come before what it posted after them
+        self._loop.turn(0.0)  # reads the trainer's records before what it posted after them
         self._look()
         for peer, sending in self._sending.items():
             receiving = self._receiving.get(peer)
@@ -300,7 +300,7 @@ class Sidecar:
         try:
             if receiving is None:
                 raise ProtocolError(f"rank {introduce.rank} has no channel to rank {self._rank}")
-            receiving.take(introduce.lane, lane, introduce.generation, introduce.chunk_bytes)
+            receiving.add_lane(introduce.lane, lane, introduce.generation, introduce.chunk_bytes)
         except ProtocolError as error:
             lane.close()
             self._reject(str(error))

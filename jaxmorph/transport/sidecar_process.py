@@ -30,6 +30,7 @@ _READ_BYTES = 1 << 16
 _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 Record = dict[str, Any]
+RecordWithFds = tuple[Record, tuple[int, ...]]
 
 
 def send_record(link: socket.socket, record: Record, fds: tuple[int, ...] = ()) -> None:
@@ -47,7 +48,7 @@ class RecordReader:
         self._data = bytearray()
         self._fds: deque[int] = deque()
 
-    def read(self, link: socket.socket) -> list[tuple[Record, tuple[int, ...]]]:
+    def read(self, link: socket.socket) -> list[RecordWithFds]:
         """The records completed by one read of the socket, each with its descriptors.
 
         Raises:
@@ -73,7 +74,7 @@ class RecordReader:
         while self._fds:
             os.close(self._fds.popleft())
 
-    def _complete_records(self) -> list[tuple[Record, tuple[int, ...]]]:
+    def _complete_records(self) -> list[RecordWithFds]:
         records = []
         while len(self._data) >= _HEAD.size:
             num_bytes, num_fds = _HEAD.unpack_from(self._data)
@@ -96,8 +97,6 @@ def _descriptors(content: bytes) -> list[int]:
     return list(found)
 
 
-Instruction = tuple[Record, tuple[int, ...]]
-
 MAX_RESTARTS_A_MINUTE = 5
 _MINUTE_S = 60.0
 _END_S = 2.0
@@ -117,7 +116,7 @@ class SidecarProcess:
 
     def __init__(
         self,
-        setting_up: Callable[[int], Iterable[Instruction]],
+        setting_up: Callable[[int], Iterable[RecordWithFds]],
         received: Callable[[Record], None],
         failed: Callable[[TransportError], None],
     ) -> None:

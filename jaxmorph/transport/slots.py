@@ -8,7 +8,8 @@ line                  holds
 0                     magic, version, number of slots, bytes in a slot
 1                     `produced`: messages announced (outgoing) or received (incoming) so far
 2                     `consumed`: messages delivered (outgoing) or released (incoming) so far
-3 + 2 slot            `signal`: sequence number + 1 once the payload is complete; written last
+3 + 2 slot            `signal`: message number + 1, written after the payload; the sidecar may send
+                      the message once it is set
 4 + 2 slot            `info`: length, tag, when it was posted and when it was received
 next page             the payloads, each on pages of its own
 ====================  ========================================================================
@@ -45,15 +46,15 @@ _PRODUCED, _CONSUMED = _LINE_WORDS, 2 * _LINE_WORDS
 _FIRST_SLOT, _SLOT_LINES = 3, 2
 _MAX_BYTES = 1 << 46
 _LAST_NS = (1 << 64) - 1
-_barrier = threading.Lock()
+_lock = threading.Lock()
 
 
 class MessageInfo(NamedTuple):
     """The description of a message.
 
     Attributes:
-        posted_ns: By the monotonic clock of this memory's host; if the payload was completed later,
-            when that was seen.
+        posted_ns: By the monotonic clock of this memory's host; if the payload was completed after
+            the announcement, when the sidecar saw it complete.
         received_ns: When it was complete at the receiver; 0 at the sender's end.
     """
 
@@ -186,7 +187,8 @@ class Slots:
     def _write_fresh(self, first: int) -> None:
         _HEADER.pack_into(self._memory, 0, _MAGIC, _VERSION, self.num_slots, self.slot_bytes)
         for number in range(self.num_slots):
-            # As if the slot's message of the round before were complete: not this round's number.
+            # A fresh slot must not look complete, so its signal gets the number of the message one
+            # round earlier.
             before = add(first, number - self.num_slots)
             self.mark_complete(before)
         self.produced = self.consumed = first
@@ -232,8 +234,13 @@ def _whole_pages(num_bytes: int) -> int:
 
 
 def _order_writes() -> None:
-    """A memory barrier: taking a lock keeps the CPU from reordering stores."""
-    with _barrier:
+    """Keep the stores before this in front of those after it, as the other process sees them.
+
+    Enough on x86-64, which keeps stores in order and loads in order. Not enough on AArch64: a lock
+    lets stores from either side move between its acquire and its release, and the process that
+    polls has no barrier between a count and what it covers. It could read an old payload there.
+    """
+    with _lock:
         pass
 
 

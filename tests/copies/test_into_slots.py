@@ -213,7 +213,7 @@ def test_the_signal_follows_the_copy_on_its_stream(make):
     _, address, _, num_bytes, stream = calls["cuMemcpyDtoHAsync_v2"]
     assert (address, num_bytes) == (slot.address, 40)
     written = calls["cuStreamWriteValue32_v2"]
-    assert written == ("cuStreamWriteValue32_v2", stream, slot.signal_address + AWAY, 0, 0)
+    assert written == ("cuStreamWriteValue32_v2", stream, slot.signal_address() + AWAY, 0, 0)
     assert calls["cuEventRecord"][2] == stream
 
 
@@ -374,7 +374,7 @@ def test_kernels_get_device_addresses_and_wrapping_numbers(make):
     sent = [kernels.send(values(), USE.parts[0]) for _ in range(3)]
     jax.block_until_ready([ticket for _, ticket in sent])
     assert kernels.fake.controls == [
-        SlotControl(slot.address + AWAY, number, slot.signal_address + AWAY)
+        SlotControl(slot.address + AWAY, number, slot.signal_address() + AWAY)
         for number, (slot, _) in enumerate(sent)
     ]
 

@@ -128,7 +128,7 @@ class HostileLane:
         self.connection, self.rest = Connection(), b""
         lane = TcpLane(cast(Any, self.connection), FrameReader(TO_RECEIVER))
         lane.checksum = CHECKSUMS[CRC32]
-        self.peer.link.take(self.number, lane, self.peer.generation, CHUNK_BYTES)
+        self.peer.link.add_lane(self.number, lane, self.peer.generation, CHUNK_BYTES)
 
     def begin(self, frame: Any, data: bytes, payload: bytes, is_last: bool) -> None:
         """Send a frame with these bytes, in one piece or in several."""
@@ -338,9 +338,9 @@ class HostilePeer:
         lane.open()
         with contextlib.suppress(ProtocolError):
             if draw > 0.98:
-                self.link.take(lane.number, _unused_lane(), self.generation - 1, CHUNK_BYTES)
+                self.link.add_lane(lane.number, _unused_lane(), self.generation - 1, CHUNK_BYTES)
             elif draw > 0.96:
-                self.link.take(lane.number, _unused_lane(), self.generation, 2 * CHUNK_BYTES)
+                self.link.add_lane(lane.number, _unused_lane(), self.generation, 2 * CHUNK_BYTES)
         assert lane.is_up
         self.check(None, None)
 

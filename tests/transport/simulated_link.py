@@ -124,7 +124,7 @@ class Link:
         self.receiving: dict[int, Pipe] = {}  # as the receiver does
         self.emulation: Any = None
         self.sender_generation = self.receiver_generation = 0
-        self.late: list[tuple[float, int]] = []
+        self.timed_out: list[tuple[float, int]] = []
         self.redirected = self.copied = self.discarded = 0
         self._events: list[tuple[float, int, Callable[[], Any]]] = []
         self._numbers = count()
@@ -268,8 +268,8 @@ class Link:
     def _pump(self) -> None:
         self._post_all()
         due = self.outgoing.due(self.now)
-        for lane in due.late:
-            self.late.append((self.now, lane))
+        for lane in due.timed_out:
+            self.timed_out.append((self.now, lane))
             self._close_sender(self.pipes[lane])
         for lane in due.ping:
             self._ping(self.pipes.get(lane))
@@ -426,8 +426,8 @@ class Link:
     def _consume(self, memory: Memory) -> None:
         self._compare(memory.waiting.popleft())
         memory.consumed += 1
-        credit = self.incoming.consumed(memory.name, memory.number(memory.consumed))
-        lane = self.incoming.best_lane()
+        credit = self.incoming.set_consumed(memory.name, memory.number(memory.consumed))
+        lane = self.incoming.latest_lane()
         pipe = self.receiving.get(lane) if lane is not None else None
         if credit is not None and pipe is not None:
             self._answer(pipe, credit)
@@ -453,7 +453,7 @@ class Link:
             if type(frame).__name__ == "Acknowledge":
                 grew = self.outgoing.acknowledged(pipe.lane, frame, self.now)
             else:
-                grew = self.outgoing.counts(*frame)
+                grew = self.outgoing.handle_counts(*frame)
         except ProtocolError as error:
             raise AssertionError(f"an honest receiver was refused: {error}") from error
         memory = self.memories[frame.channel]

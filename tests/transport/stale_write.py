@@ -59,7 +59,7 @@ class Ranks:
 
     def lane(self, number):
         dialled, accepted = connection()
-        self.link.take(number, accepted, 1, CHUNK_BYTES)
+        self.link.add_lane(number, accepted, 1, CHUNK_BYTES)
         lane = NixlSendingLane(dialled, CHUNK_BYTES)
         lane.register(self.source.payloads())
         lane.open()

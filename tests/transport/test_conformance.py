@@ -207,7 +207,7 @@ def test_a_payload_written_by_a_device_needs_no_doorbell(planes, channel):
     slot = planes[0].reserve(there, soon())
     assert slot.address == slot.payload.ctypes.data
     slot.payload[:20] = content(7, 20)
-    signal = slot.signal_address
+    signal = slot.signal_address()
     slot.post(20, (0, 7, 20))
     nothing_comes(planes[1], there, 0.3)
     written_s = time.monotonic()
@@ -223,7 +223,7 @@ def test_a_withdrawn_message_is_empty_unless_complete(planes, channel, is_comple
     slot.payload[:20] = content(7, 20)
     slot.post(20, (0, 7, 20))
     if is_complete:
-        write_word(slot.signal_address, slot.sequence + 1)
+        write_word(slot.signal_address(), slot.sequence + 1)
     slot.withdraw()
     taken = planes[1].take(there, soon())
     assert (len(taken.payload), taken.tag[:3]) == (20 * is_complete, (0, 7, 20))
@@ -258,7 +258,7 @@ def test_a_registry_knows_the_slots_memory(join):
             plane.report_memory(registry)
         slot = planes[0].reserve(THERE, soon())
         assert registries[0].has(slot.address, 1000)
-        assert registries[0].has(slot.signal_address, 4)
+        assert registries[0].has(slot.signal_address(), 4)
         slot.post(0, ())
         slot.complete()
         taken = planes[1].take(THERE, soon())

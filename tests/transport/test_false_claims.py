@@ -168,7 +168,7 @@ def test_senders_are_refused_the_same_lies(frame):
     link: Any = ReceivingLink(
         cast(Any, Loop()), 1, 0, lambda kind, **details: reports.append({"kind": kind, **details})
     )
-    link.take(0, TcpLane(cast(Any, connection), FrameReader(TO_RECEIVER)), 1, CHUNK_BYTES)
+    link.add_lane(0, TcpLane(cast(Any, connection), FrameReader(TO_RECEIVER)), 1, CHUNK_BYTES)
     connection.came += pack(frame)
     link._pollers[0](READ)
     assert connection.is_closed

@@ -160,20 +160,20 @@ def test_a_lane_receives_one_chunk_at_a_time(incoming):
 
 def test_credits_are_sent_when_room_is_scarce(incoming):
     receive(incoming, 0, chunk(0, total=5))
-    assert incoming.consumed(NAME, FIRST + 1) is None  # it has room for three
+    assert incoming.set_consumed(NAME, FIRST + 1) is None  # it has room for three
     receive(incoming, 0, chunk(1, total=5))
     receive(incoming, 0, chunk(2, total=5))
-    credit = incoming.consumed(NAME, 0)
+    credit = incoming.set_consumed(NAME, 0)
     assert credit == Credit(NAME, 1, 4)
 
 
 def test_a_ping_brings_unreported_counts(incoming):
     assert incoming.pinged(0) == []
     receive(incoming, 1, chunk(0, total=5))
-    incoming.consumed(NAME, FIRST + 1)
+    incoming.set_consumed(NAME, FIRST + 1)
     assert incoming.pinged(0) == [Credit(NAME, FIRST + 1, 3)]
     assert incoming.pinged(0) == []
-    assert incoming.best_lane() == 0
+    assert incoming.latest_lane() == 0
 
 
 def test_a_restarted_receiver_resumes_from_its_slots():
@@ -188,7 +188,7 @@ def test_only_a_channel_at_rest_grows(incoming):
     with pytest.raises(ValueError, match="not at rest"):
         incoming.grow(NAME, 8)
     receive(incoming, 0, chunk(0, 1))
-    incoming.consumed(NAME, FIRST + 1)
+    incoming.set_consumed(NAME, FIRST + 1)
     assert incoming.grow(NAME, 8) == Credit(NAME, FIRST + 1, 7)
 
 

@@ -74,7 +74,7 @@ def test_pings_are_frequent_at_first():
     link = ReceivingLink(cast(Any, Loop()), 1, 0, lambda kind, **details: None)
     link.turn(0.0)
     assert link.next_s == math.inf  # no lane to ask on
-    link.take(0, TcpLane(cast(Any, connection), FrameReader(TO_RECEIVER)), 1, CHUNK_BYTES)
+    link.add_lane(0, TcpLane(cast(Any, connection), FrameReader(TO_RECEIVER)), 1, CHUNK_BYTES)
     assert len(asked_s(link, 1.0)) == 10
     assert len(asked_s(link, 11.0)) == 10
     assert connection.sent

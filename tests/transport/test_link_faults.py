@@ -154,7 +154,7 @@ def test_a_slow_lane_is_not_given_up():
         chunk_bytes=512 * 1024,
         faults=[(0.3, throttled(0, GIGABIT / 100))],
     )
-    assert link.late == []
+    assert link.timed_out == []
 
 
 def test_a_recovered_lane_is_used_again():
@@ -174,7 +174,7 @@ def test_lanes_lost_in_mid_message_leave_a_short_gap(lost):
         faults=[(0.31, lambda link: [link.stop(lane) for lane in lost])],
     )
     assert gap_s < 0.5
-    assert sorted(lane for _, lane in link.late) == lost
+    assert sorted(lane for _, lane in link.timed_out) == lost
 
 
 @pytest.mark.parametrize("after_s", [1.0, 1.013, 1.029, 1.041])
@@ -207,7 +207,7 @@ def test_a_short_stop_costs_no_lane():
         wires_of(GIGABIT, GIGABIT),
         faults=[(0.3, lambda link: link.stop(0)), (0.4, lambda link: link.go(0))],
     )
-    assert link.late == []
+    assert link.timed_out == []
     assert gap_s < 0.25
 
 
@@ -228,7 +228,7 @@ def test_pings_report_room_lost_on_a_dead_lane(monkeypatch):
     consumed = link.incoming.consumed
 
     def consumed_as_the_lane_dies(channel, count):
-        lane = link.incoming.best_lane()
+        lane = link.incoming.latest_lane()
         if count == 2 and lane is not None:
             link.stop(lane)
         return consumed(channel, count)

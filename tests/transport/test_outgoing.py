@@ -28,7 +28,7 @@ class Wire:
             self.counts(0, 8)
 
     def counts(self, delivered, limit):
-        return self.out.counts(NAME, (FIRST + delivered) % 2**32, (FIRST + limit) % 2**32)
+        return self.out.handle_counts(NAME, (FIRST + delivered) % 2**32, (FIRST + limit) % 2**32)
 
     def post(self, at, chunks=2, name=NAME):
         self.out.post(name, (FIRST + at) % 2**32, chunks * SIZE, TAG, 1000 + at, self.now)
@@ -69,14 +69,14 @@ class Wire:
         """Make a lane carry another channel's message at a rate."""
         name = ChannelName(9, 0, 1, lane)
         self.out.add_channel(name, 1, 0)
-        self.out.counts(name, 0, 1)
+        self.out.handle_counts(name, 0, 1)
         self.out.post(name, 0, chunks * SIZE, TAG, 0, self.now)
         for _ in range(chunks):
             frame = self.out.next_chunk(lane, self.now)
             assert frame is not None
             self.now += SIZE / bytes_per_s
             self.out.acknowledged(lane, Acknowledge(frame.channel, 0, frame.offset, 0, 1), self.now)
-        self.out.counts(name, 1, 2)
+        self.out.handle_counts(name, 1, 2)
 
 
 def test_nothing_leaves_before_the_receivers_counts():
@@ -180,7 +180,7 @@ def test_impossible_counts_are_refused():
     with pytest.raises(ProtocolError, match="room"):
         wire.counts(0, -5)
     with pytest.raises(ProtocolError, match="doesn't begin here"):
-        wire.out.counts(OTHER, 0, 1)
+        wire.out.handle_counts(OTHER, 0, 1)
     with pytest.raises(ProtocolError, match="isn't on lane 0"):
         wire.acknowledge(0, 0)
     with pytest.raises(ValueError, match="chunks of 10 bytes"):
@@ -212,9 +212,9 @@ def test_lateness_depends_on_the_lanes_rate(bytes_per_s, late_s):
     wire.post(0, chunks=1)
     wire.next()
     due = wire.out.due(wire.now + 0.99 * late_s)
-    assert due.late == ()
+    assert due.timed_out == ()
     assert due.next_s <= wire.now + 1.01 * late_s
-    assert wire.out.due(wire.now + 1.01 * late_s).late == (0,)
+    assert wire.out.due(wire.now + 1.01 * late_s).timed_out == (0,)
 
 
 def test_a_late_lane_gets_a_longer_timeout():
@@ -224,7 +224,7 @@ def test_a_late_lane_gets_a_longer_timeout():
     for _ in range(3):
         assert wire.next() == (0, 0)
         began = wire.now
-        while not wire.out.due(wire.now).late:
+        while not wire.out.due(wire.now).timed_out:
             wire.now += 0.01
         timeouts.append(wire.now - began)
         wire.out.lane_up(0, 0, wire.now)
@@ -238,7 +238,7 @@ def test_idle_lanes_are_late_without_a_pong():
     wire.out.ponged(1, Pong(int(wire.now * 1e9), 0, 0), wire.now + 0.001)
     assert wire.out.due(wire.now + 0.5).ping == ()
     assert wire.out.due(wire.now + 1.01).ping == (0, 1)
-    assert wire.out.due(wire.now + 2.5).late == (0,)
+    assert wire.out.due(wire.now + 2.5).timed_out == (0,)
 
 
 def test_pings_are_frequent_while_deliveries_are_owed():
@@ -425,7 +425,7 @@ def test_an_outage_of_all_lanes_adds_none():
 def test_lanes_wanted_are_production_over_drain():
     wire, count = Wire(lanes=1), 32
     wire.out.add_channel(OTHER, count, 0)
-    wire.out.counts(OTHER, 0, count)
+    wire.out.handle_counts(OTHER, 0, count)
     acknowledged = 0
     for at in range(count):  # four seconds
         wire.out.post(OTHER, at, SIZE, TAG, 0, wire.now)

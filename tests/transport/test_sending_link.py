@@ -100,7 +100,7 @@ def test_unwanted_dials_are_given_up(joined, monkeypatch):
     monkeypatch.setattr(joined.link, "_fixed", None)
     monkeypatch.setattr(joined.link.engine, "lanes_wanted", lambda *_: wanted[0])
     with socket.create_server(("127.0.0.1", 0)) as silent, contextlib.ExitStack() as closing:
-        joined.link._addresses = [silent.getsockname()]
+        joined.link._peer_addresses = [silent.getsockname()]
         joined.act()
         silent.settimeout(10)
         connections = [closing.enter_context(silent.accept()[0]) for _ in range(2)]
