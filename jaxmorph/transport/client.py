@@ -124,7 +124,7 @@ class SidecarPlane(DataPlane):
             self._sidecar.request(record, (), _ANSWER_S)
 
     def statistics(self) -> dict[str, Any]:
-        """Counts and rates of each peer and lane; empty while the sidecar is being restarted."""
+        """Counts and rates of each peer and lane; none while the sidecar is being restarted."""
         answer = self._sidecar.request({"kind": "statistics"}, (), _ANSWER_S) or {}
         return {"generation": self._sidecar.generation, **answer.get("statistics", {})}
 
@@ -150,7 +150,7 @@ class SidecarPlane(DataPlane):
         self._undo.close()
 
     def _grow(self, end: OutgoingEnd | IncomingEnd, num_slots: int) -> None:
-        # A delivery may not be known here yet; releases are made here.
+        # The sidecar may have yet to count a delivery; releases are counted in this process.
         timeout_s = _REST_S if isinstance(end, OutgoingEnd) else 0.0
         if not end.doorbell.wait_until(end.at_rest, time.monotonic() + timeout_s):
             raise TransportError(f"{end.name} is not at rest: it can't grow now")
@@ -243,8 +243,8 @@ def _channel_record(end: OutgoingEnd | IncomingEnd, slots: Slots) -> Record:
 
 def _described(condition: LinkCondition) -> Record:
     """A condition as a record, without defaults: a trace has thousands of conditions."""
-    usual = vars(LinkCondition(condition.between))
-    others = {name: value for name, value in vars(condition).items() if value != usual[name]}
+    defaults = vars(LinkCondition(condition.between))
+    others = {name: value for name, value in vars(condition).items() if value != defaults[name]}
     return {"between": condition.between, **others}
 
 

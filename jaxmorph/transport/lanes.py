@@ -2,7 +2,7 @@
 
 A lane joins one local network card to one of the peer's. It carries frames both ways, and chunk
 payloads from the sender's slots into the receiver's. It is as unreliable as its network: numbering,
-replay and order belong to the engine (`outgoing`, `incoming`).
+resending and order belong to the engine (`outgoing`, `incoming`).
 """
 
 import contextlib
@@ -113,7 +113,7 @@ def dial(local_host: str, address: Address) -> socket.socket:
 
 
 class TcpLane:
-    """A lane over a TCP connection, which it closes; the connection may still be connecting.
+    """A lane over a TCP connection, which may still be connecting; `close` closes it.
 
     It never blocks, and raises `LaneError` if it fails. Lanes over RDMA have the same methods.
 
@@ -210,7 +210,7 @@ class TcpLane:
         return True
 
     def poll(self, mask: int, handler: ChunkHandler | None, limit: int = _MAX_FRAMES) -> list[Any]:
-        """Continue sending and receiving; returns at most `limit` frames received, without chunks.
+        """Continue to send and receive; returns at most `limit` frames that came, without chunks.
 
         Args:
             mask: What the descriptor is ready for; 0: nothing.
@@ -249,7 +249,7 @@ class TcpLane:
             self._socket.shutdown(socket.SHUT_WR)
 
     def discard_received(self) -> None:
-        """Drop what has come, so that closing doesn't look like a failure.
+        """Drop what has come: closing with unread bytes would reset the connection.
 
         Raises:
             LaneError: If the peer has closed its end.
@@ -309,7 +309,7 @@ class TcpLane:
         return count, wanted
 
     def _parse(self, frames: list[Any], handler: ChunkHandler | None, limit: int) -> bool:
-        """Move frames into the list and payloads to their places; whether more may be received."""
+        """Move frames into the list, payloads to their places; returns whether to receive more."""
         reader = self.reader
         while len(frames) < limit:
             if self._chunk is not None:

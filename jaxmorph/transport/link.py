@@ -186,7 +186,7 @@ class LinkHalf:
         """The lane of this link's backend over a connection whose handshake is done.
 
         Args:
-            kind: Its class over RDMA.
+            kind: The lane's class if the backend is RDMA.
             memory: All payloads that it may read or write.
 
         Raises:

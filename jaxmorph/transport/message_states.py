@@ -75,7 +75,7 @@ SEND_TRANSITIONS: Mapping[tuple[SendState, SendEvent], SendState] = {
 RECEIVE_TRANSITIONS: Mapping[tuple[ReceiveState, ReceiveEvent], ReceiveState] = {
     (ReceiveState.EXPECTED, ReceiveEvent.BEGUN): ReceiveState.RECEIVING,
     (ReceiveState.RECEIVING, ReceiveEvent.ALL_RECEIVED): ReceiveState.COMPLETE,
-    # An announcement that only a broken lane made is forgotten.
+    # A message that only a broken lane has announced is forgotten.
     (ReceiveState.RECEIVING, ReceiveEvent.LANE_LOST): ReceiveState.EXPECTED,
     (ReceiveState.RECEIVING, ReceiveEvent.SENDER_RESTARTED): ReceiveState.EXPECTED,
     (ReceiveState.COMPLETE, ReceiveEvent.SENDER_RESTARTED): ReceiveState.EXPECTED,

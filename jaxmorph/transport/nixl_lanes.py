@@ -15,8 +15,8 @@ writes; `Written`     compares the checksum of what was written
 
 A sender writes only with a grant, and at most one lane has a grant for a place in a slot. But a
 granted write can't be revoked: if a network holds it up, it may arrive after the slot has been
-reused. So when another lane has delivered the chunk first, the slow lane's receiving agent is torn
-down before the message is handed over (`fence`).
+reused. So when another lane brings the chunk first, the slow lane's receiving agent is torn down
+before the message is handed over (`fence`).
 """
 
 import contextlib

@@ -10,9 +10,8 @@ overdue    the chunk takes far longer than expected, or than it  a lane with no 
            would take on another lane                            sends a copy of it (a hedge)
 stalled    no chunk was acknowledged for 30 ms or more, while    no new chunks until it progresses;
            another lane progressed                               other lanes copy all its chunks
-parked     the rate is below a tenth of the best lane's, until   only trial chunks: two copies a
-           it reaches 15 %; or the lane was dialled again after  second of other lanes' chunks
-           a timeout
+parked     the rate is below a tenth of the best, or the lane    only trial chunks: two copies a
+           was redialled after a timeout; until it reaches 15 %  second of other lanes' chunks
 timed out  an acknowledgement or pong misses its timeout         it is closed, its chunks are resent
 =========  ====================================================  ===================================
 
@@ -194,7 +193,7 @@ class Outgoing(OutgoingQueue):
         self.advance(now_s)
         if now_s >= self._assessed_s + _ASSESS_S:
             self._assess_lanes(now_s)
-        waiting = self.departed > 0
+        has_undelivered = self.departed > 0
         timed_out, ping, next_s = [], [], self.departs_s
         progress_s = self._progress_s()
         for number, lane in self._lanes.items():
@@ -203,11 +202,11 @@ class Outgoing(OutgoingQueue):
                 timed_out.append(number)
                 self._timeouts_s[number] = min(2 * lane.timeout_s, MAX_TIMEOUT_S)
                 continue
-            ping_s = lane.ping_due_s(waiting)
+            ping_s = lane.ping_due_s(has_undelivered)
             if now_s >= ping_s:
                 lane.pinged(now_s)
                 ping.append(number)
-                times_out_s, ping_s = lane.times_out_s(progress_s), lane.ping_due_s(waiting)
+                times_out_s, ping_s = lane.times_out_s(progress_s), lane.ping_due_s(has_undelivered)
             next_s = min(next_s, times_out_s, ping_s)
             if lane.flights and len(self._lanes) > 1:
                 next_s = min(next_s, max(self._next_hedge_s, now_s + _MIN_SLACK_S))
@@ -322,7 +321,7 @@ class Outgoing(OutgoingQueue):
             self._copy_stalled(now_s)
 
     def _progress_s(self) -> float:
-        """When any lane last made progress."""
+        """When any lane that isn't parked last made progress."""
         return max(
             (lane.progress_s for lane in self._lanes.values() if not lane.parked), default=-INFINITY
         )

@@ -66,7 +66,7 @@ class LaneRate:
         return min(max(1.0 + 4.0 * self._spread, _MIN_OVERDUE), _MAX_OVERDUE)
 
     def restart(self) -> None:
-        """Forget the rate; the next chunk alone sets it."""
+        """Let the next chunk alone set the rate."""
         self._bytes = self._seconds = 0.0
 
     def round_trip(self, seconds: float) -> None:
@@ -221,7 +221,7 @@ ACK_TIMEOUT_FACTOR = 4.0
 FIRST_TIMEOUT_S, MAX_TIMEOUT_S = 2.0, 30.0
 """The timeout of a lane whose rate is unknown; doubled each time it was too short."""
 PING_S, WAITING_PING_S = 1.0, 0.050
-"""The interval of pings on an idle lane; the second while deliveries are owed."""
+"""The interval of pings on an idle lane; the second while messages may be undelivered."""
 _STALL_S = 0.050
 _SLOW_BYTES_PER_S = 125e3
 
@@ -342,9 +342,10 @@ class OutgoingLane:
         least_s = max(MIN_ACK_TIMEOUT_S, ACK_TIMEOUT_FACTOR * slow_s)
         return min(least_s * self.timeout_s / FIRST_TIMEOUT_S, self.timeout_s)
 
-    def ping_due_s(self, waiting: bool) -> float:
-        """When to send the next ping; `waiting`: deliveries are owed."""
-        return self._pinged_s + (WAITING_PING_S if waiting and not self.flights else PING_S)
+    def ping_due_s(self, has_undelivered: bool) -> float:
+        """When to send the next ping; an idle lane sends more while messages may be undelivered."""
+        is_waiting = has_undelivered and not self.flights
+        return self._pinged_s + (WAITING_PING_S if is_waiting else PING_S)
 
     def pinged(self, now_s: float) -> None:
         """Record that a ping leaves now."""

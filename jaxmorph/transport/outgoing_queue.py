@@ -104,13 +104,14 @@ class OutgoingQueue:
         self._retry_s = float("inf")
         self._small: deque[Message] = deque()
         self._large: deque[Message] = deque()
+        # Message, chunk, and how many copies of it may be in flight already.
         self._again: deque[tuple[Message, int, int]] = deque()
 
     def add_channel(self, name: ChannelName, num_slots: int, released: int) -> None:
         """Begin to send a channel, or resume it after a restart, from its slots' count.
 
-        The caller posts all messages from `released` on here, too; none of a new channel leaves
-        before its `Resume` has come.
+        The caller then posts the messages from `released` on. None leaves before the receiver's
+        first counts of the channel (`Resume`) have come.
 
         Raises:
             ValueError: If it is another pair's, or known.

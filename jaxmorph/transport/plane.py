@@ -303,8 +303,8 @@ class IncomingSlot:
 
     Attributes:
         payload: uint8 [message bytes], read-only.
-        posted_s: When it was posted, by an estimate of this host's monotonic clock.
-        received_s: When all of it was here, by this host's monotonic clock.
+        posted_s: When it was posted, by this host's monotonic clock: an estimate.
+        received_s: When all of it was here, by the same clock.
     """
 
     __slots__ = ("_end", "payload", "posted_s", "received_s", "sequence", "tag")

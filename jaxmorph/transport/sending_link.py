@@ -83,7 +83,7 @@ class SendingLink(LinkHalf):
 
     Attributes:
         next_s: When to call `after_reads` at the latest, to about a millisecond.
-        exact_s: When to call it to the microsecond.
+        exact_s: Another time to call it, to some microseconds.
         was_up: Whether the peer has ever been there, even for an earlier sidecar.
     """
 

@@ -111,7 +111,10 @@ class SidecarProcess:
         setting_up: Returns the first records of a new sidecar, by its generation; never called
             while another thread holds `changing`.
         received: Called on a thread of its own with each record that answers no request.
-        failed: Called once, when it has died too often to be restarted.
+        failed: Called once, when it can't be started again or has died too often.
+
+    Attributes:
+        changing: Held while records are sent, and while the next sidecar is set up.
     """
 
     def __init__(

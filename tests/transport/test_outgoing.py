@@ -204,17 +204,17 @@ def test_small_messages_go_before_long_ones():
 
 
 @pytest.mark.parametrize(
-    ("bytes_per_s", "late_s"), [(1e8, 0.25), (1e5, 4 * SIZE / 1e5)], ids=["quick", "slow"]
+    ("bytes_per_s", "timeout_s"), [(1e8, 0.25), (1e5, 4 * SIZE / 1e5)], ids=["quick", "slow"]
 )
-def test_lateness_depends_on_the_lanes_rate(bytes_per_s, late_s):
+def test_the_timeout_depends_on_the_lanes_rate(bytes_per_s, timeout_s):
     wire = Wire(lanes=1)
     wire.set_rate(0, bytes_per_s)
     wire.post(0, chunks=1)
     wire.next()
-    due = wire.out.due(wire.now + 0.99 * late_s)
+    due = wire.out.due(wire.now + 0.99 * timeout_s)
     assert due.timed_out == ()
-    assert due.next_s <= wire.now + 1.01 * late_s
-    assert wire.out.due(wire.now + 1.01 * late_s).timed_out == (0,)
+    assert due.next_s <= wire.now + 1.01 * timeout_s
+    assert wire.out.due(wire.now + 1.01 * timeout_s).timed_out == (0,)
 
 
 def test_a_late_lane_gets_a_longer_timeout():
