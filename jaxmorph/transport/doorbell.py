@@ -76,7 +76,7 @@ class Doorbell:
                 return True
 
     def _spin(self, condition: Callable[[], bool], deadline_s: float) -> bool:
-        """Check the condition for some microseconds; after failures more and more calls skip this."""
+        """Check the condition for some microseconds; after failures, more and more calls skip it."""
         if self._skipped < self._to_skip:
             self._skipped += 1
             return False

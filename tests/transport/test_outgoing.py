@@ -217,7 +217,7 @@ def test_the_timeout_depends_on_the_lanes_rate(bytes_per_s, timeout_s):
     assert wire.out.due(wire.now + 1.01 * timeout_s).timed_out == (0,)
 
 
-def test_a_late_lane_gets_a_longer_timeout():
+def test_a_timed_out_lane_gets_a_longer_timeout():
     wire = Wire(lanes=1)
     wire.post(0, chunks=1)
     timeouts = []
@@ -232,7 +232,7 @@ def test_a_late_lane_gets_a_longer_timeout():
     assert timeouts[2] == pytest.approx(4 * timeouts[0], rel=0.1)
 
 
-def test_idle_lanes_are_late_without_a_pong():
+def test_idle_lanes_time_out_without_a_pong():
     wire = Wire()
     assert wire.out.due(wire.now).ping == (0, 1)
     wire.out.ponged(1, Pong(int(wire.now * 1e9), 0, 0), wire.now + 0.001)
