@@ -76,7 +76,7 @@ class Doorbell:
                 return True
 
     def _spin(self, condition: Callable[[], bool], deadline_s: float) -> bool:
-        """Check the condition for some microseconds; after failures, more and more calls skip it."""
+        """Check the condition for some microseconds; after failures more calls skip this."""
         if self._skipped < self._to_skip:
             self._skipped += 1
             return False

@@ -177,7 +177,7 @@ def test_incomplete_payloads_are_polled_less_and_less_often(joined):
     assert joined.next_after_s() <= 2 * FIRST_LOOK_S + 1e-9
 
 
-def test_a_late_lane_is_closed_and_its_chunk_resent(joined):
+def test_a_timed_out_lane_is_closed_and_its_chunk_resent(joined):
     joined.post(10)
     (chunk,) = joined.look()
     began_s = joined.clock.now_s
