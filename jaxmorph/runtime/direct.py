@@ -52,7 +52,7 @@ class LinkProgram:
 
     Args:
         mesh: The link mesh, (stage=2, data, tensor).
-        payload: The array that a message carries, at either end.
+        payload: The array that each device sends or receives.
         source: Which of the mesh's two stages sends: 0 or 1.
         home: Where this process keeps payloads; its device of the mesh may be a spare one.
         answered: Whether the same collective sends a message of the same size, with the receiver's
