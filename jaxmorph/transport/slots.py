@@ -16,7 +16,8 @@ next page             the payloads, each on pages of its own
 
 Counts and sequence numbers are 32 bits and wrap; message q is in slot q % number of slots, which
 is therefore a power of two. The memory has no name, so the system frees it even if a process is
-killed. Its contents outlive the sidecar, and a new sidecar resumes from them.
+killed. Its contents outlive the sidecar, and a new sidecar resumes from them. That a reader finds
+what a count or signal covers is certain on x86-64 only (`_order_writes`).
 """
 
 import contextlib
