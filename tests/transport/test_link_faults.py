@@ -225,7 +225,7 @@ def test_a_faster_copy_fences_a_stuck_lane():
 def test_pings_report_room_lost_on_a_dead_lane(monkeypatch):
     memory = Memory(NAME, 1, 4096, 0, [4096] * 4)
     link = Link(wires_of(1e7, 1e7), [memory], 1024, consume_s=lambda: 0.2)
-    consumed = link.incoming.consumed
+    consumed = link.incoming.set_consumed
 
     def consumed_as_the_lane_dies(channel, count):
         lane = link.incoming.latest_lane()
@@ -233,7 +233,7 @@ def test_pings_report_room_lost_on_a_dead_lane(monkeypatch):
             link.stop(lane)
         return consumed(channel, count)
 
-    monkeypatch.setattr(link.incoming, "consumed", consumed_as_the_lane_dies)
+    monkeypatch.setattr(link.incoming, "set_consumed", consumed_as_the_lane_dies)
     assert link.run(link.now + 1.5)  # less than it takes to give an idle lane up
 
 
