@@ -28,8 +28,8 @@ class Routes(Section):
     )
 
     default: Route = "direct"
-    """The route of links that are not named. `direct` is the fastest on healthy links; `delegated`
-    keeps a slow link from blocking the accelerator's queue."""
+    """The route of links that are not named. `direct` is the fastest for a single message on a
+    healthy link; `delegated` keeps a slow link from blocking the accelerator's queue."""
 
     @property
     def by_link(self) -> dict[str, Route]:
@@ -216,7 +216,7 @@ class Transport(Section):
     time; smaller ones spread a message over more lanes."""
 
     checksum: Annotated[bool, Expected("true or false")] = True
-    """Compare a CRC-32 of each chunk before acknowledging it."""
+    """Compare a CRC-32C (or CRC-32) of each chunk before acknowledging it."""
 
     backend: Literal["tcp", "nixl"] = "tcp"
     """`nixl` is RDMA by NVIDIA's NIXL, see docs/how-to/rdma.md."""

@@ -95,7 +95,7 @@ IMPOSSIBLE: frozenset[State] = frozenset({
 """The other pairs; `Verdict` refuses them. A direction is healthy only with its path up."""
 
 SENTENCES: Mapping[Trigger, str] = {
-    Trigger.ROSE: "is slow: {took} for {count} messages in a row, {threshold:.1f} is late",
+    Trigger.ROSE: "is slow: {took} for {count} messages in a row, above {threshold:.1f} ms is late",
     Trigger.MOVED: "has another delay: {took} for {count} messages in a row, was {before:.1f}",
     Trigger.FELL: "is recovering: {took} for {count} messages in a row, was {before:.1f}",
     Trigger.LASTED: "is healthy again: {took} in the last of {steps} good steps",

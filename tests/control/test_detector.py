@@ -81,7 +81,7 @@ def test_a_jump_and_its_end_are_found_at_once():
     assert (slow.latency_ms, slow.jitter_ms) == (31.0, 0.0)
     assert recovering.latency_ms == healthy.latency_ms == 1.0
     assert slow.reason == (
-        "link 2>3 is slow: 31.0 ms (31.0 to 31.0) for 6 messages in a row, 6.0 is late"
+        "link 2>3 is slow: 31.0 ms (31.0 to 31.0) for 6 messages in a row, above 6.0 ms is late"
     )
     assert recovering.reason == (
         "link 2>3 is recovering: 1.0 ms (1.0 to 1.0) for 5 messages in a row, was 31.0"
