@@ -149,7 +149,8 @@ class Data(Section):
 
     vocab_size: Annotated[Count | None, Expected("null, or a whole number of at least 1")] = None
     """The model's vocabulary. Null is the tokenizer's, or for a `.bin` array without a tokenizer
-    its largest id plus one. Set it to pad the vocabulary, or to skip reading a large array."""
+    its largest id plus one, if the array has at most 256 MiB and no id of a million or more. Set it
+    for other arrays, or to pad the vocabulary."""
 
     sequence_length: Count = 128
     """Tokens in a sequence."""

@@ -10,7 +10,9 @@ from jaxmorph.data.documents import standard_library_documents, text_documents
 from jaxmorph.data.tokenizer import open_tokenizer
 from jaxmorph.errors import UserError
 
-_LARGEST_VOCABULARY = 2**24  # a larger one means that the array was read with the wrong type
+_LARGEST_VOCABULARY = 1_000_000  # a larger one means that the array was read with the wrong type
+_MOST_READ_BYTES = 2**28  # of an array, to find its largest id
+_BLOCK_TOKENS = 2**20
 _HEAD_TOKENS = 4096
 _BYTES = "bytes"
 _DIGEST_END_TOKENS = 4096
@@ -48,7 +50,7 @@ def load_tokens(
             it takes its vocabulary.
         token_dtype: `uint16` or `uint32`, the type of the ids in a token array.
         vocab_size: None is the tokenizer's, or for a token array without one the largest id plus
-            one, for which the whole array is read once.
+            one. A token array of more than 256 MiB is not read for it, and needs one of the two.
 
     Raises:
         UserError: the path, the tokenizer or the vocabulary cannot be used.
@@ -111,8 +113,17 @@ def check_ids(ids: np.ndarray, vocab_size: int, source: str) -> None:
 
 
 def _vocabulary_of(ids: np.ndarray, source: str, tokenizer: str) -> int:
-    """The vocabulary of the tokenizer, which must cover all ids; for `bytes`, the smallest."""
-    smallest = _smallest_vocabulary(ids, source)
+    """The vocabulary of the tokenizer, which must cover all ids; for `bytes`, the smallest.
+
+    Of a large array only the first ids are compared; `Batches` checks all that are trained on.
+    """
+    is_large = ids.nbytes > _MOST_READ_BYTES
+    if is_large and tokenizer == _BYTES:
+        raise UserError(
+            f"data.vocab_size: got none, expected the vocabulary of {source}: its {ids.nbytes:,} "
+            "bytes are too many to look for the largest id (or data.tokenizer)"
+        )
+    smallest = _smallest_vocabulary(ids[:_HEAD_TOKENS] if is_large else ids, source)
     if tokenizer == _BYTES:
         return smallest
     own = open_tokenizer(tokenizer).vocab_size
@@ -125,10 +136,13 @@ def _vocabulary_of(ids: np.ndarray, source: str, tokenizer: str) -> int:
 
 
 def _smallest_vocabulary(ids: np.ndarray, source: str) -> int:
-    """The largest id plus one, if that can be a vocabulary."""
-    for some in (ids[:_HEAD_TOKENS], ids):  # a wrong type shows in the first ids already
-        check_ids(some, _LARGEST_VOCABULARY, source)
-    return int(ids.max()) + 1
+    """The largest id plus one, if that can be a vocabulary; it is looked for block by block."""
+    largest = 0
+    for start in range(0, ids.size, _BLOCK_TOKENS):
+        block = ids[start : start + _BLOCK_TOKENS]
+        check_ids(block, _LARGEST_VOCABULARY, source)
+        largest = max(largest, int(block.max()))
+    return largest + 1
 
 
 def _map_token_array(path: Path, token_dtype: str) -> np.ndarray:

@@ -3,14 +3,20 @@
 Only process 0 of a run writes JAX's persistent compilation cache, and no public setting changes
 that. Each rank has programs of its own, so the other ranks would find nothing there. Therefore each
 rank keeps its own, with `jax.experimental.serialize_executable`.
+
+A damaged program can compute other results, end the process or hang. So each file begins with the
+length and digest of what follows, and is deleted where they differ. Whatever else is wrong with a
+program, it is run only once: a rank that ends by a signal before its first step leaves a mark, and
+the next start compiles everything again.
 """
 
 import hashlib
 import logging
 import os
 import pickle
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,10 +45,12 @@ class KeptPrograms:
     Args:
         folder: Where they are; created with the first one. Anyone who can write there can make this
             process run any code.
+        reads: Whether programs of earlier processes are used; if not, they are replaced.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, reads: bool = True) -> None:
         self.folder = folder
+        self._reads = reads
         self._platform: tuple[str, ...] | None = None
 
     def compile(self, lowered: Lowered) -> Compiled:
@@ -52,19 +60,18 @@ class KeptPrograms:
 
     def _kept(self, path: Path, lowered: Lowered) -> Compiled | None:
         """The program in a file; None if there is none that can be used."""
-        if not path.exists():
+        if not self._reads or not path.exists():
             return None
         try:
             return serialize_executable.deserialize_and_load(
-                path.read_bytes(),
+                _unsealed(path.read_bytes()),
                 jax.tree.structure(lowered.args_info),
                 lowered.out_tree,
                 execution_devices=jax.local_devices()[:1],
             )
         except Exception as error:  # any broken file: the program can be compiled again
             _log.warning("%s: %s: %s; it is compiled again", path, type(error).__name__, error)
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
+            _remove(path)
             return None
 
     def _compiled(self, path: Path, lowered: Lowered) -> Compiled:
@@ -74,7 +81,7 @@ class KeptPrograms:
             self.folder.mkdir(parents=True, exist_ok=True)
             # Other runs may share the folder, so write under an own name and rename.
             new = path.with_name(f"{path.name}.{os.getpid()}.new")
-            new.write_bytes(written)
+            new.write_bytes(_seal(written) + written)
             new.replace(path)
         except (
             *(OSError, ValueError, NotImplementedError, pickle.PicklingError),
@@ -90,6 +97,23 @@ class KeptPrograms:
         takes = str(lowered.args_info)  # with unused arguments, which the text leaves out
         parts = (lowered.as_text(), takes, str(lowered.out_tree), *self._platform)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _seal(program: bytes) -> bytes:
+    """The first line of a program's file."""
+    return f"{len(program)} bytes {hashlib.sha256(program).hexdigest()}\n".encode()
+
+
+def _unsealed(content: bytes) -> bytes:
+    """The program in a file's content.
+
+    Raises:
+        ValueError: It is not what was written.
+    """
+    seal, _, program = content.partition(b"\n")
+    if seal + b"\n" != _seal(program):
+        raise ValueError(f"got {len(program)} bytes, which are not those that were written")
+    return program
 
 
 def _platform() -> Iterator[str]:
@@ -115,22 +139,35 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(_CPU_LINES)}))
 
 
-def keep_compiled(config: "Config", directory: Path, rank: int) -> None:
-    """Make this process keep what it compiles from now on, if its run may restart.
+@contextmanager
+def keep_compiled(config: "Config", directory: Path, rank: int) -> Iterator[Callable[[], None]]:
+    """Make this process keep its stage's programs from now on, if its run may restart.
 
-    Its stage's programs go to `KeptPrograms`, all others to JAX's persistent cache. A cache folder
-    that is set already, as by JAX_COMPILATION_CACHE_DIR, stays.
+    Yields:
+        A function to call once a step is done: the programs that were read have proved to run.
     """
     wanted = config.restart_policy.compilation_cache
     if not config.may_restart or wanted is False:
+        yield lambda: None
         return
     folder = (directory / FOLDER if wanted is True else Path(wanted)).absolute()
-    compile_by(KeptPrograms(folder / f"rank_{rank}").compile)
-    if not jax.config.values["jax_compilation_cache_dir"]:
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        # By default JAX keeps only programs that take a second or more to compile. These take less
-        # each, but together more.
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    mark = directory / f".rank_{rank}_starts"  # not in `folder`, which other runs may share
+    was_killed = mark.exists()
+    if was_killed:
+        _log.warning("%s: a process ended before its first step: all is compiled again", mark)
+    compile_by(KeptPrograms(folder / f"rank_{rank}", reads=not was_killed).compile)
+    remove = partial(_remove, mark)
+    try:
+        with suppress(OSError):
+            mark.touch()
+        yield remove
+    finally:  # no signal has ended this process
+        remove()
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 class CompilationCounter:

@@ -282,7 +282,6 @@ def _train_as_rank(
     stop_asked: Callable[[], bool],
 ) -> tuple[bool, Path]:
     """Train as one rank; whether the run has done its last step, and its directory."""
-    from jaxmorph.runtime.kept_programs import keep_compiled
     from jaxmorph.runtime.rendezvous import agree
     from jaxmorph.training.train import train
 
@@ -291,14 +290,12 @@ def _train_as_rank(
         found = agree(rendezvous, _Found, None)  # rank 0 has claimed a directory
         path, first_step = Path(found.directory), found.first_step
         set_directory(path)
-        keep_compiled(config, path, rendezvous.rank)
         is_done = train(config, rendezvous, _ignore, path, first_step, stop_asked=stop_asked)
         return is_done, path
     with start.open_record() as record:
         path, first_step = record.directory.resolve(), start.first_step
         agree(rendezvous, _Found, _Found(str(path), first_step))
         set_directory(path)
-        keep_compiled(config, path, rendezvous.rank)
         is_done = train(config, rendezvous, record.take, path, first_step, stop_asked=stop_asked)
         record.finish()
     return is_done, path

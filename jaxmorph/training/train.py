@@ -60,7 +60,11 @@ def train(
         config, rendezvous, parts.model, checkpoints, batches=parts.batches, restarts=restarts
     )
     _send_end_of(START, send)
-    with run.open_stage() as stage, ReadAhead(read, first_step) as inputs:
+    with (
+        keep_compiled(config, directory, rendezvous.rank) as programs_ran,
+        run.open_stage() as stage,
+        ReadAhead(read, first_step) as inputs,
+    ):
         _send_end_of(COMPILE, send)
         run.restore(stage)
         _send_end_of(RESTORE, send)
@@ -80,6 +84,8 @@ def train(
             compilations=compilations,
             stop_asked=stop_asked,
         ) as training:
+            training.loop.run(inputs, first_step + 1)
+            programs_ran()
             is_done = training.loop.run(inputs, config.run.steps)
             failure = training.finish()
         # No rank ends before rank 0 has reported what failed.
@@ -99,7 +105,6 @@ def _send_end_of(phase: str, send: Callable[[RunMessage], None]) -> None:
 def _run_rank(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> None:
     config_path, first_step, restarts = rest
     config, directory = load_config(Path(config_path)), Path(config_path).parent
-    keep_compiled(config, directory, arguments.rank)
     rendezvous = join_run(
         arguments,
         start_timeout_s=config.timeouts.start_s,

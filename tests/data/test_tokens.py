@@ -1,8 +1,12 @@
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 import tokenizers
 from tokenizers.models import WordLevel
 
+from jaxmorph.data.batches import Batches
 from jaxmorph.data.tokens import Tokens, digest_of, hold_out, is_token_array, load_tokens
 from jaxmorph.errors import UserError
 
@@ -55,6 +59,25 @@ def test_a_token_array_takes_the_tokenizers_vocabulary(array_file, tmp_path):
         load_tokens(other, words)
 
 
+def test_a_large_array_is_not_read_for_its_vocabulary(array_file, tmp_path):
+    path = array_file([1, 2], "uint16")
+    with Path(path).open("r+b") as file:
+        file.truncate(2**28 + 2)  # sparse
+        file.seek(2**27)
+        file.write(_array([9], "<u2"))
+    with pytest.raises(UserError, match=r"^data.vocab_size: got none, expected the vocabulary of "):
+        load_tokens(path)
+    assert load_tokens(path, vocab_size=5).vocab_size == 5
+    words = str(tmp_path / "tokenizer.json")
+    tokenizers.Tokenizer(WordLevel({"?": 0, "a": 1, "b": 2}, unk_token="?")).save(words)
+    tokens = load_tokens(path, words)
+    assert tokens.vocab_size == 3
+    at = 2**26
+    sizes = {"microbatches": 1, "microbatch_size": 1, "sequence_length": 2, "seed": 0}
+    with pytest.raises(UserError, match=r"got token 9, expected ids below 3 "):
+        Batches(replace(tokens, ids=tokens.ids[at : at + 4]), **sizes).inputs(0)
+
+
 def _array(ids, dtype):
     return np.asarray(ids, dtype).tobytes()
 
@@ -66,6 +89,10 @@ def _array(ids, dtype):
         (
             "tokens.bin", _array(range(1000, 2000), "<u2"), "uint32",
             r"got token [\d,]+, expected ids below",
+        ),
+        (  # ids of bytes: a vocabulary of 16 million would take all memory
+            "tokens.bin", _array(IDS[:6000], "<u2"), "uint32",
+            r"got token 16,[\d,]+, expected ids below 1,000,000 .*is data.token_dtype wrong",
         ),
         ("tokens.bin", b"", "uint16", r"\S+: got 0 bytes, expected uint16 tokens of 2 bytes each"),
         ("tokens.bin", b"abc", "uint16", r"\S+: got 3 bytes, expected uint16 tokens of 2 bytes e"),

@@ -1,10 +1,12 @@
 """Kept programs equal compiled ones, and broken files are never run."""
 
 import logging
+import random
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import serialize_executable
 
 from jaxmorph.config import check_config
 from jaxmorph.models.gpt2 import build
@@ -90,6 +92,25 @@ def test_a_damaged_entry_is_logged_and_recompiled(tmp_path, caplog, damage):
     assert results(KeptPrograms(tmp_path).compile(lowered(2.0))) == expected
 
 
+def test_no_flipped_bit_is_ever_loaded(tmp_path, caplog, monkeypatch):
+    """With a wrong bit XLA may compute something else, end the process or hang."""
+    KeptPrograms(tmp_path).compile(lowered(2.0))
+    (path,) = tmp_path.iterdir()
+    whole, rng = path.read_bytes(), random.Random(7)
+    loaded = []
+    monkeypatch.setattr(serialize_executable, "deserialize_and_load", loaded.append)
+    for bit in rng.sample(range(8 * len(whole)), 40):
+        path.write_bytes(flipped(whole, bit))
+        KeptPrograms(tmp_path).compile(lowered(2.0))
+    assert loaded == []
+    assert caplog.text.count("not those that were written; it is compiled again") == 40
+
+
+def flipped(content, bit):
+    at, mask = bit // 8, 1 << bit % 8
+    return content[:at] + bytes([content[at] ^ mask]) + content[at + 1 :]
+
+
 def test_an_unwritable_folder_is_no_error(tmp_path, caplog):
     (tmp_path / "file").write_text("precious")
     with caplog.at_level(logging.WARNING):
@@ -136,37 +157,23 @@ def test_a_stage_built_again_compiles_no_program(tmp_path, counter):
 
 
 SAVES = {"checkpoint": {"every_steps": 5}}
-DIR, LEAST_S = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
 
 
 @pytest.fixture
 def keepers(monkeypatch):
     """Records which `KeptPrograms` compiles for this process, during one test."""
-    before, keepers = {name: jax.config.values[name] for name in (DIR, LEAST_S)}, []
+    keepers = []
     monkeypatch.setattr(kept_programs, "compile_by", lambda how: keepers.append(how.__self__))
-    jax.config.update(DIR, None)
-    yield keepers
-    for name, value in before.items():
-        jax.config.update(name, value)
+    return keepers
 
 
 @pytest.mark.parametrize(("wanted", "name"), [(True, "run/compilation_cache"), ("kept", "kept")])
 def test_a_run_that_may_restart_keeps_programs(keepers, tmp_path, monkeypatch, wanted, name):
     monkeypatch.chdir(tmp_path)
     config = check_config(SAVES | {"restart_policy": {"compilation_cache": wanted}})
-    keep_compiled(config, tmp_path / "run", 2)
-    (programs,) = keepers
-    assert isinstance(programs, KeptPrograms)
+    with keep_compiled(config, tmp_path / "run", 2):
+        (programs,) = keepers
     assert programs.folder == tmp_path / name / "rank_2"
-    assert jax.config.values[DIR] == str(tmp_path / name)
-    assert jax.config.values[LEAST_S] == 0.0
-
-
-def test_the_users_cache_folder_stays(keepers, tmp_path):
-    jax.config.update(DIR, "/elsewhere")
-    keep_compiled(check_config(SAVES), tmp_path, 0)
-    assert jax.config.values[DIR] == "/elsewhere"
-    assert len(keepers) == 1
 
 
 @pytest.mark.parametrize(
@@ -175,6 +182,26 @@ def test_the_users_cache_folder_stays(keepers, tmp_path):
      SAVES | {"restart_policy": {"max_restarts": 0}}],
 )  # fmt: skip
 def test_a_run_without_restarts_keeps_nothing(keepers, tmp_path, sections):
-    keep_compiled(check_config(sections), tmp_path, 0)
+    with keep_compiled(check_config(sections), tmp_path, 0) as programs_ran:
+        programs_ran()
     assert keepers == []
-    assert jax.config.values[DIR] is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_after_a_killed_start_nothing_kept_is_used(keepers, tmp_path, caplog, counter):
+    config, endings = check_config(SAVES), []
+    for how in ("first step", "an error", "a signal", "after a signal"):
+        counted = counter.count
+        start = keep_compiled(config, tmp_path, 0)
+        programs_ran = start.__enter__()
+        keepers[-1].compile(lowered(2.0))
+        endings.append(counter.count - counted)
+        if how == "first step":
+            programs_ran()
+        if how == "an error":
+            start.__exit__(OSError, OSError("a lost peer"), None)
+        if how == "a signal":
+            killed = start  # kept, since a generator that is dropped is closed
+    assert endings == [1, 0, 0, 1]
+    assert "a process ended before its first step: all is compiled again" in caplog.text
+    del killed
