@@ -135,6 +135,7 @@ bench-faults: setup
 # Training through three hundred faults, and every way to end a run: the same bits, nothing left.
 bench-chaos: setup
 	$(BIN)/python -m benchmarks.chaos
+	$(BIN)/python -m benchmarks.flipped_bits
 
 # The data plane and training over network cards that are slow, or lost; for root on Linux.
 bench-netns: setup

@@ -10,6 +10,8 @@ The type of a field decides how it is written where JSON has no such type:
 - A member of a union of dataclasses has the key ``kind``, the name of its class.
 - A number that is not finite is ``Infinity``, ``-Infinity`` or ``NaN``, as Python reads it.
 
+What is kept in files has a checksum (`with_sum`), so that no damaged value is taken for another.
+
 This module does not use pydantic, because ranks need it to exchange messages and the GPU check
 (`benchmarks.gpu`) runs ranks with only JAX, Flax, Optax and NumPy installed.
 """
@@ -22,6 +24,7 @@ from enum import Enum
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from zlib import crc32
 
 Json: TypeAlias = dict[str, Any]
 """A JSON object whose form another module owns, such as `Timeline.to_json`."""
@@ -30,6 +33,7 @@ _Value = TypeVar("_Value")
 _Read: TypeAlias = Callable[[Any], Any]
 _Write: TypeAlias = Callable[[Any], Any]
 _KEY = "key"  # in a field's metadata
+_SUM = "crc32"
 _LONGEST = 60  # characters of a value quoted in an error
 
 
@@ -61,6 +65,32 @@ def as_object(value: Any) -> dict[str, Any]:
     if not is_dataclass(value):
         raise TypeError(f"got {value!r}, expected plain values and dataclasses")
     return {key: write(getattr(value, name)) for key, name, write in _writers(type(value))}
+
+
+def with_sum(line: str) -> str:
+    """Adds a checksum to a JSON object on one line, as `dump` writes it, under the last key.
+
+    `parse_line` and `without_sum` compare it.
+    """
+    return f'{line[:-1]}, "{_SUM}": "{_sum_of(line)}"}}'
+
+
+def without_sum(data: Any, where: str) -> Any:
+    """Takes the checksum out of the result of `json.loads`, if it has one, as in files it has.
+
+    Raises:
+        ParseError: The object is not the one that was written.
+    """
+    if not isinstance(data, dict) or _SUM not in data:
+        return data
+    values = {key: value for key, value in data.items() if key != _SUM}
+    if data[_SUM] != _sum_of(json.dumps(values)):
+        raise ParseError(f"{where}: got other values than were written, by their {_SUM}")
+    return values
+
+
+def _sum_of(line: str) -> str:
+    return f"{crc32(line.encode()):08x}"
 
 
 def tagged(message: Any) -> dict[str, Any]:
@@ -132,12 +162,12 @@ def parse(kind: type[_Value] | UnionType, data: Any, where: str) -> _Value:
 
 
 def parse_line(kind: type[_Value] | UnionType, line: str, where: str) -> _Value:
-    """Reads a value of a type from a line of JSON; see `parse`."""
+    """Reads a value of a type from a line of JSON, and compares its checksum; see `parse`."""
     try:
         data = json.loads(line)
     except ValueError:
         raise ParseError(f"{where}: got {_shown(line)}, expected a line of JSON") from None
-    return parse(kind, data, where)
+    return parse(kind, without_sum(data, where), where)
 
 
 def _mismatch(value: Any, expected: str) -> _MismatchError:

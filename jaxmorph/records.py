@@ -98,6 +98,8 @@ class EventKind(StrEnum):
     """an old checkpoint could not be removed, and why"""
     CHECKPOINT_DAMAGED = "checkpoint_damaged"
     """a checkpoint that the run doesn't resume from, and why"""
+    FILES_DAMAGED = "files_damaged"
+    """files of the run directory, or lines of them, that were damaged, and what became of them"""
     RESUMED = "resumed"
     """the run continues from a checkpoint"""
     LINKS_KNOWN = "links_known"

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import pytest
 
 from jaxmorph.config.sections import Adaptation
-from jaxmorph.plain_json import ParseError, dump, parse, written_as
+from jaxmorph.plain_json import ParseError, dump, parse, parse_line, with_sum, written_as
 
 
 @dataclass(frozen=True)
@@ -147,3 +147,42 @@ def test_a_renamed_field_keeps_its_key():
     assert parse(Renamed, {"old": 1}, "a file") == Renamed(1)
     with pytest.raises(ParseError, match=r"^a file: old: missing"):
         parse(Renamed, {"new": 1}, "a file")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Something that a run keeps in a file."""
+
+    loss: float
+    name: str
+    inner: Mapping[str, float]
+
+
+KEPT = Kept(5.4321e-7, "caf\N{LATIN SMALL LETTER E WITH ACUTE} \ud800", {"a": math.inf, "b": 1.0})
+
+
+def test_a_checksum_comes_back_out():
+    line = with_sum(dump(KEPT))
+    assert list(json.loads(line)) == ["loss", "name", "inner", "crc32"]
+    assert parse_line(Kept, line, "here") == KEPT
+    assert parse_line(Kept, json.dumps(json.loads(line), indent=1), "here") == KEPT
+    assert parse_line(Kept, dump(KEPT), "here") == KEPT  # as earlier versions wrote
+
+
+def test_any_flipped_bit_is_refused_or_changes_nothing():
+    line, refused = with_sum(dump(KEPT)).encode(), 0
+    for bit in range(8 * len(line)):
+        changed = bytearray(line)
+        changed[bit // 8] ^= 1 << bit % 8
+        try:
+            assert parse_line(Kept, changed.decode(errors="replace"), "here") == KEPT
+        except ParseError:
+            refused += 1
+    # White space between keys may become other white space, and the name of the sum another key.
+    assert refused > 7.2 * len(line)
+
+
+def test_changed_values_name_their_place():
+    line = with_sum(dump(KEPT)).replace("5.4", "5.5")
+    with pytest.raises(ParseError, match="^here: got other values than were written, by their crc"):
+        parse_line(Kept, line, "here")

@@ -41,10 +41,29 @@ from jaxmorph.checkpoints.manifest import (
     stage_path,
 )
 from jaxmorph.errors import UserError
+from jaxmorph.plain_json import with_sum, without_sum
 
 _FINISHED = re.compile(r"step_(\d+)")
 _UNFINISHED = re.compile(r"step_(\d+)\.unfinished")
 _LEFT_OVER = re.compile(r"step_\d+\.(unfinished|removed)")
+_PATTERN = frozenset("*?[\\")
+
+
+def require_plain(folder: Path, key: str) -> None:
+    """Requires a path in which Orbax finds its files: it looks for them by patterns.
+
+    Args:
+        key: That of the configuration that names the folder.
+
+    Raises:
+        UserError: The path has characters that have another meaning in patterns.
+    """
+    path = str(folder.resolve())
+    if found := _PATTERN.intersection(path):
+        without = " ".join(sorted(found))
+        raise UserError(
+            f"{key}: got {path}, expected a path without {without}: no checkpoint can be read there"
+        )
 
 
 @dataclass(frozen=True)
@@ -86,11 +105,14 @@ class CheckpointFolder:
         """Reads a checkpoint's manifest.
 
         Raises:
-            UserError: It can't be read, or is of another version.
+            UserError: It can't be read, has changed, or is of another version.
         """
         path = self.finished(step) / MANIFEST
         try:
-            return Manifest.from_json(json.loads(path.read_text(encoding="utf-8")))
+            content = path.read_bytes()
+            if (self.finished(step) / SEAL).read_bytes() != seal_of(content):
+                raise ValueError(f"got other content than {SEAL} is of")
+            return Manifest.from_json(json.loads(content))
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}") from error
         except ValueError as error:
@@ -100,7 +122,7 @@ class CheckpointFolder:
         """Writes a draft of the manifest before the parts; `commit_written` commits by it."""
         unfinished = self.unfinished(manifest.step)
         unfinished.mkdir(parents=True, exist_ok=True)
-        write_synced(unfinished / DRAFT, json.dumps(manifest.to_json()).encode())
+        write_synced(unfinished / DRAFT, with_sum(json.dumps(manifest.to_json())).encode())
 
     def commit_written(self, num_recorded: int) -> tuple[int, ...]:
         """Commits the checkpoints that all ranks had written when they were killed before agreeing.
@@ -120,13 +142,14 @@ class CheckpointFolder:
     def _try_commit(self, step: int) -> bool:
         unfinished = self.unfinished(step)
         try:
-            manifest = Manifest.from_json(json.loads((unfinished / DRAFT).read_bytes()))
+            draft = json.loads((unfinished / DRAFT).read_bytes())
+            manifest = Manifest.from_json(without_sum(draft, DRAFT))
             for number in range(len(manifest.layers)):
                 files = read_list(list_path(unfinished, number).read_bytes())
                 if find_damage(stage_path(unfinished, number), files, thorough=True) is not None:
                     return False
             self.commit(manifest)
-        except (OSError, ValueError):  # a file is missing or cut short
+        except (OSError, ValueError):  # a file is missing or damaged
             return False
         return True
 

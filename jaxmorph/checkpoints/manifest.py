@@ -18,7 +18,6 @@ SEAL = "manifest.seal"
 DRAFT = "manifest.draft"
 _RANK_FILE = re.compile(r"\.rank_\d+_[0-9a-f]{16}")
 FORMAT = 2
-_WITHOUT_CHECKSUMS = 1
 TiedPaths = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
 
 
@@ -54,8 +53,7 @@ class Manifest:
         data: Identifies the text; None: not recorded.
         plan: The plan in force, as `Plan.to_json`; None: not recorded.
         link_states: The links that were not healthy, each in a few words.
-        parts: The sum of each virtual stage's list of files; None in checkpoints of versions
-            without checksums.
+        parts: The sum of each virtual stage's list of files; None in a draft.
     """
 
     step: int
@@ -71,7 +69,7 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """The manifest in JSON's types; `from_json` reads it back."""
         return {
-            "format": _WITHOUT_CHECKSUMS if self.parts is None else FORMAT,
+            "format": FORMAT,
             "step": self.step,
             "data_position": self.step,
             "random_seed": self.config.run.seed,
@@ -93,8 +91,8 @@ class Manifest:
             ValueError: It is something else, or has another version's format.
         """
         try:
-            if data["format"] not in (_WITHOUT_CHECKSUMS, FORMAT):
-                raise ValueError(f"got format {data['format']}, expected at most {FORMAT}")
+            if data["format"] != FORMAT:
+                raise ValueError(f"got format {data['format']}, expected {FORMAT}")
             return cls(
                 step=int(data["step"]),
                 layers=tuple(range(start, stop) for start, stop in data["layers"]),
@@ -117,7 +115,7 @@ def _config(data: Any) -> Config:
 
 
 def _parts(data: Any) -> tuple[FileSum, ...] | None:
-    if data["format"] == _WITHOUT_CHECKSUMS:
+    if data["parts"] is None:
         return None
     parts = tuple(FileSum(**part) for part in data["parts"])
     if len(parts) != len(data["layers"]):
@@ -132,8 +130,6 @@ def seal_of(manifest: bytes) -> bytes:
 
 def damage_of(checkpoint: Path, *, thorough: bool) -> Damage | None:
     """Returns why a checkpoint isn't whole, or None if it is.
-
-    A checkpoint of a version without checksums is whole if all of its parts are there.
 
     Args:
         thorough: Read all files; otherwise compare only the lengths of the parts' files.
@@ -152,20 +148,17 @@ def _damages(checkpoint: Path, *, thorough: bool) -> Iterator[Damage]:
     except OSError as error:
         yield Damage(path, f"{error.strerror}", "a checkpoint's manifest")
         return
-    is_sealed = (checkpoint / SEAL).exists()
-    if is_sealed:
-        yield from _of_file(checkpoint / SEAL, seal_of(content))
+    yield from _of_file(checkpoint / SEAL, seal_of(content))
     try:
         manifest = Manifest.from_json(json.loads(content))
-    except ValueError as error:
-        why = " ".join(f"{error}".split())
-        if is_sealed:  # the bytes are as they were written, by another version
-            raise UserError(f"{path}: {why}") from error
-        yield Damage(path, why, "a checkpoint's manifest")
+    except ValueError as error:  # the bytes are as they were written, by another version
+        raise UserError(f"{path}: {' '.join(f'{error}'.split())}") from error
+    if manifest.parts is None:
+        yield Damage(path, "no checksums", "those of each part")
         return
-    yield from _of_parts(checkpoint, manifest, thorough=thorough)
-    if manifest.parts is not None and not is_sealed:
-        yield Damage(checkpoint / SEAL, "nothing", repr(seal_of(content).decode()))
+    for number, expected in enumerate(manifest.parts):
+        files, part = list_path(checkpoint, number), stage_path(checkpoint, number)
+        yield from _of_listed(files, expected, part, thorough=thorough)
 
 
 def _of_file(path: Path, expected: bytes) -> Iterator[Damage]:
@@ -176,16 +169,6 @@ def _of_file(path: Path, expected: bytes) -> Iterator[Damage]:
         return
     if got != expected:
         yield Damage(path, repr(got.decode(errors="replace")), repr(expected.decode()))
-
-
-def _of_parts(checkpoint: Path, manifest: Manifest, *, thorough: bool) -> Iterator[Damage]:
-    for number in range(len(manifest.layers)):
-        part = stage_path(checkpoint, number)
-        if manifest.parts is not None:
-            files = list_path(checkpoint, number)
-            yield from _of_listed(files, manifest.parts[number], part, thorough=thorough)
-        elif not part.is_dir():
-            yield Damage(part, "nothing", "a part of the checkpoint")
 
 
 def _of_listed(path: Path, expected: FileSum, part: Path, *, thorough: bool) -> Iterator[Damage]:

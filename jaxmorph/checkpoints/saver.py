@@ -82,8 +82,8 @@ class CheckpointSaver:
         describe: Returns the manifest of a checkpoint after a number of steps.
         write: Writes a tree of arrays to a new folder.
         emit: Takes an event's step, kind and detail, on rank 0.
-        sent_so_far: Returns a future that is done once the records of all steps so far have been
-            sent. A checkpoint is committed only then, so that a resumed run has no gap in them.
+        on_disk: Returns a future that is done once the records of all steps so far are on disk. A
+            checkpoint is committed only then, so that a resumed run has no gap in them.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class CheckpointSaver:
         write: Callable[[Path, Tree], None],
         keep: int,
         emit: Callable[[int, EventKind, str], None],
-        sent_so_far: Callable[[], Future[None]],
+        on_disk: Callable[[], Future[None]],
     ) -> None:
         self._folder = folder
         self._rendezvous = rendezvous
@@ -105,7 +105,7 @@ class CheckpointSaver:
         self._write = write
         self._keep = keep
         self._emit = emit
-        self._sent_so_far = sent_so_far
+        self._on_disk = on_disk
         self._save: _Save | None = None
         self._last_failure = ""
         self._thread = ThreadPoolExecutor(1, "jaxmorph-checkpoint")
@@ -182,11 +182,11 @@ class CheckpointSaver:
 
     def _commit(self, save: _Save) -> None:
         if save.manifest is not None and save.committed is None:
-            sent = self._sent_so_far()
-            save.committed = self._thread.submit(self._commit_once_sent, save.manifest, sent)
+            recorded = self._on_disk()
+            save.committed = self._thread.submit(self._commit_once, recorded, save.manifest)
 
-    def _commit_once_sent(self, manifest: Manifest, sent: Future[None]) -> None:
-        sent.result()
+    def _commit_once(self, recorded: Future[None], manifest: Manifest) -> None:
+        recorded.result()
         self._folder.commit(manifest)
 
     def _finish(self, save: _Save, num_bytes: int) -> None:

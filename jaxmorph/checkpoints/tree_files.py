@@ -80,9 +80,15 @@ class TreeFiles:
         Args:
             path: A new folder; it appears when it is complete.
             tree: `jax.Array`s, each on one device.
+
+        Raises:
+            OSError: Not all leaves can be read back.
         """
         save = self._orbax.args.PyTreeSave(jax.tree.map(_as_replicated, tree))
         self._checkpointer.save(path.resolve(), args=save)
+        wanted, found = set(leaves_of(tree)), set(self.key_paths(path))
+        if found != wanted:
+            raise OSError(f"{path}: got {len(found)} arrays, expected {len(wanted)}")
 
     def read(self, path: Path, branches: Collection[str] | None = None) -> Tree:
         """Reads a tree as numpy arrays.

@@ -9,6 +9,7 @@ from typing import Any
 from jaxmorph.config import Config, load_config
 from jaxmorph.control.profiler import Profile
 from jaxmorph.errors import UserError
+from jaxmorph.plain_json import without_sum
 from jaxmorph.records import pipeline_links
 from jaxmorph.report.run_directory import PROFILE
 from jaxmorph.schedule.costs import LinkDelay
@@ -96,7 +97,8 @@ def _listed(values: tuple[int, ...] | None) -> list[int] | None:
 
 def _read_profile(path: Path) -> Profile:
     try:
-        return Profile.from_json(json.loads(path.read_text(encoding="utf-8")))
+        text = path.read_text(encoding="utf-8")
+        return Profile.from_json(without_sum(json.loads(text), path.name))
     except FileNotFoundError:
         raise UserError(
             f"profile: got {path.parent} without {PROFILE}, expected a run that has recorded a "

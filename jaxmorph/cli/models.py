@@ -1,5 +1,6 @@
 """The commands `export`, `sample` and `model`: a run's model, and the sizes of presets."""
 
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,9 @@ from jaxmorph.training.saved_model import SamplingSettings, continuation, load_s
 
 
 def export_model(run_dir: Path, step: int | None, to: Path | None) -> str:
-    """Write a checkpoint's parameters by the model's `write_weights`; returns a line about it.
+    """Write a checkpoint's parameters by the model's `write_weights`, and the run's tokenizer.
+
+    Returns a line about it.
 
     Args:
         step: The checkpoint after so many steps; None: the last one.
@@ -42,9 +45,24 @@ def export_model(run_dir: Path, step: int | None, to: Path | None) -> str:
     saved = load_saved_model(run_dir, step)
     folder = run_dir / "exported" / f"step_{saved.step}" if to is None else to
     write_model(saved.model, str(folder), saved.stages)
+    left_out = _copy_tokenizer(saved.config, folder)
     num_bytes = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     model = f"{saved.config.model.factory} {saved.config.model.preset}"
-    return f"{model} after {saved.step} steps: {num_bytes:,} bytes in {folder}"
+    return f"{model} after {saved.step} steps: {num_bytes:,} bytes in {folder}{left_out}"
+
+
+def _copy_tokenizer(config: Config, folder: Path) -> str:
+    """Copy the run's tokenizer.json beside the parameters; why not, if it is gone."""
+    named = config.data.tokenizer
+    if named == "bytes":
+        return ""
+    try:
+        shutil.copyfile(named, folder / "tokenizer.json")
+    except shutil.SameFileError:
+        return ""
+    except OSError as error:
+        return f", without the tokenizer {named}: {error.strerror}"
+    return ""
 
 
 def sample(

@@ -5,7 +5,13 @@
 between sections, `load` and `overrides` for where values come from, and `problems` for errors.
 """
 
-from jaxmorph.config.load import check_config, dump_config, load_config, read_config
+from jaxmorph.config.load import (
+    check_config,
+    dump_config,
+    load_config,
+    override_config,
+    read_config,
+)
 from jaxmorph.config.overrides import located_error, locating_errors
 from jaxmorph.config.schema import Config
 from jaxmorph.config.sections import per_stage
@@ -17,6 +23,7 @@ __all__ = [
     "load_config",
     "located_error",
     "locating_errors",
+    "override_config",
     "per_stage",
     "read_config",
 ]

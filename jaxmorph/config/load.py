@@ -57,6 +57,26 @@ def check_config(tree: Mapping[str, Any], name: str = "config") -> Config:
     return _checked(_with_derived_defaults(tree, Path(Run().dir).name), Origin(name, ()))
 
 
+def override_config(config: Config, overrides: Sequence[str], path: str | Path) -> Config:
+    """Applies overrides to a run's configuration, whose file was at `path`.
+
+    Warm-up steps that followed from `run.steps` follow from a smaller one too, if need be.
+
+    Raises:
+        UserError: as `load_config`.
+    """
+    origin = Origin(printable(str(path)), tuple(Override.parse(text) for text in overrides))
+    tree = apply_overrides(config.model_dump(mode="json"), origin.overrides)
+    run, optimizer = tree.get("run"), tree.get("optimizer")
+    if isinstance(run, Mapping) and isinstance(optimizer, Mapping):
+        steps, warmup = run.get("steps"), optimizer.get("warmup_steps")
+        is_derived = warmup == config.run.steps // 10
+        if is_derived and isinstance(steps, int) and 0 < steps < warmup:
+            tree["optimizer"] = {**optimizer, "warmup_steps": steps // 10}
+    tree = _with_derived_defaults(tree, Path(path).stem)
+    return _checked(_with_model_folder(tree, Path(path).parent, origin.path), origin)
+
+
 def dump_config(config: Config) -> str:
     """Writes a configuration as YAML with every key; it loads back to an equal one."""
     return format_yaml(config.model_dump(mode="json"))

@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any, Self, TypeVar
 
 from jaxmorph.config import Config, dump_config
 from jaxmorph.errors import UserError
-from jaxmorph.plain_json import Json, ParseError, parse_line
+from jaxmorph.plain_json import Json, ParseError, parse_line, with_sum, without_sum
 from jaxmorph.records import Event, EventKind, StepRecord
 from jaxmorph.report.tensorboard import TensorBoardEvents, load_writer
 
@@ -21,13 +23,14 @@ EVENTS = "events.jsonl"
 PROFILE = "profile.json"
 RECOVERY = "recovery.json"
 LINKS = "links.json"
+LAYERS = "layers.json"
 CONTROL = "control"
 _MOST_CONTROL_BYTES = 32 << 20
 _TRACES = "trace"
 _TRACE = re.compile(r"step_(\d+)\.json")
 _STAY = frozenset({
     EventKind.RESUMED, EventKind.CHECKPOINT_DAMAGED, EventKind.RANK_FAILED, EventKind.RESTARTED,
-    EventKind.LINK_FAILED, EventKind.CHECKPOINT_FAILED,
+    EventKind.LINK_FAILED, EventKind.CHECKPOINT_FAILED, EventKind.FILES_DAMAGED,
 })  # fmt: skip
 """Events about failures and restarts stay when their steps are done again."""
 _Line = TypeVar("_Line", StepRecord, Event)
@@ -41,36 +44,106 @@ class RecoveryFile:
     recoveries: tuple[Json, ...] = ()
 
 
-class RunDirectory:
-    """An open run directory; files are line-buffered, so each call passes its line to the OS.
+class RunLines:
+    """Appends to `metrics.jsonl` and `events.jsonl`, each line whole.
+
+    Two processes do: rank 0 writes what it measures, before it sends it to anybody, and the process
+    that started the ranks writes what it sees of them. A line that can't be written, as on a full
+    disk, waits for the next one.
 
     Args:
-        path: An existing directory that belongs to this run alone.
-        resumed: Append to the files that are there.
-        tensorboard: Gets the steps too; closed with the directory.
+        path: A run's directory.
     """
 
-    def __init__(
-        self, path: Path, *, resumed: bool = False, tensorboard: TensorBoardEvents | None = None
-    ):
-        self.path = path
-        self._open_files("a" if resumed else "x")
-        self._tensorboard = tensorboard
-        self._control: Path | None = None
-
-    def _open_files(self, mode: str) -> None:
-        self._metrics = (self.path / METRICS).open(mode, encoding="utf-8", buffering=1)
-        self._events = (self.path / EVENTS).open(mode, encoding="utf-8", buffering=1)
+    def __init__(self, path: Path) -> None:
+        self._metrics, self._events = _Appender(path / METRICS), _Appender(path / EVENTS)
 
     def write_step(self, record: StepRecord) -> None:
         """Append a step to `metrics.jsonl`; numbers that are not finite become null."""
         self._metrics.write(_json_line(record.metrics()))
-        if self._tensorboard is not None:
-            self._tensorboard.write_step(record)
 
     def write_event(self, event: Event) -> None:
         """Append an event to `events.jsonl`."""
         self._events.write(_json_line(event.line()))
+
+    def sync(self) -> None:
+        """Have all lines so far on disk.
+
+        Raises:
+            OSError: They can't be written; it names the file.
+        """
+        for each in (self._metrics, self._events):
+            each.sync()
+
+    def close(self) -> None:
+        """Close the files; safe to call twice."""
+        for each in (self._metrics, self._events):
+            each.close()
+
+
+class _Appender:
+    """Appends to one file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._pending = path, b""
+        self._fd: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+
+    def write(self, line: str) -> None:
+        self._pending += line.encode()
+        with suppress(OSError):
+            self._write_pending()
+
+    def sync(self) -> None:
+        try:
+            self._write_pending()
+            if self._fd is not None:
+                os.fsync(self._fd)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def _write_pending(self) -> None:
+        while self._pending and self._fd is not None:
+            self._pending = self._pending[os.write(self._fd, self._pending) :]
+
+
+class RunDirectory:
+    """An open run directory.
+
+    Args:
+        path: An existing directory that belongs to this run alone.
+        tensorboard: Gets the steps too; closed with the directory.
+        damage: What was wrong with its files, in words; "" if nothing was.
+    """
+
+    def __init__(
+        self, path: Path, *, tensorboard: TensorBoardEvents | None = None, damage: str = ""
+    ):
+        self.path, self.damage = path, damage
+        self._lines = RunLines(path)
+        self._tensorboard = tensorboard
+        self._control: Path | None = None
+
+    def write_step(self, record: StepRecord) -> None:
+        """Write a step, which no rank has written, and show it."""
+        self._lines.write_step(record)
+        self.show_step(record)
+
+    def write_event(self, event: Event) -> None:
+        """Write an event, which no rank has written."""
+        self._lines.write_event(event)
+
+    def show_step(self, record: StepRecord) -> None:
+        """Pass a step to TensorBoard."""
+        if self._tensorboard is not None:
+            self._tensorboard.write_step(record)
+
+    def show_event(self, event: Event) -> None:
+        """Have TensorBoard's records on disk when a checkpoint is."""
         if self._tensorboard is not None and event.kind == EventKind.CHECKPOINT_SAVED:
             self._tensorboard.flush()  # a run that resumes from here never writes these steps again
 
@@ -93,7 +166,8 @@ class RunDirectory:
             files = sorted(folder.glob("*.jsonl"))
             while len(files) > 1 and _total_bytes(files) > _MOST_CONTROL_BYTES:
                 files.pop(0).unlink()
-            number = int(files[-1].stem) + 1 if files else 1
+            numbers = (int(file.stem) for file in files if file.stem.isdecimal())
+            number = max(numbers, default=0) + 1
             self._control = folder / f"{number:06d}.jsonl"
         if self._control is not None:
             with self._control.open("a", encoding="utf-8") as file:
@@ -101,22 +175,21 @@ class RunDirectory:
 
     def write_recovery(self, values: Mapping[str, Any]) -> None:
         """Replace `recovery.json`, the goodput and the cost of failures."""
-        replace_file(self.path / RECOVERY, json.dumps(plain_json(values), indent=1) + "\n")
+        text = json.dumps(json.loads(_json_line(values)), indent=1)
+        replace_file(self.path / RECOVERY, text + "\n")
 
     def go_back(self, step: int) -> None:
         """Remove the lines of `step` and later steps, as `reopen_run_directory` does.
 
         Raises:
-            UserError: A file can't be written, or has a line that no run writes.
+            UserError: A file can't be written.
         """
         self.close()
         try:
-            _cut_lines(self.path, step)
-            self._open_files("a")
+            self.damage = _go_back(self.path, step)
+            self._lines = RunLines(self.path)
             if self._tensorboard is not None:
                 self._tensorboard = TensorBoardEvents(self.path, step)
-        except ParseError as error:
-            raise UserError(f"run.dir: {error}") from error
         except OSError as error:
             raise UserError(f"run.dir: {self.path}: cannot write: {error.strerror}") from error
 
@@ -132,8 +205,7 @@ class RunDirectory:
 
     def close(self) -> None:
         """Close the files; safe to call twice."""
-        self._metrics.close()
-        self._events.close()
+        self._lines.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
 
@@ -150,7 +222,7 @@ def read_records(path: Path, kind: type[_Line]) -> list[_Line]:
     Raises:
         UserError: A line is not what a run writes.
     """
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     whole = enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1)
     try:
         return [parse_line(kind, line, f"{path}, line {number}") for number, line in whole]
@@ -187,20 +259,17 @@ def reopen_run_directory(path: Path, config: Config, step: int) -> RunDirectory:
     """Open the directory of a run that resumes after `step` steps, with a new configuration.
 
     The lines of later steps are removed, since these steps will be done again, except for events
-    about failures and restarts. An unfinished last line is removed too.
+    about failures and restarts. So is what can't be read, and `RunDirectory.damage` says what.
 
     Raises:
-        UserError: A file can't be written or has a line that no run writes, or tensorboardX is
-            missing.
+        UserError: A file can't be written, or tensorboardX is missing.
     """
     if config.metrics.tensorboard:
         load_writer()  # before anything is written
     try:
-        _cut_lines(path, step)
+        damage = _go_back(path, step)
         replace_file(path / CONFIG, dump_config(config))
-        return RunDirectory(path, resumed=True, tensorboard=_tensorboard(config, path, step))
-    except ParseError as error:
-        raise UserError(f"--resume: {error}") from error
+        return RunDirectory(path, tensorboard=_tensorboard(config, path, step), damage=damage)
     except OSError as error:
         raise UserError(f"--resume: {path}: cannot write: {error.strerror}") from error
 
@@ -209,21 +278,57 @@ def _tensorboard(config: Config, path: Path, first_step: int = 0) -> TensorBoard
     return TensorBoardEvents(path, first_step) if config.metrics.tensorboard else None
 
 
-def _cut_lines(path: Path, step: int) -> None:
-    _keep_lines(path / METRICS, StepRecord, lambda record: record.step < step)
-    _keep_lines(path / EVENTS, Event, lambda event: event.step < step or event.kind in _STAY)
+def _go_back(path: Path, step: int) -> str:
+    """Remove the lines of `step` and later, and what is damaged; says what that was."""
+    return "; ".join(_damages(path, step))
 
 
-def _keep_lines(path: Path, kind: type[_Line], wanted: Callable[[_Line], bool]) -> None:
-    if path.is_file():
-        with path.open(encoding="utf-8") as file:
-            kept = [
-                line
-                for number, line in enumerate(file, start=1)
-                if line.endswith("}\n")  # the last line of a killed run may be cut off
-                and wanted(parse_line(kind, line, f"{path}, line {number}"))
-            ]
-        replace_file(path, "".join(kept))
+def _damages(path: Path, step: int) -> Iterator[str]:
+    steps: set[int] = set()
+
+    def is_wanted(record: StepRecord) -> bool:
+        is_new = record.step not in steps
+        steps.add(record.step)
+        return is_new and record.step < step
+
+    def stays(event: Event) -> bool:
+        return event.step < step or event.kind in _STAY
+
+    yield from _keep_lines(path / METRICS, StepRecord, is_wanted)
+    if missing := [each for each in range(step) if each not in steps]:
+        yield f"{METRICS} lacks {len(missing):,} of {step:,} steps, the first is {missing[0]}"
+    yield from _keep_lines(path / EVENTS, Event, stays)
+    for name in (PROFILE, RECOVERY, LINKS, LAYERS):
+        yield from _remove_damaged(path / name)
+
+
+def _keep_lines(path: Path, kind: type[_Line], wanted: Callable[[_Line], bool]) -> Iterator[str]:
+    """Keep the lines that are wanted and whole; says how many are damaged."""
+    if not path.is_file():
+        return
+    kept, num_damaged = [], 0
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        for line in file:
+            try:
+                if wanted(parse_line(kind, line, path.name)):
+                    kept.append(line.removesuffix("\n") + "\n")
+            except ParseError:
+                num_damaged += 1
+    replace_file(path, "".join(kept))
+    if num_damaged:
+        lines = "line" if num_damaged == 1 else "lines"
+        yield f"{path.name}: {num_damaged:,} damaged {lines} left out"
+
+
+def _remove_damaged(path: Path) -> Iterator[str]:
+    """Remove a file with one object that is not what was written; no run needs it to continue."""
+    if not path.is_file():
+        return
+    try:
+        without_sum(json.loads(path.read_text(encoding="utf-8")), path.name)
+    except ValueError:
+        path.unlink()
+        yield f"{path.name} is damaged, and removed"
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -269,7 +374,7 @@ def _claim(path: Path, config_text: str) -> bool:
 
 
 def _json_line(values: Mapping[str, Any]) -> str:
-    return json.dumps(plain_json(values), allow_nan=False) + "\n"
+    return with_sum(json.dumps(plain_json(values), allow_nan=False)) + "\n"
 
 
 def plain_json(value: Any) -> Any:

@@ -5,6 +5,7 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal, Protocol, TypeGuard
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -189,6 +190,22 @@ def join_stages(stages: Iterable[tuple[range, Params]]) -> Params:
         "layers": jax.tree.map(lambda *leaves: np.concatenate(leaves), *layers),
         "head": ordered[-1]["head"],
     }
+
+
+def vocabulary_of(model: PipelineModel, sequence_length: int) -> int | None:
+    """Returns how many logits a model has for a token; None if it doesn't say."""
+    if not _gives_logits(model):
+        return None
+
+    def logits() -> jax.Array:
+        key = jax.random.key(0)
+        x = model.embed(model.init_embed(key), jnp.zeros((1, sequence_length), jnp.int32))
+        return model.logits(model.init_head(key), x)
+
+    try:
+        return jax.eval_shape(logits).shape[-1]
+    except Exception:  # of the user's function, which training never calls
+        return None
 
 
 def model_logits(model: GivesLogits, params: Params, tokens: jax.Array) -> jax.Array:

@@ -8,8 +8,8 @@ import numpy as np
 
 from jaxmorph.config import Config
 from jaxmorph.data import Batches
-from jaxmorph.plain_json import dump, parse_line
-from jaxmorph.report.run_directory import replace_file
+from jaxmorph.plain_json import dump, parse_line, with_sum
+from jaxmorph.report.run_directory import LAYERS, replace_file
 from jaxmorph.runtime.rendezvous import Rendezvous, agree
 from jaxmorph.schedule.partition import even_cut, partition, stage_times_ms
 from jaxmorph.stage.layer_costs import LayerCosts, measure_layer_costs
@@ -122,9 +122,6 @@ def measured_on_rank_0(
     )
 
 
-FILE = "layers.json"
-
-
 @dataclass(frozen=True)
 class _Cut:
     """The contents of `layers.json`: the number of layers of each virtual stage."""
@@ -140,7 +137,7 @@ def chosen_before(directory: Path, config: Config, num_layers: int) -> tuple[int
     None if there was no earlier launch, or it had other stages.
     """
     try:
-        before = parse_line(_Cut, (directory / FILE).read_text(encoding="utf-8"), FILE)
+        before = parse_line(_Cut, (directory / LAYERS).read_text(encoding="utf-8"), LAYERS)
     except (OSError, ValueError):
         return None
     cut, counts = config.parallelism, before.layers
@@ -154,4 +151,4 @@ def keep_choice(directory: Path, config: Config, layers: Sequence[range]) -> Non
     if cut.layers != "auto":
         return
     chosen = _Cut(cut.stages, cut.chunks, tuple(map(len, layers)))
-    replace_file(directory / FILE, dump(chosen) + "\n")
+    replace_file(directory / LAYERS, with_sum(dump(chosen)) + "\n")

@@ -1,4 +1,8 @@
-"""Writes rank 0's messages to the run directory, and shows them to the user."""
+"""Writes rank 0's messages to the run directory, and shows them to the user.
+
+Steps and events are in their files by then: rank 0 writes those itself (`StepRecorder`), so that no
+checkpoint is without the steps before it, whatever keeps this process from its work.
+"""
 
 import json
 import time
@@ -19,7 +23,7 @@ from jaxmorph.messages import (
     StepDone,
     StepTimelines,
 )
-from jaxmorph.plain_json import Json, as_object
+from jaxmorph.plain_json import Json, as_object, with_sum
 from jaxmorph.records import Event, EventKind, RunHeader, StepRecord
 from jaxmorph.report import Reporter, RunDirectory, RunHistory, describe_regime
 from jaxmorph.report.draw import chrome_trace, save_timelines
@@ -111,7 +115,9 @@ class RunRecord:
     ) -> None:
         """Write an event about ranks that have ended, and so can't send it."""
         time_s = self._clock() - self._ranks_began_s
-        self._take_event(Event(time_s, step, kind, detail=detail, evidence=evidence))
+        event = Event(time_s, step, kind, detail=detail, evidence=evidence)
+        self._directory.write_event(event)
+        self._take_event(event)
 
     def go_back(self, step: int) -> None:
         """Remove the records of `step` and later steps, which will be done again."""
@@ -123,6 +129,12 @@ class RunRecord:
         if self._last_traced_step >= step:  # the picture would show a step that will be done again
             self._last_timelines = {}
         self._last_traced_step = step - 1
+        self.write_damage(step)
+
+    def write_damage(self, step: int) -> None:
+        """Write what was wrong with the run's files when it went back to `step`."""
+        if self._directory.damage:
+            self.write_event(step, EventKind.FILES_DAMAGED, self._directory.damage)
 
     def keep_goodput(self, goodput: Goodput) -> None:
         """Write `recovery.json`, and keep the goodput for the summary."""
@@ -162,7 +174,7 @@ class RunRecord:
 
     def _take_event(self, event: Event) -> None:
         self._history.add_event(event)
-        self._directory.write_event(event)
+        self._directory.show_event(event)
         self._reporter.event(event)
 
     def _header(self, started: RunStarted) -> RunHeader:
@@ -181,7 +193,7 @@ class RunRecord:
     def _take_step(self, record: StepRecord) -> None:
         self._last_step_s, self._last_step = self._clock(), record.step
         self._history.add(record)
-        self._directory.write_step(record)
+        self._directory.show_step(record)
         self._reporter.step(record)
 
     def _take_timelines(
@@ -193,7 +205,7 @@ class RunRecord:
         if step >= self._last_traced_step:  # timelines around a change may arrive late
             self._last_timelines, self._last_traced_step = drawn, step
         path = self._directory.trace_path(step)
-        path.write_text(json.dumps(chrome_trace(drawn)), encoding="utf-8")
+        path.write_text(with_sum(json.dumps(chrome_trace(drawn))), encoding="utf-8")
         self._traces[step] = around_change
         while len(self._traces) > self._config.trace.keep:
             dropped = _to_drop(self._traces, self._config.trace.keep)

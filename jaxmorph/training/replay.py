@@ -44,7 +44,7 @@ from jaxmorph.control.measurements import link_samples, op_times
 from jaxmorph.control.path_reports import JoinedPathReport
 from jaxmorph.control.verdicts import latency_ms_of
 from jaxmorph.errors import UserError
-from jaxmorph.plain_json import ParseError, dump, parse_line
+from jaxmorph.plain_json import ParseError, dump, parse_line, with_sum
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.records import Link, Route
 from jaxmorph.report.run_directory import CONTROL
@@ -89,8 +89,8 @@ class ObservationLog:
         """Write an observation and its outcome."""
         if self._num_steps >= SEGMENT_STEPS or self._num_bytes >= SEGMENT_BYTES:
             self._num_steps = self._num_bytes = 0
-            self._write(dump(_Head(before, self._run)), True)
-        line = dump(_Line(observation, _outcome(result)))
+            self._write(with_sum(dump(_Head(before, self._run))), True)
+        line = with_sum(dump(_Line(observation, _outcome(result))))
         self._num_steps += isinstance(observation, StepObserved)
         self._num_bytes += len(line)
         self._write(line, False)
@@ -195,14 +195,15 @@ def replay(run_dir: Path, settings: Adaptation | None = None) -> Iterator[Moment
 
 def _lines(file: Path) -> Iterator[Any]:
     """A `_Head`, then each `_Line`."""
-    with file.open(encoding="utf-8") as text:
+    with file.open(encoding="utf-8", errors="replace", newline="\n") as text:
         for number, line in enumerate(text, 1):
-            if line.endswith("}\n"):  # the last line of a killed run may be cut off
-                try:
-                    parsed = parse_line(_Head if number == 1 else _Line, line, f"{file}:{number}")
-                except ParseError as error:
-                    raise UserError(str(error)) from error
-                yield parsed
+            if not line.endswith("\n"):  # the last line of a killed run
+                return
+            try:
+                parsed = parse_line(_Head if number == 1 else _Line, line, f"{file}:{number}")
+            except ParseError as error:
+                raise UserError(str(error)) from error
+            yield parsed
 
 
 def _in_words(outcome: Mapping[str, Any]) -> str:

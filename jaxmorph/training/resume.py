@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from jaxmorph.checkpoints.folder import CheckpointFolder, DamagedCheckpoint
+from jaxmorph.checkpoints.folder import CheckpointFolder, DamagedCheckpoint, require_plain
 from jaxmorph.checkpoints.manifest import Manifest
-from jaxmorph.config import Config, load_config, located_error
+from jaxmorph.config import Config, check_config, load_config, located_error, override_config
 from jaxmorph.data.tokens import DataDigest
 from jaxmorph.errors import UserError
 from jaxmorph.records import EventKind
@@ -31,11 +31,13 @@ class Resumption:
     Attributes:
         config: With the overrides of `--resume`.
         passed_over: Damaged checkpoints that are newer, the newest first.
+        damage: What of the run's configuration was not used, and why; "" if it was.
     """
 
     config: Config
     manifest: Manifest
     passed_over: tuple[DamagedCheckpoint, ...] = ()
+    damage: str = ""
 
     @property
     def is_done(self) -> bool:
@@ -51,12 +53,14 @@ class RunStart:
         first_step: 0, or the step after the checkpoint that it resumes from.
         directory: The directory of a run that resumes; None: a new one is made.
         passed_over: Damaged checkpoints that are newer.
+        damage: What of the directory's configuration is not used, and why.
     """
 
     config: Config
     first_step: int = 0
     directory: Path | None = None
     passed_over: tuple[DamagedCheckpoint, ...] = ()
+    damage: str = ""
 
     @contextmanager
     def open_record(self, reporter: Reporter | None = None) -> Iterator[RunRecord]:
@@ -74,6 +78,8 @@ class RunStart:
             record = RunRecord(self.config, directory, shown, first_step=self.first_step)
             opened.enter_context(closing(record))
             set_aside(self.config, directory.path, self.passed_over, record, self.first_step)
+            directory.damage = "; ".join(filter(None, (self.damage, directory.damage)))
+            record.write_damage(self.first_step)
             yield record
 
     def _open_directory(self) -> RunDirectory:
@@ -126,10 +132,18 @@ def prepare_checkpoints(config: Config, directory: Path) -> None:
     folder.clean()
 
 
-def try_named_folder(config: Config) -> None:
-    """Check that the folder that `checkpoint.dir` names can be made and written to."""
+def try_named_folder(config: Config, directory: Path | None = None) -> None:
+    """Check that checkpoints can be read from their folder, and that one apart can be written to.
+
+    Args:
+        directory: Of the run; None: `run.dir`.
+    """
+    if not config.checkpoint.saves:
+        return
+    folder = checkpoint_folder(config, directory or Path(config.run.dir))
+    require_plain(folder.path, "checkpoint.dir" if config.checkpoint.dir else "run.dir")
     named = folder_apart(config)
-    if named is None or not config.checkpoint.saves:
+    if named is None:
         return
     _make(named)
     try:
@@ -167,11 +181,43 @@ def without_weights(config: Config) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"weights": None})})
 
 
-def saved_config(directory: Path, overrides: Sequence[str] = (), where: str = "run") -> Config:
-    """The configuration in a run's directory."""
-    if not (directory / CONFIG).is_file():
-        raise UserError(f"{where}: got {directory}, expected a run's directory, with a {CONFIG}")
-    return load_config(directory / CONFIG, overrides)
+@dataclass(frozen=True)
+class SavedRun:
+    """What is in a run's directory.
+
+    Attributes:
+        config: None if its file is damaged.
+        folder: Of its checkpoints.
+        damage: What is wrong with the file of its configuration; "" if nothing is.
+    """
+
+    config: Config | None
+    folder: CheckpointFolder
+    damage: str = ""
+
+
+def saved_run(directory: Path, where: str = "run") -> SavedRun:
+    """The configuration and the checkpoints in a run's directory.
+
+    No damage to the one keeps the other from being found, if they are in the usual place.
+
+    Raises:
+        UserError: It is no run's directory, or has neither.
+    """
+    own = CheckpointFolder(directory / "checkpoints")
+    try:
+        if not (directory / CONFIG).is_file():
+            raise UserError(f"{where}: got {directory}, expected a run's directory, with a {CONFIG}")
+        config = with_absolute_folder(load_config(directory / CONFIG))
+    except UserError as error:
+        if not own.steps():
+            raise
+        return SavedRun(None, own, f"{error}; that of the checkpoint is used")
+    named = checkpoint_folder(config, directory)
+    if named.steps() or not own.steps():
+        return SavedRun(config, named)
+    no_longer = f"{CONFIG}: checkpoint.dir: got {named.path}, which has no checkpoint"
+    return SavedRun(config, own, f"{no_longer}; those of {own.path} are used")
 
 
 def find_resumption(
@@ -182,18 +228,45 @@ def find_resumption(
     Raises:
         UserError: There is no such run, no whole checkpoint, or an override would change the model.
     """
-    config = with_absolute_folder(saved_config(directory, overrides, "--resume"))
-    was = with_absolute_folder(saved_config(directory))
-    folder = checkpoint_folder(was, directory)
-    step, passed_over = folder.newest_whole(thorough=thorough)
+    run = saved_run(directory, "--resume")
+    step, passed_over = run.folder.newest_whole(thorough=thorough)
     if step is None:
-        raise _no_checkpoint(folder, passed_over)
-    manifest = folder.manifest(step)
+        raise _no_checkpoint(run.folder, passed_over)
+    manifest = run.folder.manifest(step)
+    was, damage = _trusted_config(run, manifest)
+    config = with_absolute_folder(override_config(was, overrides, directory / CONFIG))
     try:
         _require_agreement(config, was, manifest, config.run.steps)
     except UserError as error:
         raise located_error(directory / CONFIG, overrides, error) from error
-    return Resumption(config, manifest, passed_over)
+    return Resumption(config, manifest, passed_over, damage)
+
+
+def _trusted_config(
+    run: SavedRun, manifest: Manifest, *, is_script: bool = False
+) -> tuple[Config, str]:
+    """The run's configuration as far as the checkpoint resumes with it; why not all of it is used.
+
+    Damage to the file can change a value into another valid one. A value that does not fit the
+    checkpoint is replaced; `resumed` names others (`run_checkpoints`).
+    """
+    if run.config is None:
+        return manifest.config, run.damage
+    config, saved = run.config, manifest.config.model_dump(mode="json")
+    tree, notes = config.model_dump(mode="json"), [run.damage]
+    if run.damage:
+        tree["checkpoint"]["dir"] = saved["checkpoint"]["dir"]
+    num_steps = None if is_script else config.run.steps
+    for key, got, _ in _disagreements(config, config, manifest, num_steps):
+        section, _, name = key.partition(".")
+        tree[section].pop(name, None)
+        tree[section] |= {name: saved[section][name]} if name in saved[section] else {}
+        used = saved[section].get(name, "none")
+        notes.append(f"{CONFIG}: {key}: got {got}; that of the checkpoint is used, {used}")
+    try:
+        return check_config(tree, CONFIG), "; ".join(filter(None, notes))
+    except UserError as error:
+        return manifest.config, f"{error}; the configuration of the checkpoint is used"
 
 
 def start_of_script(config: Config, *, resume: bool) -> RunStart:
@@ -210,12 +283,14 @@ def start_of_script(config: Config, *, resume: bool) -> RunStart:
         require_no_checkpoints(config)
         try_named_folder(config)
         return RunStart(config)
-    was = with_absolute_folder(saved_config(directory))
-    folder = checkpoint_folder(was, directory)
-    step, passed_over = folder.newest_whole()
-    if step is not None:
-        _require_agreement(config, was, folder.manifest(step), None)
-    return RunStart(config, step or 0, directory, passed_over)
+    run = saved_run(directory)
+    step, passed_over = run.folder.newest_whole()
+    if step is None:
+        return RunStart(config, 0, directory, passed_over, run.damage)
+    manifest = run.folder.manifest(step)
+    was, damage = _trusted_config(run, manifest, is_script=True)
+    _require_agreement(config, was, manifest, None)
+    return RunStart(config, step, directory, passed_over, damage)
 
 
 def _require_agreement(
@@ -294,7 +369,8 @@ def _disagreements(
     if num_steps is not None and num_steps < manifest.step:
         done = f"at least the {manifest.step} steps that the last checkpoint has done"
         yield "run.steps", num_steps, done
-    held_out, was_held_out = config.data.held_out_fraction, was.data.held_out_fraction
+    held_out = config.data.held_out_fraction
+    was_held_out = manifest.config.data.held_out_fraction
     if held_out != was_held_out:
         kept = f"{was_held_out:g}: held-out text must stay held out"
         yield "data.held_out_fraction", f"{held_out:g}", kept
@@ -308,7 +384,8 @@ def _other_model(config: Config, manifest: Manifest) -> Iterator[tuple[str, obje
     now, then = _model_options(config, left_out), _model_options(manifest.config, left_out)
     for key in sorted(now.keys() | then.keys()):
         if now.get(key) != then.get(key):
-            yield key, now.get(key), f"{then.get(key)}, that of the checkpoint's model"
+            own = f"{then[key]}, that of" if key in then else "none: it is not set in"
+            yield key, now.get(key, "none"), f"{own} the checkpoint's model"
 
 
 def _model_options(config: Config, left_out: Container[str]) -> dict[str, object]:

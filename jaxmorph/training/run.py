@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,6 +18,7 @@ from jaxmorph.emulation.link_conditions import LinkCondition, untimed
 from jaxmorph.emulation.link_settings import emulated_conditions
 from jaxmorph.messages import ObservationKept, RunMessage
 from jaxmorph.records import EventKind
+from jaxmorph.report.run_directory import RunLines
 from jaxmorph.runtime.emulated_links import EmulatedLinks, agree_on_origin_s
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.join import device_kind
@@ -232,6 +233,9 @@ def begin_training(
                 keep=None if run.checkpoints is None else partial(_keep, send),
             )
         )
+        lines = None
+        if run.leads and run.checkpoints is not None:
+            lines = opened.enter_context(closing(RunLines(run.checkpoints.directory)))
         recorder = opened.enter_context(
             StepRecorder(
                 config,
@@ -242,6 +246,7 @@ def begin_training(
                 first_step=run.first_step,
                 loop=control,
                 known_links=_known_links(run),
+                lines=lines,
             )
         )
         recording = Recording(recorder, evaluation, first.in_force.plan)
@@ -265,7 +270,7 @@ def begin_training(
         )
         callbacks.append(adaptation)
         if run.leads:
-            _announce(run, planned, recorder, source)
+            _announce(run, planned, recorder, source, trained_on)
         loop = Loop(runner, first.in_force.program, callbacks, run.first_step)
         yield Training(loop, recording, skipped, saver)
 
@@ -280,7 +285,9 @@ def _known_links(run: Run) -> KnownLinks | None:
     return KnownLinks(run.config, run.checkpoints.directory, run.cut.layers)
 
 
-def _announce(run: Run, planned: Planned, recorder: StepRecorder, source: str) -> None:
+def _announce(
+    run: Run, planned: Planned, recorder: StepRecorder, source: str, trained_on: TrainedOn
+) -> None:
     """Report what runs, from which checkpoint, and with which degraded links."""
     cut, known = run.cut, planned.first.known
     computes_on = f"rank 0 computes on {device_kind()}"
@@ -289,7 +296,8 @@ def _announce(run: Run, planned: Planned, recorder: StepRecorder, source: str) -
     num_parameters = parameter_count(run.model)
     recorder.start(source, num_parameters, cut.layers, cut.reason, equipped)
     if run.checkpoints is not None and run.first_step > 0:
-        recorder.emit(run.first_step, EventKind.RESUMED, run.checkpoints.origin(cut.layers))
+        origin = run.checkpoints.origin(cut.layers, trained_on)
+        recorder.emit(run.first_step, EventKind.RESUMED, origin)
     if known:
         links = ", ".join(each.in_words() for each in known)
         detail = f"begins with links as they were: {links}"

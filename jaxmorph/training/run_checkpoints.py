@@ -1,6 +1,7 @@
 """A rank's view of its run's checkpoints: the one it resumes from, and those it saves."""
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,8 @@ from jaxmorph.schedule.planner import Plan
 from jaxmorph.training.layer_choice import LayerChoice
 from jaxmorph.training.resume import checkpoint_folder, kept_cut, without_weights
 from jaxmorph.training.step_recorder import StepRecorder
+
+_LONGEST_VALUE = 60  # characters, in an event
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,12 @@ class RunCheckpoints:
         # Now, since the import of Orbax would slow a step down later.
         self._files = TreeFiles() if resumes or config.checkpoint.saves else None
 
-    def origin(self, layers: Sequence[range]) -> str:
-        """The checkpoint that the run resumes from, in words."""
+    def origin(self, layers: Sequence[range], trained_on: TrainedOn) -> str:
+        """The checkpoint that the run resumes from, and what is not as it was, in words."""
         if self._manifest is None:
             return "from the beginning"
-        return "; ".join(_described(self._folder, self._manifest, layers))
+        changes = _changes(self._manifest, self._config, trained_on.data)
+        return "; ".join([*_described(self._folder, self._manifest, layers), *changes])
 
     def require_shared(self, rendezvous: Rendezvous) -> None:
         """Require that all ranks see one checkpoint folder, if the run saves.
@@ -102,7 +106,7 @@ class RunCheckpoints:
             write=self._write,
             keep=self._config.checkpoint.keep,
             emit=recorder.emit,
-            sent_so_far=recorder.sent_so_far,
+            on_disk=recorder.on_disk,
         )
 
     def _write(self, path: Path, tree: Any) -> None:
@@ -114,8 +118,7 @@ class RunCheckpoints:
 def _described(
     folder: CheckpointFolder, manifest: Manifest, layers: Sequence[range]
 ) -> Iterator[str]:
-    checked = "whole, but has no checksums" if manifest.parts is None else "whole by its checksums"
-    yield f"from {folder.finished(manifest.step)}, the last that is {checked}"
+    yield f"from {folder.finished(manifest.step)}, the last that is whole by its checksums"
     if tuple(layers) != manifest.layers:
         before, now = (" ".join(str(len(own)) for own in cut) for cut in (manifest.layers, layers))
         yield f"layers {before} are cut {now}"
@@ -125,3 +128,30 @@ def _described(
         yield f"it was made under {plan.schedule.name}, warm-up forwards {warmups}"
         yield from (f"{link} {route}" for link, route in plan.routes.items() if route != "direct")
     yield from (f"{link} was {state}" for link, state in manifest.link_states.items())
+
+
+def _changes(manifest: Manifest, config: Config, data: DataDigest | None) -> Iterator[str]:
+    """What differs from the run that saved the checkpoint, and may change its results."""
+    then, now = (dict(_keys(each.model_dump(mode="json"))) for each in (manifest.config, config))
+    changed = [
+        f"{key} {_shown(now.get(key))} (was {_shown(then.get(key))})"
+        for key in then | now
+        if now.get(key) != then.get(key)
+    ]
+    if changed:
+        yield f"changed: {', '.join(changed)}"
+    if data is not None and manifest.data is not None and data != manifest.data:
+        yield f"other data: {data.num_tokens:,} tokens (was {manifest.data.num_tokens:,})"
+
+
+def _keys(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _keys(value, f"{above}{name}.")
+        else:
+            yield above + name, value
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."

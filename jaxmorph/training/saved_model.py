@@ -19,7 +19,7 @@ from jaxmorph.errors import UserError
 from jaxmorph.runtime.stage_state import PARAMS
 from jaxmorph.stage.model import GivesLogits, Params, PipelineModel, model_logits
 from jaxmorph.training.model_factory import build_model, for_any_device
-from jaxmorph.training.resume import checkpoint_folder, saved_config
+from jaxmorph.training.resume import saved_run
 
 _SEEDS = 2**32
 
@@ -47,7 +47,7 @@ def load_saved_model(run_dir: Path, step: int | None = None) -> SavedModel:
     Raises:
         UserError: There is no such run or checkpoint, or it is damaged.
     """
-    folder = checkpoint_folder(saved_config(run_dir), run_dir)
+    folder = saved_run(run_dir).folder
     manifest = folder.manifest(_chosen(folder, step))
     damage = damage_of(folder.finished(manifest.step), thorough=True)
     if damage is not None:

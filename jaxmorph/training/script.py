@@ -254,12 +254,16 @@ def _with_stages(tree: Mapping[str, Any], num_stages: int) -> dict[str, Any]:
     return {**tree, "parallelism": {"stages": num_stages, **given}}
 
 
-def cut_batch(batch: Sequence[Any], config: Config, rank: int) -> StepInputs:
+def cut_batch(
+    batch: Sequence[Any], config: Config, rank: int, vocab_size: int | None = None
+) -> StepInputs:
     """Cut a batch into microbatches; returns a rank's inputs: tokens, targets, or neither.
 
     Args:
         batch: Tokens and targets, integers [batch, sequence] each, or already cut:
             [microbatches, microbatch size, sequence]. Targets below 0 don't count.
+        vocab_size: Of the model, whose embedding would take other ids for some of its own; None:
+            not known.
     """
     try:
         tokens, targets = batch
@@ -270,12 +274,23 @@ def cut_batch(batch: Sequence[Any], config: Config, rank: int) -> StepInputs:
         _microbatches("tokens", tokens, config),
         _microbatches("targets", targets, config),
     )
+    if vocab_size is not None:
+        _check_ids("tokens", int(tokens.min()), int(tokens.max()), vocab_size)
+        _check_ids("targets", 0, int(targets.max()), vocab_size)
     is_last = rank == config.parallelism.stages - 1
     return StepInputs(
         tokens=tokens if rank == 0 else None,
         targets=targets if is_last else None,
         loss_weight=1.0 / max(1, np.count_nonzero(targets >= 0)),
     )
+
+
+def _check_ids(name: str, smallest: int, largest: int, vocab_size: int) -> None:
+    if smallest < 0 or largest >= vocab_size:
+        raise UserError(
+            f"batch: got {name} from {smallest:,} to {largest:,}, expected ids from 0 to below "
+            f"{vocab_size:,}, the model's vocabulary"
+        )
 
 
 def _microbatches(name: str, values: Any, config: Config) -> np.ndarray:

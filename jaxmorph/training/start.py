@@ -98,8 +98,11 @@ def resume_training(directory: Path, overrides: Sequence[str], launch: str = "au
         parts = check_run(without_weights(found.config))
         check_vocabulary(found.manifest, parts.vocab_size)
         check_data(found.manifest, found.config, parts.data)
-        try_named_folder(found.config)
-    _run(RunStart(found.config, found.manifest.step, directory, found.passed_over), launch)
+        try_named_folder(found.config, directory)
+    start = RunStart(
+        found.config, found.manifest.step, directory, found.passed_over, found.damage
+    )
+    _run(start, launch)
     return ""
 
 

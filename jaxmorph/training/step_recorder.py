@@ -1,6 +1,7 @@
 """Turns the ranks' reports into step records and events, on a thread of rank 0's.
 
-The messages (`jaxmorph.messages`) go to `record.RunRecord`, in the process that the user started.
+Steps and events are written to the run directory here. They and all other
+messages (`jaxmorph.messages`) then go to `record.RunRecord`, in the process that the user started.
 """
 
 import time
@@ -22,6 +23,7 @@ from jaxmorph.control.measurements import (
 )
 from jaxmorph.control.path_reports import PathReport, join_reports
 from jaxmorph.control.profiler import Profiler
+from jaxmorph.errors import RunFailedError
 from jaxmorph.messages import (
     EventEmitted,
     ProfileUpdated,
@@ -32,6 +34,7 @@ from jaxmorph.messages import (
 )
 from jaxmorph.program.instructions import parse_instructions
 from jaxmorph.records import CHANGES, Event, EventKind, Link, StepRecord
+from jaxmorph.report.run_directory import RunLines
 from jaxmorph.runtime.report import (
     StepReport,
     StepTotals,
@@ -60,6 +63,8 @@ class StepRecorder:
         active: True on rank 0; on other ranks every call does nothing.
         loop: The controller, which observes each step.
         known_links: Finds changes in degraded links to keep for a restart; None: none are kept.
+        lines: Where steps and events are written before they are sent; None: a run
+            without a directory.
     """
 
     def __init__(
@@ -73,12 +78,15 @@ class StepRecorder:
         first_step: int = 0,
         loop: ControlLoop | None = None,
         known_links: KnownLinks | None = None,
+        lines: RunLines | None = None,
     ) -> None:
         self._config = config
         self._in_force = in_force
         self._plan = in_force.plan
         self._profiler = profiler
-        self._traced = TracedSteps(config, send)
+        self._lines = lines
+        self._send_on = send
+        self._traced = TracedSteps(config, self._write)
         self._send = self._traced.send
         self._first_step = first_step
         self._loop = loop
@@ -131,13 +139,28 @@ class StepRecorder:
         links = {} if self._loop is None else describe_states(self._loop.state.verdicts)
         return {"plan": self._plan.to_json(), "link_states": links}
 
-    def sent_so_far(self) -> Future[None]:
-        """Done once everything up to this call is sent; it holds the error if that failed."""
+    def on_disk(self) -> Future[None]:
+        """Done once all steps and events up to this call are on disk; it holds the error if not."""
         if self._thread is not None:
-            return self._thread.submit(self._raise_error)  # it runs after all that is queued
+            return self._thread.submit(self._sync)  # it runs after all that is queued
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _sync(self) -> None:
+        self._raise_error()
+        if self._lines is not None:
+            self._lines.sync()
+
+    def _write(self, message: RunMessage) -> None:
+        """Write a step or an event, then send it: a reader that is slow or gone delays no line."""
+        if self._lines is not None:
+            match message:
+                case StepDone(record):
+                    self._lines.write_step(record)
+                case EventEmitted(event):
+                    self._lines.write_event(event)
+        self._send_on(message)
 
     def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
         if self._thread is not None:
@@ -161,7 +184,14 @@ class StepRecorder:
         if self._thread is not None:
             self._thread.shutdown()  # the steps that are done are sent, even after an error
             if kind is None:
-                self._raise_error()
+                self._end()
+
+    def _end(self) -> None:
+        self._raise_error()
+        try:
+            self._sync()
+        except OSError as error:
+            raise RunFailedError(f"{error.filename}: cannot be written: {error.strerror}") from error
 
     def _send_start(
         self,

@@ -29,7 +29,7 @@ from jaxmorph.runtime.report import measured_timeline
 from jaxmorph.runtime.step import StepResult
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.schedule.timeline import Timeline
-from jaxmorph.stage.model import Params, PipelineModel
+from jaxmorph.stage.model import Params, PipelineModel, vocabulary_of
 from jaxmorph.stage.parameters import check_weights
 from jaxmorph.training.cluster import require_one_host
 from jaxmorph.training.evaluation import with_room_for_forwards
@@ -129,6 +129,7 @@ class Trainer:
         if self.config.model.weights is not None:
             check_weights(model, self.config.model.weights)
         self._compilations = CompilationCounter() if directory else None
+        self._vocab_size = vocabulary_of(model, self.config.data.sequence_length)
         self._take: Callable[[RunMessage], None] | None = None
         with ExitStack() as opening:
             checkpoints = self._open_directory(opening, directory, resume)
@@ -208,7 +209,7 @@ class Trainer:
             RunFailedError: Too many steps in a row were not finite
                 (`optimizer.stop_after_skipped`); parameters are those after the last finite step.
         """
-        inputs = cut_batch(batch, self.config, self.rank)
+        inputs = cut_batch(batch, self.config, self.rank, self._vocab_size)
         training = self._begun(inputs)
         loop = training.loop
         # The step begins with the last rank's call, not with the end of the step before.
@@ -239,7 +240,7 @@ class Trainer:
         Raises:
             UserError: As for `step`.
         """
-        inputs = cut_batch(batch, self.config, self.rank)
+        inputs = cut_batch(batch, self.config, self.rank, self._vocab_size)
         loop = self._begun(inputs).loop
         self._make_room(loop.program)
         # A message carries its step and microbatch. Higher microbatch numbers keep these messages

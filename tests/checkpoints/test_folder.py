@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxmorph.checkpoints.folder import CheckpointFolder
-from jaxmorph.checkpoints.manifest import Manifest, stage_path
+from jaxmorph.checkpoints.folder import CheckpointFolder, require_plain
+from jaxmorph.checkpoints.manifest import Manifest, seal_of, stage_path
 from jaxmorph.config import Config
 from jaxmorph.errors import UserError
 
@@ -79,6 +79,7 @@ def cut_short(path):
     [
         ("manifest.draft", Path.unlink),
         ("manifest.draft", cut_short),
+        ("manifest.draft", lambda path: path.write_text(path.read_text().replace("256", "257"))),
         ("virtual_stage_1.files", Path.unlink),
         ("virtual_stage_1.files", cut_short),
         ("virtual_stage_1/array", lambda path: path.write_text("8")),
@@ -119,14 +120,18 @@ def test_the_manifest_reads_back_with_position_and_seed(tmp_path):
     [
         ("", "Expecting value"),
         ("[]", "got no manifest of a checkpoint"),
-        ('{"format": 1}', "got no manifest of a checkpoint: KeyError('step')"),
-        ('{"format": 99}', "got format 99, expected at most 2"),
+        ('{"format": 2}', "got no manifest of a checkpoint: KeyError('step')"),
+        ('{"format": 99}', "got format 99, expected 2"),
     ],
 )
 def test_a_wrong_manifest_is_one_line(tmp_path, text, says):
     folder = CheckpointFolder(tmp_path)
     commit(folder, 7)
-    (folder.finished(7) / "manifest.json").write_text(text)
+    path = folder.finished(7) / "manifest.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match="manifest.json: got other content than manifest.seal is of"):
+        folder.manifest(7)
+    path.with_suffix(".seal").write_bytes(seal_of(text.encode()))
     with pytest.raises(UserError) as error:
         folder.manifest(7)
     assert says in str(error.value)
@@ -180,3 +185,12 @@ def test_a_half_removed_checkpoint_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.rmtree", lambda path: None)  # as if killed there
     folder.prune(1)
     assert folder.steps() == (2,)
+
+
+@pytest.mark.parametrize("name", ["a[1]", "what?", "a*", "back\\slash"])
+def test_a_path_that_reads_as_a_pattern_is_refused(tmp_path, name):
+    (tmp_path / "link").symlink_to(tmp_path / name)
+    for path in (tmp_path / name / "run", tmp_path / "link"):
+        with pytest.raises(UserError, match=r"^run.dir: got \S+, expected a path without [[?*\\]: no"):
+            require_plain(path, "run.dir")
+    require_plain(tmp_path / "a{1},~ #%&()'é", "run.dir")

@@ -92,7 +92,7 @@ class Ranks:
             CheckpointSaver(
                 self.folder, FakeRendezvous(rank, 2), describe=describe, own_stages=[rank],
                 write=disk.write, keep=keep, emit=lambda *event: self.events.append(event),
-                sent_so_far=lambda: self.sent,
+                on_disk=lambda: self.sent,
             )
             for rank, disk in enumerate(self.disks)
         ]  # fmt: skip
@@ -247,7 +247,7 @@ def alone(path, write, events=None):
     emitted = events if events is not None else []
     return CheckpointSaver(
         CheckpointFolder(path), SoleRank(), describe=describe, own_stages=[0],
-        write=write, keep=2, emit=lambda *event: emitted.append(event), sent_so_far=all_sent,
+        write=write, keep=2, emit=lambda *event: emitted.append(event), on_disk=all_sent,
     )  # fmt: skip
 
 

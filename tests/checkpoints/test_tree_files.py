@@ -95,3 +95,9 @@ def test_a_place_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("precious")
     with pytest.raises(OSError, match="file"):
         TreeFiles().write(tmp_path / "file" / "part", {"a": jnp.zeros(1)})
+
+
+def test_a_tree_that_cannot_be_read_back_is_not_written(tmp_path):
+    """Orbax looks for what it has written by patterns, for which this path is another."""
+    with pytest.raises(UserError, match="not a whole part of a checkpoint: got no tree"):
+        TreeFiles().write(tmp_path / "a[1]" / "part", {"params": {"w": jnp.arange(3.0)}})

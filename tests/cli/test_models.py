@@ -181,3 +181,15 @@ def test_other_factories_have_presets(run):
 @pytest.mark.usefixtures("odd_factory")
 def test_mistakes_are_one_line_that_names_the_option(expect_mistake, arguments, message):
     expect_mistake(message, "model", *arguments)
+
+
+def test_a_tokenizer_is_exported_or_said_to_be_gone(tmp_path, load):
+    words, run = tmp_path / "words.json", tmp_path / "run"
+    tokenizers.Tokenizer(WordLevel({"?": 0}, unk_token="?")).save(str(words))
+    load(saved(tokenizer=str(words)))
+    assert models.export_model(run, None, None).endswith(f"bytes in {run}/exported/step_7")
+    exported = run / "exported/step_7/tokenizer.json"
+    assert exported.read_bytes() == words.read_bytes()
+    words.rename(tmp_path / "elsewhere.json")
+    line = models.export_model(run, None, tmp_path / "to")
+    assert line.endswith(f"in {tmp_path}/to, without the tokenizer {words}: No such file or directory")

@@ -1,4 +1,7 @@
+import errno
 import json
+import os
+import random
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +13,7 @@ from jaxmorph.config import Config, load_config
 from jaxmorph.errors import UserError
 from jaxmorph.records import Event, EventKind, StepRecord
 from jaxmorph.report import open_run_directory
-from jaxmorph.report.run_directory import read_records, reopen_run_directory
+from jaxmorph.report.run_directory import RunLines, read_records, reopen_run_directory
 
 
 def config_for(path: Path) -> Config:
@@ -29,6 +32,13 @@ def lines(path: Path) -> list[dict]:
         raise AssertionError(f"{constant} is not JSON")
 
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def values(path: Path) -> list[dict]:
+    """Lines without their checksums, which each has at its end."""
+    found = lines(path)
+    assert all([*line][-1] == "crc32" for line in found)
+    return [{key: value for key, value in line.items() if key != "crc32"} for line in found]
 
 
 def test_a_new_directory_holds_the_configuration(tmp_path):
@@ -64,7 +74,7 @@ def test_a_step_is_one_line_with_exactly_the_metrics(directory, step):
     directory.write_step(replace(step, held_out_loss=5.75))
     directory.write_step(replace(step, held_out_loss=float("nan")))
     # Before closing: every line is flushed.
-    line, evaluated, diverged = lines(directory.path / "metrics.jsonl")
+    line, evaluated, diverged = values(directory.path / "metrics.jsonl")
     assert list(line.items()) == [
         ("step", 0),
         ("loss", 5.0),
@@ -95,7 +105,7 @@ def test_events_have_their_own_file(directory):
     directory.write_event(Event(1.5, 4, "route_changed", "2-3", "slow"))
     directory.write_event(Event(2.5, 5, "checkpoint_saved"))
     directory.write_event(Event(3.5, 6, "plan_changed", evidence={"samples_ms": [31.0]}))
-    *events, last = lines(directory.path / "events.jsonl")
+    *events, last = values(directory.path / "events.jsonl")
     assert last["evidence"] == {"samples_ms": [31.0]}
     assert events == [
         {"time_s": 1.5, "step": 4, "kind": "route_changed", "link": "2-3", "detail": "slow"},
@@ -109,11 +119,11 @@ def test_profile_and_recovery_files_are_replaced(directory):
         directory.write_recovery({"goodput": number / 4, "recoveries": []})
     assert directory.trace_path(20) == directory.path / "trace" / "step_20.json"
     names = sorted(path.name for path in directory.path.iterdir())
-    assert lines(directory.path / "profile.json") == [
+    assert values(directory.path / "profile.json") == [
         {"links": {"0-1": {"forward_latency_ms": 2.5}}}
     ]
     written = json.loads((directory.path / "recovery.json").read_text())
-    assert written == {"goodput": 0.625, "recoveries": []}
+    assert written == {"goodput": 0.625, "recoveries": [], "crc32": written["crc32"]}
     assert names == [
         "config.yaml", "events.jsonl", "metrics.jsonl", "profile.json", "recovery.json", "trace",
     ]  # fmt: skip
@@ -149,14 +159,84 @@ def test_a_resumed_run_has_each_step_once(stopped, step):
     assert load_config(stopped / "config.yaml").run.steps == 500
 
 
-def test_an_invalid_line_is_named(stopped):
-    metrics = stopped / "metrics.jsonl"
-    metrics.write_text(metrics.read_text().replace("10240.0", '"many"', 1))
-    says = r"^--resume: \S+/metrics.jsonl, line 1: tokens_per_s: got 'many', expected a number$"
-    with pytest.raises(UserError, match=says):
-        reopen_run_directory(stopped, config_for(stopped), 2)
-    with pytest.raises(UserError, match=says.replace("--resume: ", "")):
+def test_damaged_lines_are_left_out_and_counted(stopped):
+    metrics, events = stopped / "metrics.jsonl", stopped / "events.jsonl"
+    metrics.write_text(metrics.read_text().replace("10240.0", "10241.0", 1))
+    events.write_bytes(events.read_bytes().replace(b"plan_adopted", b"plan_\xe1dopted", 1))
+    with pytest.raises(UserError, match=r"^\S+/metrics.jsonl, line 1: got other values than were"):
         read_records(metrics, StepRecord)
+    with reopen_run_directory(stopped, config_for(stopped), 2) as directory:
+        assert directory.damage == (
+            "metrics.jsonl: 2 damaged lines left out; metrics.jsonl lacks 1 of 2 steps, the first "
+            "is 0; events.jsonl: 1 damaged line left out"
+        )
+    assert [line["step"] for line in lines(metrics)] == [1]
+    with reopen_run_directory(stopped, config_for(stopped), 1) as directory:
+        directory.go_back(0)
+        assert directory.damage == ""
+
+
+def test_damaged_objects_are_removed(stopped):
+    with reopen_run_directory(stopped, config_for(stopped), 2) as directory:
+        assert directory.damage == ""
+        for number, name in enumerate(("profile", "links", "recovery")):
+            getattr(directory, f"write_{name}")({"values": [number]})
+            path = stopped / f"{name}.json"
+            path.write_text(path.read_text().replace(str(number), "7", 1))
+        directory.go_back(2)
+        assert directory.damage == "; ".join(
+            f"{name}.json is damaged, and removed" for name in ("profile", "recovery", "links")
+        )
+    assert not list(stopped.glob("*.json"))
+
+
+def test_a_flipped_bit_changes_no_value_in_silence(stopped):
+    with reopen_run_directory(stopped, config_for(stopped), 2) as directory:
+        directory.write_links({"links": [1.5]})
+        directory.write_profile({"costs": [2.5]})
+        assert directory.damage == ""
+    files = {path: path.read_bytes() for path in stopped.glob("*.json*")}
+    before = {path: parsed(path) for path in files}
+    rng = random.Random(5)
+    for _ in range(300):
+        path = rng.choice(sorted(files))
+        changed, bit = bytearray(files[path]), rng.randrange(8 * len(files[path]))
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        with reopen_run_directory(stopped, config_for(stopped), 2) as directory:
+            assert directory.damage or parsed(path) == before[path], f"{path}, bit {bit}"
+        path.write_bytes(files[path])
+
+
+def parsed(path):
+    return [
+        dict([*json.loads(line).items()][:-1])  # without the sum
+        for line in path.read_text(errors="replace").splitlines()
+    ]
+
+
+def test_what_cannot_be_written_waits(tmp_path, step, monkeypatch):
+    """A full disk takes half of a line, then nothing, then all again."""
+    room, write = [20], os.write
+
+    def write_some(fd, data):
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        done = write(fd, data[: room[0]])
+        room[0] -= done
+        return done
+
+    lines_of_run = RunLines(tmp_path)
+    monkeypatch.setattr(os, "write", write_some)
+    for number in range(2):
+        lines_of_run.write_step(replace(step, step=number))
+    with pytest.raises(OSError, match=r"No space left on device: \S+/metrics.jsonl"):
+        lines_of_run.sync()
+    room[0] = 1 << 20
+    lines_of_run.write_step(replace(step, step=2))
+    lines_of_run.sync()
+    lines_of_run.close()
+    assert [line["step"] for line in values(tmp_path / "metrics.jsonl")] == [0, 1, 2]
 
 
 def test_records_are_read_without_a_truncated_line(stopped, step):

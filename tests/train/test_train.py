@@ -18,7 +18,7 @@ from jaxmorph.config import load_config
 from jaxmorph.control.profiler import Profile
 from jaxmorph.records import Link, StepRecord
 
-METRICS = {item.name for item in fields(StepRecord) if not item.metadata} | {"link_ms"}
+METRICS = {item.name for item in fields(StepRecord) if not item.metadata} | {"link_ms", "crc32"}
 
 pytestmark = pytest.mark.multiprocess
 

@@ -200,7 +200,7 @@ class FailingRun:
             wires.found_up[link] = 0 if link in wires.down else wires.found_up[link] + 1
         self.recorder.record(self.step, StepTotals(1.0, 1.0), reports, 0.3)
         self._apply(reports)
-        self.recorder.sent_so_far().result(30)
+        self.recorder.on_disk().result(30)
         for _ in range(4):  # answers of the planning process, one after another
             self.loop._planner.submit(lambda: None).result(30)
         self.step += 1
@@ -213,7 +213,7 @@ class FailingRun:
             self.programs[rank] = program or self.programs[rank]
         for link in self.wires.restored[before:]:
             self.on_restored(link, self.wires.found_up[link])
-        self.recorder.sent_so_far().result(30)
+        self.recorder.on_disk().result(30)
         self.routes = dict(self.loop.state.plan.routes)
 
     def on_restored(self, link, found_up):

@@ -1,6 +1,7 @@
 """Replays of a run's decisions from its files."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -26,8 +27,8 @@ from jaxmorph.training.replay import ObservationLog, replay
 def kept_run(begin_run, tmp_path):
     """A run that has delegated a slow link and restored it, with its files."""
 
-    def begin(num_steps=20, *, settings=None, again=False):
-        directory = RunDirectory(tmp_path, resumed=again)
+    def begin(num_steps=20, *, settings=None):
+        directory = RunDirectory(tmp_path)
         adaptation = CONFIG.adaptation.model_copy(update=settings or {})
         run_known = RunToPlan(CONFIG, 0, FIRST, PLANNED_FOR, USUAL)
         log = ObservationLog(
@@ -60,7 +61,11 @@ def test_a_changed_outcome_is_found(kept_run, tmp_path):
     (file,) = (tmp_path / "control").glob("*.jsonl")
     text = file.read_text()
     assert text.count("is slow") >= 1
-    file.write_text(text.replace('"straggler_detected", "1-2"', '"straggler_detected", "0-1"'))
+    text = text.replace('"straggler_detected", "1-2"', '"straggler_detected", "0-1"')
+    file.write_text(text)
+    with pytest.raises(UserError, match=r"\.jsonl:\d+: got other values than were written"):
+        list(replay(tmp_path))
+    file.write_text(re.sub(', "crc32": "\w{8}"', "", text))  # as another run would have written
     differing = [moment for moment in replay(tmp_path) if moment.differs]
     assert len(differing) == 1
     then, now = differing[0].differences()
@@ -152,7 +157,7 @@ def test_an_empty_file_is_skipped(kept_run, tmp_path):
 
 def test_a_simulation_ends_at_a_restart_of_ranks(kept_run, tmp_path):
     kept_run()
-    kept_run(again=True)
+    kept_run()
     never = CONFIG.adaptation.model_copy(update={"worth": 0.9})
     moments = list(replay(tmp_path, never))
     starts = [at for at, each in enumerate(moments) if isinstance(each.observation, PlannerStarted)]

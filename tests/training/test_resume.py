@@ -23,12 +23,14 @@ from jaxmorph.training.resume import (
     kept_cut,
     prepare_checkpoints,
     require_no_checkpoints,
+    saved_run,
     set_aside,
     start_of_script,
     try_named_folder,
     with_absolute_folder,
     without_weights,
 )
+from jaxmorph.training.run_checkpoints import RunCheckpoints, TrainedOn
 
 CONFIG = {
     "run": {"dir": "runs/was", "steps": 20},
@@ -72,7 +74,7 @@ def test_a_run_resumes_with_its_overrides(tmp_path):
         ("run.steps=13", "got 13, expected at least the 14 steps that the last checkpoint has"),
         ("run.dir=runs/other", "got runs/other, expected none: a resumed run continues in its"),
         ("model.width=64", "got 64, expected 32, that of the checkpoint's model"),
-        ("model.num_heads=2", "got 2, expected None, that of the checkpoint's model"),
+        ("model.num_heads=2", "got 2, expected none: it is not set in the checkpoint's model"),
         ("model.preset=small", "got small, expected tiny, that of the checkpoint's model"),
         ("data.held_out_fraction=0.1", "got 0.1, expected 0: held-out text must stay held out"),
         ("checkpoint.dir=/other", "got /other, expected none: a run's checkpoints stay in one"),
@@ -272,3 +274,82 @@ def test_a_folder_without_locks_is_used(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "fcntl", None)  # as on Windows
     with hold([tmp_path]), hold([tmp_path]):
         pass
+
+
+def edit_config(run, before, after):
+    path = run / "config.yaml"
+    content = path.read_bytes()
+    assert before in content
+    path.write_bytes(content.replace(before, after, 1))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(b"run:", b"rwn:"), (b"steps: 20", b"steps: 2\xb0"), (b"model:", b"\x00odel:")],
+)
+def test_an_unreadable_configuration_is_the_checkpoints(tmp_path, before, after):
+    run = write_run(tmp_path, [7, 14])
+    config = find_resumption(run, ["run.steps=30"]).config
+    edit_config(run, before, after)
+    found = find_resumption(run, ["run.steps=30"])
+    assert (found.manifest.step, found.config) == (14, config)
+    assert found.damage.startswith(f"{run}/config.yaml: ")
+    assert found.damage.endswith("; that of the checkpoint is used")
+    assert saved_run(run).folder.steps() == (7, 14)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        (b"width: 32", b"width: 33", "model.width: got 33; that of the checkpoint is used, 32"),
+        (b"width: 32", b"wadth: 32", "model.wadth: got 32; that of the checkpoint is used, none; "
+         "config.yaml: model.width: got none; that of the checkpoint is used, 32"),
+        (b"steps: 20", b"steps: 10", "run.steps: got 10; that of the checkpoint is used, 20"),
+        (b"held_out_fraction: 0.0", b"held_out_fraction: 0.4",
+         "data.held_out_fraction: got 0.4; that of the checkpoint is used, 0.0"),
+        (b"dir: null", b"dir: nunl", "checkpoint.dir: got {0}/nunl, which has no checkpoint; "
+         "those of {0}/checkpoints are used"),
+    ],
+)  # fmt: skip
+def test_a_value_that_does_not_fit_is_the_checkpoints(tmp_path, monkeypatch, before, after, says):
+    monkeypatch.chdir(tmp_path)
+    run = write_run(tmp_path, [7, 14])
+    config = find_resumption(run, []).config
+    edit_config(run, before, after)
+    found = find_resumption(run, [])
+    assert (found.manifest.step, found.config) == (14, config)
+    assert found.damage == f"config.yaml: {says.format(tmp_path)}"
+
+
+def test_a_script_resumes_whatever_its_directory_says(tmp_path):
+    config = Config.model_validate(CONFIG | {"run": {"dir": str(tmp_path), "steps": 20}})
+    run = write_run(tmp_path, [7], config)
+    for before, after in ((b"dir: null", b"dir: nunl"), (b"steps", b"stops")):
+        edit_config(run, before, after)
+        start = start_of_script(config, resume=True)
+        assert (start.first_step, start.directory, bool(start.damage)) == (7, run, True)
+
+
+def test_fewer_steps_have_as_short_a_warm_up(tmp_path):
+    config = Config.model_validate(CONFIG | {"run": {"steps": 600}, "optimizer": {"warmup_steps": 60}})
+    run = write_run(tmp_path, [7], config)
+    fewer = find_resumption(run, ["run.steps=45"]).config
+    assert (fewer.run.steps, fewer.optimizer.warmup_steps) == (45, 4)
+    kept = find_resumption(run, ["run.steps=300"]).config
+    assert kept.optimizer.warmup_steps == 60
+    with pytest.raises(UserError, match=r"^\S+ \(command line\): got 50, expected at most run.st"):
+        find_resumption(run, ["run.steps=45", "optimizer.warmup_steps=50"])
+
+
+def test_a_resumption_names_what_has_changed(tmp_path):
+    run = write_run(tmp_path, [7])
+    overrides = ["run.steps=30", "data.path=other.bin", "batch.microbatches=3"]
+    config, layers = find_resumption(run, overrides).config, (range(1), range(1, 4))
+    origin = RunCheckpoints(config, run, 7).origin(layers, TrainedOn(256, DataDigest(10, "cd")))
+    before = Config().batch.microbatches
+    assert origin.endswith(
+        f"by its checksums; changed: run.steps 30 (was 20), data.path \"other.bin\" (was null), "
+        f"batch.microbatches 3 (was {before}); other data: 10 tokens (was 9)"
+    )
+    same = RunCheckpoints(find_resumption(run, []).config, run, 7)
+    assert same.origin(layers, TrainedOn(256, DataDigest(9, "ab"))).endswith("by its checksums")

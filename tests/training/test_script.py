@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 
 from jaxmorph.config import Config, check_config
 from jaxmorph.errors import UserError
+from jaxmorph.models.gpt2 import build
+from jaxmorph.stage.model import vocabulary_of
 from jaxmorph.training.script import cut_batch
 
 CONFIG = check_config(
@@ -104,3 +107,24 @@ def test_a_failing_exit_skips_the_clean_up(code, ends_with, cleaned_up):
     assert done.returncode == ends_with
     assert done.stdout == f"went on\n{cleaned_up}"
     assert done.stderr == ("no data\n" if "data" in code else "")
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        ((TOKENS, TOKENS), "got tokens from 0 to 23, expected ids from 0 to below 23, the model"),
+        ((TOKENS - 1, TOKENS - 1), "got tokens from -1 to 22, expected ids from 0 to below 23"),
+        ((TOKENS * 0, TOKENS), "got targets from 0 to 23, expected ids from 0 to below 23"),
+    ],
+)
+def test_ids_beyond_the_models_vocabulary_are_refused(batch, says):
+    for rank in range(3):
+        with pytest.raises(UserError, match=f"^batch: {says}"):
+            cut_batch(batch, CONFIG, rank, 23)
+
+
+def test_the_vocabulary_is_that_of_the_logits():
+    sizes = {"preset": "tiny", "width": 16, "num_heads": 2, "num_layers": 1}
+    model = build(**sizes, sequence_length=8, vocab_size=77)
+    assert vocabulary_of(model, 8) == 77
+    assert vocabulary_of(cast(Any, object()), 8) is None

@@ -1,6 +1,7 @@
 import json
 import math
 import threading
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +15,12 @@ from jaxmorph.control.link_state import PathFailure
 from jaxmorph.control.path_reports import PathReport
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.control.step_programs import lower_step
+from jaxmorph.errors import RunFailedError
 from jaxmorph.messages import EventEmitted, ProfileUpdated, StepDone, StepTimelines
 from jaxmorph.plain_json import dump
 from jaxmorph.program.instructions import instructions_text
 from jaxmorph.records import Event, EventKind, Link
+from jaxmorph.report.run_directory import RunLines
 from jaxmorph.runtime.report import LinkEvent, StepReport, StepTotals, named_parts
 from jaxmorph.schedule.costs import Limits, StageCosts
 from jaxmorph.schedule.planner import plan
@@ -46,10 +49,14 @@ def _report(forward_ms: float = 1.0, events=(), arrivals=()) -> StepReport:
     return StepReport(1.0, 1.0, detail=dump(timings))
 
 
-def recorder_of(send, in_force=IN_FORCE, profiler=None, loop=None, active=True, **sections):
+def recorder_of(
+    send, in_force=IN_FORCE, profiler=None, loop=None, active=True, lines=None, **sections
+):
     config = Config.model_validate({"run": {"steps": 9}} | sections)
     loop = loop or ControlLoop(_state(in_force.plan), None)
-    return StepRecorder(config, in_force, profiler or Profiler(1), send, active=active, loop=loop)
+    return StepRecorder(
+        config, in_force, profiler or Profiler(1), send, active=active, loop=loop, lines=lines
+    )
 
 
 def _state(in_force):
@@ -140,11 +147,11 @@ class SlowPipe:
         return [record.step for record in of_kind(self.messages, StepDone, "record")]
 
 
-def test_sent_so_far_waits_for_every_step():
+def test_on_disk_waits_for_every_step():
     pipe, seen = SlowPipe(), []
     with recorder_of(pipe.send) as recorder:
         record_steps(recorder, 0, 1, 2)
-        sent = recorder.sent_so_far()
+        sent = recorder.on_disk()
         sent.add_done_callback(lambda _: seen.extend(pipe.steps()))
         assert not sent.done()
         pipe.free.set()
@@ -152,20 +159,54 @@ def test_sent_so_far_waits_for_every_step():
     assert seen == [0, 1, 2]
 
 
-def test_sent_so_far_holds_the_error():
+def test_on_disk_holds_the_error():
     def refuse(message):
         raise OSError("Broken pipe")
 
     recorder = recorder_of(refuse)
     recorder.emit(0, EventKind.STOPPED, "detail")
-    assert isinstance(recorder.sent_so_far().exception(30), OSError)
+    assert isinstance(recorder.on_disk().exception(30), OSError)
     with pytest.raises(OSError, match="Broken pipe"):
+        recorder.__exit__(None)
+
+
+def test_lines_are_written_before_they_are_sent(tmp_path):
+    """Whatever becomes of the launcher: a checkpoint has the records of its steps."""
+    seen = []
+
+    def send(message):
+        name = {StepDone: "metrics.jsonl", EventEmitted: "events.jsonl"}.get(type(message))
+        if name:
+            seen.append((name, len((tmp_path / name).read_text().splitlines())))
+
+    with closing(RunLines(tmp_path)) as lines, recorder_of(send, lines=lines) as recorder:
+        record_steps(recorder, 0, 1)
+        recorder.emit(1, EventKind.STOPPED, "detail")
+        recorder.on_disk().result(30)
+        assert seen == [("metrics.jsonl", 1), ("metrics.jsonl", 2), ("events.jsonl", 1)]
+
+
+def test_lines_that_cannot_be_written_are_told():
+    class FullDisk(RunLines):
+        def __init__(self):
+            pass
+
+        def write_step(self, record):
+            pass
+
+        def sync(self):
+            raise OSError(28, "No space left on device", "out/metrics.jsonl")
+
+    recorder = recorder_of(print, lines=FullDisk())
+    record_steps(recorder, 0)
+    assert isinstance(recorder.on_disk().exception(30), OSError)  # nothing is committed
+    with pytest.raises(RunFailedError, match="^out/metrics.jsonl: cannot be written: No space left"):
         recorder.__exit__(None)
 
 
 def test_an_inactive_recorder_has_sent_all():
     with recorder_of(print, active=False) as recorder:
-        assert recorder.sent_so_far().done()
+        assert recorder.on_disk().done()
 
 
 def test_finished_steps_are_sent_though_the_run_fails():

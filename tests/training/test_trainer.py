@@ -237,6 +237,7 @@ def trainer_of(monkeypatch):
         trainer: Any = Trainer.__new__(Trainer)
         trainer.config, trainer.rank, trainer._next_step = check_config({}), 0, next_step
         trainer._rendezvous, trainer._failed = rendezvous, FailedPaths()
+        trainer._vocab_size = None
         skipped, none = SkippedSteps(stop_after), cast(Any, None)
         ends = Adaptation(rendezvous, own, none, None, last_step=99, adapts=False)
         runner = StepRunner(own, rendezvous, clip_norm=1.0)
@@ -244,7 +245,7 @@ def trainer_of(monkeypatch):
         trainer._training = SimpleNamespace(loop=loop, skipped=skipped)
         return trainer
 
-    monkeypatch.setattr("jaxmorph.training.trainer.cut_batch", lambda batch, config, rank: None)
+    monkeypatch.setattr("jaxmorph.training.trainer.cut_batch", lambda *_: None)
     return trainer_of
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from jaxmorph.config import Config, load_config
 from jaxmorph.errors import UserError
-from jaxmorph.plain_json import parse
+from jaxmorph.plain_json import parse, without_sum
 from jaxmorph.records import Event, StepRecord
 from jaxmorph.report.draw import read_chrome_trace
 from jaxmorph.report.run_directory import (
@@ -78,7 +78,7 @@ def read_run_files(path: Path) -> RunFiles:
 def read_trace(path: Path) -> dict[str, Timeline]:
     """A step's timelines, `planned` and `measured`; empty if the file can't be read."""
     try:
-        found = read_chrome_trace(_parsed(path.read_text(encoding="utf-8")))
+        found = read_chrome_trace(_parsed(path.read_text(encoding="utf-8"), path))
     except (OSError, ValueError):
         return {}
     return {name.split(",")[0]: timeline for name, timeline in found.items()}
@@ -93,7 +93,7 @@ def _config(path: Path) -> Config | None:
 
 def _goodput(path: Path) -> float | None:
     try:
-        found = parse(RecoveryFile, _parsed(path.read_text(encoding="utf-8")), str(path))
+        found = parse(RecoveryFile, _parsed(path.read_text(encoding="utf-8"), path), str(path))
     except (OSError, ValueError):
         return None
     return finite(found.goodput)
@@ -103,17 +103,17 @@ def _read_lines(path: Path, kind: type[_Line]) -> tuple[list[_Line], int]:
     """The readable lines, and the number of others."""
     lines: list[_Line] = []
     unreadable = 0
-    for number, text in enumerate(_texts(path), start=1):
+    for text in _texts(path):
         try:
-            lines.append(parse(kind, _parsed(text), f"{path}, line {number}"))
+            lines.append(parse(kind, _parsed(text, path), path.name))
         except ValueError:  # no JSON, or not of this type
             unreadable += 1
     return lines, unreadable
 
 
-def _parsed(text: str) -> Any:
-    """Parse JSON, and replace lone surrogates, which no page can hold."""
-    found = json.loads(text)
+def _parsed(text: str, path: Path) -> Any:
+    """Parse JSON, compare its checksum, and replace lone surrogates, which no page can hold."""
+    found = without_sum(json.loads(text), path.name)
     if "\\ud" not in text.lower():
         return found
     return json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
@@ -186,9 +186,9 @@ def read_comparison_files(path: Path) -> ComparisonFiles:
         )
     at = path / RESULTS
     try:
-        matrix = Matrix.from_json(_parsed(at.read_text(encoding="utf-8")))
+        matrix = Matrix.from_json(_parsed(at.read_text(encoding="utf-8"), at))
         at = path / TIMELINES
-        timelines = _parsed(at.read_text(encoding="utf-8")) if at.is_file() else {}
+        timelines = _parsed(at.read_text(encoding="utf-8"), at) if at.is_file() else {}
         steps = {
             condition: [
                 ShownStep(system, Timeline.from_json(timeline), step_ms=timeline.get("step_ms"))

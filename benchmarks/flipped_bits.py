@@ -1,0 +1,248 @@
+"""Whether a run believes a damaged file: `python -m benchmarks.flipped_bits [--flips N]`.
+
+Trains a small model once, and cuts a copy back to what a killed run leaves. Then, again and again,
+flips one bit in one file of such a copy and resumes it; kinds of files take turns. Losses, gradient
+norms and the last parameters must be those of the run that was left alone, or its events say what
+is not. No command may end with a traceback, hang, or find no whole checkpoint. With `--json` it
+goes on where the file ends, and adds to it.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chaos.judgement import Computed, computed_by, differences
+from benchmarks.head_of_line import Bar
+from jaxmorph.records import Event, EventKind
+from jaxmorph.report.run_directory import EVENTS, METRICS, read_records
+
+ROOT = Path(__file__).parent.parent
+STEPS, SAVED, KILLED = 20, 16, 18
+_PATIENCE_S = 180.0
+_TRACE = "step,links,latency_ms\n6,0-1,25\n"  # so that a slow link is found, and written down
+_CONFIG = {
+    "run": {"steps": STEPS, "seed": 5},
+    "model": {"preset": "tiny", "width": 16, "num_layers": 3, "num_heads": 2},
+    "data": {"sequence_length": 8},
+    "parallelism": {"stages": 2, "layers": "auto"},
+    "batch": {"microbatches": 4, "microbatch_size": 1},
+    "adaptation": {"enabled": True},
+    "trace": {"every_steps": 5},
+    "checkpoint": {"every_steps": 4, "keep": 9},
+}
+KINDS: Mapping[str, str] = {
+    "steps": METRICS,
+    "events": EVENTS,
+    "configuration": "config.yaml",
+    "profile": "profile.json",
+    "links": "links.json",
+    "recovery": "recovery.json",
+    "cut of layers": "layers.json",
+    "observations": "control/*.jsonl",
+    "trace": "trace/*.json",
+    "picture": "*.png",
+    "log": "logs/**/*.log",
+    "program": "compilation_cache/**/*.program",
+    "manifest": "checkpoints/*/manifest.json",
+    "seal": "checkpoints/*/manifest.seal",
+    "list of files": "checkpoints/*/*.files",
+    "state": "checkpoints/*/virtual_stage_*/**/*",
+}
+"""The kinds of files in a run's directory, and where they are."""
+
+
+@dataclass(frozen=True)
+class Flip:
+    """A flipped bit, and what came of it.
+
+    Attributes:
+        file: In the run's directory.
+        verdict: `same`, `told` (the results differ, and events say so), or what must not be.
+        told: What the events say is damaged or changed.
+    """
+
+    kind: str
+    file: str
+    bit: int
+    verdict: str
+    told: tuple[str, ...]
+    took_s: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether this may happen."""
+        return self.verdict in ("same", "told")
+
+
+def whole_run(folder: Path) -> Path:
+    """Train undisturbed; returns the run's directory."""
+    config, out = folder / "flipped_bits.yaml", folder / "whole"
+    trace = folder / "links.csv"
+    trace.write_text(_TRACE)
+    config.write_text(json.dumps(_CONFIG | {"emulation": {"trace": str(trace)}}))  # YAML too
+    code, said = _train([str(config), f"run.dir={out}"])
+    if code != 0:
+        raise SystemExit(f"the undisturbed run failed:\n{said}")
+    return out
+
+
+def killed_copy(whole: Path, out: Path) -> None:
+    """What the run had on disk when it was killed after `KILLED` steps, the last save at `SAVED`."""
+    shutil.copytree(whole, out)
+    shutil.rmtree(out / "checkpoints" / f"step_{STEPS}")
+    for name in (METRICS, EVENTS):
+        lines = (whole / name).read_text().splitlines(keepends=True)
+        kept = (line for line in lines if json.loads(line)["step"] < KILLED)
+        (out / name).write_text("".join(kept))
+
+
+def flip_a_bit(path: Path, rng: random.Random) -> int:
+    """Flip one bit of a file; returns which."""
+    content = bytearray(path.read_bytes())
+    bit = rng.randrange(8 * len(content))
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+    return bit
+
+
+def files_of(run: Path, kind: str) -> list[Path]:
+    """The files of a kind that have a bit to flip."""
+    found = (path for path in sorted(run.glob(KINDS[kind])) if path.is_file())
+    return [path for path in found if path.stat().st_size]
+
+
+def flipped(whole: Path, expected: Computed, folder: Path, number: int, seed: int) -> Flip:
+    """Flip a bit in a copy of the run, resume it, and judge what it computes and says."""
+    rng, out, began_s = random.Random(f"{seed} {number}"), folder / "out", time.monotonic()
+    shutil.rmtree(out, ignore_errors=True)
+    killed_copy(whole, out)
+    kinds = [kind for kind in KINDS if files_of(out, kind)]
+    kind = kinds[number % len(kinds)]
+    path = rng.choice(files_of(out, kind))
+    bit = flip_a_bit(path, rng)
+    code, said = _train(["--resume", str(out)])
+    verdict, told = _verdict(code, said), ()
+    if not verdict:
+        told = tuple(told_of(read_records(out / EVENTS, Event)))
+        verdict = judged(differences(computed_by(out), expected), told)
+    took_s = round(time.monotonic() - began_s, 1)
+    return Flip(kind, str(path.relative_to(out)), bit, verdict, told, took_s)
+
+
+def _verdict(code: int | None, said: str) -> str:
+    """What is wrong with how a command ended; "" if it ended well."""
+    if code is None:
+        return "hung"
+    if "Traceback" in said:
+        return f"traceback: {said[-300:]}"
+    return "" if code == 0 else f"exit code {code}: {said[-300:]}"
+
+
+def told_of(events: Sequence[Event]) -> Iterator[str]:
+    """What events say is damaged, or is not as it was."""
+    for event in events:
+        if event.kind in (EventKind.FILES_DAMAGED, EventKind.CHECKPOINT_DAMAGED):
+            yield event.detail
+        elif event.kind == EventKind.RESUMED and "; changed: " in event.detail:
+            yield event.detail.partition("; changed: ")[2]
+
+
+def judged(wrong: Sequence[str], told: Sequence[str]) -> str:
+    """`same`, `told` or `silently other`, by what is different and what events say."""
+    if not wrong:
+        return "same"
+    says_changed = any("(was " in line for line in told)
+    missing = [line for line in wrong if "got None" in line or "lines of steps" in line]
+    says_missing = any(f"{METRICS} lacks" in line for line in told)
+    if says_changed or (says_missing and len(missing) == len(wrong)):
+        return "told"
+    return f"silently other: {wrong[0]}"
+
+
+def _train(words: Sequence[str]) -> tuple[int | None, str]:
+    """Run `jaxmorph train`; its exit code, None if it hung, and what it said."""
+    command = [sys.executable, "-m", "jaxmorph", "train", *words]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return None, process.communicate()[0]
+    return process.returncode, said
+
+
+def bars(flips: Sequence[Flip]) -> Iterator[Bar]:
+    """What should hold of all flips."""
+    silent = sum(each.verdict.startswith("silently") for each in flips)
+    yield Bar("silently other results", silent, most=0)
+    tracebacks = sum(each.verdict.startswith("traceback") for each in flips)
+    yield Bar("tracebacks", tracebacks, most=0)
+    yield Bar("hangs", sum(each.verdict == "hung" for each in flips), most=0)
+    refused = sum(each.verdict.startswith("exit code") for each in flips)
+    yield Bar("runs that were not resumed", refused, most=0)
+
+
+def main() -> int:
+    """Print a line per flip, then the bars; 1 if one of them is missed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--flips", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    flips, goes = _earlier(arguments.json)
+    goes.append(_of_this_go())
+    with tempfile.TemporaryDirectory() as folder:
+        whole = whole_run(Path(folder))
+        expected = computed_by(whole)
+        for number in range(len(flips), len(flips) + arguments.flips):
+            flip = flipped(whole, expected, Path(folder), number, arguments.seed)
+            flips.append(flip)
+            said = "; ".join(flip.told)
+            print(f"{number:4} {flip.file}, bit {flip.bit}: {flip.verdict}  {said}", flush=True)
+            goes[-1] |= {"until": number + 1, "load_after": os.getloadavg()[0]}
+            if arguments.json:
+                values = {"goes": goes, "flips": [asdict(each) for each in flips]}
+                arguments.json.write_text(json.dumps(values, indent=1))
+    found = list(bars(flips))
+    counts = Counter(each.verdict for each in flips if each.holds)
+    print(f"{len(flips)} flips: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
+    print(*found, sep="\n")
+    return 0 if all(bar.holds for bar in found) else 1
+
+
+def _earlier(path: Path | None) -> tuple[list[Flip], list[dict[str, Any]]]:
+    """The flips that a file has, and when they were made."""
+    if path is None or not path.exists():
+        return [], []
+    found = json.loads(path.read_text())
+    flips = [Flip(**each | {"told": tuple(each["told"])}) for each in found["flips"]]
+    return flips, found["goes"]
+
+
+def _of_this_go() -> dict[str, Any]:
+    head = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "command": " ".join(["python -m benchmarks.flipped_bits", *sys.argv[1:]]),
+        "commit": commit,
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "processors": os.cpu_count(),
+        "load_before": os.getloadavg()[0],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
