@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -82,20 +83,20 @@ class RunLines:
 
 
 class _Appender:
-    """Appends to one file."""
+    """Appends to one file; any thread may call it."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._pending = path, b""
+        self._lock = threading.Lock()
         self._fd: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
     def write(self, line: str) -> None:
-        self._pending += line.encode()
         with suppress(OSError):
-            self._write_pending()
+            self._write_on(line.encode())
 
     def sync(self) -> None:
         try:
-            self._write_pending()
+            self._write_on(b"")
             if self._fd is not None:
                 os.fsync(self._fd)
         except OSError as error:
@@ -106,9 +107,11 @@ class _Appender:
         if fd is not None:
             os.close(fd)
 
-    def _write_pending(self) -> None:
-        while self._pending and self._fd is not None:
-            self._pending = self._pending[os.write(self._fd, self._pending) :]
+    def _write_on(self, data: bytes) -> None:
+        with self._lock:
+            self._pending += data
+            while self._pending and self._fd is not None:
+                self._pending = self._pending[os.write(self._fd, self._pending) :]
 
 
 class RunDirectory:
@@ -287,9 +290,8 @@ def _damages(path: Path, step: int) -> Iterator[str]:
     steps: set[int] = set()
 
     def is_wanted(record: StepRecord) -> bool:
-        is_new = record.step not in steps
         steps.add(record.step)
-        return is_new and record.step < step
+        return record.step < step
 
     def stays(event: Event) -> bool:
         return event.step < step or event.kind in _STAY

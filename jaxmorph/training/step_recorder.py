@@ -94,6 +94,8 @@ class StepRecorder:
         self._began_s = time.monotonic()
         self._error: BaseException | None = None
         self._thread = ThreadPoolExecutor(1, "jaxmorph-recorder") if active else None
+        # A disk may be slow, and decisions are made on the other thread.
+        self._syncing = ThreadPoolExecutor(1, "jaxmorph-sync") if active else None
 
     def start(
         self,
@@ -141,14 +143,15 @@ class StepRecorder:
 
     def on_disk(self) -> Future[None]:
         """Done once all steps and events up to this call are on disk; it holds the error if not."""
-        if self._thread is not None:
-            return self._thread.submit(self._sync)  # it runs after all that is queued
+        if self._thread is not None and self._syncing is not None:
+            written = self._thread.submit(self._raise_error)  # it runs after all that is queued
+            return self._syncing.submit(self._sync, written)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _sync(self) -> None:
-        self._raise_error()
+    def _sync(self, written: Future[None]) -> None:
+        written.result()
         if self._lines is not None:
             self._lines.sync()
 
@@ -181,15 +184,17 @@ class StepRecorder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        if self._thread is not None:
+        if self._thread is not None and self._syncing is not None:
             self._thread.shutdown()  # the steps that are done are sent, even after an error
+            self._syncing.shutdown()
             if kind is None:
                 self._end()
 
     def _end(self) -> None:
         self._raise_error()
         try:
-            self._sync()
+            if self._lines is not None:
+                self._lines.sync()
         except OSError as error:
             raise RunFailedError(f"{error.filename}: cannot be written: {error.strerror}") from error
 
