@@ -99,7 +99,8 @@ class EventKind(StrEnum):
     CHECKPOINT_DAMAGED = "checkpoint_damaged"
     """a checkpoint that the run doesn't resume from, and why"""
     FILES_DAMAGED = "files_damaged"
-    """files of the run directory, or lines of them, that were damaged, and what became of them"""
+    """files of the run directory, or lines of them, that are damaged or can't be written, and what
+    becomes of them"""
     RESUMED = "resumed"
     """the run continues from a checkpoint"""
     LINKS_KNOWN = "links_known"

@@ -6,7 +6,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -50,7 +50,7 @@ class RunLines:
 
     Two processes do: rank 0 writes what it measures, before it sends it to anybody, and the process
     that started the ranks writes what it sees of them. A line that can't be written, as on a full
-    disk, waits for the next one.
+    disk, raises OSError, and waits for the next one.
 
     Args:
         path: A run's directory.
@@ -91,27 +91,29 @@ class _Appender:
         self._fd: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
     def write(self, line: str) -> None:
-        with suppress(OSError):
-            self._write_on(line.encode())
+        with self._lock, self._naming_the_file():
+            self._pending += line.encode()
+            while self._pending and self._fd is not None:
+                self._pending = self._pending[os.write(self._fd, self._pending) :]
 
     def sync(self) -> None:
-        try:
-            self._write_on(b"")
+        self.write("")
+        with self._naming_the_file():
             if self._fd is not None:
                 os.fsync(self._fd)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self) -> None:
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
 
-    def _write_on(self, data: bytes) -> None:
-        with self._lock:
-            self._pending += data
-            while self._pending and self._fd is not None:
-                self._pending = self._pending[os.write(self._fd, self._pending) :]
+    @contextmanager
+    def _naming_the_file(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            error.filename = str(self._path)
+            raise
 
 
 class RunDirectory:

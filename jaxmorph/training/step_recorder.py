@@ -84,8 +84,8 @@ class StepRecorder:
         self._in_force = in_force
         self._plan = in_force.plan
         self._profiler = profiler
-        self._lines = lines
-        self._send_on = send
+        self._lines, self._send_on = lines, send
+        self._cannot_write = False
         self._traced = TracedSteps(config, self._write)
         self._send = self._traced.send
         self._first_step = first_step
@@ -157,13 +157,24 @@ class StepRecorder:
 
     def _write(self, message: RunMessage) -> None:
         """Write a step or an event, then send it: a reader that is slow or gone delays no line."""
-        if self._lines is not None:
-            match message:
-                case StepDone(record):
-                    self._lines.write_step(record)
-                case EventEmitted(event):
-                    self._lines.write_event(event)
+        why = ""
+        try:
+            self._write_line(message)
+        except OSError as error:
+            why = f"{error.filename}: cannot be written: {error.strerror}; its lines wait"
         self._send_on(message)
+        if why and not self._cannot_write:
+            self._cannot_write = True
+            self._emit(self._first_step, EventKind.FILES_DAMAGED, why)
+
+    def _write_line(self, message: RunMessage) -> None:
+        if self._lines is None:
+            return
+        match message:
+            case StepDone(record):
+                self._lines.write_step(record)
+            case EventEmitted(event):
+                self._lines.write_event(event)
 
     def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
         if self._thread is not None:

@@ -229,7 +229,8 @@ def test_what_cannot_be_written_waits(tmp_path, step, monkeypatch):
     lines_of_run = RunLines(tmp_path)
     monkeypatch.setattr(os, "write", write_some)
     for number in range(2):
-        lines_of_run.write_step(replace(step, step=number))
+        with pytest.raises(OSError, match=r"No space left on device: \S+/metrics.jsonl"):
+            lines_of_run.write_step(replace(step, step=number))
     with pytest.raises(OSError, match=r"No space left on device: \S+/metrics.jsonl"):
         lines_of_run.sync()
     room[0] = 1 << 20

@@ -192,16 +192,24 @@ def test_lines_that_cannot_be_written_are_told():
             pass
 
         def write_step(self, record):
-            pass
-
-        def sync(self):
             raise OSError(28, "No space left on device", "out/metrics.jsonl")
 
-    recorder = recorder_of(print, lines=FullDisk())
-    record_steps(recorder, 0)
+        def write_event(self, event):
+            self.write_step(event)
+
+        def sync(self):
+            self.write_step(None)
+
+    messages = []
+    recorder = recorder_of(messages.append, lines=FullDisk())
+    record_steps(recorder, 0, 1)
     assert isinstance(recorder.on_disk().exception(30), OSError)  # nothing is committed
     with pytest.raises(RunFailedError, match="^out/metrics.jsonl: cannot be written: No space left"):
         recorder.__exit__(None)
+    assert len(of_kind(messages, StepDone, "record")) == 2
+    (event,) = of_kind(messages, EventEmitted, "event")
+    says = "out/metrics.jsonl: cannot be written: No space left on device; its lines wait"
+    assert (event.kind, event.detail) == (EventKind.FILES_DAMAGED, says)
 
 
 def test_an_inactive_recorder_has_sent_all():
