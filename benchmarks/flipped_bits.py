@@ -68,21 +68,21 @@ class Flip:
 
     Attributes:
         file: In the run's directory.
-        verdict: `same`, `told` (the results differ, and events say so), or what must not be.
-        told: What the events say is damaged or changed.
+        verdict: `same`, `reported` (the results differ, and events say so), or what must not be.
+        reported: What the events say is damaged or changed.
     """
 
     kind: str
     file: str
     bit: int
     verdict: str
-    told: tuple[str, ...]
+    reported: tuple[str, ...]
     took_s: float
 
     @property
     def holds(self) -> bool:
         """Whether this may happen."""
-        return self.verdict in ("same", "told")
+        return self.verdict in ("same", "reported")
 
 
 def whole_run(folder: Path) -> Path:
@@ -132,12 +132,12 @@ def flipped(whole: Path, expected: Computed, folder: Path, number: int, seed: in
     path = rng.choice(files_of(out, kind))
     bit = flip_a_bit(path, rng)
     code, said = _train(["--resume", str(out)])
-    verdict, told = _verdict(code, said), ()
+    verdict, reported = _verdict(code, said), ()
     if not verdict:
-        told = tuple(told_of(read_records(out / EVENTS, Event)))
-        verdict = judged(differences(computed_by(out), expected), told)
+        reported = tuple(reports_of(read_records(out / EVENTS, Event)))
+        verdict = judged(differences(computed_by(out), expected), reported)
     took_s = round(time.monotonic() - began_s, 1)
-    return Flip(kind, str(path.relative_to(out)), bit, verdict, told, took_s)
+    return Flip(kind, str(path.relative_to(out)), bit, verdict, reported, took_s)
 
 
 def _verdict(code: int | None, said: str) -> str:
@@ -149,7 +149,7 @@ def _verdict(code: int | None, said: str) -> str:
     return "" if code == 0 else f"exit code {code}: {said[-300:]}"
 
 
-def told_of(events: Sequence[Event]) -> Iterator[str]:
+def reports_of(events: Sequence[Event]) -> Iterator[str]:
     """What events say is damaged, or is not as it was."""
     for event in events:
         if event.kind in (EventKind.FILES_DAMAGED, EventKind.CHECKPOINT_DAMAGED):
@@ -158,15 +158,15 @@ def told_of(events: Sequence[Event]) -> Iterator[str]:
             yield event.detail.partition("; changed: ")[2]
 
 
-def judged(wrong: Sequence[str], told: Sequence[str]) -> str:
-    """`same`, `told` or `silently other`, by what is different and what events say."""
+def judged(wrong: Sequence[str], reported: Sequence[str]) -> str:
+    """`same`, `reported` or `silently other`, by what is different and what events say."""
     if not wrong:
         return "same"
-    says_changed = any("(was " in line for line in told)
+    says_changed = any("(was " in line for line in reported)
     missing = [line for line in wrong if "got None" in line or "lines of steps" in line]
-    says_missing = any(f"{METRICS} lacks" in line for line in told)
+    says_missing = any(f"{METRICS} lacks" in line for line in reported)
     if says_changed or (says_missing and len(missing) == len(wrong)):
-        return "told"
+        return "reported"
     return f"silently other: {wrong[0]}"
 
 
@@ -210,7 +210,7 @@ def main() -> int:
         for number in range(len(flips), len(flips) + arguments.flips):
             flip = flipped(whole, expected, Path(folder), number, arguments.seed)
             flips.append(flip)
-            said = "; ".join(flip.told)
+            said = "; ".join(flip.reported)
             print(f"{number:4} {flip.file}, bit {flip.bit}: {flip.verdict}  {said}", flush=True)
             goes[-1] |= {"until": number + 1, "load_after": os.getloadavg()[0]}
             if arguments.json:
@@ -228,7 +228,7 @@ def _earlier(path: Path | None) -> tuple[list[Flip], list[dict[str, Any]]]:
     if path is None or not path.exists():
         return [], []
     found = json.loads(path.read_text())
-    flips = [Flip(**each | {"told": tuple(each["told"])}) for each in found["flips"]]
+    flips = [Flip(**each | {"reported": tuple(each["reported"])}) for each in found["flips"]]
     return flips, found["goes"]
 
 

@@ -186,7 +186,7 @@ def test_lines_are_written_before_they_are_sent(tmp_path):
         assert seen == [("metrics.jsonl", 1), ("metrics.jsonl", 2), ("events.jsonl", 1)]
 
 
-def test_lines_that_cannot_be_written_are_told():
+def test_lines_that_cannot_be_written_are_reported():
     class FullDisk(RunLines):
         def __init__(self):
             pass
