@@ -259,7 +259,7 @@ def _record_exit(rank: _Rank, watch: _Watch) -> bool:
     code = rank.process.wait()
     if code != 0:
         aborted = code == -signal.SIGABRT
-        reason = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        reason = _ending(code)
         while _read_messages(rank, watch):  # those that it sent before it ended
             pass
         # A rank that raised has reported why. The coordination service ends the others, with an
@@ -268,6 +268,14 @@ def _record_exit(rank: _Rank, watch: _Watch) -> bool:
         follows = aborted or reported or code == 1
         watch.failures.append(RankFailed(follows, time.monotonic(), rank.number, reason))
     return False
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    # The kernel leaves no other trace of it.
+    why = " (out of memory?)" if code == -signal.SIGKILL else ""
+    return f"ended by {signal.Signals(-code).name}{why}"
 
 
 def _raise_cause(watch: _Watch) -> None:

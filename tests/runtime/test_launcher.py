@@ -62,7 +62,7 @@ def test_all_ranks_run_and_send_messages(tmp_path):
     ("behaviour", "reason"),
     [
         ("raise", "rank 1 failed: ZeroDivisionError: the weights of stage 1 are upside down"),
-        ("die", "rank 1 failed: ended by SIGKILL"),
+        ("die", "rank 1 failed: ended by SIGKILL (out of memory?)"),
         ("exit", "rank 1 failed: exit code 3"),
     ],
 )
