@@ -98,7 +98,7 @@ def whole_run(folder: Path) -> Path:
 
 
 def killed_copy(whole: Path, out: Path) -> None:
-    """What the run had on disk when it was killed after `KILLED` steps, the last save at `SAVED`."""
+    """What the run had on disk when it was killed after `KILLED` steps; it saved at `SAVED`."""
     shutil.copytree(whole, out)
     shutil.rmtree(out / "checkpoints" / f"step_{STEPS}")
     for name in (METRICS, EVENTS):

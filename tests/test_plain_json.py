@@ -184,5 +184,7 @@ def test_any_flipped_bit_is_refused_or_changes_nothing():
 
 def test_changed_values_name_their_place():
     line = with_sum(dump(KEPT)).replace("5.4", "5.5")
-    with pytest.raises(ParseError, match="^here: got other values than were written, by their crc"):
+    with pytest.raises(
+        ParseError, match=r"^here: got other values than were written, by their crc"
+    ):
         parse_line(Kept, line, "here")

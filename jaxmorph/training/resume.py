@@ -207,7 +207,9 @@ def saved_run(directory: Path, where: str = "run") -> SavedRun:
     own = CheckpointFolder(directory / "checkpoints")
     try:
         if not (directory / CONFIG).is_file():
-            raise UserError(f"{where}: got {directory}, expected a run's directory, with a {CONFIG}")
+            raise UserError(
+                f"{where}: got {directory}, expected a run's directory, with a {CONFIG}"
+            )
         config = with_absolute_folder(load_config(directory / CONFIG))
     except UserError as error:
         if not own.steps():

@@ -99,9 +99,7 @@ def resume_training(directory: Path, overrides: Sequence[str], launch: str = "au
         check_vocabulary(found.manifest, parts.vocab_size)
         check_data(found.manifest, found.config, parts.data)
         try_named_folder(found.config, directory)
-    start = RunStart(
-        found.config, found.manifest.step, directory, found.passed_over, found.damage
-    )
+    start = RunStart(found.config, found.manifest.step, directory, found.passed_over, found.damage)
     _run(start, launch)
     return ""
 

@@ -207,7 +207,9 @@ class StepRecorder:
             if self._lines is not None:
                 self._lines.sync()
         except OSError as error:
-            raise RunFailedError(f"{error.filename}: cannot be written: {error.strerror}") from error
+            raise RunFailedError(
+                f"{error.filename}: cannot be written: {error.strerror}"
+            ) from error
 
     def _send_start(
         self,

@@ -129,7 +129,9 @@ def test_a_wrong_manifest_is_one_line(tmp_path, text, says):
     commit(folder, 7)
     path = folder.finished(7) / "manifest.json"
     path.write_text(text)
-    with pytest.raises(UserError, match="manifest.json: got other content than manifest.seal is of"):
+    with pytest.raises(
+        UserError, match=r"manifest.json: got other content than manifest.seal is of"
+    ):
         folder.manifest(7)
     path.with_suffix(".seal").write_bytes(seal_of(text.encode()))
     with pytest.raises(UserError) as error:
@@ -191,6 +193,8 @@ def test_a_half_removed_checkpoint_is_none(tmp_path, monkeypatch):
 def test_a_path_that_reads_as_a_pattern_is_refused(tmp_path, name):
     (tmp_path / "link").symlink_to(tmp_path / name)
     for path in (tmp_path / name / "run", tmp_path / "link"):
-        with pytest.raises(UserError, match=r"^run.dir: got \S+, expected a path without [[?*\\]: no"):
+        with pytest.raises(
+            UserError, match=r"^run.dir: got \S+, expected a path without [*?\\\[]: no"
+        ):
             require_plain(path, "run.dir")
     require_plain(tmp_path / "a{1},~ #%&()'é", "run.dir")

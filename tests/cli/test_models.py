@@ -192,4 +192,6 @@ def test_a_tokenizer_is_exported_or_said_to_be_gone(tmp_path, load):
     assert exported.read_bytes() == words.read_bytes()
     words.rename(tmp_path / "elsewhere.json")
     line = models.export_model(run, None, tmp_path / "to")
-    assert line.endswith(f"in {tmp_path}/to, without the tokenizer {words}: No such file or directory")
+    assert line.endswith(
+        f"in {tmp_path}/to, without the tokenizer {words}: No such file or directory"
+    )

@@ -178,7 +178,6 @@ def test_damaged_lines_are_left_out_and_counted(stopped):
 
 def test_damaged_objects_are_removed(stopped):
     with reopen_run_directory(stopped, config_for(stopped), 2) as directory:
-        assert directory.damage == ""
         for number, name in enumerate(("profile", "links", "recovery")):
             getattr(directory, f"write_{name}")({"values": [number]})
             path = stopped / f"{name}.json"
@@ -194,6 +193,7 @@ def test_a_flipped_bit_changes_no_value_in_silence(stopped):
     with reopen_run_directory(stopped, config_for(stopped), 2) as directory:
         directory.write_links({"links": [1.5]})
         directory.write_profile({"costs": [2.5]})
+        directory.go_back(2)
         assert directory.damage == ""
     files = {path: path.read_bytes() for path in stopped.glob("*.json*")}
     before = {path: parsed(path) for path in files}

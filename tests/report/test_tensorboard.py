@@ -63,7 +63,7 @@ def test_a_nan_loss_is_written(tmp_path):
 def test_steps_are_on_disk_at_a_checkpoint(tmp_path):
     with RunDirectory(tmp_path, tensorboard=TensorBoardEvents(tmp_path)) as directory:
         directory.write_step(STEP)
-        directory.write_event(Event(0.5, 3, "checkpoint_saved"))
+        directory.show_event(Event(0.5, 3, "checkpoint_saved"))
         assert (3, "loss", 5.0) in scalars(tmp_path)
         directory.write_step(replace(STEP, step=4))
     assert [step for step, tag, _ in scalars(tmp_path) if tag == "loss"] == [3, 4]

@@ -92,7 +92,9 @@ def test_events_report_failure_and_cost(runs):
     lifecycle = [e for e in events if e["kind"] in ("rank_failed", "resumed", "restarted")]
     assert [event["kind"] for event in lifecycle] == ["rank_failed", "resumed", "restarted"]
     failed, resumed, restarted = lifecycle
-    assert failed["detail"].startswith(f"rank {KILLED} failed: ended by SIGKILL (out of memory?); its log: ")
+    assert failed["detail"].startswith(
+        f"rank {KILLED} failed: ended by SIGKILL (out of memory?); its log: "
+    )
     assert "(restart 1 of 3)" in failed["detail"]
     cost = restarted["evidence"]
     assert cost["from_step"] == restarted["step"] == resumed["step"]

@@ -11,7 +11,6 @@ from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.stage.layer_costs import LayerCosts
 from jaxmorph.training import run
 from jaxmorph.training.layer_choice import (
-    FILE,
     choose_layers,
     chosen_before,
     cut_by_costs,
@@ -150,7 +149,7 @@ def test_only_a_chosen_cut_is_kept(tmp_path):
     assert chosen_before(tmp_path, kept_config_of(), 8) is None
     keep_choice(tmp_path, kept_config_of(), LAYERS)
     assert chosen_before(tmp_path, kept_config_of(), 8) == (5, 3)
-    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    assert [path.name for path in tmp_path.iterdir()] == ["layers.json"]
 
 
 @pytest.mark.parametrize(
@@ -171,5 +170,5 @@ def test_other_stages_get_a_new_cut(tmp_path, config, num_layers):
     "text", ["", "[]", "{}", json.dumps({"stages": 2, "chunks": 1, "layers": [9, -1]})]
 )
 def test_an_unreadable_cut_is_replaced(tmp_path, text):
-    (tmp_path / FILE).write_text(text)
+    (tmp_path / "layers.json").write_text(text)
     assert chosen_before(tmp_path, kept_config_of(), 8) is None

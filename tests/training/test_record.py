@@ -165,6 +165,7 @@ def test_a_run_that_goes_back_records_steps_again(directory, record_of, now):
     run_record, shown, _ = record_of()
     for now[0], sent in ((110.0, STARTED), (111.0, _step(0)), (112.0, _step(1)), (113.0, _step(2))):
         run_record.take(sent)
+    directory.write_step(replace(STEP, step=0))  # as rank 0 does
     now[0] = 114.0
     run_record.write_event(3, EventKind.RANK_FAILED, "rank 1 failed")
     run_record.go_back(1)

@@ -331,7 +331,9 @@ def test_a_script_resumes_whatever_its_directory_says(tmp_path):
 
 
 def test_fewer_steps_have_as_short_a_warm_up(tmp_path):
-    config = Config.model_validate(CONFIG | {"run": {"steps": 600}, "optimizer": {"warmup_steps": 60}})
+    config = Config.model_validate(
+        CONFIG | {"run": {"steps": 600}, "optimizer": {"warmup_steps": 60}}
+    )
     run = write_run(tmp_path, [7], config)
     fewer = find_resumption(run, ["run.steps=45"]).config
     assert (fewer.run.steps, fewer.optimizer.warmup_steps) == (45, 4)
@@ -348,7 +350,7 @@ def test_a_resumption_names_what_has_changed(tmp_path):
     origin = RunCheckpoints(config, run, 7).origin(layers, TrainedOn(256, DataDigest(10, "cd")))
     before = Config().batch.microbatches
     assert origin.endswith(
-        f"by its checksums; changed: run.steps 30 (was 20), data.path \"other.bin\" (was null), "
+        f'by its checksums; changed: run.steps 30 (was 20), data.path "other.bin" (was null), '
         f"batch.microbatches 3 (was {before}); other data: 10 tokens (was 9)"
     )
     same = RunCheckpoints(find_resumption(run, []).config, run, 7)

@@ -204,7 +204,9 @@ def test_lines_that_cannot_be_written_are_reported():
     recorder = recorder_of(messages.append, lines=FullDisk())
     record_steps(recorder, 0, 1)
     assert isinstance(recorder.on_disk().exception(30), OSError)  # nothing is committed
-    with pytest.raises(RunFailedError, match="^out/metrics.jsonl: cannot be written: No space left"):
+    with pytest.raises(
+        RunFailedError, match=r"^out/metrics.jsonl: cannot be written: No space left"
+    ):
         recorder.__exit__(None)
     assert len(of_kind(messages, StepDone, "record")) == 2
     (event,) = of_kind(messages, EventEmitted, "event")
