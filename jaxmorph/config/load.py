@@ -69,9 +69,9 @@ def override_config(config: Config, overrides: Sequence[str], path: str | Path) 
     tree = apply_overrides(config.model_dump(mode="json"), origin.overrides)
     run, optimizer = tree.get("run"), tree.get("optimizer")
     if isinstance(run, Mapping) and isinstance(optimizer, Mapping):
-        steps, warmup = run.get("steps"), optimizer.get("warmup_steps")
-        is_derived = warmup == config.run.steps // 10
-        if is_derived and isinstance(steps, int) and 0 < steps < warmup:
+        steps, derived = run.get("steps"), config.run.steps // 10
+        is_derived = optimizer.get("warmup_steps") == derived
+        if is_derived and isinstance(steps, int) and 0 < steps < derived:
             tree["optimizer"] = {**optimizer, "warmup_steps": steps // 10}
     tree = _with_derived_defaults(tree, Path(path).stem)
     return _checked(_with_model_folder(tree, Path(path).parent, origin.path), origin)

@@ -189,7 +189,7 @@ def test_a_run_without_restarts_keeps_nothing(keepers, tmp_path, sections):
 
 
 def test_after_a_killed_start_nothing_kept_is_used(keepers, tmp_path, caplog, counter):
-    config, endings = check_config(SAVES), []
+    config, endings, started = check_config(SAVES), [], []
     for how in ("first step", "an error", "a signal", "after a signal"):
         counted = counter.count
         start = keep_compiled(config, tmp_path, 0)
@@ -201,7 +201,6 @@ def test_after_a_killed_start_nothing_kept_is_used(keepers, tmp_path, caplog, co
         if how == "an error":
             start.__exit__(OSError, OSError("a lost peer"), None)
         if how == "a signal":
-            killed = start  # kept, since a generator that is dropped is closed
+            started.append(start)  # kept, since a generator that is dropped is closed
     assert endings == [1, 0, 0, 1]
     assert "a process ended before its first step: all is compiled again" in caplog.text
-    del killed

@@ -191,14 +191,14 @@ def test_lines_that_cannot_be_written_are_reported():
         def __init__(self):
             pass
 
-        def write_step(self, record):
+        def sync(self):
             raise OSError(28, "No space left on device", "out/metrics.jsonl")
 
-        def write_event(self, event):
-            self.write_step(event)
+        def write_step(self, record):
+            self.sync()
 
-        def sync(self):
-            self.write_step(None)
+        def write_event(self, event):
+            self.sync()
 
     messages = []
     recorder = recorder_of(messages.append, lines=FullDisk())
