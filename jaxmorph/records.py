@@ -108,6 +108,9 @@ class EventKind(StrEnum):
     [as they were before the restart](../explanation/restarts.md#links-after-a-restart)"""
     RANK_FAILED = "rank_failed"
     """a rank has died or raised, why, and whether the run continues"""
+    STALLED = "stalled"
+    """a rank got on no more: what it did or waited for
+    ([deadlines](../explanation/deadlines.md))"""
     RESTARTED = "restarted"
     """all ranks have started again, and
     [what that has cost](../explanation/restarts.md#what-a-recovery-costs)"""

@@ -15,8 +15,9 @@ IMPORTS_JAX = {"grain"}  # other packages whose import imports JAX
 
 # The packages in their order: each imports only those before it, not those in its own group.
 ORDER = (
-    ("errors",), ("plain_json", "records"), ("messages",), ("config",), ("emulation", "data"),
-    ("schedule",), ("program",), ("control",), ("stage", "transport", "pallas_kernels"),
+    ("errors", "progress"), ("plain_json", "records"), ("messages",), ("config",),
+    ("emulation", "data"), ("schedule",), ("program",), ("control",),
+    ("stage", "transport", "pallas_kernels"),
     ("copies",), ("runtime",), ("checkpoints",), ("report",), ("training",), ("compare",), ("cli",),
 )  # fmt: skip
 ONLY = {  # packages that could be used without the rest
@@ -26,14 +27,15 @@ ONLY = {  # packages that could be used without the rest
     "data": {"errors"},
     "schedule": {"errors", "records"},
     "program": {"errors", "records", "schedule"},
-    "transport": {"errors", "emulation"},
-    "stage": {"errors"},
+    "progress": set(),
+    "transport": {"errors", "emulation", "progress"},
+    "stage": {"errors", "progress"},
     "pallas_kernels": set(),
     "copies": {"errors", "transport", "pallas_kernels"},
 }
 WITHOUT_JAX = {
-    "errors", "plain_json", "records", "messages", "config", "emulation", "data", "schedule",
-    "program", "control", "transport", "report",
+    "errors", "progress", "plain_json", "records", "messages", "config", "emulation", "data",
+    "schedule", "program", "control", "transport", "report",
 }  # fmt: skip
 IN_FUNCTIONS_ALONE = {"data"}  # may import the packages that import JAX, but not on import
 

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+from jaxmorph.progress import progress
+
 _CHUNK_BYTES = 1 << 22
 _THREADS = 4  # reading and `crc32` release Python's lock
 _MIN_BYTES_FOR_THREADS = 1 << 24
@@ -118,9 +120,11 @@ def _synced_sum(path: Path) -> FileSum:
         return _sum_of_file(file)
 
 
-def _sum_of_file(file: Any) -> FileSum:
+def _sum_of_file(file: Any, doing: str = "") -> FileSum:
     length, checksum = 0, 0
     while chunk := file.read(_CHUNK_BYTES):
+        if doing:  # a save reads beside training, whose stamps are its own
+            progress.stamp(doing)
         length, checksum = length + len(chunk), crc32(chunk, checksum)
     return FileSum(length, f"{checksum:08x}")
 
@@ -133,7 +137,7 @@ def _damage(path: Path, expected: FileSum, *, thorough: bool) -> Damage | None:
         if not thorough:
             return None
         with path.open("rb") as file:
-            found = _sum_of_file(file)
+            found = _sum_of_file(file, f"reading {path}")
     except OSError as error:
         return Damage(path, f"{error.strerror}", f"{expected}")
     return None if found == expected else Damage(path, f"{found}", f"{expected}")

@@ -186,12 +186,13 @@ class CheckpointFolder:
             sync_folder(self.path)
 
     def newest_whole(
-        self, *, thorough: bool = True
+        self, *, thorough: bool = True, before: int | None = None
     ) -> tuple[int | None, tuple[DamagedCheckpoint, ...]]:
         """Finds the checkpoint to resume from.
 
         Args:
             thorough: Read all files; otherwise compare only the lengths of the parts' files.
+            before: Look only at checkpoints of earlier steps; None: at all.
 
         Returns:
             The step of the newest whole checkpoint, or None; and the newer ones, which are
@@ -201,7 +202,8 @@ class CheckpointFolder:
             UserError: A checkpoint is whole, but of another version.
         """
         damaged: list[DamagedCheckpoint] = []
-        for step in reversed(self.steps()):
+        steps = (step for step in self.steps() if before is None or step < before)
+        for step in reversed(tuple(steps)):
             damage = damage_of(self.finished(step), thorough=thorough)
             if damage is None:
                 return step, tuple(damaged)

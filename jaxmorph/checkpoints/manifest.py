@@ -123,24 +123,28 @@ def _parts(data: Any) -> tuple[FileSum, ...] | None:
     return parts
 
 
+_ALL_PARTS = slice(None)
+
+
 def seal_of(manifest: bytes) -> bytes:
     """The content of a manifest's seal."""
     return f"{MANIFEST}: {sum_of(manifest)}\n".encode()
 
 
-def damage_of(checkpoint: Path, *, thorough: bool) -> Damage | None:
+def damage_of(checkpoint: Path, *, thorough: bool, parts: slice = _ALL_PARTS) -> Damage | None:
     """Returns why a checkpoint isn't whole, or None if it is.
 
     Args:
         thorough: Read all files; otherwise compare only the lengths of the parts' files.
+        parts: The parts to look at, by their numbers.
 
     Raises:
         UserError: The manifest is whole, but of another version.
     """
-    return next(_damages(checkpoint, thorough=thorough), None)
+    return next(_damages(checkpoint, thorough=thorough, parts=parts), None)
 
 
-def _damages(checkpoint: Path, *, thorough: bool) -> Iterator[Damage]:
+def _damages(checkpoint: Path, *, thorough: bool, parts: slice) -> Iterator[Damage]:
     """Yields damage. Later checks rely on earlier ones, so only the first is certain."""
     path = checkpoint / MANIFEST
     try:
@@ -156,9 +160,9 @@ def _damages(checkpoint: Path, *, thorough: bool) -> Iterator[Damage]:
     if manifest.parts is None:
         yield Damage(path, "no checksums", "those of each part")
         return
-    for number, expected in enumerate(manifest.parts):
+    for number in range(len(manifest.parts))[parts]:
         files, part = list_path(checkpoint, number), stage_path(checkpoint, number)
-        yield from _of_listed(files, expected, part, thorough=thorough)
+        yield from _of_listed(files, manifest.parts[number], part, thorough=thorough)
 
 
 def _of_file(path: Path, expected: bytes) -> Iterator[Damage]:

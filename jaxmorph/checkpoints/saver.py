@@ -12,6 +12,7 @@ A rank whose part can't be written reports `failed`: the checkpoint is discarded
 continues. The run fails only if its last save does.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -25,6 +26,7 @@ import jax
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.manifest import Manifest, new_rank_file, stage_path
 from jaxmorph.errors import RunFailedError, UserError
+from jaxmorph.progress import progress
 from jaxmorph.records import EventKind
 from jaxmorph.runtime.rendezvous import Rendezvous, gather
 
@@ -65,9 +67,12 @@ class SaveReport:
     why: str = ""
 
 
-def _progress(save: _Save) -> SaveReport:
+def _progress(save: _Save, overdue_s: float) -> SaveReport:
     phase = save.committed or save.written
     if not phase.done():
+        if (took_s := time.monotonic() - save.began_s) > overdue_s:
+            why = f"not over after {took_s:.0f} s (timeouts.save_s)"
+            return SaveReport("failed", save.num_bytes, why)
         return SaveReport("written" if save.committed else "writing", save.num_bytes)
     if (error := phase.exception()) is not None:
         why = _shortened(" ".join(f"{error}".split()))
@@ -84,6 +89,7 @@ class CheckpointSaver:
         emit: Takes an event's step, kind and detail, on rank 0.
         on_disk: Returns a future that is done once the records of all steps so far are on disk. A
             checkpoint is committed only then, so that a resumed run has no gap in them.
+        within_s: A save that isn't over after so many seconds has failed.
     """
 
     def __init__(
@@ -97,6 +103,7 @@ class CheckpointSaver:
         keep: int,
         emit: Callable[[int, EventKind, str], None],
         on_disk: Callable[[], Future[None]],
+        within_s: float = math.inf,
     ) -> None:
         self._folder = folder
         self._rendezvous = rendezvous
@@ -106,6 +113,8 @@ class CheckpointSaver:
         self._keep = keep
         self._emit = emit
         self._on_disk = on_disk
+        self._within_s = within_s
+        self._hangs = False
         self._save: _Save | None = None
         self._last_failure = ""
         self._thread = ThreadPoolExecutor(1, "jaxmorph-checkpoint")
@@ -129,7 +138,7 @@ class CheckpointSaver:
 
     def report(self) -> SaveReport:
         """What this rank reports in the next exchange."""
-        return SaveReport() if self._save is None else _progress(self._save)
+        return SaveReport() if self._save is None else _progress(self._save, self._within_s)
 
     def advance(self, of_ranks: Sequence[SaveReport]) -> None:
         """Begins the next phase if all ranks are ready for it.
@@ -163,11 +172,13 @@ class CheckpointSaver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        self._thread.shutdown(wait=kind is None, cancel_futures=kind is not None)
+        waits = kind is None and not self._hangs  # a write that hangs never ends
+        self._thread.shutdown(wait=waits, cancel_futures=not waits)
 
     def _settle(self) -> None:
         """Meets the other ranks until no save is in progress."""
         while self._save is not None:
+            progress.stamp(f"waits for the save after {self._save.step} steps")
             wait([self._save.committed or self._save.written], _POLL_S)
             self.advance(gather(self._rendezvous, SaveReport, self.report()))
 
@@ -211,6 +222,7 @@ class CheckpointSaver:
 
     def _abandon(self, save: _Save, reasons: str) -> None:
         self._save, self._last_failure = None, reasons
+        self._hangs = self._hangs or not save.written.done()
         if self._rendezvous.rank == 0:
             self._thread.submit(self._folder.discard, save.step)
             self._emit(save.step - 1, EventKind.CHECKPOINT_FAILED, reasons)

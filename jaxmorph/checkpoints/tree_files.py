@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmorph.errors import UserError
+from jaxmorph.progress import progress
 
 Tree = Any
 KeyPath = tuple[str, ...]
@@ -118,6 +119,7 @@ class TreeFiles:
         with _as_user_error(path):
             stored = leaves_of(self._stored(path))
             for wanted in _batches({key: stored[key] for key in rows}):
+                progress.stamp(f"reading {len(found) + 1} of {len(rows)} arrays of {path}")
                 whole = leaves_of(self._read(path, nested(wanted)))
                 found |= {key: _rows_of(leaf, rows[key]) for key, leaf in whole.items()}
         return found

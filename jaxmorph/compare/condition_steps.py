@@ -62,7 +62,8 @@ class ConditionRunner:
     ) -> None:
         self._rendezvous = rendezvous
         self._trainer = trainer
-        self._runner = StepRunner(trainer, rendezvous, clip_norm)
+        step_s = trainer.executor.transfer_timeout_s
+        self._runner = StepRunner(trainer, rendezvous, clip_norm, timeout_s=step_s)
         self._links = links
         self._inputs = inputs
         self.next_step = 0

@@ -382,11 +382,24 @@ class Timeouts(Section):
     """How long ranks wait for one another, in seconds."""
 
     start_s: Positive = 120.0
-    """For all ranks to start. Raise it if importing JAX or compiling a stage takes longer."""
+    """For all ranks to start, and for what they do then without a limit of its own. Raise it if
+    importing JAX takes longer."""
+
+    compile_s: Positive = 600.0
+    """For compiling one program, and for loading model and data. Raise it if a GPU's kernels take
+    longer to choose."""
+
+    restore_s: Positive = 300.0
+    """While a checkpoint is read: for the next part of it. However large it is, it may take as
+    long as it gets on."""
+
+    save_s: Positive = 1800.0
+    """For writing one checkpoint, which goes on beside training. Beyond it the save has failed."""
 
     step_s: Positive = 60.0
     """For any one message within a step; must exceed the longest time that a stage may keep
-    another one waiting. Beyond it the run ends."""
+    another one waiting. Beyond it the run ends. A rank that got on no more for 5 s longer has
+    stalled: it ends with the stacks of its threads in its log."""
 
     direct_s: Annotated[Positive | None, Expected("null, or a number above 0")] = None
     """With failover: how long a direct transfer may take once both ends have reached it, before the

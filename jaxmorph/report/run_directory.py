@@ -32,6 +32,7 @@ _TRACE = re.compile(r"step_(\d+)\.json")
 _STAY = frozenset({
     EventKind.RESUMED, EventKind.CHECKPOINT_DAMAGED, EventKind.RANK_FAILED, EventKind.RESTARTED,
     EventKind.LINK_FAILED, EventKind.CHECKPOINT_FAILED, EventKind.FILES_DAMAGED,
+    EventKind.STALLED,
 })  # fmt: skip
 """Events about failures and restarts stay when their steps are done again."""
 _Line = TypeVar("_Line", StepRecord, Event)

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from jaxmorph.copies.backends import PayloadShape
 from jaxmorph.program.instructions import Channel, channel_of
+from jaxmorph.progress import progress
 from jaxmorph.records import Link
 from jaxmorph.runtime.emulated_links import EmulatedLinks, never
 from jaxmorph.runtime.routes import (
@@ -176,8 +177,10 @@ class LinkCommunicators:
 
     def first_programs(self) -> Programs:
         """All links' programs over their first communicators."""
-        links = {channel.link for channel in self._payloads}
-        compiled = [self.programs(link, 0) for link in sorted(links)]
+        links, compiled = sorted({channel.link for channel in self._payloads}), []
+        for number, link in enumerate(links, start=1):
+            progress.stamp(f"compiling {number} of {len(links)} links' programs")
+            compiled.append(self.programs(link, 0))
         return {channel: program for each in compiled for channel, program in each.items()}
 
     def programs(self, link: Link, number: int) -> Programs:
@@ -310,6 +313,7 @@ class DirectRoute:
             self.kept.keep(identity, value)
         deadline_s = time.monotonic() + self.timeout_s
         begun_s = self.links.wait_until_whole(identity, arrived_s, deadline_s, self.peer_has_left)
+        progress.stamp_queue(identity.transfer)
         peer, _ = program.run((*identity.words(), *_time_words(begun_s)), value)
         moved = Moved(peer, _check(peer, identity) if self.answered else None)
         if begun_s != arrived_s or self.links.concern(identity.transfer):
@@ -321,6 +325,7 @@ class DirectRoute:
         program = self._program(identity)
         deadline_s = min(deadline_s, time.monotonic() + self.timeout_s)
         begun_s = self.links.wait_until_whole(identity, arrived_s, deadline_s, self.peer_has_left)
+        progress.stamp_queue(identity.transfer)
         peer, value = program.run((*identity.words(), *_time_words(begun_s)))
         moved = Moved(value, _check(peer, identity))
         if begun_s != arrived_s or self.links.concern(identity.transfer):

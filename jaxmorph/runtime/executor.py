@@ -37,6 +37,7 @@ from jaxmorph.program.instructions import (
     Send,
     Transfer,
 )
+from jaxmorph.progress import progress
 from jaxmorph.runtime.host_copies import AwayStash, HostCopies, wait_for
 from jaxmorph.runtime.queue import DeviceQueue, Pace, Stamp
 from jaxmorph.runtime.routes import Moved, Posting, Route, TransferIdentity
@@ -175,8 +176,10 @@ class Executor:
         state = _Step(program, weights, list(accumulators), inputs, loss_weight, step)
         try:
             for instruction in program.instructions:
+                progress.stamp(instruction)
                 self._enqueue(instruction, state)
-            stamps = self.queue.drain()
+            stamps = self.queue.drain(max(self.transfer_timeout_s, progress.limit_s))
+            progress.stamp("waits for copies of its messages")
             for route in self.routes.values():
                 route.settle()
         except BaseException:

@@ -18,6 +18,7 @@ from itertools import chain
 import jax
 
 from jaxmorph.control.link_state import PathFailure
+from jaxmorph.progress import progress
 from jaxmorph.records import Link
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import DirectRoute, KeptOutputs, LinkCommunicators, Programs
@@ -97,6 +98,7 @@ class FailoverRoute:
         jax.block_until_ready(value)  # an error of the op that made it is not the link's
         if not end.await_peer(str(identity)):
             return self._post_delegated(end, identity, value, arrived_s)
+        progress.stamp_queue(identity.transfer)
         self.kept.release(end.link)  # the peer is here, so it has received everything before
         try:
             with self._watch.transfer(end.link):
@@ -115,6 +117,7 @@ class FailoverRoute:
         """Receive the expected message on the link's current route; raises the errors of `post`."""
         end = self._end(identity)
         if end.await_peer(str(identity)):
+            progress.stamp_queue(identity.transfer)
             try:
                 with self._watch.transfer(end.link):
                     in_epoch = identity._replace(epoch=end.epoch)
@@ -125,6 +128,7 @@ class FailoverRoute:
                 end.end_transfer()
                 return moved
         epoch = end.await_switch(str(identity))
+        progress.stamp_queue(identity.transfer)
         # The failed transfer may have used up the deadline.
         deadline_s = max(deadline_s, time.monotonic() + self._timeout_s)
         return self._delegated.take(identity._replace(epoch=epoch), arrived_s, deadline_s)
@@ -216,12 +220,14 @@ class FailoverRoute:
         retires_communicator = _is_of_backend(error)
         if not retires_communicator and not isinstance(error, TimeoutError):
             raise error
+        progress.stamp_queue(f"link {end.link}, whose path has failed")
         end.end_transfer(_in_short(error), retires_communicator=retires_communicator)
 
     def _post_delegated(
         self, end: LinkEnd, identity: TransferIdentity, value: jax.Array, arrived_s: float
     ) -> Moved:
         identity = identity._replace(epoch=end.await_switch(str(identity)))
+        progress.stamp_queue(identity.transfer)
         has_room = self._delegated.has_room(identity)
         moved = self._delegated.post(identity, value, arrived_s, self._timeout_s)
         return moved if has_room else replace(moved, over_s=time.monotonic())

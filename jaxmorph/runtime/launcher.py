@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.messages import RankFailed
 from jaxmorph.plain_json import parse
+from jaxmorph.progress import Page, Stall, is_stopped, new_page, write_stacks_of
 from jaxmorph.runtime.rank_process import RankArguments
 
 if TYPE_CHECKING:  # the GPU check runs without the configuration's libraries
@@ -50,13 +51,19 @@ class RankFailedError(RunFailedError):
     Args:
         noticed_s: When the first failure was noticed, on the monotonic clock; None: unknown.
         asked_to_end: Whether the ranks had been asked to end before.
+        stalled: Which ranks got on no more, and what they did or waited for.
     """
 
     def __init__(
-        self, message: str, noticed_s: float | None = None, *, asked_to_end: bool = False
+        self,
+        message: str,
+        noticed_s: float | None = None,
+        *,
+        asked_to_end: bool = False,
+        stalled: Sequence[str] = (),
     ) -> None:
         super().__init__(message, asked_to_end=asked_to_end)
-        self.noticed_s = noticed_s
+        self.noticed_s, self.stalled = noticed_s, tuple(stalled)
 
     @property
     def reason(self) -> str:
@@ -73,6 +80,7 @@ class _Rank:
     lifeline_fd: int
     exit_fd: int
     pending: bytes = b""
+    page: Page | None = None
 
 
 @dataclass
@@ -177,7 +185,10 @@ def _start(
     messages_read, messages_write = os.pipe()
     lifeline_read, lifeline_write = os.pipe()
     threads = None if "NPROC" in os.environ else int(environment["NPROC"])
-    rank = RankArguments(number, num_ranks, coordinator, messages_write, lifeline_read, threads)
+    page_fd = new_page()
+    rank = RankArguments(
+        number, num_ranks, coordinator, messages_write, lifeline_read, threads, page_fd
+    )
     log_path = log_dir / f"rank_{number}.log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
@@ -185,14 +196,16 @@ def _start(
             stdin=subprocess.DEVNULL,
             stdout=None if shown else log,
             stderr=log,
-            pass_fds=(messages_write, lifeline_read),
+            pass_fds=(messages_write, lifeline_read, page_fd),
             env=environment,
             start_new_session=True,  # so that Ctrl-C reaches only the launcher
         )
     os.close(messages_write)
     os.close(lifeline_read)
+    page = Page(page_fd)
+    os.close(page_fd)
     exit_fd = os.pidfd_open(process.pid)
-    return _Rank(number, process, log_path, messages_read, lifeline_write, exit_fd)
+    return _Rank(number, process, log_path, messages_read, lifeline_write, exit_fd, page=page)
 
 
 def _environment(num_ranks: int, least_threads: int = 1) -> dict[str, str]:
@@ -225,12 +238,47 @@ def _watch(watch: _Watch) -> None:
                     selector.unregister(key.fd)
             if time.monotonic() >= until_s:
                 _record_running(watch)
+            _record_stalled(watch)
             if watch.failures and deadline_s == math.inf:
                 deadline_s = time.monotonic() + _EVIDENCE_S
             if time.monotonic() >= deadline_s:
                 break
     if watch.failures:
+        _record_stopped(watch)
         _raise_cause(watch)
+
+
+def _record_stalled(watch: _Watch) -> None:
+    """Record the ranks that got on no more and did not end themselves for that."""
+    now_s = time.monotonic()
+    for rank, page in _mute(watch):
+        stall = page.stalled(rank.process.pid, now_s)
+        if stall is not None:
+            _record_stall(watch, rank, stall)
+            write_stacks_of(rank.process.pid)
+
+
+def _record_stopped(watch: _Watch) -> None:
+    """Record the ranks that are stopped: the others may have failed because they waited for one."""
+    for rank, page in _mute(watch):
+        if is_stopped(rank.process.pid):
+            _record_stall(watch, rank, page.stall(rank.process.pid))
+            write_stacks_of(rank.process.pid)
+
+
+def _mute(watch: _Watch) -> Iterator[tuple[_Rank, Page]]:
+    """The ranks that run and have reported no failure, with the pages of their progress."""
+    failed = {failure.rank for failure in watch.failures}
+    for rank in watch.ranks:
+        if rank.number not in failed and rank.page is not None and rank.process.poll() is None:
+            yield rank, rank.page
+
+
+def _record_stall(watch: _Watch, rank: _Rank, stall: Stall) -> None:
+    now_s = time.monotonic()
+    watch.failures.append(
+        RankFailed(False, now_s, rank.number, str(stall), silent_s=stall.silent_s)
+    )
 
 
 def _record_running(watch: _Watch) -> None:
@@ -262,9 +310,13 @@ def _record_exit(rank: _Rank, watch: _Watch) -> bool:
         reason = _ending(code)
         while _read_messages(rank, watch):  # those that it sent before it ended
             pass
+        stall = _stall_at_end(rank)
         # A rank that raised has reported why. The coordination service ends the others, with an
         # abort or exit code 1.
         reported = any(failure.rank == rank.number for failure in watch.failures)
+        if stall is not None and not reported:
+            _record_stall(watch, rank, stall)
+            return False
         follows = aborted or reported or code == 1
         watch.failures.append(RankFailed(follows, time.monotonic(), rank.number, reason))
     return False
@@ -278,9 +330,20 @@ def _ending(code: int) -> str:
     return f"ended by {signal.Signals(-code).name}{why}"
 
 
+def _stall_at_end(rank: _Rank) -> Stall | None:
+    """What a rank that has ended had stalled at: its timer ends it where its watchdog can't."""
+    if rank.page is None or rank.page.look(time.monotonic()) > 0:
+        return None
+    return rank.page.stall()
+
+
 def _raise_cause(watch: _Watch) -> None:
     # The first failure that does not merely follow another rank's is the cause.
-    cause = min(watch.failures, key=lambda each: (each.follows_others, each.time_s, each.rank))
+    # A rank that stalled failed when it got on for the last time.
+    cause = min(
+        watch.failures,
+        key=lambda each: (each.follows_others, each.time_s - each.silent_s, each.rank),
+    )
     if cause.is_user_error:
         raise UserError(cause.reason)
     if cause.says_all:
@@ -291,7 +354,10 @@ def _raise_cause(watch: _Watch) -> None:
     tail = [line for line in log if line.strip()][-_LOG_TAIL_LINES:]
     noticed_s = min(failure.time_s for failure in watch.failures)
     message = "\n".join([*lines, *(f"  | {line}" for line in tail)])
-    raise RankFailedError(message, noticed_s, asked_to_end=watch.asked_to_end)
+    # A rank that was stopped and is continued for its stacks may report as well.
+    stalls = {each.rank: each for each in reversed(watch.failures) if each.silent_s > 0}
+    stalled = [f"rank {rank} {stalls[rank].reason}" for rank in sorted(stalls)]
+    raise RankFailedError(message, noticed_s, asked_to_end=watch.asked_to_end, stalled=stalled)
 
 
 def _end(watch: _Watch) -> None:
@@ -325,6 +391,8 @@ def _kill_all(watch: _Watch) -> None:
                 pass
         for fd in (rank.messages_fd, rank.lifeline_fd, rank.exit_fd):
             os.close(fd)
+        if rank.page is not None:
+            rank.page.close()
 
 
 def _signal_all(ranks: list[_Rank], number: signal.Signals) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from jaxmorph.progress import Silence, Stall, StalledError, progress
 from jaxmorph.runtime.routes import Moved
 from jaxmorph.schedule.ops import OpKind
 
@@ -84,6 +85,9 @@ class _Item:
 
 
 _CLOSING_S = 1.0
+_LOOK_S = 0.5
+_ERRORS_S = 1.0  # for the error of an item that waits itself, which says more
+_UNTIMED = "an item that is not timed"
 
 
 class DeviceQueue(ABC):
@@ -102,7 +106,6 @@ class DeviceQueue(ABC):
             standard_queue.SimpleQueue()
         )
         self._generation = 0
-        self._idle = threading.Semaphore(0)
         self._error: tuple[int, BaseException] | None = None  # with its generation
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=self._thread_name, daemon=True)
@@ -145,16 +148,32 @@ class DeviceQueue(ABC):
         if self._error is not None and self._error[0] == self._generation:
             raise self._error[1]
 
-    def drain(self) -> list[Stamp]:
+    def drain(self, timeout_s: float = 60.0) -> list[Stamp]:
         """Wait until all items have run; returns the labelled ones' stamps since the last drain.
 
         After an error it raises that at each call until a restart.
+
+        Args:
+            timeout_s: How long it may take until this rank gets on, by its stamps.
+
+        Raises:
+            StalledError: If it doesn't; the message names the item.
         """
-        self._items.put(self._idle.release)
-        self._idle.acquire()
+        is_over = threading.Event()
+        self._items.put(is_over.set)
+        self._await(is_over, timeout_s)
         self.raise_error()
         stamps, self._stamps = self._stamps, []
         return stamps
+
+    def _await(self, is_over: threading.Event, timeout_s: float) -> None:
+        progress.stamp("waits for its queue")
+        silence = Silence(progress.stamps, time.monotonic())
+        while not is_over.wait(_LOOK_S):
+            silence = silence.after(progress.stamps, time.monotonic())
+            if silence.lasts_s > timeout_s + _ERRORS_S:
+                raise StalledError(Stall(silence.lasts_s, progress.in_words()))
+        progress.stamp_queue(None)
 
     def restart(self) -> None:
         """Drop items that have not begun, and the error; doesn't wait for the current item."""
@@ -180,6 +199,7 @@ class DeviceQueue(ABC):
             generation, item = found
             failed = self._error is not None and self._error[0] == generation
             if generation == self._generation and not failed and not self._closed:
+                progress.stamp_queue(item.label or _UNTIMED)
                 try:
                     self._handle(item)
                 except BaseException as error:  # raised again by the caller; the rest is dropped

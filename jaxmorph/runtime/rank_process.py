@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.messages import RankFailed
 from jaxmorph.plain_json import Json, dump, tagged
+from jaxmorph.progress import Stall, StalledError, continue_when_parent_ends
+from jaxmorph.runtime.watchdog import STALLED, watch_over, write_stacks
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class RankArguments:
         messages_fd: A pipe for messages to the launcher.
         lifeline_fd: A pipe that closes when the launcher dies; a byte in it asks the rank to end.
         num_threads: Threads of XLA's pools, if the launcher has chosen their number.
+        progress_fd: The page of the rank's progress, which the launcher reads.
     """
 
     rank: int
@@ -31,17 +34,18 @@ class RankArguments:
     messages_fd: int
     lifeline_fd: int
     num_threads: int | None = None
+    progress_fd: int | None = None
 
     def to_command_line(self) -> list[str]:
         """The arguments, as `parse` reads them."""
-        threads = [] if self.num_threads is None else [f"--num-threads={self.num_threads}"]
+        given = {"num-threads": self.num_threads, "progress-fd": self.progress_fd}
         return [
             f"--rank={self.rank}",
             f"--num-ranks={self.num_ranks}",
             f"--coordinator={self.coordinator}",
             f"--messages-fd={self.messages_fd}",
             f"--lifeline-fd={self.lifeline_fd}",
-            *threads,
+            *(f"--{name}={value}" for name, value in given.items() if value is not None),
         ]
 
     @classmethod
@@ -51,7 +55,8 @@ class RankArguments:
         for name in ("rank", "num-ranks", "messages-fd", "lifeline-fd"):
             parser.add_argument(f"--{name}", type=int, required=True)
         parser.add_argument("--coordinator", required=True)
-        parser.add_argument("--num-threads", type=int)
+        for name in ("num-threads", "progress-fd"):
+            parser.add_argument(f"--{name}", type=int)
         found, rest = parser.parse_known_args(command_line)
         return cls(**vars(found)), rest
 
@@ -89,18 +94,33 @@ def run_rank(body: Callable[[RankArguments, LauncherLink, list[str]], None]) -> 
     """
     arguments, rest = RankArguments.parse(sys.argv[1:])
     link = LauncherLink(arguments)
+
+    def report(stall: Stall) -> None:
+        link.send(tagged(_stalled(arguments.rank, stall)))
+
+    watch_over(report, arguments.progress_fd)
+    continue_when_parent_ends()
     try:
         body(arguments, link, rest)
     except BaseException as error:  # also SystemExit: the launcher must know the reason
         traceback.print_exc()
+        has_stalled = isinstance(error, StalledError)
+        if has_stalled:
+            write_stacks(error)
         link.send(tagged(_failure(arguments.rank, error)))
         sys.stdout.flush()
         sys.stderr.flush()
         # No clean-up: within a transfer it would wait for peers that are about to end.
-        os._exit(1)
+        os._exit(STALLED if has_stalled else 1)
+
+
+def _stalled(rank: int, stall: Stall) -> RankFailed:
+    return RankFailed(False, time.monotonic(), rank, f"{stall}", silent_s=stall.silent_s)
 
 
 def _failure(rank: int, error: BaseException) -> RankFailed:
+    if isinstance(error, StalledError):
+        return _stalled(rank, error.stall)
     says_all = isinstance(error, UserError | RunFailedError)
     return RankFailed(
         follows_others=_is_echo(error),

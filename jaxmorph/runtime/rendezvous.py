@@ -10,12 +10,14 @@ import json
 import secrets
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
 from typing import Any, Protocol, TypeVar
 
 from jaxmorph.plain_json import Json, as_object, dump, parse
+from jaxmorph.progress import progress
 
 DETAIL = "detail"
 _Value = TypeVar("_Value")
@@ -23,6 +25,9 @@ _KEY = "jaxmorph/rendezvous"
 _IDENTIFY_S = 2.0  # a silent stranger must not use up the others' time
 _GRACE_S = 2.0
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+_NOTE = b"\0"  # begins a note; what ranks exchange is JSON
+_NOTE_EVERY_S = 5.0
 
 _LENGTH = struct.Struct("!I")
 _RANK = struct.Struct("!I")
@@ -52,7 +57,7 @@ class Connection:
     def __init__(self, peer: socket.socket, deadline_s: float) -> None:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # it may be silent for days
-        self._socket = peer
+        self._socket, self._sending = peer, threading.Lock()
         self.limit(deadline_s)
 
     def limit(self, deadline_s: float | None) -> None:
@@ -61,7 +66,7 @@ class Connection:
 
     def send(self, message: bytes) -> None:
         """Send one message within the deadline; `ConnectionLostError` if the peer is gone."""
-        with _losses_named():
+        with self._sending, _losses_named():
             self._socket.sendall(_LENGTH.pack(len(message)) + message)
 
     def receive(self, limit_bytes: int = _LARGEST_BYTES) -> bytes:
@@ -118,7 +123,15 @@ def _proof(secret: bytes, nonce: bytes, rank: int) -> bytes:
 
 
 class RendezvousError(RuntimeError):
-    """A rank didn't join an exchange in time or is gone."""
+    """A rank didn't join an exchange in time or is gone.
+
+    Attributes:
+        heard: The last note of that rank, which says what it did.
+    """
+
+    def __init__(self, message: str, heard: str = "") -> None:
+        super().__init__(f"{message}; {heard}" if heard else message)
+        self.heard = heard
 
 
 class KeyValueStore(Protocol):
@@ -151,8 +164,17 @@ class Rendezvous(Protocol):
         """
         ...
 
-    def limit(self, deadline_s: float) -> None:
-        """Change how long a rank waits for the others in an exchange."""
+    def limit(self, deadline_s: float, *, starts: bool = False) -> None:
+        """Change how long a rank waits for the others in an exchange.
+
+        Args:
+            starts: Whether ranks are starting: then each tells the others every few seconds what it
+                does, and they wait for as long as its own deadlines let it.
+        """
+        ...
+
+    def tell(self, note: str) -> None:
+        """Tell the other ranks what this one does, apart from what all exchange; never raises."""
         ...
 
     def close(self) -> None:
@@ -192,8 +214,11 @@ class SoleRank:
         """This rank's message, as the network would return it."""
         return [{**json.loads(dump(message)), DETAIL: dump(detail)}]
 
-    def limit(self, deadline_s: float) -> None:
+    def limit(self, deadline_s: float, *, starts: bool = False) -> None:
         """There is no other rank to wait for."""
+
+    def tell(self, note: str) -> None:
+        """There is no other rank to tell."""
 
     def close(self) -> None:
         """Nothing to leave."""
@@ -205,6 +230,9 @@ class HostRendezvous:
     JAX's coordination service only passes on where rank 0 listens, and the run's secret. An
     exchange through its key-value store takes milliseconds, this one a fraction of that, at every
     step.
+
+    While ranks start, notes travel beside what they exchange, so that a slow start is told from a
+    dead one: through rank 0, to all. A thread of its own sends them.
 
     Args:
         host: Rank 0's host, as all ranks reach it.
@@ -220,16 +248,46 @@ class HostRendezvous:
             self._peers = _gather(store, host, num_ranks, deadline_s)
         else:
             self._peers = {0: _connect(store, rank, deadline_s)}
-        self.limit(deadline_s)
+        self._heard: dict[int, str] = {}
+        self._exchanges = False
+        self._has_started = threading.Event()
+        self.limit(deadline_s, starts=True)
+        threading.Thread(target=self._tell_regularly, name="notes", daemon=True).start()
 
-    def limit(self, deadline_s: float) -> None:
+    def limit(self, deadline_s: float, *, starts: bool = False) -> None:
         """Change how long rank 0 waits; others wait longer, as only rank 0 can name a late rank."""
         self._deadline_s = deadline_s if self.rank == 0 else 2 * deadline_s + _GRACE_S
         for peer in self._peers.values():
             peer.limit(self._deadline_s)
+        if not starts:
+            self._has_started.set()
+
+    def tell(self, note: str) -> None:
+        """Send a note to all ranks, through rank 0."""
+        self._pass_on(self.rank, note)
+
+    def _tell_regularly(self) -> None:
+        """Tell the others what this rank does while it starts, as long as its watchdog lets it."""
+        while not self._has_started.wait(_NOTE_EVERY_S):
+            if progress.limit_s > 0 and not self._exchanges:  # else it only waits for the others
+                self.tell(progress.in_words())
+
+    def _pass_on(self, origin: int, note: str) -> None:
+        for rank, peer in self._peers.items():
+            if rank != origin:
+                with contextlib.suppress(ConnectionLostError, OSError):
+                    peer.send(_NOTE + f"rank {origin}: {note}".encode())
 
     def exchange(self, message: Json, detail: Any = None) -> list[Json]:
         """All ranks' messages, in rank order; also a barrier (see `Rendezvous`)."""
+        self._exchanges = True
+        try:
+            with progress.within(self._deadline_s):
+                return self._exchange(message, detail)
+        finally:
+            self._exchanges = False
+
+    def _exchange(self, message: Json, detail: Any) -> list[Json]:
         own = dump(message).encode(), dump(detail).encode()
         if self.rank != 0:
             for each in own:
@@ -245,6 +303,7 @@ class HostRendezvous:
 
     def close(self) -> None:
         """Close all connections."""
+        self._has_started.set()
         for peer in self._peers.values():
             peer.close()
 
@@ -253,19 +312,32 @@ class HostRendezvous:
             self._peers[rank].send(message)
 
     def _receive(self, rank: int) -> bytes:
+        """The rank's next message; notes come before it for as long as the rank gets on."""
+        progress.stamp(f"waits for rank {rank}")
         with self._naming(rank):
-            return self._peers[rank].receive()
+            while (message := self._peers[rank].receive())[:1] == _NOTE:
+                self._hear(rank, message[1:].decode(errors="replace"))
+        self._heard.pop(rank, None)  # it has got further
+        return message
+
+    def _hear(self, rank: int, note: str) -> None:
+        self._heard[rank] = note
+        progress.stamp(f"waits for {note}")
+        if self.rank == 0:
+            self._pass_on(rank, note.partition(": ")[2])
 
     @contextlib.contextmanager
     def _naming(self, rank: int) -> Any:
+        heard = self._heard.get
         try:
             yield
         except TimeoutError as error:
             raise RendezvousError(
-                f"rank {rank} did not join an exchange within {self._deadline_s:g} s"
+                f"rank {rank} did not join an exchange within {self._deadline_s:g} s",
+                heard(rank, ""),
             ) from error
         except ConnectionLostError as error:
-            raise RendezvousError(f"rank {rank} is gone: {error}") from error
+            raise RendezvousError(f"rank {rank} is gone: {error}", heard(rank, "")) from error
 
 
 def _gather(

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxmorph.control.link_state import PathFailure
 from jaxmorph.copies.choosing import StageCopies, open_copies
 from jaxmorph.program.instructions import Channel, RankInstructions
+from jaxmorph.progress import progress
 from jaxmorph.records import Link
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import DirectRoute, LinkCommunicators
@@ -74,8 +75,10 @@ class StageTrainer:
             raise ValueError("a stage alone on its mesh can't have direct links")
         mesh = make_mesh(settings.num_ranks) if alone is None else alone
         submesh = stage_submesh(mesh, rank) if alone is None else alone
+        progress.stamp("making or reading its first parameters")
         self.params = _initial_params(model, settings, rank)
         self.programs = _build_programs(model, settings, rank, submesh)
+        progress.stamp("compiling its optimizer")
         self.optimizer = StageOptimizer(
             settings.optimizer, self.params, _uncounted(model, self.params)
         )

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxmorph.program.instructions import RankInstructions
+from jaxmorph.progress import progress
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.kept_programs import CompilationCounter
 from jaxmorph.runtime.optimizer import clip_scale
@@ -88,12 +89,15 @@ class StepRunner:
     Attributes:
         clip_norm: Largest global norm of gradients; None: no clipping.
         compilations: Counts this rank's compilations; None: reported as 0.
+        timeout_s: How long a step may take from one of its stamps to the next (`progress`); 0: as
+            long as what is in force says.
     """
 
     stage: StageTrainer
     rendezvous: Rendezvous
     clip_norm: float | None = None
     compilations: CompilationCounter | None = None
+    timeout_s: float = 0.0
 
     def run(
         self,
@@ -113,8 +117,23 @@ class StepRunner:
                 the gradients are there.
             updates: False in a step that is run only for its timings: its gradients are discarded.
         """
-        stage, began_s = self.stage, time.monotonic() if began_s is None else began_s
+        began_s = time.monotonic() if began_s is None else began_s
+        with progress.within(self.timeout_s, f"step {step}"):
+            return self._run(program, inputs, step, began_s, report, updates=updates)
+
+    def _run(
+        self,
+        program: RankInstructions,
+        inputs: StepInputs,
+        step: int,
+        began_s: float,
+        report: Callable[[int], Iterable[Any]],
+        *,
+        updates: bool,
+    ) -> StepResult:
+        stage = self.stage
         outcome = stage.run(program, inputs, step)
+        progress.stamp("computes the norm of its gradients")
         squared_norm = stage.squared_norm() if updates else 0.0
         took_s = time.monotonic() - began_s
         # Steps for timings leave the events to the first step of training.
@@ -131,6 +150,7 @@ class StepRunner:
         )
         of_ranks = self.rendezvous.exchange(own.to_json(), timings.to_json())
         ended_s = time.monotonic()
+        progress.stamp("updates its parameters")
         reports = tuple(StepReport.from_json(each, rank) for rank, each in enumerate(of_ranks))
         totals = total(reports)
         updated = updates and apply_gradients(stage, totals, self.clip_norm)
@@ -141,11 +161,12 @@ class StepRunner:
 
     def forwards(self, program: RankInstructions, inputs: StepInputs, step: int) -> ForwardTotals:
         """Run forwards alone, for an evaluation."""
-        outcome = self.stage.run(program, inputs, step)
         targets = inputs.targets
         counted = 0 if targets is None else int(np.count_nonzero(targets >= 0))
-        own = ForwardTotals(outcome.loss, counted)
-        of_ranks = gather(self.rendezvous, ForwardTotals, own)
+        with progress.within(self.timeout_s, f"evaluation after step {step}"):
+            outcome = self.stage.run(program, inputs, step)
+            own = ForwardTotals(outcome.loss, counted)
+            of_ranks = gather(self.rendezvous, ForwardTotals, own)
         return ForwardTotals(
             sum(each.loss for each in of_ranks), sum(each.counted for each in of_ranks)
         )

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled
 from jax.typing import ArrayLike
 
+from jaxmorph.progress import progress
 from jaxmorph.stage.compiling import compiled
 from jaxmorph.stage.mesh import DATA
 from jaxmorph.stage.model import Params, PipelineModel
@@ -181,12 +182,14 @@ def build_stage(
         stash=stash,
     )
     functions = traced.functions
+    names, programs = ("prepare", "zero", *kinds), {}
+    for number, name in enumerate(names, start=1):
+        progress.stamp(f"compiling {number} of {len(names)} programs of its stage")
+        programs[name] = _compile(_program(name, traced), submesh)
     return StagePrograms(
         memory=traced.memory,
         functions=functions,
-        compiled={
-            name: _compile(_program(name, traced), submesh) for name in ("prepare", "zero", *kinds)
-        },
+        compiled=programs,
         weight_sources=functions.weight_sources(traced.params),
         passed_on=functions.passed_on,
     )

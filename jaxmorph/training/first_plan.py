@@ -197,7 +197,7 @@ def _warm_up(
     if config.offload.enabled:
         in_force = replace(in_force, programs=with_sampled_copies(in_force.programs))
     make_room(rendezvous, trainer, in_force.slots)
-    runner = StepRunner(trainer, rendezvous)
+    runner = StepRunner(trainer, rendezvous, timeout_s=config.timeouts.step_s)
     for step in range(first_step, first_step + _WARM_UP_STEPS):
         # Numbers of their own: no message may be taken for one of a training step.
         result = runner.run(in_force.program, inputs, step, updates=False)

@@ -25,6 +25,9 @@ from jaxmorph.training.plan_in_force import op_kinds, possible_routes
 from jaxmorph.transport.network_cards import listening_addresses, loopback_identity
 from jaxmorph.transport.plane import TransportSettings
 
+# A sidecar is replaced while others still wait for its messages, but not because it is slow.
+_SILENT_S, _LEAST_SILENT_S = 15.0, 3.0
+
 
 def stage_settings(
     config: Config, layers: tuple[range, ...], rank: int, *, adapts: bool = False
@@ -186,5 +189,6 @@ def transport_settings(
         lanes=None if transport.lanes == "auto" else transport.lanes,
         chunk_bytes=transport.chunk_bytes,
         checksum=transport.checksum,
+        silent_s=max(_LEAST_SILENT_S, min(_SILENT_S, config.timeouts.step_s / 2)),
         backend=transport.backend,
     )

@@ -6,18 +6,21 @@ A directory belongs to one process at a time, by a file lock (`hold`).
 import os
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from jaxmorph.checkpoints.checksums import Damage
 from jaxmorph.checkpoints.folder import CheckpointFolder, DamagedCheckpoint, require_plain
-from jaxmorph.checkpoints.manifest import Manifest
+from jaxmorph.checkpoints.manifest import Manifest, damage_of
 from jaxmorph.config import Config, check_config, load_config, located_error, override_config
 from jaxmorph.data.tokens import DataDigest
 from jaxmorph.errors import UserError
+from jaxmorph.progress import progress
 from jaxmorph.records import EventKind
 from jaxmorph.report import Reporter, RunDirectory, open_reporter, open_run_directory
 from jaxmorph.report.run_directory import CONFIG, reopen_run_directory
+from jaxmorph.runtime.rendezvous import Rendezvous, agree, gather
 from jaxmorph.training.model_factory import device_options
 from jaxmorph.training.record import RunRecord
 
@@ -94,6 +97,44 @@ class RunStart:
                 f"--resume: got {directory}, which another process has continued, expected one "
                 f"whose last checkpoint is step_{self.first_step}"
             )
+
+
+@dataclass(frozen=True)
+class _Verified:
+    """What one rank has found wrong with its share of a checkpoint; empty if it is whole."""
+
+    file: str = ""
+    got: str = ""
+    expected: str = ""
+
+
+def verified(start: RunStart, rendezvous: Rendezvous) -> RunStart:
+    """Verify the checkpoint that a job resumes from, each rank the parts that it restores.
+
+    All ranks call this once they have joined. Where one finds damage, all go back to an earlier
+    checkpoint, and verify that.
+
+    Raises:
+        UserError: None is whole; raised on all ranks.
+    """
+    if start.directory is None:
+        return start
+    folder = checkpoint_folder(start.config, start.directory)
+    step, passed_over = start.first_step, [*start.passed_over]
+    share = slice(rendezvous.rank, None, rendezvous.num_ranks)
+    with progress.within(start.config.timeouts.restore_s, "verifies the checkpoint"):
+        while step := agree(rendezvous, int, step):
+            found = damage_of(folder.finished(step), thorough=True, parts=share)
+            own = _Verified() if found is None else _Verified(*map(str, vars(found).values()))
+            damages = [each for each in gather(rendezvous, _Verified, own) if each.file]
+            if not damages:
+                return replace(start, first_step=step, passed_over=tuple(passed_over))
+            first = damages[0]
+            damage = Damage(Path(first.file), first.got, first.expected)
+            earlier, others = folder.newest_whole(thorough=False, before=step)
+            passed_over += [DamagedCheckpoint(step, damage), *others]
+            step = earlier or 0
+    raise _no_checkpoint(folder, passed_over)
 
 
 def checkpoint_folder(config: Config, directory: Path) -> CheckpointFolder:

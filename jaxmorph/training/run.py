@@ -219,7 +219,8 @@ def begin_training(
     config, rendezvous, first = planned.within.first, run.rendezvous, planned.first
     rendezvous.limit(config.timeouts.step_s)
     run.links.emulate(run.conditions, agree_on_origin_s(rendezvous))
-    runner = StepRunner(stage, rendezvous, config.optimizer.clip_norm, compilations)
+    step_s = config.timeouts.step_s
+    runner = StepRunner(stage, rendezvous, config.optimizer.clip_norm, compilations, step_s)
     evaluation = Evaluation(config, runner, first.in_force.programs, held_out)
     skipped, saver = SkippedSteps(config.optimizer.stop_after_skipped), None
     with ExitStack() as opened:

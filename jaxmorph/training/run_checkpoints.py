@@ -107,6 +107,7 @@ class RunCheckpoints:
             keep=self._config.checkpoint.keep,
             emit=recorder.emit,
             on_disk=recorder.on_disk,
+            within_s=self._config.timeouts.save_s,
         )
 
     def _write(self, path: Path, tree: Any) -> None:

@@ -23,6 +23,7 @@ from jaxmorph.runtime.join import (
 )
 from jaxmorph.runtime.launcher import threads_for
 from jaxmorph.runtime.rendezvous import Rendezvous, SoleRank
+from jaxmorph.runtime.watchdog import watch_over
 from jaxmorph.training.cluster import join_cluster, num_tasks, started_by_cluster
 from jaxmorph.training.script_launch import launch_arguments
 
@@ -74,7 +75,7 @@ def meet(
         )
     if not _met:
         _met.append(_join(start_timeout_s, direct_timeout_s, least_threads, fails_over))
-    _met[0].limit(start_timeout_s)
+    _met[0].limit(start_timeout_s, starts=True)
     return _met[0]
 
 
@@ -113,6 +114,7 @@ def _join(start_s: float, step_s: float, least_threads: int, fails_over: bool) -
             "or jaxmorph.join() to be called: JAX must know all processes before it computes"
         ) from error
     if met.num_ranks > 1:
+        watch_over(lambda stall: met.tell(str(stall)))
         end_on_uncaught_errors()
     return met
 

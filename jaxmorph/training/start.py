@@ -20,9 +20,12 @@ from typing import TYPE_CHECKING
 from jaxmorph.config import Config, load_config, locating_errors
 from jaxmorph.errors import RunFailedError, RunStoppedError, UserError
 from jaxmorph.messages import RunMessage, parse_run_message
+from jaxmorph.progress import STALL, Stall, StalledError, progress
+from jaxmorph.records import EventKind
 from jaxmorph.report import Reporter
 from jaxmorph.report.run_directory import CONFIG
 from jaxmorph.runtime.launcher import restore_signal, run_ranks, sigterm_interrupts, threads_for
+from jaxmorph.runtime.watchdog import STALLED, watch_over, write_stacks
 from jaxmorph.training.cluster import (
     is_first_task,
     join_cluster,
@@ -41,6 +44,7 @@ from jaxmorph.training.resume import (
     require_no_checkpoints,
     set_aside,
     try_named_folder,
+    verified,
     with_absolute_folder,
     without_weights,
 )
@@ -51,11 +55,8 @@ if TYPE_CHECKING:
     from jaxmorph.training.run_parts import RunParts
 
 
-TRY_AGAIN = 75
-"""The exit code of a cluster's rank that failed, if a new job could resume from a checkpoint.
-
-It is EX_TEMPFAIL of sysexits.h: a temporary failure.
-"""
+TRY_AGAIN = STALLED
+"""The exit code of a cluster's rank that failed, if a new job could resume from a checkpoint."""
 _ENDED_BY_SIGTERM = 128 + signal.SIGTERM  # as a shell reports it
 _LAUNCHES = ("auto", "local", "cluster")
 
@@ -82,15 +83,15 @@ def resume_training(directory: Path, overrides: Sequence[str], launch: str = "au
         Why there was nothing to do, on one task of a job; "" otherwise.
     """
     _check_launch(launch)
-    # The first task of a job chooses the checkpoint, and reads all of it to verify it.
-    is_first = launch == "local" or is_first_task()
-    found = find_resumption(directory, overrides, thorough=is_first)
-    if found.is_done and not is_first:
-        # If the last checkpoint is damaged, the first task resumes from an earlier one and needs
-        # the others. So before they leave, they must verify it too.
+    # Ranks of a job verify the checkpoint together, once they have joined.
+    in_job = _is_in_job(launch)
+    found = find_resumption(directory, overrides, thorough=not in_job)
+    if found.is_done and in_job:
+        # Tasks of a run that is done don't join. If its last checkpoint is damaged, they resume
+        # from an earlier one.
         found = find_resumption(directory, overrides)
     if found.is_done:
-        if not is_first:
+        if in_job and not is_first_task():
             return ""
         done = f"{directory} has done its {found.config.run.steps} steps"
         return f"{done}: nothing is left to do (run.steps=N continues to step N)"
@@ -138,9 +139,14 @@ def _check_launch(launch: str) -> None:
         raise UserError(f"--launch: got {launch!r}, expected one of {', '.join(_LAUNCHES)}")
 
 
+def _is_in_job(launch: str) -> bool:
+    """Whether this process is one rank of a cluster's job."""
+    return launch == "cluster" or (launch == "auto" and started_by_cluster())
+
+
 def _run(start: RunStart, launch: str) -> None:
     _check_launch(launch)
-    if launch == "cluster" or (launch == "auto" and started_by_cluster()):
+    if _is_in_job(launch):
         _run_as_rank(start)
     else:
         _run_here(start)
@@ -203,24 +209,39 @@ def _log_folder(directory: Path, first_step: int) -> Path:
 def _run_as_rank(start: RunStart) -> None:
     config, timeouts = start.config, start.config.timeouts
     otherwise = "--launch local starts the stages on this machine instead"
+    stall_reports: list[Callable[[Stall], None]] = []
+    watch_over(partial(_report_to_all, stall_reports))
+    progress.phase("joins the other ranks", timeouts.start_s)
     try:
         rendezvous = join_cluster(
             timeouts.start_s, config.direct_timeout_s, config.fails_over, otherwise
         )
     except UserError as error:
         raise UserError(f"--launch: {error}") from error
+    stall_reports.append(lambda stall: rendezvous.tell(str(stall)))
     known = [start.directory] if start.directory else []  # the run's, once it is known
-    with _leaving_at_once(rendezvous.rank, partial(_exit_code, start.config, known)):
+    with _leaving_at_once(rendezvous, partial(_exit_code, start.config, known)):
         with sigterm_asks(start.config.checkpoint.stop_within_s) as stop_asked:
             _check_job(start.config, rendezvous)
-            is_done, directory = _train_as_rank(start, rendezvous, known.append, stop_asked)
+            start = verified(start, rendezvous)
+            is_done, directory = _train_as_rank(
+                start, rendezvous, known.append, stop_asked, stall_reports.append
+            )
         rendezvous.close()
+    progress.phase("ends", 0.0)
     if not is_done:
         raise _stopped(directory, "asked to end")
 
 
+def _report_to_all(reports: Sequence[Callable[[Stall], None]], stall: Stall) -> None:
+    for report in reports:
+        report(stall)
+
+
 @contextmanager
-def _leaving_at_once(rank: int, exit_code: Callable[[BaseException], int]) -> Iterator[None]:
+def _leaving_at_once(
+    rendezvous: "Rendezvous", exit_code: Callable[[BaseException], int]
+) -> Iterator[None]:
     """End the process on any error, without Python's clean-up: in it JAX waits for other ranks.
 
     The cluster's launcher and the other ranks, by their connections, notice at once.
@@ -228,7 +249,10 @@ def _leaving_at_once(rank: int, exit_code: Callable[[BaseException], int]) -> It
     try:
         yield
     except BaseException as error:
-        print(f"error: {_in_words(error, rank)}", file=sys.stderr, flush=True)  # noqa: T201
+        if isinstance(error, StalledError):
+            write_stacks(error)
+            rendezvous.tell(str(error))
+        print(f"error: {_in_words(error, rendezvous.rank)}", file=sys.stderr, flush=True)  # noqa: T201
         sys.stdout.flush()
         os._exit(exit_code(error))
 
@@ -237,7 +261,7 @@ def _in_words(error: BaseException, rank: int) -> str:
     """One line about the error; for an unexpected one, a traceback comes first."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    if isinstance(error, UserError | RunFailedError):
+    if isinstance(error, UserError | RunFailedError | StalledError):
         return str(error)
     traceback.print_exception(error)
     return f"rank {rank} failed: {error}"
@@ -249,6 +273,8 @@ def _exit_code(config: Config, known: Sequence[Path], error: BaseException) -> i
         return 2
     if isinstance(error, KeyboardInterrupt):
         return 130
+    if isinstance(error, StalledError):
+        return STALLED
     if isinstance(error, RunFailedError):  # it would fail again
         return 1
     if config.restart_policy.max_restarts > 0 and known:
@@ -281,6 +307,7 @@ def _train_as_rank(
     rendezvous: "Rendezvous",
     set_directory: Callable[[Path], None],
     stop_asked: Callable[[], bool],
+    report_stalls_to: Callable[[Callable[[Stall], None]], None],
 ) -> tuple[bool, Path]:
     """Train as one rank; whether the run has done its last step, and its directory."""
     from jaxmorph.runtime.rendezvous import agree
@@ -293,13 +320,37 @@ def _train_as_rank(
         set_directory(path)
         is_done = train(config, rendezvous, _ignore, path, first_step, stop_asked=stop_asked)
         return is_done, path
-    with start.open_record() as record:
+    with start.open_record() as record, _recording_stalls(record) as take_stall:
+        report_stalls_to(take_stall)
         path, first_step = record.directory.resolve(), start.first_step
         agree(rendezvous, _Found, _Found(str(path), first_step))
         set_directory(path)
         is_done = train(config, rendezvous, record.take, path, first_step, stop_asked=stop_asked)
         record.finish()
     return is_done, path
+
+
+@contextmanager
+def _recording_stalls(record: RunRecord) -> Iterator[Callable[[Stall], None]]:
+    """Record on rank 0 that a rank has stalled, if that ends the run.
+
+    Yields:
+        A function that records that rank 0 has.
+    """
+
+    def take(stall: Stall) -> None:
+        record.write_event(record.num_recorded, EventKind.STALLED, f"rank 0 {stall}")
+
+    try:
+        yield take
+    except StalledError as error:
+        take(error.stall)
+        raise
+    except Exception as error:
+        heard = getattr(error, "heard", "")  # of a `RendezvousError`
+        if STALL in heard:
+            record.write_event(record.num_recorded, EventKind.STALLED, heard)
+        raise
 
 
 def _stopped(directory: Path, why: str) -> RunStoppedError:

@@ -132,6 +132,8 @@ class Supervisor:
         return f"restarts from {origin} in {after_s:g} s (restart {attempt} of {most})"
 
     def _write_failure(self, failure: RankFailedError, then: str) -> None:
+        for stall in failure.stalled:
+            self._record.write_event(self._ledger.next_step, EventKind.STALLED, stall)
         log = str(failure).splitlines()[1:2]
         detail = "; ".join([failure.reason, *log]) + then
         self._record.write_event(self._ledger.next_step, EventKind.RANK_FAILED, detail)
@@ -160,7 +162,9 @@ def _in_vain(failure: RankFailedError, last: Attempts) -> RankFailedError:
     """The failure that ends the run, with the restarts before it."""
     times = "once" if last.count == 1 else f"{last.count} times in a row"
     tried = f"restarted {times} from step {last.from_step}, and reached no newer checkpoint"
-    return RankFailedError(f"{failure}\n{tried}", noticed_s=failure.noticed_s)
+    return RankFailedError(
+        f"{failure}\n{tried}", noticed_s=failure.noticed_s, stalled=failure.stalled
+    )
 
 
 def describe(recovery: Recovery) -> str:

@@ -14,6 +14,7 @@ from jaxmorph.data import ReadAhead
 from jaxmorph.errors import RunFailedError
 from jaxmorph.messages import PhaseEnded, RunMessage
 from jaxmorph.plain_json import tagged
+from jaxmorph.progress import progress
 from jaxmorph.records import COMPILE, PLAN, RESTORE, START
 from jaxmorph.runtime.join import join_run
 from jaxmorph.runtime.kept_programs import CompilationCounter, keep_compiled
@@ -51,7 +52,8 @@ def train(
         CheckpointError: The last state could not be saved.
         RunFailedError: Too many steps in a row were not finite.
     """
-    compilations = CompilationCounter()
+    compilations, timeouts = CompilationCounter(), config.timeouts
+    progress.phase("loads the model and the data", timeouts.compile_s)
     checkpoints = RunCheckpoints(config, directory, first_step)
     config = checkpoints.starting_config
     parts = load_parts(config)
@@ -60,18 +62,22 @@ def train(
         config, rendezvous, parts.model, checkpoints, batches=parts.batches, restarts=restarts
     )
     _send_end_of(START, send)
+    progress.phase("starts", timeouts.compile_s)
     with (
         keep_compiled(config, directory, rendezvous.rank) as programs_ran,
         run.open_stage() as stage,
         ReadAhead(read, first_step) as inputs,
     ):
         _send_end_of(COMPILE, send)
+        progress.phase("restores the checkpoint", timeouts.restore_s)
         run.restore(stage)
         _send_end_of(RESTORE, send)
+        progress.phase("measures steps and plans", timeouts.start_s)
         planned = plan_run(run, stage, read(0), partial(with_room_to_evaluate, config))
         settle_garbage()
         stage.events()  # drop those of the start
         _send_end_of(PLAN, send)
+        progress.phase("between steps", timeouts.step_s)
         with begin_training(
             run,
             stage,
@@ -87,6 +93,7 @@ def train(
             training.loop.run(inputs, first_step + 1)
             programs_ran()
             is_done = training.loop.run(inputs, config.run.steps)
+            progress.phase("waits for the last save", timeouts.step_s)
             failure = training.finish()
         # No rank ends before rank 0 has reported what failed.
         if training.skipped.why_stop:
@@ -95,6 +102,7 @@ def train(
         if failure:
             rendezvous.exchange({})
             raise CheckpointError(f"the last state could not be saved: {failure}")
+    progress.phase("ends", 0.0)
     return is_done
 
 
@@ -105,6 +113,7 @@ def _send_end_of(phase: str, send: Callable[[RunMessage], None]) -> None:
 def _run_rank(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> None:
     config_path, first_step, restarts = rest
     config, directory = load_config(Path(config_path)), Path(config_path).parent
+    progress.phase("joins the other ranks", config.timeouts.start_s)
     rendezvous = join_run(
         arguments,
         start_timeout_s=config.timeouts.start_s,

@@ -20,6 +20,7 @@ from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.messages import EventEmitted, RunMessage
 from jaxmorph.program.instructions import RankInstructions, Receive, Send, channel_of
 from jaxmorph.program.lowering import forward_only
+from jaxmorph.progress import progress
 from jaxmorph.records import CHANGES, EventKind
 from jaxmorph.report.terminal import PlainReporter
 from jaxmorph.runtime.executor import StepInputs
@@ -138,8 +139,11 @@ class Trainer:
             )
             if self._run.taken:
                 _log.info("rank %d: %s", self.rank, self._run.taken)
-            self._stage = opening.enter_context(self._run.open_stage())
-            self._run.restore(self._stage)
+            timeouts = self.config.timeouts
+            with progress.within(timeouts.compile_s, "starts"):
+                self._stage = opening.enter_context(self._run.open_stage())
+            with progress.within(timeouts.restore_s, "restores the checkpoint"):
+                self._run.restore(self._stage)
             self._opened = opening.pop_all()
         self.layers = tuple(self._run.own_layers)
         self._training: Training | None = None
@@ -317,7 +321,8 @@ class Trainer:
     def _begun(self, inputs: StepInputs) -> Training:
         """On the first call, measure a few steps over a batch, plan, and begin training."""
         if self._training is None:
-            planned = plan_run(self._run, self._stage, inputs, with_room_for_forwards)
+            with progress.within(self.config.timeouts.start_s, "measures steps and plans"):
+                planned = plan_run(self._run, self._stage, inputs, with_room_for_forwards)
             self._training = self._opened.enter_context(
                 begin_training(
                     self._run,

@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.errors import UserError
+from jaxmorph.progress import progress
 from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.lanes import family_of
 from jaxmorph.transport.link import check_backend
@@ -60,7 +61,9 @@ class SidecarPlane(DataPlane):
             undo.callback(lambda: [listener.close() for listener in self._listeners])
             undo.callback(lambda: [end.close() for end in self._ends()])
             super().__init__(outgoing, incoming, settings.first_sequence, self._doorbell.ring)
-            self._sidecar = SidecarProcess(self._set_up, self._handle, self._fail)
+            self._sidecar = SidecarProcess(
+                self._set_up, self._handle, self._fail, settings.silent_s
+            )
             self._undo = undo.pop_all()
 
     @classmethod
@@ -176,7 +179,8 @@ class SidecarPlane(DataPlane):
             "generation": generation,
             "settings": asdict(self._settings),
         }
-        fds = (*self._doorbell.fds, *(listener.fileno() for listener in self._listeners))
+        listeners = (listener.fileno() for listener in self._listeners)
+        fds = (progress.share(), *self._doorbell.fds, *listeners)
         records: list[RecordWithFds] = [(start, fds)]
         for end in self._ends():
             record = {"kind": "channel", **_channel_record(end, end.slots)}

@@ -53,6 +53,7 @@ class TransportSettings:
         checksum: Whether chunks have checksums.
         first_sequence: The number of a channel's first message; numbers are 32 bits and wrap.
         backend: The carrier of long messages: "tcp", or "nixl" for RDMA; the same on all ranks.
+        silent_s: A sidecar that gives no sign of life for so long is replaced.
     """
 
     addresses: tuple[str, ...] = ("127.0.0.1",)
@@ -61,6 +62,7 @@ class TransportSettings:
     checksum: bool = True
     first_sequence: int = 0
     backend: str = "tcp"
+    silent_s: float = 15.0
 
 
 class MemoryRegistry(Protocol):

@@ -5,6 +5,7 @@ Everything that must survive is in the trainer's memory: this process may be kil
 and the next one resumes from there. It ends with its trainer.
 """
 
+import contextlib
 import gc
 import math
 import os
@@ -15,6 +16,13 @@ import time
 from typing import Any
 
 from jaxmorph.emulation.link_conditions import LinkCondition
+from jaxmorph.progress import (
+    LOOK_S,
+    OTHERS_WAIT_S,
+    Page,
+    continue_when_parent_ends,
+    write_stacks_of,
+)
 from jaxmorph.transport.connecting import Acceptor, Identity
 from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.event_loop import READ, EventLoop
@@ -55,6 +63,8 @@ class Sidecar:
         self._checked_s = 0.0
         self._parent = os.getppid()
         self._polls = False
+        self._page: Page | None = None
+        self._looked_s = 0.0
 
     def run(self) -> None:
         """Move data until the trainer closes its data plane or ends."""
@@ -95,8 +105,23 @@ class Sidecar:
             receiving = self._receiving.get(peer)
             if sending.refused_for_s(now_s) > _REFUSED_S and not (receiving and receiving.is_up):
                 self._report("peer_gone", peer=peer, reason="its address refuses connections")
+        if self._page is not None:
+            self._page.beat()
+            if now_s >= self._looked_s + LOOK_S:
+                self._watch_trainer(self._page, now_s)
         if os.getppid() != self._parent:
             self._ending = "its trainer has ended"
+
+    def _watch_trainer(self, page: Page, now_s: float) -> None:
+        """End a trainer that got on no more and can't end itself: it is stopped, for example."""
+        self._looked_s = now_s
+        stall = page.stalled(self._parent, now_s, OTHERS_WAIT_S + LOOK_S)  # after the launcher
+        if stall is None or os.getppid() != self._parent:
+            return
+        print(f"error: rank {self._rank} {stall}", file=sys.stderr, flush=True)  # noqa: T201
+        write_stacks_of(self._parent)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._parent, signal.SIGKILL)
 
     def _rung(self, mask: int) -> None:
         if not self._loop.edge:
@@ -128,8 +153,10 @@ class Sidecar:
         except LaneError as error:
             sys.exit(f"jaxmorph sidecar of rank {rank}: {error}")
         self._polls = settings["backend"] == NIXL
-        num_listeners = len(settings["addresses"])
-        self._doorbell = Doorbell(fds[:-num_listeners])
+        num_listeners, page_fd = len(settings["addresses"]), fds[0]
+        self._page = Page(page_fd)
+        os.close(page_fd)
+        self._doorbell = Doorbell(fds[1:-num_listeners])
         self._listeners = [socket.socket(fileno=fd) for fd in fds[-num_listeners:]]
         self._loop.add(self._doorbell.fileno(), READ | self._loop.edge, self._rung)
 
@@ -342,6 +369,7 @@ def _has_left(lane: Lane) -> bool:
 def main() -> None:
     """Serve the trainer at the other end of the descriptor given as the only argument."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    continue_when_parent_ends()
     gc.freeze()
     Sidecar(socket.socket(fileno=int(sys.argv[1]))).run()
 

@@ -8,8 +8,10 @@ import array
 import contextlib
 import itertools
 import json
+import math
 import os
 import queue
+import select
 import socket
 import struct
 import subprocess
@@ -21,6 +23,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from jaxmorph.progress import LOOK_S, Page, Silence, progress
 from jaxmorph.transport.names import TransportError
 
 _HEAD = struct.Struct("=II")
@@ -101,6 +104,7 @@ MAX_RESTARTS_A_MINUTE = 5
 _MINUTE_S = 60.0
 _END_S = 2.0
 _EXIT_S = 0.5
+
 _SOURCES = str(Path(__file__).resolve().parents[2])
 
 
@@ -112,6 +116,7 @@ class SidecarProcess:
             while another thread holds `changing`.
         received: Called on a thread of its own with each record that answers no request.
         failed: Called once, when it can't be started again or has died too often.
+        silent_s: Without a sign of life for so long it is killed, and the next one takes its place.
 
     Attributes:
         changing: Held while records are sent, and while the next sidecar is set up.
@@ -122,14 +127,16 @@ class SidecarProcess:
         setting_up: Callable[[int], Iterable[RecordWithFds]],
         received: Callable[[Record], None],
         failed: Callable[[TransportError], None],
+        silent_s: float = math.inf,
     ) -> None:
+        self._silent_s = silent_s
         self.changing = threading.RLock()
         self._setting_up, self._received, self._failed = setting_up, received, failed
         self._deaths: deque[float] = deque(maxlen=MAX_RESTARTS_A_MINUTE)
         self._requests: dict[int, queue.SimpleQueue[Record | None]] = {}
         self._numbers = itertools.count(1)
         self._closing = False
-        self.generation = 0
+        self.generation, self._why = 0, ""
         self._start_next()
         self._reader = threading.Thread(
             target=self._read_and_restart, name="sidecar-events", daemon=True
@@ -193,6 +200,7 @@ class SidecarProcess:
 
     def _read_and_restart(self) -> None:
         while True:
+            self._why = ""
             self._read_until_it_ends()
             for answers in list(self._requests.values()):
                 answers.put(None)
@@ -207,15 +215,27 @@ class SidecarProcess:
                 except OSError as error:
                     self._failed(TransportError(f"a new sidecar can't be started: {error}"))
                     return
-            self._received({"kind": "sidecar_restarted", "generation": self.generation})
+            restarted = {"kind": "sidecar_restarted", "generation": self.generation}
+            self._received(restarted | ({"reason": self._why} if self._why else {}))
 
     def _read_until_it_ends(self) -> None:
-        reader = RecordReader()
+        reader, page = RecordReader(), Page(progress.share())
+        readable = select.poll()
+        readable.register(self._link, select.POLLIN)
+        begun = page.beats  # it may take long until its first sign of life
+        silence = Silence(begun, time.monotonic())
         with contextlib.suppress(EOFError, OSError):
             while True:
-                for record, _ in reader.read(self._link):
-                    self._dispatch(record)
+                if readable.poll(1e3 * LOOK_S):
+                    for record, _ in reader.read(self._link):
+                        self._dispatch(record)
+                silence = silence.after(page.beats, time.monotonic())
+                if page.beats != begun and silence.lasts_s > self._silent_s:
+                    self._process.kill()
+                    self._why = f"the last one gave no sign of life for {silence.lasts_s:.0f} s"
+                    break
         reader.close()
+        page.close()
         if self._closing:
             return
         try:

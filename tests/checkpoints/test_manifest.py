@@ -194,3 +194,13 @@ def test_a_checkpoint_without_checksums_is_refused(tmp_path):
     _, (found,) = folder.newest_whole()
     assert found.damage.file.name == "manifest.seal"
     assert found.damage.got == "No such file or directory"
+
+
+def test_each_rank_reads_only_its_share_of_the_parts():
+    array = next(path for path in files(checkpoint()) if path.name == "array")
+    was = array.read_bytes()
+    array.write_bytes(was[:-1] + b"x")
+    shares = [slice(rank, None, 2) for rank in range(2)]
+    found = [damage_of(checkpoint(), thorough=True, parts=share) for share in shares]
+    array.write_bytes(was)
+    assert [damage and damage.file for damage in found] == [array, None]

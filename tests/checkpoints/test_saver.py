@@ -1,6 +1,7 @@
 """A checkpoint has all ranks' parts or does not exist: several ranks' savers in one process."""
 
 import errno
+import math
 import resource
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -81,7 +82,7 @@ def all_sent():
 class Ranks:
     """Two ranks of one virtual stage each."""
 
-    def __init__(self, path, keep=2):
+    def __init__(self, path, keep=2, within_s=math.inf):
         self.folder = CheckpointFolder(path)
         self.disks = [Disk(), Disk()]
         self.events = []
@@ -92,7 +93,7 @@ class Ranks:
             CheckpointSaver(
                 self.folder, FakeRendezvous(rank, 2), describe=describe, own_stages=[rank],
                 write=disk.write, keep=keep, emit=lambda *event: self.events.append(event),
-                on_disk=lambda: self.sent,
+                on_disk=lambda: self.sent, within_s=within_s,
             )
             for rank, disk in enumerate(self.disks)
         ]  # fmt: skip
@@ -207,6 +208,20 @@ def test_missing_records_or_parts_fail_the_save(ranks, harm, says):
     assert detail.startswith("rank 0: ")
     assert detail.endswith(says)
     assert ranks.folder.steps() == ()
+
+
+def test_a_save_that_hangs_fails_and_the_run_ends(tmp_path):
+    ranks = Ranks(tmp_path, within_s=0.0)
+    ranks.save(7)
+    ranks.free(0)
+    assert ranks.disks[1].called.wait(LIMIT_S)
+    ranks.exchange_until(["idle", "idle"])
+    ((step, kind, detail),) = ranks.events
+    assert (step, kind) == (6, "checkpoint_failed")
+    assert "rank 1: not over after 0 s (timeouts.save_s)" in detail
+    ranks.savers[1].__exit__(None)  # doesn't wait for the disk
+    assert not ranks.disks[1].free.is_set()
+    ranks.close()
 
 
 def test_a_failed_part_leaves_nothing_behind(ranks):

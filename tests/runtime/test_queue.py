@@ -6,6 +6,7 @@ from itertools import pairwise
 import jax.numpy as jnp
 import pytest
 
+from jaxmorph.progress import StalledError
 from jaxmorph.runtime.queue import AsynchronousQueue, Pace, PacedQueue
 from jaxmorph.runtime.routes import Moved
 from jaxmorph.schedule.ops import OpKind
@@ -231,3 +232,22 @@ def test_a_chunk_takes_its_share_of_the_time(num_chunks):
     for kind, time_ms in stage_ms.items():
         assert pace.of(kind) == pytest.approx(time_ms / num_chunks / 1e3)
     assert Pace().of(OpKind.F) is None  # as long as it takes
+
+
+class NeverReady:
+    """The result of an item that the accelerator doesn't end before it may."""
+
+    def __init__(self):
+        self.may_end = threading.Event()
+
+    def block_until_ready(self):
+        assert self.may_end.wait(30)
+
+
+def test_an_item_that_never_ends_is_named(queue):
+    never = NeverReady()
+    queue.enqueue("F2", lambda: jnp.zeros(3))
+    queue.enqueue("F3", lambda: never)
+    with pytest.raises(StalledError, match=r"no progress for .* its queue is at F3"):
+        queue.drain(0.1)
+    never.may_end.set()

@@ -13,6 +13,8 @@ from typing import Any, cast
 import pytest
 
 from jaxmorph.plain_json import ParseError
+from jaxmorph.progress import progress
+from jaxmorph.runtime import rendezvous as rendezvous_module
 from jaxmorph.runtime.rendezvous import (
     DETAIL,
     Connection,
@@ -232,3 +234,57 @@ def test_a_silent_peer_is_not_lost():
             connection.receive()
         here.sendall(b"\0\0\0\1x")
         assert connection.receive() == b"x"
+
+
+@pytest.fixture
+def frequent_notes(monkeypatch):
+    """Ranks that start tell the others often, and all are due to get on."""
+    monkeypatch.setattr(rendezvous_module, "_NOTE_EVERY_S", 0.05)
+    with progress.within(60.0, "compiling 4 of 7 programs"):
+        yield
+
+
+@pytest.mark.usefixtures("frequent_notes")
+@pytest.mark.parametrize("slow", [0, 2])
+def test_a_slow_start_is_waited_for_while_it_gets_on(slow):
+    """Beyond the deadline of each: of rank 0, and of the others, which is longer."""
+
+    def start(rendezvous):
+        if rendezvous.rank == slow:
+            time.sleep(3.0)
+        return rendezvous.exchange({"rank": rendezvous.rank})
+
+    received = in_threads(3, start, deadline_s=0.3)
+    assert all([each["rank"] for each in of_rank] == [0, 1, 2] for of_rank in received)
+
+
+@pytest.mark.usefixtures("frequent_notes")
+def test_a_started_rank_that_comes_late_is_named_without_an_old_note():
+    let_go = threading.Event()
+
+    def start(rendezvous):
+        rendezvous.exchange({})
+        rendezvous.limit(0.3)
+        if rendezvous.rank == 1:
+            assert let_go.wait(30)
+            return None
+        with pytest.raises(RendezvousError) as late:
+            rendezvous.exchange({})
+        let_go.set()
+        return str(late.value)
+
+    said, _ = in_threads(2, start)
+    assert said == "rank 1 did not join an exchange within 0.3 s"
+
+
+def test_the_last_words_of_a_rank_are_in_the_error():
+    def start(rendezvous):
+        rendezvous.limit(20.0)
+        if rendezvous.rank == 2:
+            rendezvous.tell("stalled: no progress for 65 s")
+            return None
+        with pytest.raises(RendezvousError) as gone:
+            rendezvous.exchange({})
+        return gone.value.heard
+
+    assert in_threads(3, start)[:2] == ["rank 2: stalled: no progress for 65 s"] * 2

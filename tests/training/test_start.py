@@ -11,6 +11,7 @@ from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.manifest import Manifest, stage_path
 from jaxmorph.config import check_config
 from jaxmorph.errors import UserError
+from jaxmorph.progress import Stall, StalledError
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.training import start
 from jaxmorph.training.resume import RunStart
@@ -56,6 +57,7 @@ def test_a_restart_commits_written_checkpoints(tmp_path):
         ([8, 10], {}, RuntimeError("after the last step"), 1),
         ([4], {}, UserError("data.path: nothing there"), 2),
         ([4], {}, KeyboardInterrupt(), 130),
+        ([], {}, StalledError(Stall(65.0, "step 5")), TRY_AGAIN),
     ],
 )
 def test_exit_codes_say_whether_to_retry(tmp_path, monkeypatch, saved, policy, error, code):
@@ -78,6 +80,7 @@ def test_each_task_verifies_a_finished_run(monkeypatch, tmp_path, is_first):
         return SimpleNamespace(is_done=True, config=check_config({"run": {"steps": 8}}))
 
     monkeypatch.setattr(start, "find_resumption", find)
+    monkeypatch.setattr(start, "started_by_cluster", lambda: True)
     monkeypatch.setattr(start, "is_first_task", lambda: is_first)
     reported = start.resume_training(tmp_path, [])
     assert thoroughly[-1]
@@ -109,6 +112,7 @@ def test_a_rank_that_may_not_save_ends_at_sigterm(monkeypatch, capsys):
         signal.raise_signal(signal.SIGTERM)
         return True, None
 
+    monkeypatch.setattr(start, "watch_over", lambda report: None)
     monkeypatch.setattr(start, "join_cluster", lambda *_: SoleRank())
     monkeypatch.setattr(start, "_train_as_rank", train)
     monkeypatch.setattr(start.os, "_exit", end)

@@ -34,9 +34,11 @@ from exchanges import (
 from processes import is_running
 from proxy import Proxy
 
+from jaxmorph.progress import Page, progress
 from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.names import PeerGoneError, TransportError
 from jaxmorph.transport.nixl_lanes import missing
+from jaxmorph.transport.plane import TransportSettings
 from jaxmorph.transport.sidecar_process import MAX_RESTARTS_A_MINUTE
 
 LONG = {"first_sequence": 2**32 - 20, "chunk_bytes": 16_384}
@@ -191,6 +193,7 @@ def _address(entry):
 
 
 def test_closing_leaves_no_process_no_descriptor_and_no_memory():
+    progress.share()  # once, for all planes
     gc.collect()  # earlier tests' objects must not be freed while this one counts
     before, mapped_before = open_descriptors(), mapped_slots()
     with joined(spec(THERE), spec(BACK)) as planes:
@@ -222,14 +225,20 @@ def open_descriptors():
 
 
 OTHER_TRAINER = """
-import json, sys, time
+import json, signal, sys, time
+from jaxmorph import progress
 from exchanges import BACK, SECRET, THERE, SidecarPlane, receive, send, spec
+signal.signal(signal.SIGQUIT, signal.SIG_IGN)
 plane = SidecarPlane.start(1, [spec(BACK)], [spec(THERE)])
 print(json.dumps([plane.addresses(), plane.sidecar_pid]), flush=True)
 plane.connect({0: json.loads(sys.stdin.readline())}, SECRET)
 send(plane, BACK, 0, 10)
 receive(plane, THERE, 0, 10)
 print("joined", flush=True)
+if sys.stdin.readline().strip() == "due":
+    progress.GRACE_S = 0.1
+    progress.progress.phase("step 7", 0.1)
+    print("due", flush=True)
 while True:
     time.sleep(1)
 """
@@ -273,18 +282,45 @@ def plane():
         yield plane
 
 
-@pytest.mark.parametrize("with_its_sidecar", [False, True])
-def test_a_killed_trainer_is_gone_for_its_peers(plane, with_its_sidecar):
+@pytest.mark.parametrize("sidecar_gets", [None, signal.SIGKILL, signal.SIGSTOP])
+def test_a_killed_trainer_is_gone_for_its_peers(plane, sidecar_gets):
     with other_trainer(plane) as (process, sidecar_pid):
         process.send_signal(signal.SIGSTOP)  # so that it can't start another sidecar first
-        if with_its_sidecar:
-            os.kill(sidecar_pid, signal.SIGKILL)
+        if sidecar_gets is not None:
+            os.kill(sidecar_pid, sidecar_gets)
         process.kill()
         with pytest.raises(PeerGoneError, match="rank 1 is gone"):
             plane.take(BACK, soon())
         wait_for(lambda: not is_running(sidecar_pid), "the end of its sidecar")
     with pytest.raises(PeerGoneError):
         reserve_all(plane, THERE)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_stopped_trainer_that_is_due_is_ended_by_its_sidecar(plane):
+    with other_trainer(plane) as (process, sidecar_pid):
+        process.stdin.write("due\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "due\n"
+        process.send_signal(signal.SIGSTOP)
+        assert process.wait(60) == -signal.SIGKILL
+        wait_for(lambda: not is_running(sidecar_pid), "the end of its sidecar")
+
+
+def test_a_stopped_sidecar_is_replaced():
+    settings, page = TransportSettings(silent_s=0.5), Page(progress.share())
+    before = page.beats
+    with contextlib.closing(SidecarPlane.start(0, [spec(THERE)], [], settings)) as plane:
+        wait_for(lambda: page.beats > before + 2, "signs of life")
+        stopped = plane.sidecar_pid
+        os.kill(stopped, signal.SIGSTOP)
+        wait_for(lambda: plane.sidecar_pid != stopped, "a restart")
+        assert not is_running(stopped)
+        found = []
+        wait_for(lambda: found.extend(plane.events()) or found, "its event")
+        page.close()
+        assert [each["kind"] for each in found] == ["sidecar_restarted"]
+        assert "no sign of life" in found[0]["reason"]
 
 
 def test_a_restarted_sidecar_knows_earlier_peers(plane):

@@ -1,0 +1,281 @@
+"""What this process does and how long that may take, in memory that other processes read.
+
+A process stamps whenever it gets on. It says how long it may take from one stamp to the next, and
+what it does or waits for. Its own watchdog, its sidecar and its launcher see whether the count of
+stamps still grows. They compare no clocks, and none can disturb what it writes:
+
+=====  =============================================================================
+word   holds
+=====  =============================================================================
+0      stamps so far
+1      milliseconds without a stamp after which it has stalled; 0: nothing is due
+2      signs of life of its sidecar, which alone writes them
+=====  =============================================================================
+
+After the words comes a text in UTF-8, filled up with zeros: what it does. Stamps are made in every
+instruction, so the text is written less often: when a phase begins, and by the watchdog.
+"""
+
+import ctypes
+import mmap
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+GRACE_S = 5.0
+"""How long the errors of waits have, which say more, before a process without a stamp has stalled.
+"""
+
+STALL = "stalled"
+"""The first word about a process that has stalled."""
+
+LOOK_S = 1.0
+"""How often a page is looked at."""
+
+OTHERS_WAIT_S = 2.0
+"""How long others leave to a stalled process to end itself; its sidecar leaves a second more."""
+
+_LONGEST_LOOK_S = 2 * LOOK_S
+_STACKS_S = 0.5
+_PR_SET_PDEATHSIG = 1
+_PAGE = mmap.PAGESIZE
+_STAMPS, _LIMIT_MS, _BEATS, _NUM_WORDS = range(4)
+_TEXT = slice(8 * _NUM_WORDS, 8 * _NUM_WORDS + 400)
+
+
+def new_page() -> int:
+    """A descriptor of new memory for one process's progress; it has no name."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("jaxmorph-progress", os.MFD_CLOEXEC)
+    else:
+        fd, path = tempfile.mkstemp(prefix="jaxmorph-")
+        os.unlink(path)  # noqa: PTH108
+    os.ftruncate(fd, _PAGE)
+    return fd
+
+
+class Progress:
+    """This process's page.
+
+    Attributes:
+        fd: The page's descriptor, for the sidecar; None until `share`.
+    """
+
+    def __init__(self) -> None:
+        self.fd: int | None = None
+        self._map(bytearray(_PAGE))
+        self._phase, self._doing, self._queued = "", None, None
+
+    def share(self, fd: int | None = None) -> int:
+        """Write to memory that others can read from now on.
+
+        Args:
+            fd: A page that the launcher has made; None: a new one, unless there is one.
+        """
+        if self.fd is None or fd is not None:
+            self.fd = new_page() if fd is None else fd
+            before, limit_ms = self._words[_STAMPS], self._words[_LIMIT_MS]
+            self._map(mmap.mmap(self.fd, _PAGE))
+            self._words[_STAMPS], self._words[_LIMIT_MS] = before, limit_ms
+            self.publish()
+        return self.fd
+
+    def _map(self, memory: Any) -> None:
+        self._memory = memory
+        self._words = memoryview(memory)[: 8 * _NUM_WORDS].cast("Q")
+
+    def stamp(self, doing: object = None) -> None:
+        """This process gets on, with `doing` from now on."""
+        self._doing = doing
+        self._words[_STAMPS] += 1
+
+    def stamp_queue(self, at: object) -> None:
+        """The rank's queue gets on: it is at this item from now on; None: at none."""
+        self._queued = at
+        self._words[_STAMPS] += 1
+
+    @property
+    def stamps(self) -> int:
+        """How often this process has got on."""
+        return self._words[_STAMPS]
+
+    @property
+    def limit_s(self) -> float:
+        """How long it may take until the next stamp, without the grace; 0: nothing is due."""
+        limit_s = self._words[_LIMIT_MS] / 1e3
+        return limit_s and limit_s - GRACE_S
+
+    def phase(self, what: str, limit_s: float) -> None:
+        """From now on stamps are due, each at most so many seconds after the last one."""
+        self._phase = what
+        self._limit(limit_s)
+        self.publish()
+
+    @contextmanager
+    def within(self, limit_s: float, what: str = "") -> Iterator[None]:
+        """For as long as this lasts stamps are due; a longer limit in force stays."""
+        phase, before_s = self._phase, self.limit_s
+        self._phase = what or phase
+        self._limit(max(limit_s, before_s))
+        if what:
+            self.publish()
+        try:
+            yield
+        finally:
+            self._phase = phase
+            self._limit(before_s)
+
+    def _limit(self, limit_s: float) -> None:
+        limit_ms = round(1e3 * (limit_s + GRACE_S)) if limit_s > 0 else 0
+        self._words[_LIMIT_MS] = limit_ms
+        self.stamp()
+
+    def publish(self) -> None:
+        """Write down for other processes what this one does."""
+        text = self.in_words().encode()[: _TEXT.stop - _TEXT.start]
+        self._memory[_TEXT] = text.ljust(_TEXT.stop - _TEXT.start, b"\0")
+
+    def in_words(self) -> str:
+        """What this process does, or waits for."""
+        queued = self._queued
+        at = None if queued is None else f"its queue is at {queued}"
+        return ", ".join(str(each) for each in (self._phase, self._doing, at) if each)
+
+
+progress = Progress()
+"""Of this process, as there is one accelerator's queue and one training thread in it."""
+
+
+@dataclass(frozen=True)
+class Silence:
+    """How long a count has not grown, as one reader has seen it.
+
+    Attributes:
+        looked_s: When the reader looked last, on its monotonic clock.
+    """
+
+    count: int
+    looked_s: float
+    lasts_s: float = 0.0
+
+    def after(self, count: int, now_s: float) -> "Silence":
+        """What another look shows."""
+        if count != self.count:
+            return Silence(count, now_s)
+        # A reader that was stopped itself, perhaps together with the other, has not looked.
+        seen_s = min(now_s - self.looked_s, _LONGEST_LOOK_S)
+        return Silence(count, now_s, self.lasts_s + seen_s)
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A process that should have got on and has not.
+
+    Attributes:
+        silent_s: For how long.
+        doing: What it does, or waits for.
+    """
+
+    silent_s: float
+    doing: str
+    is_stopped: bool = False
+
+    def __str__(self) -> str:
+        how = "; its process is stopped, as by SIGSTOP" if self.is_stopped else ""
+        doing = self.doing or "at its start"
+        return f"{STALL}: no progress for {self.silent_s:.0f} s, {doing}{how}"
+
+
+class StalledError(TimeoutError):
+    """This process has noticed by itself that it got on no more."""
+
+    def __init__(self, stall: Stall) -> None:
+        super().__init__(str(stall))
+        self.stall = stall
+
+
+class Page:
+    """Another process's page, or one's own.
+
+    Args:
+        fd: The caller closes it, as a mapping keeps a descriptor of its own.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._memory = mmap.mmap(fd, _PAGE)
+        with memoryview(self._memory) as whole, whole[: 8 * _NUM_WORDS] as words:
+            self._words = words.cast("Q")
+        self._silence = Silence(self.stamps, time.monotonic())
+
+    def close(self) -> None:
+        """Free the mapping."""
+        self._words.release()
+        self._memory.close()
+
+    @property
+    def stamps(self) -> int:
+        """How often the process has got on."""
+        return self._words[_STAMPS]
+
+    @property
+    def doing(self) -> str:
+        """What it does or waits for, as of a second ago."""
+        return self._memory[_TEXT].rstrip(b"\0").decode(errors="replace")
+
+    @property
+    def beats(self) -> int:
+        """Signs of life of its sidecar."""
+        return self._words[_BEATS]
+
+    def beat(self) -> None:
+        """Give a sign of life, as its sidecar."""
+        self._words[_BEATS] += 1
+
+    def look(self, now_s: float) -> float:
+        """Look again; returns the seconds until it has stalled, infinite if nothing is due."""
+        self._silence = self._silence.after(self.stamps, now_s)
+        limit_s = self._words[_LIMIT_MS] / 1e3
+        return limit_s - self._silence.lasts_s if limit_s > 0 else float("inf")
+
+    def stall(self, pid: int | None = None) -> Stall:
+        """What the process has stalled at, for the one that has found that out."""
+        return Stall(self._silence.lasts_s, self.doing, pid is not None and is_stopped(pid))
+
+    def stalled(self, pid: int, now_s: float, others_wait_s: float = OTHERS_WAIT_S) -> Stall | None:
+        """Whether another process has stalled, and has not ended itself for that."""
+        return self.stall(pid) if self.look(now_s) < -others_wait_s else None
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, as by SIGSTOP; False where that can't be known."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[:1] in (["T"], ["t"])
+
+
+def write_stacks_of(pid: int) -> None:
+    """Let a process write the stacks of its threads to its log, even if it is stopped.
+
+    It has a moment for that; afterwards the caller ends it.
+    """
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGQUIT)
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(_STACKS_S)
+
+
+def continue_when_parent_ends() -> None:
+    """Ask the kernel for SIGCONT when this process's parent ends: a stopped one must end then too.
+
+    It notices by itself that its parent is gone, once it runs.
+    """
+    with suppress(Exception):  # only Linux has it
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
