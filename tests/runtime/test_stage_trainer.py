@@ -194,9 +194,9 @@ def test_memory_is_freed_while_the_device_lags(monkeypatch):
     def watch_later(now_s):
         assert may_watch.wait(60.0)
 
-    def drain_once_all_is_dispatched():
+    def drain_once_all_is_dispatched(timeout_s):
         may_watch.set()
-        return drain()
+        return drain(timeout_s)
 
     monkeypatch.setattr(queue, "enqueue", record)
     monkeypatch.setattr(queue, "drain", drain_once_all_is_dispatched)
