@@ -204,8 +204,9 @@ class Transport(Section):
         Literal["auto"] | Annotated[int, Field(ge=1, le=_MAX_LANES)],
         Expected(f"auto, or a whole number from 1 to {_MAX_LANES}"),
     ] = "auto"
-    """Connections to each peer. `auto` begins with one per card, at least two, and adds more, up to
-    8, while messages queue and the added ones bring throughput."""
+    """Connections to each peer. `auto` over TCP begins with one per card, at least two, and adds
+    more, up to 8, while messages queue and the added ones bring throughput; over RDMA it is one per
+    card."""
 
     chunk_bytes: Annotated[
         int,

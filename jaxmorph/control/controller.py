@@ -13,10 +13,15 @@ Another process plans beside training, so a decision goes through phases:
                  |                                                                    v
                  +---------------------------------------------------------------- Changing
 
-There is one decision at a time; findings during it wait for the next one. If links change, then
-`AwaitingCandidates` repeats its request once, and `Probing` ends. `Probing` also ends with a late
-probe, or without results after some steps. A decision to keep the plan, and a failure of the
-planning process, lead back to `Idle`. An answer that the phase does not wait for is ignored.
+A label is the command sent. `Starting` and `Changing` end with an observation; `Probing` sends
+`ChooseCandidate` when its probes are good.
+
+There is one decision at a time; findings (changes of links or ops) during it wait for the next one,
+but for two cases. If links change, `AwaitingCandidates` repeats its request once. `Probing` returns
+to `Idle` if links change, if a probe is late, if there is any finding when results come, or if
+results are missing for some steps. A decision to keep the plan, a failure of the planning process,
+and in `Preparing` a path of the chosen plan that has failed meanwhile also lead back to `Idle`. An
+answer that the phase does not wait for is ignored.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -2,8 +2,9 @@
 
 It decides where each chunk is written, so that no lane writes into memory that has been handed
 over. At most one lane writes a chunk's place in a slot; another lane receives its copy of that
-chunk elsewhere. The first copy that is whole counts. If that is the other lane's, the slow lane's
-bytes go elsewhere before the message is handed over: it discards them, or it is fenced.
+chunk into a buffer of its own. The first copy that is whole counts. If that is the other lane's,
+the slow lane is kept from the slot before the message is handed over: a TCP lane discards the rest
+of the chunk, an RDMA lane is fenced (its agent is torn down, so that a late write fails).
 """
 
 from enum import StrEnum
@@ -227,6 +228,8 @@ class Incoming:
 
     def finish(self, number: int, chunk: IncomingChunk | None = None) -> ChunkOutcome:
         """Record that a lane's chunk (None: its only one) is whole, with a right checksum.
+
+        A chunk that is junk is whole whatever its checksum is.
 
         After a wrong checksum, call `lane_down` instead.
         """

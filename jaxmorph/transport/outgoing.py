@@ -103,9 +103,10 @@ class Outgoing(OutgoingQueue):
     # Lanes.
 
     def lane_up(self, number: int, generation: int, now_s: float) -> tuple[int, ...]:
-        """Add a lane that the receiver has welcomed; it replaces one of the same number.
+        """Add a lane whose handshake is done; it replaces one of the same number.
 
-        A receiver's new generation has lost its incomplete messages: they are sent again.
+        A generation is a number that grows with each restart of a sidecar and each `connect`. A
+        receiver of a new generation has lost its incomplete messages: they are sent again.
 
         Returns:
             The numbers of lanes to an earlier generation, to close.

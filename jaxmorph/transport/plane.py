@@ -48,7 +48,8 @@ class TransportSettings:
 
     Attributes:
         addresses: The local addresses to listen on and to send from, one for each network card.
-        lanes: Connections to each peer; None: as many as the messages need.
+        lanes: Connections to each peer. None: over TCP as many as the messages need, over RDMA one
+            for each network card.
         chunk_bytes: The unit of acknowledgement and retransmission.
         checksum: Whether chunks have checksums.
         first_sequence: The number of a channel's first message; numbers are 32 bits and wrap.
@@ -306,7 +307,7 @@ class IncomingSlot:
     Attributes:
         payload: uint8 [message bytes], read-only.
         posted_s: When it was posted, by this host's monotonic clock: an estimate.
-        received_s: When all of it was here, by the same clock.
+        received_s: When it and all messages before it were complete, by the same clock.
     """
 
     __slots__ = ("_end", "payload", "posted_s", "received_s", "sequence", "tag")

@@ -6,18 +6,23 @@ Every item that one process writes and another polls has a cache line of 64 byte
 line                  holds
 ====================  ========================================================================
 0                     magic, version, number of slots, bytes in a slot
-1                     `produced`: messages announced (outgoing) or received (incoming) so far
-2                     `consumed`: messages delivered (outgoing) or released (incoming) so far
-3 + 2 slot            `signal`: message number + 1, written after the payload; the sidecar may send
-                      the message once it is set
-4 + 2 slot            `info`: length, tag, when it was posted and when it was received
+1                     `produced`: the number of the next message that is to be announced (outgoing)
+                      or delivered to the rank (incoming)
+2                     `consumed`: the number of the first message that is not known to be delivered
+                      (outgoing), or that the rank has not released (incoming)
+3 + 2 * slot          `signal`: message number + 1 once the payload is complete; before that, the
+                      value of an earlier message. The sidecar sends a message that is announced
+                      and has this signal
+4 + 2 * slot          `info`: length, tag, when it was posted and when it was received
 next page             the payloads, each on pages of its own
 ====================  ========================================================================
 
 Counts and sequence numbers are 32 bits and wrap; message q is in slot q % number of slots, which
 is therefore a power of two. The memory has no name, so the system frees it even if a process is
-killed. Its contents outlive the sidecar, and a new sidecar resumes from them. That a reader finds
-what a count or signal covers is certain on x86-64 only (`_order_writes`).
+killed. Its contents outlive the sidecar, and a new sidecar resumes from them.
+
+Only x86-64 is safe: there a process that sees a new count or signal also sees the payload and info
+written before it. On AArch64 it could read an old payload (`_order_writes`).
 """
 
 import contextlib
@@ -56,7 +61,8 @@ class MessageInfo(NamedTuple):
     Attributes:
         posted_ns: By the monotonic clock of this memory's host; if the payload was completed after
             the announcement, when the sidecar saw it complete.
-        received_ns: When it was complete at the receiver; 0 at the sender's end.
+        received_ns: When it was delivered: it and all messages before it on the channel were
+            complete. 0 at the sender's end.
     """
 
     num_bytes: int
@@ -110,7 +116,7 @@ class Slots:
 
     @property
     def produced(self) -> int:
-        """Messages announced (outgoing end) or received (incoming end), as a 32-bit count."""
+        """The number of the next message to be announced (outgoing) or delivered (incoming)."""
         return self._words[_PRODUCED]
 
     @produced.setter
@@ -120,7 +126,7 @@ class Slots:
 
     @property
     def consumed(self) -> int:
-        """Messages delivered (outgoing end) or released (incoming end), as a 32-bit count."""
+        """The number of the first message not known delivered (outgoing) or released (incoming)."""
         return self._words[_CONSUMED]
 
     @consumed.setter
