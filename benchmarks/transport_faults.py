@@ -27,10 +27,11 @@ import numpy as np
 
 from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.transport.client import SidecarPlane
-from jaxmorph.transport.connecting import new_nonce, sign_introduction
+from jaxmorph.transport.connecting import sign_introduction, transcript
 from jaxmorph.transport.link import BACKENDS, TCP
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.plane import ChannelSpec, TransportSettings
+from jaxmorph.transport.secret import Check, new_nonce, plain_check, seals
 from jaxmorph.transport.wire import (
     TO_DIALLER,
     Acknowledge,
@@ -295,12 +296,13 @@ def _expect_nothing_more(plane: SidecarPlane, name: ChannelName) -> None:
     raise ValueError(f"message {slot.tag[2]} came once too often")
 
 
-def tampered_frames(rng: random.Random, gone: bool) -> bytes:
+def tampered_frames(rng: random.Random, gone: bool, check: Check) -> bytes:
     """Some frames, of which any bytes may have been changed, lost or added.
 
     Args:
         rng: Draws.
         gone: Whether one may say that its rank is gone: a member would be believed.
+        check: Of the frames before they are tampered with.
     """
     channel = rng.choice((CHANNELS[0], CHANNELS[1], ChannelName(*rng.choices(range(65536), k=4))))
     number, small = rng.randrange(2**32), rng.randrange(64)
@@ -312,7 +314,7 @@ def tampered_frames(rng: random.Random, gone: bool) -> bytes:
         Pong(number, small, number),
         *[Gone(small, "x" * small)] * gone,
     ]
-    data = bytearray(b"".join(pack(rng.choice(frames)) for _ in range(rng.randrange(1, 5))))
+    data = bytearray(b"".join(pack(rng.choice(frames), check) for _ in range(rng.randrange(1, 5))))
     for _ in range(rng.choice((0, 1, 1, 2, 10))):
         at = rng.randrange(len(data) + 1)
         data[at : at + rng.randrange(4)] = rng.randbytes(rng.randrange(4))
@@ -330,8 +332,9 @@ def fuzz(link: FaultyLink, connections: int, seed: int) -> int:
         with socket.create_connection(link.planes[1].addresses()[0], timeout=20) as guest:
             as_member = rng.random() < 0.7
             try:
-                members += as_member and _become_member(guest, link.secret)
-                guest.sendall(tampered_frames(rng, gone=not as_member))
+                check = _become_member(guest, link.secret) if as_member else plain_check
+                members += check is not plain_check
+                guest.sendall(tampered_frames(rng, not as_member, check))
                 guest.shutdown(socket.SHUT_WR)
                 while guest.recv(4096):
                     pass
@@ -340,14 +343,19 @@ def fuzz(link: FaultyLink, connections: int, seed: int) -> int:
     return members
 
 
-def _become_member(guest: socket.socket, secret: bytes) -> bool:
+def _become_member(guest: socket.socket, secret: bytes) -> Check:
+    """The check of what a member sends; the plain one if it wasn't let in."""
     reader = FrameReader(TO_DIALLER)
     challenge = _next_frame(guest, reader)
     if not isinstance(challenge, Challenge):
-        return False
+        return plain_check
     frame = Introduce(0, 1, 1, 60, CHUNK_BYTES, (2,), new_nonce())
-    guest.sendall(pack(sign_introduction(secret, challenge, frame)))
-    return isinstance(_next_frame(guest, reader), Welcome)
+    frame = sign_introduction(secret, challenge, frame)
+    guest.sendall(pack(frame))
+    answer = _next_frame(guest, reader)
+    if not isinstance(answer, Welcome):
+        return plain_check
+    return seals(secret, *transcript(challenge, frame, answer), is_caller=True)[0]
 
 
 def _next_frame(guest: socket.socket, reader: FrameReader) -> Any:

@@ -34,7 +34,7 @@ import numpy as np
 from benchmarks.bare_chain import Chain
 from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.names import ChannelName
-from jaxmorph.transport.plane import ChannelSpec, TransportSettings
+from jaxmorph.transport.plane import ChannelSpec, PayloadChecks, TransportSettings
 from jaxmorph.transport.slots import Slots
 
 MB, KB = 1 << 20, 1 << 10
@@ -212,7 +212,7 @@ def _take_apart(end: End, num_bytes: int, count: int) -> dict[str, float]:
     }
 
 
-def _planes(rank: int, checksum: bool) -> SidecarPlane:
+def _planes(rank: int, checksum: PayloadChecks) -> SidecarPlane:
     def specs(source: int, destination: int) -> list[ChannelSpec]:
         return [
             ChannelSpec(ChannelName(LONG, source, destination), LARGEST, NUM_SLOTS),
@@ -223,7 +223,9 @@ def _planes(rank: int, checksum: bool) -> SidecarPlane:
     return SidecarPlane.start(rank, specs(rank, 1 - rank), specs(1 - rank, rank), settings)
 
 
-KINDS = {"sidecar": True, "sidecar, no checksum": False}
+KINDS: dict[str, PayloadChecks] = {
+    "sidecar": True, "sidecar, no checksum": False, "sidecar, mac": "mac",
+}  # fmt: skip
 
 
 def _open_peer(link: Connection, listening: Connection) -> dict[str, End]:

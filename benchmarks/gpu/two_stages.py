@@ -43,6 +43,7 @@ from jaxmorph.schedule.simulate import simulate
 from jaxmorph.stage.mesh import make_mesh
 from jaxmorph.stage.model import Params, PipelineModel, cut_layers
 from jaxmorph.stage.parameters import init_stage_params, leaf_at, with_leaf
+from jaxmorph.transport.secret import inherited_secret
 
 LARGE = Sizes(512, 8, num_layers=4, sequence_length=256, microbatch_size=2, vocab_size=1024)
 SMALL = Sizes(16, 2, num_layers=2, sequence_length=8, microbatch_size=2, vocab_size=32)
@@ -201,9 +202,11 @@ def run_stage(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> 
     )
     rank = arguments.rank
     ends = channel_specs(settings.payloads(model), settings.delegated, rank)
-    store = FolderStore(folder)
+    store, secret = FolderStore(folder), inherited_secret(arguments.secret_fd or 0)
     with (
-        closing(HostRendezvous(store, "127.0.0.1", rank, _NUM_STAGES, _MEET_S)) as rendezvous,
+        closing(
+            HostRendezvous(store, "127.0.0.1", rank, _NUM_STAGES, _MEET_S, secret)
+        ) as rendezvous,
         open_data_plane(rendezvous, *ends) as plane,
     ):
         with jax.default_matmul_precision("highest"):

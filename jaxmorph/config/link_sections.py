@@ -216,8 +216,9 @@ class Transport(Section):
     """Bytes that are acknowledged, and sent again, as a whole. Larger chunks cost less processor
     time; smaller ones spread a message over more lanes."""
 
-    checksum: Annotated[bool, Expected("true or false")] = True
-    """Compare a CRC-32C (or CRC-32) of each chunk before acknowledging it."""
+    checksum: Annotated[bool | Literal["mac"], Expected("true, false or mac")] = True
+    """Compare a CRC-32C (or CRC-32) of each chunk before acknowledging it. `mac` also finds what
+    someone on the network has changed, for more processor time: docs/explanation/security.md."""
 
     backend: Literal["tcp", "nixl"] = "tcp"
     """`nixl` is RDMA by NVIDIA's NIXL, see docs/how-to/rdma.md."""

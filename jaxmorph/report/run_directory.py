@@ -17,6 +17,7 @@ from jaxmorph.errors import UserError
 from jaxmorph.plain_json import Json, ParseError, parse_line, with_sum, without_sum
 from jaxmorph.records import Event, EventKind, StepRecord
 from jaxmorph.report.tensorboard import TensorBoardEvents, load_writer
+from jaxmorph.transport.secret import SECRET_FILE
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -366,10 +367,13 @@ def _cannot_write(config: Config, error: OSError) -> UserError:
 
 
 def _claim(path: Path, config_text: str) -> bool:
-    """Claim an absent or empty directory by creating its config.yaml, which one run alone can."""
+    """Claim an absent or empty directory by creating its config.yaml, which one run alone can.
+
+    The secret of a job's tasks may be there: they have met before one of them claims it.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        if any(path.iterdir()):
+        if any(not each.name.startswith(SECRET_FILE) for each in path.iterdir()):
             return False
         with (path / CONFIG).open("x", encoding="utf-8") as file:
             file.write(config_text)

@@ -1,7 +1,10 @@
 """How a process joins a run by JAX's distributed runtime: at an address, or in a cluster's job."""
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,16 +14,20 @@ import jax
 # `multihost_utils` would send the same data over the accelerator's collectives, which must not
 # carry control messages: a slow link would delay them, a dead one for ever.
 from jax._src import distributed
+from jax._src.clusters import ClusterEnv  # and finds where rank 0 of a job will serve it
 
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.launcher import num_processors
 from jaxmorph.runtime.rank_process import RankArguments
 from jaxmorph.runtime.rendezvous import HostRendezvous, KeyValueStore, Rendezvous, SoleRank
+from jaxmorph.transport.network_cards import address_of_name
+from jaxmorph.transport.secret import inherited_secret, run_secret
 
 
 def join_run(
     launched: RankArguments | None = None,
     *,
+    directory: Path | None = None,
     start_timeout_s: float,
     step_timeout_s: float,
     fails_over: bool = False,
@@ -30,13 +37,14 @@ def join_run(
     Args:
         launched: What the launcher passed to this rank; None: `jax.distributed` finds the run
             (Slurm, Open MPI, Kubernetes, ...).
+        directory: The run's, which the tasks of a job share; None: it has none.
         start_timeout_s: How long to wait for the other ranks, to appear and in exchanges, until
             `Rendezvous.limit` changes it.
         step_timeout_s: How long a transfer waits for the other end.
         fails_over: Whether its links may fail and be restored over a spare device.
 
     Raises:
-        UserError: If JAX has no device here, in one line.
+        UserError: If JAX has no device here, or the run no secret, in one line.
     """
     if launched is not None and launched.num_ranks == 1:
         own_devices()
@@ -48,7 +56,9 @@ def join_run(
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     start_s = max(1, round(start_timeout_s))
     if launched is None:
-        jax.distributed.initialize(initialization_timeout=start_s)
+        jax.distributed.initialize(
+            initialization_timeout=start_s, coordinator_bind_address=_address_in_job(start_s)
+        )
     else:
         jax.distributed.initialize(
             launched.coordinator,
@@ -59,11 +69,31 @@ def join_run(
             # By default it would listen on all interfaces.
             coordinator_bind_address=launched.coordinator,
         )
-    return rendezvous_of_joined(start_timeout_s)
+    if launched is None or launched.secret_fd is None:
+        return rendezvous_of_joined(start_timeout_s, partial(run_secret, directory))
+    return rendezvous_of_joined(start_timeout_s, partial(inherited_secret, launched.secret_fd))
 
 
-def rendezvous_of_joined(start_timeout_s: float) -> Rendezvous:
-    """The rendezvous of processes that `jax.distributed` has joined."""
+def _address_in_job(start_s: int) -> str | None:
+    """Where rank 0 of a cluster's job serves; None: JAX decides, and listens on all interfaces.
+
+    That is the address of the name by which the other ranks know its host, if the host knows it by
+    the same (`address_of_name`).
+    """
+    if "JAX_COORDINATOR_BIND_ADDRESS" in os.environ:
+        return None
+    address, _, rank, _ = ClusterEnv.auto_detect_unset_distributed_params(
+        os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, None, start_s
+    )
+    if address is None or rank != 0:
+        return None
+    host, _, port = address.rpartition(":")
+    own = address_of_name(host)
+    return f"{own}:{port}" if own else None
+
+
+def rendezvous_of_joined(start_timeout_s: float, secret: Callable[[], bytes]) -> Rendezvous:
+    """The rendezvous of processes that `jax.distributed` has joined, by the run's secret."""
     own_devices()
     if jax.process_count() == 1:
         return SoleRank()
@@ -73,6 +103,7 @@ def rendezvous_of_joined(start_timeout_s: float) -> Rendezvous:
         jax.process_index(),
         jax.process_count(),
         start_timeout_s,
+        secret(),
     )
 
 

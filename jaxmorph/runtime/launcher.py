@@ -22,6 +22,7 @@ from jaxmorph.messages import RankFailed
 from jaxmorph.plain_json import parse
 from jaxmorph.progress import Page, Stall, is_stopped, new_page, write_stacks_of
 from jaxmorph.runtime.rank_process import RankArguments
+from jaxmorph.transport.secret import hand_down
 
 if TYPE_CHECKING:  # the GPU check runs without the configuration's libraries
     from jaxmorph.config import Config
@@ -149,12 +150,15 @@ def run_ranks(
     ):
         coordinator = f"127.0.0.1:{port}"
         environment = _environment(num_ranks, least_threads)
+        secret_fd = hand_down()
+        stack.callback(os.close, secret_fd)
         stack.callback(_end, watch)  # also ends the first ranks if starting a later one fails
         for number in range(num_ranks):
             shown = shows_rank_0 and number == 0
             rank = _start(
-                number, num_ranks, coordinator, module, arguments, log_dir, environment, shown=shown
-            )
+                number, num_ranks, coordinator, module, arguments, log_dir, environment, secret_fd,
+                shown=shown,
+            )  # fmt: skip
             watch.ranks.append(rank)
         _watch(watch)
         return watch.asked_to_end
@@ -179,6 +183,7 @@ def _start(
     arguments: Sequence[str],
     log_dir: Path,
     environment: dict[str, str],
+    secret_fd: int,
     *,
     shown: bool,
 ) -> _Rank:
@@ -187,7 +192,7 @@ def _start(
     threads = None if "NPROC" in os.environ else int(environment["NPROC"])
     page_fd = new_page()
     rank = RankArguments(
-        number, num_ranks, coordinator, messages_write, lifeline_read, threads, page_fd
+        number, num_ranks, coordinator, messages_write, lifeline_read, threads, page_fd, secret_fd
     )
     log_path = log_dir / f"rank_{number}.log"
     with log_path.open("wb") as log:
@@ -196,7 +201,7 @@ def _start(
             stdin=subprocess.DEVNULL,
             stdout=None if shown else log,
             stderr=log,
-            pass_fds=(messages_write, lifeline_read, page_fd),
+            pass_fds=(messages_write, lifeline_read, page_fd, secret_fd),
             env=environment,
             start_new_session=True,  # so that Ctrl-C reaches only the launcher
         )

@@ -6,7 +6,6 @@ the network that direct transfers take.
 """
 
 import contextlib
-import secrets
 import socket
 import threading
 import time
@@ -16,19 +15,18 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from jaxmorph.records import Link
-from jaxmorph.runtime.link_switch import PeerConnections
-from jaxmorph.runtime.rendezvous import (
+from jaxmorph.runtime.connection import (
     Connection,
     ConnectionLostError,
-    Rendezvous,
-    RendezvousError,
-    accept_ranks,
-    gather,
-    identify,
+    Member,
     introduce,
+    serve_members,
 )
+from jaxmorph.runtime.link_switch import PeerConnections
+from jaxmorph.runtime.rendezvous import Rendezvous, RendezvousError, accept_ranks, gather
 from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.plane import ChannelSpec, DataPlane, TransportSettings
+from jaxmorph.transport.secret import derived
 
 Address = tuple[str, int]
 Start = Callable[
@@ -36,7 +34,6 @@ Start = Callable[
 ]
 """Starts a rank's end of the plane: (rank, outgoing channels, incoming channels, settings)."""
 
-_SECRET_BYTES = 32
 _CONNECTIONS = 2
 _IS_UP = b"up"
 _ANSWER_S = 1.0
@@ -67,10 +64,11 @@ def open_data_plane(
     start = start or SidecarPlane.start
     plane = start(rendezvous.rank, outgoing, incoming, settings)
     try:
-        found, secret = _agree(rendezvous, plane.addresses())
+        found = _agree(rendezvous, plane.addresses())
         channels = (spec.name for spec in (*outgoing, *incoming))
         peers = {rank for name in channels for rank in (name.source, name.destination)}
         peers.discard(rendezvous.rank)
+        secret = derived(rendezvous.secret, "data plane")
         plane.connect({rank: found[rank] for rank in sorted(peers)}, secret)
         yield plane
     except BaseException:
@@ -82,24 +80,18 @@ def open_data_plane(
 
 @dataclass(frozen=True)
 class _Listening:
-    """Where a rank listens; from rank 0 also the secret, in hexadecimal digits."""
+    """Where a rank listens."""
 
     at: tuple[Address, ...]
-    secret: str
 
 
-def _agree(
-    rendezvous: Rendezvous, own: Sequence[Address]
-) -> tuple[list[tuple[Address, ...]], bytes]:
-    """Where every rank listens, and a secret that rank 0 makes up; all ranks call it together."""
-    secret = secrets.token_hex(_SECRET_BYTES) if rendezvous.rank == 0 else ""
-    reports = gather(rendezvous, _Listening, _Listening(tuple(own), secret))
-    return [each.at for each in reports], bytes.fromhex(reports[0].secret)
+def _agree(rendezvous: Rendezvous, own: Sequence[Address]) -> list[tuple[Address, ...]]:
+    """Where every rank listens; all ranks call it together."""
+    return [each.at for each in gather(rendezvous, _Listening, _Listening(tuple(own)))]
 
 
-def _agree_on_addresses(rendezvous: Rendezvous, own: Address) -> tuple[list[Address], bytes]:
-    found, secret = _agree(rendezvous, [own])
-    return [at for (at,) in found], secret
+def _agree_on_address(rendezvous: Rendezvous, own: Address) -> list[Address]:
+    return [at for (at,) in _agree(rendezvous, [own])]
 
 
 class PathPings:
@@ -112,21 +104,18 @@ class PathPings:
     which alone changes its `_Watch`. Lock: which ends are watched.
     """
 
-    def __init__(
-        self, rank: int, listener: socket.socket, addresses: list[Address], secret: bytes
-    ) -> None:
-        self._rank, self._listener = rank, listener
-        self._addresses, self._secret = addresses, secret
+    def __init__(self, own: Member, listener: socket.socket, addresses: list[Address]) -> None:
+        self._own, self._addresses = own, addresses
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._watches: dict[Link, _Watch] = {}
         self._threads: list[threading.Thread] = []
-        self._start(self._answer_all)
+        self._start(partial(serve_members, listener, own, _answer, self._closed))
 
     def watch(self, link: Link, answer_s: float = _ANSWER_S) -> None:
         """Ping a link's other end repeatedly in the background; a second call does nothing."""
         with self._lock:
             if link not in self._watches:
-                watch = _Watch(self._addresses[sum(link) - self._rank], answer_s)
+                watch = _Watch(sum(link) - self._own.rank, answer_s)
                 self._watches[link] = watch
                 self._start(partial(self._ping_all, watch))
 
@@ -146,7 +135,7 @@ class PathPings:
 
     def reaches(self, link: Link) -> bool:
         """Ping the other end once and wait for its answer."""
-        return self._ping(self._addresses[sum(link) - self._rank], _ANSWER_S)
+        return self._ping(sum(link) - self._own.rank, _ANSWER_S)
 
     def forget(self, link: Link) -> None:
         """Stop pinging, and forget the last answer."""
@@ -170,32 +159,30 @@ class PathPings:
 
     def _ping_all(self, watch: "_Watch") -> None:
         while not watch.is_over.is_set():
-            watch.is_up = self._ping(watch.address, watch.answer_s)
+            watch.is_up = self._ping(watch.peer, watch.answer_s)
             watch.is_over.wait(_BETWEEN_S)
 
-    def _ping(self, address: Address, answer_s: float) -> bool:
+    def _ping(self, peer: int, answer_s: float) -> bool:
+        address = self._addresses[peer]
         with contextlib.suppress(OSError, ConnectionLostError):
             connection = Connection(socket.create_connection(address, answer_s), answer_s)
             with contextlib.closing(connection):
-                introduce(connection, self._rank, self._secret)
+                introduce(connection, self._own, peer)
                 return connection.receive(len(_IS_UP)) == _IS_UP
         return False
 
-    def _answer_all(self) -> None:
-        self._listener.settimeout(_BETWEEN_S)
-        while not self._closed.is_set():
-            with contextlib.suppress(OSError, ConnectionLostError):
-                connection = Connection(self._listener.accept()[0], _ANSWER_S)
-                with contextlib.closing(connection):
-                    if identify(connection, self._secret) is not None:
-                        connection.send(_IS_UP)
+
+def _answer(_: int, rank: int | None, connection: Connection) -> None:
+    with contextlib.closing(connection), contextlib.suppress(ConnectionLostError, OSError):
+        if rank is not None:
+            connection.send(_IS_UP)
 
 
 @dataclass
 class _Watch:
     """A link's other end, pinged until `is_over`; `is_up` is None until the first ping is over."""
 
-    address: Address
+    peer: int
     answer_s: float
     is_up: bool | None = None
     is_over: threading.Event = field(default_factory=threading.Event)
@@ -205,8 +192,9 @@ class _Watch:
 def open_path_pings(rendezvous: Rendezvous, otherwise: str) -> Iterator[PathPings]:
     """A rank's pings, at its own name's address or else at another; all ranks call it together."""
     with _listen(otherwise) as listener:
-        found, secret = _agree_on_addresses(rendezvous, listener.getsockname()[:2])
-        with contextlib.closing(PathPings(rendezvous.rank, listener, found, secret)) as pings:
+        found = _agree_on_address(rendezvous, listener.getsockname()[:2])
+        own = Member(rendezvous.rank, "answer pings", rendezvous.secret)
+        with contextlib.closing(PathPings(own, listener, found)) as pings:
             yield pings
 
 
@@ -258,18 +246,18 @@ def open_peer_connections(
     peers = {sum(link) - rank: link for link in links if rank in link}
     family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
     with ExitStack() as opened, socket.create_server((host, 0), family=family) as listener:
-        addresses, secret = _agree_on_addresses(rendezvous, listener.getsockname()[:2])
+        addresses = _agree_on_address(rendezvous, listener.getsockname()[:2])
+        own = Member(rank, "connect their links", rendezvous.secret)
         until_s = time.monotonic() + timeout_s
         found: dict[int, list[Connection]] = {peer: [] for peer in peers}
         # The upper end of a link calls the lower one. A rank calls all ranks below it before it
         # accepts any above it, so no two ranks wait for each other.
         for peer in sorted(peer for peer in peers if peer < rank):
             for _ in range(_CONNECTIONS):
-                found[peer].append(_call(rank, peer, addresses[peer], secret, until_s))
+                found[peer].append(_call(own, peer, addresses[peer], until_s))
                 opened.callback(found[peer][-1].close)
         above = [peer for peer in peers if peer > rank] * _CONNECTIONS
-        purpose = "connect their links"
-        for peer, connection in accept_ranks(listener, above, secret, until_s, purpose):
+        for peer, connection in accept_ranks(listener, own, above, until_s):
             found[peer].append(connection)
             opened.callback(connection.close)
         listener.close()
@@ -280,14 +268,14 @@ def open_peer_connections(
         yield {peers[peer]: PeerConnections(*both) for peer, both in found.items()}
 
 
-def _call(rank: int, peer: int, address: Address, secret: bytes, until_s: float) -> Connection:
+def _call(own: Member, peer: int, address: Address, until_s: float) -> Connection:
     left_s = max(until_s - time.monotonic(), 0.001)
     try:
         connection = Connection(socket.create_connection(address, left_s), left_s)
-        introduce(connection, rank, secret)
+        introduce(connection, own, peer)
     except (OSError, ConnectionLostError) as error:
         raise RendezvousError(
-            f"rank {rank} can't reach rank {peer} at {address[0]}:{address[1]} to connect their "
-            f"link: {error}"
+            f"rank {own.rank} can't reach rank {peer} at {address[0]}:{address[1]} to connect "
+            f"their link: {error}"
         ) from error
     return connection

@@ -34,7 +34,7 @@ from typing import NamedTuple
 from jaxmorph.control.link_state import PathFailure
 from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.records import Link
-from jaxmorph.runtime.rendezvous import Connection, ConnectionLostError
+from jaxmorph.runtime.connection import Connection, ConnectionLostError
 from jaxmorph.transport.names import PeerGoneError
 
 Counts = Mapping[Channel, int]

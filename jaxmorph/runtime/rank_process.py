@@ -26,6 +26,7 @@ class RankArguments:
         lifeline_fd: A pipe that closes when the launcher dies; a byte in it asks the rank to end.
         num_threads: Threads of XLA's pools, if the launcher has chosen their number.
         progress_fd: The page of the rank's progress, which the launcher reads.
+        secret_fd: Has the run's secret.
     """
 
     rank: int
@@ -35,10 +36,15 @@ class RankArguments:
     lifeline_fd: int
     num_threads: int | None = None
     progress_fd: int | None = None
+    secret_fd: int | None = None
 
     def to_command_line(self) -> list[str]:
         """The arguments, as `parse` reads them."""
-        given = {"num-threads": self.num_threads, "progress-fd": self.progress_fd}
+        given = {
+            "num-threads": self.num_threads,
+            "progress-fd": self.progress_fd,
+            "secret-fd": self.secret_fd,
+        }
         return [
             f"--rank={self.rank}",
             f"--num-ranks={self.num_ranks}",
@@ -55,7 +61,7 @@ class RankArguments:
         for name in ("rank", "num-ranks", "messages-fd", "lifeline-fd"):
             parser.add_argument(f"--{name}", type=int, required=True)
         parser.add_argument("--coordinator", required=True)
-        for name in ("num-threads", "progress-fd"):
+        for name in ("num-threads", "progress-fd", "secret-fd"):
             parser.add_argument(f"--{name}", type=int)
         found, rest = parser.parse_known_args(command_line)
         return cls(**vars(found)), rest

@@ -1,125 +1,43 @@
-"""Control messages between the ranks of a run: framed messages over TCP, on the host network.
-
-Connections from strangers are refused. In the rendezvous all ranks exchange messages, each in the
-same order.
-"""
+"""Exchanges of all ranks of a run, over the host network, each in the same order."""
 
 import contextlib
-import hmac
 import json
-import secrets
+import queue
 import socket
-import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import is_dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from jaxmorph.errors import UserError
 from jaxmorph.plain_json import Json, as_object, dump, parse
 from jaxmorph.progress import progress
+from jaxmorph.runtime.connection import (
+    IDENTIFY_S,
+    MAX_PENDING,
+    Connection,
+    ConnectionLostError,
+    Member,
+    RefusedError,
+    introduce,
+    other_version,
+    serve_members,
+)
+from jaxmorph.transport.network_cards import address_of_name
+from jaxmorph.transport.secret import SECRET_FILE, VARIABLE, derived, new_nonce
+from jaxmorph.transport.wire import VERSION
 
 DETAIL = "detail"
 _Value = TypeVar("_Value")
 _KEY = "jaxmorph/rendezvous"
-_IDENTIFY_S = 2.0  # a silent stranger must not use up the others' time
+_RENDEZVOUS = "the rendezvous"
 _GRACE_S = 2.0
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
-_NOTE = b"\0"  # begins a note; what ranks exchange is JSON
+_NOTE = b"\0"  # begins a note; what ranks exchange is text
 _NOTE_EVERY_S = 5.0
-
-_LENGTH = struct.Struct("!I")
-_RANK = struct.Struct("!I")
-_NONCE_BYTES = 32
-_LARGEST_BYTES = 1 << 28
-
-
-class ConnectionLostError(RuntimeError):
-    """The peer closed the connection, died or can't be reached any more."""
-
-
-@contextlib.contextmanager
-def _losses_named() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        # The socket's own deadline raises a TimeoutError without errno. With one, the kernel has
-        # given up on the connection.
-        if isinstance(error, TimeoutError) and error.errno is None:
-            raise
-        raise ConnectionLostError(str(error)) from error
-
-
-class Connection:
-    """A connection of framed messages; for the deadline see `limit`."""
-
-    def __init__(self, peer: socket.socket, deadline_s: float) -> None:
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # it may be silent for days
-        self._socket, self._sending = peer, threading.Lock()
-        self.limit(deadline_s)
-
-    def limit(self, deadline_s: float | None) -> None:
-        """Change how long the peer may be silent before or within a message; None: no limit."""
-        self._socket.settimeout(deadline_s)
-
-    def send(self, message: bytes) -> None:
-        """Send one message within the deadline; `ConnectionLostError` if the peer is gone."""
-        with self._sending, _losses_named():
-            self._socket.sendall(_LENGTH.pack(len(message)) + message)
-
-    def receive(self, limit_bytes: int = _LARGEST_BYTES) -> bytes:
-        """Wait for one message.
-
-        Raises:
-            TimeoutError: If it doesn't come within the deadline.
-            ConnectionLostError: If the peer is gone, or announces more than the limit.
-        """
-        (length,) = _LENGTH.unpack(self._receive_exactly(_LENGTH.size))
-        if length > limit_bytes:
-            raise ConnectionLostError(
-                f"a message of {length} bytes, expected at most {limit_bytes}"
-            )
-        return self._receive_exactly(length)
-
-    def close(self) -> None:
-        """Close the connection; a thread that waits for a message gets an error."""
-        with contextlib.suppress(OSError):  # the peer may have closed it first
-            self._socket.shutdown(socket.SHUT_RDWR)  # `close` alone would wake no thread
-        self._socket.close()
-
-    def _receive_exactly(self, length: int) -> bytes:
-        received = bytearray()
-        while len(received) < length:
-            with _losses_named():
-                part = self._socket.recv(length - len(received))
-            if not part:
-                raise ConnectionLostError("the connection was closed")
-            received += part
-        return bytes(received)
-
-
-def introduce(connection: Connection, rank: int, secret: bytes) -> None:
-    """Prove to the listening side that this is a rank of the run."""
-    nonce = connection.receive(_NONCE_BYTES)
-    connection.send(_RANK.pack(rank) + _proof(secret, nonce, rank))
-
-
-def identify(connection: Connection, secret: bytes) -> int | None:
-    """Which rank has connected; None for a stranger, whose proof is wrong."""
-    nonce = secrets.token_bytes(_NONCE_BYTES)
-    connection.send(nonce)
-    answer = connection.receive(_RANK.size + hmac.new(secret, b"", "sha256").digest_size)
-    if len(answer) <= _RANK.size:
-        return None
-    (rank,) = _RANK.unpack(answer[: _RANK.size])
-    genuine = hmac.compare_digest(answer[_RANK.size :], _proof(secret, nonce, rank))
-    return rank if genuine else None
-
-
-def _proof(secret: bytes, nonce: bytes, rank: int) -> bytes:
-    return hmac.new(secret, nonce + _RANK.pack(rank), "sha256").digest()
 
 
 class RendezvousError(RuntimeError):
@@ -147,10 +65,15 @@ class KeyValueStore(Protocol):
 
 
 class Rendezvous(Protocol):
-    """How ranks exchange control messages; every rank calls the same methods in the same order."""
+    """How ranks exchange control messages; every rank calls the same methods in the same order.
+
+    Attributes:
+        secret: Known to the ranks of this start of the run alone.
+    """
 
     rank: int
     num_ranks: int
+    secret: bytes
 
     def exchange(self, message: Json, detail: Any = None) -> list[Json]:
         """All ranks' messages, in rank order, this rank's own included; also a barrier.
@@ -210,6 +133,9 @@ class SoleRank:
     rank = 0
     num_ranks = 1
 
+    def __init__(self) -> None:
+        self.secret = new_nonce()
+
     def exchange(self, message: Json, detail: Any = None) -> list[Json]:
         """This rank's message, as the network would return it."""
         return [{**json.loads(dump(message)), DETAIL: dump(detail)}]
@@ -227,9 +153,9 @@ class SoleRank:
 class HostRendezvous:
     """Every rank's message goes to rank 0, which sends all of them to all ranks, over TCP.
 
-    JAX's coordination service only passes on where rank 0 listens, and the run's secret. An
-    exchange through its key-value store takes milliseconds, this one a fraction of that, at every
-    step.
+    JAX's coordination service only passes on where rank 0 listens: anyone can read and write there.
+    And an exchange through its key-value store takes milliseconds, this one a fraction of that, at
+    every step.
 
     While ranks start, notes travel beside what they exchange, so that a slow start is told from a
     dead one: through rank 0, to all. A thread of its own sends them.
@@ -237,21 +163,38 @@ class HostRendezvous:
     Args:
         host: Rank 0's host, as all ranks reach it.
         deadline_s: How long rank 0 waits for another rank, until `limit` changes it.
+        secret: The run's.
+
+    Raises:
+        RendezvousError: If a rank doesn't come in time.
+        UserError: If this rank's secret or version isn't rank 0's.
     """
 
     def __init__(
-        self, store: KeyValueStore, host: str, rank: int, num_ranks: int, deadline_s: float
+        self,
+        store: KeyValueStore,
+        host: str,
+        rank: int,
+        num_ranks: int,
+        deadline_s: float,
+        secret: bytes,
     ) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
+        own = Member(rank, _RENDEZVOUS, secret)
         if rank == 0:
-            self._peers = _gather(store, host, num_ranks, deadline_s)
+            self._peers = _gather(store, host, num_ranks, own, deadline_s)
         else:
-            self._peers = {0: _connect(store, rank, deadline_s)}
+            self._peers = _connect(store, own, deadline_s)
         self._heard: dict[int, str] = {}
         self._exchanges = False
         self._has_started = threading.Event()
         self.limit(deadline_s, starts=True)
+        # Ranks that are left from another start of the run know its secret, but don't belong here.
+        start = new_nonce().hex().encode() if rank == 0 else self._receive(0)
+        for peer in range(1, num_ranks) if rank == 0 else ():
+            self._send(peer, start)
+        self.secret = derived(secret, "start", start)
         threading.Thread(target=self._tell_regularly, name="notes", daemon=True).start()
 
     def limit(self, deadline_s: float, *, starts: bool = False) -> None:
@@ -341,53 +284,75 @@ class HostRendezvous:
 
 
 def _gather(
-    store: KeyValueStore, host: str, num_ranks: int, deadline_s: float
+    store: KeyValueStore, host: str, num_ranks: int, own: Member, deadline_s: float
 ) -> dict[int, Connection]:
     """Listen until all other ranks have connected."""
-    secret = secrets.token_bytes(32)
-    family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
-    # Other hosts may know rank 0 by a name that it doesn't know itself: then on all addresses.
-    bound = host if host in _LOOPBACK else ""
     until_s = time.monotonic() + deadline_s
-    with socket.create_server((bound, 0), family=family, backlog=num_ranks) as listener:
-        where = {"host": host, "port": listener.getsockname()[1], "secret": secret.hex()}
+    bound = host if host in _LOOPBACK else address_of_name(host)
+    family = socket.getaddrinfo(bound or host, None, type=socket.SOCK_STREAM)[0][0]
+    backlog = num_ranks + MAX_PENDING
+    with socket.create_server((bound, 0), family=family, backlog=backlog) as listener:
+        where = {"host": host, "port": listener.getsockname()[1], "version": VERSION}
         store.key_value_set(_KEY, json.dumps(where))
-        others = range(1, num_ranks)
-        return dict(accept_ranks(listener, others, secret, until_s, "the rendezvous"))
+        return dict(accept_ranks(listener, own, range(1, num_ranks), until_s))
 
 
 def accept_ranks(
-    listener: socket.socket, ranks: Iterable[int], secret: bytes, until_s: float, purpose: str
-) -> Iterator[tuple[int, Connection]]:
-    """The connections of ranks that call, each as often as it is listed; refuses strangers.
+    listener: socket.socket, own: Member, ranks: Iterable[int], until_s: float
+) -> list[tuple[int, Connection]]:
+    """The connections of ranks that call, in their order; strangers are refused.
+
+    Args:
+        ranks: Those awaited; one that calls several times is listed as often.
 
     Raises:
         RendezvousError: If some don't call in time.
     """
-    awaited, accepted = list(ranks), []
-    while awaited:
-        listener.settimeout(max(until_s - time.monotonic(), 0.001))
-        try:
-            connection = Connection(listener.accept()[0], _IDENTIFY_S)
-        except TimeoutError:
-            for each in accepted:  # so that these ranks fail at once too
-                each.close()
-            late = sorted(set(awaited))
-            raise RendezvousError(f"ranks {late} did not come to {purpose}") from None
-        rank = None
-        with contextlib.suppress(ConnectionLostError, OSError):
-            rank = identify(connection, secret)
-        if rank not in awaited:
+    awaited, num_strangers = list(ranks), 0
+    accepted: dict[int, tuple[int, Connection]] = {}
+    came: queue.SimpleQueue[tuple[int, int | None, Connection]] = queue.SimpleQueue()
+    is_over = threading.Event()
+    serve = partial(serve_members, listener, own, lambda *each: came.put(each), is_over)
+    serving = threading.Thread(target=serve, name=own.purpose, daemon=True)
+    serving.start()
+    try:
+        while awaited:
+            number, rank, connection = came.get(timeout=max(until_s - time.monotonic(), 0.001))
+            if rank in awaited:
+                awaited.remove(rank)
+                accepted[number] = rank, connection
+            else:
+                num_strangers += rank is None
+                connection.close()
+    except queue.Empty:
+        for _, connection in accepted.values():  # so that these ranks fail at once too
             connection.close()
-            continue
-        awaited.remove(rank)
-        accepted.append(connection)
-        yield rank, connection
+        late = f"ranks {sorted(set(awaited))} did not come to {own.purpose}"
+        refused = f" ({num_strangers} connections were refused: another secret)"
+        raise RendezvousError(late + refused * bool(num_strangers)) from None
+    finally:
+        is_over.set()
+        with contextlib.suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)  # ends its thread's wait
+        serving.join(IDENTIFY_S)
+    return [accepted[number] for number in sorted(accepted)]
 
 
-def _connect(store: KeyValueStore, rank: int, deadline_s: float) -> Connection:
+def _connect(store: KeyValueStore, own: Member, deadline_s: float) -> dict[int, Connection]:
+    """Call rank 0."""
     where = json.loads(store.blocking_key_value_get(_KEY, round(deadline_s * 1000)))
+    if where.get("version") != VERSION:
+        raise other_version(0, where.get("version", 1))
     peer = socket.create_connection((where["host"], where["port"]), deadline_s)
     connection = Connection(peer, deadline_s)
-    introduce(connection, rank, bytes.fromhex(where["secret"]))
-    return connection
+    try:
+        introduce(connection, own, 0)
+    except RefusedError as error:
+        connection.close()
+        raise UserError(
+            f"rank {own.rank}: {error}; expected one file for all ranks: {SECRET_FILE} in the run "
+            f"directory, or what {VARIABLE} names"
+        ) from error
+    except ConnectionLostError as error:
+        raise RendezvousError(f"rank 0 is gone: {error}") from error
+    return {0: connection}

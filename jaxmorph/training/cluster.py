@@ -2,6 +2,7 @@
 
 import os
 import socket
+from pathlib import Path
 
 from jaxmorph.config import Config
 from jaxmorph.emulation.link_settings import trace_conditions
@@ -32,20 +33,26 @@ def is_first_task() -> bool:
 
 
 def join_cluster(
-    start_timeout_s: float, step_timeout_s: float, fails_over: bool, otherwise: str
+    start_timeout_s: float,
+    step_timeout_s: float,
+    fails_over: bool,
+    otherwise: str,
+    directory: Path | None,
 ) -> Rendezvous:
     """Join a job whose tasks `jax.distributed` detects.
 
     Args:
         otherwise: What an error suggests instead.
+        directory: The run's, which all tasks share and which keeps its secret; None: it has none.
 
     Raises:
-        UserError: `jax.distributed` can't place this process.
+        UserError: `jax.distributed` can't place this process, or the run has no secret.
     """
     from jaxmorph.runtime.join import join_run
 
     try:
         return join_run(
+            directory=directory,
             start_timeout_s=start_timeout_s,
             step_timeout_s=step_timeout_s,
             fails_over=fails_over,

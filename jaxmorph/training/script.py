@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +27,7 @@ from jaxmorph.runtime.rendezvous import Rendezvous, SoleRank
 from jaxmorph.runtime.watchdog import watch_over
 from jaxmorph.training.cluster import join_cluster, num_tasks, started_by_cluster
 from jaxmorph.training.script_launch import launch_arguments
+from jaxmorph.transport.secret import run_secret
 
 # At most one entry each: a process has one rendezvous, which its trainers use in turn.
 _met: list[Rendezvous] = []
@@ -55,6 +57,7 @@ def meet(
     direct_timeout_s: float,
     least_threads: int = 1,
     fails_over: bool = False,
+    directory: Path | None = None,
 ) -> Rendezvous:
     """The rendezvous of this script's processes, made on the first call.
 
@@ -64,6 +67,7 @@ def meet(
     Args:
         least_threads: How many threads XLA's pools need, in processes of `jaxmorph launch`.
         fails_over: Whether links fail over, for which each process needs a spare device.
+        directory: The run's, which keeps the secret of processes that nothing has launched.
 
     Raises:
         UserError: As for `join`; or an earlier trainer of this process ended with an error.
@@ -74,7 +78,7 @@ def meet(
             "processes no longer wait for it: start the script again"
         )
     if not _met:
-        _met.append(_join(start_timeout_s, direct_timeout_s, least_threads, fails_over))
+        _met.append(_join(start_timeout_s, direct_timeout_s, least_threads, fails_over, directory))
     _met[0].limit(start_timeout_s, starts=True)
     return _met[0]
 
@@ -88,7 +92,9 @@ def leave() -> None:
             _left.append(met)
 
 
-def _join(start_s: float, step_s: float, least_threads: int, fails_over: bool) -> Rendezvous:
+def _join(
+    start_s: float, step_s: float, least_threads: int, fails_over: bool, directory: Path | None
+) -> Rendezvous:
     launched = launch_arguments()
     try:
         if launched is not None:
@@ -100,12 +106,15 @@ def _join(start_s: float, step_s: float, least_threads: int, fails_over: bool) -
             limit_collectives(step_s)
             if fails_over:
                 have_spare_device()
-            met = rendezvous_of_joined(start_s)
+            met = rendezvous_of_joined(start_s, partial(run_secret, directory))
         elif started_by_cluster():
             otherwise = "`jaxmorph launch` starts a script's stages here"
-            met = join_cluster(start_s, step_s, fails_over, otherwise)
+            met = join_cluster(start_s, step_s, fails_over, otherwise, directory)
         else:
             return SoleRank()
+    except UserError:
+        end_on_uncaught_errors()
+        raise
     except RuntimeError as error:
         if "before any JAX" not in str(error):
             raise
@@ -180,7 +189,8 @@ def configure(source: Source) -> tuple[Config, Rendezvous]:
     # Joining needs some sections; values per stage can be checked only when the stages are known.
     first = check_config(_about_joining(tree), name)
     start_s, direct_s = first.timeouts.start_s, first.direct_timeout_s
-    rendezvous = meet(start_s, direct_s, threads_for(first), first.fails_over)
+    directory = _named_directory(source)
+    rendezvous = meet(start_s, direct_s, threads_for(first), first.fails_over, directory)
     config = check_config(_with_stages(tree, rendezvous.num_ranks), name)
     stages, processes = config.parallelism.stages, rendezvous.num_ranks
     if stages != processes:
@@ -197,16 +207,21 @@ def script_directory(source: Source, config: Config) -> tuple[Path | None, Confi
     A script writes only if it sets `run.dir`, and saves only if it has a section `checkpoint`. The
     directory that follows from a YAML file's name doesn't count.
     """
-    tree = _tree(source)
-    run, default = tree.get("run"), None if isinstance(source, Mapping) else Run().dir
-    if isinstance(source, str | Path):
-        default = f"runs/{Path(source).stem}"
-    if not isinstance(run, Mapping) or run.get("dir") in (None, default):
+    if _named_directory(source) is None:
         return None, config
-    if "checkpoint" not in tree:
+    if "checkpoint" not in _tree(source):
         never = config.checkpoint.model_copy(update={"every_steps": 0})
         config = config.model_copy(update={"checkpoint": never})
     return Path(config.run.dir), config
+
+
+def _named_directory(source: Source) -> Path | None:
+    """The directory that `run.dir` names."""
+    run, default = _tree(source).get("run"), None if isinstance(source, Mapping) else Run().dir
+    if isinstance(source, str | Path):
+        default = f"runs/{Path(source).stem}"
+    named = run.get("dir") if isinstance(run, Mapping) else None
+    return Path(named) if isinstance(named, str) and named != default else None
 
 
 def sections_without_effect(config: Config, directory: Path | None = None) -> list[str]:

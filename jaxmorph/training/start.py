@@ -214,8 +214,9 @@ def _run_as_rank(start: RunStart) -> None:
     progress.phase("joins the other ranks", timeouts.start_s)
     try:
         rendezvous = join_cluster(
-            timeouts.start_s, config.direct_timeout_s, config.fails_over, otherwise
-        )
+            timeouts.start_s, config.direct_timeout_s, config.fails_over, otherwise,
+            start.directory or Path(config.run.dir),
+        )  # fmt: skip
     except UserError as error:
         raise UserError(f"--launch: {error}") from error
     stall_reports.append(lambda stall: rendezvous.tell(str(stall)))

@@ -5,8 +5,9 @@ order and exactly once, whatever the network does. The rank's own process is the
 process that moves its data its *sidecar*. Read in this order:
 
 `names`, `slots`, `doorbell`, `plane`: a rank's end, in memory that it shares with its sidecar.
-`message_states`, `wire`, `incoming`, `outgoing_queue`, `outgoing_lanes`, `outgoing`: the engine,
-without I/O. `event_loop`, `lanes`, `nixl_lanes`, `connecting`: connections that carry its frames.
+`message_states`, `secret`, `wire`, `incoming`, `outgoing_queue`, `outgoing_lanes`, `outgoing`: the
+engine, without I/O. `event_loop`, `lanes`, `nixl_lanes`, `connecting`: connections that carry its
+frames, and who may make them.
 `link`, `receiving_link`, `sending_link`, `sidecar`: the sidecar process. `sidecar_process`,
 `client`: the trainer's handle on it. `link_emulator` slows links down or cuts them;
 `network_cards` finds addresses.

@@ -1,14 +1,12 @@
 """How a connection becomes a lane: one end dials, the other accepts, both prove the run's secret.
 
-Each proof is an HMAC-SHA256 over both ends' nonces, which makes an old proof worthless, and over
-all fields of the frame, which no one can then change on the way. Each direction has its own label,
-so that a proof can't be sent back to its maker.
+Each proof is an HMAC-SHA256 over all that both ends have said so far: their nonces, which make an
+old proof worthless, and their ranks and lane. Each direction has its own label, so that a proof
+can't be sent back to its maker. From the whole handshake follow the keys of the lane's seals.
 """
 
 import contextlib
 import errno
-import hmac
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -17,15 +15,17 @@ from typing import NamedTuple
 from jaxmorph.transport.event_loop import READ, WRITE, EventLoop
 from jaxmorph.transport.lanes import (
     CHECKSUMS,
+    MAC,
     LaneError,
+    PayloadMac,
     TcpLane,
     chosen_checksum,
     dial,
     offered_checksums,
 )
-from jaxmorph.transport.plane import Address
+from jaxmorph.transport.plane import Address, PayloadChecks
+from jaxmorph.transport.secret import derived, is_proof, new_nonce, seals
 from jaxmorph.transport.wire import (
-    NONCE_BYTES,
     TO_DIALLER,
     TO_LISTENER,
     TO_RECEIVER,
@@ -51,17 +51,12 @@ class Identity(NamedTuple):
     generation: int
     secret: bytes
     chunk_bytes: int
-    checksum: bool
-
-
-def new_nonce() -> bytes:
-    """32 unpredictable bytes."""
-    return os.urandom(NONCE_BYTES)
+    checksum: PayloadChecks
 
 
 def sign_introduction(secret: bytes, challenge: Challenge, frame: Introduce) -> Introduce:
     """The dialler's answer to a challenge, with its proof."""
-    return frame._replace(proof=_introduction_proof(secret, challenge, frame))
+    return frame._replace(proof=derived(secret, "introduction", *transcript(challenge, frame)))
 
 
 def check_introduction(secret: bytes, challenge: Challenge, frame: Introduce) -> None:
@@ -70,7 +65,7 @@ def check_introduction(secret: bytes, challenge: Challenge, frame: Introduce) ->
     Raises:
         FrameError: If its proof is wrong.
     """
-    if not hmac.compare_digest(_introduction_proof(secret, challenge, frame), frame.proof):
+    if not is_proof(frame.proof, secret, "introduction", *transcript(challenge, frame)):
         raise FrameError("an introduction's proof is wrong")
 
 
@@ -78,7 +73,8 @@ def sign_welcome(
     secret: bytes, challenge: Challenge, introduce: Introduce, frame: Welcome
 ) -> Welcome:
     """The listener's answer to a checked introduction, with its proof."""
-    return frame._replace(proof=_welcome_proof(secret, challenge, introduce, frame))
+    said = transcript(challenge, introduce, frame)
+    return frame._replace(proof=derived(secret, "welcome", *said))
 
 
 def check_welcome(
@@ -89,7 +85,7 @@ def check_welcome(
     Raises:
         FrameError: If any of this is wrong.
     """
-    if not hmac.compare_digest(_welcome_proof(secret, challenge, introduce, frame), frame.proof):
+    if not is_proof(frame.proof, secret, "welcome", *transcript(challenge, introduce, frame)):
         raise FrameError("a welcome's proof is wrong")
     if frame.rank != introduce.destination:
         raise FrameError(f"dialled rank {introduce.destination}, rank {frame.rank} answered")
@@ -97,16 +93,25 @@ def check_welcome(
         raise FrameError(f"checksum {frame.algorithm} was not offered")
 
 
-def _introduction_proof(secret: bytes, challenge: Challenge, frame: Introduce) -> bytes:
-    signed = b"jaxmorph introduction" + challenge.nonce + signed_part(frame)
-    return hmac.digest(secret, signed, "sha256")
+def transcript(challenge: Challenge, *frames: Introduce | Welcome) -> tuple[bytes, ...]:
+    """All that both ends have said in a handshake so far, but its proofs."""
+    return challenge.nonce, *(signed_part(frame) for frame in frames)
 
 
-def _welcome_proof(
-    secret: bytes, challenge: Challenge, introduce: Introduce, frame: Welcome
-) -> bytes:
-    signed = b"jaxmorph welcome" + introduce.nonce + challenge.nonce + signed_part(frame)
-    return hmac.digest(secret, signed, "sha256")
+def authenticate(
+    lane: TcpLane,
+    secret: bytes,
+    challenge: Challenge,
+    introduce: Introduce,
+    welcome: Welcome,
+    *,
+    is_dialler: bool,
+) -> None:
+    """Give a lane the seals and the checksum that both ends make of the same handshake."""
+    said, number = transcript(challenge, introduce, welcome), welcome.algorithm
+    lane.authenticate(*seals(secret, *said, is_caller=is_dialler))
+    has_key = number == MAC
+    lane.checksum = PayloadMac(derived(secret, "payloads", *said)) if has_key else CHECKSUMS[number]
 
 
 class Dialler:
@@ -198,7 +203,9 @@ class Dialler:
             if not lane.flush():
                 raise LaneError("an introduction didn't fit into an empty socket")
         elif isinstance(frame, Welcome) and self._introduce and self._challenge:
-            check_welcome(own.secret, self._challenge, self._introduce, frame)
+            handshake = self._challenge, self._introduce, frame
+            check_welcome(own.secret, *handshake)
+            authenticate(lane, own.secret, *handshake, is_dialler=True)
             self._hand_over(lane, frame)
         else:
             raise FrameError(f"{type(frame).__name__} may not come now")
@@ -209,7 +216,6 @@ class Dialler:
         self._pause_s = _FIRST_PAUSE_S
         self.next_s = _NEVER
         lane.reader.accept(TO_SENDER)
-        lane.checksum = CHECKSUMS[frame.algorithm]
         self._up(self.number, lane, frame.generation)
 
     def _retry_later(self, error: Exception, now_s: float) -> None:
@@ -300,7 +306,7 @@ class Acceptor:
         algorithm = chosen_checksum(frame.algorithms, offered_checksums(own.checksum))
         answer = Welcome(own.rank, own.generation, algorithm)
         lane.enqueue(sign_welcome(own.secret, challenge, frame, answer))
-        lane.checksum = CHECKSUMS[algorithm]
+        authenticate(lane, own.secret, challenge, frame, answer, is_dialler=False)
         lane.reader.accept(TO_RECEIVER)
         self._forget(fd)
         self._welcomed(frame, lane)

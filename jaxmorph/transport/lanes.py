@@ -7,6 +7,7 @@ resending and order belong to the engine (`outgoing`, `incoming`).
 
 import contextlib
 import errno
+import hmac
 import importlib
 import math
 import socket
@@ -18,7 +19,8 @@ from zlib import crc32
 
 from jaxmorph.transport.event_loop import READ, WRITE
 from jaxmorph.transport.incoming import IncomingChunk, Place
-from jaxmorph.transport.plane import Address
+from jaxmorph.transport.plane import Address, PayloadChecks
+from jaxmorph.transport.secret import Check, Seal, plain_check
 from jaxmorph.transport.wire import Chunk, FrameError, FrameReader, pack, pack_chunk
 
 
@@ -48,7 +50,7 @@ class ChunkHandler(NamedTuple):
 Checksum: TypeAlias = Callable[..., int]
 """Takes bytes-like data and optionally the checksum of the bytes before them."""
 
-NONE, CRC32, CRC32C = 1, 2, 3
+NONE, CRC32, CRC32C, MAC = 1, 2, 3, 4
 
 
 def _known_checksums() -> dict[int, Checksum]:
@@ -59,20 +61,45 @@ def _known_checksums() -> dict[int, Checksum]:
 
 
 CHECKSUMS = _known_checksums()
+"""Those without a key."""
 
 
-def offered_checksums(wanted: bool = True) -> tuple[int, ...]:
+class PayloadMac:
+    """A checksum that only who has the key can make: 64 bits of an HMAC-SHA256.
+
+    Unlike the others it goes on only where its last call ended.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def __call__(self, data: Any, before: int = 0) -> int:
+        """The checksum of the data and of those before."""
+        if not len(data):
+            return before
+        if not before:
+            self._sum = hmac.new(self._key, digestmod="sha256")
+        self._sum.update(data)
+        return int.from_bytes(self._sum.digest()[:_MAC_BYTES], "little")
+
+
+def offered_checksums(wanted: PayloadChecks = True) -> tuple[int, ...]:
     """The checksums that this end offers, best first; only `NONE` if they aren't wanted."""
+    if wanted == "mac":
+        return (MAC,)
     return tuple(sorted(CHECKSUMS.keys() - {NONE}, reverse=True)) if wanted else (NONE,)
 
 
 def chosen_checksum(peer_offers: Sequence[int], own_offers: Sequence[int]) -> int:
     """The first of the peer's offers that this end offers too; `NONE` if either end offers that.
 
+    Where one end wants `MAC`, both must.
+
     Raises:
         ValueError: If the ends have none in common.
     """
-    if NONE in peer_offers or NONE in own_offers:
+    offers = {*peer_offers, *own_offers}
+    if NONE in offers and MAC not in offers:
         return NONE
     for number in peer_offers:
         if number in own_offers:
@@ -80,6 +107,7 @@ def chosen_checksum(peer_offers: Sequence[int], own_offers: Sequence[int]) -> in
     raise ValueError(f"the peer can do checksums {list(peer_offers)}, expected {list(own_offers)}")
 
 
+_MAC_BYTES = 8
 _USER_TIMEOUT_MS = 8000
 _TURN_BYTES = 2 * 1024 * 1024
 _MAX_PIECES = 16
@@ -134,9 +162,14 @@ class TcpLane:
         self._memory = memoryview(b"")
         self._aside: bytearray | None = None
         self._sum = 0  # of the payload so far, taken while its bytes are in the cache
-        self.checksum = CHECKSUMS[NONE]
+        self.checksum: Checksum = CHECKSUMS[NONE]
+        self._seal: Check = plain_check
         self.sent_bytes = self.received_bytes = 0
         self.open()
+
+    def authenticate(self, own: Seal, peers: Seal) -> None:
+        """From now on both ends seal their frames."""
+        self._seal, self.reader.check = own, peers
 
     def fileno(self) -> int:
         """The descriptor to wait for."""
@@ -175,7 +208,7 @@ class TcpLane:
 
     def post(self, chunk: Chunk, payload: memoryview) -> bool:
         """Begin to send a chunk; returns whether another may follow at once."""
-        head = pack_chunk(chunk, self.checksum(payload))
+        head = pack_chunk(chunk, self.checksum(payload), self._seal)
         self._out.append(head)
         if len(payload):
             self._out.append(payload)
@@ -183,7 +216,7 @@ class TcpLane:
 
     def enqueue(self, frame: Any) -> None:
         """Queue a frame for the next `flush`."""
-        self._out.append(pack(frame))
+        self._out.append(pack(frame, self._seal))
 
     def flush(self) -> bool:
         """Send what the socket takes; returns whether that is all."""

@@ -137,6 +137,20 @@ def address_towards(host: str) -> str:
     return LOOPBACK
 
 
+def address_of_name(host: str) -> str:
+    """This host's own address by that name; "" if it has none, or several, or a loopback's.
+
+    A host may know itself as 127.0.1.1, where others know its name by another address.
+    """
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+        addresses = {str(each[4][0]) for each in found}
+        if len(addresses) == 1 and not ip_address(*addresses).is_loopback:
+            with socket.create_server((*addresses, 0)):
+                return addresses.pop()
+    return ""
+
+
 def _interfaces(network_class: Path) -> list[Path]:
     try:
         return sorted(network_class.iterdir())

@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
@@ -27,6 +27,8 @@ from jaxmorph.transport.names import (
 from jaxmorph.transport.slots import NO_TIME_NS, MessageInfo, Slots
 
 Address = tuple[str, int]
+PayloadChecks: TypeAlias = bool | Literal["mac"]
+"""Whether payloads have checksums; "mac": ones that only a rank can make."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class TransportSettings:
         lanes: Connections to each peer. None: over TCP as many as the messages need, over RDMA one
             for each network card.
         chunk_bytes: The unit of acknowledgement and retransmission.
-        checksum: Whether chunks have checksums.
+        checksum: Of each chunk's payload.
         first_sequence: The number of a channel's first message; numbers are 32 bits and wrap.
         backend: The carrier of long messages: "tcp", or "nixl" for RDMA; the same on all ranks.
         silent_s: A sidecar that gives no sign of life for so long is replaced.
@@ -60,7 +62,7 @@ class TransportSettings:
     addresses: tuple[str, ...] = ("127.0.0.1",)
     lanes: int | None = None
     chunk_bytes: int = 512 * 1024
-    checksum: bool = True
+    checksum: PayloadChecks = True
     first_sequence: int = 0
     backend: str = "tcp"
     silent_s: float = 15.0

@@ -1,18 +1,19 @@
 """The frames that two sidecars exchange: their fields, limits and bytes, and who may send which.
 
-A frame is a head (magic, version, type, length of the body), a body, and a CRC-32 of both, which
-finds a flipped bit even if payloads have no checksum. All numbers are little-endian. The payload
-follows its `Chunk` and is not part of the frame: a lane receives it straight into its place.
-Nothing here does I/O.
+A frame is a head (magic, version, type, length of the body), a body, and a check of both: in the
+handshake a hash, which finds flipped bits, later a seal, which only the other end can have made
+(`secret`). All numbers are little-endian. The payload follows its `Chunk` and is not part of the
+frame: a lane receives it straight into its place. Nothing here does I/O.
 """
 
 import struct
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from hmac import compare_digest
 from typing import Any, NamedTuple, TypeAlias
-from zlib import crc32
 
 from jaxmorph.transport.names import TAG_WORDS, ChannelName, Tag, TransportError
+from jaxmorph.transport.secret import NONCE_BYTES, PROOF_BYTES, SEAL_BYTES, Check, plain_check
 
 MAX_REASON_BYTES = 200
 MAX_PART_BYTES = 200
@@ -23,8 +24,6 @@ MAX_CHUNK_BYTES = 16 * 1024 * 1024
 MAX_ALGORITHMS = 4
 MAX_LANES = 64
 MAX_MESSAGE_BYTES = 1 << 46
-NONCE_BYTES = 32
-PROOF_BYTES = 32
 
 
 class FrameError(TransportError):
@@ -172,13 +171,12 @@ TO_WRITTEN = (*TO_RECEIVER, Offer, Written)  # if the sender writes into the rec
 TO_WRITER = (*TO_SENDER, AgentPart, Grant)
 
 MAGIC = 0x4D4A
-VERSION = 1
+VERSION = 2
 _HEAD = struct.Struct("<HBBH")
-_CHECK = struct.Struct("<I")
-HEAD_BYTES, CHECK_BYTES = _HEAD.size, _CHECK.size
+HEAD_BYTES, CHECK_BYTES = _HEAD.size, SEAL_BYTES
 _CHANNEL = struct.Struct("<HHHH")
 _CHANNEL_NUMBER = struct.Struct("<Q")
-_CHUNK_FIELDS = f"QIQQI{TAG_WORDS}IQI"
+_CHUNK_FIELDS = f"QIQQI{TAG_WORDS}IQQ"
 
 # Whole frames without their check, packed in one call. The order gives the types their numbers on
 # the wire.
@@ -214,19 +212,16 @@ _Pack: TypeAlias = Callable[[Any], bytes]
 _Unpack: TypeAlias = Callable[[_Data, int, int], Any]
 
 
-def pack(frame: Frame) -> bytes:
+def pack(frame: Frame, check: Check = plain_check) -> bytes:
     """The frame's bytes, its check included."""
-    return _CODECS[type(frame)][0](frame)
+    data = _CODECS[type(frame)][0](frame)
+    return data + check(data)
 
 
-def pack_chunk(chunk: Chunk, checksum: int) -> bytes:
+def pack_chunk(chunk: Chunk, checksum: int, check: Check = plain_check) -> bytes:
     """The bytes of a chunk's (or offer's) frame, with the checksum of its payload."""
-    channel, sequence, total, offset, length, tag, posted_ns, _ = chunk
-    start, number = _STARTS[type(chunk)], _number_of(channel)
-    data = _CHUNK.pack(
-        *start, number, sequence, total, offset, length, *tag, posted_ns, checksum
-    )  # fmt: skip
-    return data + _CHECK.pack(crc32(data))
+    data = _packed_chunk(chunk, checksum)
+    return data + check(data)
 
 
 def frame_bytes(data: _Data, start: int) -> tuple[int, int]:
@@ -239,7 +234,10 @@ def frame_bytes(data: _Data, start: int) -> tuple[int, int]:
     if magic != MAGIC:
         raise FrameError(f"a frame begins with {magic:#06x}, expected {MAGIC:#06x}")
     if version != VERSION:
-        raise FrameError(f"the peer speaks version {version}, expected {VERSION}")
+        raise FrameError(
+            f"the peer speaks version {version} of the sidecars' protocol, expected {VERSION}: "
+            "all hosts need the same jaxmorph"
+        )
     least = _BODY_BYTES.get(number)
     if least is None:
         raise FrameError(f"unknown frame type {number}")
@@ -248,21 +246,24 @@ def frame_bytes(data: _Data, start: int) -> tuple[int, int]:
     return number, HEAD_BYTES + body_bytes + CHECK_BYTES
 
 
-def unpack(data: _Data, start: int, number: int, num_bytes: int) -> Frame:
+def unpack(
+    data: _Data, start: int, number: int, num_bytes: int, check: Check = plain_check
+) -> Frame:
     """The frame at `start`, of the type and whole length that `frame_bytes` returned.
 
     Raises:
         FrameError: If its check fails or a field is out of its range.
     """
     end = start + num_bytes - CHECK_BYTES
-    if crc32(memoryview(data)[start:end]) != _CHECK.unpack_from(data, end)[0]:
+    received = memoryview(data)[start : end + CHECK_BYTES]
+    if not compare_digest(check(received[:-CHECK_BYTES]), received[-CHECK_BYTES:]):
         raise FrameError("a frame's check is wrong")
     return _UNPACKERS[number](data, start, end)
 
 
 def signed_part(frame: Introduce | Welcome) -> bytes:
     """The bytes that the proof in such a frame signs: all its other fields."""
-    return pack(frame)[: -PROOF_BYTES - CHECK_BYTES]
+    return _CODECS[type(frame)][0](frame)[:-PROOF_BYTES]
 
 
 @lru_cache(maxsize=4096)
@@ -275,15 +276,11 @@ def _channel_of(number: int) -> ChannelName:
     return ChannelName(*_CHANNEL.unpack(_CHANNEL_NUMBER.pack(number)))
 
 
-def _sealed(data: bytes) -> bytes:
-    return data + _CHECK.pack(crc32(data))
-
-
 def _plain(kind: type[Any]) -> tuple[_Pack, _Unpack]:
     """A frame whose fields are the layout's."""
     layout, start = _LAYOUTS[kind], _STARTS[kind]
     return (
-        lambda frame: _sealed(layout.pack(*start, *frame)),
+        lambda frame: layout.pack(*start, *frame),
         lambda data, at, end: kind(*layout.unpack_from(data, at)[4:]),
     )
 
@@ -293,8 +290,7 @@ def _with_channel(kind: type[Any]) -> tuple[_Pack, _Unpack]:
     layout, start = _LAYOUTS[kind], _STARTS[kind]
 
     def packed(frame: Any) -> bytes:
-        data = layout.pack(*start, _number_of(frame[0]), *frame[1:])
-        return data + _CHECK.pack(crc32(data))
+        return layout.pack(*start, _number_of(frame[0]), *frame[1:])
 
     def unpacked(data: _Data, at: int, end: int) -> Any:
         fields = layout.unpack_from(data, at)
@@ -329,7 +325,7 @@ def _unpack_introduce(data: _Data, start: int, end: int) -> Introduce:
 def _pack_gone(frame: Gone) -> bytes:
     words = frame.reason.encode()[:MAX_REASON_BYTES]
     *start, least = _STARTS[Gone]
-    return _sealed(_GONE.pack(*start, least + len(words), frame.rank) + words)
+    return _GONE.pack(*start, least + len(words), frame.rank) + words
 
 
 def _unpack_gone(data: _Data, start: int, end: int) -> Gone:
@@ -342,7 +338,7 @@ def _pack_agent_part(frame: AgentPart) -> bytes:
     if size > MAX_PART_BYTES:
         raise ValueError(f"got a part of {size} bytes, expected at most {MAX_PART_BYTES}")
     *start, least = _STARTS[AgentPart]
-    return _sealed(_AGENT_PART.pack(*start, least + size, frame.total, frame.offset) + frame.data)
+    return _AGENT_PART.pack(*start, least + size, frame.total, frame.offset) + frame.data
 
 
 def _unpack_agent_part(data: _Data, start: int, end: int) -> AgentPart:
@@ -351,6 +347,14 @@ def _unpack_agent_part(data: _Data, start: int, end: int) -> AgentPart:
     if not part or total > MAX_AGENT_BYTES or offset + len(part) > total:
         raise FrameError(f"a part of bytes {offset}+{len(part)} of {total}")
     return AgentPart(total, offset, part)
+
+
+def _packed_chunk(chunk: Chunk, checksum: int) -> bytes:
+    channel, sequence, total, offset, length, tag, posted_ns, _ = chunk
+    start, number = _STARTS[type(chunk)], _number_of(channel)
+    return _CHUNK.pack(
+        *start, number, sequence, total, offset, length, *tag, posted_ns, checksum
+    )  # fmt: skip
 
 
 def _unpack_chunk(data: _Data, start: int, end: int, kind: type[Chunk] = Chunk) -> Chunk:
@@ -370,9 +374,9 @@ _CODECS: dict[type[Any], tuple[_Pack, _Unpack]] = {
     Introduce: (_pack_introduce, _unpack_introduce),
     Gone: (_pack_gone, _unpack_gone),
     AgentPart: (_pack_agent_part, _unpack_agent_part),
-    Chunk: (lambda frame: pack_chunk(frame, frame.checksum), _unpack_chunk),
+    Chunk: (lambda frame: _packed_chunk(frame, frame.checksum), _unpack_chunk),
     Offer: (
-        lambda frame: pack_chunk(frame, frame.checksum),
+        lambda frame: _packed_chunk(frame, frame.checksum),
         lambda data, start, end: _unpack_chunk(data, start, end, Offer),
     ),
 }
@@ -391,10 +395,12 @@ class FrameReader:
 
     Attributes:
         payload_left: Bytes of the last chunk's payload that haven't been taken or skipped.
+        check: Of the next frame; after a handshake the peer's seal.
     """
 
     def __init__(self, accepted: Iterable[type[Any]]) -> None:
         self.payload_left = 0
+        self.check: Check = plain_check
         self._data = bytearray(READ_BYTES)
         self._view = memoryview(self._data)
         self._start = self._end = 0
@@ -446,7 +452,7 @@ class FrameReader:
             raise FrameError(f"a frame of type {number} may not come now")
         if held < num_bytes:
             return None
-        frame = unpack(self._data, start, number, num_bytes)
+        frame = unpack(self._data, start, number, num_bytes, self.check)
         self._start = start + num_bytes
         if type(frame) is Chunk:
             self.payload_left = frame.length

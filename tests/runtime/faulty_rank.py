@@ -1,5 +1,7 @@
 """A rank without JAX that fails as its command line says, for tests of the launcher."""
 
+import base64
+import hashlib
 import os
 import signal
 import sys
@@ -8,6 +10,7 @@ from pathlib import Path
 
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.runtime.rank_process import run_rank
+from jaxmorph.transport.secret import inherited_secret
 
 
 def talk(link, all_sent):
@@ -15,6 +18,20 @@ def talk(link, all_sent):
         link.send({"kind": "word", "number": number})
     all_sent.touch()
     threading.Event().wait()
+
+
+def look_for_secret(link, arguments):
+    """Reads the run's secret, and looks for it where anyone might."""
+    secret = inherited_secret(arguments.secret_fd)
+    seen = [
+        Path(f"/proc/{pid}/{file}").read_bytes()
+        for pid in (os.getpid(), os.getppid())
+        for file in ("cmdline", "environ")
+    ]
+    forms = (secret, secret.hex().encode(), base64.b64encode(secret))
+    found = any(form in each for form in forms for each in seen)
+    digest = hashlib.sha256(secret).hexdigest()
+    link.send({"kind": "secret", "found": found, "bytes": len(secret), "digest": digest})
 
 
 def behave(behaviour, link, rest):
@@ -47,6 +64,9 @@ def main(arguments, link, rest):
     behaviour, guilty = rest[0], int(rest[1])
     if behaviour == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if behaviour == "show secret":
+        look_for_secret(link, arguments)
+        return
     link.send({"kind": "hello", "rank": arguments.rank, "pid": os.getpid()})
     if arguments.rank != guilty:
         if behaviour != "finish":

@@ -13,23 +13,31 @@ from jaxmorph.runtime.rendezvous import SoleRank
 
 
 @pytest.fixture
-def flags_of(monkeypatch):
+def begun(monkeypatch):
+    """What JAX is started with: its arguments, and the flags at that time."""
+    before, begun = jax.config.values["jax_cpu_collectives_implementation"], []
+
+    def initialize(*_, **given):
+        begun.append(given | {"flags": os.environ["XLA_FLAGS"].split()})
+
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(join, "rendezvous_of_joined", lambda *_: SoleRank())
+    yield begun
+    jax.config.update("jax_cpu_collectives_implementation", before)
+
+
+@pytest.fixture
+def flags_of(monkeypatch, begun):
     """Joins a run of two ranks with a user's flags; returns the flags that JAX starts with."""
-    before = jax.config.values["jax_cpu_collectives_implementation"]
 
     def joined(of_user):
-        begun = []
         monkeypatch.setenv("XLA_FLAGS", of_user)
-        initialize = lambda *_, **__: begun.append(os.environ["XLA_FLAGS"])  # noqa: E731
-        monkeypatch.setattr(jax.distributed, "initialize", initialize)
-        monkeypatch.setattr(join, "rendezvous_of_joined", lambda timeout_s: SoleRank())
         launched = RankArguments(0, 2, "host:1", messages_fd=-1, lifeline_fd=-1)
         join_run(launched, start_timeout_s=1, step_timeout_s=7)
-        (found,) = begun
-        return found.split()
+        return begun[0]["flags"]
 
-    yield joined
-    jax.config.update("jax_cpu_collectives_implementation", before)
+    return joined
 
 
 def test_transfers_have_a_deadline_and_ranks_compile_alone(flags_of):
@@ -43,6 +51,33 @@ def test_the_users_flag_for_autotuning_wins(flags_of):
     of_user = "--xla_gpu_shard_autotuning=true"
     flags = [flag for flag in flags_of(of_user) if flag.startswith("--xla_gpu_shard_autotuning")]
     assert flags[-1] == of_user  # the last of two flags counts
+
+
+@pytest.mark.parametrize(
+    ("rank", "known_as", "of_user", "bound"),
+    [
+        (0, "10.0.0.1", None, "10.0.0.1:61447"),
+        (0, "", None, None),  # then JAX listens on all interfaces
+        (0, "10.0.0.1", "10.9.9.9:1", None),  # JAX reads it itself
+        (1, "10.0.0.1", None, None),
+    ],
+)
+def test_a_jobs_coordinator_listens_on_the_ranks_network(
+    monkeypatch, begun, rank, known_as, of_user, bound
+):
+    task = {
+        "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "node[1-2]", "SLURM_NTASKS": "2",
+        "SLURM_PROCID": str(rank), "SLURM_LOCALID": "0",
+    }  # fmt: skip
+    for name, value in task.items():
+        monkeypatch.setenv(name, value)
+    if of_user:
+        monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", of_user)
+    asked = []
+    monkeypatch.setattr(join, "address_of_name", lambda host: asked.append(host) or known_as)
+    join_run(start_timeout_s=1, step_timeout_s=7)
+    assert begun[0]["coordinator_bind_address"] == bound
+    assert asked == (["node1"] if rank == 0 and not of_user else [])
 
 
 @pytest.fixture

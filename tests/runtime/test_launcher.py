@@ -51,6 +51,16 @@ def test_a_reserved_port_can_still_be_served():
             pass
 
 
+def test_the_ranks_of_a_launch_have_a_secret_that_nobody_sees(tmp_path):
+    messages, before = [], open_descriptors()
+    for _ in range(2):
+        run_ranks("faulty_rank", ["show secret", "0"], 2, tmp_path, messages.append)
+    assert [(each["bytes"], each["found"]) for each in messages] == 4 * [(32, False)]
+    digests = [each["digest"] for each in messages]
+    assert digests[0] == digests[1] != digests[2] == digests[3]
+    assert open_descriptors() == before
+
+
 def test_all_ranks_run_and_send_messages(tmp_path):
     messages = []
     asked_to_end = run_ranks("faulty_rank", ["finish", "1"], 3, tmp_path, messages.append)
@@ -146,7 +156,7 @@ def test_the_users_number_of_threads_is_kept(monkeypatch, tmp_path, of_user, pas
     if of_user:
         monkeypatch.setenv("NPROC", of_user)
     monkeypatch.setattr(launcher.subprocess, "Popen", Process)
-    arguments = ["module", [], tmp_path, launcher._environment(64, least_threads=2)]
+    arguments = ["module", [], tmp_path, launcher._environment(64, least_threads=2), 0]
     rank = launcher._start(3, 64, "127.0.0.1:1", *arguments, shown=False)
     for fd in (rank.messages_fd, rank.lifeline_fd, rank.exit_fd):
         os.close(fd)

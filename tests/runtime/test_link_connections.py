@@ -76,7 +76,7 @@ def test_a_stranger_is_refused():
 def test_a_missing_end_is_named():
     def wait(rendezvous):
         if rendezvous.rank == 1:
-            rendezvous.exchange({"value": {"at": [(HOST, 1)], "secret": ""}})
+            rendezvous.exchange({"value": {"at": [(HOST, 1)]}})
             return
         with open_peer_connections(rendezvous, LINKS[:1], HOST, 0.05):
             return

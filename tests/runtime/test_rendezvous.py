@@ -1,5 +1,6 @@
 """Exchanges of ranks over TCP, and the rank that an error names where one is missing."""
 
+import base64
 import contextlib
 import errno
 import json
@@ -12,13 +13,13 @@ from typing import Any, cast
 
 import pytest
 
+from jaxmorph.errors import UserError
 from jaxmorph.plain_json import ParseError
 from jaxmorph.progress import progress
 from jaxmorph.runtime import rendezvous as rendezvous_module
+from jaxmorph.runtime.connection import Connection, ConnectionLostError
 from jaxmorph.runtime.rendezvous import (
     DETAIL,
-    Connection,
-    ConnectionLostError,
     HostRendezvous,
     RendezvousError,
     SoleRank,
@@ -27,6 +28,7 @@ from jaxmorph.runtime.rendezvous import (
 )
 
 LOOPBACK = "127.0.0.1"
+SECRET = bytes(range(32))
 
 
 class Store:
@@ -47,17 +49,18 @@ class Store:
             return self.values[key]
 
 
-def in_threads(num_ranks, body, store=None, deadline_s=20.0, absent=()):
-    """The result or error of `body(rendezvous)` on each rank."""
+def in_threads(num_ranks, body, store=None, deadline_s=20.0, absent=(), secrets=()):
+    """The result or error of `body(rendezvous)` on each rank; some may have their own secret."""
     store = store or Store()
     results: list[Any] = [None] * num_ranks
 
     def run(rank):
         try:
-            rendezvous = HostRendezvous(store, LOOPBACK, rank, num_ranks, deadline_s)
+            secret = dict(secrets).get(rank, SECRET)
+            rendezvous = HostRendezvous(store, LOOPBACK, rank, num_ranks, deadline_s, secret)
             with contextlib.closing(rendezvous):
                 results[rank] = body(rendezvous)
-        except RendezvousError as error:
+        except (RendezvousError, UserError) as error:
             results[rank] = error
 
     threads = [threading.Thread(target=run, args=(r,)) for r in range(num_ranks) if r not in absent]
@@ -167,14 +170,14 @@ def test_strangers_are_refused_and_ranks_still_meet():
     store, received = Store(), []
 
     def serve():
-        rendezvous = HostRendezvous(store, LOOPBACK, 0, 2, deadline_s=30.0)
+        rendezvous = HostRendezvous(store, LOOPBACK, 0, 2, 30.0, SECRET)
         with contextlib.closing(rendezvous):
             received.append(without_details(rendezvous.exchange({"rank": 0})))
 
     rank_0 = threading.Thread(target=serve)
     rank_0.start()
     where = json.loads(store.blocking_key_value_get("jaxmorph/rendezvous", 10_000))
-    for answer in (b"\x00" * 40, b"\x00\x00\x00\x24" + b"\x00" * 36, b"GET / HTTP/1.1\r\n\r\n"):
+    for answer in (b"\x00" * 40, b"\x00\x00\x00\x44" + b"\x00" * 68, b"GET / HTTP/1.1\r\n\r\n"):
         with (
             socket.create_connection((LOOPBACK, where["port"]), 10) as stranger,
             contextlib.suppress(OSError),  # refused while it sends
@@ -183,11 +186,37 @@ def test_strangers_are_refused_and_ranks_still_meet():
             stranger.shutdown(socket.SHUT_WR)
             while stranger.recv(100):  # until it is refused
                 pass
-    rendezvous = HostRendezvous(store, LOOPBACK, 1, 2, deadline_s=30.0)
+    rendezvous = HostRendezvous(store, LOOPBACK, 1, 2, 30.0, SECRET)
     with contextlib.closing(rendezvous):
         received.append(without_details(rendezvous.exchange({"rank": 1})))
     rank_0.join(30)
     assert received == [[{"rank": 0}, {"rank": 1}]] * 2
+
+
+def test_the_store_has_no_secret():
+    store = Store()
+    secrets = in_threads(2, lambda rendezvous: rendezvous.secret, store)
+    assert secrets[0] == secrets[1]
+    assert len({SECRET, *secrets, *in_threads(2, lambda rendezvous: rendezvous.secret)}) == 3
+    text = "".join((*store.values, *store.values.values())).lower()
+    for secret in (SECRET, secrets[0]):
+        for form in (secret.hex(), base64.b64encode(secret).decode(), repr(secret)):
+            assert form.lower() not in text
+
+
+def test_a_rank_with_another_secret_is_named():
+    in_time = {"deadline_s": 3.0, "secrets": [(1, b"another")]}
+    of_0, of_1, _ = in_threads(3, lambda rendezvous: rendezvous.exchange({}), **in_time)
+    assert "ranks [1] did not come to the rendezvous (1 connections were refused" in str(of_0)
+    assert isinstance(of_1, UserError)
+    assert "rank 1: to rank 0 the run's secret is another; expected one file" in str(of_1)
+
+
+def test_a_rank_of_another_version_is_told_so():
+    store = Store()
+    store.key_value_set("jaxmorph/rendezvous", json.dumps({"host": LOOPBACK, "port": 1}))
+    with pytest.raises(UserError, match=r"rank 0 runs another jaxmorph: .* version 1 .*expected 2"):
+        HostRendezvous(store, LOOPBACK, 1, 2, 1.0, SECRET)
 
 
 def test_a_sole_rank_gets_its_own_message():

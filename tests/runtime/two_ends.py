@@ -17,13 +17,13 @@ from jaxmorph.copies.backends import PayloadShape, SlotUse
 from jaxmorph.copies.host_memory import ImmediateSend, host_callback_backends
 from jaxmorph.program.instructions import Payload, Transfer, channel_of
 from jaxmorph.records import Link
+from jaxmorph.runtime.connection import ConnectionLostError
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.failover_route import FailoverRoute
 from jaxmorph.runtime.link_switch import PeerConnections
 from jaxmorph.runtime.payloads import channel_name
-from jaxmorph.runtime.rendezvous import ConnectionLostError
 from jaxmorph.runtime.routes import TransferIdentity
 from jaxmorph.transport.plane import ChannelSpec
 

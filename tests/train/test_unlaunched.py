@@ -31,8 +31,12 @@ with jaxmorph.Trainer(build_model(), CONFIG) as trainer:
 """
 
 
-def test_a_process_that_exits_ends_the_other():
+def test_a_process_that_exits_ends_the_other(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text(64 * "s")
+    secret.chmod(0o600)
     environment = {
+        "JAXMORPH_SECRET_FILE": str(secret),
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",

@@ -196,7 +196,7 @@ def test_transfers_wait_for_the_configured_time(
 ):
     waited_s = []
 
-    def meet(start_s, direct_s, least_threads, fails_over):
+    def meet(start_s, direct_s, least_threads, fails_over, directory):
         assert fails_over == ("failover" in sections)
         waited_s.append(direct_s)
         return SimpleNamespace(num_ranks=num_ranks)

@@ -6,12 +6,14 @@ from typing import Any
 
 from exchanges import SECRET
 
-from jaxmorph.transport.connecting import new_nonce, sign_introduction, sign_welcome
+from jaxmorph.transport.connecting import sign_introduction, sign_welcome, transcript
 from jaxmorph.transport.plane import TransportSettings
+from jaxmorph.transport.secret import new_nonce, plain_check, seals
 from jaxmorph.transport.wire import (
     TO_DIALLER,
     TO_LISTENER,
     TO_RECEIVER,
+    TO_SENDER,
     Challenge,
     FrameReader,
     Introduce,
@@ -27,6 +29,7 @@ class Handmade:
 
     def __init__(self, connection, accepted):
         self._socket, self._reader = connection, FrameReader(accepted)
+        self.seal = plain_check
         connection.settimeout(20)
 
     def __enter__(self):
@@ -38,7 +41,12 @@ class Handmade:
     def send(self, data):
         """A frame, or any bytes."""
         with contextlib.suppress(ConnectionError):
-            self._socket.sendall(data if isinstance(data, bytes) else pack(data))
+            self._socket.sendall(data if isinstance(data, bytes) else pack(data, self.seal))
+
+    def authenticate(self, *handshake, is_caller):
+        """Seal what follows a handshake."""
+        said = transcript(*handshake)
+        self.seal, self._reader.check = seals(SECRET, *said, is_caller=is_caller)
 
     def receive(self) -> Any:
         """The next frame; None at the end of the connection."""
@@ -79,14 +87,16 @@ class Guest(Handmade):
             "algorithms": (2,),
             **changed,
         }
-        challenge = self.receive_next(Challenge)
-        frame = sign_introduction(secret, challenge, Introduce(nonce=new_nonce(), **fields))
+        self.challenge = self.receive_next(Challenge)
+        frame = sign_introduction(secret, self.challenge, Introduce(nonce=new_nonce(), **fields))
         self.send(frame)
         return frame
 
     def become_member(self):
-        self.introduce()
-        assert isinstance(self.receive(), Welcome)
+        introduction, answer = self.introduce(), self.receive()
+        assert isinstance(answer, Welcome)
+        self._reader.accept(TO_SENDER)
+        self.authenticate(self.challenge, introduction, answer, is_caller=True)
 
 
 class HandmadeReceiver(Handmade):
@@ -99,4 +109,5 @@ class HandmadeReceiver(Handmade):
         self.introduction = self.receive_next(Introduce)
         answer = Welcome(rank=1, generation=1, algorithm=2)
         self.send(sign_welcome(SECRET, challenge, self.introduction, answer))
+        self.authenticate(challenge, self.introduction, answer, is_caller=False)
         self._reader.accept(TO_RECEIVER)

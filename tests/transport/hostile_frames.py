@@ -17,6 +17,7 @@ from zlib import crc32
 from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.names import HALF, ChannelName, add, distance
 from jaxmorph.transport.receiving_link import IncomingChannel
+from jaxmorph.transport.secret import plain_check
 from jaxmorph.transport.slots import Slots
 from jaxmorph.transport.wire import (
     CHECK_BYTES,
@@ -289,7 +290,7 @@ def changed(rng: random.Random, data: bytes) -> bytes:
     for _ in range(rng.randint(1, 3)):
         now[rng.randrange(len(now) - CHECK_BYTES)] = rng.choice((0, 1, 127, 255))
     if rng.random() < 0.8:
-        now[-CHECK_BYTES:] = crc32(now[:-CHECK_BYTES]).to_bytes(CHECK_BYTES, "little")
+        now[-CHECK_BYTES:] = plain_check(now[:-CHECK_BYTES])
     return bytes(now)
 
 

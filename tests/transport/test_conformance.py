@@ -108,7 +108,7 @@ def test_messages_arrive_in_order_across_the_wrap(planes, channel):
         assert sent == slot.sequence == (NEAR_THE_WRAP + number) % 2**32
 
 
-@pytest.mark.parametrize("checksum", [True, False])
+@pytest.mark.parametrize("checksum", [True, False, "mac"])
 def test_messages_of_all_sizes_arrive_whole(join, checksum):
     sizes = [0, 1, 15_000, 16_385, 65_536, 65_537, 1_000_000, 3_500_000, 1]
     with join(spec(THERE, 3_500_000, 2), chunk_bytes=65_536, checksum=checksum) as planes:

@@ -1,11 +1,13 @@
 import zlib
+from typing import Any, cast
 
 import pytest
+from hostile_peer import Connection
 
 from jaxmorph.transport.connecting import (
+    authenticate,
     check_introduction,
     check_welcome,
-    new_nonce,
     sign_introduction,
     sign_welcome,
 )
@@ -13,11 +15,23 @@ from jaxmorph.transport.lanes import (
     CHECKSUMS,
     CRC32,
     CRC32C,
+    MAC,
     NONE,
+    PayloadMac,
+    TcpLane,
     chosen_checksum,
     offered_checksums,
 )
-from jaxmorph.transport.wire import Challenge, FrameError, Introduce, Welcome
+from jaxmorph.transport.secret import new_nonce
+from jaxmorph.transport.wire import (
+    TYPE_NUMBERS,
+    Challenge,
+    FrameError,
+    FrameReader,
+    Introduce,
+    Ping,
+    Welcome,
+)
 
 SECRET = b"the run's"
 
@@ -98,3 +112,55 @@ def test_checksums_continue_from_earlier_bytes():
         assert check(b"world", check(b"hello ")) == check(b"hello world")
     assert CHECKSUMS[CRC32](b"abc") == zlib.crc32(b"abc")
     assert CHECKSUMS[NONE](b"abc") == 0
+
+
+def lane(handshake, *, is_dialler, secret=SECRET):
+    """One end of a lane over a fake socket, with the keys of a handshake."""
+    end = TcpLane(cast(Any, Connection()), FrameReader(TYPE_NUMBERS))
+    authenticate(end, secret, *handshake, is_dialler=is_dialler)
+    return end
+
+
+def passed(source, sink):
+    """What arrives of a ping."""
+    source.enqueue(Ping(7))
+    source.flush()
+    sink._socket.came += source._socket.sent
+    return sink.poll(1, None)
+
+
+def test_both_ends_of_a_lane_have_the_same_keys(handshake):
+    dialler, listener = (lane(handshake, is_dialler=each) for each in (True, False))
+    assert passed(dialler, listener) == passed(listener, dialler) == [Ping(7)]
+
+
+def test_a_frame_cannot_be_sent_back_to_its_maker(handshake):
+    with pytest.raises(FrameError, match="check"):
+        passed(lane(handshake, is_dialler=True), lane(handshake, is_dialler=True))
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_keys_follow_from_the_whole_handshake(handshake, at):
+    changes = ({"nonce": new_nonce()}, {"lane": 5}, {"generation": 6})
+    other = [each._replace(**changes[at]) if n == at else each for n, each in enumerate(handshake)]
+    with pytest.raises(FrameError, match="check"):
+        passed(lane(handshake, is_dialler=True), lane(other, is_dialler=False))
+    with pytest.raises(FrameError, match="check"):
+        passed(lane(handshake, is_dialler=True), lane(handshake, is_dialler=False, secret=b"a"))
+
+
+def test_payloads_with_a_mac_need_both_ends():
+    own = offered_checksums("mac")
+    assert chosen_checksum(own, own) == MAC
+    for others in (offered_checksums(), offered_checksums(wanted=False)):
+        for offers in ((own, others), (others, own)):
+            with pytest.raises(ValueError, match="expected"):
+                chosen_checksum(*offers)
+
+
+def test_a_payloads_mac_needs_the_key():
+    check, same, other = PayloadMac(b"k" * 32), PayloadMac(b"k" * 32), PayloadMac(b"j" * 32)
+    whole = check(b"hello world")
+    assert same(b"world", same(b"hello ")) == same(b"", whole) == whole
+    assert other(b"hello world") != whole != check(b"hello worle")
+    assert check(b"") == 0  # as of the other checksums

@@ -1,14 +1,17 @@
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from jaxmorph.errors import UserError
 from jaxmorph.transport import network_cards
 from jaxmorph.transport.network_cards import (
+    address_of_name,
     address_towards,
     addresses_within,
     card_addresses,
@@ -69,6 +72,29 @@ def test_addresses_are_configured_found_or_routed(
     )
     assert addresses == chosen
     assert address_towards("no such host") == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "known_as",
+    [
+        ["127.0.0.1"],  # others would not reach it
+        ["127.0.1.1"],  # as Debian names a host in its own /etc/hosts
+        ["192.0.2.1"],  # another host's
+        ["127.0.0.1", "192.0.2.1"],
+        [],
+    ],
+)
+def test_a_name_without_one_reachable_address_has_none(monkeypatch, known_as):
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, 0)) for each in known_as]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
+    assert address_of_name("node1") == ""
+
+
+def test_a_hosts_own_address_is_found_by_its_name(monkeypatch):
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
+    monkeypatch.setattr(network_cards, "ip_address", lambda _: SimpleNamespace(is_loopback=False))
+    assert address_of_name("node1") == "127.0.0.1"
 
 
 def test_a_subnet_selects_this_hosts_addresses(tmp_path):

@@ -131,9 +131,25 @@ def test_a_member_that_breaks_the_rules_loses_its_lane(pair, guest, changed, cou
     before = pair.received()[counted]
     guest.become_member()
     chunk = Chunk(THERE, pair.number, 500, 0, 500, (0,) * 8, 1)
-    guest.send(pack(chunk._replace(**changed)) + bytes(500))
+    guest.send(pack(chunk._replace(**changed), guest.seal) + bytes(500))
     assert guest.is_dropped()
     assert pair.received()[counted] == before + 1
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda guest: pack(Ping(1)),  # without the key
+        lambda guest: 2 * pack(Ping(1), guest.seal),  # sent again
+        lambda guest: bytes([pack(Ping(1), guest.seal)[0] ^ 1]),
+    ],
+)
+def test_a_forged_frame_ends_a_lane_and_no_more(pair, guest, forge):
+    before = pair.received()["violations"]
+    guest.become_member()
+    guest.send(forge(guest) + bytes(40))
+    assert guest.is_dropped()
+    assert pair.received()["violations"] == before + 1
 
 
 def test_many_connections_delay_no_message(pair):

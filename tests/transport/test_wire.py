@@ -1,13 +1,13 @@
 import random
 import struct
 import tracemalloc
-import zlib
 from typing import Any
 
 import pytest
 
 from jaxmorph.transport import wire
 from jaxmorph.transport.names import ChannelName
+from jaxmorph.transport.secret import Seal, plain_check
 from jaxmorph.transport.wire import (
     CHECK_BYTES,
     MAX_AGENT_BYTES,
@@ -46,7 +46,7 @@ from jaxmorph.transport.wire import (
 
 NAME = ChannelName(7, 65535, 0, 3)
 TAG = (0, 1, 2**32 - 1, 3, 4, 5, 6, 7)
-CHUNK = Chunk(NAME, 2**32 - 1, 1 << 40, 1 << 20, MAX_CHUNK_BYTES, TAG, 2**63, 2**32 - 1)
+CHUNK = Chunk(NAME, 2**32 - 1, 1 << 40, 1 << 20, MAX_CHUNK_BYTES, TAG, 2**63, 2**64 - 1)
 INTRODUCE = Introduce(3, 4, 5, 63, 262144, (3, 2), bytes(32), b"p" * 32)
 OF_RDMA = [
     Offer(NAME, 2**32 - 1, 2**40, 2**39, 1000, TAG, 2**63, 7),
@@ -149,7 +149,7 @@ def test_oversized_frames_are_not_packed():
     ("at", "value", "message"),
     [
         (0, 0, "begins with"),
-        (2, 9, "version 9"),
+        (2, 1, "the peer speaks version 1 .* all hosts need the same jaxmorph"),
         (3, 200, "unknown frame type 200"),
         (4, 9, "body"),
     ],
@@ -164,7 +164,61 @@ def test_a_bad_head_is_refused_first(at, value, message):
 def resealed(data):
     """The frame with a correct check."""
     body = bytes(data[:-CHECK_BYTES])
-    return body + struct.pack("<I", zlib.crc32(body))
+    return body + plain_check(body)
+
+
+PINGS = [Ping(number) for number in range(4)]
+
+
+def sealed(*frames, key=b"k" * 32):
+    seal = Seal(key)
+    return [pack(frame, seal) for frame in frames]
+
+
+def opened(pieces, key=b"k" * 32):
+    """The frames of a peer with this key; `FrameError` at the first that is not its next one."""
+    reader = FrameReader(TYPE_NUMBERS)
+    reader.check = Seal(key)
+    for piece in pieces:
+        reader.feed(piece)
+    return read_all(reader)
+
+
+def test_sealed_frames_are_read_in_their_order():
+    assert opened(sealed(*PINGS)) == PINGS
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        lambda pieces: [pieces[0], *pieces],  # repeated
+        lambda pieces: pieces[1:],  # left out
+        lambda pieces: [pieces[1], pieces[0], *pieces[2:]],  # moved
+        lambda pieces: [*pieces, pack(Ping(9))],  # made without the key
+        lambda pieces: [*pieces, sealed(Ping(9), key=b"j" * 32)[0]],  # with another
+        lambda pieces: [*pieces, sealed(Ping(9))[0]],  # of another connection's beginning
+    ],
+)
+def test_a_frame_that_is_not_the_peers_next_is_refused(attack):
+    with pytest.raises(FrameError, match="check"):
+        opened(attack(sealed(*PINGS)))
+
+
+def test_no_bit_of_a_sealed_frame_can_be_changed():
+    (frame,) = sealed(Ping(1))
+    for bit in range(8 * len(frame)):
+        flipped = bytearray(frame)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(FrameError):
+            opened([bytes(flipped)])
+
+
+def test_a_truncated_frame_is_no_frame():
+    frame, *others = sealed(*PINGS)
+    for length in range(len(frame)):
+        assert opened([frame[:length]]) == []
+        with pytest.raises(FrameError):
+            opened([frame[:length], *others])
 
 
 def read_all(reader):
@@ -244,7 +298,8 @@ def fuzzed(rng, originals):
     if kind == 1:
         return bytes(data[: rng.randrange(len(data))]) + rng.choice(originals)
     if kind == 2:
-        struct.pack_into("<HBBH", data, 0, wire.MAGIC, 1, data[3], len(data) - 10)
+        body = len(data) - wire.HEAD_BYTES - CHECK_BYTES
+        struct.pack_into("<HBBH", data, 0, wire.MAGIC, wire.VERSION, data[3], body)
     return resealed(data)
 
 
