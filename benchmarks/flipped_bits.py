@@ -86,8 +86,10 @@ class Flip:
 
 
 def whole_run(folder: Path) -> Path:
-    """Train undisturbed; returns the run's directory."""
+    """Train undisturbed, unless an earlier go did; returns the run's directory."""
     config, out = folder / "flipped_bits.yaml", folder / "whole"
+    if (out / "checkpoints" / f"step_{STEPS}").exists():
+        return out
     trace = folder / "links.csv"
     trace.write_text(_TRACE)
     config.write_text(json.dumps(_CONFIG | {"emulation": {"trace": str(trace)}}))  # YAML too
@@ -201,14 +203,16 @@ def main() -> int:
     parser.add_argument("--flips", type=int, default=200)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--folder", type=Path, help="keeps the undisturbed run for a further go")
     arguments = parser.parse_args()
     flips, goes = _earlier(arguments.json)
     goes.append(_of_this_go())
-    with tempfile.TemporaryDirectory() as folder:
-        whole = whole_run(Path(folder))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary)
+        whole = whole_run(folder)
         expected = computed_by(whole)
         for number in range(len(flips), len(flips) + arguments.flips):
-            flip = flipped(whole, expected, Path(folder), number, arguments.seed)
+            flip = flipped(whole, expected, folder, number, arguments.seed)
             flips.append(flip)
             said = "; ".join(flip.reported)
             print(f"{number:4} {flip.file}, bit {flip.bit}: {flip.verdict}  {said}", flush=True)
