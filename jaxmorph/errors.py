@@ -9,11 +9,18 @@ class UserError(Exception):
 
 
 class RunStoppedError(Exception):
-    """A run was asked to end and has saved its state before its last step: exit code 143.
+    """A run was asked to end and has saved its state before its last step.
 
-    The message names the step and how to continue. The exit code is that of a process that SIGTERM
-    has ended, so that a scheduler doesn't consider the run finished.
+    The message names the step and how to continue.
+
+    Args:
+        exit_code: That of a process that SIGTERM has ended, 143, or Ctrl-C, 130, so that a
+            scheduler doesn't consider the run finished.
     """
+
+    def __init__(self, message: str, exit_code: int = 143) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class RunFailedError(Exception):

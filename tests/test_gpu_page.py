@@ -63,7 +63,7 @@ def test_slurm_starts_a_task_for_each_stage():
     (started,) = re.findall(r"^srun (.*) jaxmorph train ", SCRIPT, re.MULTILINE)
     wanted = {"--distribution=block", "--cpu-bind=none", "--kill-on-bad-exit=1"}
     assert set(started.split()) == wanted
-    assert f"words=({CONFIG})" in SCRIPT
+    assert f"jaxmorph train {CONFIG} --resume auto\n" in SCRIPT
 
 
 def test_the_script_is_bash():
@@ -108,5 +108,6 @@ def test_the_pods_command_is_valid():
     (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
     command, verb, path, *overrides = container["command"]
     assert (command, verb, path) == ("jaxmorph", "train", CONFIG)
+    assert [overrides.pop(), overrides.pop()] == ["auto", "--resume"]
     routes = load_config(DOCS.parent / path, overrides).routes.model_dump()
     assert set(routes.values()) == {"delegated"}

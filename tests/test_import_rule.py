@@ -15,10 +15,10 @@ IMPORTS_JAX = {"grain"}  # other packages whose import imports JAX
 
 # The packages in their order: each imports only those before it, not those in its own group.
 ORDER = (
-    ("errors", "progress"), ("plain_json", "records"), ("messages",), ("config",),
+    ("errors", "output", "progress"), ("plain_json", "records"), ("messages",), ("config",),
     ("emulation", "data"), ("schedule",), ("program",), ("control",),
-    ("stage", "transport", "pallas_kernels"),
-    ("copies",), ("runtime",), ("checkpoints",), ("report",), ("training",), ("compare",), ("cli",),
+    ("stage", "transport", "pallas_kernels"), ("copies",), ("runtime",), ("checkpoints",),
+    ("report",), ("training",), ("compare",), ("cli",),
 )  # fmt: skip
 ONLY = {  # packages that could be used without the rest
     "records": set(),
@@ -34,8 +34,8 @@ ONLY = {  # packages that could be used without the rest
     "copies": {"errors", "transport", "pallas_kernels"},
 }
 WITHOUT_JAX = {
-    "errors", "progress", "plain_json", "records", "messages", "config", "emulation", "data",
-    "schedule", "program", "control", "transport", "report",
+    "errors", "output", "progress", "plain_json", "records", "messages", "config", "emulation",
+    "data", "schedule", "program", "control", "transport", "report",
 }  # fmt: skip
 IN_FUNCTIONS_ALONE = {"data"}  # may import the packages that import JAX, but not on import
 

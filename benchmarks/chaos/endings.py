@@ -78,12 +78,22 @@ def _interrupt_twice(run: WatchedRun) -> None:
     """A rank is stuck, as in a driver: the first Ctrl-C waits for it, the second one doesn't."""
     os.kill(run.ranks()[1], signal.SIGSTOP)
     _interrupt(run)
-    _wait(run, lambda: 0 not in run.ranks(), "the end of rank 0")
+    _wait(run, lambda: "Ctrl-C: saves" in run.last_output(), "the answer to Ctrl-C")
     _interrupt(run)
 
 
 def _terminate(run: WatchedRun) -> None:
     run.process.send_signal(signal.SIGTERM)
+
+
+def _hang_up(run: WatchedRun) -> None:
+    """A shell that ends signals its jobs, and the terminal that closes does so again."""
+    run.process.send_signal(signal.SIGHUP)
+    run.process.send_signal(signal.SIGHUP)
+
+
+def _terminate_rank(run: WatchedRun) -> None:
+    os.kill(run.ranks()[1], signal.SIGTERM)
 
 
 def _kill_rank(run: WatchedRun) -> None:
@@ -104,13 +114,15 @@ def _leave(run: WatchedRun) -> None:
 
 
 _INTERRUPTED, _FAILED, _KILLED = (130,), (1,), (-signal.SIGKILL,)
-_TERMINATED = (130, 143)  # 143 where the run is let save its state first
+_TERMINATED = (143,)
 
 ENDINGS = (
     Ending("normal end", _leave, (0,), overrides=("run.steps=3",)),
     Ending("Ctrl-C", _interrupt, _INTERRUPTED),
     Ending("Ctrl-C twice, a rank stuck", _interrupt_twice, _INTERRUPTED),
     Ending("SIGTERM", _terminate, _TERMINATED),
+    Ending("terminal closed", _hang_up, _TERMINATED),
+    Ending("SIGTERM to a rank", _terminate_rank, _TERMINATED),
     Ending("rank killed", _kill_rank, _FAILED),
     Ending("rank killed, its sidecar stuck", _kill_rank_of_stopped_sidecar, _FAILED),
     Ending("launcher killed", _kill_launcher, _KILLED),

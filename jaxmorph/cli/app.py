@@ -1,5 +1,7 @@
 """The ``jaxmorph`` command: its subcommands, their options, and its exit codes."""
 
+import errno
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -15,6 +17,7 @@ from jaxmorph.cli.plan import plan
 from jaxmorph.cli.trace import trace
 from jaxmorph.cli.validate import validate
 from jaxmorph.errors import RunFailedError, RunStoppedError, UserError
+from jaxmorph.output import tell
 
 # Some versions of Typer use click, others a copy of it: this is UsageError of either.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -33,11 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Raises:
         SystemExit: Always: 0 when done; 1 when the run failed; 2 for the user's mistake, with one
-            line on standard error; 130 on Ctrl-C; 143 when the run was asked to end and has saved.
+            line on standard error; 130 on Ctrl-C; 143 when SIGTERM or SIGHUP asked the run to end
+            and it has saved.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        sys.exit(app(words or ["--help"], prog_name="jaxmorph", standalone_mode=False))
+        code = app(words or ["--help"], prog_name="jaxmorph", standalone_mode=False)
+        sys.stdout.flush()
+        sys.exit(code)
     except UserError as error:
         _fail(2, " ".join(str(error).split()))
     except _UsageError as error:
@@ -46,14 +52,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except RunFailedError as error:
         _fail(1, str(error))
     except RunStoppedError as error:
-        print(error, file=sys.stderr)  # noqa: T201
-        sys.exit(143)
+        tell(str(error))
+        sys.exit(error.exit_code)
     except (KeyboardInterrupt, _Abort):
         _fail(130, "interrupted")
+    except OSError as error:
+        _end_without_output(error)
+
+
+def _end_without_output(error: OSError) -> NoReturn:
+    """End if standard output could not be written; raise any other error."""
+    if error.filename is not None or error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO):
+        raise error
+    # Otherwise the interpreter would try to write the rest when it exits.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if error.errno == errno.EPIPE:
+        sys.exit(1)  # `head` has read enough
+    _fail(1, f"standard output: cannot be written: {error.strerror}")
 
 
 def _fail(code: int, message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)  # noqa: T201
+    tell(f"error: {message}")
     sys.exit(code)
 
 
@@ -111,7 +130,7 @@ def init(
 @app.command()
 def train(
     config: Annotated[
-        str | None, typer.Argument(help="The run's YAML file; leave it out with --resume.")
+        str | None, typer.Argument(help="The run's YAML file; leave it out with --resume RUN_DIR.")
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Argument(help="section.key=value; the value is read as YAML.")
@@ -124,7 +143,12 @@ def train(
         ),
     ] = "auto",
     resume: Annotated[
-        Path | None, typer.Option(help="Resume the run in this directory from its last checkpoint.")
+        str | None,
+        typer.Option(
+            metavar="RUN_DIR",
+            help="Resume the run in this directory from its last checkpoint. auto, with CONFIG: "
+            "resume the run in run.dir if it has a checkpoint, and begin there if it has none.",
+        ),
     ] = None,
     dry_run: Annotated[
         bool,
@@ -137,7 +161,7 @@ def train(
 ) -> int:
     """Train a model with a pipeline of stages."""
     from jaxmorph.cli.dry_run import print_dry_run
-    from jaxmorph.training.start import resume_training, start_training
+    from jaxmorph.training.start import resume_or_start, resume_training, start_training
 
     words = [*([config] if config is not None else []), *(overrides or [])]
     if dry_run:
@@ -146,11 +170,14 @@ def train(
             got = "no configuration" if config is None and resume is None else got
             raise UserError(f"--dry-run: got {got}, expected a configuration's YAML file alone")
         print_dry_run(Path(config), overrides or [], Console(highlight=False, markup=False))
-    elif resume is not None:
-        if nothing_to_do := resume_training(resume, words, launch):
+    elif resume not in (None, "auto"):
+        if nothing_to_do := resume_training(Path(resume), words, launch):
             typer.echo(nothing_to_do)
     elif config is None:
         raise UserError("train: got no configuration, expected a YAML file, or --resume RUN_DIR")
+    elif resume == "auto":
+        if nothing_to_do := resume_or_start(Path(config), overrides or [], launch):
+            typer.echo(nothing_to_do)
     else:
         start_training(Path(config), overrides or [], launch)
     return 0

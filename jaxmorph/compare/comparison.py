@@ -109,8 +109,8 @@ class _Results:
 
         matrix, directory = self.matrix(), self.directory
         results = json.dumps(plain_json(matrix.to_json()), indent=1) + "\n"
-        replace_file(directory / RESULTS, results)
         made: dict[str, Callable[[], object]] = {
+            RESULTS: lambda: replace_file(directory / RESULTS, results),
             TABLE: lambda: replace_file(directory / TABLE, matrix_markdown(matrix)),
             TIMELINES: lambda: replace_file(directory / TIMELINES, _timelines(self.record, matrix)),
             FIGURE: lambda: save_matrix_figure(directory / FIGURE, matrix),

@@ -123,7 +123,7 @@ def run_whole(
             raise RunStoppedError(f"{progress.name}: {error}; {_ENDED}") from error
     except RunStoppedError as error:
         put_run("asked to end")
-        raise RunStoppedError(f"{progress.name}: {error}; {_ENDED}") from error
+        raise RunStoppedError(f"{progress.name}: {error}; {_ENDED}", error.exit_code) from error
     except KeyboardInterrupt:
         put_run("interrupted")
         raise

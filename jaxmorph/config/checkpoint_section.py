@@ -9,6 +9,8 @@ from jaxmorph.config.compare_section import Compare
 from jaxmorph.config.problems import Problem, mismatch
 from jaxmorph.config.sections import Count, CountOrZero, Expected, NotNegative, Positive, Section
 
+DEFAULT_MINUTES = 15.0
+
 
 class Checkpoint(Section):
     """When a run's state is saved, and where; see docs/how-to/resume.md."""
@@ -16,11 +18,13 @@ class Checkpoint(Section):
     every_steps: Annotated[
         CountOrZero | None, Expected("null, or a whole number of at least 0")
     ] = None
-    """Save after every N-th step and the last one; null: after the last alone; 0: never. A failure
-    costs the steps since the last save, and a save costs one copy of the state to host memory."""
+    """Save after every N-th step and the last one; null: by minutes and after the last; 0: never. A
+    failure costs the steps since the last save; a save costs a copy of the state to host memory."""
 
-    every_minutes: Annotated[Positive | None, Expected("null, or minutes above 0")] = None
-    """Also save once this many minutes have passed since the last save began."""
+    every_minutes: Annotated[Positive | None, Expected("null, or minutes above 0")] = (
+        DEFAULT_MINUTES
+    )
+    """Also save once this many minutes have passed since the last save began; null: never."""
 
     keep: Count = 2
     """Checkpoints to keep; the second one is for when the newest turns out damaged."""
@@ -29,11 +33,11 @@ class Checkpoint(Section):
     """A folder that all ranks share; null: `checkpoints` in the run directory."""
 
     on_sigterm: Annotated[bool, Expected("true or false")] = True
-    """Let SIGTERM save at the end of the step before the run ends."""
+    """Let SIGTERM, SIGHUP and the first Ctrl-C save at the end of the step before the run ends."""
 
     sigterm_deadline_s: Positive = 120.0
-    """Seconds after SIGTERM at which the run ends without a save. Give the scheduler's grace period
-    the time of a step and a save."""
+    """Seconds after the signal at which the run ends without a save. Give the scheduler's grace
+    period the time of a step and a save."""
 
     @property
     def saves(self) -> bool:
@@ -42,7 +46,7 @@ class Checkpoint(Section):
 
     @property
     def stop_within_s(self) -> float | None:
-        """How long a run may take to save after SIGTERM; None: it ends without saving."""
+        """How long a run may take to save after such a signal; None: it ends without saving."""
         return self.sigterm_deadline_s if self.saves and self.on_sigterm else None
 
     def is_due(self, step: int, num_steps: int | None) -> bool:
@@ -113,6 +117,6 @@ def restarting_problems(
 
 def _saves_before_the_end(compare: Compare, checkpoint: Checkpoint) -> bool:
     """Whether a run can have a checkpoint before it is over."""
-    if checkpoint.every_minutes is not None:
+    if checkpoint.every_minutes not in (None, DEFAULT_MINUTES):  # the default hardly comes before
         return checkpoint.saves
     return bool(checkpoint.every_steps) and checkpoint.every_steps < compare.steps

@@ -6,7 +6,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from jaxmorph.config.checkpoint_section import Checkpoint, RestartPolicy, restarting_problems
+from jaxmorph.config.checkpoint_section import (
+    DEFAULT_MINUTES,
+    Checkpoint,
+    RestartPolicy,
+    restarting_problems,
+)
 from jaxmorph.config.compare_section import Compare, compare_problems
 from jaxmorph.config.link_problems import (
     emulated_link_problems,
@@ -105,7 +110,8 @@ class Config(BaseModel):
     def may_restart(self) -> bool:
         """Whether the run may be restarted after a failure: a checkpoint may exist by then."""
         policy = self.restart_policy
-        saves = bool(self.checkpoint.every_steps) or self.checkpoint.every_minutes is not None
+        every = self.checkpoint.every_steps, self.checkpoint.every_minutes
+        saves = self.checkpoint.saves and every != (None, None)
         return policy.max_restarts > 0 and (policy.from_start or saves)
 
     @model_validator(mode="after")
@@ -127,9 +133,10 @@ def _disagreements(config: Config) -> Iterator[Problem]:
     if config.schedule.max_live is not None and config.schedule.max_stash_bytes is not None:
         expected = "null, as schedule.max_live is given: one of the two"
         yield mismatch("schedule.max_stash_bytes", config.schedule.max_stash_bytes, expected)
-    if config.checkpoint.every_minutes is not None and not config.checkpoint.saves:
+    minutes = config.checkpoint.every_minutes
+    if minutes not in (None, DEFAULT_MINUTES) and not config.checkpoint.saves:
         expected = "null, as checkpoint.every_steps is 0: nothing is saved"
-        yield mismatch("checkpoint.every_minutes", config.checkpoint.every_minutes, expected)
+        yield mismatch("checkpoint.every_minutes", minutes, expected)
     if config.optimizer.warmup_steps > config.run.steps:
         expected = f"at most run.steps, which is {config.run.steps}"
         yield mismatch("optimizer.warmup_steps", config.optimizer.warmup_steps, expected)

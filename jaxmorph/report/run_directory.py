@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from jaxmorph.config import Config, dump_config
-from jaxmorph.errors import UserError
+from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.plain_json import Json, ParseError, parse_line, with_sum, without_sum
 from jaxmorph.records import Event, EventKind, StepRecord
 from jaxmorph.report.tensorboard import TensorBoardEvents, load_writer
@@ -189,7 +189,7 @@ class RunDirectory:
         """Remove the lines of `step` and later steps, as `reopen_run_directory` does.
 
         Raises:
-            UserError: A file can't be written.
+            RunFailedError: A file can't be written.
         """
         self.close()
         try:
@@ -198,7 +198,8 @@ class RunDirectory:
             if self._tensorboard is not None:
                 self._tensorboard = TensorBoardEvents(self.path, step)
         except OSError as error:
-            raise UserError(f"run.dir: {self.path}: cannot write: {error.strerror}") from error
+            where = error.filename or self.path
+            raise RunFailedError(f"{where}: cannot be written: {error.strerror}") from error
 
     def trace_path(self, step: int) -> Path:
         """The path for a step's Chrome trace, `trace/step_N.json`; makes the folder."""

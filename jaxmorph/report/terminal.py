@@ -1,6 +1,7 @@
 """Shows a run or a comparison as it proceeds: a live table on a terminal, plain lines elsewhere."""
 
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from io import TextIOWrapper
@@ -15,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from jaxmorph.output import best_effort, drain
 from jaxmorph.records import Event, RunHeader, RunSummary, StepRecord
 from jaxmorph.report.history import RECENT, RunHistory
 from jaxmorph.report.matrix_table import short_cell
@@ -38,6 +40,7 @@ _PLAIN_COLUMNS = {  # widths by name; the last column has none
 }  # fmt: skip
 _ROWS = min(10, RECENT)  # of the live table
 _BAR_WIDTH = 30
+_CLOSED = "standard output was closed: the run continues, and writes to its directory"
 
 
 def open_console(console: Console | None = None) -> tuple[Console, bool]:
@@ -50,6 +53,9 @@ def open_console(console: Console | None = None) -> tuple[Console, bool]:
 
 class Reporter:
     """Shows a run to its user; this one shows nothing."""
+
+    def say(self, line: str) -> None:
+        """Show what a run that starts or ends is about to do."""
 
     def start(self, header: RunHeader) -> None:
         """Show what is about to run."""
@@ -70,10 +76,24 @@ class Reporter:
         """Release the terminal, also after an error; safe to call twice."""
 
 
-def open_reporter(console: Console | None = None) -> Reporter:
-    """A live table on a console that can redraw (standard output by default), else plain lines."""
-    console, can_redraw = open_console(console)
-    return LiveReporter(console) if can_redraw else PlainReporter(console.file)
+def open_reporter(console: Console | None = None, *, plain: bool = False) -> Reporter:
+    """A live table on a console that can redraw (standard output by default), else plain lines.
+
+    Args:
+        plain: Plain lines in any case, as for a cluster's launcher, which may start tasks on
+            terminals of its own and gather their output in a log.
+    """
+    console, can_redraw = _open_for_a_run(console)
+    return LiveReporter(console) if can_redraw and not plain else PlainReporter(console.file)
+
+
+def _open_for_a_run(console: Console | None) -> tuple[Console, bool]:
+    """A console whose reader can't stop a run, and whether it is a terminal that can redraw."""
+    if console is not None:
+        return open_console(console)
+    file = best_effort(sys.stdout, _CLOSED)
+    console, can_redraw = open_console(Console(file=file))
+    return console, can_redraw and file.isatty()  # FORCE_COLOR makes no terminal of a file
 
 
 class LiveReporter(Reporter):
@@ -86,6 +106,10 @@ class LiveReporter(Reporter):
         self._num_steps = 0
         self._drawn_at = float("-inf")
         self._live = Live(console=console, auto_refresh=False)
+
+    def say(self, line: str) -> None:
+        """Print a line, above the table if there is one."""
+        self._console.print(Text(line, style="dim"))
 
     def start(self, header: RunHeader) -> None:
         """Print the header, and start the table."""
@@ -119,6 +143,7 @@ class LiveReporter(Reporter):
         if self._live.is_started:
             self._draw()
             self._live.stop()
+        drain(self._console.file)
 
     def _draw(self) -> None:
         self._live.update(live_view(self._history, self._num_steps), refresh=True)
@@ -132,6 +157,10 @@ class PlainReporter(Reporter):
         self._file = file
         self._has_column_names = False
         self._columns = dict(_PLAIN_COLUMNS)
+
+    def say(self, line: str) -> None:
+        """Write a line."""
+        self._write(line)
 
     def start(self, header: RunHeader) -> None:
         """Write the header."""
@@ -165,6 +194,10 @@ class PlainReporter(Reporter):
     def finish(self, summary: RunSummary) -> None:
         """Write the summary."""
         self._write_rows(summary_rows(summary))
+
+    def close(self) -> None:
+        """Wait a little until all is written."""
+        drain(self._file)
 
     def _write_rows(self, rows: list[tuple[str, str]]) -> None:
         for label, text in rows:
@@ -274,7 +307,7 @@ class MatrixView:
     """Shows a comparison: a table redrawn in place, or a line for each system."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console, can_redraw = open_console(console)
+        self._console, can_redraw = _open_for_a_run(console)
         self._live = Live(console=self._console, auto_refresh=False) if can_redraw else None
         self._last = ""
 
@@ -296,6 +329,7 @@ class MatrixView:
         """Release the terminal, with the last table on it; safe to call twice."""
         if self._live is not None:
             self._live.stop()
+        drain(self._console.file)
 
 
 def matrix_view(matrix: Matrix, doing: str = "") -> RenderableType:

@@ -1,6 +1,7 @@
 """How a process joins a run by JAX's distributed runtime: at an address, or in a cluster's job."""
 
 import os
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -105,6 +106,32 @@ def rendezvous_of_joined(start_timeout_s: float, secret: Callable[[], bytes]) ->
         start_timeout_s,
         secret(),
     )
+
+
+def require_free_port() -> None:
+    """Require that nothing serves yet at the port at which a cluster's rank 0 will.
+
+    JAX derives the port from the job's number, so that all tasks know it, and does not look.
+
+    Raises:
+        UserError: Something does.
+    """
+    address, *_ = ClusterEnv.auto_detect_unset_distributed_params(
+        coordinator_address=None, num_processes=None, process_id=None, local_device_ids=None,
+        cluster_detection_method=None, initialization_timeout=None,
+    )  # fmt: skip
+    port = 0 if address is None else int(address.rpartition(":")[2])
+    with socket.socket() as probe:
+        # So that closed connections of an earlier attempt don't count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise UserError(
+                f"got the coordinator's port {port}, on which something else on "
+                f"{socket.gethostname()} serves, expected a free one (JAX_COORDINATOR_PORT in all "
+                "tasks chooses another)"
+            ) from error
 
 
 # XLA reads the following settings once, so they must be made before JAX computes anything.

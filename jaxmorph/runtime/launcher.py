@@ -9,12 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from jaxmorph.errors import RunFailedError, UserError
@@ -22,6 +21,7 @@ from jaxmorph.messages import RankFailed
 from jaxmorph.plain_json import parse
 from jaxmorph.progress import Page, Stall, is_stopped, new_page, write_stacks_of
 from jaxmorph.runtime.rank_process import RankArguments
+from jaxmorph.runtime.stop_signals import HUNG_UP, handled
 from jaxmorph.transport.secret import hand_down
 
 if TYPE_CHECKING:  # the GPU check runs without the configuration's libraries
@@ -29,7 +29,8 @@ if TYPE_CHECKING:  # the GPU check runs without the configuration's libraries
 
 _EVIDENCE_S = 1.0  # for other ranks to report, after the first failure
 _TERMINATION_S = 3.0  # for ranks to end after SIGTERM
-_LOOK_S = 1.0  # until an interruption is noticed whose exception Python has dropped
+_GOODBYE_S = 1.0  # for sidecars to end after their rank
+_LOOK_S = 0.25  # until a signal is noticed that came while nothing else did
 _POLL_S = 0.05
 _LOG_TAIL_LINES = 5
 
@@ -90,17 +91,14 @@ class _Watch:
     on_message: Callable[[dict[str, Any]], None]
     failures: list[RankFailed] = field(default_factory=list)
     stop_within_s: float | None = None
-    overdue: threading.Timer | None = None
+    on_asked: Callable[[signal.Signals], None] | None = None
+    asked_by: signal.Signals | None = None  # the ranks have been asked to save and end
+    asked_until_s: float = math.inf
     within_s: float = math.inf
     began_s: float = field(default_factory=time.monotonic)
     interrupted_s: float = -math.inf
     is_ending: bool = False
     hurries: bool = False  # kill without waiting for slow ranks
-
-    @property
-    def asked_to_end(self) -> bool:
-        """Whether the ranks have been asked to save and end."""
-        return self.overdue is not None
 
 
 def run_ranks(
@@ -113,9 +111,10 @@ def run_ranks(
     shows_rank_0: bool = False,
     least_threads: int = 1,
     stop_within_s: float | None = None,
+    on_asked: Callable[[signal.Signals], None] | None = None,
     within_s: float | None = None,
-) -> bool:
-    """Run one process per rank until all are done.
+) -> signal.Signals | None:
+    """Run one process per rank until all are done; then no process of theirs is left.
 
     Args:
         module: What each rank runs, as in `python -m module`; it parses its command line with
@@ -126,25 +125,25 @@ def run_ranks(
             run ends.
         shows_rank_0: Whether rank 0 writes to this process's standard output, not to its log.
         least_threads: The fewest threads of XLA's pools: see `threads_for`.
-        stop_within_s: The first SIGTERM asks rank 0 to end within so many seconds
+        stop_within_s: The first Ctrl-C, SIGTERM or SIGHUP asks rank 0 to end within so many seconds
             (`LauncherLink.stop_asked`); None: it interrupts at once.
+        on_asked: Called with the signal once rank 0 has been asked.
         within_s: A rank that still runs after so many seconds has failed; None: no limit.
 
     Returns:
-        Whether the ranks were asked to end.
+        The signal for which the ranks were asked to end, if any.
 
     Raises:
         RankFailedError: If a rank died or raised.
-        RunFailedError: If the ranks stopped together and reported the reason.
+        RunFailedError: If the ranks stopped together and reported the reason, or a rank can't be
+            started.
         UserError: If a rank found a mistake of the user's.
-        KeyboardInterrupt: On Ctrl-C; on SIGTERM, unless the ranks were asked and ended in time.
+        KeyboardInterrupt: On one of these signals, unless the ranks were asked and ended in time.
     """
-    log_dir.mkdir(parents=True, exist_ok=True)
-    watch = _Watch([], on_message, stop_within_s=stop_within_s)
+    watch = _Watch([], on_message, stop_within_s=stop_within_s, on_asked=on_asked)
     watch.within_s = math.inf if within_s is None else within_s
     with (
-        _sigterm_stops(watch),
-        _sigint_is_kept(watch),
+        handled(partial(_stop, watch)),
         reserved_port() as port,
         contextlib.ExitStack() as stack,
     ):
@@ -153,15 +152,21 @@ def run_ranks(
         secret_fd = hand_down()
         stack.callback(os.close, secret_fd)
         stack.callback(_end, watch)  # also ends the first ranks if starting a later one fails
-        for number in range(num_ranks):
-            shown = shows_rank_0 and number == 0
-            rank = _start(
-                number, num_ranks, coordinator, module, arguments, log_dir, environment, secret_fd,
-                shown=shown,
-            )  # fmt: skip
-            watch.ranks.append(rank)
+        try:
+            log_dir.mkdir(parents=True, exist_ok=True)
+            for number in range(num_ranks):
+                shown = shows_rank_0 and number == 0
+                rank = _start(
+                    number, num_ranks, coordinator, module, arguments, log_dir, environment,
+                    secret_fd, shown=shown,
+                )  # fmt: skip
+                watch.ranks.append(rank)
+        except OSError as error:  # such as a folder that is gone
+            where = error.filename or log_dir
+            reason = f"rank {len(watch.ranks)} can't be started: {where}: {error.strerror}"
+            raise RunFailedError(reason) from error
         _watch(watch)
-        return watch.asked_to_end
+        return watch.asked_by
 
 
 @contextlib.contextmanager
@@ -187,15 +192,16 @@ def _start(
     *,
     shown: bool,
 ) -> _Rank:
-    messages_read, messages_write = os.pipe()
-    lifeline_read, lifeline_write = os.pipe()
     threads = None if "NPROC" in os.environ else int(environment["NPROC"])
-    page_fd = new_page()
-    rank = RankArguments(
-        number, num_ranks, coordinator, messages_write, lifeline_read, threads, page_fd, secret_fd
-    )
     log_path = log_dir / f"rank_{number}.log"
     with log_path.open("wb") as log:
+        messages_read, messages_write = os.pipe()
+        lifeline_read, lifeline_write = os.pipe()
+        page_fd = new_page()
+        rank = RankArguments(
+            number, num_ranks, coordinator, messages_write, lifeline_read, threads, page_fd,
+            secret_fd,
+        )  # fmt: skip
         process = subprocess.Popen(
             [sys.executable, "-m", module, *rank.to_command_line(), *arguments],
             stdin=subprocess.DEVNULL,
@@ -209,6 +215,7 @@ def _start(
     os.close(lifeline_read)
     page = Page(page_fd)
     os.close(page_fd)
+    os.set_blocking(messages_read, False)
     exit_fd = os.pidfd_open(process.pid)
     return _Rank(number, process, log_path, messages_read, lifeline_write, exit_fd, page=page)
 
@@ -226,31 +233,43 @@ def num_processors() -> int:
 
 
 def _watch(watch: _Watch) -> None:
-    deadline_s = math.inf
+    until_s = math.inf
     with selectors.DefaultSelector() as selector:
         for rank in watch.ranks:
-            selector.register(rank.messages_fd, selectors.EVENT_READ, (rank, _read_messages))
-            selector.register(rank.exit_fd, selectors.EVENT_READ, (rank, _record_exit))
-        while selector.get_map():
-            if watch.interrupted_s > -math.inf:
-                raise KeyboardInterrupt
-            until_s = watch.began_s + watch.within_s
-            next_s = min(deadline_s, until_s, time.monotonic() + _LOOK_S)
-            events = selector.select(max(0.0, next_s - time.monotonic()))
-            for key, _ in events:
-                rank, handle = key.data
-                if not handle(rank, watch):
+            selector.register(rank.messages_fd, selectors.EVENT_READ, rank)
+            selector.register(rank.exit_fd, selectors.EVENT_READ, rank)
+        running = len(watch.ranks)
+        # A rank's end is that of its process. Its messages may have no end: a process that it has
+        # forked holds the pipe open.
+        while running and time.monotonic() < until_s:
+            _attend(watch)
+            next_s = min(until_s, time.monotonic() + _LOOK_S)
+            for key, _ in selector.select(max(0.0, next_s - time.monotonic())):
+                rank: _Rank = key.data
+                if key.fd == rank.exit_fd:
                     selector.unregister(key.fd)
-            if time.monotonic() >= until_s:
-                _record_running(watch)
+                    running -= 1
+                    _record_exit(rank, watch)
+                elif not _read_messages(rank, watch):
+                    selector.unregister(key.fd)
             _record_stalled(watch)
-            if watch.failures and deadline_s == math.inf:
-                deadline_s = time.monotonic() + _EVIDENCE_S
-            if time.monotonic() >= deadline_s:
-                break
+            if watch.failures and until_s == math.inf:
+                until_s = time.monotonic() + _EVIDENCE_S
     if watch.failures:
         _record_stopped(watch)
         _raise_cause(watch)
+
+
+def _attend(watch: _Watch) -> None:
+    """Act on signals and deadlines."""
+    now_s = time.monotonic()
+    if watch.interrupted_s > -math.inf or now_s >= watch.asked_until_s:
+        raise KeyboardInterrupt
+    if watch.asked_by is not None and watch.on_asked is not None:
+        on_asked, watch.on_asked = watch.on_asked, None
+        on_asked(watch.asked_by)
+    if now_s >= watch.began_s + watch.within_s:
+        _record_running(watch)
 
 
 def _record_stalled(watch: _Watch) -> None:
@@ -275,7 +294,7 @@ def _mute(watch: _Watch) -> Iterator[tuple[_Rank, Page]]:
     """The ranks that run and have reported no failure, with the pages of their progress."""
     failed = {failure.rank for failure in watch.failures}
     for rank in watch.ranks:
-        if rank.number not in failed and rank.page is not None and rank.process.poll() is None:
+        if rank.number not in failed and rank.page is not None and _exit_code(rank) is None:
             yield rank, rank.page
 
 
@@ -290,13 +309,27 @@ def _record_running(watch: _Watch) -> None:
     """Record the ranks that still run after their time as failed, once."""
     reason, watch.within_s = f"still running after {watch.within_s:g} s", math.inf
     for rank in watch.ranks:
-        if rank.process.poll() is None:
+        if _exit_code(rank) is None:
             watch.failures.append(RankFailed(False, time.monotonic(), rank.number, reason))
 
 
+def _exit_code(rank: _Rank) -> int | None:
+    """The exit code of a rank that has ended, the negative signal if one ended it."""
+    # It isn't reaped here: until then its process group can't be another program's.
+    with contextlib.suppress(ChildProcessError):
+        ended = os.waitid(os.P_PID, rank.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+    return rank.process.poll()
+
+
 def _read_messages(rank: _Rank, watch: _Watch) -> bool:
-    """Handle the messages that have come; False at the end of the pipe."""
-    data = os.read(rank.messages_fd, 1 << 16)
+    """Handle some of the messages that have come; False once none can come."""
+    try:
+        data = os.read(rank.messages_fd, 1 << 16)
+    except BlockingIOError:
+        return _exit_code(rank) is None
     rank.pending += data
     while b"\n" in rank.pending:  # line by line: Ctrl-C may come in the middle of one
         line, rank.pending = rank.pending.split(b"\n", 1)
@@ -308,23 +341,21 @@ def _read_messages(rank: _Rank, watch: _Watch) -> bool:
     return bool(data)
 
 
-def _record_exit(rank: _Rank, watch: _Watch) -> bool:
-    code = rank.process.wait()
-    if code != 0:
+def _record_exit(rank: _Rank, watch: _Watch) -> None:
+    while _read_messages(rank, watch):  # those that it sent before it ended
+        pass
+    code = _exit_code(rank)
+    if code:
         aborted = code == -signal.SIGABRT
-        reason = _ending(code)
-        while _read_messages(rank, watch):  # those that it sent before it ended
-            pass
-        stall = _stall_at_end(rank)
+        reason, stall = _ending(code), _stall_at_end(rank)
         # A rank that raised has reported why. The coordination service ends the others, with an
         # abort or exit code 1.
         reported = any(failure.rank == rank.number for failure in watch.failures)
         if stall is not None and not reported:
             _record_stall(watch, rank, stall)
-            return False
+            return
         follows = aborted or reported or code == 1
         watch.failures.append(RankFailed(follows, time.monotonic(), rank.number, reason))
-    return False
 
 
 def _ending(code: int) -> str:
@@ -351,18 +382,26 @@ def _raise_cause(watch: _Watch) -> None:
     )
     if cause.is_user_error:
         raise UserError(cause.reason)
+    asked_to_end = watch.asked_by is not None
     if cause.says_all:
-        raise RunFailedError(cause.reason, asked_to_end=watch.asked_to_end)
+        raise RunFailedError(cause.reason, asked_to_end=asked_to_end)
     log_path = watch.ranks[cause.rank].log_path
     lines = [f"rank {cause.rank} failed: {cause.reason}", f"its log: {log_path}"]
-    log = log_path.read_text(encoding="utf-8", errors="replace").splitlines()
-    tail = [line for line in log if line.strip()][-_LOG_TAIL_LINES:]
     noticed_s = min(failure.time_s for failure in watch.failures)
-    message = "\n".join([*lines, *(f"  | {line}" for line in tail)])
+    message = "\n".join([*lines, *(f"  | {line}" for line in _tail(log_path))])
     # A rank that was stopped and is continued for its stacks may report as well.
     stalls = {each.rank: each for each in reversed(watch.failures) if each.silent_s > 0}
     stalled = [f"rank {rank} {stalls[rank].reason}" for rank in sorted(stalls)]
-    raise RankFailedError(message, noticed_s, asked_to_end=watch.asked_to_end, stalled=stalled)
+    raise RankFailedError(message, noticed_s, asked_to_end=asked_to_end, stalled=stalled)
+
+
+def _tail(log_path: Path) -> list[str]:
+    """The last lines of a log."""
+    try:
+        log = log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        return [f"(it can't be read: {error.strerror})"]
+    return [line for line in log if line.strip()][-_LOG_TAIL_LINES:]
 
 
 def _end(watch: _Watch) -> None:
@@ -379,20 +418,24 @@ def _end(watch: _Watch) -> None:
 
 
 def _await_all(watch: _Watch, deadline_s: float) -> None:
-    for rank in watch.ranks:
-        while rank.process.poll() is None and not watch.hurries and time.monotonic() < deadline_s:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                rank.process.wait(_POLL_S)
+    while _are_running(watch.ranks) and not watch.hurries and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)
+
+
+def _are_running(ranks: list[_Rank]) -> bool:
+    return any(_exit_code(rank) is None for rank in ranks)
 
 
 def _kill_all(watch: _Watch) -> None:
     _signal_all(watch.ranks, signal.SIGKILL)
+    until_s = time.monotonic() + _TERMINATION_S  # one that hangs in a driver stays
+    while _are_running(watch.ranks) and time.monotonic() < until_s:
+        time.sleep(_POLL_S)
+    _end_sessions({rank.process.pid for rank in watch.ranks})
     for rank in watch.ranks:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in a driver stays
-            rank.process.wait(_TERMINATION_S)
-        os.set_blocking(rank.messages_fd, False)
+        rank.process.poll()
         with contextlib.suppress(Exception):  # the other ranks' files must be closed all the same
-            while _read_messages(rank, watch):
+            while _exit_code(rank) is not None and _read_messages(rank, watch):
                 pass
         for fd in (rank.messages_fd, rank.lifeline_fd, rank.exit_fd):
             os.close(fd)
@@ -401,59 +444,48 @@ def _kill_all(watch: _Watch) -> None:
 
 
 def _signal_all(ranks: list[_Rank], number: signal.Signals) -> None:
+    """Signal the ranks and what they have started, also those of ranks that have ended."""
     for rank in ranks:
-        if rank.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(rank.process.pid, number)
+        with contextlib.suppress(OSError):  # none of them is left
+            os.killpg(rank.process.pid, number)
 
 
-@contextlib.contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """Make SIGTERM act like Ctrl-C, so that a scheduler's stop cleans up too."""
-    with _sigterm_stops(_Watch([], lambda message: None)):
-        yield
+def _end_sessions(leaders: set[int]) -> None:
+    """End what ranks have left in other process groups; sidecars get a moment for goodbyes."""
+    until_s = time.monotonic() + _GOODBYE_S
+    while left := [pid for pid, session in _sessions() if session in leaders and pid != session]:
+        if time.monotonic() >= until_s:
+            break
+        time.sleep(_POLL_S)
+    for pid in left:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
 
 
-@contextlib.contextmanager
-def _sigterm_stops(watch: _Watch) -> Iterator[None]:
-    """Make SIGTERM ask the ranks to end, or act like Ctrl-C if that is not possible."""
+def _sessions() -> Iterator[tuple[int, int]]:
+    """Each process of this machine that still runs, with its session."""
+    for path in Path("/proc").iterdir():
+        if path.name.isdecimal() and (fields := _stat(int(path.name))) and fields[0] != "Z":
+            yield int(path.name), int(fields[3])
 
-    def stop(number: int, frame: object) -> None:
-        if not _ask_to_end(watch):
-            _interrupt(watch)
 
+def _stat(pid: int) -> list[str]:
+    """The fields of a process's `/proc/PID/stat` from its state on; none once it is gone."""
     try:
-        previous = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # only the main thread may set signal handlers
-        yield
-        return
-    try:
-        yield
-    finally:
-        if watch.overdue is not None:
-            watch.overdue.cancel()
-        restore_signal(signal.SIGTERM, previous)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
-@contextlib.contextmanager
-def _sigint_is_kept(watch: _Watch) -> Iterator[None]:
-    """Record Ctrl-C in the watch as well as raising KeyboardInterrupt."""
-    # Python drops an exception that is raised while it calls a finalizer or a weak reference's
-    # callback. Imports do that, so on the main thread it can happen at any moment.
-
-    def record(number: int, frame: FrameType | None) -> None:
+def _stop(watch: _Watch, number: signal.Signals) -> None:
+    """Ask rank 0 to save and end at the first signal, if it can; end all at the second."""
+    if watch.asked_by is None and watch.stop_within_s is not None and watch.ranks:
+        watch.asked_by = number
+        watch.asked_until_s = time.monotonic() + watch.stop_within_s
+        with contextlib.suppress(OSError):  # rank 0 is gone, which `_watch` is about to notice
+            os.write(watch.ranks[0].lifeline_fd, b"s")
+    elif watch.asked_by is None or number != HUNG_UP:  # a terminal that closes sends several
         _interrupt(watch)
-
-    try:
-        own = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        previous = signal.signal(signal.SIGINT, record) if own else None
-    except ValueError:  # only the main thread may set signal handlers
-        previous = None
-    try:
-        yield
-    finally:
-        if previous is not None:
-            signal.signal(signal.SIGINT, previous)
 
 
 def _interrupt(watch: _Watch) -> None:
@@ -466,25 +498,3 @@ def _interrupt(watch: _Watch) -> None:
         return
     watch.interrupted_s = now_s
     raise KeyboardInterrupt
-
-
-def restore_signal(number: signal.Signals, previous: Any) -> None:
-    """Restore a signal's handler, as `signal.signal` returned it."""
-    # None stands for a handler that Python didn't set, which it can't set again either.
-    signal.signal(number, signal.SIG_DFL if previous is None else previous)
-
-
-def _ask_to_end(watch: _Watch) -> bool:
-    """Ask rank 0 to save and end; False if it was asked before or can't be.
-
-    After the deadline this process gets the signal again.
-    """
-    if watch.stop_within_s is None or watch.asked_to_end or not watch.ranks:
-        return False
-    with contextlib.suppress(OSError):  # rank 0 is gone, which `_watch` is about to notice
-        os.write(watch.ranks[0].lifeline_fd, b"s")
-    again = (threading.get_ident(), signal.SIGTERM)
-    watch.overdue = threading.Timer(watch.stop_within_s, signal.pthread_kill, again)
-    watch.overdue.daemon = True
-    watch.overdue.start()
-    return True

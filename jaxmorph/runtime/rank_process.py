@@ -71,6 +71,8 @@ class LauncherLink:
     """The rank's end of the pipes to its launcher; `stop_asked` is set when it asks for the end."""
 
     def __init__(self, arguments: RankArguments) -> None:
+        for fd in (arguments.messages_fd, arguments.lifeline_fd):
+            os.set_inheritable(fd, False)  # what this rank starts has no use for them
         self._messages = os.fdopen(arguments.messages_fd, "w", encoding="utf-8")
         self._lock = threading.Lock()
         self.stop_asked = threading.Event()

@@ -1,8 +1,8 @@
 """Callbacks of the loop that record steps, count skipped ones, and save checkpoints.
 
 All ranks must save, and stop, after the same step. But only rank 0's clock says when a save is due,
-and SIGTERM reaches a single rank. So each rank adds both facts to its report of the step, and every
-rank decides from all reports.
+and a signal reaches a single rank. So each rank adds both facts to its report of the step, and all
+decide from all reports.
 """
 
 import time
@@ -90,7 +90,8 @@ class SaveTimes:
     def _is_time(self) -> bool:
         minutes = self._settings.every_minutes
         since_s = self._clock() - self._saved_s
-        return minutes is not None and since_s >= minutes * _S_PER_MINUTE
+        is_time = minutes is not None and since_s >= minutes * _S_PER_MINUTE
+        return is_time and self._settings.saves
 
 
 class SkippedSteps:

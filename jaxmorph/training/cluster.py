@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxmorph.config import Config
@@ -12,6 +13,7 @@ from jaxmorph.runtime.rendezvous import Rendezvous, gather
 # srun, mpirun and an indexed Kubernetes job set one of these in each process that they start.
 _CLUSTER_VARIABLES = ("SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_SIZE", "JOB_COMPLETION_INDEX")
 _SIZE_VARIABLES = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
+_STEP_SIZE_VARIABLES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # not the whole job's
 # `jax.distributed` numbers processes by these.
 _TASK_VARIABLES = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
 
@@ -23,8 +25,26 @@ def started_by_cluster() -> bool:
 
 def num_tasks() -> int | None:
     """The number of tasks in this process's job; None if the cluster doesn't say."""
-    sizes = (os.environ.get(name, "") for name in _SIZE_VARIABLES)
-    return next((int(size) for size in sizes if size.isdecimal()), None)
+    return _first_number(_SIZE_VARIABLES)
+
+
+def require_one_task() -> None:
+    """Refuse to start a whole run in each of several tasks.
+
+    Raises:
+        UserError: A cluster's launcher has started several.
+    """
+    tasks = _first_number(_STEP_SIZE_VARIABLES) or 1
+    if started_by_cluster() and tasks > 1:
+        raise UserError(
+            f"--launch: got local in {tasks} tasks, each of which would start a whole run; "
+            "expected one task, or cluster, which makes each task one rank"
+        )
+
+
+def _first_number(names: Sequence[str]) -> int | None:
+    values = (os.environ.get(name, "") for name in names)
+    return next((int(value) for value in values if value.isdecimal()), None)
 
 
 def is_first_task() -> bool:
@@ -46,11 +66,14 @@ def join_cluster(
         directory: The run's, which all tasks share and which keeps its secret; None: it has none.
 
     Raises:
-        UserError: `jax.distributed` can't place this process, or the run has no secret.
+        UserError: `jax.distributed` can't place this process, its port is taken, or the run has no
+            secret.
     """
-    from jaxmorph.runtime.join import join_run
+    from jaxmorph.runtime.join import join_run, require_free_port
 
     try:
+        if is_first_task() and "JOB_COMPLETION_INDEX" not in os.environ:  # a pod has its own ports
+            require_free_port()
         return join_run(
             directory=directory,
             start_timeout_s=start_timeout_s,

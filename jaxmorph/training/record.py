@@ -6,12 +6,15 @@ checkpoint is without the steps before it, whatever keeps this process from its 
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from jaxmorph.config import Config
-from jaxmorph.errors import RunFailedError, UserError
+from jaxmorph.errors import UserError
 from jaxmorph.messages import (
     EventEmitted,
     LinksChanged,
@@ -23,8 +26,9 @@ from jaxmorph.messages import (
     StepDone,
     StepTimelines,
 )
+from jaxmorph.output import tell
 from jaxmorph.plain_json import Json, as_object, with_sum
-from jaxmorph.records import Event, EventKind, RunHeader, StepRecord
+from jaxmorph.records import COMPILE, RESTORE, START, Event, EventKind, RunHeader, StepRecord
 from jaxmorph.report import Reporter, RunDirectory, RunHistory, describe_regime
 from jaxmorph.report.draw import chrome_trace, save_timelines
 from jaxmorph.schedule.timeline import Timeline
@@ -35,6 +39,8 @@ PICTURE = "planned_and_measured.png"
 
 class RunRecord:
     """The record of one run, in the process that the user started.
+
+    A file that can't be written, as on a full disk, is reported once, and the run continues.
 
     It keeps the latest traces, `trace.keep` of them. Traces around changes stay longer: they go
     only when they fill more than half of the room.
@@ -67,6 +73,9 @@ class RunRecord:
         self._has_started = False
         self._goodput: Goodput | None = None
         self._last_step = first_step - 1
+        self._num_heard = 0
+        self._phases = Counter[str]()
+        self._unwritten: set[str] = set()
 
     @property
     def directory(self) -> Path:
@@ -102,13 +111,27 @@ class RunRecord:
             case StepTimelines(step, timelines, around_change):
                 self._take_timelines(step, timelines, around_change)
             case ProfileUpdated(profile):
-                self._directory.write_profile(profile)
+                self._write(self._directory.write_profile, profile)
             case LinksChanged():
-                self._directory.write_links(as_object(message))
+                self._write(self._directory.write_links, as_object(message))
             case ObservationKept(line, begins):
-                self._directory.write_observation(line, begins=begins)
-            case PhaseEnded():
-                pass  # for the supervisor
+                self._write(partial(self._directory.write_observation, begins=begins), line)
+            case PhaseEnded(phase):
+                self._take_phase(phase)
+
+    def starting(self, num_ranks: int, heard: int | None = None) -> None:
+        """Say that ranks start; until they train, `take` says what they do.
+
+        Args:
+            heard: How many of them report the phases of their start; None: all.
+        """
+        self._num_heard = num_ranks if heard is None else heard
+        self._phases = Counter()
+        self.say(f"starting {num_ranks} rank{'' if num_ranks == 1 else 's'}")
+
+    def say(self, line: str) -> None:
+        """Show a line to the user."""
+        self._reporter.say(line)
 
     def write_event(
         self, step: int, kind: EventKind, detail: str, evidence: Json | None = None
@@ -116,7 +139,7 @@ class RunRecord:
         """Write an event about ranks that have ended, and so can't send it."""
         time_s = self._clock() - self._ranks_began_s
         event = Event(time_s, step, kind, detail=detail, evidence=evidence)
-        self._directory.write_event(event)
+        self._write(self._directory.write_event, event)
         self._take_event(event)
 
     def go_back(self, step: int) -> None:
@@ -139,32 +162,51 @@ class RunRecord:
     def keep_goodput(self, goodput: Goodput) -> None:
         """Write `recovery.json`, and keep the goodput for the summary."""
         self._goodput = goodput
-        self._directory.write_recovery(goodput.to_json())
+        self._write(self._directory.write_recovery, goodput.to_json())
 
     def finish(self) -> None:
-        """Draw the last sampled step, and show the summary.
-
-        Raises:
-            RunFailedError: The picture can't be written.
-        """
+        """Draw the last sampled step, and show the summary."""
         picture = None  # a run that was asked to end may have sampled no step
         if self._last_timelines:
             picture = self._directory.path / PICTURE
             try:
                 save_timelines(picture, self._last_timelines)
-            except UserError as error:  # such as a full disk: not the user's mistake
-                raise RunFailedError(str(error)) from error
+            except UserError as error:  # such as a full disk
+                tell(f"error: {error}")
+                picture = None
         summary = self._history.summary(
             elapsed_s=self._last_step_s - self._began_s,
             run_directory=self._directory.path,
             picture=picture,
-            traces=tuple(map(self._directory.trace_path, sorted(self._traces))),
+            traces=tuple(self._directory.traces().values()),
         )
         self._reporter.finish(replace(summary, **_summed_up(self._goodput)))
 
     def close(self) -> None:
-        """Release the terminal."""
+        """Close the files, and release the terminal."""
+        self._write(self._directory.close)
         self._reporter.close()
+
+    def _write(self, write: Callable[..., None], *values: Any) -> None:
+        """Write to the run directory; each file that can't be written is reported once."""
+        try:
+            write(*values)
+        except OSError as error:
+            path = str(error.filename or self._directory.path)
+            if path not in self._unwritten:
+                self._unwritten.add(path)
+                tell(f"error: {path}: cannot be written: {error.strerror}; the run continues")
+
+    def _take_phase(self, phase: str) -> None:
+        self._phases[phase] += 1
+        if self._phases[phase] != self._num_heard:  # of the slowest rank
+            return
+        if phase == START:
+            self.say("compiling")
+        elif phase == COMPILE and self._last_step >= 0:
+            self.say(f"restoring the checkpoint after {self._last_step + 1} steps")
+        elif phase == RESTORE:
+            self.say("measuring and planning")
 
     def _start(self, started: RunStarted) -> None:
         self._ranks_began_s = self._clock()
@@ -204,13 +246,19 @@ class RunRecord:
         }
         if step >= self._last_traced_step:  # timelines around a change may arrive late
             self._last_timelines, self._last_traced_step = drawn, step
-        path = self._directory.trace_path(step)
-        path.write_text(with_sum(json.dumps(chrome_trace(drawn))), encoding="utf-8")
+        self._write(self._write_trace, step, drawn)
         self._traces[step] = around_change
         while len(self._traces) > self._config.trace.keep:
             dropped = _to_drop(self._traces, self._config.trace.keep)
             del self._traces[dropped]
-            self._directory.trace_path(dropped).unlink(missing_ok=True)
+            self._write(self._remove_trace, dropped)
+
+    def _write_trace(self, step: int, drawn: Mapping[str, Timeline]) -> None:
+        text = with_sum(json.dumps(chrome_trace(drawn)))
+        self._directory.trace_path(step).write_text(text, encoding="utf-8")
+
+    def _remove_trace(self, step: int) -> None:
+        self._directory.trace_path(step).unlink(missing_ok=True)
 
 
 def _summed_up(goodput: Goodput | None) -> dict[str, float]:

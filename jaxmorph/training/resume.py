@@ -21,6 +21,7 @@ from jaxmorph.records import EventKind
 from jaxmorph.report import Reporter, RunDirectory, open_reporter, open_run_directory
 from jaxmorph.report.run_directory import CONFIG, reopen_run_directory
 from jaxmorph.runtime.rendezvous import Rendezvous, agree, gather
+from jaxmorph.training.cluster import started_by_cluster
 from jaxmorph.training.model_factory import device_options
 from jaxmorph.training.record import RunRecord
 
@@ -54,7 +55,7 @@ class RunStart:
 
     Attributes:
         first_step: 0, or the step after the checkpoint that it resumes from.
-        directory: The directory of a run that resumes; None: a new one is made.
+        directory: The directory of a run that resumes or begins there; None: a new one is made.
         passed_over: Damaged checkpoints that are newer.
         damage: What of the directory's configuration is not used, and why.
     """
@@ -69,6 +70,8 @@ class RunStart:
     def open_record(self, reporter: Reporter | None = None) -> Iterator[RunRecord]:
         """Open the run's directory and its records, for this process alone."""
         with ExitStack() as opened:
+            if self.directory is not None:
+                _make(self.directory, "run.dir")
             known = (folder_apart(self.config), self.directory)
             opened.enter_context(hold(path for path in known if path is not None))
             if self.directory is not None:  # until it was held, another process may have used it
@@ -77,7 +80,7 @@ class RunStart:
             if self.directory is None:
                 opened.enter_context(hold([directory.path]))
             prepare_checkpoints(self.config, directory.path)
-            shown = reporter or open_reporter()
+            shown = reporter or open_reporter(plain=started_by_cluster())
             record = RunRecord(self.config, directory, shown, first_step=self.first_step)
             opened.enter_context(closing(record))
             set_aside(self.config, directory.path, self.passed_over, record, self.first_step)
@@ -196,11 +199,11 @@ def try_named_folder(config: Config, directory: Path | None = None) -> None:
         ) from error
 
 
-def _make(folder: Path) -> None:
+def _make(folder: Path, key: str = "checkpoint.dir") -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"checkpoint.dir: {folder}: cannot be made: {error.strerror}") from error
+        raise UserError(f"{key}: {folder}: cannot be made: {error.strerror}") from error
 
 
 def require_no_checkpoints(config: Config) -> None:
@@ -310,6 +313,29 @@ def _trusted_config(
         return check_config(tree, CONFIG), "; ".join(filter(None, notes))
     except UserError as error:
         return manifest.config, f"{error}; the configuration of the checkpoint is used"
+
+
+def find_resumption_here(config: Config, *, thorough: bool = True) -> Resumption | None:
+    """The last whole checkpoint in a configuration's `run.dir`; None: there is none.
+
+    Raises:
+        UserError: All checkpoints are damaged, or the configuration is of another model.
+    """
+    try:
+        run = saved_run(Path(config.run.dir))
+    except UserError:  # it has neither a configuration nor a checkpoint
+        return None
+    step, passed_over = run.folder.newest_whole(thorough=thorough)
+    if step is None and passed_over:  # to begin again would be to lose what they still hold
+        raise _no_checkpoint(run.folder, passed_over)
+    if step is None:
+        return None
+    manifest = run.folder.manifest(step)
+    was, damage = _trusted_config(run, manifest)
+    # By which name the directory was reached is no matter.
+    was = was.model_copy(update={"run": was.run.model_copy(update={"dir": config.run.dir})})
+    _require_agreement(config, was, manifest, config.run.steps)
+    return Resumption(config, manifest, passed_over, damage)
 
 
 def start_of_script(config: Config, *, resume: bool) -> RunStart:

@@ -5,13 +5,13 @@ It imports no JAX: a process must know its launch arguments before JAX starts.
 
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from jaxmorph.errors import UserError
+from jaxmorph.output import tell
 from jaxmorph.runtime.launcher import RankFailedError, run_ranks
 from jaxmorph.runtime.rank_process import RankArguments
 
@@ -63,7 +63,7 @@ def _log_folder(wanted: Path | None) -> Iterator[Path]:
         raise
     except BaseException:
         is_kept = True  # Ctrl-C on a script that hangs: the logs show where
-        print(f"logs: {folder}", file=sys.stderr, flush=True)  # noqa: T201
+        tell(f"logs: {folder}")
         raise
     finally:
         if not is_kept:

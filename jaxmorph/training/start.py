@@ -6,8 +6,6 @@ is a rank itself, and the scheduler starts it again (`TRY_AGAIN`).
 
 import os
 import signal
-import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,25 +18,30 @@ from typing import TYPE_CHECKING
 from jaxmorph.config import Config, load_config, locating_errors
 from jaxmorph.errors import RunFailedError, RunStoppedError, UserError
 from jaxmorph.messages import RunMessage, parse_run_message
+from jaxmorph.output import flush_standard_output, tell
 from jaxmorph.progress import STALL, Stall, StalledError, progress
 from jaxmorph.records import EventKind
 from jaxmorph.report import Reporter
 from jaxmorph.report.run_directory import CONFIG
-from jaxmorph.runtime.launcher import restore_signal, run_ranks, sigterm_interrupts, threads_for
+from jaxmorph.runtime.launcher import run_ranks, threads_for
+from jaxmorph.runtime.stop_signals import exit_code, signals_ask, signals_interrupt
 from jaxmorph.runtime.watchdog import STALLED, watch_over, write_stacks
 from jaxmorph.training.cluster import (
     is_first_task,
     join_cluster,
     require_one_host,
+    require_one_task,
     started_by_cluster,
 )
 from jaxmorph.training.record import RunRecord
 from jaxmorph.training.resume import (
+    Resumption,
     RunStart,
     check_data,
     check_vocabulary,
     checkpoint_folder,
     find_resumption,
+    find_resumption_here,
     last_whole,
     prepare_checkpoints,
     require_no_checkpoints,
@@ -57,7 +60,6 @@ if TYPE_CHECKING:
 
 TRY_AGAIN = STALLED
 """The exit code of a cluster's rank that failed, if a new job could resume from a checkpoint."""
-_ENDED_BY_SIGTERM = 128 + signal.SIGTERM  # as a shell reports it
 _LAUNCHES = ("auto", "local", "cluster")
 
 
@@ -69,11 +71,41 @@ def start_training(path: Path, overrides: Sequence[str], launch: str = "auto") -
             of a job; "auto" decides by the cluster's environment variables.
     """
     config = with_absolute_folder(load_config(path, overrides))
+    _check_start(path, overrides, config)
+    _run(RunStart(config), launch)
+
+
+def _check_start(path: Path, overrides: Sequence[str], config: Config) -> None:
+    """Report mistakes before anything is written or started."""
     with locating_errors(path, overrides):
-        check_run(config)  # report mistakes before anything is written or started
+        check_run(config)
         require_no_checkpoints(config)
         try_named_folder(config)
-    _run(RunStart(config), launch)
+
+
+def resume_or_start(path: Path, overrides: Sequence[str], launch: str = "auto") -> str:
+    """Resume the run in a configuration's `run.dir`; without a checkpoint, begin it there.
+
+    The same command therefore starts a run, and continues it however often it was ended.
+
+    Returns:
+        Why there was nothing to do, on one task of a job; "" otherwise.
+    """
+    config = with_absolute_folder(load_config(path, overrides))
+    directory = Path(config.run.dir)
+    find = partial(_find_here, config, path, overrides)
+    done = _resume(find, directory, (path, overrides), launch)
+    if done is None:
+        _check_start(path, overrides, config)
+        _run(RunStart(config, directory=directory), launch)
+    return done or ""
+
+
+def _find_here(
+    config: Config, path: Path, overrides: Sequence[str], *, thorough: bool = True
+) -> Resumption | None:
+    with locating_errors(path, overrides):
+        return find_resumption_here(config, thorough=thorough)
 
 
 def resume_training(directory: Path, overrides: Sequence[str], launch: str = "auto") -> str:
@@ -82,20 +114,37 @@ def resume_training(directory: Path, overrides: Sequence[str], launch: str = "au
     Returns:
         Why there was nothing to do, on one task of a job; "" otherwise.
     """
+    find = partial(find_resumption, directory, overrides)
+    return _resume(find, directory, (directory / CONFIG, overrides), launch) or ""
+
+
+def _resume(
+    find: Callable[..., Resumption | None],
+    directory: Path,
+    origin: tuple[Path, Sequence[str]],
+    launch: str,
+) -> str | None:
+    """Resume what `find` finds; why there was nothing to do, or None if there is no checkpoint.
+
+    Args:
+        origin: The file and the overrides that errors name.
+    """
     _check_launch(launch)
     # Ranks of a job verify the checkpoint together, once they have joined.
     in_job = _is_in_job(launch)
-    found = find_resumption(directory, overrides, thorough=not in_job)
-    if found.is_done and in_job:
+    found = find(thorough=not in_job)
+    if found is not None and found.is_done and in_job:
         # Tasks of a run that is done don't join. If its last checkpoint is damaged, they resume
         # from an earlier one.
-        found = find_resumption(directory, overrides)
+        found = find(thorough=True)
+    if found is None:
+        return None
     if found.is_done:
         if in_job and not is_first_task():
             return ""
         done = f"{directory} has done its {found.config.run.steps} steps"
         return f"{done}: nothing is left to do (run.steps=N continues to step N)"
-    with locating_errors(directory / CONFIG, overrides):
+    with locating_errors(*origin):
         parts = check_run(without_weights(found.config))
         check_vocabulary(found.manifest, parts.vocab_size)
         check_data(found.manifest, found.config, parts.data)
@@ -137,6 +186,8 @@ def check_run(config: Config) -> "RunParts":
 def _check_launch(launch: str) -> None:
     if launch not in _LAUNCHES:
         raise UserError(f"--launch: got {launch!r}, expected one of {', '.join(_LAUNCHES)}")
+    if launch == "local":
+        require_one_task()
 
 
 def _is_in_job(launch: str) -> bool:
@@ -153,30 +204,32 @@ def _run(start: RunStart, launch: str) -> None:
 
 
 def _run_here(start: RunStart, reporter: Reporter | None = None) -> bool:
-    with start.open_record(reporter) as record, sigterm_interrupts():
+    with start.open_record(reporter) as record, signals_interrupt():
         config, directory = start.config, record.directory
         last_checkpoint = partial(_last_whole, config, directory, record)
         supervisor = Supervisor(config.restart_policy, last_checkpoint, config.run.steps, record)
-        asked_to_end = supervisor.run(partial(_launch, config, directory), start.first_step)
+        asked_by = supervisor.run(partial(_launch, config, record), start.first_step)
         record.finish()
         if record.stopped:
-            raise _stopped(record.directory, record.stopped)
-        return asked_to_end
+            raise _stopped(directory, record.stopped, asked_by)
+        return asked_by is not None
 
 
 def _launch(
     config: Config,
-    directory: Path,
+    record: RunRecord,
     first_step: int,
     restarts: int,
     take: Callable[[RunMessage], None],
-) -> bool:
-    """Launch the run's ranks on this machine; whether they were asked to end."""
+) -> signal.Signals | None:
+    """Launch the run's ranks on this machine; the signal for which they were asked to end."""
+    directory = record.directory
     if restarts:
         prepare_checkpoints(config, directory)  # the last launch may have left unfinished ones
     arguments = [str(directory / CONFIG), str(first_step), str(restarts)]
     logs = _log_folder(directory, first_step)
     stages = config.parallelism.stages
+    record.starting(stages)
     return run_ranks(
         "jaxmorph.training.train",
         arguments,
@@ -185,7 +238,14 @@ def _launch(
         lambda message: take(parse_run_message(message)),
         least_threads=threads_for(config),
         stop_within_s=config.checkpoint.stop_within_s,
+        on_asked=lambda number: record.say(_asked(number)),
     )
+
+
+def _asked(number: signal.Signals) -> str:
+    if number != signal.SIGINT:
+        return f"{number.name}: saves after this step, then ends"
+    return "Ctrl-C: saves after this step, then ends; a second Ctrl-C ends at once"
 
 
 def _last_whole(config: Config, directory: Path, record: RunRecord) -> int | None:
@@ -222,16 +282,20 @@ def _run_as_rank(start: RunStart) -> None:
     stall_reports.append(lambda stall: rendezvous.tell(str(stall)))
     known = [start.directory] if start.directory else []  # the run's, once it is known
     with _leaving_at_once(rendezvous, partial(_exit_code, start.config, known)):
-        with sigterm_asks(start.config.checkpoint.stop_within_s) as stop_asked:
+        with signals_ask(start.config.checkpoint.stop_within_s) as asked_by:
             _check_job(start.config, rendezvous)
             start = verified(start, rendezvous)
             is_done, directory = _train_as_rank(
-                start, rendezvous, known.append, stop_asked, stall_reports.append
+                start,
+                rendezvous,
+                known.append,
+                lambda: asked_by() is not None,
+                stall_reports.append,
             )
         rendezvous.close()
     progress.phase("ends", 0.0)
     if not is_done:
-        raise _stopped(directory, "asked to end")
+        raise _stopped(directory, "asked to end", asked_by())
 
 
 def _report_to_all(reports: Sequence[Callable[[Stall], None]], stall: Stall) -> None:
@@ -241,7 +305,7 @@ def _report_to_all(reports: Sequence[Callable[[Stall], None]], stall: Stall) -> 
 
 @contextmanager
 def _leaving_at_once(
-    rendezvous: "Rendezvous", exit_code: Callable[[BaseException], int]
+    rendezvous: "Rendezvous", code_of: Callable[[BaseException], int]
 ) -> Iterator[None]:
     """End the process on any error, without Python's clean-up: in it JAX waits for other ranks.
 
@@ -253,9 +317,9 @@ def _leaving_at_once(
         if isinstance(error, StalledError):
             write_stacks(error)
             rendezvous.tell(str(error))
-        print(f"error: {_in_words(error, rendezvous.rank)}", file=sys.stderr, flush=True)  # noqa: T201
-        sys.stdout.flush()
-        os._exit(exit_code(error))
+        tell(f"error: {_in_words(error, rendezvous.rank)}")
+        flush_standard_output()
+        os._exit(code_of(error))
 
 
 def _in_words(error: BaseException, rank: int) -> str:
@@ -264,7 +328,7 @@ def _in_words(error: BaseException, rank: int) -> str:
         return "interrupted"
     if isinstance(error, UserError | RunFailedError | StalledError):
         return str(error)
-    traceback.print_exception(error)
+    tell("".join(traceback.format_exception(error)).rstrip())
     return f"rank {rank} failed: {error}"
 
 
@@ -325,6 +389,7 @@ def _train_as_rank(
         report_stalls_to(take_stall)
         path, first_step = record.directory.resolve(), start.first_step
         agree(rendezvous, _Found, _Found(str(path), first_step))
+        record.starting(rendezvous.num_ranks, heard=1)
         set_directory(path)
         is_done = train(config, rendezvous, record.take, path, first_step, stop_asked=stop_asked)
         record.finish()
@@ -354,53 +419,10 @@ def _recording_stalls(record: RunRecord) -> Iterator[Callable[[Stall], None]]:
         raise
 
 
-def _stopped(directory: Path, why: str) -> RunStoppedError:
-    return RunStoppedError(f"{why}, saved: jaxmorph train --resume {directory} continues it")
+def _stopped(directory: Path, why: str, asked_by: signal.Signals | None) -> RunStoppedError:
+    continues = f"jaxmorph train --resume {directory} continues it"
+    return RunStoppedError(f"{why}, saved: {continues}", exit_code(asked_by or signal.SIGTERM))
 
 
 def _ignore(message: RunMessage) -> None:
     """Drop a message: only rank 0 reports, but every rank sends the phases of its start."""
-
-
-@contextmanager
-def sigterm_asks(within_s: float | None) -> Iterator[Callable[[], bool]]:
-    """Within this context SIGTERM asks the process to save and end; a second one ends it at once.
-
-    Args:
-        within_s: Seconds from the request until the process ends anyway; None: SIGTERM acts like
-            Ctrl-C instead.
-
-    Yields:
-        A function: whether the process has been asked to end.
-    """
-    # Both replace the handler that JAX installs in a distributed process, which ends nothing.
-    if within_s is None:
-        with sigterm_interrupts():
-            yield lambda: False
-        return
-    asked = threading.Event()
-    overdue = threading.Timer(within_s, _end)
-    overdue.daemon = True
-
-    def ask(number: int, frame: object) -> None:
-        if asked.is_set():
-            _end()
-        else:
-            asked.set()
-            overdue.start()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set
-        return
-    previous = signal.signal(signal.SIGTERM, ask)
-    try:
-        yield asked.is_set
-    finally:
-        overdue.cancel()
-        restore_signal(signal.SIGTERM, previous)
-
-
-def _end() -> None:
-    """End without the clean-up, in which JAX would wait for other ranks."""
-    print("error: ended by SIGTERM before the state was saved", file=sys.stderr, flush=True)  # noqa: T201
-    os._exit(_ENDED_BY_SIGTERM)

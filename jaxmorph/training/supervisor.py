@@ -4,6 +4,7 @@ Only a rank's failure leads to a restart: a user's mistake would come again. Ctr
 the run at any time, also while it waits to restart.
 """
 
+import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,9 +18,9 @@ from jaxmorph.runtime.launcher import RankFailedError
 from jaxmorph.training.ledger import Ledger, Recovery
 from jaxmorph.training.record import RunRecord
 
-Launch = Callable[[int, int, Callable[[RunMessage], None]], bool]
+Launch = Callable[[int, int, Callable[[RunMessage], None]], signal.Signals | None]
 """Runs all ranks to their end, given the first step, the number of restarts so far, and a function
-that takes their messages; returns whether they were asked to end."""
+that takes their messages; returns the signal for which they were asked to end, if any."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,13 @@ class Supervisor:
         self._wait = wait
         self._attempts = Attempts()
         self._ledger = Ledger(clock())
-        self._asked_to_end = False
+        self._asked_by: signal.Signals | None = None
 
-    def run(self, launch: Launch, first_step: int) -> bool:
+    def run(self, launch: Launch, first_step: int) -> signal.Signals | None:
         """Run the ranks to their end, with restarts.
 
         Returns:
-            Whether they were asked to end.
+            The signal for which they were asked to end, if any.
 
         Raises:
             RankFailedError: A rank has failed, and the run can't or may not restart again.
@@ -84,12 +85,12 @@ class Supervisor:
             with suppress(OSError):  # the error that ended the run matters more
                 self._write_down(self._ledger.cut_off())
                 self._record.keep_goodput(self._ledger.goodput(self._record.productive_s))
-        return self._asked_to_end
+        return self._asked_by
 
     def _run_once(self, launch: Launch, first_step: int, restarts: int) -> int | None:
         """Launch once; the first step of the next launch, or None if the run is over."""
         try:
-            self._asked_to_end = launch(first_step, restarts, self._take)
+            self._asked_by = launch(first_step, restarts, self._take)
         except RankFailedError as failure:
             from_step = self._restart(failure)
         else:

@@ -1,4 +1,11 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jaxmorph
+
+VERSION = [sys.executable, "-m", "jaxmorph", "--version"]
 
 
 def test_the_version_is_printed(run):
@@ -9,3 +16,24 @@ def test_without_arguments_the_commands_are_listed(run):
     code, out, _ = run()
     assert code == 0
     assert all(command in out for command in ("plan", "validate", "train", "model", "init"))
+
+
+def test_a_full_disk_is_one_line():
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            VERSION, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert (done.returncode, done.stderr) == (
+        1, "error: standard output: cannot be written: No space left on device\n"
+    )  # fmt: skip
+
+
+def test_a_closed_reader_is_no_error_message():
+    """As `head` when it has read enough."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        VERSION, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")

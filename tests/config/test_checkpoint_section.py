@@ -24,6 +24,7 @@ def test_a_run_that_never_saves_refuses_minutes():
         UserError, match=r"checkpoint.every_minutes: got 5.0, expected null, as che"
     ):
         check_config({"checkpoint": {"every_steps": 0, "every_minutes": 5.0}})
+    assert not check_config({"checkpoint": {"every_steps": 0}}).checkpoint.saves
     assert Checkpoint(every_steps=0).stop_within_s is None
 
 
@@ -44,7 +45,8 @@ def test_backoff_doubles_up_to_the_longest():
 @pytest.mark.parametrize(
     ("sections", "may"),
     [
-        ({}, False),
+        ({}, True),
+        ({"checkpoint": {"every_minutes": None}}, False),
         (SAVES, True),
         (SAVES | {"restart_policy": {"max_restarts": 0}}, False),
         ({"checkpoint": {"every_steps": 0}}, False),

@@ -1,11 +1,18 @@
+import contextlib
 import io
 import math
+import os
+import pty
+import re
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from jaxmorph import output
 from jaxmorph.report import Event, RunHeader, RunHistory, open_reporter
 from jaxmorph.report.terminal import (
     LiveReporter,
@@ -207,6 +214,71 @@ def test_a_terminal_that_cannot_redraw_gets_plain_lines(monkeypatch):
     assert isinstance(open_reporter(Console(force_terminal=True)), PlainReporter)
     monkeypatch.setenv("TERM", "xterm")
     assert isinstance(open_reporter(Console(force_terminal=True)), LiveReporter)
+
+
+@contextlib.contextmanager
+def terminal():
+    """Standard output is a terminal; at its end all that it has received is in the list."""
+    reading, writing = pty.openpty()
+    received, whole = bytearray(), []
+
+    def read():
+        with contextlib.suppress(OSError):  # once it is closed
+            while data := os.read(reading, 1 << 16):
+                received.extend(data)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    with pytest.MonkeyPatch.context() as patch:
+        with os.fdopen(writing, "w", encoding="utf-8") as stream:
+            patch.setenv("TERM", "xterm-256color")
+            patch.setattr(sys, "stdout", stream)
+            yield whole
+        output._opened.pop(writing, None)
+        reader.join(30.0)
+        whole.append(received.decode())
+    os.close(reading)
+
+
+def show(reporter, record, summary):
+    reporter.say("starting 2 ranks")
+    reporter.start(HEADER)
+    reporter.step(record)
+    reporter.finish(summary)
+    reporter.close()
+
+
+def test_a_terminal_gets_a_live_table(steps, summary):
+    with terminal() as received:
+        show(open_reporter(), steps[0], summary)
+    (received,) = received
+    assert "starting 2 ranks" in received
+    assert "\x1b[?25l" in received  # it hides the cursor
+    assert "\x1b[36m" in received  # and has colours
+
+
+def test_no_color_leaves_colors_out(steps, summary, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    with terminal() as received:
+        show(open_reporter(), steps[0], summary)
+    (received,) = received
+    assert "\x1b[?25l" in received
+    assert not re.search(r"\x1b\[[\d;]*[34]\dm", received)
+
+
+def test_a_clusters_launcher_gets_plain_lines(steps, summary):
+    """Open MPI gathers the output of tasks over terminals of its own."""
+    with terminal() as received:
+        show(open_reporter(plain=True), steps[0], summary)
+    (received,) = received
+    assert received.startswith("starting 2 ranks\r\n")
+    assert "\x1b" not in received
+
+
+def test_a_forced_color_makes_no_terminal_of_a_pipe(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert isinstance(open_reporter(), PlainReporter)
 
 
 def test_a_comparison_has_a_cell_for_each_run(made_up):

@@ -12,6 +12,13 @@ from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.runtime.rank_process import run_rank
 from jaxmorph.transport.secret import inherited_secret
 
+ERRORS = {
+    "raise": ZeroDivisionError("the weights of stage 1 are upside down"),
+    "mistake": UserError("configs/x.yaml: data.path: nothing there"),
+    "stop": RunFailedError("nothing was finite"),
+    "be lost": ConnectionError("connection closed by peer"),
+}
+
 
 def talk(link, all_sent):
     for number in range(300):
@@ -34,14 +41,20 @@ def look_for_secret(link, arguments):
     link.send({"kind": "secret", "found": found, "bytes": len(secret), "digest": digest})
 
 
+def fork(link):
+    """Start a process that holds this one's descriptors, and outlives it."""
+    child = os.fork()
+    if not child:
+        threading.Event().wait()
+    link.send({"kind": "child", "pid": child})
+
+
 def behave(behaviour, link, rest):
-    match behaviour:
-        case "raise":
-            raise ZeroDivisionError("the weights of stage 1 are upside down")
-        case "mistake":
-            raise UserError("configs/x.yaml: data.path: nothing there")
-        case "stop":
-            raise RunFailedError("nothing was finite")
+    if behaviour.startswith("fork and "):
+        fork(link)
+    match behaviour.removeprefix("fork and "):
+        case "raise" | "mistake" | "stop" | "be lost":
+            raise ERRORS[behaviour]
         case "die":
             os.kill(os.getpid(), signal.SIGKILL)
         case "exit":
@@ -69,7 +82,7 @@ def main(arguments, link, rest):
         return
     link.send({"kind": "hello", "rank": arguments.rank, "pid": os.getpid()})
     if arguments.rank != guilty:
-        if behaviour != "finish":
+        if behaviour not in ("finish", "fork and finish"):
             threading.Event().wait()  # as a rank whose peer will never come
         return
     behave(behaviour, link, rest)

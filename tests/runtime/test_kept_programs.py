@@ -178,7 +178,8 @@ def test_a_run_that_may_restart_keeps_programs(keepers, tmp_path, monkeypatch, w
 
 @pytest.mark.parametrize(
     "sections",
-    [{}, SAVES | {"restart_policy": {"compilation_cache": False}},
+    [{"checkpoint": {"every_minutes": None}},
+     SAVES | {"restart_policy": {"compilation_cache": False}},
      SAVES | {"restart_policy": {"max_restarts": 0}}],
 )  # fmt: skip
 def test_a_run_without_restarts_keeps_nothing(keepers, tmp_path, sections):

@@ -35,6 +35,14 @@ def launch(behaviour, tmp_path, guilty=1, num_ranks=3):
     return time.monotonic() - began_s, [message["pid"] for message in messages], raised
 
 
+def ended_within(seconds, pids):
+    """Whether processes that nobody waits for have ended."""
+    deadline_s = time.monotonic() + seconds
+    while any(map(is_running, pids)) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return not any(map(is_running, pids))
+
+
 def open_descriptors():
     return len(list(Path("/proc/self/fd").iterdir()))
 
@@ -63,8 +71,7 @@ def test_the_ranks_of_a_launch_have_a_secret_that_nobody_sees(tmp_path):
 
 def test_all_ranks_run_and_send_messages(tmp_path):
     messages = []
-    asked_to_end = run_ranks("faulty_rank", ["finish", "1"], 3, tmp_path, messages.append)
-    assert not asked_to_end
+    assert run_ranks("faulty_rank", ["finish", "1"], 3, tmp_path, messages.append) is None
     assert len({message["pid"] for message in messages}) == 3
 
 
@@ -113,26 +120,83 @@ def test_ranks_beyond_their_time_are_ended(tmp_path):
     assert open_descriptors() == before
 
 
-def test_an_unkillable_rank_is_left_behind(tmp_path):
+def test_an_unkillable_rank_is_left_behind(tmp_path, monkeypatch):
     class Process:
         pid = 2**30  # no process has it
-
-        def __init__(self):
-            self.waited_s = []
 
         def poll(self):
             return None
 
-        def wait(self, timeout=None):
-            self.waited_s.append(timeout)
-            raise subprocess.TimeoutExpired("rank", timeout or 0)
-
-    before, process = open_descriptors(), Process()
+    monkeypatch.setattr(launcher, "_TERMINATION_S", 0.0)
+    before = open_descriptors()
     fds = [*os.pipe(), os.open(os.devnull, os.O_RDONLY)]
-    rank = launcher._Rank(0, process, tmp_path / "log", fds[0], fds[1], fds[2])  # pyright: ignore[reportArgumentType]
+    os.set_blocking(fds[0], False)
+    rank = launcher._Rank(0, Process(), tmp_path / "log", fds[0], fds[1], fds[2])  # pyright: ignore[reportArgumentType]
     launcher._kill_all(launcher._Watch([rank], lambda message: None))
-    assert process.waited_s == [3.0]
     assert open_descriptors() == before
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("behaviour", ["fork and finish", "fork and die"])
+def test_a_ranks_child_is_ended_and_never_waited_for(tmp_path, behaviour):
+    before, messages = open_descriptors(), []
+    dies = behaviour == "fork and die"
+    expected = pytest.raises(RankFailedError, match="rank 0 failed: ended by SIGKILL")
+    with expected if dies else contextlib.nullcontext():
+        run_ranks("faulty_rank", [behaviour, "0"], 2, tmp_path, messages.append)
+    (child,) = (message["pid"] for message in messages if message["kind"] == "child")
+    assert ended_within(20, [child])
+    assert open_descriptors() == before
+
+
+@pytest.mark.timeout(60)
+def test_what_a_rank_started_in_another_group_is_ended(tmp_path):
+    """As its sidecar, when something has stopped that."""
+    code = "import subprocess; subprocess.Popen(['sleep', '600'], process_group=0)"
+    leader = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    os.waitid(os.P_PID, leader.pid, os.WEXITED | os.WNOWAIT)
+    (left,) = (pid for pid, session in launcher._sessions() if session == leader.pid)
+    os.kill(left, signal.SIGSTOP)
+    launcher._end_sessions({leader.pid})
+    leader.wait()
+    assert ended_within(20, [left])
+
+
+@pytest.mark.timeout(60)
+def test_a_stopped_rank_is_named(tmp_path):
+    """The others fail first, since they wait for it."""
+    messages = []
+
+    def stop(message):
+        messages.append(message)
+        if len(messages) == 2:
+            (waits,) = (each["pid"] for each in messages if each["rank"] == 1)
+            os.kill(waits, signal.SIGSTOP)
+
+    with pytest.raises(RankFailedError) as raised:
+        run_ranks("faulty_rank", ["be lost", "0"], 2, tmp_path, stop)
+    assert raised.value.reason.startswith("rank 1 failed: stalled: no progress for ")
+    assert raised.value.reason.endswith("its process is stopped, as by SIGSTOP")
+    assert not any(is_running(message["pid"]) for message in messages)
+
+
+def test_a_rank_that_cannot_be_started_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    before = open_descriptors()
+    with pytest.raises(RunFailedError) as raised:
+        run_ranks("faulty_rank", ["finish", "0"], 2, tmp_path / "file" / "logs", print)
+    assert str(raised.value).startswith(f"rank 0 can't be started: {tmp_path}/file/logs: Not a dir")
+    assert open_descriptors() == before
+
+
+def test_a_failed_rank_is_named_without_its_log(tmp_path):
+    def remove(message):
+        (tmp_path / "rank_0.log").unlink()
+
+    with pytest.raises(RankFailedError) as raised:
+        run_ranks("faulty_rank", ["raise", "0"], 1, tmp_path, remove)
+    assert "rank 0 failed: ZeroDivisionError" in str(raised.value)
+    assert "it can't be read: No such file or directory" in str(raised.value)
 
 
 @pytest.mark.parametrize(("allowed", "num_ranks", "share"), [(8, 2, "4"), (3, 2, "1"), (1, 4, "1")])
@@ -259,30 +323,55 @@ def test_two_ctrl_cs_leave_no_stuck_rank(tmp_path, monkeypatch):
     assert left == []
 
 
-def terminate_at_hello(behaviour, log_dir, within_s):
-    """Send SIGTERM at a rank's first message; return whether it was asked to end, and messages."""
-    received = []
+def terminate_at_hello(behaviour, log_dir, within_s, *numbers):
+    """Send SIGTERM at a rank's first message; return what it was asked by, and messages."""
+    received, asked = [], []
 
     def receive(message):
         received.append(message)
         if message["kind"] == "hello":
-            signal.raise_signal(signal.SIGTERM)
+            for number in numbers or (signal.SIGTERM,):
+                signal.raise_signal(number)
 
     before = signal.getsignal(signal.SIGTERM)
     try:
-        was_asked = run_ranks(
-            "faulty_rank", [behaviour, "0"], 1, log_dir, receive, stop_within_s=within_s
-        )
+        asked_by = run_ranks(
+            "faulty_rank", [behaviour, "0"], 1, log_dir, receive,
+            stop_within_s=within_s, on_asked=asked.append,
+        )  # fmt: skip
     finally:
         assert signal.getsignal(signal.SIGTERM) == before
         assert not is_running(received[0]["pid"])
-    return was_asked, received
+    assert asked == [asked_by]
+    return asked_by, received
 
 
-def test_rank_0_is_asked_to_end_first(tmp_path):
-    was_asked, received = terminate_at_hello("wait until asked", tmp_path, 60.0)
-    assert was_asked
+@pytest.mark.parametrize(
+    "numbers",
+    [[signal.SIGTERM], [signal.SIGINT], [signal.SIGHUP, signal.SIGHUP]],  # of a closed terminal
+    ids=["SIGTERM", "Ctrl-C", "SIGHUP twice"],
+)
+def test_rank_0_is_asked_to_end_first(tmp_path, numbers):
+    with sigint_interrupts():
+        asked_by, received = terminate_at_hello("wait until asked", tmp_path, 60.0, *numbers)
+    assert asked_by == numbers[0]
     assert received[1:] == [{"kind": "word", "asked": True}]
+
+
+def test_the_second_ctrl_c_ends_at_once(tmp_path):
+    with sigint_interrupts(), pytest.raises(KeyboardInterrupt):
+        terminate_at_hello("wait", tmp_path, 1e4, signal.SIGINT, signal.SIGINT)
+
+
+def test_an_ignored_signal_stays_ignored(tmp_path):
+    """As under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            terminate_at_hello("wait", tmp_path, None, signal.SIGHUP, signal.SIGTERM)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_failure_records_the_request_to_end(tmp_path):
@@ -319,7 +408,7 @@ LAUNCHER = textwrap.dedent(
 )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_ranks_end_with_their_launcher(tmp_path, number):
     command = [sys.executable, "-c", LAUNCHER, str(tmp_path)]
     with subprocess.Popen(
@@ -337,7 +426,4 @@ def test_ranks_end_with_their_launcher(tmp_path, number):
         launcher.send_signal(number)
         launcher.wait(30)
         watchdog.cancel()
-    deadline_s = time.monotonic() + 20
-    while any(map(is_running, pids)) and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert not any(map(is_running, pids))
+    assert ended_within(20, pids)

@@ -1,8 +1,11 @@
 """`jaxmorph train` as a user runs it: its files, results, errors and interruption."""
 
+import fcntl
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -200,20 +203,22 @@ def test_a_late_mistake_names_file_and_key(tmp_path, override, line):
     assert done.stderr.count("\n") == 1
 
 
-def start_training(folder, *overrides):
-    """A long run, once its first step is written; its process ids, launcher first."""
+def start_training(folder, *overrides, stdout=subprocess.DEVNULL, steps=1):
+    """A long run, once its first steps are written; and its ranks' process ids."""
     run = subprocess.Popen(
         [*JAXMORPH, *arguments_of(folder, "run.steps=100000", *overrides)],
-        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True,
         # A shell's background job ignores Ctrl-C, and its children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     metrics = folder / "out" / "metrics.jsonl"
     deadline_s = time.monotonic() + LIMIT_S
-    while run.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+    while run.poll() is None and not (
+        metrics.exists() and metrics.read_text().count("\n") >= steps
+    ):
         if time.monotonic() > deadline_s:
             run.kill()
-            pytest.fail("no step within the limit")
+            pytest.fail("too few steps within the limit")
         time.sleep(0.05)
     return run, children(run.pid)
 
@@ -236,11 +241,61 @@ def test_ctrl_c_ends_everything(tmp_path):
     assert not any(map(is_running, ranks))
 
 
+SAVES = "checkpoint.every_steps=null"  # by minutes, after the last step, and when asked to end
+
+
+@pytest.fixture(scope="module")
+def asked_to_end(tmp_path_factory):
+    """A run whose output nobody reads, and of which one rank gets SIGTERM."""
+    folder = tmp_path_factory.mktemp("asked")
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    two = ("parallelism.stages=2", SAVES)
+    run, ranks = start_training(folder, *two, stdout=writing, steps=100)
+    os.kill(ranks[1], signal.SIGTERM)
+    stderr = finish(run)
+    os.close(reading)
+    os.close(writing)
+    return folder, run.returncode, stderr, ranks
+
+
+def test_a_stopped_reader_and_a_signal_to_a_rank_end_in_a_save(asked_to_end):
+    folder, code, stderr, ranks = asked_to_end
+    assert code == 143, stderr
+    (saved,) = CheckpointFolder(folder / "out" / "checkpoints").steps()
+    assert saved >= 100
+    assert f"asked to end after {saved} of 100000 steps, saved: jaxmorph train --re" in stderr
+    assert len(read_lines(folder / "out" / "metrics.jsonl")) == saved
+    assert not any(map(is_running, ranks))
+
+
+@pytest.mark.long
+@pytest.mark.one_jax
+def test_a_closed_reader_and_ctrl_c_end_in_a_save(asked_to_end, tmp_path):
+    """The same command goes on from the checkpoint."""
+    shutil.copytree(asked_to_end[0] / "out", tmp_path / "out")
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    (before,) = CheckpointFolder(tmp_path / "out" / "checkpoints").steps()
+    reading, writing = os.pipe()
+    os.close(reading)
+    two = ("parallelism.stages=2", SAVES, "--resume", "auto")
+    run, ranks = start_training(tmp_path, *two, stdout=writing, steps=before + 5)
+    run.send_signal(signal.SIGINT)
+    stderr = finish(run)
+    os.close(writing)
+    assert run.returncode == 130, stderr
+    assert "standard output was closed: the run continues" in stderr
+    saved = max(CheckpointFolder(tmp_path / "out" / "checkpoints").steps())
+    assert f"asked to end after {saved} of 100000 steps, saved" in stderr
+    assert [line["step"] for line in read_lines(metrics)] == list(range(saved))
+    assert not any(map(is_running, ranks))
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["out"]
+
+
 def as_tasks_of_open_mpi(folder, num_tasks):
     """The run's own command, once per task, with the environment that mpirun gives each."""
     two_stages = ("run.steps=3", "parallelism={stages: 2, layers: even}")
-    saves = "checkpoint.every_steps=null"
-    command = [*JAXMORPH, *arguments_of(folder, *two_stages, saves)]
+    command = [*JAXMORPH, *arguments_of(folder, *two_stages, SAVES)]
     # Open MPI's job ids are multiples of 4096; the port of the coordinator is derived from it.
     job = os.getpid() << 12
     tasks = [
@@ -273,6 +328,17 @@ def test_tasks_of_a_cluster_job_are_ranks_of_one_run(tmp_path):
     saved = CheckpointFolder(tmp_path / "out" / "checkpoints")
     assert saved.steps() == (3,)
     assert saved.manifest(3).layers == (range(2), range(2, 4))
+
+
+@pytest.mark.one_jax
+def test_a_taken_coordinators_port_is_one_line(tmp_path):
+    """JAX derives it from the job's number, and serves there without looking."""
+    port = (1 << 16) - (1 << 12) + os.getpid() % (1 << 12)
+    with socket.create_server(("127.0.0.1", port)):
+        ((_, stderr, code),) = as_tasks_of_open_mpi(tmp_path, 1)
+    assert code == 2
+    assert f"error: --launch: got the coordinator's port {port}, on which" in stderr
+    assert stderr.count("\n") == 1
 
 
 @pytest.mark.one_jax

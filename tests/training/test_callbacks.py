@@ -42,6 +42,12 @@ def test_rank_0s_clock_decides_saves_by_minutes():
     assert decided == [NOTHING, NOTHING, SAVES] * 3
 
 
+def test_by_default_a_run_saves_every_15_minutes():
+    ranks = Ranks()
+    decided = [ranks.after_step(rank_0_s=300.0) for _ in range(6)]
+    assert decided == [NOTHING, NOTHING, SAVES] * 2
+
+
 def test_every_save_restarts_the_minutes():
     ranks = Ranks(every_minutes=1.0, every_steps=4)
     decided = [ranks.after_step(rank_0_s=25.0) for _ in range(9)]
@@ -74,6 +80,11 @@ def test_a_run_that_cannot_save_ignores_a_stop(settings):
     ranks = Ranks(**settings)
     ranks.asked[0] = True
     assert ranks.after_step() == NOTHING
+
+
+def test_a_run_that_never_saves_ignores_minutes():
+    ranks = Ranks(every_steps=0)
+    assert ranks.after_step(rank_0_s=1e4) == NOTHING
 
 
 SOUND = StepTotals(2.0, 1.0)

@@ -1,5 +1,8 @@
+import errno
 import io
 import json
+import os
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -14,7 +17,7 @@ from jaxmorph.messages import (
     StepDone,
     StepTimelines,
 )
-from jaxmorph.records import Event, EventKind, StepRecord
+from jaxmorph.records import COMPILE, PLAN, RESTORE, START, Event, EventKind, StepRecord
 from jaxmorph.report import open_run_directory
 from jaxmorph.report.terminal import PlainReporter
 from jaxmorph.schedule.costs import StageCosts
@@ -189,10 +192,76 @@ def test_a_run_that_goes_back_records_steps_again(directory, record_of, now):
     assert json.loads((directory.path / "recovery.json").read_text())["goodput"] == 0.05
 
 
-def test_a_picture_that_cannot_be_written_fails_the_run(directory):
-    run_record = record.RunRecord(Config(), directory, PlainReporter(io.StringIO()))
+def test_a_picture_that_cannot_be_written_is_reported(directory, capsys):
+    shown = io.StringIO()
+    run_record = record.RunRecord(Config(), directory, PlainReporter(shown))
     for message in (STARTED, _step(), _timelines(0)):
         run_record.take(message)
     (directory.path / record.PICTURE).mkdir()
-    with pytest.raises(RunFailedError, match=r"cannot write .*png: Is a directory"):
-        run_record.finish()
+    run_record.finish()
+    assert "png: Is a directory" in capsys.readouterr().err
+    assert record.PICTURE not in shown.getvalue()
+
+
+def test_a_full_disk_is_reported_once_a_file(directory, record_of, monkeypatch, capsys):
+    path = directory.path / "profile.json"
+
+    def write(profile):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(directory, "write_profile", write)
+    run_record, shown, _ = record_of()
+    for number in range(3):
+        run_record.take(ProfileUpdated({"costs": {}, "links": {}}))
+        run_record.take(_step(number))
+    assert capsys.readouterr().err == (
+        f"error: {path}: cannot be written: No space left on device; the run continues\n"
+    )
+    assert shown.getvalue().count("10,240") == 3
+
+
+def test_a_removed_directory_is_reported_once_a_file(directory, record_of, capsys):
+    run_record, shown, _ = record_of()
+    shutil.rmtree(directory.path)
+    for number in range(2):
+        for message in (_step(number), _timelines(number), ProfileUpdated({"costs": {}})):
+            run_record.take(message)
+    assert shown.getvalue().count("10,240") == 2
+    run_record.keep_goodput(Goodput(10.0, 5.0, ()))
+    run_record.finish()
+    lines = capsys.readouterr().err.splitlines()
+    names = [line.removeprefix(f"error: {directory.path}/").split(":")[0] for line in lines]
+    assert sorted(names) == ["profile.json.new", "recovery.json.new", "trace"]
+    assert all(line.endswith("cannot be written: No such file or directory; the run continues")
+               for line in lines)  # fmt: skip
+
+
+def test_a_restart_on_a_full_disk_is_one_line(directory, record_of):
+    run_record, *_ = record_of()
+    shutil.rmtree(directory.path)
+    with pytest.raises(RunFailedError, match=r"metrics.jsonl: cannot be written: No such file"):
+        run_record.go_back(0)
+
+
+@pytest.mark.parametrize(
+    ("first_step", "heard", "says"),
+    [
+        (0, None, ["starting 2 ranks", "compiling", "measuring and planning"]),
+        (
+            4, None,
+            ["starting 2 ranks", "compiling", "restoring the checkpoint after 4 steps",
+             "measuring and planning"],
+        ),
+        (0, 1, ["starting 2 ranks", "compiling", "measuring and planning"]),
+    ],
+)  # fmt: skip
+def test_a_start_says_what_it_does(record_of, first_step, heard, says):
+    """Each phase once the last rank has reached it."""
+    run_record, shown, _ = record_of(first_step)
+    run_record.starting(2, heard)
+    for phase in (START, COMPILE, RESTORE, PLAN):
+        for number in range(heard or 2):
+            before = len(shown.getvalue())
+            run_record.take(PhaseEnded(phase, 1.0))
+            assert number + 1 == (heard or 2) or len(shown.getvalue()) == before
+    assert shown.getvalue().splitlines() == says

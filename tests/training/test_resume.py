@@ -1,6 +1,7 @@
 """Whether a run can resume, known before anything is started."""
 
 import errno
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +11,10 @@ import pytest
 
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.manifest import Manifest, stage_path
-from jaxmorph.config import Config, dump_config
+from jaxmorph.config import Config, dump_config, load_config
 from jaxmorph.data.tokens import DataDigest
 from jaxmorph.errors import UserError
+from jaxmorph.report import Reporter
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.training import resume
 from jaxmorph.training.resume import (
@@ -21,6 +23,7 @@ from jaxmorph.training.resume import (
     check_vocabulary,
     checkpoint_folder,
     find_resumption,
+    find_resumption_here,
     hold,
     kept_cut,
     prepare_checkpoints,
@@ -104,6 +107,50 @@ def test_a_script_may_exceed_run_steps(tmp_path):
     run = write_run(tmp_path, [150], config)
     start = start_of_script(config, resume=True)
     assert (start.first_step, start.directory) == (150, run)
+
+
+def here(directory, **sections):
+    """A configuration of a run in a directory."""
+    return Config.model_validate(CONFIG | {"run": {"dir": str(directory), "steps": 20}} | sections)
+
+
+def test_a_run_is_found_where_its_configuration_says(tmp_path):
+    run = write_run(tmp_path / "run", [7, 14])  # whose own configuration names another directory
+    found = find_resumption_here(here(run, optimizer={"learning_rate": 1e-4}))
+    assert found is not None
+    assert (found.manifest.step, found.is_done) == (14, False)
+    assert found.config.optimizer.learning_rate == 1e-4
+    shutil.rmtree(run / "checkpoints")
+    assert find_resumption_here(here(run)) is None
+    assert find_resumption_here(here(tmp_path / "nowhere")) is None
+
+
+def test_another_model_in_the_run_directory_is_refused(tmp_path):
+    run = write_run(tmp_path / "run", [7])
+    with pytest.raises(UserError, match=r"model.width: got 64, expected 32, that of the check"):
+        find_resumption_here(here(run, model={"width": 64, "num_layers": 4}))
+
+
+def test_damaged_checkpoints_do_not_begin_a_run_again(tmp_path):
+    run = write_run(tmp_path / "run", [7])
+    (checkpoint_folder(Config(), run).finished(7) / "virtual_stage_0" / "array").write_text("7 1")
+    with pytest.raises(UserError, match="got no whole checkpoint in "):
+        find_resumption_here(here(run))
+
+
+@pytest.mark.parametrize("before", ["nothing", "a volume's files", "an attempt that failed"])
+def test_a_run_without_a_checkpoint_begins_in_its_directory(tmp_path, before):
+    directory = tmp_path / "run"
+    if before == "a volume's files":
+        (directory / "lost+found").mkdir(parents=True)
+    if before == "an attempt that failed":
+        write_run(directory, [])
+        (directory / "metrics.jsonl").write_text('{"step": 0')
+    with RunStart(here(directory), directory=directory).open_record(Reporter()) as record:
+        assert record.directory == directory
+        assert (directory / "metrics.jsonl").read_text() == ""
+    assert load_config(directory / "config.yaml").run.steps == 20
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_options_that_keep_the_model_may_change(tmp_path):

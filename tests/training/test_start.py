@@ -1,7 +1,6 @@
 """`jaxmorph train` around the ranks: their logs, and how a cluster's rank ends."""
 
 import signal
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +14,7 @@ from jaxmorph.progress import Stall, StalledError
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.training import start
 from jaxmorph.training.resume import RunStart
-from jaxmorph.training.start import TRY_AGAIN, _exit_code, _log_folder, sigterm_asks
-
-LIMIT_S = 30
+from jaxmorph.training.start import TRY_AGAIN, _exit_code, _log_folder
 
 
 def test_each_launch_has_its_own_logs(tmp_path):
@@ -91,6 +88,53 @@ def test_each_task_verifies_a_finished_run(monkeypatch, tmp_path, is_first):
         start.resume_training(tmp_path, [], "nowhere")
 
 
+@pytest.fixture
+def runs(monkeypatch):
+    """The starts of runs, of which none is run."""
+    starts = []
+    monkeypatch.setattr(start, "check_run", lambda config: None)
+    monkeypatch.setattr(start, "_run", lambda run, launch: starts.append(run))
+    return starts
+
+
+def test_one_command_starts_and_resumes(tmp_path, monkeypatch, runs):
+    path, directory = tmp_path / "run.yaml", tmp_path / "out"
+    path.write_text(f"run: {{dir: {directory}, steps: 9}}\n")
+    assert start.resume_or_start(path, ["run.seed=4"]) == ""
+    assert (runs[0].first_step, runs[0].directory, runs[0].config.run.seed) == (0, directory, 4)
+    found: Any = SimpleNamespace(
+        is_done=False,
+        config=runs[0].config,
+        manifest=SimpleNamespace(step=6),
+        passed_over=(),
+        damage="",
+    )
+    monkeypatch.setattr(start, "find_resumption_here", lambda config, *, thorough: found)
+    for name in ("check_vocabulary", "check_data"):
+        monkeypatch.setattr(start, name, lambda *_: None)
+    monkeypatch.setattr(start, "check_run", lambda config: SimpleNamespace(vocab_size=1, data=None))
+    assert start.resume_or_start(path, []) == ""
+    assert (runs[1].first_step, runs[1].directory) == (6, directory)
+    found.is_done = True
+    assert start.resume_or_start(path, []) == (
+        f"{directory} has done its 9 steps: nothing is left to do (run.steps=N continues to step N)"
+    )
+    assert len(runs) == 2
+
+
+def test_several_tasks_start_no_local_runs(monkeypatch, tmp_path, runs):
+    """Each would start all stages."""
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "here")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    path = tmp_path / "run.yaml"
+    path.write_text("run: {steps: 9}\n")
+    with pytest.raises(UserError, match=r"^--launch: got local in 2 tasks, each of which would"):
+        start.resume_or_start(path, [], "local")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    start.resume_or_start(path, [f"run.dir={tmp_path / 'out'}"], "local")
+    assert len(runs) == 1
+
+
 def test_without_a_run_directory_there_is_no_retry():
     assert _exit_code(check_config({}), [], RuntimeError("peer gone")) == 1
 
@@ -121,78 +165,3 @@ def test_a_rank_that_may_not_save_ends_at_sigterm(monkeypatch, capsys):
         start._run_as_rank(RunStart(check_config(config)))
     assert ended.value.code == 130
     assert capsys.readouterr().err == "error: interrupted\n"
-
-
-@pytest.fixture
-def ended(monkeypatch):
-    """The exit codes with which this process would have ended."""
-    codes, has_ended = [], threading.Event()
-
-    def end(code):
-        codes.append(code)
-        has_ended.set()
-
-    monkeypatch.setattr(start.os, "_exit", end)
-    return codes, has_ended
-
-
-def test_a_second_sigterm_ends_at_once(ended, capsys):
-    codes, _ = ended
-    with sigterm_asks(within_s=1e4) as asked:
-        assert not asked()
-        signal.raise_signal(signal.SIGTERM)
-        assert asked()
-        assert codes == []
-        signal.raise_signal(signal.SIGTERM)
-        assert codes == [143]
-    assert "ended by SIGTERM before the state was saved" in capsys.readouterr().err
-
-
-def test_a_stop_has_a_deadline(ended):
-    codes, has_ended = ended
-    with sigterm_asks(within_s=0.01):
-        signal.raise_signal(signal.SIGTERM)
-        assert has_ended.wait(LIMIT_S)
-    assert codes == [143]
-
-
-def test_ending_in_time_restores_signals(ended):
-    before = signal.getsignal(signal.SIGTERM)
-    threads = threading.active_count()
-    with sigterm_asks(within_s=1e4):
-        signal.raise_signal(signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) == before
-    for thread in threading.enumerate():
-        if isinstance(thread, threading.Timer):
-            thread.join(LIMIT_S)
-    assert threading.active_count() == threads
-    assert ended[0] == []
-
-
-def test_without_a_deadline_sigterm_is_ctrl_c(ended):
-    before = signal.getsignal(signal.SIGTERM)
-    with sigterm_asks(within_s=None) as asked:
-        assert not asked()
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) == before
-    assert ended[0] == []
-
-
-@pytest.mark.parametrize("within_s", [None, 1e4])
-def test_a_foreign_handler_becomes_the_default(monkeypatch, within_s):
-    """Python sees a handler installed from C as None, and can't set None."""
-    install, before = signal.signal, signal.getsignal(signal.SIGTERM)
-
-    def of_c(number, handler):
-        assert handler is not None
-        previous = install(number, handler)
-        return None if previous == before else previous
-
-    monkeypatch.setattr(signal, "signal", of_c)
-    try:
-        with sigterm_asks(within_s):
-            assert signal.getsignal(signal.SIGTERM) is not before
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    finally:
-        install(signal.SIGTERM, before)

@@ -1,5 +1,6 @@
 """When a failed run restarts, when it does not, and what is recorded; nothing really runs."""
 
+import signal
 from dataclasses import replace
 from typing import Any
 
@@ -48,7 +49,7 @@ class Record:
 class World:
     """A run with given launches, on a clock that moves with its steps and its waits.
 
-    A launch is how many steps it does before it raises, and what, or whether it was asked to end; a
+    A launch is how many steps it does before it raises, and what, or by what it was asked to end; a
     checkpoint comes with every `every_steps`-th step.
     """
 
@@ -88,7 +89,7 @@ class World:
             take(StepDone(replace(STEP, step=step)))
             if self.every_steps and (step + 1) % self.every_steps == 0:
                 self.saved = step + 1
-        if isinstance(end, bool):
+        if end is None or isinstance(end, signal.Signals):
             return end
         self.now_s += 0.25
         noticed_s, self.now_s = self.now_s, self.now_s + 0.5
@@ -96,7 +97,7 @@ class World:
 
 
 def test_a_run_without_failures_is_launched_once():
-    world = World([(6, False)])
+    world = World([(6, None)])
     world.run()
     assert (world.launched, world.waits) == ([(0, 0)], [])
     assert {each[0] for each in world.record.calls} == {"take"}
@@ -104,7 +105,7 @@ def test_a_run_without_failures_is_launched_once():
 
 
 def test_a_failed_run_restarts_and_reports_the_cost():
-    world = World([(5, KILLED), (4, False)], backoff_s=2.0)
+    world = World([(5, KILLED), (4, None)], backoff_s=2.0)
     world.run()
     assert world.launched == [(0, 0), (4, 1)]
     assert world.waits == [2.0]
@@ -141,7 +142,7 @@ def test_waits_grow_up_to_the_limit():
 
 
 def test_a_newer_checkpoint_resets_the_count():
-    world = World(9 * [(2, KILLED)] + [(1, False)], max_restarts=1)
+    world = World(9 * [(2, KILLED)] + [(1, None)], max_restarts=1)
     world.run()
     assert world.waits == 9 * [1.0]
     assert world.launched == [(2 * number, number) for number in range(10)]
@@ -158,7 +159,7 @@ def test_a_newer_checkpoint_resets_the_count():
     ],
 )
 def test_without_a_restart_the_run_fails(num_steps, end, policy):
-    world = World([(num_steps, end), (1, False)], **policy)
+    world = World([(num_steps, end), (1, None)], **policy)
     with pytest.raises(RankFailedError) as raised:
         world.run()
     assert str(raised.value) == KILLED
@@ -170,7 +171,7 @@ def test_without_a_restart_the_run_fails(num_steps, end, policy):
 
 @pytest.mark.parametrize("error", [OSError("stale file handle"), UserError("format 3")])
 def test_unreadable_checkpoints_keep_the_failure(error):
-    world = World([(3, KILLED), (1, False)], every_steps=0)
+    world = World([(3, KILLED), (1, None)], every_steps=0)
     world.saved = error
     with pytest.raises(RankFailedError) as raised:
         world.run()
@@ -179,13 +180,13 @@ def test_unreadable_checkpoints_keep_the_failure(error):
     assert detail.endswith(f"the checkpoints can't be read: {error}")
 
 
-@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("asked", [signal.SIGTERM, None])
 def test_a_stop_in_the_last_step_is_returned(asked):
     assert World([(5, KILLED), (4, asked)]).run() is asked
 
 
 def test_from_start_restarts_without_a_checkpoint():
-    world = World([(1, KILLED), (2, False)], from_start=True)
+    world = World([(1, KILLED), (2, None)], from_start=True)
     world.run()
     assert world.launched == [(0, 0), (0, 1)]
     assert ("go_back", 0) in world.record.calls
@@ -203,7 +204,7 @@ def test_mistakes_and_ctrl_c_do_not_restart(error):
 
 
 def test_ctrl_c_during_a_wait_ends_the_run():
-    world = World([(5, KILLED), (9, False)])
+    world = World([(5, KILLED), (9, None)])
 
     def interrupted(seconds):
         raise KeyboardInterrupt
@@ -228,7 +229,7 @@ def test_an_unwritable_record_hides_no_failure():
 
 
 def test_a_resumed_run_may_fail_before_its_first_step():
-    world = World([(0, KILLED), (2, False)])
+    world = World([(0, KILLED), (2, None)])
     world.saved = 6
     world.run(first_step=6)
     assert world.launched == [(6, 0), (6, 1)]
