@@ -5,6 +5,7 @@ import socket
 import struct
 import threading
 import time
+from typing import Any, cast
 
 import pytest
 
@@ -44,7 +45,7 @@ class Wire:
 
     def _end(self):
         ours, attackers = socket.socketpair(socket.AF_UNIX)
-        return Connection(_Plain(ours), LIMIT_S), attackers
+        return Connection(cast(Any, _Plain(ours)), LIMIT_S), attackers
 
     def _pass(self, sender, source, sink):
         with contextlib.suppress(OSError):
