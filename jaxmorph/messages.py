@@ -126,7 +126,7 @@ class RankFailed:
         is_user_error: Whether the user made a mistake, which `reason` explains completely.
         says_all: Whether all ranks fail with the same reason, to which no log adds anything.
         follows_others: Whether another rank's failure seems to be the cause.
-        silent_s: How long it had got on no more, if it has stalled.
+        silent_s: How long it made no progress, if it has stalled.
     """
 
     follows_others: bool

@@ -1,8 +1,8 @@
 """What this process does and how long that may take, in memory that other processes read.
 
-A process stamps whenever it gets on. It says how long it may take from one stamp to the next, and
-what it does or waits for. Its own watchdog, its sidecar and its launcher see whether the count of
-stamps still grows. They compare no clocks, and none can disturb what it writes:
+A process stamps whenever it makes progress. It says how long it may take from one stamp to the
+next, and what it does or waits for. Its own watchdog, its sidecar and its launcher see whether the
+count of stamps still grows. They compare no clocks, and none can disturb what it writes:
 
 =====  =============================================================================
 word   holds
@@ -91,18 +91,18 @@ class Progress:
         self._words = memoryview(memory)[: 8 * _NUM_WORDS].cast("Q")
 
     def stamp(self, doing: object = None) -> None:
-        """This process gets on, with `doing` from now on."""
+        """This process makes progress, with `doing` from now on."""
         self._doing = doing
         self._words[_STAMPS] += 1
 
     def stamp_queue(self, at: object) -> None:
-        """The rank's queue gets on: it is at this item from now on; None: at none."""
+        """The rank's queue makes progress: it is at this item from now on; None: at none."""
         self._queued = at
         self._words[_STAMPS] += 1
 
     @property
     def stamps(self) -> int:
-        """How often this process has got on."""
+        """How many stamps this process has made."""
         return self._words[_STAMPS]
 
     @property
@@ -175,7 +175,7 @@ class Silence:
 
 @dataclass(frozen=True)
 class Stall:
-    """A process that should have got on and has not.
+    """A process that should have made progress and has not.
 
     Attributes:
         silent_s: For how long.
@@ -193,7 +193,7 @@ class Stall:
 
 
 class StalledError(TimeoutError):
-    """This process has noticed by itself that it got on no more."""
+    """This process has noticed by itself that it made no progress."""
 
     def __init__(self, stall: Stall) -> None:
         super().__init__(str(stall))
@@ -220,7 +220,7 @@ class Page:
 
     @property
     def stamps(self) -> int:
-        """How often the process has got on."""
+        """How many stamps the process has made."""
         return self._words[_STAMPS]
 
     @property

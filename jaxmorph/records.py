@@ -109,7 +109,7 @@ class EventKind(StrEnum):
     RANK_FAILED = "rank_failed"
     """a rank has died or raised, why, and whether the run continues"""
     STALLED = "stalled"
-    """a rank got on no more: what it did or waited for
+    """a rank made no progress: what it did or waited for
     ([deadlines](../explanation/deadlines.md))"""
     RESTARTED = "restarted"
     """all ranks have started again, and

@@ -1,4 +1,4 @@
-"""What a process does is read by others; they find that it got on no more."""
+"""What a process does is read by others; they find that it made no progress."""
 
 import math
 import os

@@ -391,14 +391,14 @@ class Timeouts(Section):
 
     restore_s: Positive = 300.0
     """While a checkpoint is read: for the next part of it. However large it is, it may take as
-    long as it gets on."""
+    long as it makes progress."""
 
     save_s: Positive = 1800.0
     """For writing one checkpoint, which goes on beside training. Beyond it the save has failed."""
 
     step_s: Positive = 60.0
     """For any one message within a step; must exceed the longest time that a stage may keep
-    another one waiting. Beyond it the run ends. A rank that got on no more for 5 s longer has
+    another one waiting. Beyond it the run ends. A rank that made no progress for 5 s longer has
     stalled: it ends with the stacks of its threads in its log."""
 
     direct_s: Annotated[Positive | None, Expected("null, or a number above 0")] = None

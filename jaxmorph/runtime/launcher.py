@@ -53,7 +53,7 @@ class RankFailedError(RunFailedError):
     Args:
         noticed_s: When the first failure was noticed, on the monotonic clock; None: unknown.
         asked_to_end: Whether the ranks had been asked to end before.
-        stalled: Which ranks got on no more, and what they did or waited for.
+        stalled: Which ranks made no progress, and what they did or waited for.
     """
 
     def __init__(
@@ -273,7 +273,7 @@ def _attend(watch: _Watch) -> None:
 
 
 def _record_stalled(watch: _Watch) -> None:
-    """Record the ranks that got on no more and did not end themselves for that."""
+    """Record the ranks that made no progress and did not end themselves for that."""
     now_s = time.monotonic()
     for rank, page in _mute(watch):
         stall = page.stalled(rank.process.pid, now_s)
@@ -375,7 +375,7 @@ def _stall_at_end(rank: _Rank) -> Stall | None:
 
 def _raise_cause(watch: _Watch) -> None:
     # The first failure that does not merely follow another rank's is the cause.
-    # A rank that stalled failed when it got on for the last time.
+    # A rank that stalled failed when it made progress for the last time.
     cause = min(
         watch.failures,
         key=lambda each: (each.follows_others, each.time_s - each.silent_s, each.rank),

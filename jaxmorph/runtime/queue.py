@@ -154,7 +154,7 @@ class DeviceQueue(ABC):
         After an error it raises that at each call until a restart.
 
         Args:
-            timeout_s: How long it may take until this rank gets on, by its stamps.
+            timeout_s: How long it may take until this rank makes progress, by its stamps.
 
         Raises:
             StalledError: If it doesn't; the message names the item.

@@ -255,7 +255,7 @@ class HostRendezvous:
             self._peers[rank].send(message)
 
     def _receive(self, rank: int) -> bytes:
-        """The rank's next message; notes come before it for as long as the rank gets on."""
+        """The rank's next message; notes come before it for as long as the rank makes progress."""
         progress.stamp(f"waits for rank {rank}")
         with self._naming(rank):
             while (message := self._peers[rank].receive())[:1] == _NOTE:

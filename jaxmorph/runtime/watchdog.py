@@ -1,4 +1,4 @@
-"""Ends this process once it gets on no more, with the stacks of all its threads in the log.
+"""Ends this process once it makes no more progress, with the stacks of all its threads in the log.
 
 A thread looks at the process's own stamps (`progress`). Beside it runs a timer of `faulthandler`,
 which needs no interpreter lock: it writes the stacks and ends the process where this thread can't

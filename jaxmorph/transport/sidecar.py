@@ -113,7 +113,7 @@ class Sidecar:
             self._ending = "its trainer has ended"
 
     def _watch_trainer(self, page: Page, now_s: float) -> None:
-        """End a trainer that got on no more and can't end itself: it is stopped, for example."""
+        """End a trainer that made no progress and can't end itself: it is stopped, for example."""
         self._looked_s = now_s
         stall = page.stalled(self._parent, now_s, OTHERS_WAIT_S + LOOK_S)  # after the launcher
         if stall is None or os.getppid() != self._parent:

@@ -1,4 +1,4 @@
-"""A rank without JAX that gets on no more, in the way that its command line says."""
+"""A rank without JAX that makes no more progress, in the way that its command line says."""
 
 import ctypes
 import os

@@ -267,7 +267,7 @@ def test_a_silent_peer_is_not_lost():
 
 @pytest.fixture
 def frequent_notes(monkeypatch):
-    """Ranks that start tell the others often, and all are due to get on."""
+    """Ranks that start tell the others often, and all are due to make progress."""
     monkeypatch.setattr(rendezvous_module, "_NOTE_EVERY_S", 0.05)
     with progress.within(60.0, "compiling 4 of 7 programs"):
         yield

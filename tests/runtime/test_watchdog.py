@@ -1,4 +1,4 @@
-"""A rank that gets on no more is ended, by itself or by others, with its stacks in its log."""
+"""A rank that makes no progress is ended, by itself or by others, with its stacks in its log."""
 
 import pytest
 from processes import is_running
