@@ -251,6 +251,7 @@ def test_commands_on_a_finished_run(tmp_path):
         tmp_path,
     )  # fmt: skip
     assert code == 0, said
+    (tmp_path / "runs/slow-link").symlink_to("demo")
     of_this_length = {"run.steps=200": "run.steps=6", "40": "4", "200": "20"}
     blocks = [block for block in BLOCKS if ON_A_RUN in (block.why or "")]
     lines = {tuple(command.ours): command.line for block in blocks for command in block.commands}
