@@ -15,9 +15,9 @@ from jaxmorph.progress import GRACE_S, Page, Progress, Silence, Stall, is_stoppe
 @pytest.fixture
 def progress():
     own = Progress()
-    own.share()
+    fd = own.share()
     yield own
-    os.close(own.fd)
+    os.close(fd)
 
 
 def test_silence_lasts_until_the_count_grows():

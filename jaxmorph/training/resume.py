@@ -1,7 +1,4 @@
-"""Begins or resumes a run: opens its directory, and checks its last checkpoint against its config.
-
-A directory belongs to one process at a time, by a file lock (`hold`).
-"""
+"""Begins or resumes a run: opens its directory, checks its last checkpoint and config."""
 
 import os
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -231,7 +228,6 @@ class SavedRun:
 
     Attributes:
         config: None if its file is damaged.
-        folder: Of its checkpoints.
         damage: What is wrong with the file of its configuration; "" if nothing is.
     """
 

@@ -65,8 +65,7 @@ class End:
 
 
 def main(arguments, link, rest):
-    timeouts_s = {"start_timeout_s": 60, "step_timeout_s": TIMEOUT_S}
-    end = End(join_run(arguments, **timeouts_s, fails_over=True))
+    end = End(join_run(arguments, start_timeout_s=60, step_timeout_s=TIMEOUT_S, fails_over=True))
     result: dict[str, Any] = {"first": end.move(UP)}
     if end.rank == 0:  # its peer doesn't come to this one
         result["alone"] = end.failure_of(UP)

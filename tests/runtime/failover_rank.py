@@ -183,8 +183,9 @@ def cut_while_one_end_waits(rank, name):
 
 
 def main(arguments, link, rest):
-    timeouts_s = {"start_timeout_s": 60, "step_timeout_s": COLLECTIVE_S}
-    rendezvous = join_run(arguments, **timeouts_s, fails_over=True)
+    rendezvous = join_run(
+        arguments, start_timeout_s=60, step_timeout_s=COLLECTIVE_S, fails_over=True
+    )
     compile_alike_once()
     with opened(rendezvous, link, "unpaced") as rank:
         cut_in_mid_step(rank)

@@ -66,7 +66,7 @@ class QueueWire:
         self.incoming, self.outgoing = incoming, outgoing
         self.is_cut, self.deadline_s = False, None
 
-    def limit(self, deadline_s):
+    def limit(self, deadline_s, *, starts=False):
         self.deadline_s = deadline_s
 
     def send(self, message):

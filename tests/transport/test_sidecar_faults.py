@@ -299,6 +299,8 @@ def test_a_killed_trainer_is_gone_for_its_peers(plane, sidecar_gets):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_stopped_trainer_that_is_due_is_ended_by_its_sidecar(plane):
     with other_trainer(plane) as (process, sidecar_pid):
+        assert process.stdin
+        assert process.stdout
         process.stdin.write("due\n")
         process.stdin.flush()
         assert process.stdout.readline() == "due\n"
