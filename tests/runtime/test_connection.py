@@ -164,6 +164,7 @@ def test_another_rank_cannot_be_claimed_on_the_way():
         (struct.pack("!I8sH32s", 42, b"jaxmorph", VERSION + 1, new_nonce()), VERSION + 1),
         (struct.pack("!I", 32) + new_nonce(), 1),
     ],
+    ids=["newer", "first"],
 )
 def test_another_version_is_a_clear_message(hello, version):
     wire = Wire(lambda sender, message: [hello] if sender == "listener" else [message])
