@@ -124,7 +124,7 @@ def parse(words):
 
 def check_configuration(verb, parameters, folder, has_init):
     config, overrides = parameters.get("config"), list(parameters.get("overrides") or [])
-    if verb == "replay" or parameters.get("resume") is not None:
+    if verb == "replay" or parameters.get("resume") not in (None, "auto"):
         overrides += [config] if config is not None else []
         load_config(ROOT / "configs/demo.yaml", overrides)
         return
