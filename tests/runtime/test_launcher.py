@@ -24,6 +24,14 @@ from jaxmorph.runtime.rank_process import RankArguments
 pytestmark = [pytest.mark.usefixtures("ranks_find_modules"), pytest.mark.one_jax]
 
 
+@pytest.fixture(autouse=True)
+def hangups_arrive():
+    """Under `nohup` SIGHUP is ignored, and a launcher keeps it so."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def launch(behaviour, tmp_path, guilty=1, num_ranks=3):
     """Run; return the seconds it took, the ranks' process ids and the error."""
     messages, began_s = [], time.monotonic()
