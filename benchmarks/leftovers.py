@@ -19,6 +19,7 @@ _LISTENS = "0A"  # the state of a listening socket in /proc/net/tcp
 _SHARED = "/dev/shm/"
 _POLL_S = 0.02
 _LOCK = ".in_use"
+_OF_PROCESSES = ("process ", "socket ", "locked ")  # a kernel ends them with their process
 _HALF_WRITTEN = ("*.unfinished", "*.removed", "*.new")
 
 
@@ -72,14 +73,18 @@ class Traces:
     def left_after(self, seconds: float, *folders: Path) -> list[str]:
         """The same, but processes without a waiting parent get some time to end.
 
+        The kernel takes a process's environment, by which it is known, before it closes its files.
+
         Args:
             seconds: How long at most.
             folders: As for `left`.
         """
         until_s = time.monotonic() + seconds
-        while self.processes() and time.monotonic() < until_s:
+        found = self.left(*folders)
+        while any(line.startswith(_OF_PROCESSES) for line in found) and time.monotonic() < until_s:
             time.sleep(_POLL_S)
-        return self.left(*folders)
+            found = self.left(*folders)
+        return found
 
     def kill(self) -> None:
         """End every process of the run."""

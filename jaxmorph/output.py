@@ -1,7 +1,7 @@
-"""Writes to a terminal or pipe as far as it takes it: no run waits for its reader, or fails by it.
+"""Writes to a terminal or pipe as far as it takes it: no run waits for a reader or fails with it.
 
-A pager that is stopped, Ctrl-S, `| head` and a closed shell block or refuse writes. So a thread of
-its own makes them, and what it can't pass on is dropped.
+A pager that is stopped, Ctrl-S, `| head` and a closed shell block or refuse writes. So a thread
+writes, and drops what it can't pass on.
 """
 
 import atexit
@@ -54,7 +54,7 @@ class BestEffortOutput(io.TextIOBase):
         return self._fd
 
     def writable(self) -> bool:
-        """It is."""
+        """Always."""
         return True
 
     def write(self, text: str) -> int:
@@ -93,7 +93,7 @@ class BestEffortOutput(io.TextIOBase):
             except OSError:  # a closed pipe or shell
                 self._give_up()
         if self._notice:
-            tell(self._notice)
+            write_stderr(self._notice)
 
     def _write_all(self, data: bytes) -> None:
         for begin in range(0, len(data), _CHUNK_BYTES):
@@ -110,7 +110,7 @@ class BestEffortOutput(io.TextIOBase):
         try:
             return os.write(self._fd, chunk)
         except BlockingIOError:  # another program that shares the terminal made it non-blocking
-            select.select([], [self._fd], [])  # for ever, if need be: nobody waits for this thread
+            select.select([], [self._fd], [])  # for ever, if need be: nothing waits for this thread
             return 0
 
     def _give_up(self) -> None:
@@ -158,7 +158,7 @@ def _flush() -> None:
         sys.stdout.flush()
 
 
-def tell(line: str) -> None:
+def write_stderr(line: str) -> None:
     """Write a line to standard error, and wait for its reader no longer than two seconds."""
     if sys.stderr is None:
         return

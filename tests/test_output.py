@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from jaxmorph import output
-from jaxmorph.output import BestEffortOutput, best_effort, drain, tell
+from jaxmorph.output import BestEffortOutput, best_effort, drain, write_stderr
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -68,7 +68,7 @@ def _read(fd, num_bytes):
 
 def test_a_gone_reader_is_reported_once(monkeypatch):
     reported, gone = [], threading.Event()
-    monkeypatch.setattr(output, "tell", lambda line: (reported.append(line), gone.set()))
+    monkeypatch.setattr(output, "write_stderr", lambda line: (reported.append(line), gone.set()))
     reading, writing = os.pipe()
     stream = BestEffortOutput(writing, "utf-8", "it was closed")
     os.close(reading)
@@ -92,20 +92,20 @@ def test_streams_without_a_descriptor_stay(monkeypatch):
     shown = io.StringIO()
     assert best_effort(shown) is shown
     monkeypatch.setattr(sys, "stderr", shown)
-    tell("a line")
+    write_stderr("a line")
     drain(shown)
     assert shown.getvalue() == "a line\n"
     monkeypatch.setattr(sys, "stderr", None)
-    tell("for nobody")
+    write_stderr("for no reader")
 
 
 WRITER = """
 import sys
-from jaxmorph.output import best_effort, tell
+from jaxmorph.output import best_effort, write_stderr
 stream = best_effort(sys.stdout)
 for number in range(1000):
     print("x" * 200, file=stream)
-tell("the end")
+write_stderr("the end")
 """
 
 

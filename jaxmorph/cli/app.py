@@ -17,7 +17,7 @@ from jaxmorph.cli.plan import plan
 from jaxmorph.cli.trace import trace
 from jaxmorph.cli.validate import validate
 from jaxmorph.errors import RunFailedError, RunStoppedError, UserError
-from jaxmorph.output import tell
+from jaxmorph.output import write_stderr
 
 # Some versions of Typer use click, others a copy of it: this is UsageError of either.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except RunFailedError as error:
         _fail(1, str(error))
     except RunStoppedError as error:
-        tell(str(error))
+        write_stderr(str(error))
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, _Abort):
         _fail(130, "interrupted")
@@ -72,7 +72,7 @@ def _end_without_output(error: OSError) -> NoReturn:
 
 
 def _fail(code: int, message: str) -> NoReturn:
-    tell(f"error: {message}")
+    write_stderr(f"error: {message}")
     sys.exit(code)
 
 

@@ -147,14 +147,14 @@ def introduce(connection: Connection, own: Member, peer: int) -> None:
     """
     nonce = _nonce_of(connection.receive(_HELLO.size), peer)
     own_nonce = new_nonce()
-    said = _transcript(own.purpose, peer, own.rank, nonce, own_nonce)
-    connection.send(_CALL.pack(own.rank, own_nonce, derived(own.secret, "caller", *said)))
+    parts = _transcript(own.purpose, peer, own.rank, nonce, own_nonce)
+    connection.send(_CALL.pack(own.rank, own_nonce, derived(own.secret, "caller", *parts)))
     answer = connection.receive(PROOF_BYTES)
     if not answer:
         raise RefusedError(f"to rank {peer} the run's secret is another")
-    if not is_proof(answer, own.secret, "listener", *said):
+    if not is_proof(answer, own.secret, "listener", *parts):
         raise RefusedError(f"what listens for rank {peer} does not know the run's secret")
-    connection.authenticate(*seals(own.secret, *said, is_caller=True))
+    connection.authenticate(*seals(own.secret, *parts, is_caller=True))
 
 
 def _nonce_of(hello: bytes, peer: int) -> bytes:
@@ -176,12 +176,12 @@ def identify(connection: Connection, own: Member) -> int | None:
     if len(call) != _CALL.size:
         return None
     rank, peers_nonce, proof = _CALL.unpack(call)
-    said = _transcript(own.purpose, own.rank, rank, nonce, peers_nonce)
-    if not is_proof(proof, own.secret, "caller", *said):
+    parts = _transcript(own.purpose, own.rank, rank, nonce, peers_nonce)
+    if not is_proof(proof, own.secret, "caller", *parts):
         connection.send(b"")
         return None
-    connection.send(derived(own.secret, "listener", *said))
-    connection.authenticate(*seals(own.secret, *said, is_caller=False))
+    connection.send(derived(own.secret, "listener", *parts))
+    connection.authenticate(*seals(own.secret, *parts, is_caller=False))
     return rank
 
 

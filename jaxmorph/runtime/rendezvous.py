@@ -44,12 +44,12 @@ class RendezvousError(RuntimeError):
     """A rank didn't join an exchange in time or is gone.
 
     Attributes:
-        heard: The last note of that rank, which says what it did.
+        last_note: The last note of that rank, which says what it did.
     """
 
-    def __init__(self, message: str, heard: str = "") -> None:
-        super().__init__(f"{message}; {heard}" if heard else message)
-        self.heard = heard
+    def __init__(self, message: str, last_note: str = "") -> None:
+        super().__init__(f"{message}; {last_note}" if last_note else message)
+        self.last_note = last_note
 
 
 class KeyValueStore(Protocol):
@@ -91,13 +91,13 @@ class Rendezvous(Protocol):
         """Change how long a rank waits for the others in an exchange.
 
         Args:
-            starts: Whether ranks are starting: then each tells the others every few seconds what it
-                does, and they wait for as long as its own deadlines let it.
+            starts: Whether ranks are starting: then each reports every few seconds what it does,
+                and the others wait for as long as its own deadlines let it.
         """
         ...
 
-    def tell(self, note: str) -> None:
-        """Tell the other ranks what this one does, apart from what all exchange; never raises."""
+    def notify(self, note: str) -> None:
+        """Send the other ranks a note of what this one does, outside exchanges; never raises."""
         ...
 
     def close(self) -> None:
@@ -143,8 +143,8 @@ class SoleRank:
     def limit(self, deadline_s: float, *, starts: bool = False) -> None:
         """There is no other rank to wait for."""
 
-    def tell(self, note: str) -> None:
-        """There is no other rank to tell."""
+    def notify(self, note: str) -> None:
+        """There is no other rank to notify."""
 
     def close(self) -> None:
         """Nothing to leave."""
@@ -157,8 +157,8 @@ class HostRendezvous:
     And an exchange through its key-value store takes milliseconds, this one a fraction of that, at
     every step.
 
-    While ranks start, notes travel beside what they exchange, so that a slow start is told from a
-    dead one: through rank 0, to all. A thread of its own sends them.
+    While ranks start, a thread also sends notes of what this rank does, through rank 0 to all, so
+    that the others can distinguish a slow start from a dead rank.
 
     Args:
         host: Rank 0's host, as all ranks reach it.
@@ -186,7 +186,7 @@ class HostRendezvous:
             self._peers = _gather(store, host, num_ranks, own, deadline_s)
         else:
             self._peers = _connect(store, own, deadline_s)
-        self._heard: dict[int, str] = {}
+        self._last_notes: dict[int, str] = {}
         self._exchanges = False
         self._has_started = threading.Event()
         self.limit(deadline_s, starts=True)
@@ -195,7 +195,7 @@ class HostRendezvous:
         for peer in range(1, num_ranks) if rank == 0 else ():
             self._send(peer, start)
         self.secret = derived(secret, "start", start)
-        threading.Thread(target=self._tell_regularly, name="notes", daemon=True).start()
+        threading.Thread(target=self._notify_regularly, name="notes", daemon=True).start()
 
     def limit(self, deadline_s: float, *, starts: bool = False) -> None:
         """Change how long rank 0 waits; others wait longer, as only rank 0 can name a late rank."""
@@ -205,15 +205,15 @@ class HostRendezvous:
         if not starts:
             self._has_started.set()
 
-    def tell(self, note: str) -> None:
+    def notify(self, note: str) -> None:
         """Send a note to all ranks, through rank 0."""
         self._pass_on(self.rank, note)
 
-    def _tell_regularly(self) -> None:
-        """Tell the others what this rank does while it starts, as long as its watchdog lets it."""
+    def _notify_regularly(self) -> None:
+        """Send notes while this rank starts, as long as its watchdog lets it."""
         while not self._has_started.wait(_NOTE_EVERY_S):
             if progress.limit_s > 0 and not self._exchanges:  # else it only waits for the others
-                self.tell(progress.in_words())
+                self.notify(progress.in_words())
 
     def _pass_on(self, origin: int, note: str) -> None:
         for rank, peer in self._peers.items():
@@ -259,28 +259,26 @@ class HostRendezvous:
         progress.stamp(f"waits for rank {rank}")
         with self._naming(rank):
             while (message := self._peers[rank].receive())[:1] == _NOTE:
-                self._hear(rank, message[1:].decode(errors="replace"))
-        self._heard.pop(rank, None)  # it has got further
+                self._take_note(rank, message[1:].decode(errors="replace"))
+        self._last_notes.pop(rank, None)  # it has gone on since
         return message
 
-    def _hear(self, rank: int, note: str) -> None:
-        self._heard[rank] = note
+    def _take_note(self, rank: int, note: str) -> None:
+        self._last_notes[rank] = note
         progress.stamp(f"waits for {note}")
         if self.rank == 0:
             self._pass_on(rank, note.partition(": ")[2])
 
     @contextlib.contextmanager
     def _naming(self, rank: int) -> Any:
-        heard = self._heard.get
         try:
             yield
         except TimeoutError as error:
-            raise RendezvousError(
-                f"rank {rank} did not join an exchange within {self._deadline_s:g} s",
-                heard(rank, ""),
-            ) from error
+            message = f"rank {rank} did not join an exchange within {self._deadline_s:g} s"
+            raise RendezvousError(message, self._last_notes.get(rank, "")) from error
         except ConnectionLostError as error:
-            raise RendezvousError(f"rank {rank} is gone: {error}", heard(rank, "")) from error
+            message = f"rank {rank} is gone: {error}"
+            raise RendezvousError(message, self._last_notes.get(rank, "")) from error
 
 
 def _gather(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from jaxmorph.output import tell
+from jaxmorph.output import write_stderr
 
 CTRL_C, TERMINATED, HUNG_UP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 STOPS = (CTRL_C, TERMINATED, HUNG_UP)
@@ -33,8 +33,8 @@ def handled(
     def handle(number: int, frame: object) -> None:
         stop(signal.Signals(number))
 
-    heeded = [each for each in numbers if signal.getsignal(each) is not signal.SIG_IGN]
-    previous = {each: signal.signal(each, handle) for each in heeded}
+    ours = [each for each in numbers if signal.getsignal(each) is not signal.SIG_IGN]
+    previous = {each: signal.signal(each, handle) for each in ours}
     try:
         yield
     finally:
@@ -101,7 +101,7 @@ def _interrupt(number: signal.Signals) -> None:
 
 def _end(number: signal.Signals) -> None:
     """End without the clean-up, in which JAX would wait for other ranks."""
-    tell(f"error: ended by {number.name} before the state was saved")
+    write_stderr(f"error: ended by {number.name} before the state was saved")
     os._exit(exit_code(number))
 
 

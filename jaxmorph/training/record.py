@@ -26,7 +26,7 @@ from jaxmorph.messages import (
     StepDone,
     StepTimelines,
 )
-from jaxmorph.output import tell
+from jaxmorph.output import write_stderr
 from jaxmorph.plain_json import Json, as_object, with_sum
 from jaxmorph.records import COMPILE, RESTORE, START, Event, EventKind, RunHeader, StepRecord
 from jaxmorph.report import Reporter, RunDirectory, RunHistory, describe_regime
@@ -73,7 +73,7 @@ class RunRecord:
         self._has_started = False
         self._goodput: Goodput | None = None
         self._last_step = first_step - 1
-        self._num_heard = 0
+        self._num_reporting = 0
         self._phases = Counter[str]()
         self._unwritten: set[str] = set()
 
@@ -119,13 +119,13 @@ class RunRecord:
             case PhaseEnded(phase):
                 self._take_phase(phase)
 
-    def starting(self, num_ranks: int, heard: int | None = None) -> None:
+    def starting(self, num_ranks: int, num_reporting: int | None = None) -> None:
         """Say that ranks start; until they train, `take` says what they do.
 
         Args:
-            heard: How many of them report the phases of their start; None: all.
+            num_reporting: How many of them report the phases of their start; None: all.
         """
-        self._num_heard = num_ranks if heard is None else heard
+        self._num_reporting = num_ranks if num_reporting is None else num_reporting
         self._phases = Counter()
         self.say(f"starting {num_ranks} rank{'' if num_ranks == 1 else 's'}")
 
@@ -172,7 +172,7 @@ class RunRecord:
             try:
                 save_timelines(picture, self._last_timelines)
             except UserError as error:  # such as a full disk
-                tell(f"error: {error}")
+                write_stderr(f"error: {error}")
                 picture = None
         summary = self._history.summary(
             elapsed_s=self._last_step_s - self._began_s,
@@ -195,11 +195,12 @@ class RunRecord:
             path = str(error.filename or self._directory.path)
             if path not in self._unwritten:
                 self._unwritten.add(path)
-                tell(f"error: {path}: cannot be written: {error.strerror}; the run continues")
+                why = f"cannot be written: {error.strerror}"
+                write_stderr(f"error: {path}: {why}; the run continues")
 
     def _take_phase(self, phase: str) -> None:
         self._phases[phase] += 1
-        if self._phases[phase] != self._num_heard:  # of the slowest rank
+        if self._phases[phase] != self._num_reporting:  # of the slowest rank
             return
         if phase == START:
             self.say("compiling")

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from jaxmorph.errors import UserError
-from jaxmorph.output import tell
+from jaxmorph.output import write_stderr
 from jaxmorph.runtime.launcher import RankFailedError, run_ranks
 from jaxmorph.runtime.rank_process import RankArguments
 
@@ -63,7 +63,7 @@ def _log_folder(wanted: Path | None) -> Iterator[Path]:
         raise
     except BaseException:
         is_kept = True  # Ctrl-C on a script that hangs: the logs show where
-        tell(f"logs: {folder}")
+        write_stderr(f"logs: {folder}")
         raise
     finally:
         if not is_kept:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from jaxmorph.config import Config, load_config, locating_errors
 from jaxmorph.errors import RunFailedError, RunStoppedError, UserError
 from jaxmorph.messages import RunMessage, parse_run_message
-from jaxmorph.output import flush_standard_output, tell
+from jaxmorph.output import flush_standard_output, write_stderr
 from jaxmorph.progress import STALL, Stall, StalledError, progress
 from jaxmorph.records import EventKind
 from jaxmorph.report import Reporter
@@ -279,7 +279,7 @@ def _run_as_rank(start: RunStart) -> None:
         )  # fmt: skip
     except UserError as error:
         raise UserError(f"--launch: {error}") from error
-    stall_reports.append(lambda stall: rendezvous.tell(str(stall)))
+    stall_reports.append(lambda stall: rendezvous.notify(str(stall)))
     known = [start.directory] if start.directory else []  # the run's, once it is known
     with _leaving_at_once(rendezvous, partial(_exit_code, start.config, known)):
         with signals_ask(start.config.checkpoint.stop_within_s) as asked_by:
@@ -316,8 +316,8 @@ def _leaving_at_once(
     except BaseException as error:
         if isinstance(error, StalledError):
             write_stacks(error)
-            rendezvous.tell(str(error))
-        tell(f"error: {_in_words(error, rendezvous.rank)}")
+            rendezvous.notify(str(error))
+        write_stderr(f"error: {_in_words(error, rendezvous.rank)}")
         flush_standard_output()
         os._exit(code_of(error))
 
@@ -328,7 +328,7 @@ def _in_words(error: BaseException, rank: int) -> str:
         return "interrupted"
     if isinstance(error, UserError | RunFailedError | StalledError):
         return str(error)
-    tell("".join(traceback.format_exception(error)).rstrip())
+    write_stderr("".join(traceback.format_exception(error)).rstrip())
     return f"rank {rank} failed: {error}"
 
 
@@ -389,7 +389,7 @@ def _train_as_rank(
         report_stalls_to(take_stall)
         path, first_step = record.directory.resolve(), start.first_step
         agree(rendezvous, _Found, _Found(str(path), first_step))
-        record.starting(rendezvous.num_ranks, heard=1)
+        record.starting(rendezvous.num_ranks, num_reporting=1)
         set_directory(path)
         is_done = train(config, rendezvous, record.take, path, first_step, stop_asked=stop_asked)
         record.finish()
@@ -413,9 +413,9 @@ def _recording_stalls(record: RunRecord) -> Iterator[Callable[[Stall], None]]:
         take(error.stall)
         raise
     except Exception as error:
-        heard = getattr(error, "heard", "")  # of a `RendezvousError`
-        if STALL in heard:
-            record.write_event(record.num_recorded, EventKind.STALLED, heard)
+        note = getattr(error, "last_note", "")  # of a `RendezvousError`
+        if STALL in note:
+            record.write_event(record.num_recorded, EventKind.STALLED, note)
         raise
 
 

@@ -73,8 +73,8 @@ def sign_welcome(
     secret: bytes, challenge: Challenge, introduce: Introduce, frame: Welcome
 ) -> Welcome:
     """The listener's answer to a checked introduction, with its proof."""
-    said = transcript(challenge, introduce, frame)
-    return frame._replace(proof=derived(secret, "welcome", *said))
+    parts = transcript(challenge, introduce, frame)
+    return frame._replace(proof=derived(secret, "welcome", *parts))
 
 
 def check_welcome(
@@ -108,10 +108,10 @@ def authenticate(
     is_dialler: bool,
 ) -> None:
     """Give a lane the seals and the checksum that both ends make of the same handshake."""
-    said, number = transcript(challenge, introduce, welcome), welcome.algorithm
-    lane.authenticate(*seals(secret, *said, is_caller=is_dialler))
-    has_key = number == MAC
-    lane.checksum = PayloadMac(derived(secret, "payloads", *said)) if has_key else CHECKSUMS[number]
+    parts, number = transcript(challenge, introduce, welcome), welcome.algorithm
+    lane.authenticate(*seals(secret, *parts, is_caller=is_dialler))
+    is_mac = number == MAC
+    lane.checksum = PayloadMac(derived(secret, "payloads", *parts)) if is_mac else CHECKSUMS[number]
 
 
 class Dialler:

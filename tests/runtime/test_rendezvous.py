@@ -310,10 +310,10 @@ def test_the_last_words_of_a_rank_are_in_the_error():
     def start(rendezvous):
         rendezvous.limit(20.0)
         if rendezvous.rank == 2:
-            rendezvous.tell("stalled: no progress for 65 s")
+            rendezvous.notify("stalled: no progress for 65 s")
             return None
         with pytest.raises(RendezvousError) as gone:
             rendezvous.exchange({})
-        return gone.value.heard
+        return gone.value.last_note
 
     assert in_threads(3, start)[:2] == ["rank 2: stalled: no progress for 65 s"] * 2

@@ -116,7 +116,7 @@ class Mirror:
     def limit(self, deadline_s, *, starts=False):
         pass
 
-    def tell(self, note):
+    def notify(self, note):
         pass
 
     def close(self):

@@ -244,7 +244,7 @@ def test_a_restart_on_a_full_disk_is_one_line(directory, record_of):
 
 
 @pytest.mark.parametrize(
-    ("first_step", "heard", "says"),
+    ("first_step", "num_reporting", "says"),
     [
         (0, None, ["starting 2 ranks", "compiling", "measuring and planning"]),
         (
@@ -255,13 +255,13 @@ def test_a_restart_on_a_full_disk_is_one_line(directory, record_of):
         (0, 1, ["starting 2 ranks", "compiling", "measuring and planning"]),
     ],
 )  # fmt: skip
-def test_a_start_says_what_it_does(record_of, first_step, heard, says):
+def test_a_start_says_what_it_does(record_of, first_step, num_reporting, says):
     """Each phase once the last rank has reached it."""
     run_record, shown, _ = record_of(first_step)
-    run_record.starting(2, heard)
+    run_record.starting(2, num_reporting)
     for phase in (START, COMPILE, RESTORE, PLAN):
-        for number in range(heard or 2):
+        for number in range(num_reporting or 2):
             before = len(shown.getvalue())
             run_record.take(PhaseEnded(phase, 1.0))
-            assert number + 1 == (heard or 2) or len(shown.getvalue()) == before
+            assert number + 1 == (num_reporting or 2) or len(shown.getvalue()) == before
     assert shown.getvalue().splitlines() == says
