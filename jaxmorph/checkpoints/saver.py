@@ -1,15 +1,15 @@
 """Saves a run's state while training continues: each rank its own part, all parts or none.
 
-A save copies the state to host memory, and a thread writes it from there. It is a two-phase commit
-over the exchange that the ranks have at every step anyway:
+A save copies the state to host memory, array by array, and a thread writes it from there. It is a
+two-phase commit over the exchange that the ranks have at every step anyway:
 
 1. A rank reports `written` once its part, with its files' checksums, is on disk.
 2. When all ranks have reported it, rank 0 commits the checkpoint and reports `committed`. If the
    ranks are killed in between, the process that restarts them commits it instead
    (`CheckpointFolder.commit_written`).
 
-A rank whose part can't be written reports `failed`: the checkpoint is discarded and the run
-continues. The run fails only if its last save does.
+A rank whose part can't be copied or written reports `failed`: the checkpoint is discarded and the
+run continues. The run fails only if its last save does.
 """
 
 import math
@@ -27,7 +27,7 @@ from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.manifest import Manifest, new_rank_file, stage_path
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.progress import progress
-from jaxmorph.records import EventKind
+from jaxmorph.records import EventKind, in_bytes
 from jaxmorph.runtime.rendezvous import Rendezvous, gather
 
 Tree = Any
@@ -114,7 +114,7 @@ class CheckpointSaver:
         self._emit = emit
         self._on_disk = on_disk
         self._within_s = within_s
-        self._hangs = False
+        self._stuck: Future[None] | None = None  # what was given up and has not ended
         self._save: _Save | None = None
         self._last_failure = ""
         self._thread = ThreadPoolExecutor(1, "jaxmorph-checkpoint")
@@ -129,12 +129,25 @@ class CheckpointSaver:
         """
         began_s = time.monotonic()
         self._settle()
-        copies = [jax.tree.map(_copy_to_host, part) for part in parts]
-        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(copies))
-        manifest = self._describe(step) if self._rendezvous.rank == 0 else None
-        written = self._thread.submit(self._write_parts, step, copies, manifest)
+        try:
+            written, num_bytes, manifest = self._begin(step, parts)
+        except Exception as error:  # too little memory, for example: training continues
+            written, num_bytes, manifest = _failed(error), 0, None
         held_up_s = time.monotonic() - began_s
         self._save = _Save(step, written, num_bytes, held_up_s, began_s, manifest=manifest)
+
+    def _begin(self, step: int, parts: Sequence[Tree]) -> tuple[Future[None], int, Manifest | None]:
+        """Copies this rank's parts to host memory and starts to write them."""
+        if self._is_stuck:  # its copies are still in memory
+            raise CheckpointError("an earlier save, which was given up, still writes")
+        copies = _copied_to_host(parts)
+        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(copies))
+        manifest = self._describe(step) if self._rendezvous.rank == 0 else None
+        return self._thread.submit(self._write_parts, step, copies, manifest), num_bytes, manifest
+
+    @property
+    def _is_stuck(self) -> bool:
+        return self._stuck is not None and not self._stuck.done()
 
     def report(self) -> SaveReport:
         """What this rank reports in the next exchange."""
@@ -172,7 +185,7 @@ class CheckpointSaver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        waits = kind is None and not self._hangs  # a write that hangs never ends
+        waits = kind is None and not self._is_stuck  # what hangs never ends
         self._thread.shutdown(wait=waits, cancel_futures=not waits)
 
     def _settle(self) -> None:
@@ -222,7 +235,9 @@ class CheckpointSaver:
 
     def _abandon(self, save: _Save, reasons: str) -> None:
         self._save, self._last_failure = None, reasons
-        self._hangs = self._hangs or not save.written.done()
+        phase = save.committed or save.written
+        if not phase.done():
+            self._stuck = phase
         if self._rendezvous.rank == 0:
             self._thread.submit(self._folder.discard, save.step)
             self._emit(save.step - 1, EventKind.CHECKPOINT_FAILED, reasons)
@@ -233,9 +248,30 @@ def _shortened(reason: str) -> str:
     return reason if len(reason) <= 300 else f"{reason[:100]} ... {reason[-195:]}"
 
 
-def _copy_to_host(array: jax.Array) -> jax.Array:
-    """Begins a copy to host memory; donating the array afterwards is safe."""
-    return jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
+def _copied_to_host(parts: Sequence[Tree]) -> Sequence[Tree]:
+    """Copies of all arrays in pinned host memory, made one after another.
+
+    Each is whole before the next begins, so at most one is on its way, and the arrays may be
+    donated afterwards.
+    """
+    leaves, form = jax.tree.flatten(list(parts))
+    copies: list[jax.Array] = []
+    for number, leaf in enumerate(leaves, start=1):
+        progress.stamp(f"copying array {number} of {len(leaves)} to host memory, for a checkpoint")
+        try:
+            on_host = leaf.sharding.with_memory_kind("pinned_host")
+            copies.append(jax.block_until_ready(jax.device_put(leaf, on_host)))
+        except Exception as error:
+            which = f"array {number} of {len(leaves)} ({in_bytes(leaf.nbytes)})"
+            raise CheckpointError(f"{which} was not copied to host memory: {error}") from error
+    return jax.tree.unflatten(form, copies)
+
+
+def _failed(error: Exception) -> Future[None]:
+    """A future with an error like this one, but without the frames that hold copies alive."""
+    failed = Future[None]()
+    failed.set_exception(CheckpointError(str(error) or type(error).__name__))
+    return failed
 
 
 def require_shared(folder: Path, rendezvous: Rendezvous) -> None:

@@ -224,6 +224,47 @@ def test_a_save_that_hangs_fails_and_the_run_ends(tmp_path):
     ranks.close()
 
 
+def test_a_state_that_does_not_fit_into_host_memory_fails_the_save(ranks):
+    """A deleted array stands for one that host memory has no room for: its copy raises too."""
+    state = {"array": jnp.full(3, 71.0), "other": jnp.zeros(1 << 18)}
+    state["other"].delete()
+    ranks.free(0, 1)
+    ranks.savers[0].save(7, [{"array": jnp.full(3, 70.0)}])
+    ranks.savers[1].save(7, [state])
+    ranks.exchange_until(["idle", "idle"])
+    ((step, kind, detail),) = ranks.events
+    assert (step, kind) == (6, "checkpoint_failed")
+    assert detail.startswith("rank 1: array 2 of 2 (1.0 MiB) was not copied to host memory: ")
+    ranks.save(14)
+    ranks.exchange_until(["committed", "written"])
+    assert ranks.folder.steps() == (14,)
+
+
+def test_arrays_are_copied_one_after_another(ranks, monkeypatch):
+    on_the_way = []
+
+    def put(array, sharding):
+        on_the_way.append(array)
+        assert len(on_the_way) == 1
+        return array
+
+    monkeypatch.setattr(jax, "device_put", put)
+    monkeypatch.setattr(jax, "block_until_ready", lambda _: on_the_way.pop())
+    ranks.savers[0].save(7, [{"array": jnp.zeros(3), "other": jnp.ones(3)}])
+    assert ranks.savers[0].report().num_bytes == 24
+
+
+def test_no_copies_pile_up_behind_a_save_that_hangs(tmp_path):
+    ranks = Ranks(tmp_path, within_s=0.0)
+    ranks.free(0)
+    for step in (7, 14):
+        ranks.save(step)
+        assert ranks.disks[1].called.wait(LIMIT_S)
+        ranks.exchange_until(["idle", "idle"])
+    assert "rank 1: an earlier save, which was given up, still writes" in ranks.events[1][2]
+    ranks.close()
+
+
 def test_a_failed_part_leaves_nothing_behind(ranks):
     ranks.disks[1].error = OSError("No space left on device")
     ranks.save(7)
