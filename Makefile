@@ -73,7 +73,7 @@ extras: setup
 # attention, copies, flags. JAX 0.11 and later want Python 3.12: make test-jax PYTHON=python3.12
 JAX ?= 0.11.2
 JAX_VENV = .venv-jax-$(JAX)
-OF_JAX := tests/pallas_kernels tests/copies tests/stage/test_cudnn_attention.py tests/models/test_attention.py tests/test_gpu_page.py
+OF_JAX := tests/pallas_kernels tests/copies tests/stage/test_cudnn_attention.py tests/models/test_attention.py tests/test_gpu_page.py tests/runtime/test_xla_settings.py
 
 test-jax:
 	@$(MAKE) --no-print-directory setup VENV=$(JAX_VENV) PIP_OPTIONS='--no-compile jax==$(JAX)'

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from jaxmorph.config import load_config
+from jaxmorph.runtime.xla_settings import gpu_settings
 
 DOCS = Path(__file__).parents[1] / "docs"
 EXAMPLES = DOCS / "examples"
@@ -49,6 +50,13 @@ def test_the_installed_jax_knows_every_xla_flag(flags):
 
 def test_an_unknown_flag_would_be_noticed(flags):
     assert accepted([*flags, "--xla_gpu_no_such_flag=1"]) == ""
+
+
+def test_the_page_lists_what_is_set():
+    rows = re.findall(r"^\| `-*(\w+)` \|(?: `(\w+)`)? \| `(\w+)` \|", PAGE, re.MULTILINE)
+    for column, fails_over in ((1, False), (2, True)):
+        set_here = {each.name: each.value for each in gpu_settings(fails_over=fails_over)}
+        assert {row[0]: row[column] for row in rows if row[column]} == set_here
 
 
 def sbatch_options():

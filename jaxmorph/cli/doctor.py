@@ -48,6 +48,7 @@ def inspect_machine() -> Iterator["Section"]:
             "network": network_facts,
             "cluster and environment": cluster_facts,
             "devices": _device_facts,
+            "settings for GPUs": _setting_facts,
             "copies": _copy_facts,
         }
     )
@@ -77,6 +78,12 @@ def _device_facts() -> Iterator["Fact"]:
     yield from nvidia_facts()
     yield from device_facts()
     yield attention_fact()
+
+
+def _setting_facts() -> Iterator["Fact"]:
+    from jaxmorph.cli.doctor_accelerators import setting_facts
+
+    yield from setting_facts()
 
 
 def _copy_facts() -> Iterator["Fact"]:

@@ -16,6 +16,7 @@ from jaxmorph.copies.cuda_driver import CudaDriver, CudaError
 from jaxmorph.copies.kernels import KernelSend
 from jaxmorph.copies.trial import try_receive, try_send
 from jaxmorph.runtime.join import own_devices
+from jaxmorph.runtime.xla_settings import gpu_settings, unknown_flags, value_in_force
 
 _GIB = 1 << 30
 _KERNELS = KernelSend.name
@@ -52,6 +53,28 @@ def _compile_attention(device: Any) -> None:
     placed = SingleDeviceSharding(device)
     heads = [jax.ShapeDtypeStruct(_HEADS, jnp.bfloat16, sharding=placed)] * 3
     jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*heads).compile()
+
+
+def setting_facts(
+    unknown: Callable[[Sequence[str]], frozenset[str]] = unknown_flags,
+) -> Iterator[Fact]:
+    """What ranks on GPUs have set, unless the user does; whether this JAX knows each flag."""
+    settings = {
+        each: when
+        for fails_over, when in ((False, "without failover: "), (True, "with failover: "))
+        for each in gpu_settings(fails_over=fails_over)
+    }
+    always = set(gpu_settings(fails_over=False)) & set(gpu_settings(fails_over=True))
+    missing = unknown([each.as_flag for each in settings if each.is_flag])
+    for each, when in settings.items():
+        own, known = value_in_force(each), each.as_flag not in missing
+        if not known:
+            note = "this JAX doesn't know the flag, so ranks go without"
+        elif own is None:
+            note = f"{'' if each in always else when}{each.why}"
+        else:
+            note = f"yours; ranks would have {each.value}"
+        yield Fact(each.name, own or each.value, known if each.is_flag else None, note)
 
 
 def driver_fact(open_driver: OpenDriver = CudaDriver.open, number: int = 0) -> Fact:

@@ -3,7 +3,6 @@
 import os
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from jax._src import distributed
 from jax._src.clusters import ClusterEnv  # and finds where rank 0 of a job will serve it
 
 from jaxmorph.errors import UserError
-from jaxmorph.runtime.launcher import num_processors
 from jaxmorph.runtime.rank_process import RankArguments
 from jaxmorph.runtime.rendezvous import HostRendezvous, KeyValueStore, Rendezvous, SoleRank
+from jaxmorph.runtime.xla_settings import have_spare_device, limit_collectives, set_up_gpus
 from jaxmorph.transport.network_cards import address_of_name
 from jaxmorph.transport.secret import inherited_secret, run_secret
 
@@ -51,7 +50,7 @@ def join_run(
         own_devices()
         return SoleRank()
     limit_collectives(step_timeout_s)
-    compile_alone()
+    set_up_gpus(fails_over=fails_over)
     if fails_over:
         have_spare_device()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -134,56 +133,6 @@ def require_free_port() -> None:
             ) from error
 
 
-# XLA reads the following settings once, so they must be made before JAX computes anything.
-
-
-def have_threads(arguments: RankArguments, least: int) -> None:
-    """Give XLA's pools at least so many threads, if the launcher gave them fewer.
-
-    A number that the user or the script has set is kept.
-    """
-    given = arguments.num_threads
-    if given is not None and given < least and os.environ.get("NPROC") == str(given):
-        os.environ["NPROC"] = str(least)
-
-
-def limit_collectives(timeout_s: float) -> None:
-    """Give CPU collectives a deadline; without one an unmatched transfer waits for ever."""
-    flag = f"--xla_cpu_collective_timeout_seconds={max(1, round(timeout_s))}"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
-
-
-def have_spare_device() -> None:
-    """Make JAX show a second CPU device, over which failed links can be restored.
-
-    Only `LinkCommunicators` uses it: stages compute on the first device. A number of devices that
-    the user has set is kept.
-    """
-    # XLA gives its thread pools at least one thread per device. Where they would have only one, a
-    # second thread would change the speed and the last bits of results.
-    given = os.environ.get("NPROC", "")
-    threads = int(given) if given.isdecimal() else num_processors()
-    counted = jax.config.values["jax_num_cpu_devices"] >= 0
-    if threads < 2 or counted or _DEVICES_FLAG in os.environ.get("XLA_FLAGS", ""):
-        return
-    with suppress(RuntimeError):  # JAX has computed something already
-        jax.config.update("jax_num_cpu_devices", 2)
-
-
-def compile_alone() -> None:
-    """Make XLA choose a GPU's kernels on this rank alone, unless the user's flags say otherwise.
-
-    By default the processes of a program share the timing of kernels and wait in the compiler,
-    without a limit, for each other's choices. Ranks compile different programs in different orders,
-    so they could wait for ever.
-    """
-    flag = "--xla_gpu_shard_autotuning=false"
-    os.environ["XLA_FLAGS"] = f"{flag} {os.environ.get('XLA_FLAGS', '')}".strip()
-
-
-_DEVICES_FLAG = "xla_force_host_platform_device_count"
-
-
 def _key_value_store() -> KeyValueStore:
     client = distributed.global_state.client
     if client is None:
@@ -209,11 +158,6 @@ def own_devices() -> list[Any]:
         if "Unable to initialize backend" not in str(error):
             raise  # for example of ranks that didn't come
         raise _no_device(" ".join(str(error).split())) from error
-
-
-def device_kind() -> str:
-    """The name of the first device, such as "NVIDIA H800" or "cpu"."""
-    return own_devices()[0].device_kind
 
 
 def _no_device(reason: str) -> UserError:

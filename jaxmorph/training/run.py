@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import optax
 
@@ -21,12 +22,13 @@ from jaxmorph.records import EventKind
 from jaxmorph.report.run_directory import RunLines
 from jaxmorph.runtime.emulated_links import EmulatedLinks, agree_on_origin_s
 from jaxmorph.runtime.executor import StepInputs
-from jaxmorph.runtime.join import device_kind
+from jaxmorph.runtime.join import own_devices
 from jaxmorph.runtime.kept_programs import CompilationCounter
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepRunner
+from jaxmorph.runtime.xla_settings import settings_in_force
 from jaxmorph.stage.model import PipelineModel, device_choices
 from jaxmorph.stage.parameters import parameter_count
 from jaxmorph.training.adaptation import Adaptation, open_control_loop
@@ -291,9 +293,13 @@ def _announce(
 ) -> None:
     """Report what runs, from which checkpoint, and with which degraded links."""
     cut, known = run.cut, planned.first.known
-    computes_on = f"rank 0 computes on {device_kind()}"
-    room = budget_in_words(run.config, planned.within)
-    equipped = "; ".join(filter(None, (computes_on, planned.first.equipped, run.taken, room)))
+    words = (
+        *device_in_words(own_devices()[0], run.settings),
+        planned.first.equipped,
+        run.taken,
+        budget_in_words(run.config, planned.within),
+    )
+    equipped = "; ".join(filter(None, words))
     num_parameters = parameter_count(run.model)
     recorder.start(source, num_parameters, cut.layers, cut.reason, equipped)
     if run.checkpoints is not None and run.first_step > 0:
@@ -303,3 +309,18 @@ def _announce(
         links = ", ".join(each.in_words() for each in known)
         detail = f"begins with links as they were: {links}"
         recorder.emit(run.first_step, EventKind.LINKS_KNOWN, detail)
+
+
+def device_in_words(device: Any, settings: StageSettings) -> Iterator[str]:
+    """What rank 0 computes on, what is set for it, and what no GPU has shown to work yet."""
+    yield f"rank 0 computes on {device.device_kind}"
+    if device.platform == "cpu" or settings.num_ranks == 1:
+        return
+    yield f"set for GPUs: {', '.join(settings_in_force(fails_over=settings.fails_over))}"
+    used = {
+        "direct links": settings.direct is None or settings.direct,
+        "failover": settings.failing_over,
+        "delegated links": settings.delegated,
+    }
+    unverified = ", ".join(name for name, is_used in used.items() if is_used)
+    yield f"not verified on GPUs yet: {unverified}"

@@ -15,16 +15,11 @@ from jaxmorph.config import Config, check_config, read_config
 from jaxmorph.config.sections import Run
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.executor import StepInputs
-from jaxmorph.runtime.join import (
-    have_spare_device,
-    have_threads,
-    join_run,
-    limit_collectives,
-    rendezvous_of_joined,
-)
+from jaxmorph.runtime.join import join_run, rendezvous_of_joined
 from jaxmorph.runtime.launcher import threads_for
 from jaxmorph.runtime.rendezvous import Rendezvous, SoleRank
 from jaxmorph.runtime.watchdog import watch_over
+from jaxmorph.runtime.xla_settings import have_spare_device, have_threads, limit_collectives
 from jaxmorph.training.cluster import join_cluster, num_tasks, started_by_cluster
 from jaxmorph.training.script_launch import launch_arguments
 from jaxmorph.transport.secret import run_secret

@@ -6,7 +6,8 @@ import re
 import pytest
 
 ABOUT = [
-    "software", "host", "privileges", "network", "cluster and environment", "devices", "copies",
+    "software", "host", "privileges", "network", "cluster and environment", "devices",
+    "settings for GPUs", "copies",
 ]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxmorph.errors import UserError
 from jaxmorph.runtime import join
-from jaxmorph.runtime.join import device_kind, have_spare_device, join_run, own_devices
+from jaxmorph.runtime.join import join_run, own_devices
 from jaxmorph.runtime.rank_process import RankArguments
 from jaxmorph.runtime.rendezvous import SoleRank
 
@@ -21,6 +21,7 @@ def begun(monkeypatch):
         begun.append(given | {"flags": os.environ["XLA_FLAGS"].split()})
 
     monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")  # or joining sets it
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
     monkeypatch.setattr(join, "rendezvous_of_joined", lambda *_: SoleRank())
     yield begun
@@ -41,16 +42,10 @@ def flags_of(monkeypatch, begun):
 
 
 def test_transfers_have_a_deadline_and_ranks_compile_alone(flags_of):
-    assert set(flags_of("")) == {
+    assert {
         "--xla_cpu_collective_timeout_seconds=7",
         "--xla_gpu_shard_autotuning=false",
-    }
-
-
-def test_the_users_flag_for_autotuning_wins(flags_of):
-    of_user = "--xla_gpu_shard_autotuning=true"
-    flags = [flag for flag in flags_of(of_user) if flag.startswith("--xla_gpu_shard_autotuning")]
-    assert flags[-1] == of_user  # the last of two flags counts
+    } <= set(flags_of(""))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +90,6 @@ def fails(monkeypatch):
 
 def test_devices_are_those_of_jax():
     assert own_devices() == jax.local_devices()
-    assert device_kind() == jax.local_devices()[0].device_kind
 
 
 @pytest.mark.parametrize(
@@ -120,16 +114,3 @@ def test_other_errors_are_raised_unchanged(fails):
     fails(RuntimeError("DEADLINE_EXCEEDED: rank 1 did not come"))
     with pytest.raises(RuntimeError, match="rank 1 did not come"):
         own_devices()
-
-
-@pytest.mark.parametrize(
-    ("threads", "flags", "devices"),
-    [("2", "", 2), ("1", "", None), ("2", "--xla_force_host_platform_device_count=4", None)],
-)
-def test_a_spare_device_needs_a_second_thread(monkeypatch, threads, flags, devices):
-    updated = {}
-    monkeypatch.setenv("NPROC", threads)
-    monkeypatch.setenv("XLA_FLAGS", flags)
-    monkeypatch.setattr(jax.config, "update", updated.__setitem__)
-    have_spare_device()
-    assert updated.get("jax_num_cpu_devices") == devices
