@@ -3,21 +3,18 @@
 import os
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from jaxmorph.checkpoints.checksums import Damage
 from jaxmorph.checkpoints.folder import CheckpointFolder, DamagedCheckpoint, require_plain
-from jaxmorph.checkpoints.manifest import Manifest, damage_of
+from jaxmorph.checkpoints.manifest import Manifest
 from jaxmorph.config import Config, check_config, load_config, located_error, override_config
 from jaxmorph.data.tokens import DataDigest
 from jaxmorph.errors import UserError
-from jaxmorph.progress import progress
 from jaxmorph.records import EventKind
 from jaxmorph.report import Reporter, RunDirectory, open_reporter, open_run_directory
 from jaxmorph.report.run_directory import CONFIG, reopen_run_directory
-from jaxmorph.runtime.rendezvous import Rendezvous, agree, gather
 from jaxmorph.training.cluster import started_by_cluster
 from jaxmorph.training.model_factory import device_options
 from jaxmorph.training.record import RunRecord
@@ -97,44 +94,6 @@ class RunStart:
                 f"--resume: got {directory}, which another process has continued, expected one "
                 f"whose last checkpoint is step_{self.first_step}"
             )
-
-
-@dataclass(frozen=True)
-class _Verified:
-    """What one rank has found wrong with its share of a checkpoint; empty if it is whole."""
-
-    file: str = ""
-    got: str = ""
-    expected: str = ""
-
-
-def verified(start: RunStart, rendezvous: Rendezvous) -> RunStart:
-    """Verify the checkpoint that a job resumes from, each rank the parts that it restores.
-
-    All ranks call this once they have joined. Where one finds damage, all go back to an earlier
-    checkpoint, and verify that.
-
-    Raises:
-        UserError: None is whole; raised on all ranks.
-    """
-    if start.directory is None:
-        return start
-    folder = checkpoint_folder(start.config, start.directory)
-    step, passed_over = start.first_step, [*start.passed_over]
-    share = slice(rendezvous.rank, None, rendezvous.num_ranks)
-    with progress.within(start.config.timeouts.restore_s, "verifies the checkpoint"):
-        while step := agree(rendezvous, int, step):
-            found = damage_of(folder.finished(step), thorough=True, parts=share)
-            own = _Verified() if found is None else _Verified(*map(str, vars(found).values()))
-            damages = [each for each in gather(rendezvous, _Verified, own) if each.file]
-            if not damages:
-                return replace(start, first_step=step, passed_over=tuple(passed_over))
-            first = damages[0]
-            damage = Damage(Path(first.file), first.got, first.expected)
-            earlier, others = folder.newest_whole(thorough=False, before=step)
-            passed_over += [DamagedCheckpoint(step, damage), *others]
-            step = earlier or 0
-    raise _no_checkpoint(folder, passed_over)
 
 
 def checkpoint_folder(config: Config, directory: Path) -> CheckpointFolder:
@@ -273,7 +232,7 @@ def find_resumption(
     run = saved_run(directory, "--resume")
     step, passed_over = run.folder.newest_whole(thorough=thorough)
     if step is None:
-        raise _no_checkpoint(run.folder, passed_over)
+        raise no_checkpoint(run.folder, passed_over)
     manifest = run.folder.manifest(step)
     was, damage = _trusted_config(run, manifest)
     config = with_absolute_folder(override_config(was, overrides, directory / CONFIG))
@@ -323,7 +282,7 @@ def find_resumption_here(config: Config, *, thorough: bool = True) -> Resumption
         return None
     step, passed_over = run.folder.newest_whole(thorough=thorough)
     if step is None and passed_over:  # to begin again would be to lose what they still hold
-        raise _no_checkpoint(run.folder, passed_over)
+        raise no_checkpoint(run.folder, passed_over)
     if step is None:
         return None
     manifest = run.folder.manifest(step)
@@ -338,10 +297,12 @@ def start_of_script(config: Config, *, resume: bool) -> RunStart:
     """How a script's run begins.
 
     Args:
-        resume: Resume from the last whole checkpoint in `run.dir`, if there is one.
+        resume: Resume from the last checkpoint in `run.dir`, if there is one. It has all of its
+            files; their content is verified later (`verification`).
 
     Raises:
-        UserError: The checkpoint is another model's, or `checkpoint.dir` has another run's.
+        UserError: The checkpoint is another model's, `checkpoint.dir` has another run's, or all are
+            damaged.
     """
     config, directory = with_absolute_folder(config), Path(config.run.dir)
     if not resume or not (directory / CONFIG).is_file():
@@ -349,9 +310,11 @@ def start_of_script(config: Config, *, resume: bool) -> RunStart:
         try_named_folder(config)
         return RunStart(config)
     run = saved_run(directory)
-    step, passed_over = run.folder.newest_whole()
+    step, passed_over = run.folder.newest_whole(thorough=False)
+    if step is None and passed_over:
+        raise no_checkpoint(run.folder, passed_over)
     if step is None:
-        return RunStart(config, 0, directory, passed_over, run.damage)
+        return RunStart(config, 0, directory, damage=run.damage)
     manifest = run.folder.manifest(step)
     was, damage = _trusted_config(run, manifest, is_script=True)
     _require_agreement(config, was, manifest, None)
@@ -365,7 +328,8 @@ def _require_agreement(
         raise UserError(f"{key}: got {got}, expected {expected}")
 
 
-def _no_checkpoint(folder: CheckpointFolder, passed_over: Sequence[DamagedCheckpoint]) -> UserError:
+def no_checkpoint(folder: CheckpointFolder, passed_over: Sequence[DamagedCheckpoint]) -> UserError:
+    """The mistake to resume from a folder without a whole checkpoint."""
     if not passed_over:
         return UserError(
             f"--resume: got no checkpoint in {folder.path}, expected one: the run's section "

@@ -27,7 +27,6 @@ from jaxmorph.runtime.launcher import run_ranks, threads_for
 from jaxmorph.runtime.stop_signals import exit_code, signals_ask, signals_interrupt
 from jaxmorph.runtime.watchdog import STALLED, watch_over, write_stacks
 from jaxmorph.training.cluster import (
-    is_first_task,
     join_cluster,
     require_one_host,
     require_one_task,
@@ -47,11 +46,11 @@ from jaxmorph.training.resume import (
     require_no_checkpoints,
     set_aside,
     try_named_folder,
-    verified,
     with_absolute_folder,
     without_weights,
 )
 from jaxmorph.training.supervisor import Supervisor
+from jaxmorph.training.verification import verified
 
 if TYPE_CHECKING:
     from jaxmorph.runtime.rendezvous import Rendezvous
@@ -133,25 +132,23 @@ def _resume(
     # Ranks of a job verify the checkpoint together, once they have joined.
     in_job = _is_in_job(launch)
     found = find(thorough=not in_job)
-    if found is not None and found.is_done and in_job:
-        # Tasks of a run that is done don't join. If its last checkpoint is damaged, they resume
-        # from an earlier one.
-        found = find(thorough=True)
     if found is None:
         return None
-    if found.is_done:
-        if in_job and not is_first_task():
-            return ""
-        done = f"{directory} has done its {found.config.run.steps} steps"
-        return f"{done}: nothing is left to do (run.steps=N continues to step N)"
-    with locating_errors(*origin):
-        parts = check_run(without_weights(found.config))
-        check_vocabulary(found.manifest, parts.vocab_size)
-        check_data(found.manifest, found.config, parts.data)
-        try_named_folder(found.config, directory)
+    if found.is_done and not in_job:
+        return _nothing_left(found.config, directory)
+    if not found.is_done:
+        with locating_errors(*origin):
+            parts = check_run(without_weights(found.config))
+            check_vocabulary(found.manifest, parts.vocab_size)
+            check_data(found.manifest, found.config, parts.data)
+            try_named_folder(found.config, directory)
     start = RunStart(found.config, found.manifest.step, directory, found.passed_over, found.damage)
-    _run(start, launch)
-    return ""
+    return _run(start, launch)
+
+
+def _nothing_left(config: Config, directory: Path) -> str:
+    done = f"{directory} has done its {config.run.steps} steps"
+    return f"{done}: nothing is left to do (run.steps=N continues to step N)"
 
 
 def run_here(config: Config, reporter: Reporter) -> bool:
@@ -195,12 +192,13 @@ def _is_in_job(launch: str) -> bool:
     return launch == "cluster" or (launch == "auto" and started_by_cluster())
 
 
-def _run(start: RunStart, launch: str) -> None:
+def _run(start: RunStart, launch: str) -> str:
+    """Run to the end; why there was nothing to do, on one task of a job."""
     _check_launch(launch)
     if _is_in_job(launch):
-        _run_as_rank(start)
-    else:
-        _run_here(start)
+        return _run_as_rank(start)
+    _run_here(start)
+    return ""
 
 
 def _run_here(start: RunStart, reporter: Reporter | None = None) -> bool:
@@ -266,7 +264,7 @@ def _log_folder(directory: Path, first_step: int) -> Path:
     return next(logs / name for name in names if not (logs / name).exists())
 
 
-def _run_as_rank(start: RunStart) -> None:
+def _run_as_rank(start: RunStart) -> str:
     config, timeouts = start.config, start.config.timeouts
     otherwise = "--launch local starts the stages on this machine instead"
     stall_reports: list[Callable[[Stall], None]] = []
@@ -285,6 +283,9 @@ def _run_as_rank(start: RunStart) -> None:
         with signals_ask(start.config.checkpoint.stop_within_s) as asked_by:
             _check_job(start.config, rendezvous)
             start = verified(start, rendezvous)
+            if start.directory is not None and start.first_step == config.run.steps:
+                rendezvous.close()
+                return _nothing_left(config, start.directory) if rendezvous.rank == 0 else ""
             is_done, directory = _train_as_rank(
                 start,
                 rendezvous,
@@ -296,6 +297,7 @@ def _run_as_rank(start: RunStart) -> None:
     progress.phase("ends", 0.0)
     if not is_done:
         raise _stopped(directory, "asked to end", asked_by())
+    return ""
 
 
 def _report_to_all(reports: Sequence[Callable[[Stall], None]], stall: Stall) -> None:

@@ -25,7 +25,6 @@ from jaxmorph.records import CHANGES, EventKind
 from jaxmorph.report.terminal import PlainReporter
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.kept_programs import CompilationCounter
-from jaxmorph.runtime.rendezvous import agree
 from jaxmorph.runtime.report import measured_timeline
 from jaxmorph.runtime.step import StepResult
 from jaxmorph.schedule.planner import Plan
@@ -35,7 +34,6 @@ from jaxmorph.stage.parameters import check_weights
 from jaxmorph.training.cluster import require_one_host
 from jaxmorph.training.evaluation import with_room_for_forwards
 from jaxmorph.training.plan_in_force import plan_step, unmeasured_profile
-from jaxmorph.training.resume import start_of_script
 from jaxmorph.training.run import Training, begin_training, load_run, plan_run
 from jaxmorph.training.run_checkpoints import RunCheckpoints, TrainedOn
 from jaxmorph.training.script import (
@@ -46,18 +44,10 @@ from jaxmorph.training.script import (
     script_directory,
     sections_without_effect,
 )
+from jaxmorph.training.verification import FoundRun, found_by_rank_0, verified_script_start
 
 _log = logging.getLogger(__name__)
 _LOGGED = CHANGES - {EventKind.LINK_FAILED}  # `_log_step` warns about that, on every rank
-
-
-@dataclass(frozen=True)
-class _Found:
-    """The run's directory and first step, from rank 0; or why there is none."""
-
-    directory: str = ""
-    first_step: int = 0
-    mistake: str = ""
 
 
 @dataclass(frozen=True)
@@ -300,22 +290,16 @@ class Trainer:
                 expected = "run.dir in the configuration: where the run's checkpoints are"
                 raise UserError(f"resume: got True, expected {expected}")
             return None
-        found, failed = None, None
-        if self.rank == 0:
-            try:
-                start = start_of_script(self.config, resume=resume)
-                nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
-                shown = PlainReporter(opening.enter_context(nowhere))
-                record = opening.enter_context(start.open_record(shown))
-                self._take = record.take
-                found = _Found(str(record.directory.resolve()), start.first_step)
-            except Exception as error:  # raised below, once the other ranks know of it
-                failed, found = error, _Found(mistake=str(error) or type(error).__name__)
-        found = agree(self._rendezvous, _Found, found)
-        if failed is not None:
-            raise failed
-        if found.mistake:
-            raise UserError(found.mistake)
+        start = verified_script_start(self.config, self._rendezvous, resume=resume)
+
+        def open_it() -> FoundRun:
+            nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+            shown = PlainReporter(opening.enter_context(nowhere))
+            record = opening.enter_context(start.open_record(shown))
+            self._take = record.take
+            return FoundRun(str(record.directory.resolve()), start.first_step)
+
+        found = found_by_rank_0(self._rendezvous, open_it)
         return RunCheckpoints(self.config, Path(found.directory), found.first_step)
 
     def _begun(self, inputs: StepInputs) -> Training:

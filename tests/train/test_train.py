@@ -295,7 +295,8 @@ def test_a_closed_reader_and_ctrl_c_end_in_a_save(asked_to_end, tmp_path):
 def as_tasks_of_open_mpi(folder, num_tasks):
     """The run's own command, once per task, with the environment that mpirun gives each."""
     two_stages = ("run.steps=3", "parallelism={stages: 2, layers: even}")
-    command = [*JAXMORPH, *arguments_of(folder, *two_stages, SAVES)]
+    again = ("--resume", "auto")  # the documented command of a job
+    command = [*JAXMORPH, *arguments_of(folder, *two_stages, SAVES), *again]
     # Open MPI's job ids are multiples of 4096; the port of the coordinator is derived from it.
     job = os.getpid() << 12
     tasks = [

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from written_run import CONFIG, write_run
 
 from jaxmorph.checkpoints.folder import CheckpointFolder
-from jaxmorph.checkpoints.manifest import Manifest, stage_path
-from jaxmorph.config import Config, dump_config, load_config
+from jaxmorph.checkpoints.manifest import stage_path
+from jaxmorph.config import Config, load_config
 from jaxmorph.data.tokens import DataDigest
 from jaxmorph.errors import UserError
 from jaxmorph.report import Reporter
-from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.training import resume
 from jaxmorph.training.resume import (
     RunStart,
@@ -32,34 +32,10 @@ from jaxmorph.training.resume import (
     set_aside,
     start_of_script,
     try_named_folder,
-    verified,
     with_absolute_folder,
     without_weights,
 )
 from jaxmorph.training.run_checkpoints import RunCheckpoints, TrainedOn
-
-CONFIG = {
-    "run": {"dir": "runs/was", "steps": 20},
-    "model": {"width": 32, "num_layers": 4, "weights": "somewhere"},
-    "parallelism": {"stages": 2, "layers": [1, 3]},
-}
-
-
-def write_run(directory, steps, config=CONFIG):
-    config = config if isinstance(config, Config) else Config.model_validate(config)
-    directory.mkdir(exist_ok=True)
-    (directory / "config.yaml").write_text(dump_config(config))
-    folder = checkpoint_folder(config, directory)
-    for step in steps:
-        for number in (0, 1):
-            stage_path(folder.unfinished(step), number).mkdir(parents=True)
-            (stage_path(folder.unfinished(step), number) / "array").write_text(f"{step} {number}")
-            folder.seal_part(step, number)
-        layers = (range(1), range(1, 4))
-        folder.commit(
-            Manifest(step, layers, vocab_size=256, tied=(), config=config, data=DataDigest(9, "ab"))
-        )
-    return directory
 
 
 def test_a_run_resumes_with_its_overrides(tmp_path):
@@ -405,49 +381,3 @@ def test_a_resumption_names_what_has_changed(tmp_path):
     )
     same = RunCheckpoints(find_resumption(run, []).config, run, 7)
     assert same.origin(layers, TrainedOn(256, DataDigest(9, "ab"))).endswith("by its checksums")
-
-
-class OneOfTwo(SoleRank):
-    """One of two ranks; the other one finds everything whole."""
-
-    num_ranks = 2
-
-    def __init__(self, rank):
-        self.rank = rank
-
-    def exchange(self, message, detail=None):
-        (own,) = super().exchange(message, detail)
-        whole = {"value": {"file": "", "got": "", "expected": ""}}
-        other = whole if isinstance(message["value"], dict) else own
-        return [own, other] if self.rank == 0 else [other, own]
-
-
-def damage_part(run, step, number):
-    part = stage_path(checkpoint_folder(Config(), run).finished(step), number)
-    (part / "array").write_text("x" * len(f"{step} {number}"))
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_that_have_joined_verify_their_own_parts(tmp_path, rank):
-    run = write_run(tmp_path, [7, 14])
-    damage_part(run, 14, rank)
-    start = RunStart(Config(), 14, run)
-    found = verified(start, OneOfTwo(rank))
-    assert found.first_step == 7
-    (passed_over,) = found.passed_over
-    assert passed_over.step == 14
-    assert passed_over.damage.file.name == "array"
-    assert verified(start, OneOfTwo(1 - rank)) == start
-
-
-def test_ranks_that_find_no_whole_checkpoint_say_so(tmp_path):
-    run = write_run(tmp_path, [7, 14])
-    damage_part(run, 7, 0)
-    damage_part(run, 14, 0)
-    with pytest.raises(UserError, match=r"got no whole checkpoint in .*step_14.*step_7"):
-        verified(RunStart(Config(), 14, run), SoleRank())
-
-
-def test_a_run_from_the_start_has_nothing_to_verify():
-    start = RunStart(Config())
-    assert verified(start, SoleRank()) is start

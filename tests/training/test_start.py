@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from written_run import write_run
 
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.manifest import Manifest, stage_path
@@ -13,7 +14,7 @@ from jaxmorph.errors import UserError
 from jaxmorph.progress import Stall, StalledError
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.training import start
-from jaxmorph.training.resume import RunStart
+from jaxmorph.training.resume import RunStart, checkpoint_folder
 from jaxmorph.training.start import TRY_AGAIN, _exit_code, _log_folder
 
 
@@ -67,25 +68,51 @@ def test_exit_codes_say_whether_to_retry(tmp_path, monkeypatch, saved, policy, e
     assert _exit_code(config, [tmp_path], error) == code
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-def test_each_task_verifies_a_finished_run(monkeypatch, tmp_path, is_first):
-    """Otherwise the others could have left when the first task finds the checkpoint damaged."""
-    thoroughly = []
+@pytest.fixture
+def in_a_job(monkeypatch):
+    """Makes this process the one task of a job; it trains nothing."""
+    trained = []
 
-    def find(directory, overrides, *, thorough=True):
-        thoroughly.append(thorough)
-        return SimpleNamespace(is_done=True, config=check_config({"run": {"steps": 8}}))
+    def train(run, *_):
+        trained.append(run.first_step)
+        return True, run.directory
 
-    monkeypatch.setattr(start, "find_resumption", find)
     monkeypatch.setattr(start, "started_by_cluster", lambda: True)
-    monkeypatch.setattr(start, "is_first_task", lambda: is_first)
-    reported = start.resume_training(tmp_path, [])
-    assert thoroughly[-1]
-    assert reported == (f"{tmp_path} has done its 8 steps: " * is_first) + (
-        "nothing is left to do (run.steps=N continues to step N)" * is_first
+    monkeypatch.setattr(start, "watch_over", lambda report: None)
+    monkeypatch.setattr(start, "join_cluster", lambda *_: SoleRank())
+    monkeypatch.setattr(start, "_train_as_rank", train)
+    return trained
+
+
+def test_a_job_whose_run_is_done_verifies_it_together(tmp_path, in_a_job, monkeypatch):
+    """No task reads the whole checkpoint by itself, and all learn when it is damaged."""
+    tree = {"run": {"dir": str(tmp_path), "steps": 8}, "model": {"num_layers": 2}}
+    config = check_config({**tree, "parallelism": {"stages": 1}})
+    folder = checkpoint_folder(config, write_run(tmp_path, [4, 8], config, (range(2),)))
+    looked, read = [], CheckpointFolder.newest_whole
+
+    def newest_whole(self, *, thorough=True, before=None):
+        looked.append(thorough)
+        return read(self, thorough=thorough, before=before)
+
+    monkeypatch.setattr(CheckpointFolder, "newest_whole", newest_whole)
+    assert start.resume_training(tmp_path, []) == (
+        f"{tmp_path} has done its 8 steps: nothing is left to do (run.steps=N continues to step N)"
     )
+    (folder.finished(8) / "virtual_stage_0" / "array").write_text("8 1")
+    assert start.resume_training(tmp_path, []) == ""
+    assert in_a_job == [4]
+    assert not any(looked)
     with pytest.raises(UserError, match="--launch: got 'nowhere'"):
         start.resume_training(tmp_path, [], "nowhere")
+
+
+def test_a_job_begins_where_its_directory_has_no_checkpoint(tmp_path, in_a_job, monkeypatch):
+    monkeypatch.setattr(start, "check_run", lambda config: None)
+    path = tmp_path / "run.yaml"
+    path.write_text(f"run: {{dir: {tmp_path / 'run'}, steps: 9}}\nparallelism: {{stages: 1}}\n")
+    assert start.resume_or_start(path, []) == ""
+    assert in_a_job == [0]
 
 
 @pytest.fixture
@@ -93,7 +120,7 @@ def runs(monkeypatch):
     """The starts of runs, of which none is run."""
     starts = []
     monkeypatch.setattr(start, "check_run", lambda config: None)
-    monkeypatch.setattr(start, "_run", lambda run, launch: starts.append(run))
+    monkeypatch.setattr(start, "_run", lambda run, launch: starts.append(run) or "")
     return starts
 
 

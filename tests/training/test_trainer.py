@@ -138,15 +138,15 @@ def test_all_ranks_raise_rank_0s_directory_error(monkeypatch, tmp_path, error):
         received.append(own or kind(mistake="of rank 0"))
         return received[-1]
 
-    monkeypatch.setattr("jaxmorph.training.trainer.start_of_script", fail)
-    monkeypatch.setattr("jaxmorph.training.trainer.agree", agreed)
+    monkeypatch.setattr("jaxmorph.training.verification.start_of_script", fail)
+    monkeypatch.setattr("jaxmorph.training.verification.agree", agreed)
     trainer: Any = Trainer.__new__(Trainer)
-    trainer.config, trainer._rendezvous, trainer.rank = check_config({}), SoleRank(), 0
+    trainer.config, trainer._rendezvous = check_config({}), SoleRank()
     with pytest.raises(type(error)) as raised, ExitStack() as opening:
         trainer._open_directory(opening, tmp_path, resume=False)
     assert raised.value is error
     assert received[0].mistake == str(error)
-    trainer.rank = 1
+    trainer._rendezvous.rank = 1
     with pytest.raises(UserError, match=r"^of rank 0$"), ExitStack() as opening:
         trainer._open_directory(opening, tmp_path, resume=False)
 
