@@ -127,6 +127,7 @@ class RankFailed:
         says_all: Whether all ranks fail with the same reason, to which no log adds anything.
         follows_others: Whether another rank's failure seems to be the cause.
         silent_s: How long it made no progress, if it has stalled.
+        waited_for: The rank that this one waited for in vain, if that is why it failed.
     """
 
     follows_others: bool
@@ -136,3 +137,4 @@ class RankFailed:
     is_user_error: bool = False
     says_all: bool = False
     silent_s: float = 0.0
+    waited_for: int | None = None

@@ -119,6 +119,11 @@ class RoundRecord:
         if self._loop is not None:
             self._done.append(self._thread.submit(self._adopt, self._loop, morph))
 
+    def drop(self, step: int) -> None:
+        """Record that an announced plan is dropped."""
+        if self._loop is not None:
+            self._done.append(self._thread.submit(self._drop, self._loop))
+
     def finish(self) -> None:
         """Wait until everything is recorded; raises the first error of that."""
         self._thread.shutdown()
@@ -133,6 +138,9 @@ class RoundRecord:
         programs = tuple(map(parse_instructions, morph.programs))
         self.in_force = PlanInForce(morph.plan, programs, self.in_force.rank, morph.slots)
         self.events.update(event.kind for event in loop.plan_changed(morph))
+
+    def _drop(self, loop: ControlLoop) -> None:
+        self.events.update(event.kind for event in loop.plan_dropped())
 
 
 class RoundAdaptation(Callback):

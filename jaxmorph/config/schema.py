@@ -40,8 +40,8 @@ from jaxmorph.config.sections import (
     Trace,
 )
 
-_MIN_STEP_SHARES = 4
-"""A failover takes at most one of this many parts of `timeouts.step_s`, which other ranks wait."""
+_STEP_SHARES = 4
+"""A failover takes one of this many parts of `timeouts.step_s`, which other ranks wait."""
 
 
 class Config(BaseModel):
@@ -103,8 +103,18 @@ class Config(BaseModel):
             return step_s
         if direct_s is not None:
             return direct_s
-        # By stages, because the links of several hosts that fail in one step are found one by one.
-        return step_s / max(_MIN_STEP_SHARES, self.parallelism.stages)
+        return min(step_s, max(step_s / _STEP_SHARES, self.longest_backlog_s))
+
+    @property
+    def longest_backlog_s(self) -> float:
+        """The ops of one step on a stage, in seconds, at most; 0 where ops are not emulated.
+
+        In no plan does a transfer wait behind more than these on its stage's queue.
+        """
+        accelerator = self.emulation.accelerator
+        times_ms = () if accelerator is None else accelerator.model_dump().values()
+        slowest_ms = sum(max(each) if isinstance(each, tuple) else each for each in times_ms)
+        return self.batch.microbatches * slowest_ms / 1e3
 
     @property
     def may_restart(self) -> bool:
@@ -159,6 +169,11 @@ def _waiting_problems(config: Config) -> Iterator[Problem]:
     if (config.timeouts.direct_s or 0.0) > config.timeouts.step_s:
         expected = f"null, or at most timeouts.step_s, which is {config.timeouts.step_s:g}"
         yield mismatch("timeouts.direct_s", config.timeouts.direct_s, expected)
+    elif config.fails_over and config.direct_timeout_s < config.longest_backlog_s:
+        key = "step_s" if config.timeouts.direct_s is None else "direct_s"
+        least = f"at least {config.longest_backlog_s:g}"
+        expected = f"{least}, as a transfer may wait behind all ops of a step on its stage's queue"
+        yield mismatch(f"timeouts.{key}", getattr(config.timeouts, key), expected)
     policy = config.restart_policy
     if policy.longest_backoff_s < policy.backoff_s:
         expected = f"at least restart_policy.backoff_s, which is {policy.backoff_s:g}"

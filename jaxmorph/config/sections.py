@@ -403,8 +403,9 @@ class Timeouts(Section):
 
     direct_s: Annotated[Positive | None, Expected("null, or a number above 0")] = None
     """With failover: how long a direct transfer may take once both ends have reached it, before the
-    link continues delegated. Other ranks wait meanwhile, so it must be well below `step_s`; null is
-    `step_s` divided by the number of stages, or by 4 if there are fewer."""
+    link continues delegated. Other ranks wait meanwhile, so it must be well below `step_s`, but at
+    least what a stage's ops take in a step: a transfer may wait behind them on its queue. Null is a
+    quarter of `step_s`, and more where emulated ops take longer."""
 
 
 def _cap_per_stage(cap: int | tuple[int, ...] | None, num_stages: int) -> tuple[int, ...] | None:

@@ -20,8 +20,8 @@ There is one decision at a time; findings (changes of links or ops) during it wa
 but for two cases. If links change, `AwaitingCandidates` repeats its request once. `Probing` returns
 to `Idle` if links change, if a probe is late, if there is any finding when results come, or if
 results are missing for some steps. A decision to keep the plan, a failure of the planning process,
-and in `Preparing` a path of the chosen plan that has failed meanwhile also lead back to `Idle`. An
-answer that the phase does not wait for is ignored.
+in `Preparing` a path of the chosen plan that has failed meanwhile, and in `Changing` a change that
+ranks drop also lead back to `Idle`. An answer that the phase does not wait for is ignored.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,6 +44,7 @@ from jaxmorph.control.controller_state import (
     Idle,
     Observation,
     PlanChanged,
+    PlanDropped,
     PlannerStarted,
     PlanningFailed,
     Preparing,
@@ -64,6 +65,7 @@ from jaxmorph.control.events import (
     notice_event,
     verdict_event,
 )
+from jaxmorph.control.late_once import late_once
 from jaxmorph.control.link_state import FailedPaths, PathState
 from jaxmorph.control.measurements import LinkSample, OpTime
 from jaxmorph.control.orchestrator import (
@@ -75,6 +77,7 @@ from jaxmorph.control.orchestrator import (
     decide,
     dwell_after,
     dwelling_links,
+    is_forced,
 )
 from jaxmorph.control.path_reports import JoinedPathReport, StepPaths, judge_paths, read_paths
 from jaxmorph.control.probes import probe_results
@@ -105,6 +108,8 @@ def advance(state: ControllerState, observation: Observation) -> Advance:
             return Advance(
                 replace(state, plan=plan, phase=Idle()), events=change_events(phase.change)
             )
+        case PlanDropped() if isinstance(phase, Changing):
+            return _drop_change(state, phase)
         case _:
             return Advance(state)
 
@@ -233,8 +238,10 @@ def _request(state: ControllerState, findings: Findings, *, again: bool = False)
 
 
 def _decide(state: ControllerState, asked: AwaitingCandidates, options: Options) -> Advance:
-    """Decide, but repeat the request once if links have changed since."""
-    if state.findings.links_changed and not asked.again:
+    """Decide, but repeat the request once if links have changed since, or are in time again."""
+    late = late_once(asked.verdicts, asked.step)
+    has_calmed = any(not state.detector.verdicts[each.direction].is_slow for each in late)
+    if (state.findings.links_changed or has_calmed) and not asked.again:
         return _request(state, state.findings.with_earlier(asked.findings), again=True)
     situation = Situation(
         step=asked.step + _STEPS_TO_CHANGE,
@@ -285,12 +292,34 @@ def _change(state: ControllerState, prepared: Preparing) -> Advance:
         routes=changed_routes(now.routes, then.routes),
         evidence=evidence_of(situation, then),
     )
-    direct = (link for link, route in change.routes.items() if route == "direct")
-    command = ChangePlan(change, state.paths.unrestored.intersection(direct))
-    dwell = dwell_after(state.dwell, now, then, situation.step)
-    return Advance(
-        replace(state, phase=Changing(change), dwell=dwell, retries=Retries()), (command,)
+    direct = [link for link, route in change.routes.items() if route == "direct"]
+    is_for_slow_links = not (direct or is_forced(situation) or situation.other_changes)
+    late = late_once(situation.verdicts, situation.step - _STEPS_TO_CHANGE)
+    command = ChangePlan(
+        change,
+        state.paths.unrestored.intersection(direct),
+        late if is_for_slow_links else (),
     )
+    changing = Changing(change, state.dwell)
+    dwell = dwell_after(state.dwell, now, then, situation.step)
+    return Advance(replace(state, phase=changing, dwell=dwell, retries=Retries()), (command,))
+
+
+def _drop_change(state: ControllerState, dropped: Changing) -> Advance:
+    """Keep the plan in force, and request candidates again after the next step."""
+    change = dropped.change
+    detail = f"its links are in time again, so the plan in force stays: {change.reason}"
+    evidence = {**change.evidence, "to": change.evidence["from"]}
+    kept = ControlEvent(EventKind.PLAN_KEPT, detail, evidence=evidence)
+    state = replace(
+        state,
+        phase=Idle(),
+        dwell=dropped.dwell_before,
+        findings=state.findings.with_earlier(Findings()),
+        # `ChooseCandidate` has made the dropped plan the planning process's plan in force.
+        must_restart_planner=True,
+    )
+    return Advance(state, events=(kept,))
 
 
 def _uses_failed_path(state: ControllerState, routes: Routes) -> bool:

@@ -13,6 +13,7 @@ from jaxmorph.control.compute_watch import ComputeNotice, ComputeWatch
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.events import ControlEvent, PlanChange, verdict_event
+from jaxmorph.control.late_once import LateOnce
 from jaxmorph.control.link_state import FailedPaths
 from jaxmorph.control.measurements import LinkSample, OpTime
 from jaxmorph.control.orchestrator import Decision, Dwell, Options, Situation
@@ -78,6 +79,11 @@ class PlanChanged:
     """All ranks run the plan of the last `ChangePlan` from the next observed step on."""
 
 
+@dataclass(frozen=True)
+class PlanDropped:
+    """No rank runs the plan of the last `ChangePlan`: its links are in time again."""
+
+
 Observation: TypeAlias = (
     StepObserved
     | PlannerStarted
@@ -85,6 +91,7 @@ Observation: TypeAlias = (
     | CandidateChosen
     | PlanningFailed
     | PlanChanged
+    | PlanDropped
 )
 
 
@@ -136,10 +143,12 @@ class ChangePlan:
 
     Attributes:
         restore: The links whose failed direct paths are restored with it.
+        late_once: If these are in time again by then, the change is dropped (`PlanDropped`).
     """
 
     change: PlanChange
     restore: frozenset[Link] = frozenset()
+    late_once: tuple[LateOnce, ...] = ()
 
 
 Command: TypeAlias = RequestCandidates | ChooseCandidate | ProbeLinks | DropProbes | ChangePlan
@@ -225,9 +234,14 @@ class Preparing:
 
 @dataclass(frozen=True)
 class Changing:
-    """`ChangePlan` waits for its `PlanChanged`."""
+    """`ChangePlan` waits for its `PlanChanged` or `PlanDropped`.
+
+    Attributes:
+        dwell_before: The stays if it is dropped.
+    """
 
     change: PlanChange
+    dwell_before: Dwell
 
 
 Phase: TypeAlias = Starting | Idle | AwaitingCandidates | Probing | Preparing | Changing

@@ -162,10 +162,10 @@ def decide(situation: Situation) -> Decision:
             chosen, later = at_once, max(1, _wait_steps(situation, best))
     then = situation.candidates[chosen]
     predicted = f"predicted step {now.step_ms:.0f} -> {then.step_ms:.0f} ms"
-    is_forced = _is_forced(situation)
-    if not is_forced and (wait := _wait_steps(situation, chosen)):
+    must_change = is_forced(situation)
+    if not must_change and (wait := _wait_steps(situation, chosen)):
         return Decision(None, f"{why}: waits for {wait} steps, then {predicted}", wait)
-    if is_forced:
+    if must_change:
         predicted = f"{predicted}; without a direct path there is no choice"
     return Decision(chosen, f"{why}: {_change_in_words(now, then)}; {predicted}", later)
 
@@ -195,7 +195,7 @@ def dwelling_links(dwell: Dwell, routes: Mapping[Link, Route], step: int) -> fro
     return frozenset(link for link in delegated if dwell.waits([link], step))
 
 
-def _is_forced(situation: Situation) -> bool:
+def is_forced(situation: Situation) -> bool:
     """Whether the plan in force sends on a direct path that has failed."""
     return not dead_links(situation.verdicts) <= _delegated(situation.in_force)
 
@@ -231,8 +231,10 @@ def _is_allowed(
         return False
     if situation.may_delegate_healthy:
         return True
-    degraded = degraded_links(situation.verdicts)
-    return _newly_delegated(option, situation.candidates[0]) <= degraded | staying
+    # A link that recovers may stay delegated, but gives no reason to delegate it.
+    slow = {each.link for each in situation.verdicts if each.health is LinkHealth.SLOW}
+    recovering = degraded_links(situation.verdicts) & _delegated(situation.in_force)
+    return _newly_delegated(option, situation.candidates[0]) <= slow | recovering | staying
 
 
 def _delegated(option: Option) -> frozenset[Link]:

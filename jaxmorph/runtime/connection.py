@@ -103,6 +103,15 @@ class Connection:
             raise ConnectionLostError("a message was changed on its way, or isn't the peer's")
         return message
 
+    def is_open(self) -> bool:
+        """Whether the peer still has it open, without waiting; it must have no deadline."""
+        try:
+            return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+        except BlockingIOError:  # open, and nothing to read
+            return True
+        except OSError:
+            return False
+
     def close(self) -> None:
         """Close the connection; a thread that waits for a message gets an error."""
         with contextlib.suppress(OSError):  # the peer may have closed it first

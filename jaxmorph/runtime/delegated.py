@@ -29,7 +29,8 @@ from jaxmorph.copies.backends import (
 )
 from jaxmorph.copies.host_memory import HostReceive
 from jaxmorph.program.instructions import Channel, channel_of
-from jaxmorph.records import EventKind
+from jaxmorph.records import EventKind, Link
+from jaxmorph.runtime.causes import LongWaits, Wait
 from jaxmorph.runtime.payloads import FIRST_SLOTS, channel_name
 from jaxmorph.runtime.routes import (
     AbandonedEpochError,
@@ -39,7 +40,7 @@ from jaxmorph.runtime.routes import (
     TransferMismatchError,
     require_live,
 )
-from jaxmorph.transport.names import HALF, MASK, ChannelName, Tag, distance
+from jaxmorph.transport.names import HALF, MASK, ChannelName, PeerGoneError, Tag, distance
 from jaxmorph.transport.plane import DataPlane, IncomingSlot, OutgoingSlot
 
 Slot = TypeVar("Slot")
@@ -76,6 +77,7 @@ class DelegatedRoute:
         check: Raises errors from elsewhere on this rank. Waits call it repeatedly: after such an
             error the message they wait for may never come.
         receive_backend: Copies payloads out of slots; None: in host memory.
+        waits: Learns which waits are long, and names the cause of those that are in vain.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class DelegatedRoute:
         send_backend: SendBackend,
         check: Callable[[], None] = lambda: None,
         receive_backend: ReceiveBackend | None = None,
+        waits: LongWaits | None = None,
     ) -> None:
         receive_backend = receive_backend or HostReceive()
         self.send_backend, self.receive_backend = send_backend.name, receive_backend.name
@@ -94,6 +97,8 @@ class DelegatedRoute:
         self._plane = plane
         self._receive_backend = receive_backend
         self._check = check
+        self._waits = waits or LongWaits(rank)
+        self.path_failure: Callable[[Link], str] = lambda link: ""
         self._abandoned = -1
         self._reserved: dict[tuple[ChannelName, int], tuple[OutgoingSlot, Tag]] = {}
         self._copying: deque[_Copy] = deque()
@@ -120,13 +125,17 @@ class DelegatedRoute:
         ends = [*self._senders.items(), *self._receivers.items()]
         return sum(self._num_slots[channel] * end.use.slot_bytes for channel, end in ends)
 
-    def make_room(self, needed: Mapping[Channel, int]) -> None:
-        """Give channels the slots that a plan needs; no message may be on its way."""
+    def make_room(self, needed: Mapping[Channel, int], timeout_s: float = 60.0) -> None:
+        """Give channels the slots that a plan needs; no message may be on its way.
+
+        Args:
+            timeout_s: How long a channel may take to come to rest: see `DataPlane.grow`.
+        """
         self._receive_backend.settle()
         for channel, end in [*self._senders.items(), *self._receivers.items()]:
             wanted = end.use.slots_for(needed.get(channel, 1))
             if wanted > self._num_slots[channel]:
-                self._plane.grow(end.name, wanted)
+                self._plane.grow(end.name, wanted, timeout_s)
                 self._num_slots[channel] = wanted
 
     def reserve(self, identity: TransferIdentity, deadline_s: float) -> Iterator[Posting]:
@@ -160,6 +169,7 @@ class DelegatedRoute:
             tag = _tag(identity, index, len(receiver.use.parts))
             slot = self._expected(identity, receiver, tag, deadline_s)
             posted_s, received_s = min(posted_s, slot.posted_s), max(received_s, slot.received_s)
+            _require_content(slot, identity)
             _require_length(slot, len(part) * receiver.use.payload.dtype.itemsize, identity)
             arrival.add(part, slot)
         return Moved(arrival.value(), posted_s, received_s)
@@ -285,6 +295,7 @@ class DelegatedRoute:
         deadline_s: float,
     ) -> Slot:
         """Wait for a slot, checking the rest of the rank meanwhile."""
+        began_s, is_long = time.monotonic(), False
         while True:
             until_s = min(deadline_s, time.monotonic() + _CHECK_EVERY_S)
             try:
@@ -292,8 +303,22 @@ class DelegatedRoute:
             except TimeoutError as error:
                 self._check()
                 self._finish_ready_copies()
+                peer = sum(identity.transfer.link) - self._waits.rank
+                what = self._in_vain(identity, until_s - began_s)
                 if until_s >= deadline_s:
-                    raise TimeoutError(f"{identity}: {error}") from error
+                    raise self._waits.error(what, peer) from error
+                if not is_long and until_s - began_s >= (deadline_s - began_s) / 2:
+                    is_long = True  # others learn of it before their own time is over
+                    self._waits.add(Wait(self._waits.rank, peer, what))
+
+    def _in_vain(self, identity: TransferIdentity, waited_s: float) -> str:
+        """What this rank has waited for, in words."""
+        link = identity.transfer.link
+        is_sender = identity.transfer.source == self._waits.rank
+        missing = "no slot became free" if is_sender else "no message came"
+        failure = self.path_failure(link)
+        before = f"; its direct path had failed before: {failure}" if failure else ""
+        return f"{identity}: {missing} within {waited_s:.3g} s on the delegated link {link}{before}"
 
 
 _CHECK_EVERY_S = 0.5
@@ -373,6 +398,14 @@ def _post_empty(slot: OutgoingSlot, tag: Tag) -> None:
 def _tag(identity: TransferIdentity, index: int, parts: int) -> Tag:
     """The identity's words, the part's index and the number of parts less one."""
     return (*identity.words(), index, parts - 1)
+
+
+def _require_content(slot: IncomingSlot, identity: TransferIdentity) -> None:
+    """Refuse the empty message that a rank sends for one that it could not fill."""
+    if not len(slot.payload):
+        slot.release()
+        source = identity.transfer.source
+        raise PeerGoneError(f"{identity}: rank {source} failed before it could send it", source)
 
 
 def _require_length(slot: IncomingSlot, num_bytes: int, identity: TransferIdentity) -> None:

@@ -6,10 +6,12 @@ next epoch, on this route or another.
 """
 
 import math
+import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -42,6 +44,59 @@ IDENTITY_WORDS = 8
 
 class LinkExhaustedError(RuntimeError):
     """All communicators of a direct link have failed; its processes can't make another."""
+
+
+class PathFailedError(RuntimeError):
+    """A direct transfer's collective failed: by its path, or by the rank at its other end.
+
+    Attributes:
+        reason: What the backend reports, in short.
+        waited_for: The rank at the other end.
+    """
+
+    def __init__(self, identity: TransferIdentity, peer: int, error: Exception) -> None:
+        self.reason = " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
+        super().__init__(
+            f"{identity}: rank {peer} did not complete it, or the direct path of link "
+            f"{identity.transfer.link} failed: {self.reason}"
+        )
+        self.waited_for = peer
+
+
+_LONGEST_REASON = 200
+_STATUS = re.compile("[A-Z_]+: ")
+_OF_THIS_RANK = re.compile(
+    "RESOURCE_EXHAUSTED|INVALID_ARGUMENT|UNIMPLEMENTED|CUDA_ERROR|(?i:cuda (error|failure))"
+    "|(?i:out of memory)|(?i:callback error)|(?i:python callback)"
+)
+
+
+def is_of_path(error: Exception) -> bool:
+    """Whether a transfer's error is a failed collective, not a failure of this rank alone.
+
+    A rank may run out of memory, or its device may fail, in the middle of a transfer. Such errors
+    are raised as they are: another route would not help, and would hide them. JAX raises a
+    `ValueError` with a status where a collective fails while it is dispatched.
+    """
+    text = str(error)
+    of_backend = isinstance(error, jax.errors.JaxRuntimeError) or (
+        isinstance(error, ValueError) and _STATUS.match(text) is not None
+    )
+    return of_backend and _OF_THIS_RANK.search(text) is None
+
+
+@contextmanager
+def _naming_path(
+    identity: TransferIdentity, peer: int, value: jax.Array | None = None
+) -> Iterator[None]:
+    """Turn the error of a failed collective, which sends `value`, into a `PathFailedError`."""
+    try:
+        yield
+    except Exception as error:
+        if not is_of_path(error):
+            raise
+        jax.block_until_ready(value)  # raises the error of the op that made it, if it failed
+        raise PathFailedError(identity, peer, error) from error
 
 
 class LinkProgram:
@@ -314,8 +369,11 @@ class DirectRoute:
         deadline_s = time.monotonic() + self.timeout_s
         begun_s = self.links.wait_until_whole(identity, arrived_s, deadline_s, self.peer_has_left)
         progress.stamp_queue(identity.transfer)
-        peer, _ = program.run((*identity.words(), *_time_words(begun_s)), value)
-        moved = Moved(peer, _check(peer, identity) if self.answered else None)
+        with _naming_path(identity, identity.transfer.destination, value):
+            peer, _ = program.run((*identity.words(), *_time_words(begun_s)), value)
+            if self.kept is not None:  # else a failure would show only in a later transfer
+                jax.block_until_ready(peer)
+            moved = Moved(peer, _check(peer, identity) if self.answered else None)
         if begun_s != arrived_s or self.links.concern(identity.transfer):
             moved = self._emulated(moved, identity, value.nbytes, begun_s, deadline_s)
         return moved
@@ -326,8 +384,9 @@ class DirectRoute:
         deadline_s = min(deadline_s, time.monotonic() + self.timeout_s)
         begun_s = self.links.wait_until_whole(identity, arrived_s, deadline_s, self.peer_has_left)
         progress.stamp_queue(identity.transfer)
-        peer, value = program.run((*identity.words(), *_time_words(begun_s)))
-        moved = Moved(value, _check(peer, identity))
+        with _naming_path(identity, identity.transfer.source):
+            peer, value = program.run((*identity.words(), *_time_words(begun_s)))
+            moved = Moved(value, _check(peer, identity))
         if begun_s != arrived_s or self.links.concern(identity.transfer):
             moved = self._emulated(moved, identity, value.nbytes, begun_s, deadline_s)
         self.received[channel_of(identity.transfer)] += 1

@@ -5,7 +5,6 @@ receives still wait on the queue, and sends wait only for a free slot. So the or
 instructions stays the one that was checked for deadlocks.
 """
 
-import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -20,8 +19,15 @@ import jax
 from jaxmorph.control.link_state import PathFailure
 from jaxmorph.progress import progress
 from jaxmorph.records import Link
+from jaxmorph.runtime.causes import LongWaits
 from jaxmorph.runtime.delegated import DelegatedRoute
-from jaxmorph.runtime.direct import DirectRoute, KeptOutputs, LinkCommunicators, Programs
+from jaxmorph.runtime.direct import (
+    DirectRoute,
+    KeptOutputs,
+    LinkCommunicators,
+    PathFailedError,
+    Programs,
+)
 from jaxmorph.runtime.link_connections import PathPings
 from jaxmorph.runtime.link_switch import Counts, EndState, LinkEnd, PeerConnections
 from jaxmorph.runtime.routes import Moved, Posting, TransferIdentity, require_live
@@ -45,6 +51,7 @@ class FailoverRoute:
         timeout_s: How long to wait for the peer.
         communicators: Over which a restored link starts again.
         watch: Finds the paths that died together with one whose transfer hangs.
+        waits: The delegated route's; passed on over the links' connections.
     """
 
     def __init__(
@@ -56,11 +63,13 @@ class FailoverRoute:
         timeout_s: float,
         communicators: LinkCommunicators,
         watch: "PathWatch",
+        waits: LongWaits | None = None,
     ) -> None:
         self._direct, self._delegated = direct, delegated
         self.kept = direct.kept = KeptOutputs()
         self._timeout_s = timeout_s
         self._rank, self._watch = rank, watch
+        self._waits = waits or LongWaits(rank)
         self._ends = {
             link: LinkEnd(
                 link,
@@ -70,12 +79,15 @@ class FailoverRoute:
                 resend=partial(self._resend, link),
                 on_peer_state=direct.links.look_again,
                 timeout_s=timeout_s,
+                waits=self._waits,
             )
             for link, to_peer in connections.items()
         }
+        self._waits.pass_on = {link: end.pass_on for link, end in self._ends.items()}
         self._communicators = communicators
         self._compiled: dict[tuple[Link, int], Future[Programs]] = {}
         direct.peer_has_left = lambda link: self._ends[link].peer_has_left
+        delegated.path_failure = self._path_failure
 
     @property
     def holds_queue(self) -> bool:
@@ -103,10 +115,8 @@ class FailoverRoute:
         try:
             with self._watch.transfer(end.link):
                 moved = self._direct.post(identity._replace(epoch=end.epoch), value, arrived_s)
-                # Otherwise a failure would show only in a later transfer.
-                jax.block_until_ready(moved.value)
         except _FAILURES as error:
-            self._leave_or_raise(end, error)
+            self._leave(end, error)
             # The switch resends the message if the peer has not received it.
             end.await_switch(str(identity))
             return Moved(value, over_s=time.monotonic())
@@ -123,7 +133,7 @@ class FailoverRoute:
                     in_epoch = identity._replace(epoch=end.epoch)
                     moved = self._direct.take(in_epoch, arrived_s, deadline_s)
             except _FAILURES as error:
-                self._leave_or_raise(end, error)
+                self._leave(end, error)
             else:
                 end.end_transfer()
                 return moved
@@ -144,6 +154,7 @@ class FailoverRoute:
 
     def end_step(self) -> None:
         """Keep no outputs of the step: all ranks have exchanged reports, so all was received."""
+        self._waits.end_step()
         for link in self._ends:
             self.kept.release(link)
         self._watch.end_step([link for link in self._ends if self.has_failed_over(link)])
@@ -216,12 +227,13 @@ class FailoverRoute:
             end.leave_path(found, retires_communicator=retires_communicator)
         return end
 
-    def _leave_or_raise(self, end: LinkEnd, error: Exception) -> None:
-        retires_communicator = _is_of_backend(error)
-        if not retires_communicator and not isinstance(error, TimeoutError):
-            raise error
+    @staticmethod
+    def _leave(end: LinkEnd, error: PathFailedError | TimeoutError) -> None:
         progress.stamp_queue(f"link {end.link}, whose path has failed")
-        end.end_transfer(_in_short(error), retires_communicator=retires_communicator)
+        if isinstance(error, PathFailedError):
+            end.end_transfer(error.reason, retires_communicator=True)
+        else:  # an emulated cut, which breaks no collective
+            end.end_transfer(str(error))
 
     def _post_delegated(
         self, end: LinkEnd, identity: TransferIdentity, value: jax.Array, arrived_s: float
@@ -231,6 +243,9 @@ class FailoverRoute:
         has_room = self._delegated.has_room(identity)
         moved = self._delegated.post(identity, value, arrived_s, self._timeout_s)
         return moved if has_room else replace(moved, over_s=time.monotonic())
+
+    def _path_failure(self, link: Link) -> str:
+        return self._ends[link].path_failure if link in self._ends else ""
 
     def _received(self, link: Link) -> Counts:
         return {
@@ -259,22 +274,7 @@ def _compile(compiled: "Future[Programs]", programs: Callable[[], Programs]) -> 
         compiled.set_exception(error)
 
 
-_FAILURES = (TimeoutError, jax.errors.JaxRuntimeError, ValueError)
-_STATUS = re.compile("[A-Z_]+: ")
-_LONGEST_REASON = 200
-
-
-def _is_of_backend(error: Exception) -> bool:
-    """Whether a collective failed. JAX raises a ValueError if it fails while it is dispatched."""
-    if isinstance(error, ValueError):
-        return _STATUS.match(str(error)) is not None
-    return isinstance(error, jax.errors.JaxRuntimeError)
-
-
-def _in_short(error: Exception) -> str:
-    return " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
-
-
+_FAILURES = (TimeoutError, PathFailedError)
 _CHECKS_BEFORE_HANGING = 4  # of a transfer, before it counts as hanging
 _TRIES, _BETWEEN_S = 10, 0.5
 

@@ -20,6 +20,7 @@ from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.messages import RankFailed
 from jaxmorph.plain_json import parse
 from jaxmorph.progress import Page, Stall, is_stopped, new_page, write_stacks_of
+from jaxmorph.runtime.causes import cause_of
 from jaxmorph.runtime.rank_process import RankArguments
 from jaxmorph.runtime.stop_signals import HUNG_UP, handled
 from jaxmorph.transport.secret import hand_down
@@ -374,12 +375,7 @@ def _stall_at_end(rank: _Rank) -> Stall | None:
 
 
 def _raise_cause(watch: _Watch) -> None:
-    # The first failure that does not merely follow another rank's is the cause.
-    # A rank that stalled failed when it made progress for the last time.
-    cause = min(
-        watch.failures,
-        key=lambda each: (each.follows_others, each.time_s - each.silent_s, each.rank),
-    )
+    cause = cause_of(watch.failures)
     if cause.is_user_error:
         raise UserError(cause.reason)
     asked_to_end = watch.asked_by is not None

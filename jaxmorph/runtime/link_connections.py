@@ -34,7 +34,6 @@ Start = Callable[
 ]
 """Starts a rank's end of the plane: (rank, outgoing channels, incoming channels, settings)."""
 
-_CONNECTIONS = 2
 _IS_UP = b"up"
 _ANSWER_S = 1.0
 _BETWEEN_S = 0.5
@@ -48,29 +47,38 @@ def open_data_plane(
     incoming: Sequence[ChannelSpec],
     settings: TransportSettings | None = None,
     start: Start | None = None,
+    timeout_s: float = 120.0,
 ) -> Iterator[DataPlane | None]:
     """A rank's end of the data plane, connected to its peers; all ranks call it together.
 
+    Peers also keep a connection to each other that carries nothing. It is open for as long as both
+    processes live, so refused connections of the plane are known to be a failure of the path.
+
     Args:
         start: Starts an end; None: a sidecar process.
+        timeout_s: How long to wait for peers to connect.
 
     Yields:
         The plane; None where the rank has no channels.
     """
-    if not outgoing and not incoming:
+    names = [spec.name for spec in (*outgoing, *incoming)]
+    links = {Link(*sorted((name.source, name.destination))) for name in names}
+    lines = partial(_open_connections, rendezvous, links, timeout_s=timeout_s, number=1)
+    if not links:
         _agree(rendezvous, [])
-        yield None
+        with lines(host="127.0.0.1"):
+            yield None
         return
-    start = start or SidecarPlane.start
+    start, settings = start or SidecarPlane.start, settings or TransportSettings()
     plane = start(rendezvous.rank, outgoing, incoming, settings)
     try:
         found = _agree(rendezvous, plane.addresses())
-        channels = (spec.name for spec in (*outgoing, *incoming))
-        peers = {rank for name in channels for rank in (name.source, name.destination)}
-        peers.discard(rendezvous.rank)
         secret = derived(rendezvous.secret, "data plane")
-        plane.connect({rank: found[rank] for rank in sorted(peers)}, secret)
-        yield plane
+        with lines(host=settings.addresses[0]) as life_lines:
+            of_peers = {sum(link) - rendezvous.rank: line for link, (line,) in life_lines.items()}
+            plane.peer_lives = lambda peer: of_peers[peer].is_open()
+            plane.connect({peer: found[peer] for peer in sorted(of_peers)}, secret)
+            yield plane
     except BaseException:
         # After an error peers receive nothing more, so a flush would delay the report of it.
         plane.close(flush=False)
@@ -235,6 +243,19 @@ def open_peer_connections(
 ) -> Iterator[Mapping[Link, PeerConnections]]:
     """This rank's connections to the other ends of its links; all ranks call it together.
 
+    For the arguments see `_open_connections`.
+    """
+    with _open_connections(rendezvous, links, host, timeout_s, number=2) as found:
+        # Both ends have them in the order in which the caller called.
+        yield {link: PeerConnections(*both) for link, both in found.items()}
+
+
+@contextmanager
+def _open_connections(
+    rendezvous: Rendezvous, links: Collection[Link], host: str, timeout_s: float, number: int
+) -> Iterator[Mapping[Link, Sequence[Connection]]]:
+    """So many connections to the other end of each of this rank's links, without deadlines.
+
     Args:
         links: Those of other ranks are ignored.
         host: The address where this rank listens.
@@ -253,10 +274,10 @@ def open_peer_connections(
         # The upper end of a link calls the lower one. A rank calls all ranks below it before it
         # accepts any above it, so no two ranks wait for each other.
         for peer in sorted(peer for peer in peers if peer < rank):
-            for _ in range(_CONNECTIONS):
+            for _ in range(number):
                 found[peer].append(_call(own, peer, addresses[peer], until_s))
                 opened.callback(found[peer][-1].close)
-        above = [peer for peer in peers if peer > rank] * _CONNECTIONS
+        above = [peer for peer in peers if peer > rank] * number
         for peer, connection in accept_ranks(listener, own, above, until_s):
             found[peer].append(connection)
             opened.callback(connection.close)
@@ -264,8 +285,7 @@ def open_peer_connections(
         for connections in found.values():
             for connection in connections:
                 connection.limit(None)
-        # Both ends have them in the order in which the caller called.
-        yield {peers[peer]: PeerConnections(*both) for peer, both in found.items()}
+        yield {peers[peer]: connections for peer, connections in found.items()}
 
 
 def _call(own: Member, peer: int, address: Address, until_s: float) -> Connection:
@@ -276,6 +296,7 @@ def _call(own: Member, peer: int, address: Address, until_s: float) -> Connectio
     except (OSError, ConnectionLostError) as error:
         raise RendezvousError(
             f"rank {own.rank} can't reach rank {peer} at {address[0]}:{address[1]} to connect "
-            f"their link: {error}"
+            f"their link: {error}",
+            rank=peer,
         ) from error
     return connection

@@ -17,6 +17,8 @@ later messages follow.
 Two messages are enough. An end never goes back on its state, so its counts are final. An end cannot
 confirm that its peer received these counts until the peer sends; early messages wait in a slot.
 
+Between states an end may pass on a `Wait` of this or another rank: see `causes`.
+
 Two threads take part. The queue's thread waits for the peer's ready messages. A thread for each
 link waits for the peer's state, and switches even while the queue is elsewhere, perhaps waiting for
 a rank that needs the resent messages. These threads read different connections, so an end that
@@ -32,8 +34,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxmorph.control.link_state import PathFailure
+from jaxmorph.plain_json import as_object, dump, parse_line
 from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.records import Link
+from jaxmorph.runtime.causes import LongWaits, Wait
 from jaxmorph.runtime.connection import Connection, ConnectionLostError
 from jaxmorph.transport.names import PeerGoneError
 
@@ -143,10 +147,12 @@ class LinkEnd:
             messages that was.
         on_peer_state: Called when the peer has left the path.
         timeout_s: How long to wait for the peer, in a transfer or in a switch.
+        waits: Takes the waits that the peer passes on, and names the cause of those in vain.
 
     Attributes:
         epoch: Even: the plan's route; odd: delegated.
         retired_communicators: How many of the link's communicators can't be used again.
+        path_failure: Why the direct path failed; "" if it has not, or has been restored.
     """
 
     def __init__(
@@ -158,11 +164,14 @@ class LinkEnd:
         resend: Callable[[EndState], int],
         on_peer_state: Callable[[], None],
         timeout_s: float,
+        waits: LongWaits | None = None,
     ) -> None:
         self.link, self.peer = link, sum(link) - rank
         self.epoch, self.retired_communicators = 0, 0
+        self.path_failure = ""
         self._connections, self._received, self._resend = connections, received, resend
         self._on_peer_state, self._timeout_s = on_peer_state, timeout_s
+        self._waits = waits or LongWaits(rank)
         self._changed = threading.Condition()
         self._transfers, self._last_ready = 0, Ready(0, 0)
         self._arrived_s: float | None = None
@@ -205,9 +214,8 @@ class LinkEnd:
                 return False
             if not self._peer_is_ready:
                 self._raise_lost()
-                raise TimeoutError(
-                    f"{what}: rank {self.peer} did not come to it within {self._timeout_s:g} s"
-                )
+                late = f"{what}: rank {self.peer} did not come to it within {self._timeout_s:g} s"
+                raise self._waits.error(late, self.peer)
             self._is_in_transfer = True
             return True
 
@@ -246,12 +254,18 @@ class LinkEnd:
             self.raise_error()
             if not self.has_failed_over:
                 self._raise_lost()
-                raise TimeoutError(
+                silent = (
                     f"{what}: the direct path failed, and rank {self.peer} did not report within "
                     f"{self._timeout_s:g} s what it has received"
                 )
+                raise self._waits.error(silent, self.peer)
             self._arrived_s = None
             return self.epoch
+
+    def pass_on(self, wait: Wait) -> None:
+        """Send a long wait to the peer, which passes it on."""
+        with self._changed:
+            self._send(self._connections.states, dump(as_object(wait)).encode())
 
     def begin_failed_over(self) -> None:
         """Start without a direct path, as the peer does; nothing has been sent so far."""
@@ -262,7 +276,7 @@ class LinkEnd:
         """Start the next direct epoch, at the same step boundary as the peer, after a switch."""
         with self._changed:
             self._begin_next_epoch()  # a direct one again
-            self._transfers = 0
+            self._transfers, self.path_failure = 0, ""
             if self.peer_has_left:  # it was restored first, and its path has failed since
                 self._leave_path("", retires_communicator=False)
         self._switch_if_due()
@@ -340,7 +354,10 @@ class LinkEnd:
 
     def _raise_lost(self) -> None:
         if self._lost is not None:
-            raise PeerGoneError(f"rank {self.peer} is gone: {self._lost}")
+            message, rank = self._waits.explain(
+                f"rank {self.peer} is gone: {self._lost}", self.peer
+            )
+            raise PeerGoneError(message, rank)
 
     def _send(self, connection: Connection, message: bytes) -> None:
         try:
@@ -358,7 +375,11 @@ class LinkEnd:
     def _listen(self) -> None:
         try:
             while True:
-                self._handle_peer_state(EndState.from_bytes(self._connections.states.receive()))
+                message = self._connections.states.receive()
+                if message.startswith(b"{"):
+                    self._waits.add(parse_line(Wait, message.decode(), "a wait"), self.link)
+                else:
+                    self._handle_peer_state(EndState.from_bytes(message))
         except (ConnectionLostError, OSError) as error:
             with self._changed:
                 self._lost = self._lost or str(error)
@@ -394,6 +415,7 @@ class LinkEnd:
 
     def _failure(self, own: EndState, other: EndState, resent: int) -> PathFailure:
         reason = own.reason or f"rank {self.peer} reports: {other.reason}"
+        self.path_failure = reason
         held_up_s = 0.0 if self._arrived_s is None else time.monotonic() - self._arrived_s
         return PathFailure(self.link, reason, held_up_s, resent, own.retires_communicator)
 

@@ -6,8 +6,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.messages import RankFailed
@@ -70,6 +72,8 @@ class RankArguments:
 class LauncherLink:
     """The rank's end of the pipes to its launcher; `stop_asked` is set when it asks for the end."""
 
+    _reported: BaseException | None = None
+
     def __init__(self, arguments: RankArguments) -> None:
         for fd in (arguments.messages_fd, arguments.lifeline_fd):
             os.set_inheritable(fd, False)  # what this rank starts has no use for them
@@ -80,6 +84,12 @@ class LauncherLink:
             target=_end_with_launcher, args=(arguments.lifeline_fd, self.stop_asked), daemon=True
         )
         lifeline.start()
+
+    def report_failure(self, rank: int, error: BaseException) -> None:
+        """Send why this rank fails; once for an error."""
+        if error is not self._reported:
+            self._reported = error
+            self.send(tagged(_failure(rank, error)))
 
     def send(self, message: Json) -> None:
         """Send an object with a `kind`; any thread may call this."""
@@ -108,6 +118,7 @@ def run_rank(body: Callable[[RankArguments, LauncherLink, list[str]], None]) -> 
 
     watch_over(report, arguments.progress_fd)
     continue_when_parent_ends()
+    report_failures_by(partial(link.report_failure, arguments.rank))
     try:
         body(arguments, link, rest)
     except BaseException as error:  # also SystemExit: the launcher must know the reason
@@ -115,15 +126,43 @@ def run_rank(body: Callable[[RankArguments, LauncherLink, list[str]], None]) -> 
         has_stalled = isinstance(error, StalledError)
         if has_stalled:
             write_stacks(error)
-        link.send(tagged(_failure(arguments.rank, error)))
+        link.report_failure(arguments.rank, error)
         sys.stdout.flush()
         sys.stderr.flush()
+        if arguments.rank == 0 and getattr(error, "waited_for", None) is not None:
+            # Its end takes JAX's coordination service along, and that ends the others before they
+            # can report what rank 0 has waited for.
+            time.sleep(_OTHERS_REPORT_S)
         # No clean-up: within a transfer it would wait for peers that are about to end.
         os._exit(STALLED if has_stalled else 1)
 
 
 def _stalled(rank: int, stall: Stall) -> RankFailed:
     return RankFailed(False, time.monotonic(), rank, f"{stall}", silent_s=stall.silent_s)
+
+
+_OTHERS_REPORT_S = 1.0  # as long as the launcher waits for that
+Report = Callable[[BaseException], None]
+_reports: list[Report] = []  # a process is one rank
+
+
+def report_failures_by(report: Report) -> None:
+    """Choose how this process reports a failure."""
+    _reports[:] = [report]
+
+
+@contextmanager
+def reporting_failures() -> Iterator[None]:
+    """Report an error that leaves this context, before anything is closed on its account.
+
+    Peers notice closed connections at once, and must not be the first to report.
+    """
+    try:
+        yield
+    except BaseException as error:
+        for report in _reports:
+            report(error)
+        raise
 
 
 def _failure(rank: int, error: BaseException) -> RankFailed:
@@ -137,19 +176,23 @@ def _failure(rank: int, error: BaseException) -> RankFailed:
         reason=str(error) if says_all else _one_line(error),
         is_user_error=isinstance(error, UserError),
         says_all=says_all,
+        waited_for=getattr(error, "waited_for", None),
     )
 
 
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+    return f"{type(error).__name__}: {text[:400]}" if text else type(error).__name__
 
 
 def _is_echo(error: BaseException) -> bool:
     """Whether the error is how a rank notices that another one failed."""
-    from jaxmorph.runtime.rendezvous import RendezvousError
+    from jaxmorph.runtime.rendezvous import ConnectionLostError, RendezvousError
     from jaxmorph.transport.names import PeerGoneError
 
+    lost = RendezvousError | ConnectionLostError | PeerGoneError | ConnectionError
+    if isinstance(error, lost):
+        return True
     text = str(error).lower()
-    lost_peer = isinstance(error, RendezvousError | PeerGoneError)
-    return lost_peer or "gloo" in text or "connection" in text
+    of_backend = any(kind.__name__ == "JaxRuntimeError" for kind in type(error).__mro__)
+    return "gloo" in text or (of_backend and "connection" in text)

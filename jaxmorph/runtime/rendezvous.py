@@ -44,12 +44,13 @@ class RendezvousError(RuntimeError):
     """A rank didn't join an exchange in time or is gone.
 
     Attributes:
+        waited_for: That rank.
         last_note: The last note of that rank, which says what it did.
     """
 
-    def __init__(self, message: str, last_note: str = "") -> None:
+    def __init__(self, message: str, last_note: str = "", *, rank: int | None = None) -> None:
         super().__init__(f"{message}; {last_note}" if last_note else message)
-        self.last_note = last_note
+        self.waited_for, self.last_note = rank, last_note
 
 
 class KeyValueStore(Protocol):
@@ -275,10 +276,10 @@ class HostRendezvous:
             yield
         except TimeoutError as error:
             message = f"rank {rank} did not join an exchange within {self._deadline_s:g} s"
-            raise RendezvousError(message, self._last_notes.get(rank, "")) from error
+            raise RendezvousError(message, self._last_notes.get(rank, ""), rank=rank) from error
         except ConnectionLostError as error:
             message = f"rank {rank} is gone: {error}"
-            raise RendezvousError(message, self._last_notes.get(rank, "")) from error
+            raise RendezvousError(message, self._last_notes.get(rank, ""), rank=rank) from error
 
 
 def _gather(
@@ -325,9 +326,10 @@ def accept_ranks(
     except queue.Empty:
         for _, connection in accepted.values():  # so that these ranks fail at once too
             connection.close()
-        late = f"ranks {sorted(set(awaited))} did not come to {own.purpose}"
+        missing = sorted(set(awaited))
+        late = f"ranks {missing} did not come to {own.purpose}"
         refused = f" ({num_strangers} connections were refused: another secret)"
-        raise RendezvousError(late + refused * bool(num_strangers)) from None
+        raise RendezvousError(late + refused * bool(num_strangers), rank=missing[0]) from None
     finally:
         is_over.set()
         with contextlib.suppress(OSError):

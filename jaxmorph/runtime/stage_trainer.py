@@ -11,9 +11,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmorph.control.link_state import PathFailure
 from jaxmorph.copies.choosing import StageCopies, open_copies
-from jaxmorph.program.instructions import Channel, RankInstructions
+from jaxmorph.program.instructions import Channel, RankInstructions, Transfer
 from jaxmorph.progress import progress
 from jaxmorph.records import Link
+from jaxmorph.runtime.causes import LongWaits
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import DirectRoute, LinkCommunicators
 from jaxmorph.runtime.direct_probe import probe_direct
@@ -87,6 +88,7 @@ class StageTrainer:
         self._weights = self._prepare()
         self._rank, self._plane, self._step = rank, plane, 0
         self._links = links or EmulatedLinks()
+        self._messages: tuple[list[Stamp], list[Stamp]] = [], []
         payloads = settings.payloads(model).items()
         self._payloads = {channel: of for channel, of in payloads if rank in channel.link}
         placement = NamedSharding(submesh, PartitionSpec())
@@ -146,6 +148,7 @@ class StageTrainer:
             copies.outgoing,
             self._queue.raise_error,
             copies.incoming,
+            waits := LongWaits(self._rank),
         )
         if failover is None or not failover.peers:
             return {"direct": direct, "delegated": self.delegated}
@@ -158,6 +161,7 @@ class StageTrainer:
             settings.transfer_timeout_s,
             communicators,
             PathWatch(failover.peers, failover.pings, hangs_s, self._is_cut),
+            waits,
         )
         return {"direct": self._failover, "delegated": self.delegated}
 
@@ -182,12 +186,22 @@ class StageTrainer:
             program, self._weights, self._accumulators, inputs, step=step
         )
         self._accumulators = outcome.accumulators
+        self._messages = outcome.stamps, outcome.arrivals
         return outcome
+
+    def message_times_ms(self) -> list[tuple[Transfer, float]]:
+        """How long each message of the last run took, as this end saw it, in order."""
+        stamps = (stamp for part in self._messages for stamp in part)
+        return [
+            (stamp.label, 1e3 * stamp.duration_s)
+            for stamp in stamps
+            if isinstance(stamp.label, Transfer)
+        ]
 
     def make_room(self, slots: Mapping[Channel, int]) -> None:
         """Give delegated links the slots that a plan needs; no message may be on its way."""
         if self.delegated is not None:
-            self.delegated.make_room(slots)
+            self.delegated.make_room(slots, self.executor.transfer_timeout_s)
 
     def probe(self, link: Link, step: int) -> list[Stamp]:
         """Measure a direct link that no plan uses, by a few messages each way.

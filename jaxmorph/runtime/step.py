@@ -17,6 +17,7 @@ from jaxmorph.progress import progress
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.kept_programs import CompilationCounter
 from jaxmorph.runtime.optimizer import clip_scale
+from jaxmorph.runtime.rank_process import reporting_failures
 from jaxmorph.runtime.rendezvous import Rendezvous, gather
 from jaxmorph.runtime.report import (
     LinkEvent,
@@ -118,7 +119,7 @@ class StepRunner:
             updates: False in a step that is run only for its timings: its gradients are discarded.
         """
         began_s = time.monotonic() if began_s is None else began_s
-        with progress.within(self.timeout_s, f"step {step}"):
+        with reporting_failures(), progress.within(self.timeout_s, f"step {step}"):
             return self._run(program, inputs, step, began_s, report, updates=updates)
 
     def _run(
@@ -163,7 +164,8 @@ class StepRunner:
         """Run forwards alone, for an evaluation."""
         targets = inputs.targets
         counted = 0 if targets is None else int(np.count_nonzero(targets >= 0))
-        with progress.within(self.timeout_s, f"evaluation after step {step}"):
+        doing = f"evaluation after step {step}"
+        with reporting_failures(), progress.within(self.timeout_s, doing):
             outcome = self.stage.run(program, inputs, step)
             own = ForwardTotals(outcome.loss, counted)
             of_ranks = gather(self.rendezvous, ForwardTotals, own)

@@ -15,6 +15,7 @@ from typing import Protocol
 from jaxmorph.config import Config
 from jaxmorph.control.controller_state import ProbeLinks, first_state
 from jaxmorph.control.detector import Detector
+from jaxmorph.control.late_once import InTimeAgain, LastMessages, LateOnce, are_in_time
 from jaxmorph.control.path_reports import PathReport, join_reports
 from jaxmorph.program.instructions import Channel, RankInstructions, parse_instructions
 from jaxmorph.records import Link
@@ -25,7 +26,7 @@ from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepResult
 from jaxmorph.training.control_loop import ControlLoop, Morph
 from jaxmorph.training.first_plan import FirstPlan
-from jaxmorph.training.loop import Callback, Effect
+from jaxmorph.training.loop import GOES_ON, Callback, Effect
 from jaxmorph.training.open_stage import make_room
 from jaxmorph.training.planning_client import PlanningProcess, RunToPlan
 from jaxmorph.training.replay import ObservationLog
@@ -40,11 +41,13 @@ class Announced:
         programs: Every rank's instructions, as `instructions_text` writes them.
         slots: The number of slots that each delegated channel needs.
         probe: The links to probe.
+        late_once: If these are in time again in this step, the plan is dropped.
     """
 
     programs: tuple[str, ...] = ()
     slots: Mapping[Channel, int] = field(default_factory=dict)
     probe: tuple[Link, ...] = ()
+    late_once: tuple[LateOnce, ...] = ()
 
 
 @contextmanager
@@ -94,6 +97,10 @@ class RecordsMorphs(Protocol):
         """Records a plan, and the first step that runs it."""
         ...
 
+    def drop(self, step: int) -> None:
+        """Records that a step does not run the announced plan."""
+        ...
+
 
 class Adaptation(Callback):
     """Swaps to other plans, probes links, and reports failed direct paths, on one rank.
@@ -127,22 +134,28 @@ class Adaptation(Callback):
         self._loop = loop
         self._morph: Morph | None = None  # announced in the last exchange, by rank 0
         self._probed: list[Stamp] = []
+        self._last_messages = LastMessages() if adapts else None
 
-    def report(self, step: int) -> tuple[PathReport, ProbeTimes, Announced]:
-        """The state of this rank's direct paths, its probes, and on rank 0 the announcement."""
-        paths = self._own_ends.report()
+    def report(self, step: int) -> tuple[PathReport, ProbeTimes, InTimeAgain, Announced]:
+        """This rank's direct paths, probes and links in time again; on rank 0 the announcement."""
+        paths, in_time = self._own_ends.report(), InTimeAgain()
+        if self._last_messages is not None:
+            in_time = self._last_messages.report(self._trainer.message_times_ms())
         probed, self._probed = self._probed, []
         took_ms = ((str(stamp.label), 1e3 * stamp.duration_s) for stamp in probed)
         announced = Announced()
         if self._loop is not None and step != self._last_step:
             announced, restore = self._due(self._loop)
             paths = replace(paths, restore=tuple(sorted(restore)))
-        return paths, ProbeTimes(tuple(took_ms)), announced
+        return paths, ProbeTimes(tuple(took_ms)), in_time, announced
 
     def after(self, result: StepResult) -> Effect:
         """Carry out rank 0's announcement; the next step may run another plan."""
-        announced = result.parts_of(Announced)[0]
-        return Effect(program=self.apply(result.step, result.parts_of(PathReport), announced))
+        announced, paths = result.parts_of(Announced)[0], result.parts_of(PathReport)
+        if are_in_time(announced.late_once, result.parts_of(InTimeAgain)):
+            self.drop(result.step, paths)
+            return GOES_ON
+        return Effect(program=self.apply(result.step, paths, announced))
 
     def _due(self, loop: ControlLoop) -> tuple[Announced, frozenset[Link]]:
         """The announcement, and the paths to restore with it.
@@ -154,12 +167,18 @@ class Adaptation(Callback):
             case Morph() as morph:
                 self._morph = morph
                 restore = self._own_ends.failed & morph.restore
-                return Announced(morph.programs, morph.slots), restore
+                return Announced(morph.programs, morph.slots, late_once=morph.late_once), restore
             case ProbeLinks(links, restore):
                 failed = self._own_ends.failed.intersection(links)
                 if failed <= restore:
                     return Announced(probe=tuple(sorted(links))), failed
         return Announced(), frozenset()
+
+    def drop(self, step: int, paths: Sequence[PathReport]) -> None:
+        """Keep the plan in force in place of the announced one; for the arguments see `apply`."""
+        self._own_ends.apply(paths)
+        if self._morph is not None:
+            self._recorder.drop(step + 1)
 
     def apply(
         self, step: int, paths: Sequence[PathReport], announced: Announced

@@ -170,6 +170,10 @@ class Recording(Callback):
         self.plan = morph.plan
         self._recorder.adopt(morph, step)
 
+    def drop(self, step: int) -> None:
+        """Record that the announced plan is dropped."""
+        self._recorder.drop(step)
+
 
 class Skipping(Callback):
     """Ends the loop after too many steps in a row that were not finite."""

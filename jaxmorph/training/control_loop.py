@@ -23,6 +23,7 @@ from jaxmorph.control.controller_state import (
     DropProbes,
     Observation,
     PlanChanged,
+    PlanDropped,
     PlannerStarted,
     PlanningFailed,
     ProbeLinks,
@@ -30,6 +31,7 @@ from jaxmorph.control.controller_state import (
     StepObserved,
 )
 from jaxmorph.control.events import ControlEvent, PlanChange
+from jaxmorph.control.late_once import LateOnce
 from jaxmorph.control.orchestrator import Options
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import Verdict
@@ -66,12 +68,14 @@ class Morph:
             process makes them beside training; a rank would need too long between two steps.
         slots: The number of slots that each delegated channel needs.
         restore: The links whose failed direct paths are restored with it.
+        late_once: See `ChangePlan`.
     """
 
     change: PlanChange
     programs: tuple[str, ...]
     slots: Mapping[Channel, int]
     restore: frozenset[Link] = field(default_factory=frozenset)
+    late_once: tuple[LateOnce, ...] = ()
 
     @property
     def plan(self) -> Plan:
@@ -137,6 +141,11 @@ class ControlLoop:
             self._programs = morph.programs
             return self._advance(PlanChanged())
 
+    def plan_dropped(self) -> tuple[ControlEvent, ...]:
+        """Report that no rank runs the last morph."""
+        with self._lock:
+            return self._advance(PlanDropped())
+
     def close(self, end_process: Callable[[], None] = lambda: None) -> None:
         """Stop planning; `end_process` ends the planning process, with any request to it."""
         with self._lock:
@@ -163,8 +172,9 @@ class ControlLoop:
                 self._planner.submit(self._answer, self._make_candidates, command)
             case ChooseCandidate():
                 self._planner.submit(self._answer, self._choose, command)
-            case ChangePlan(change, restore) if self._chosen is not None:
-                self._put(Morph(change, self._chosen.programs, self._chosen.slots, restore))
+            case ChangePlan(change, restore, late_once) if self._chosen is not None:
+                programs, slots = self._chosen.programs, self._chosen.slots
+                self._put(Morph(change, programs, slots, restore, late_once))
             case ProbeLinks():
                 self._put(command)
             case DropProbes() if isinstance(self._due, ProbeLinks):

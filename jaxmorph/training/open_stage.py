@@ -110,7 +110,8 @@ def open_stage(
         return
     transport = _agreed_transport(config, rendezvous)
     ends = channel_specs(settings.payloads(model), settings.delegated, rendezvous.rank)
-    with open_data_plane(rendezvous, *ends, transport) as plane:
+    start_s = config.timeouts.start_s
+    with open_data_plane(rendezvous, *ends, transport, timeout_s=start_s) as plane:
         if plane is not None:
             links.join(plane)
         with _open_failover(config, rendezvous, settings, transport.addresses[0]) as failover:

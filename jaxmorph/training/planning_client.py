@@ -106,7 +106,7 @@ class PlanningProcess:
     def __init__(self) -> None:
         self._process = _start()
         self._run: RunToPlan | None = None
-        self._is_closed = False
+        self._is_closed = self._is_broken = False
         self._lock = threading.Lock()
 
     def begin(self, run: RunToPlan, in_force: Plan | None = None) -> None:
@@ -119,7 +119,7 @@ class PlanningProcess:
         self._begin(in_force or run.home, None)
 
     def restart(self, in_force: Plan, programs: tuple[str, ...] | None = None) -> None:
-        """Replace the process, and send the run to the new one.
+        """Send the run again, to another process if the last request failed.
 
         Args:
             programs: The instructions that ranks run, as `instructions_text` writes them. None:
@@ -131,8 +131,9 @@ class PlanningProcess:
         with self._lock:
             if self._is_closed:
                 raise PlanningError("the planning process has been closed")
-            self._kill()
-            self._process = _start()
+            if self._is_broken:
+                self._kill()
+                self._process = _start()
         self._begin(in_force, programs)
 
     def make_candidates(
@@ -173,6 +174,14 @@ class PlanningProcess:
                     pipe.close()
 
     def _ask(self, request: Request, expected: type[_Expected]) -> _Expected:
+        self._is_broken = True
+        answer = self._answer_of(request)
+        if isinstance(answer, expected):
+            self._is_broken = False
+            return answer
+        raise PlanningError(answer.error if isinstance(answer, Failed) else f"got {answer!r}")
+
+    def _answer_of(self, request: Request) -> Answer:
         requests, answers = self._process.stdin, self._process.stdout
         if requests is None or answers is None:
             raise PlanningError("the planning process has no pipes")
@@ -190,12 +199,9 @@ class PlanningProcess:
         if not line:
             raise PlanningError("the planning process has died, or took too long")
         try:
-            answer: Answer = parse_line(Answer, line, "the planning process's answer")
+            return parse_line(Answer, line, "the planning process's answer")
         except ParseError as error:
             raise PlanningError(str(error)) from error
-        if isinstance(answer, expected):
-            return answer
-        raise PlanningError(answer.error if isinstance(answer, Failed) else f"got {answer!r}")
 
 
 def _start() -> "subprocess.Popen[str]":

@@ -29,6 +29,7 @@ from jaxmorph.control.controller_state import (
     DropProbes,
     Observation,
     PlanChanged,
+    PlanDropped,
     PlannerStarted,
     Preparing,
     ProbeLinks,
@@ -39,6 +40,7 @@ from jaxmorph.control.controller_state import (
     with_settings,
 )
 from jaxmorph.control.events import ControlEvent
+from jaxmorph.control.late_once import LateOnce
 from jaxmorph.control.link_state import Direction, PathFailure, link_of
 from jaxmorph.control.measurements import link_samples, op_times
 from jaxmorph.control.path_reports import JoinedPathReport
@@ -46,6 +48,7 @@ from jaxmorph.control.verdicts import latency_ms_of
 from jaxmorph.errors import UserError
 from jaxmorph.plain_json import ParseError, dump, parse_line, with_sum
 from jaxmorph.program.blocking import simulate_blocking
+from jaxmorph.program.instructions import instructions_text
 from jaxmorph.records import Link, Route
 from jaxmorph.report.run_directory import CONTROL
 from jaxmorph.runtime.direct_probe import probe_transfers
@@ -113,8 +116,9 @@ def _in_brief(command: Command) -> list[Any]:
             return [name, chosen]
         case ProbeLinks(links, restore):
             return [name, [*map(str, links)], sorted(map(str, restore))]
-        case ChangePlan(change, restore):
-            return [name, change.reason, sorted(map(str, restore))]
+        case ChangePlan(change, restore, late_once):
+            late = [f"{each.source}>{each.destination}" for each in late_once]
+            return [name, change.reason, sorted(map(str, restore)), *late]
         case DropProbes():
             return [name]
 
@@ -219,7 +223,8 @@ class _Simulated:
         self._state = state = _undecided(state)
         self._commands: list[Command] = []
         config = run.config.model_copy(update={"adaptation": state.settings})
-        self._planner = planner_of(Begin(replace(run, config=config), state.plan))
+        self._run = replace(run, config=config)
+        self._planner = planner_of(Begin(self._run, state.plan))
         self._programs = self._planner.programs
         self._due: ChangePlan | ProbeLinks | None = None
         self._probing: tuple[Link, ...] = ()
@@ -260,6 +265,8 @@ class _Simulated:
         yield self._advance(seen, timeline)
         if isinstance(due, ProbeLinks):
             self._probing = due.links
+        elif due is not None and self._are_in_time(due.late_once, added_ms):
+            yield self._advance(PlanDropped())
         elif due is not None:  # ranks swap at the end of this step
             yield self._advance(PlanChanged())
             self._programs = self._planner.programs
@@ -275,6 +282,9 @@ class _Simulated:
         if isinstance(asked, ChooseCandidate):
             self._planner.choose(asked.chosen)
             return CandidateChosen()
+        if asked.restart_planner:  # the plan that it has chosen last was dropped
+            programs = tuple(map(instructions_text, self._programs))
+            self._planner = planner_of(Begin(self._run, self._state.plan, programs))
         return CandidatesReceived(
             self._planner.make_candidates(asked.profile, asked.verdicts, asked.staying)
         )
@@ -293,6 +303,19 @@ class _Simulated:
         """The usual time of a message on its route, plus the link's delay."""
         usual = usual_delay(self._state.usual, route, link_of(direction))
         return latency_ms_of(usual, direction) + added_ms.get(direction, 0.0)
+
+    def _are_in_time(self, late: Sequence[LateOnce], added_ms: Mapping[Direction, float]) -> bool:
+        """Whether ranks would drop a change, by the times of the whole step."""
+        took_ms = (
+            self._message_ms(
+                each.direction,
+                self._state.plan.routes.get(link_of(each.direction), "direct"),
+                added_ms,
+            )
+            for each in late
+        )
+        in_time = [each_ms <= each.calm_ms for each, each_ms in zip(late, took_ms, strict=True)]
+        return bool(late) and all(in_time)
 
     def _paths(self, report: JoinedPathReport, restored: Sequence[Link]) -> JoinedPathReport:
         """Fail each path that is in use here, if it failed or was found down in the run."""

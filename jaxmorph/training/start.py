@@ -24,6 +24,7 @@ from jaxmorph.records import EventKind
 from jaxmorph.report import Reporter
 from jaxmorph.report.run_directory import CONFIG
 from jaxmorph.runtime.launcher import run_ranks, threads_for
+from jaxmorph.runtime.rank_process import report_failures_by
 from jaxmorph.runtime.stop_signals import exit_code, signals_ask, signals_interrupt
 from jaxmorph.runtime.watchdog import STALLED, watch_over, write_stacks
 from jaxmorph.training.cluster import (
@@ -313,13 +314,21 @@ def _leaving_at_once(
 
     The cluster's launcher and the other ranks, by their connections, notice at once.
     """
+    said: list[BaseException] = []
+
+    def say(error: BaseException) -> None:
+        if error not in said:
+            said.append(error)
+            if isinstance(error, StalledError):
+                write_stacks(error)
+                rendezvous.notify(str(error))
+            write_stderr(f"error: {_in_words(error, rendezvous.rank)}")
+
+    report_failures_by(say)
     try:
         yield
     except BaseException as error:
-        if isinstance(error, StalledError):
-            write_stacks(error)
-            rendezvous.notify(str(error))
-        write_stderr(f"error: {_in_words(error, rendezvous.rank)}")
+        say(error)
         flush_standard_output()
         os._exit(code_of(error))
 

@@ -132,6 +132,10 @@ class StepRecorder:
         """Send the events of a new plan, which `step` is the first to run."""
         self._submit(self._switch_plan, morph, step)
 
+    def drop(self, step: int) -> None:
+        """Send the events of an announced plan that `step` does not run."""
+        self._submit(self._keep_plan, step)
+
     def emit(self, step: int, kind: EventKind, detail: str) -> None:
         """Send an event."""
         self._submit(self._emit, step, kind, detail)
@@ -313,6 +317,10 @@ class StepRecorder:
         self._in_force = PlanInForce(morph.plan, programs, self._in_force.rank, morph.slots)
         self._plan = morph.plan
         for event in self._controlled.plan_changed(morph):
+            self._emit(step, **vars(event))
+
+    def _keep_plan(self, step: int) -> None:
+        for event in self._controlled.plan_dropped():
             self._emit(step, **vars(event))
 
     def _send_link_events(

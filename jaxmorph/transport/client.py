@@ -32,7 +32,6 @@ from jaxmorph.transport.slots import Slots
 
 _ANSWER_S = 5.0
 _FLUSH_S = 5.0
-_REST_S = 5.0
 _BACKLOG = 128
 
 
@@ -152,15 +151,16 @@ class SidecarPlane(DataPlane):
         self._sidecar.close()
         self._undo.close()
 
-    def _grow(self, end: OutgoingEnd | IncomingEnd, num_slots: int) -> None:
+    def _grow(self, end: OutgoingEnd | IncomingEnd, num_slots: int, deadline_s: float) -> None:
         # The sidecar may have yet to count a delivery; releases are counted in this process.
-        timeout_s = _REST_S if isinstance(end, OutgoingEnd) else 0.0
-        if not end.doorbell.wait_until(end.at_rest, time.monotonic() + timeout_s):
+        rest_s = deadline_s if isinstance(end, OutgoingEnd) else time.monotonic()
+        if not end.doorbell.wait_until(end.at_rest, rest_s):
             raise TransportError(f"{end.name} is not at rest: it can't grow now")
         new = Slots.create(num_slots, end.slots.slot_bytes, end.slots.consumed)
         with self._sidecar.changing:
             record = {"kind": "grow", **_channel_record(end, new)}
-            answer = self._sidecar.request(record, (new.fd,), _ANSWER_S)
+            left_s = max(deadline_s - time.monotonic(), _ANSWER_S)
+            answer = self._sidecar.request(record, (new.fd,), left_s)
             if answer is None:
                 self._sidecar.kill()  # it may use either memory; the next one gets the right one
             if not end.at_rest() or (answer is not None and "error" in answer):
@@ -195,6 +195,11 @@ class SidecarPlane(DataPlane):
 
     def _handle(self, record: Record) -> None:
         number = record.pop("connect_number", None)
+        if record["kind"] == "peer_refuses":
+            # Its trainer holds the listening sockets: either it is gone, or its path refuses.
+            if record["peer"] in self._gone or self.peer_lives(record["peer"]):
+                return
+            record = {**record, "kind": "peer_gone", "reason": "its address refuses connections"}
         self._report(record)
         if record["kind"] == "sidecar_restarted":
             for end in self._ends():

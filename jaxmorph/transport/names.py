@@ -44,4 +44,12 @@ class TransportError(RuntimeError):
 
 
 class PeerGoneError(TransportError):
-    """The process at the other end of a channel is gone: its messages will never come."""
+    """The process at the other end of a channel is gone: its messages will never come.
+
+    Attributes:
+        waited_for: The rank that is gone.
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.waited_for = rank

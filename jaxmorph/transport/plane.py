@@ -113,7 +113,8 @@ class _End:
 
     def gone(self, reason: str) -> None:
         """Fail, because the peer is gone."""
-        self.fail(PeerGoneError(f"rank {self.peer} is gone ({reason}): {self.name} has ended"))
+        message = f"rank {self.peer} is gone ({reason}): {self.name} has ended"
+        self.fail(PeerGoneError(message, self.peer))
 
     def replace_slots(self, slots: Slots) -> None:
         """Use other slots from now on; the caller has carried over their counts."""
@@ -335,6 +336,10 @@ class DataPlane(ABC):
 
     Args:
         ring_mover: Wakes the mover of the messages.
+
+    Attributes:
+        peer_lives: Whether a peer's process is known to live, by something beside this plane. Then
+            refused connections to it are a failure of its path, and are tried again.
     """
 
     def __init__(
@@ -344,6 +349,7 @@ class DataPlane(ABC):
         first_sequence: int,
         ring_mover: Callable[[], None],
     ) -> None:
+        self.peer_lives: Callable[[int], bool] = lambda rank: False
         self._outgoing: dict[ChannelName, OutgoingEnd] = {}
         self._incoming: dict[ChannelName, IncomingEnd] = {}
         self._events: list[dict[str, Any]] = []
@@ -388,7 +394,7 @@ class DataPlane(ABC):
         """
 
     @abstractmethod
-    def _grow(self, end: OutgoingEnd | IncomingEnd, num_slots: int) -> None:
+    def _grow(self, end: OutgoingEnd | IncomingEnd, num_slots: int, deadline_s: float) -> None:
         """Replace the slots of an end at rest by so many."""
 
     def reserve(self, channel: ChannelName, deadline_s: float) -> OutgoingSlot:
@@ -423,19 +429,20 @@ class DataPlane(ABC):
         """
         return self._outgoing_end(channel).has_room_or_raise()
 
-    def grow(self, channel: ChannelName, num_slots: int) -> None:
+    def grow(self, channel: ChannelName, num_slots: int, timeout_s: float = 60.0) -> None:
         """Give this rank's end of a channel at rest more slots.
 
         Args:
             channel: Nothing posted on it may be undelivered, nothing received unreleased.
             num_slots: A power of two, at least the current number.
+            timeout_s: How long to wait for the last deliveries and for the mover.
         """
         end = self._outgoing.get(channel) or self._incoming_end(channel)
         before = end.slots.num_slots
         if num_slots < before:
             raise TransportError(f"{channel} has {before} slots, it can't have {num_slots}")
         if num_slots > before:
-            self._grow(end, num_slots)
+            self._grow(end, num_slots, time.monotonic() + timeout_s)
 
     def report_memory(self, registry: MemoryRegistry) -> None:
         """Add the memory of all slots to a registry, and keep it up to date."""

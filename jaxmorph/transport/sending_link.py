@@ -191,6 +191,10 @@ class SendingLink(LinkHalf):
         self._refused_since_s = min(self._refused_since_s, now_s)
         return now_s - self._refused_since_s
 
+    def start_refusals_over(self) -> None:
+        """Count refused connections from now on."""
+        self._refused_since_s = _NEVER
+
     def give_up(self) -> None:
         """Stop dialling: the peer is gone."""
         for dialler in self._diallers.values():

@@ -38,7 +38,7 @@ from jaxmorph.transport.slots import Slots
 from jaxmorph.transport.wire import Introduce
 
 _CHECK_S = 0.1
-_REFUSED_S = 1.0
+_REFUSED_S = 1.0  # before the trainer decides whether the peer is gone, or only its path
 _GOODBYE_S = 0.3
 
 
@@ -104,7 +104,8 @@ class Sidecar:
         for peer, sending in self._sending.items():
             receiving = self._receiving.get(peer)
             if sending.refused_for_s(now_s) > _REFUSED_S and not (receiving and receiving.is_up):
-                self._report("peer_gone", peer=peer, reason="its address refuses connections")
+                sending.start_refusals_over()
+                self._report("peer_refuses", peer=peer)
         if self._page is not None:
             self._page.beat()
             if now_s >= self._looked_s + LOOK_S:

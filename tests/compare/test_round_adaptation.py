@@ -47,6 +47,9 @@ class Watched(ControlLoop):
 class Stage:
     """A rank's end of a link delegated since an earlier round, though its path is up."""
 
+    def message_times_ms(self):
+        return []
+
     def take_link_failures(self):
         return []
 

@@ -137,5 +137,31 @@ def test_links_fail_over_if_enabled_or_adapting():
 )
 def test_failover_gives_direct_transfers_their_own_deadline(fails_over, direct_s, expected_s):
     timeouts = {"step_s": 30.0, "direct_s": direct_s}
-    made = config(failover={"enabled": fails_over}, timeouts=timeouts)
-    assert made.direct_timeout_s == expected_s
+    for stages in (2, 64):
+        parallelism = {"stages": stages}
+        made = config(failover={"enabled": fails_over}, timeouts=timeouts, parallelism=parallelism)
+        assert made.direct_timeout_s == expected_s
+
+
+def paced(microbatches, **timeouts):
+    accelerator = {
+        "forward_ms": [10.0, 40.0],
+        "backward_input_ms": 30.0,
+        "backward_weight_ms": 30.0,
+    }
+    return config(
+        batch={"microbatches": microbatches},
+        emulation={"accelerator": accelerator},
+        failover={"enabled": True},
+        timeouts={"step_s": 30.0, **timeouts},
+    )
+
+
+def test_a_direct_deadline_is_longer_than_the_ops_of_a_step():
+    assert paced(8).direct_timeout_s == 7.5
+    assert paced(100).direct_timeout_s == pytest.approx(10.0)
+    assert paced(100, direct_s=10.0).direct_timeout_s == 10.0
+    with pytest.raises(UserError, match=r"timeouts.direct_s: got 9.*, expected at least 10, as a"):
+        paced(100, direct_s=9.0)
+    with pytest.raises(UserError, match=r"timeouts.step_s: got 30.*, expected at least 50, as a"):
+        paced(500)

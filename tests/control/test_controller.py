@@ -21,6 +21,7 @@ from jaxmorph.control.controller_state import (
     ChooseCandidate,
     Idle,
     PlanChanged,
+    PlanDropped,
     PlannerStarted,
     PlanningFailed,
     Preparing,
@@ -158,7 +159,8 @@ class Harness:
         due, probes_ms = self.due, {}
         if isinstance(due, ChangePlan):
             self.due = None
-            self.advance(PlanChanged())
+            is_dropped = bool(due.late_once) and random_.random() < 0.5
+            self.advance(PlanDropped() if is_dropped else PlanChanged())
             return {}, due.restore
         if isinstance(due, ProbeLinks):
             self.due = None
@@ -249,8 +251,73 @@ def test_a_slow_link_is_delegated_and_restored():
     assert state.plan.routes == FIRST.routes
 
 
+def until_change(state, slow_steps):
+    """A run up to its first `ChangePlan`: the state, the command and the observed step."""
+    for step in range(20):
+        slow_ms = {LINKS[1]: 250.0} if step in slow_steps else {}
+        result = advance(state, step_of(state, step, slow_ms))
+        commands, state = [*result.commands], result.state
+        while commands:
+            match commands.pop(0):
+                case RequestCandidates(verdicts=verdicts, staying=staying):
+                    degraded = {each.link for each in verdicts if each.health != "healthy"}
+                    answer = CandidatesReceived(offered(state, degraded | set(staying)))
+                case ChooseCandidate():
+                    answer = CandidateChosen()
+                case ChangePlan() as change:
+                    return state, change, step
+                case _:
+                    continue
+            result = advance(state, answer)
+            commands += result.commands
+            state = result.state
+    raise AssertionError("no change of plan")
+
+
+def test_a_change_for_a_link_that_was_late_once_may_be_dropped():
+    state, change, step = until_change(begun(), slow_steps=[6])
+    assert step == 6
+    assert {each.direction for each in change.late_once} == {(1, 2), (2, 1)}
+    assert all(0.5 < each.calm_ms < 6.0 for each in change.late_once)
+    dwell = state.phase.dwell_before
+    dropped = advance(state, PlanDropped())
+    assert [event.kind for event in dropped.events] == ["plan_kept"]
+    assert "in time again" in dropped.events[0].detail
+    state = dropped.state
+    assert (state.plan, state.phase, state.dwell) == (FIRST, Idle(), dwell)
+    again = advance(state, step_of(state, step + 1))
+    (request,) = again.commands  # with the verdicts of that step
+    assert isinstance(request, RequestCandidates)
+    assert request.restart_planner
+    assert {each.health for each in request.verdicts} == {"healthy", "recovering"}
+
+
+def test_a_link_that_stays_slow_is_delegated_for_good():
+    state, _, step = until_change(begun(), slow_steps=[6, 7, 8])
+    state = advance(state, PlanDropped()).state  # although it is late in step 7 as well
+    result = advance(state, step_of(state, step + 1, {LINKS[1]: 250.0}))
+    answer = CandidatesReceived(offered(result.state, {LINKS[1]}))
+    state = advance(result.state, answer).state
+    (change,) = advance(state, CandidateChosen()).commands
+    assert isinstance(change, ChangePlan)
+    assert change.late_once == ()
+
+
+def test_a_change_that_a_failed_path_calls_for_is_not_dropped():
+    failure = PathFailure(LINKS[1], "no answer", reported_by=LINKS[1])
+    paths = JoinedPathReport(failures=(failure,), is_disturbed=True)
+    state = warmed_up()
+    result = advance(state, step_of(state, _WARM_UP, paths=paths))
+    answer = CandidatesReceived(offered(result.state, {LINKS[1]}))
+    state = advance(result.state, answer).state
+    (change,) = advance(state, CandidateChosen()).commands
+    assert isinstance(change, ChangePlan)
+    assert change.late_once == ()
+
+
 @pytest.mark.parametrize(
-    "answer", [CandidatesReceived(Options(1.0, 1.0, ())), CandidateChosen(), PlanChanged()]
+    "answer",
+    [CandidatesReceived(Options(1.0, 1.0, ())), CandidateChosen(), PlanChanged(), PlanDropped()],
 )
 def test_an_unexpected_answer_changes_nothing(answer):
     state = begun()

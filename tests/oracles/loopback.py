@@ -139,7 +139,8 @@ class LoopbackPlane(DataPlane):
             self._gone -= self.peers
         self._network.ring()
 
-    def _grow(self, end: OutgoingEnd | IncomingEnd, num_slots: int) -> None:
+    def _grow(self, end: OutgoingEnd | IncomingEnd, num_slots: int, deadline_s: float) -> None:
+        del deadline_s
         with self._network.paused():
             if not end.at_rest():
                 raise TransportError(f"{end.name} is not at rest: it can't grow now")

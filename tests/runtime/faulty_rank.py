@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 from jaxmorph.errors import RunFailedError, UserError
+from jaxmorph.runtime.causes import WaitedInVainError
 from jaxmorph.runtime.rank_process import run_rank
 from jaxmorph.transport.secret import inherited_secret
 
@@ -69,7 +70,7 @@ def behave(behaviour, link, rest):
         case "fail when asked":
             link.stop_asked.wait()
             raise ZeroDivisionError("asked at a bad moment")
-        case "wait" | "deaf":
+        case "wait" | "deaf" | "silent":
             threading.Event().wait()
 
 
@@ -82,6 +83,8 @@ def main(arguments, link, rest):
         return
     link.send({"kind": "hello", "rank": arguments.rank, "pid": os.getpid()})
     if arguments.rank != guilty:
+        if behaviour == "silent" and arguments.rank == 0:
+            raise WaitedInVainError("5 s in vain", guilty)
         if behaviour not in ("finish", "fork and finish"):
             threading.Event().wait()  # as a rank whose peer will never come
         return

@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -30,6 +31,8 @@ from two_ends import (
 
 from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.records import Link
+from jaxmorph.runtime.causes import Wait, WaitedInVainError
+from jaxmorph.runtime.direct import is_of_path
 from jaxmorph.runtime.failover_route import PathWatch
 from jaxmorph.runtime.routes import AbandonedEpochError, TransferIdentity, TransferMismatchError
 
@@ -178,6 +181,74 @@ def test_an_error_outside_the_backend_ends_the_run(make_ends):
         with pytest.raises(ValueError, match="got a shape"):
             rank.finish()
     assert failures(ends) == []
+
+
+LOCAL = [
+    "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1073741824 bytes",
+    "INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered",
+    "INTERNAL: NCCL operation ncclSend failed: unhandled cuda error",
+    "INTERNAL: CpuCallback error calling callback: ZeroDivisionError",
+]
+
+
+@pytest.mark.parametrize("text", LOCAL)
+def test_a_local_error_is_raised_as_it_is(make_ends, text):
+    error = jax.errors.JaxRuntimeError(text)
+    ends = make_ends(Collectives(fails_at=1, raises_at=("destination",), error=error))
+    receiver = RankThread(ends, 1, [up(0), up(1)])
+    RankThread(ends, 0, [up(0), up(1)])
+    with pytest.raises(jax.errors.JaxRuntimeError) as raised:
+        receiver.finish()
+    assert raised.value is error
+    assert failures(ends) == []
+    assert not is_of_path(error)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "UNKNOWN: Gloo collective permute failed: reset by peer",
+        "DEADLINE_EXCEEDED: the collective was not over in 5 s",
+        "INTERNAL: NCCL operation ncclGroupEnd() failed: remote process exited",
+        "the communicator is closed",
+    ],
+)
+def test_a_failed_collective_is_the_paths(text):
+    assert is_of_path(jax.errors.JaxRuntimeError(text))
+    assert is_of_path(ValueError(text)) == text[:7].isupper()
+    assert not is_of_path(RuntimeError(text))
+
+
+def test_a_link_that_is_cut_on_both_routes_is_named(make_ends):
+    ends = make_ends(Collectives(), timeout_s=LIMIT_S)
+    everywhere = LinkCondition((0, 1), cut=True)
+    for links, plane in zip(ends.links, ends.planes, strict=True):
+        links.emulate([everywhere])
+        plane.emulate([everywhere])
+    sender = RankThread(ends, 0, [up(0)])
+    waits = ends.routes[1]._delegated._waits = ends.routes[1]._waits
+    waits.add(Wait(0, 1, "no slot became free on link 0-1"))  # as the other end passes it on
+    ends.routes[1]._timeout_s = 0.0
+    now_s = time.monotonic()
+    with pytest.raises(WaitedInVainError) as raised:
+        ends.routes[1].take(TransferIdentity(0, 0, up(0)), now_s, now_s + 0.2)
+    sender.finish()
+    said = str(raised.value)
+    assert said.startswith("link 0-1 carries nothing: activation[0] 0>1 of step 0, epoch 1: no me")
+    assert re.search("its direct path had failed before: .*link 0-1 is cut, still after", said)
+    assert raised.value.waited_for is None
+
+
+def test_ends_pass_long_waits_on_until_the_step_is_over(make_ends):
+    first, second = make_ends().routes
+    first._waits.add(Wait(0, 3, "no activation on link 0-3"))
+    until_s = time.monotonic() + LIMIT_S
+    while "link 0-3" not in str(second._waits.error("in vain", 0)):
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+    assert second._waits.error("in vain", 0).waited_for == 3
+    second.end_step()
+    assert second._waits.error("in vain", 0).waited_for == 0
 
 
 def test_a_late_peer_is_no_path_failure(make_ends):

@@ -89,6 +89,11 @@ def test_all_ranks_run_and_send_messages(tmp_path):
         ("raise", "rank 1 failed: ZeroDivisionError: the weights of stage 1 are upside down"),
         ("die", "rank 1 failed: ended by SIGKILL (out of memory?)"),
         ("exit", "rank 1 failed: exit code 3"),
+        (
+            "silent",
+            "rank 1 failed: it has reported nothing; rank 0 reports: WaitedInVainError: 5 s in "
+            "vain",
+        ),
     ],
 )
 def test_a_failing_rank_ends_the_run_with_its_reason(tmp_path, behaviour, reason):

@@ -168,6 +168,23 @@ def test_ranks_with_channels_share_a_data_plane(with_plane):
     assert first["closed"] == last["closed"] == "flushed"
 
 
+def test_a_peer_lives_until_it_closes_its_plane(with_plane):
+    has_left = threading.Event()
+
+    def use(rank, plane):
+        if rank == 0:
+            assert plane.peer_lives(2)
+            may_leave.set()
+            assert has_left.wait(LIMIT_S)
+            until(lambda: not plane.peer_lives(2))
+        if rank == 2:
+            assert may_leave.wait(LIMIT_S)
+            has_left.set()
+
+    may_leave = threading.Event()
+    assert with_plane(use)[0] == [None, None, None]
+
+
 def test_a_failing_run_closes_its_plane_at_once(with_plane):
     def use(rank, plane):
         raise RendezvousError("the run fails")

@@ -6,25 +6,28 @@ Links are simulated; reports, decisions and records are those of the program.
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 from adapting_run import CONFIG, COSTS, FIRST, PLANNED_FOR, USUAL, PlansHere
 
 from jaxmorph.control.controller_state import first_state
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.link_state import PathFailure, directions_of
-from jaxmorph.control.path_reports import PathReport
 from jaxmorph.control.profiler import Profiler
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.messages import EventEmitted, StepDone
 from jaxmorph.plain_json import dump
 from jaxmorph.program.blocking import simulate_blocking
+from jaxmorph.program.instructions import Transfer
 from jaxmorph.records import Link
 from jaxmorph.runtime.direct_probe import probe_transfers
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rendezvous import DETAIL
 from jaxmorph.runtime.report import StepReport, StepTotals, named_parts, parts_of
 from jaxmorph.schedule.costs import LinkDelay
-from jaxmorph.training.adaptation import Adaptation, Announced
+from jaxmorph.training.adaptation import Adaptation
 from jaxmorph.training.control_loop import ControlLoop
 from jaxmorph.training.plan_in_force import PlanInForce
 from jaxmorph.training.step_recorder import StepRecorder
@@ -70,7 +73,7 @@ class Stage:
 
     def __init__(self, rank, wires, stages):
         self._rank, self._wires, self._stages = rank, wires, stages
-        self.unreported, self.failed_before = [], []
+        self.unreported, self.failed_before, self.took_ms = [], [], []
 
     def begin_failed_over(self, link):
         self.failed_before.append(link)
@@ -99,6 +102,9 @@ class Stage:
 
     def make_room(self, slots):
         pass
+
+    def message_times_ms(self):
+        return self.took_ms
 
 
 class Mirror:
@@ -212,9 +218,9 @@ class FailingRun:
 
     def _apply(self, reports):
         before = len(self.wires.restored)
-        paths, announced = parts_of(reports, PathReport), parts_of(reports, Announced)[0]
+        result: Any = SimpleNamespace(step=self.step, parts_of=partial(parts_of, reports))
         for rank in range(3):
-            program = self.ranks[rank].apply(self.step, paths, announced)
+            program = self.ranks[rank].after(result).program
             self.programs[rank] = program or self.programs[rank]
         for link in self.wires.restored[before:]:
             self.on_restored(link, self.wires.found_up[link])
@@ -234,11 +240,14 @@ class FailingRun:
 
     def _report(self, rank, timeline, waited_ms):
         """A rank's report; at worst all of its times include the wait for a link."""
+        spans = [span for span in timeline.transfers if span.stage == rank]
+        self.stages[rank].took_ms = [
+            (Transfer.parse(span.label), span.end_ms - span.start_ms) for span in spans
+        ]
         parts = named_parts(self.ranks[rank].report(self.step))
         ops = zip(
             timeline.orders[rank], timeline.start_ms[rank], timeline.end_ms[rank], strict=True
         )
-        spans = [span for span in timeline.transfers if span.stage == rank]
         timings = {
             "ops": [[str(op), float(start), float(end) + waited_ms] for op, start, end in ops],
             "transfers": [_times(span, waited_ms) for span in spans if span.holds_queue],

@@ -9,12 +9,13 @@ from failing_run import Mirror
 
 from jaxmorph.control.controller_state import ProbeLinks
 from jaxmorph.control.events import PlanChange
+from jaxmorph.control.late_once import InTimeAgain, LateOnce
 from jaxmorph.control.link_state import PathFailure
 from jaxmorph.control.path_reports import PathReport
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.plain_json import dump, parse
-from jaxmorph.program.instructions import instructions_text
+from jaxmorph.program.instructions import Payload, Transfer, instructions_text
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.records import Link, Route
 from jaxmorph.runtime.report import ProbeTimes
@@ -38,6 +39,7 @@ class Stage:
 
     def __init__(self, *failures):
         self.room, self.failures, self.done, self.is_up = [], [*failures], [], True
+        self.took_ms = [0.5] * 5
 
     def make_room(self, slots):
         self.room.append(dict(slots))
@@ -59,10 +61,16 @@ class Stage:
         self.done.append(("probe", str(link)))
         return []
 
+    def message_times_ms(self):
+        return [(Transfer(Payload.ACTIVATION, 1, 2, 0), each_ms) for each_ms in self.took_ms]
+
 
 class Recorder:
     def __init__(self):
-        self.adopted = []
+        self.adopted, self.dropped = [], []
+
+    def drop(self, step):
+        self.dropped.append(step)
 
     def adopt(self, morph, step):
         self.adopted.append((morph, step))
@@ -84,7 +92,7 @@ def on_rank(rank, loop: Any = None, stage: Any = None):
 
 
 SILENT = PathReport()
-NOTHING = SILENT, ProbeTimes(), Announced()
+NOTHING = SILENT, ProbeTimes(), InTimeAgain(), Announced()
 
 
 def over_the_network(value):
@@ -93,7 +101,7 @@ def over_the_network(value):
 
 def announced_by_rank_0(adaptation):
     """Its report on direct paths, and its announcement."""
-    paths, _, announced = map(over_the_network, adaptation.report(7))
+    paths, _, _, announced = map(over_the_network, adaptation.report(7))
     return paths, announced
 
 
@@ -116,6 +124,40 @@ def test_rank_0_records_a_morph_once():
     assert (
         on_rank(0, Loop(MORPH))[0].report(9) == NOTHING
     )  # it would be in force after the last step
+
+
+LATE_ONCE = replace(MORPH, late_once=(LateOnce(1, 2, 4.0),))
+
+
+class Result:
+    """A step that is over, with all ranks' parts."""
+
+    def __init__(self, step, *parts):
+        self.step, self._parts = step, parts
+
+    def parts_of(self, kind):
+        return [next(each for each in of_rank if type(each) is kind) for of_rank in self._parts]
+
+
+@pytest.mark.parametrize("last_ms", [0.5, 250.0])
+def test_all_ranks_drop_a_morph_for_a_link_that_is_in_time_again(last_ms):
+    ranks = [on_rank(rank, Loop(LATE_ONCE) if rank == 0 else None) for rank in range(3)]
+    parts = []
+    for adaptation, _, stage, _ in ranks:
+        due, adaptation._loop = adaptation._loop, None
+        stage.took_ms = [250.0] * 5
+        adaptation.report(6)
+        stage.took_ms, adaptation._loop = [last_ms] * 5, due
+        parts.append([*map(over_the_network, adaptation.report(7))])
+    is_dropped = last_ms == 0.5
+    for rank, (adaptation, rendezvous, stage, _) in enumerate(ranks):
+        result: Any = Result(7, *parts)
+        effect = adaptation.after(result)
+        assert effect.program == (None if is_dropped else PROGRAMS[rank])
+        assert (stage.room, rendezvous.exchanges) == (([], 0) if is_dropped else ([SLOTS], 1))
+    recorder = ranks[0][3]
+    assert recorder.dropped == ([8] if is_dropped else [])
+    assert recorder.adopted == ([] if is_dropped else [(LATE_ONCE, 8)])
 
 
 LINK = Link(1, 2)

@@ -184,11 +184,11 @@ def test_values_per_stage_need_no_stage_count(tmp_path, monkeypatch):
     [
         (6, {}, 60.0, None),
         (6, FAILS_OVER, 15.0, None),
-        (6, FAILS_OVER | {"parallelism": {"stages": 6}}, 10.0, None),
+        (6, FAILS_OVER | {"parallelism": {"stages": 6}}, 15.0, None),
         (6, FAILS_OVER | {"timeouts": {"direct_s": 2}}, 2.0, None),
         (6, {"timeouts": {"direct_s": 2}}, 60.0, None),  # a deadline of links that fail over
-        (8, FAILS_OVER, 7.5, "job"),
-        (10, FAILS_OVER, 6.0, "launcher"),
+        (8, FAILS_OVER, 15.0, "job"),
+        (10, FAILS_OVER, 15.0, "launcher"),
     ],
 )
 def test_transfers_wait_for_the_configured_time(

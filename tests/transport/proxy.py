@@ -21,10 +21,19 @@ class Proxy:
         return self
 
     def __exit__(self, *_):
+        self.refuse()
+
+    def refuse(self):
+        """Break all connections, and refuse new ones until `accept_again`."""
         self._open = False
-        self._listener.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # it is closed already
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._break()
+
+    def accept_again(self):
+        self._listener, self._open = socket.create_server(self.address), True
+        self.__enter__()
 
     def break_after(self, num_bytes):
         with self._lock:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -323,6 +324,54 @@ def test_a_stopped_sidecar_is_replaced():
         page.close()
         assert [each["kind"] for each in found] == ["sidecar_restarted"]
         assert "no sign of life" in found[0]["reason"]
+
+
+@pytest.fixture
+def refusing(pair):
+    """Two ranks behind networks that refuse all connections; rank 0's answers on rank 1's life."""
+    exchange(pair, 0)
+    asked = []
+    with contextlib.ExitStack() as stack:
+        proxies = [stack.enter_context(Proxy(plane.addresses()[0])) for plane in pair]
+        pair[0].connect({1: [proxies[1].address]}, SECRET)
+        pair[1].connect({0: [proxies[0].address]}, SECRET)
+        exchange(pair, 1)
+        exchange(pair, 0, channel=BACK)  # both have been connected
+        yield pair, proxies, asked
+
+
+def test_refused_connections_are_the_paths_fault_while_the_peer_lives(refusing):
+    pair, proxies, asked = refusing
+    for rank, plane in enumerate(pair):
+        plane.peer_lives = lambda peer, rank=rank: asked.append(rank) or True
+    for proxy in proxies:
+        proxy.refuse()
+    wait_for(lambda: {0, 1} <= set(asked), "two questions")
+    wait_for(lambda: asked.count(0) > 1, "another question")
+    send(pair[0], THERE, 2, 10)
+    for proxy in proxies:
+        proxy.accept_again()
+    receive(pair[1], THERE, 2, 10)
+    assert not {"peer_gone", "peer_refuses"} & {*kinds(pair[0]), *kinds(pair[1])}
+
+
+def test_refused_connections_to_an_unknown_peer_mean_that_it_is_gone(refusing):
+    pair, proxies, _ = refusing
+    for proxy in proxies:
+        proxy.refuse()
+    with pytest.raises(PeerGoneError, match="its address refuses connections"):
+        pair[0].take(BACK, soon())
+
+
+def test_a_stopped_sidecar_is_awaited_while_a_channel_grows(pair, monkeypatch):
+    monkeypatch.setattr("jaxmorph.transport.client._ANSWER_S", 0.05)
+    exchange(pair, 0)
+    pid = pair[0].sidecar_pid
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(0.5, os.kill, (pid, signal.SIGCONT)).start()
+    pair[0].grow(THERE, 8)
+    assert pair[0].sidecar_pid == pid
+    exchange(pair, 1)
 
 
 def test_a_restarted_sidecar_knows_earlier_peers(plane):

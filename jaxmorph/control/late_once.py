@@ -1,0 +1,99 @@
+"""Links that were late in one step only, and are in time again before a plan for them begins.
+
+A step is observed during the next one, and a change of plan follows that one. By then a link may be
+in time again. When rank 0 announces the change, it doesn't know the times of the step that is
+ending. So in the same exchange each end of a link reports the directions whose messages have become
+much shorter again, and from the same reports all ranks decide alike whether the change is dropped.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from jaxmorph.control.link_state import Direction
+from jaxmorph.control.route_record import CALM_SHARE, FLOOR_MS, SETTLED_RUN
+from jaxmorph.control.verdicts import Verdict
+from jaxmorph.program.instructions import Payload, Transfer
+
+_REMEMBERED_STEPS = 8  # more than a plan takes
+
+
+@dataclass(frozen=True)
+class LateOnce:
+    """A direction that no step but the last observed one has shown to be slow.
+
+    Attributes:
+        calm_ms: A message that takes no longer is in time again.
+    """
+
+    source: int
+    destination: int
+    calm_ms: float
+
+    @property
+    def direction(self) -> Direction:
+        """The sender and the receiver."""
+        return self.source, self.destination
+
+
+def late_once(verdicts: Iterable[Verdict], step: int) -> tuple[LateOnce, ...]:
+    """The directions that turned slow in a step or later."""
+    found: list[LateOnce] = []
+    for each in verdicts:
+        if each.is_slow and each.step >= step:
+            baseline_ms, late_ms = each.evidence.baseline_ms, each.evidence.threshold_ms
+            calm_ms = baseline_ms + CALM_SHARE * (late_ms - baseline_ms)
+            found.append(LateOnce(each.source, each.destination, calm_ms))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class InTimeAgain:
+    """What one rank reports of its ends of links after a step.
+
+    Attributes:
+        took_ms: (source, destination, milliseconds) of directions whose last messages took much
+            less than in a step before, as this end saw them.
+    """
+
+    took_ms: tuple[tuple[int, int, float], ...] = ()
+
+
+class LastMessages:
+    """The times of the last messages of a rank's steps."""
+
+    def __init__(self) -> None:
+        self._before: deque[dict[Direction, float]] = deque(maxlen=_REMEMBERED_STEPS)
+
+    def report(self, took_ms: Iterable[tuple[Transfer, float]]) -> InTimeAgain:
+        """What to report of a step, from the times of its messages in their order."""
+        now: dict[Direction, list[float]] = {}
+        for transfer, duration_ms in took_ms:
+            if transfer.payload is not Payload.TIED:
+                now.setdefault((transfer.source, transfer.destination), []).append(duration_ms)
+        last_ms = {direction: median(each[-SETTLED_RUN:]) for direction, each in now.items()}
+        fallen = (
+            (*direction, round(each_ms, 3))
+            for direction, each_ms in sorted(last_ms.items())
+            if any(step.get(direction, 0.0) > each_ms + FLOOR_MS for step in self._before)
+        )
+        report = InTimeAgain(tuple(fallen))
+        self._before.append(last_ms)
+        return report
+
+
+def are_in_time(late: Sequence[LateOnce], reports: Sequence[InTimeAgain]) -> bool:
+    """Whether directions that were late once are all in time again.
+
+    The end of a direct link that comes first also waits for the other, so one end's time decides.
+    """
+    took_ms: dict[Direction, float] = {}
+    for report in reports:
+        for source, destination, each_ms in report.took_ms:
+            least_ms = took_ms.get((source, destination), each_ms)
+            took_ms[source, destination] = min(each_ms, least_ms)
+    return bool(late) and all(
+        took_ms.get(each.direction, math.inf) <= each.calm_ms for each in late
+    )

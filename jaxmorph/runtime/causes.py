@@ -1,0 +1,142 @@
+"""Whose failure it is: ranks wait for each other, so one failure raises many errors.
+
+An error of a rank that waited in vain names the rank it waited for (`waited_for`). From rank to
+rank these names lead to one that waits for nobody: that one has failed. Or they lead in a circle:
+then the link between its ranks carries nothing.
+
+The launcher follows the reports of failed ranks (`cause_of`). Where links fail over, ranks also
+pass on to each other which long waits they know of (`LongWaits`), so that each rank's own error
+names the cause, on several hosts too.
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from jaxmorph.messages import RankFailed
+from jaxmorph.records import Link
+
+
+class WaitedInVainError(TimeoutError):
+    """A rank waited for another one, and its time was over.
+
+    Attributes:
+        waited_for: Where the waiting leads; None: to a link, which the message names.
+    """
+
+    def __init__(self, message: str, waited_for: int | None) -> None:
+        super().__init__(message)
+        self.waited_for = waited_for
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A rank that has waited for another one for long.
+
+    Attributes:
+        what: For which message, in words.
+    """
+
+    rank: int
+    peer: int
+    what: str
+
+
+def follow(waits: Mapping[int, int], rank: int) -> tuple[int, ...]:
+    """Where a rank's waiting leads: one rank that waits for nobody, or the ranks of a circle.
+
+    Args:
+        waits: By each rank that waits, the rank it waits for.
+    """
+    path = [rank]
+    while (peer := waits.get(path[-1])) is not None:
+        if peer in path:
+            return tuple(path[path.index(peer) :])
+        path.append(peer)
+    return (path[-1],)
+
+
+def cause_of(failures: Sequence[RankFailed]) -> RankFailed:
+    """The failure that explains the others, of at least one.
+
+    The first that is a rank's own; else the one that ranks' waiting leads to. A rank that has
+    reported nothing, for example because it is stopped, gets the report of one that waited for it.
+    """
+    # A rank that stalled failed when it made progress for the last time.
+    in_order = sorted(failures, key=lambda each: (each.time_s - each.silent_s, each.rank))
+    own = [each for each in in_order if each.waited_for is None and not each.follows_others]
+    waiting = {each.rank: each for each in reversed(in_order) if each.waited_for is not None}
+    if own or not waiting:
+        return (own or in_order)[0]
+    first = next(each for each in in_order if each.rank in waiting)
+    waits = {rank: each.waited_for for rank, each in waiting.items() if each.waited_for is not None}
+    guilty = follow(waits, first.rank)
+    witness = next(each for each in in_order if each.waited_for in guilty)
+    # A rank that ends without a report after others have failed has been ended on their account.
+    reported = [
+        each
+        for each in in_order
+        if each.rank in guilty and (each.rank in waiting or each.time_s <= witness.time_s)
+    ]
+    if reported:
+        return reported[0]
+    reason = f"it has reported nothing; rank {witness.rank} reports: {witness.reason}"
+    return replace(witness, rank=guilty[0], reason=reason)
+
+
+class LongWaits:
+    """The long waits of a step that this rank knows of: its own, and those that others passed on.
+
+    Any thread: all methods. Lock: the waits.
+
+    Attributes:
+        rank: This one.
+        pass_on: Sends a wait to the other end of a link, by link.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.pass_on: Mapping[Link, Callable[[Wait], None]] = {}
+        self._waits: dict[int, Wait] = {}
+        self._lock = threading.Lock()
+
+    def add(self, wait: Wait, came_over: Link | None = None) -> None:
+        """Keep a rank's first long wait of the step, and pass it on.
+
+        Args:
+            came_over: The link whose other end has sent it; None: it is this rank's own.
+        """
+        with self._lock:
+            if wait.rank in self._waits:
+                return
+            self._waits[wait.rank] = wait
+        for link, send in self.pass_on.items():
+            if link != came_over:
+                send(wait)
+
+    def end_step(self) -> None:
+        """Forget all waits: they are over."""
+        with self._lock:
+            self._waits.clear()
+
+    def error(self, message: str, peer: int) -> WaitedInVainError:
+        """The error of this rank, which has waited for `peer` until its time was over."""
+        return WaitedInVainError(*self.explain(message, peer))
+
+    def explain(self, message: str, peer: int) -> tuple[str, int | None]:
+        """Add the cause to a message about a peer, as far as it is known.
+
+        Returns:
+            The message, and the rank where the waiting leads; None: it leads to a link.
+        """
+        with self._lock:
+            known = {rank: wait for rank, wait in self._waits.items() if rank != self.rank}
+        waits = {rank: wait.peer for rank, wait in known.items()} | {self.rank: peer}
+        guilty = follow(waits, self.rank)
+        if len(guilty) == 1:
+            others = (f"rank {rank} waits too: {wait.what}" for rank, wait in sorted(known.items()))
+            return "; ".join([message, *others]), guilty[0]
+        link = Link(min(guilty), max(guilty))
+        if self.rank in guilty:
+            return f"link {link} carries nothing: {message}", None
+        return f"link {link} carries nothing: {known[guilty[0]].what}; {message}", None

@@ -1,0 +1,156 @@
+"""Whose failure it is, by the reports of ranks that waited for each other."""
+
+from contextlib import ExitStack
+
+import pytest
+
+from jaxmorph.messages import RankFailed
+from jaxmorph.program.instructions import Payload, Transfer
+from jaxmorph.records import Link
+from jaxmorph.runtime import rank_process
+from jaxmorph.runtime.causes import LongWaits, Wait, cause_of, follow
+from jaxmorph.runtime.direct import PathFailedError
+from jaxmorph.runtime.rank_process import _failure, reporting_failures
+from jaxmorph.runtime.rendezvous import RendezvousError
+from jaxmorph.runtime.routes import TransferIdentity
+from jaxmorph.transport.names import PeerGoneError
+
+
+def waited(time_s, rank, peer, reason="it did not come"):
+    return RankFailed(False, time_s, rank, reason, waited_for=peer)
+
+
+def own(time_s, rank, reason="upside down", **given):
+    return RankFailed(False, time_s, rank, reason, **given)
+
+
+@pytest.mark.parametrize(
+    ("waits", "rank", "guilty"),
+    [
+        ({}, 0, (0,)),
+        ({0: 1, 1: 2}, 0, (2,)),
+        ({0: 1, 1: 2, 2: 1}, 0, (1, 2)),
+        ({0: 1, 1: 0}, 0, (0, 1)),
+    ],
+)
+def test_waiting_leads_to_a_rank_or_round_a_link(waits, rank, guilty):
+    assert follow(waits, rank) == guilty
+
+
+def test_a_ranks_own_failure_explains_the_waiting():
+    failures = [waited(1.0, 0, 1), RankFailed(True, 1.1, 2, "rank 1 is gone"), own(1.2, 1)]
+    assert cause_of(failures) == failures[2]
+    assert cause_of([own(2.0, 2), own(1.0, 1)]).rank == 1
+
+
+def test_a_silent_rank_that_others_waited_for_has_failed():
+    cause = cause_of([waited(1.0, 3, 2), waited(1.1, 2, 1), waited(1.2, 0, 1, "5 s in vain")])
+    assert cause.rank == 1
+    assert cause.reason == "it has reported nothing; rank 2 reports: it did not come"
+
+
+def test_ranks_that_wait_for_each_other_name_their_link():
+    failures = [waited(1.0, 3, 2), waited(1.1, 2, 1, "over link 1-2"), waited(1.2, 1, 2)]
+    assert cause_of(failures) == failures[1]
+
+
+def test_a_rank_that_was_ended_with_the_others_is_no_cause():
+    aborted = RankFailed(True, 1.5, 1, "ended by SIGABRT")
+    assert cause_of([waited(1.0, 0, 1), aborted]).reason.startswith("it has reported nothing")
+    crashed = RankFailed(True, 0.5, 1, "ended by SIGABRT")
+    assert cause_of([waited(1.0, 0, 1), crashed]) == crashed
+
+
+def test_without_any_cause_the_first_report_is_shown():
+    echoes = [RankFailed(True, 2.0, 0, "gone"), RankFailed(True, 1.0, 2, "closed")]
+    assert cause_of(echoes) == echoes[1]
+
+
+def test_a_rank_reports_before_anything_is_closed(monkeypatch):
+    done = []
+    monkeypatch.setattr(rank_process, "_reports", [lambda error: done.append(repr(error))])
+
+    def fail():
+        with ExitStack() as opened:
+            opened.callback(done.append, "closed")
+            with reporting_failures():
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert done == ["ZeroDivisionError()", "closed"]
+
+
+IDENTITY = TransferIdentity(0, 7, Transfer(Payload.ACTIVATION, 1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("error", "follows", "waited_for"),
+    [
+        (ZeroDivisionError("no connection to any other rank's failure"), False, None),
+        (PeerGoneError("rank 2 is gone", 2), True, 2),
+        (RendezvousError("rank 0 is gone", rank=0), True, 0),
+        (ConnectionResetError("connection reset by peer"), True, None),
+        (PathFailedError(IDENTITY, 2, ValueError("UNKNOWN: Gloo timed out")), True, 2),
+        (ValueError("UNKNOWN: Gloo collective permute failed"), True, None),
+    ],
+)
+def test_a_report_says_whom_the_rank_waited_for(error, follows, waited_for):
+    failure = _failure(1, error)
+    assert (failure.follows_others, failure.waited_for) == (follows, waited_for)
+
+
+def test_a_failed_collective_names_its_message_its_peer_and_its_link():
+    error = PathFailedError(IDENTITY, 2, ValueError("UNKNOWN: Gloo timed\n out"))
+    assert str(error) == (
+        "activation[3] 1>2 of step 7, epoch 0: rank 2 did not complete it, or the direct path of "
+        "link 1-2 failed: UNKNOWN: Gloo timed out"
+    )
+
+
+class Chain:
+    """Ranks in a row, which pass their long waits on over the links between neighbours."""
+
+    def __init__(self, num_ranks):
+        self.waits = [LongWaits(rank) for rank in range(num_ranks)]
+        for rank, own_waits in enumerate(self.waits):
+            own_waits.pass_on = {
+                Link(*sorted((rank, peer))): self._to(rank, peer)
+                for peer in (rank - 1, rank + 1)
+                if 0 <= peer < num_ranks
+            }
+
+    def _to(self, rank, peer):
+        return lambda wait: self.waits[peer].add(wait, Link(*sorted((rank, peer))))
+
+
+def test_every_rank_names_a_link_that_carries_nothing():
+    chain = Chain(5)
+    chain.waits[2].add(Wait(2, 1, "no activation on link 1-2"))
+    chain.waits[1].add(Wait(1, 2, "no slot on link 1-2"))
+    errors = [
+        chain.waits[rank].error("5 s in vain", peer)
+        for rank, peer in [(0, 1), (1, 2), (2, 1), (3, 2), (4, 3)]
+    ]
+    assert all("link 1-2" in str(error) for error in errors)
+    for rank in (0, 1, 2, 3):
+        assert str(errors[rank]).startswith("link 1-2 carries nothing: ")
+        assert errors[rank].waited_for is None
+
+
+def test_a_rank_that_waits_for_nobody_is_named():
+    chain = Chain(4)
+    chain.waits[2].add(Wait(2, 1, "no activation on link 1-2"))
+    chain.waits[0].add(Wait(0, 1, "no gradient on link 0-1"))
+    chain.waits[3].add(Wait(3, 2, "no activation on link 2-3"))
+    assert chain.waits[3].error("5 s in vain", 2).waited_for == 1
+    assert chain.waits[0].error("5 s in vain", 1).waited_for == 1
+
+
+def test_the_first_long_wait_of_a_step_counts():
+    waits = LongWaits(0)
+    waits.add(Wait(1, 2, "the first"))
+    waits.add(Wait(1, 0, "the second"))
+    assert "the first" in str(waits.error("in vain", 1))
+    waits.end_step()
+    assert str(waits.error("in vain", 1)) == "in vain"

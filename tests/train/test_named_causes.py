@@ -1,0 +1,86 @@
+"""What the user reads when a rank or a link of a run fails: the rank or the link that has failed.
+
+The rows of the table in docs/explanation/failures.md that need whole runs.
+"""
+
+import os
+import signal
+
+import pytest
+from in_this_process import jaxmorph
+
+from jaxmorph.messages import StepDone
+from jaxmorph.runtime import launcher
+from jaxmorph.training.record import RunRecord
+
+CONFIG = """
+run: {steps: 60, seed: 5}
+model: {preset: tiny, width: 16, num_layers: 3, num_heads: 2, tied: false}
+data: {sequence_length: 8}
+parallelism: {stages: 3}
+batch: {microbatches: 4, microbatch_size: 1}
+schedule: {name: zb-h2}
+emulation: {accelerator: {forward_ms: 5, backward_input_ms: 5, backward_weight_ms: 5}}
+timeouts: {step_s: 4}
+trace: {every_steps: 0}
+restart_policy: {max_restarts: 0}
+"""
+CUT = "emulation.links=[{between: [1, 2], cut: true, from_step: 6}]"
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.long]
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """Runs with overrides, in which a rank may get a signal after six steps; exit code, errors."""
+
+    def train(*overrides, number=None, rank=1):
+        ranks, start, take = [], launcher._start, RunRecord.take
+
+        def start_and_record(*arguments, **options):
+            ranks.append(start(*arguments, **options))
+            return ranks[-1]
+
+        def take_and_signal(record, message):
+            take(record, message)
+            if isinstance(message, StepDone) and message.record.step == 6 and number is not None:
+                os.kill(ranks[rank].process.pid, number)
+
+        monkeypatch.setattr(launcher, "_start", start_and_record)
+        monkeypatch.setattr(RunRecord, "take", take_and_signal)
+        (tmp_path / "run.yaml").write_text(CONFIG)
+        done = jaxmorph("train", tmp_path / "run.yaml", f"run.dir={tmp_path / 'out'}", *overrides)
+        return done.returncode, done.stderr
+
+    return train
+
+
+@pytest.mark.parametrize("route", ["direct", "delegated"])
+def test_a_stopped_rank_is_named(train, route):
+    code, said = train(f"routes.default={route}", number=signal.SIGSTOP)
+    assert code == 1
+    assert said.startswith("error: rank 1 failed: ")
+
+
+def test_an_interrupted_rank_is_named(train):
+    code, said = train("routes.default=delegated", number=signal.SIGINT)
+    assert code == 1
+    assert "rank 1 failed: KeyboardInterrupt" in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["routes.default=direct"], "link 1-2 is cut, still after"),
+        (["routes.default=delegated"], "on the delegated link 1-2"),
+        (
+            ["failover.enabled=true", "timeouts.direct_s=1"],
+            "link 1-2 carries nothing",
+        ),
+    ],
+)
+def test_a_link_that_is_cut_on_all_its_routes_is_named(train, overrides, says):
+    code, said = train(*overrides, CUT)
+    assert code == 1
+    assert says in said.splitlines()[0]
+    assert " did not come to it" not in said.splitlines()[0]
