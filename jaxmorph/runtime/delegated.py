@@ -307,7 +307,7 @@ class DelegatedRoute:
                 what = self._in_vain(identity, until_s - began_s)
                 if until_s >= deadline_s:
                     raise self._waits.error(what, peer) from error
-                if not is_long and until_s - began_s >= (deadline_s - began_s) / 2:
+                if not is_long and until_s - began_s >= (deadline_s - began_s) * _LONG:
                     is_long = True  # others learn of it before their own time is over
                     self._waits.add(Wait(self._waits.rank, peer, what))
 
@@ -322,6 +322,7 @@ class DelegatedRoute:
 
 
 _CHECK_EVERY_S = 0.5
+_LONG = 1 / 4  # of the time that a wait has
 
 
 @dataclass(frozen=True)

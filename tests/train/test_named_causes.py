@@ -73,6 +73,7 @@ def test_an_interrupted_rank_is_named(train):
     [
         (["routes.default=direct"], "link 1-2 is cut, still after"),
         (["routes.default=delegated"], "on the delegated link 1-2"),
+        (["failover.enabled=true", "timeouts.direct_s=1"], "link 1-2 carries nothing"),
     ],
 )
 def test_a_link_that_is_cut_on_all_its_routes_is_named(train, overrides, says):
