@@ -63,10 +63,10 @@ def open_data_plane(
     """
     names = [spec.name for spec in (*outgoing, *incoming)]
     links = {Link(*sorted((name.source, name.destination))) for name in names}
-    lines = partial(_open_connections, rendezvous, links, timeout_s=timeout_s, number=1)
+    open_idle = partial(_open_connections, rendezvous, links, timeout_s=timeout_s, number=1)
     if not links:
         _agree(rendezvous, [])
-        with lines(host="127.0.0.1"):
+        with open_idle(host="127.0.0.1"):
             yield None
         return
     start, settings = start or SidecarPlane.start, settings or TransportSettings()
@@ -74,10 +74,10 @@ def open_data_plane(
     try:
         found = _agree(rendezvous, plane.addresses())
         secret = derived(rendezvous.secret, "data plane")
-        with lines(host=settings.addresses[0]) as life_lines:
-            of_peers = {sum(link) - rendezvous.rank: line for link, (line,) in life_lines.items()}
-            plane.peer_lives = lambda peer: of_peers[peer].is_open()
-            plane.connect({peer: found[peer] for peer in sorted(of_peers)}, secret)
+        with open_idle(host=settings.addresses[0]) as of_links:
+            idle = {sum(link) - rendezvous.rank: each for link, (each,) in of_links.items()}
+            plane.peer_lives = lambda peer: idle[peer].is_open()
+            plane.connect({peer: found[peer] for peer in sorted(idle)}, secret)
             yield plane
     except BaseException:
         # After an error peers receive nothing more, so a flush would delay the report of it.
