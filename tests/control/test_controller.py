@@ -279,6 +279,7 @@ def test_a_change_for_a_link_that_was_late_once_may_be_dropped():
     assert step == 6
     assert {each.direction for each in change.late_once} == {(1, 2), (2, 1)}
     assert all(0.5 < each.calm_ms < 6.0 for each in change.late_once)
+    assert isinstance(state.phase, Changing)
     dwell = state.phase.dwell_before
     dropped = advance(state, PlanDropped())
     assert [event.kind for event in dropped.events] == ["plan_kept"]
