@@ -139,4 +139,5 @@ class LongWaits:
         link = Link(min(guilty), max(guilty))
         if self.rank in guilty:
             return f"link {link} carries nothing: {message}", None
-        return f"link {link} carries nothing: {known[guilty[0]].what}; {message}", None
+        cause = f"link {link} carries nothing: {known[guilty[0]].what}"
+        return f"{cause}; that is why {message}", None
