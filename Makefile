@@ -107,7 +107,7 @@ docs: setup
 bench: setup
 	@status=0; \
 	for benchmark in split_cost dispatch pace training_speed blocking all_delegated \
-	    head_of_line delegated_message; do \
+	    head_of_line delegated_message resume_at_scale; do \
 	    $(BIN)/python -m benchmarks.$$benchmark || status=1; \
 	done; \
 	exit $$status
