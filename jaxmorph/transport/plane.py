@@ -242,8 +242,10 @@ class OutgoingSlot:
         words = tuple(tag) + (0,) * (TAG_WORDS - len(tag))
         if len(words) != TAG_WORDS or min(words) < 0 or max(words) > MASK:
             raise ValueError(f"got tag {tuple(tag)}, expected {TAG_WORDS} words of 32 bits")
-        info = MessageInfo(num_bytes, words, time.monotonic_ns(), NO_TIME_NS)
-        self._end.announce(self.sequence, info)
+        # A device doesn't tell when it completes the message, and its time isn't the link's. So the
+        # mover enters when it has seen the message complete.
+        posted_ns = NO_TIME_NS if self._signals_itself else time.monotonic_ns()
+        self._end.announce(self.sequence, MessageInfo(num_bytes, words, posted_ns, NO_TIME_NS))
         self.is_posted = True
         # The mover is not woken twice for one message: `complete` rings if it comes later.
         if self._signals_itself or self._slots.is_complete(self.sequence):

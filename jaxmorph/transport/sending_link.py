@@ -16,7 +16,7 @@ from jaxmorph.transport.names import ChannelName, add
 from jaxmorph.transport.nixl_lanes import NixlSendingLane
 from jaxmorph.transport.outgoing import Outgoing
 from jaxmorph.transport.plane import Address
-from jaxmorph.transport.slots import Slots
+from jaxmorph.transport.slots import NO_TIME_NS, Slots
 from jaxmorph.transport.wire import Acknowledge, Chunk, Credit, FrameError, Pong, Resume
 
 MAX_LANES = 8
@@ -56,11 +56,12 @@ class OutgoingChannel(ChannelEnd):
         for index in range(before):
             sequence = incomplete.popleft()
             if slots.is_complete(sequence):
-                # This message was announced before its payload was complete. The device's time for
-                # it is not the link's latency, so the message counts as posted now.
-                if index < known:
-                    slots.write_posted(sequence, time.monotonic_ns())
                 info = slots.read_info(sequence)
+                # A device's time for a payload is not the link's latency, so its message counts as
+                # posted now, as does any that was announced before its payload was complete.
+                if index < known or info.posted_ns == NO_TIME_NS:
+                    info = info._replace(posted_ns=time.monotonic_ns())
+                    slots.write_posted(sequence, info.posted_ns)
                 engine.post(self.name, sequence, info.num_bytes, info.tag, info.posted_ns, now_s)
             else:
                 incomplete.append(sequence)

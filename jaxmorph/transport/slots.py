@@ -59,8 +59,9 @@ class MessageInfo(NamedTuple):
     """The description of a message.
 
     Attributes:
-        posted_ns: By the monotonic clock of this memory's host; if the payload was completed after
-            the announcement, when the sidecar saw it complete.
+        posted_ns: By the monotonic clock of this memory's host; if a device completes the payload,
+            or it was completed after the announcement, when the sidecar saw it complete, and 0
+            before that.
         received_ns: When it was delivered: it and all messages before it on the channel were
             complete. 0 at the sender's end.
     """

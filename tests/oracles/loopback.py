@@ -19,7 +19,7 @@ from jaxmorph.transport.plane import (
     OutgoingEnd,
     TransportSettings,
 )
-from jaxmorph.transport.slots import Slots
+from jaxmorph.transport.slots import NO_TIME_NS, Slots
 
 _ASK_AGAIN_S = 0.002
 _LONGEST_S = 0.25
@@ -203,10 +203,10 @@ class _Stream:
         if not slots.is_complete(sequence):
             self._late.add(sequence)
             return False
-        if sequence in self._late:
+        about = slots.read_info(sequence)
+        if sequence in self._late or about.posted_ns == NO_TIME_NS:
             self._late.discard(sequence)
             slots.write_posted(sequence, time.monotonic_ns())
-        about = slots.read_info(sequence)
         departure_s = self._plane.emulator.departure_s(
             name.source, name.destination, about.tag, about.num_bytes, now_s
         )

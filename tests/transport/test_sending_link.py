@@ -1,8 +1,11 @@
 """When a sending link acts, by a clock that the test moves."""
 
 import contextlib
+import ctypes
 import math
 import socket
+import time
+from typing import Any
 
 import pytest
 from lone_sender import CHUNK_BYTES, NAME, NUM_SLOTS, LoneSender
@@ -11,6 +14,8 @@ from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.transport import connecting, link, sending_link
 from jaxmorph.transport.link_emulator import LinkEmulator
 from jaxmorph.transport.outgoing_lanes import MIN_ACK_TIMEOUT_S, PING_S
+from jaxmorph.transport.plane import ChannelSpec, OutgoingEnd
+from jaxmorph.transport.sending_link import OutgoingChannel
 from jaxmorph.transport.wire import Acknowledge, Ping, Resume
 
 TURN_S, FIRST_LOOK_S, LONGEST_LOOK_S = 2e-3, 50e-6, 1e-3
@@ -175,6 +180,40 @@ def test_incomplete_payloads_are_polled_less_and_less_often(joined):
     joined.look()
     joined.act()
     assert joined.next_after_s() <= 2 * FIRST_LOOK_S + 1e-9
+
+
+class Posted:
+    """In place of an engine: when each message counts as posted."""
+
+    def __init__(self):
+        self.times_s = []
+
+    def post(self, name, sequence, total, tag, posted_ns, now_s):
+        self.times_s.append(posted_ns / 1e9)
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_a_devices_time_is_no_latency_however_late_the_sidecar_looks(is_complete):
+    """The sidecar was busy: the device may have completed the message before its first look."""
+    engine: Any = Posted()
+    with contextlib.closing(OutgoingEnd(ChannelSpec(NAME, 100, 2), 0, lambda: None)) as end:
+        channel = OutgoingChannel(NAME, end.slots, end.doorbell)
+        slot = end.reserve(0.0)
+        signal = ctypes.c_uint32.from_address(slot.signal_address())
+        slot.post(10, ())
+        if not is_complete:
+            assert not channel.look(engine, 0.0)
+        completed_s = time.monotonic()
+        signal.value = slot.sequence + 1
+        assert channel.look(engine, 0.0)
+        assert engine.times_s[0] >= completed_s
+        by_host = end.reserve(0.0)
+        posted_s = time.monotonic()
+        by_host.post(10, ())
+        by_host.complete()
+        complete_s = time.monotonic()
+        assert channel.look(engine, 0.0)
+        assert posted_s <= engine.times_s[1] <= complete_s
 
 
 def test_a_timed_out_lane_is_closed_and_its_chunk_resent(joined):
