@@ -37,13 +37,14 @@ from jaxmorph.program.instructions import (
     Send,
     Transfer,
 )
-from jaxmorph.progress import progress
+from jaxmorph.progress import Stall, StalledError, progress
 from jaxmorph.runtime.host_copies import AwayStash, HostCopies, wait_for
 from jaxmorph.runtime.queue import DeviceQueue, Pace, Stamp
 from jaxmorph.runtime.routes import Moved, Posting, Route, TransferIdentity
 from jaxmorph.runtime.tied import TiedGradients
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.stage.build import StagePrograms
+from jaxmorph.transport.names import PeerGoneError
 
 Tree = Any
 Chunks = tuple[Tree, ...]
@@ -171,6 +172,7 @@ class Executor:
             TransferMismatchError: If an unexpected message came.
             TimeoutError: If a message, or room for one, didn't come in time.
             PeerGoneError: If a rank at the other end of a delegated link is gone.
+            StalledError: If one of these two happened while this rank's own device stood still.
         """
         loss_weight = jax.device_put(np.float32(inputs.loss_weight), self.placement)
         state = _Step(program, weights, list(accumulators), inputs, loss_weight, step)
@@ -182,17 +184,27 @@ class Executor:
             progress.stamp("waits for copies of its messages")
             for route in self.routes.values():
                 route.settle()
-        except BaseException:
+        except BaseException as error:
+            stall = self._own_stall(error)
             for route in self.routes.values():  # the ends of a link may be out of step
                 route.abandon(_FIRST_EPOCH)
             for away in state.away.values():
                 away.cancel()
             self.queue.restart()
+            if stall is not None:
+                raise StalledError(stall) from error
             raise
         loss_sum = sum(float(loss) for loss in state.losses)  # in microbatch order
         loss = loss_sum * inputs.loss_weight
         copies = [of.result() for away in state.away.values() for of in (away.gone, away.back)]
         return StepOutcome(loss, tuple(state.accumulators), stamps, state.arrivals, copies)
+
+    def _own_stall(self, error: BaseException) -> Stall | None:
+        """What this rank's device has stalled at, if that is why a wait for another was in vain."""
+        is_in_vain = isinstance(error, TimeoutError | PeerGoneError)
+        if not is_in_vain or isinstance(error, StalledError):
+            return None
+        return self.queue.stall(error, self.transfer_timeout_s)
 
     def _enqueue(self, instruction: Instruction, state: _Step) -> None:
         # `Update` is missing: the trainer updates once it has the scalars of all ranks.

@@ -17,7 +17,7 @@ import jax
 
 from jaxmorph.progress import Silence, Stall, StalledError, progress
 from jaxmorph.runtime.routes import Moved
-from jaxmorph.schedule.ops import OpKind
+from jaxmorph.schedule.ops import Op, OpKind
 
 Work = Callable[[], Any]
 TransferWork = Callable[[float], Moved]
@@ -87,6 +87,7 @@ class _Item:
 _CLOSING_S = 1.0
 _LOOK_S = 0.5
 _ERRORS_S = 1.0  # for the error of an item that waits itself, which says more
+_MOST = 0.5  # of the time of a wait: an op that held the queue for as long is its cause
 _UNTIMED = "an item that is not timed"
 
 
@@ -106,6 +107,7 @@ class DeviceQueue(ABC):
             standard_queue.SimpleQueue()
         )
         self._generation = 0
+        self._at: tuple[Any, float] | None = None  # an item's label, and since when it runs
         self._error: tuple[int, BaseException] | None = None  # with its generation
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=self._thread_name, daemon=True)
@@ -147,6 +149,23 @@ class DeviceQueue(ABC):
         """Raise the queue's first error, if there is one; doesn't wait."""
         if self._error is not None and self._error[0] == self._generation:
             raise self._error[1]
+
+    def stall(self, error: Exception, timeout_s: float) -> Stall | None:
+        """What this rank's device has stalled at, if that is why a wait was in vain.
+
+        Ranks wait for each other in circles. So a rank whose own device stands still may be the
+        first to find that a message has not come, or that its peer is gone.
+
+        Args:
+            error: Of the wait.
+            timeout_s: How long a wait may last.
+        """
+        label, since_s = self._at or (None, 0.0)
+        lasts_s = time.monotonic() - since_s
+        # Transfers wait for other ranks; ops wait for nobody.
+        if not isinstance(label, Op) or lasts_s < _MOST * timeout_s:
+            return None
+        return Stall(lasts_s, f"its queue is at {label}; so it waited in vain: {error}")
 
     def drain(self, timeout_s: float = 60.0) -> list[Stamp]:
         """Wait until all items have run; returns the labelled ones' stamps since the last drain.
@@ -200,10 +219,12 @@ class DeviceQueue(ABC):
             failed = self._error is not None and self._error[0] == generation
             if generation == self._generation and not failed and not self._closed:
                 progress.stamp_queue(item.label or _UNTIMED)
+                self._at = item.label, time.monotonic()
                 try:
                     self._handle(item)
                 except BaseException as error:  # raised again by the caller; the rest is dropped
                     self._error = generation, error
+                self._at = None
 
 
 class AsynchronousQueue(DeviceQueue):

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
-from oracles.fake_gpu import LIMIT_S, FakeKernels, FakeLibrary, LaterDevice
+from oracles.fake_gpu import LIMIT_S, FakeGpu, FakeKernels, LaterDevice, placed_here, view_here
 from oracles.loopback import LoopbackNetwork
 
 from jaxmorph.copies.backends import PayloadShape, SlotUse
 from jaxmorph.copies.copy_engine import CopyEngineSend
 from jaxmorph.copies.cuda_driver import CudaDriver, CudaError, RegisteredMemory
-from jaxmorph.copies.dlpack_memory import CPU, view_on_device
+from jaxmorph.copies.dlpack_memory import CPU
 from jaxmorph.copies.host_memory import HostReceive, PinnedHostSend
 from jaxmorph.copies.kernels import KernelProgram, KernelReceive, KernelSend
 from jaxmorph.copies.registered_receive import RegisteredReceive
@@ -37,28 +37,6 @@ def activation(microbatch, epoch=0):
 
 
 TIED = TransferIdentity(0, 0, Transfer(Payload.TIED, 0, 1, 0))
-
-
-class Device:
-    """Runs the streams' work whenever `go` is set."""
-
-    def __init__(self):
-        self.library = FakeLibrary(held=True)
-        self.go = threading.Event()
-        self._over = False
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self):
-        while not self._over:
-            if self.go.wait(0.01):
-                self.library.run()
-                time.sleep(0.0002)
-
-    def close(self):
-        self._over = True
-        self.go.set()
-        self._thread.join()
 
 
 class Ends:
@@ -89,8 +67,8 @@ class Ends:
         )
 
     def _by_copy_engine(self, driver):
-        receive = RegisteredReceive(self.memory, 0, HostReceive(), CPU, _copied)
-        return CopyEngineSend(driver, self.memory, self.pinned, _view), receive
+        receive = RegisteredReceive(self.memory, 0, HostReceive(), CPU, placed_here)
+        return CopyEngineSend(driver, self.memory, self.pinned, view_here), receive
 
     def _by_kernels(self, _):
         to, out_of = self.kernels.copy_to_host, self.kernels.copy_from_host
@@ -117,19 +95,9 @@ class Ends:
             plane.close()
 
 
-def _view(value, stream):
-    del stream
-    return view_on_device(jax.block_until_ready(value), None)
-
-
-def _copied(value, placement):
-    del placement
-    return jnp.array(value, copy=True)
-
-
 @pytest.fixture
 def device():
-    device = Device()
+    device = FakeGpu()
     yield device
     device.close()
 

@@ -1,7 +1,9 @@
-"""Fakes of a GPU for tests of copies: driver, kernels, programs that run later, slots."""
+"""Fakes of a GPU: driver, kernels, later programs, slots, and a queue whose items fail."""
 
 import ctypes
 import threading
+import time
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 
-from jaxmorph.copies.dlpack_memory import view_on_device
+from jaxmorph.copies.choosing import CopyBackends, StageCopies
+from jaxmorph.copies.copy_engine import CopyEngineSend
+from jaxmorph.copies.cuda_driver import CudaDriver, RegisteredMemory
+from jaxmorph.copies.dlpack_memory import CPU, view_on_device
+from jaxmorph.copies.host_memory import HostReceive, PinnedHostSend
+from jaxmorph.copies.registered_receive import RegisteredReceive
 from jaxmorph.pallas_kernels import SlotControl
 from jaxmorph.pallas_kernels.control import (
     ARRIVAL_WORDS,
@@ -324,3 +331,100 @@ def on_a_stream(called):
 
     ticket = jax.ShapeDtypeStruct((1,), jnp.uint32)
     return buffer_callback(call, ticket, has_side_effect=True)
+
+
+def placed_here(value, placement):
+    """A slot's message as an array of its own, as on a device."""
+    del placement
+    return jnp.array(value, copy=True)
+
+
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1073741824 bytes."
+
+
+def out_of_memory():
+    """What JAX raises."""
+    return jax.errors.JaxRuntimeError(OUT_OF_MEMORY)
+
+
+class Item:
+    """What a queue's item leaves: it ends when the test says so, perhaps with an error."""
+
+    def __init__(self, error=None):
+        self.may_end, self.error = threading.Event(), error
+
+    def is_ready(self):
+        return self.may_end.is_set()
+
+    def block_until_ready(self):
+        self.may_end.wait()
+        if self.error is not None:
+            raise self.error
+        return self
+
+
+class FakeGpu:
+    """A GPU in place of the CPU: what it was asked to copy it copies while `go` is set.
+
+    Plugged into a stage (`open_copies` in place of the product's, `ending` in place of what an op
+    leaves), its items hang, fail or end late as the test says; copies behind them wait, too.
+
+    Attributes:
+        items: What becomes of ops, by label; all others end at once.
+        receive_error: What placing a received message raises.
+    """
+
+    def __init__(self):
+        self.library = FakeLibrary(held=True)
+        self.go = threading.Event()
+        self.items = {}
+        self.receive_error = None
+        self._over = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self):
+        while not self._over:
+            if self.go.wait(0.01):
+                self.library.run()
+                time.sleep(0.0002)
+
+    def close(self):
+        self._over = True
+        self.go.set()
+        self._thread.join()
+
+    def ending(self, op, done):
+        """What the queue waits for after an op."""
+        item = self.items.get(op)
+        if item is None:
+            return done
+        self.go.clear()  # copies of its results wait for it
+        threading.Thread(target=self._end, args=(item,), daemon=True).start()
+        return item
+
+    def _end(self, item):
+        item.may_end.wait()
+        self.go.set()
+
+    def open_copies(self, placement, report_memory, wanted="auto"):
+        """As `choosing.open_copies` on a GPU whose copy engine works."""
+        del placement, wanted
+        resources = ExitStack()
+        driver, pinned = CudaDriver(self.library, 0), PinnedHostSend()
+        resources.callback(driver.close)
+        resources.callback(pinned.close)
+        memory = RegisteredMemory(driver)
+        resources.callback(memory.close)
+        report_memory(memory)
+        outgoing = CopyEngineSend(driver, memory, pinned, view_here)
+        incoming = RegisteredReceive(memory, 0, HostReceive(), CPU, self._place)
+        resources.callback(outgoing.close)
+        resources.callback(incoming.close)
+        available = CopyBackends([outgoing], [incoming], memory, resources)
+        return StageCopies(outgoing, incoming, available)
+
+    def _place(self, value, placement):
+        if self.receive_error is not None:
+            raise self.receive_error
+        return placed_here(value, placement)

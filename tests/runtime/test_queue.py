@@ -9,7 +9,7 @@ import pytest
 from jaxmorph.progress import StalledError
 from jaxmorph.runtime.queue import AsynchronousQueue, Pace, PacedQueue
 from jaxmorph.runtime.routes import Moved
-from jaxmorph.schedule.ops import OpKind
+from jaxmorph.schedule.ops import Op, OpKind
 
 
 @pytest.fixture(params=[AsynchronousQueue, PacedQueue])
@@ -251,3 +251,24 @@ def test_an_item_that_never_ends_is_named(queue):
     with pytest.raises(StalledError, match=r"no progress for .* its queue is at F3"):
         queue.drain(0.1)
     never.may_end.set()
+
+
+@pytest.mark.parametrize(
+    ("label", "timeout_s", "stalls"),
+    [(Op(OpKind.F, 3), 0.0, True), (Op(OpKind.F, 3), 600.0, False), ("a transfer", 0.0, False)],
+)
+def test_an_op_that_holds_the_queue_explains_waits_in_vain(queue, label, timeout_s, stalls):
+    never, in_vain = NeverReady(), TimeoutError("no gradient came")
+    assert queue.stall(in_vain, 0.0) is None
+    queue.enqueue(label, lambda: never)
+    until_s = time.monotonic() + 30
+    while queue._at is None:
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+    stall = queue.stall(in_vain, timeout_s)
+    assert (stall is not None) == stalls
+    if stall is not None:
+        assert str(stall).endswith("its queue is at F3; so it waited in vain: no gradient came")
+    never.may_end.set()
+    queue.drain()
+    assert queue.stall(in_vain, 0.0) is None
