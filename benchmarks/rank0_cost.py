@@ -34,6 +34,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from jaxmorph.config import Config
+from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.controller_state import first_state
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.orchestrator import Option, Options
@@ -160,7 +161,7 @@ class Case:
     config: Config
     profile: Profile
     plans: tuple[Plan, Plan]
-    programs: tuple[tuple[RankInstructions, ...], tuple[RankInstructions, ...]]
+    programs: tuple[tuple[RankInstructions, ...], ...]
     healthy: tuple[tuple[StepOutcome, ...], ...]
     slow: tuple[StepOutcome, ...]
     steady_steps: int
@@ -240,7 +241,7 @@ class Stage:
         """Takes the place of all that has no effect here."""
         return ()
 
-    events = take_link_failures = update = make_room = probe = nothing
+    events = take_link_failures = update = make_room = probe = message_times_ms = nothing
 
 
 class PreparedPlans(PlanningProcess):
@@ -252,7 +253,7 @@ class PreparedPlans(PlanningProcess):
         programs = case.programs[1]
         self._answer = Chosen(tuple(map(instructions_text, programs)), slots_needed(programs))
 
-    def make_candidates(self, *arguments: Any) -> Options:
+    def make_candidates(self, profile: Any, verdicts: Any, staying: Any = ()) -> Options:
         """The plan that delegates the slow link takes half as long."""
         options = (Option(plan, 1e3 / (1 + at)) for at, plan in enumerate(self._case.plans))
         return Options(2e3, 1e3, tuple(options))
@@ -285,8 +286,10 @@ def run_other_ranks(case: Case, store: Store, report: Any) -> None:
 
     def run(rank: int) -> None:
         own = join(case, store, rank)
-        adaptation = Adaptation(own, Stage(case, rank), None, None, None)  # pyright: ignore
-        loop = Loop(StepRunner(Stage(case, rank), own), case.programs[0][rank], [adaptation])
+        stage: Any = Stage(case, rank)
+        nothing: Any = None
+        adaptation = Adaptation(own, stage, nothing, None, None)
+        loop = Loop(StepRunner(stage, own), case.programs[0][rank], [adaptation])
         began_s = time.thread_time()
         for _ in range(case.num_steps):
             loop.step(_INPUTS)
@@ -348,9 +351,10 @@ def opened_rank_0(
     case: Case, own: HostRendezvous, found: Measured
 ) -> Iterator[tuple[Loop, StepRecorder]]:
     """Rank 0's loop and recorder, as `training.run` opens them."""
-    config, stage = case.config, Stage(case, 0)
+    config = case.config
+    stage: Any = Stage(case, 0)
     plan, profile = case.plans[0], case.profile
-    usual = {"direct": profile.links, "delegated": profile.links}
+    usual: UsualLinks = {"direct": profile.links, "delegated": profile.links}
     state = first_state(config.adaptation, plan, profile, usual, Detector())
 
     def send(message: Any) -> None:
@@ -381,10 +385,10 @@ def opened_rank_0(
                 lines=lines,
             )
         )
-        evaluation = SimpleNamespace(latest=NOT_EVALUATED)
-        recording = Recording(recorder, evaluation, plan)  # pyright: ignore
-        adaptation = Adaptation(own, stage, recording, control, None)  # pyright: ignore
-        runner = StepRunner(stage, own)  # pyright: ignore
+        evaluation: Any = SimpleNamespace(latest=NOT_EVALUATED)
+        recording = Recording(recorder, evaluation, plan)
+        adaptation = Adaptation(own, stage, recording, control, None)
+        runner = StepRunner(stage, own)
         control._planner.submit(lambda: None).result(_DEADLINE_S)  # the process has begun
         yield Loop(runner, in_force.program, [recording, adaptation]), recorder
 

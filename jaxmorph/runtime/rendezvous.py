@@ -6,7 +6,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import is_dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -36,6 +36,7 @@ _RENDEZVOUS = "the rendezvous"
 _GRACE_S = 2.0
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
+_THEN_OWN = b"\n"  # after all ranks' messages, what one rank alone gets; JSON escapes its own
 _NOTE = b"\0"  # begins a note; what ranks exchange is text
 _NOTE_EVERY_S = 5.0
 
@@ -76,12 +77,15 @@ class Rendezvous(Protocol):
     num_ranks: int
     secret: bytes
 
-    def exchange(self, message: Json, detail: Any = None) -> list[Json]:
+    def exchange(
+        self, message: Json, detail: Any = None, addressed: Sequence[Json] = ()
+    ) -> list[Json]:
         """All ranks' messages, in rank order, this rank's own included; also a barrier.
 
         Args:
             message: For all ranks; anything that `plain_json.dump` takes.
             detail: For rank 0 alone, which finds it as JSON text under `DETAIL`.
+            addressed: From rank 0, for each rank alone: keys that it finds in rank 0's message.
 
         Raises:
             RendezvousError: If a rank is gone or doesn't come within the deadline; it names it.
@@ -137,9 +141,12 @@ class SoleRank:
     def __init__(self) -> None:
         self.secret = new_nonce()
 
-    def exchange(self, message: Json, detail: Any = None) -> list[Json]:
+    def exchange(
+        self, message: Json, detail: Any = None, addressed: Sequence[Json] = ()
+    ) -> list[Json]:
         """This rank's message, as the network would return it."""
-        return [{**json.loads(dump(message)), DETAIL: dump(detail)}]
+        own = json.loads(dump(addressed[0])) if addressed else {}
+        return [{**json.loads(dump(message)), **own, DETAIL: dump(detail)}]
 
     def limit(self, deadline_s: float, *, starts: bool = False) -> None:
         """There is no other rank to wait for."""
@@ -222,28 +229,32 @@ class HostRendezvous:
                 with contextlib.suppress(ConnectionLostError, OSError):
                     peer.send(_NOTE + f"rank {origin}: {note}".encode())
 
-    def exchange(self, message: Json, detail: Any = None) -> list[Json]:
+    def exchange(
+        self, message: Json, detail: Any = None, addressed: Sequence[Json] = ()
+    ) -> list[Json]:
         """All ranks' messages, in rank order; also a barrier (see `Rendezvous`)."""
         self._exchanges = True
         try:
             with progress.within(self._deadline_s):
-                return self._exchange(message, detail)
+                return self._exchange(message, detail, addressed)
         finally:
             self._exchanges = False
 
-    def _exchange(self, message: Json, detail: Any) -> list[Json]:
+    def _exchange(self, message: Json, detail: Any, addressed: Sequence[Json]) -> list[Json]:
         own = dump(message).encode(), dump(detail).encode()
         if self.rank != 0:
             for each in own:
                 self._send(0, each)
-            return json.loads(self._receive(0))
+            return _with_own(*self._receive(0).partition(_THEN_OWN))
         others = range(1, self.num_ranks)
         received = [own, *((self._receive(rank), self._receive(rank)) for rank in others)]
         messages = b"[" + b",".join(message for message, _ in received) + b"]"
+        own_keys = [_THEN_OWN + dump(each).encode() for each in addressed]
         for rank in others:
-            self._send(rank, messages)
+            self._send(rank, messages + own_keys[rank] if own_keys else messages)
+        found = _with_own(messages, b"", own_keys[0][1:] if own_keys else b"")
         details = ({DETAIL: detail.decode()} for _, detail in received)
-        return [each | detail for each, detail in zip(json.loads(messages), details, strict=True)]
+        return [each | detail for each, detail in zip(found, details, strict=True)]
 
     def close(self) -> None:
         """Close all connections."""
@@ -280,6 +291,12 @@ class HostRendezvous:
         except ConnectionLostError as error:
             message = f"rank {rank} is gone: {error}"
             raise RendezvousError(message, self._last_notes.get(rank, ""), rank=rank) from error
+
+
+def _with_own(messages: bytes, _: bytes, own: bytes) -> list[Json]:
+    """All messages, and in rank 0's the keys for this rank alone."""
+    found = json.loads(messages)
+    return [found[0] | json.loads(own), *found[1:]] if own else found
 
 
 def _gather(

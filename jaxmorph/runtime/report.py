@@ -23,6 +23,7 @@ from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
 
 _Part = TypeVar("_Part")
+_NOT_FOR_ALL = frozenset({DETAIL, "own_parts"})
 
 Span = tuple[str, float, float]
 """The label of an op or a transfer, and its start and end: milliseconds since the step began."""
@@ -108,6 +109,7 @@ class StepReport:
         not_finite: Which of its loss and gradients are not finite; empty if all are finite.
         peak_device_bytes: Peak memory in use on its device; None where the device doesn't report.
         parts: What callbacks add, by the names of their dataclasses: see `parts_of`.
+        own_parts: In rank 0's report, what callbacks add for the reading rank alone (`Addressed`).
         detail: The timings as JSON text; only rank 0 has those of other ranks.
     """
 
@@ -118,11 +120,12 @@ class StepReport:
     not_finite: str = ""
     peak_device_bytes: int | None = None
     parts: Mapping[str, Json] = field(default_factory=dict)
+    own_parts: Mapping[str, Json] = field(default_factory=dict)
     detail: str = "{}"
 
     def to_json(self) -> Json:
         """What goes to all ranks."""
-        return {name: value for name, value in vars(self).items() if name != DETAIL}
+        return {name: value for name, value in vars(self).items() if name not in _NOT_FOR_ALL}
 
     @classmethod
     def from_json(cls, message: Json, rank: int) -> "StepReport":
@@ -139,12 +142,29 @@ class StepReport:
         return parse_line(StepTimings, self.detail, "the timings of a step")
 
 
+@dataclass(frozen=True)
+class Addressed:
+    """A part that rank 0 adds to its report, another one for each rank, in rank order."""
+
+    parts: tuple[Any, ...] = ()
+
+
 def named_parts(parts: Iterable[Any]) -> dict[str, Json]:
     """What a rank sends of its callbacks' parts: dataclasses whose fields all have defaults.
 
     A part that equals its default is not sent, so most steps send none.
     """
-    return {type(part).__name__: as_object(part) for part in parts if part != type(part)()}
+    return {
+        type(part).__name__: as_object(part)
+        for part in parts
+        if not isinstance(part, Addressed) and part != type(part)()
+    }
+
+
+def addressed_parts(parts: Iterable[Any]) -> list[Json]:
+    """What rank 0 sends each rank alone (`StepReport.own_parts`); empty in most steps."""
+    of_ranks = zip(*(each.parts for each in parts if isinstance(each, Addressed)), strict=True)
+    return [{"own_parts": named_parts(own)} for own in of_ranks]
 
 
 def parts_of(reports: Sequence[StepReport], kind: type[_Part]) -> list[_Part]:
@@ -154,9 +174,10 @@ def parts_of(reports: Sequence[StepReport], kind: type[_Part]) -> list[_Part]:
         ParseError: A rank sent something else; the error names the rank.
     """
     name = kind.__name__
+    sent = (report.own_parts.get(name) or report.parts.get(name) for report in reports)
     return [
-        parse(kind, report.parts[name], f"rank {rank}'s {name}") if name in report.parts else kind()
-        for rank, report in enumerate(reports)
+        kind() if each is None else parse(kind, each, f"rank {rank}'s {name}")
+        for rank, each in enumerate(sent)
     ]
 
 

@@ -24,6 +24,7 @@ from jaxmorph.runtime.report import (
     StepReport,
     StepTimings,
     StepTotals,
+    addressed_parts,
     named_parts,
     parts_of,
     peak_bytes,
@@ -140,6 +141,7 @@ class StepRunner:
         # Steps for timings leave the events to the first step of training.
         events = tuple(map(LinkEvent.of, stage.events())) if updates else ()
         timings = StepTimings.of(outcome, began_s, events)
+        parts = [*report(step)]
         own = StepReport(
             loss=outcome.loss,
             squared_norm=squared_norm,
@@ -147,9 +149,11 @@ class StepRunner:
             took_s=took_s,
             not_finite=not_finite_in_words(stage, outcome.loss, squared_norm) if updates else "",
             peak_device_bytes=peak_bytes(stage.device),
-            parts=named_parts(report(step)),
+            parts=named_parts(parts),
         )
-        of_ranks = self.rendezvous.exchange(own.to_json(), timings.to_json())
+        of_ranks = self.rendezvous.exchange(
+            own.to_json(), timings.to_json(), addressed_parts(parts)
+        )
         ended_s = time.monotonic()
         progress.stamp("updates its parameters")
         reports = tuple(StepReport.from_json(each, rank) for rank, each in enumerate(of_ranks))

@@ -21,7 +21,7 @@ from jaxmorph.program.instructions import Channel, RankInstructions, parse_instr
 from jaxmorph.records import Link
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rendezvous import Rendezvous
-from jaxmorph.runtime.report import ProbeTimes
+from jaxmorph.runtime.report import Addressed, ProbeTimes
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepResult
 from jaxmorph.training.control_loop import ControlLoop, Morph
@@ -35,16 +35,16 @@ from jaxmorph.training.starting_point import starting_point
 
 @dataclass(frozen=True)
 class Announced:
-    """Rank 0's announcement for after a step: a plan to swap to, or links to probe.
+    """Rank 0's announcement to a rank for after a step: a plan to swap to, or links to probe.
 
     Attributes:
-        programs: Every rank's instructions, as `instructions_text` writes them.
+        program: The rank's instructions, as `instructions_text` writes them; "": no other plan.
         slots: The number of slots that each delegated channel needs.
         probe: The links to probe.
         late_once: If these are in time again in this step, the plan is dropped.
     """
 
-    programs: tuple[str, ...] = ()
+    program: str = ""
     slots: Mapping[Channel, int] = field(default_factory=dict)
     probe: tuple[Link, ...] = ()
     late_once: tuple[LateOnce, ...] = ()
@@ -136,14 +136,16 @@ class Adaptation(Callback):
         self._probed: list[Stamp] = []
         self._last_messages = LastMessages() if adapts else None
 
-    def report(self, step: int) -> tuple[PathReport, ProbeTimes, InTimeAgain, Announced]:
+    def report(
+        self, step: int
+    ) -> tuple[PathReport, ProbeTimes, InTimeAgain, Announced | Addressed]:
         """This rank's direct paths, probes and links in time again; on rank 0 the announcement."""
         paths, in_time = self._own_ends.report(), InTimeAgain()
         if self._last_messages is not None:
             in_time = self._last_messages.report(self._trainer.message_times_ms())
         probed, self._probed = self._probed, []
         took_ms = ((str(stamp.label), 1e3 * stamp.duration_s) for stamp in probed)
-        announced = Announced()
+        announced: Announced | Addressed = Announced()
         if self._loop is not None and step != self._last_step:
             announced, restore = self._due(self._loop)
             paths = replace(paths, restore=tuple(sorted(restore)))
@@ -157,7 +159,7 @@ class Adaptation(Callback):
             return GOES_ON
         return Effect(program=self.apply(result.step, paths, announced))
 
-    def _due(self, loop: ControlLoop) -> tuple[Announced, frozenset[Link]]:
+    def _due(self, loop: ControlLoop) -> tuple[Announced | Addressed, frozenset[Link]]:
         """The announcement, and the paths to restore with it.
 
         A path that has failed since the controller's decision is left out.
@@ -167,7 +169,9 @@ class Adaptation(Callback):
             case Morph() as morph:
                 self._morph = morph
                 restore = self._own_ends.failed & morph.restore
-                return Announced(morph.programs, morph.slots, late_once=morph.late_once), restore
+                slots, late = morph.slots, morph.late_once
+                of_ranks = (Announced(each, slots, late_once=late) for each in morph.programs)
+                return Addressed(tuple(of_ranks)), restore
             case ProbeLinks(links, restore):
                 failed = self._own_ends.failed.intersection(links)
                 if failed <= restore:
@@ -196,9 +200,9 @@ class Adaptation(Callback):
         for link in announced.probe:
             if link not in self._own_ends.failed:  # it may have failed in this very step
                 self._probed += self._trainer.probe(link, step)
-        if not announced.programs:
+        if not announced.program:
             return None
-        program = parse_instructions(announced.programs[self._rendezvous.rank])
+        program = parse_instructions(announced.program)
         make_room(self._rendezvous, self._trainer, announced.slots)
         if self._morph is not None:
             self._recorder.adopt(self._morph, step + 1)

@@ -417,7 +417,7 @@ class Thread(SoleRank):
         self.rank, self.num_ranks = rank, len(messages)
         self._messages, self._barrier = messages, barrier
 
-    def exchange(self, message, detail=None):
+    def exchange(self, message, detail=None, addressed=()):
         self._messages[self.rank] = message
         self._barrier.wait(LIMIT_S)
         everything = list(self._messages)

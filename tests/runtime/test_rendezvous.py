@@ -89,6 +89,18 @@ def test_all_messages_arrive_in_rank_order(text):
     assert details == [['{"of": 0}', '{"of": 1}', '{"of": 2}'], [None] * 3, [None] * 3]
 
 
+def test_a_rank_alone_gets_what_is_addressed_to_it():
+    def exchange(rendezvous):
+        own = [{"of": f"rank {rank}\n"} for rank in range(3)] if rendezvous.rank == 0 else ()
+        return without_details(rendezvous.exchange({"rank": rendezvous.rank}, addressed=own))
+
+    others = [{"rank": 1}, {"rank": 2}]
+    received = in_threads(3, exchange)
+    assert received == [[{"rank": 0, "of": f"rank {rank}\n"}, *others] for rank in range(3)]
+    alone = SoleRank().exchange({"x": 1}, addressed=[{"y": (2,)}])
+    assert without_details(alone) == [{"x": 1, "y": [2]}]
+
+
 @dataclass(frozen=True)
 class Cut:
     """A value that ranks exchange."""

@@ -25,7 +25,7 @@ from jaxmorph.records import Link
 from jaxmorph.runtime.direct_probe import probe_transfers
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rendezvous import DETAIL
-from jaxmorph.runtime.report import StepReport, StepTotals, named_parts, parts_of
+from jaxmorph.runtime.report import StepReport, StepTotals, addressed_parts, named_parts, parts_of
 from jaxmorph.schedule.costs import LinkDelay
 from jaxmorph.training.adaptation import Adaptation
 from jaxmorph.training.control_loop import ControlLoop
@@ -115,7 +115,7 @@ class Mirror:
     def __init__(self, rank):
         self.rank, self.num_ranks, self.exchanges = rank, 3, 0
 
-    def exchange(self, message, detail=None):
+    def exchange(self, message, detail=None, addressed=()):
         self.exchanges += 1
         return [message] * 3
 
@@ -218,14 +218,19 @@ class FailingRun:
 
     def _apply(self, reports):
         before = len(self.wires.restored)
-        result: Any = SimpleNamespace(step=self.step, parts_of=partial(parts_of, reports))
         for rank in range(3):
+            seen = [self._seen_by(rank, reports[0]), *reports[1:]]
+            result: Any = SimpleNamespace(step=self.step, parts_of=partial(parts_of, seen))
             program = self.ranks[rank].after(result).program
             self.programs[rank] = program or self.programs[rank]
         for link in self.wires.restored[before:]:
             self.on_restored(link, self.wires.found_up[link])
         self.recorder.on_disk().result(30)
         self.routes = dict(self.loop.state.plan.routes)
+
+    def _seen_by(self, rank, report_of_rank_0):
+        own = self.addressed[rank]["own_parts"] if self.addressed else {}
+        return replace(report_of_rank_0, own_parts=own)
 
     def on_restored(self, link, found_up):
         """Called when a path is restored, with the steps in a row that it was up."""
@@ -244,7 +249,9 @@ class FailingRun:
         self.stages[rank].took_ms = [
             (Transfer.parse(span.label), span.end_ms - span.start_ms) for span in spans
         ]
-        parts = named_parts(self.ranks[rank].report(self.step))
+        parts = self.ranks[rank].report(self.step)
+        if rank == 0:
+            self.addressed = json.loads(dump(addressed_parts(parts)))
         ops = zip(
             timeline.orders[rank], timeline.start_ms[rank], timeline.end_ms[rank], strict=True
         )
@@ -253,7 +260,7 @@ class FailingRun:
             "transfers": [_times(span, waited_ms) for span in spans if span.holds_queue],
             "arrivals": [_times(span, waited_ms) for span in spans if not span.holds_queue],
         }
-        own = StepReport(1.0, 1.0, parts=parts)
+        own = StepReport(1.0, 1.0, parts=named_parts(parts))
         message = json.loads(dump(own.to_json()))
         return StepReport.from_json(message | {DETAIL: json.dumps(timings)}, rank)
 

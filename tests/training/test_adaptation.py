@@ -18,7 +18,7 @@ from jaxmorph.plain_json import dump, parse
 from jaxmorph.program.instructions import Payload, Transfer, instructions_text
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.records import Link, Route
-from jaxmorph.runtime.report import ProbeTimes
+from jaxmorph.runtime.report import Addressed, ProbeTimes
 from jaxmorph.schedule.costs import Limits, StageCosts
 from jaxmorph.schedule.planner import plan
 from jaxmorph.training.adaptation import Adaptation, Announced, OwnEnds
@@ -99,15 +99,19 @@ def over_the_network(value):
     return parse(type(value), json.loads(dump(value)), "rank 0")
 
 
-def announced_by_rank_0(adaptation):
-    """Its report on direct paths, and its announcement."""
-    paths, _, _, announced = map(over_the_network, adaptation.report(7))
-    return paths, announced
+def announced_by_rank_0(adaptation, to_rank=0):
+    """Its report on direct paths, and its announcement to a rank."""
+    paths, _, _, announced = adaptation.report(7)
+    return over_the_network(paths), seen_by(to_rank, announced)
+
+
+def seen_by(rank, part):
+    return over_the_network(part.parts[rank] if isinstance(part, Addressed) else part)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_every_rank_swaps_once_all_have_made_room(rank):
-    paths, announced = announced_by_rank_0(on_rank(0, Loop(MORPH))[0])
+    paths, announced = announced_by_rank_0(on_rank(0, Loop(MORPH))[0], rank)
     adaptation, rendezvous, stage, _ = on_rank(rank)
     assert adaptation.apply(7, [paths, SILENT, SILENT], announced) == PROGRAMS[rank]
     assert (stage.room, rendezvous.exchanges) == ([SLOTS], 1)
@@ -148,10 +152,10 @@ def test_all_ranks_drop_a_morph_for_a_link_that_is_in_time_again(last_ms):
         stage.took_ms = [250.0] * 5
         adaptation.report(6)
         stage.took_ms, adaptation._loop = [last_ms] * 5, due
-        parts.append([*map(over_the_network, adaptation.report(7))])
+        parts.append(adaptation.report(7))
     is_dropped = last_ms == 0.5
     for rank, (adaptation, rendezvous, stage, _) in enumerate(ranks):
-        result: Any = Result(7, *parts)
+        result: Any = Result(7, *([seen_by(rank, part) for part in of_rank] for of_rank in parts))
         effect = adaptation.after(result)
         assert effect.program == (None if is_dropped else PROGRAMS[rank])
         assert (stage.room, rendezvous.exchanges) == (([], 0) if is_dropped else ([SLOTS], 1))
@@ -188,7 +192,7 @@ def test_a_path_begins_again_before_its_probe(rank, is_end):
 
 def test_an_unprobed_path_begins_again_with_its_morph():
     paths, announced = announced_by_rank_0(
-        after_failure(0, Loop(replace(MORPH, restore=frozenset({LINK}))))[0]
+        after_failure(0, Loop(replace(MORPH, restore=frozenset({LINK}))))[0], to_rank=1
     )
     assert paths.restore == (LINK,)
     adaptation, stage = after_failure(1)

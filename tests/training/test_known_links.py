@@ -89,7 +89,7 @@ class Follower(SoleRank):
     def __init__(self, message):
         self._message = message
 
-    def exchange(self, message, detail=None):
+    def exchange(self, message, detail=None, addressed=()):
         assert message == {"value": ()}
         return [self._message, message]
 

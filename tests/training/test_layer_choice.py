@@ -30,7 +30,7 @@ class Rank(SoleRank):
         self.rank, self.num_ranks = rank, 2
         self.sent, self._received = [], list(received)
 
-    def exchange(self, message, detail=None):
+    def exchange(self, message, detail=None, addressed=()):
         self.sent.append(message)
         return [message if self.rank == 0 else self._received.pop(0), {}]
 

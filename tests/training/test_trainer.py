@@ -255,7 +255,7 @@ def test_a_step_begins_when_all_ranks_have_called(monkeypatch, trainer_of):
     def wait_for_the_last_rank():
         clock_s[0] = max(clock_s[0], 5.0)
 
-    def exchange(message, detail=None):
+    def exchange(message, detail=None, addressed=()):
         wait_for_the_last_rank()
         details.append(detail)
         return [message]
