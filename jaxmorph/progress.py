@@ -264,12 +264,13 @@ def is_stopped(pid: int) -> bool:
 def write_stacks_of(pid: int) -> None:
     """Let a process write the stacks of its threads to its log, even if it is stopped.
 
-    It has a moment for that; afterwards the caller ends it.
+    It has a moment for that; afterwards the caller ends it. A stopped one may write them by its own
+    timer once it is continued, so it is asked after that: two writers would mix up their lines.
     """
     with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGQUIT)
-        os.kill(pid, signal.SIGCONT)
-        time.sleep(_STACKS_S)
+        for number in (signal.SIGCONT, signal.SIGQUIT):
+            os.kill(pid, number)
+            time.sleep(_STACKS_S)
 
 
 def continue_when_parent_ends() -> None:

@@ -9,7 +9,7 @@ from jaxmorph import progress as stamps
 from jaxmorph.progress import LOOK_S, progress
 from jaxmorph.runtime.rank_process import run_rank
 
-GRACE_S, LIMIT_S = 0.2, 1.5
+GRACE_S, LIMIT_S = 0.2, 3.0  # longer than a look, as real ones are
 NEVER = threading.Event()
 
 

@@ -27,7 +27,7 @@ def test_a_stalled_rank_is_named_with_what_it_waits_for(tmp_path, how):
     (stalled,) = failure.stalled
     assert stalled.startswith("rank 1 stalled: no progress for ")
     assert "in stand_still" in log
-    assert "in _watch" in log  # the stacks of all threads
+    assert log.count("most recent call first") > 1  # of all threads
 
 
 def test_a_rank_that_keeps_the_interpreters_lock_is_ended(tmp_path):
