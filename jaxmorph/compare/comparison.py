@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -25,6 +26,7 @@ from jaxmorph.report.page import REPORT, write_report
 from jaxmorph.report.run_directory import plain_json, replace_file
 from jaxmorph.report.run_matrix import RESULTS, TIMELINES, Matrix, Run
 from jaxmorph.report.terminal import MatrixView
+from jaxmorph.report.text import duration
 from jaxmorph.runtime.launcher import run_ranks, threads_for
 from jaxmorph.training.start import check_run
 
@@ -47,15 +49,24 @@ def start_comparison(path: Path, overrides: Sequence[str]) -> int:
         view.say(f"writes {directory}")
         if "left aside" in notes:
             view.say(f"left aside: {notes['left aside']}")
-        for system in wanted.systems:
+        began_s = time.monotonic()
+        for number, system in enumerate(wanted.systems):
+            place = _place(number, len(wanted.systems), time.monotonic() - began_s)
             if wanted.has_whole_runs:
-                _run_whole_system(system, config, wanted, results, view)
+                _run_whole_system(system, config, wanted, results, view, place)
             else:
-                _run_system(system, config, results, view)
+                _run_system(system, config, results, view, place)
         names = RESULTS, TABLE, FIGURE, RECOVERY_FIGURE, TIMELINES, REPORT
         written = [str(directory / name) for name in names if (directory / name).is_file()]
         view.say(f"wrote {', '.join(written)}")
     return len(results.record.failures)
+
+
+def _place(num_done: int, num_systems: int, took_s: float) -> str:
+    """Which system is next, and how long all that are left may take."""
+    left_s = took_s / num_done * (num_systems - num_done) if num_done else 0.0
+    about = f", about {duration(left_s)} left" if num_done else ""
+    return f"{num_done + 1} of {num_systems} systems{about}"
 
 
 def _checked(path: Path, overrides: Sequence[str], config: Config) -> Compare:
@@ -132,12 +143,14 @@ def _failure(name: str, make: Callable[[], object]) -> str | None:
     return None
 
 
-def _run_system(system: str, config: Config, results: _Results, view: MatrixView) -> None:
+def _run_system(
+    system: str, config: Config, results: _Results, view: MatrixView, place: str
+) -> None:
     def take(message: dict[str, Any]) -> None:
         results.record.take(system, parse_comparison_message(message))
-        view.update(results.matrix(), f"{system} is running")
+        view.update(results.matrix(), f"{system} is running ({place})")
 
-    view.update(results.matrix(), f"{system} is starting")
+    view.update(results.matrix(), f"{system} is starting ({place})")
     arguments = [str(results.directory / "config.yaml"), system]
     logs = results.directory / "logs" / system
     failure: str | None = "interrupted"
@@ -165,7 +178,7 @@ def _run_system(system: str, config: Config, results: _Results, view: MatrixView
 
 
 def _run_whole_system(
-    name: str, config: Config, wanted: Compare, results: _Results, view: MatrixView
+    name: str, config: Config, wanted: Compare, results: _Results, view: MatrixView, place: str
 ) -> None:
     """Run a system under each condition; a failed run doesn't keep the next from starting."""
     failures: list[str] = []
@@ -180,7 +193,7 @@ def _run_whole_system(
             view.say(f"{total}, {len(run.recoveries)} restarts, goodput {run.goodput or 0.0:.1%}")
 
     for number, condition in enumerate(wanted.conditions):
-        view.update(results.matrix(), f"{name} is running under '{condition.name}'")
+        view.update(results.matrix(), f"{name} is running under '{condition.name}' ({place})")
         directory = results.directory / RUNS / f"{name}-{number}"
         run_whole(config, SYSTEMS[name], condition, directory, view.say, put)
     results.record.finish(name, "; ".join(failures) or None)

@@ -303,6 +303,7 @@ def _traces(wanted: Compare) -> dict[str, str]:
 def _left_aside(config: Config) -> dict[str, str]:
     """The note on sections that a comparison ignores, if any are configured."""
     configured = {
+        "run.steps": "steps" in config.run.model_fields_set,
         "routes": config.routes != Routes(),
         "schedule.link_ms": config.schedule.link_ms is not None,
         "emulation.links": bool(config.emulation.links),
@@ -310,7 +311,10 @@ def _left_aside(config: Config) -> dict[str, str]:
         "evaluation": config.evaluation.every_steps is not None,
     }
     names = [name for name, is_set in configured.items() if is_set]
-    reason = "systems have their own routes and plans, conditions their own links; only steps run"
+    reason = (
+        "systems have their own routes and plans, conditions their own links; "
+        "compare.steps says how many steps run, and nothing else does"
+    )
     return {"left aside": f"{', '.join(names)}: {reason}"} if names else {}
 
 

@@ -375,7 +375,7 @@ class Metrics(Section):
     """Where metrics go besides `metrics.jsonl`."""
 
     tensorboard: Annotated[bool, Expected("true or false")] = False
-    """Also write TensorBoard events (`pip install -e '.[tensorboard]'`)."""
+    """Also write TensorBoard events (`pip install tensorboardX`)."""
 
 
 class Timeouts(Section):

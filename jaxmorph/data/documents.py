@@ -52,7 +52,9 @@ def text_documents(path: Path) -> list[bytes]:
     files = _files_below(path, TEXT_SUFFIXES)
     if not files:
         suffixes = " ".join(sorted(TEXT_SUFFIXES))
-        raise UserError(f"data.path: {path}: no text file in this folder, expected {suffixes}")
+        arrays = _files_below(path, frozenset({".bin"}))
+        one = f"; or name a token array: data.path={arrays[0]}" if arrays else ""
+        raise UserError(f"data.path: {path}: no text file in this folder, expected {suffixes}{one}")
     documents = [text for text in map(_read_text, files) if text]
     if not documents:
         raise UserError(f"data.path: {path}: every text file in this folder is empty")

@@ -63,6 +63,6 @@ def load_writer() -> type[Any]:
     except ModuleNotFoundError as error:
         raise UserError(
             "metrics.tensorboard: got true without tensorboardX, expected it to be installed: "
-            "pip install -e '.[tensorboard]'"
+            "pip install tensorboardX"
         ) from error
     return SummaryWriter

@@ -109,6 +109,7 @@ class Trainer:
         optimizer: optax.GradientTransformation | None = None,
         resume: bool = False,
     ) -> None:
+        _check_optimizer(optimizer)
         checked, self._rendezvous = configure(config)
         directory, self.config = script_directory(config, checked)
         self.rank = self._rendezvous.rank
@@ -351,3 +352,11 @@ class Trainer:
         slots = {channel_of(each): self.config.batch.microbatches for each in delegated}
         self._stage.make_room(slots)
         self._rendezvous.exchange({})  # no rank sends before both ends have them
+
+
+def _check_optimizer(optimizer: object) -> None:
+    if optimizer is not None and not isinstance(optimizer, optax.GradientTransformation):
+        raise UserError(
+            f"optimizer: got {optimizer!r}, expected an Optax transformation, such as "
+            "optax.adam(1e-3), or None for the configuration's AdamW"
+        )

@@ -204,6 +204,7 @@ def test_notes_let_a_reader_repeat_the_comparison():
 def test_ignored_sections_are_noted():
     notes = notes_of(
         {"profiling_steps": 0},
+        run={"steps": 6},
         parallelism={"stages": 4},
         routes={"2-3": "delegated"},
         schedule={"link_ms": {"2-3": 30}},
@@ -212,7 +213,7 @@ def test_ignored_sections_are_noted():
         evaluation={"every_steps": 5},
     )
     assert notes["left aside"].startswith(
-        "routes, schedule.link_ms, emulation.links, evaluation: systems "
+        "run.steps, routes, schedule.link_ms, emulation.links, evaluation: systems "
     )
     assert notes["steps"].startswith("planned and predicted from warm-up; ")
 

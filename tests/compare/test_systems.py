@@ -2,6 +2,7 @@ from typing import get_args
 
 import pytest
 
+from jaxmorph.compare.comparison import _place
 from jaxmorph.compare.systems import SYSTEMS, route_choices, system_config
 from jaxmorph.config import Config
 from jaxmorph.config.compare_section import SystemName
@@ -91,3 +92,8 @@ def test_restarting_systems_do_not_fail_over():
         name: system_config(config, system).fails_over for name, system in SYSTEMS.items()
     }
     assert {name for name, does in fails_over.items() if not does} == {"restart", "restart-cold"}
+
+
+def test_a_comparison_says_how_long_it_may_take():
+    assert _place(0, 4, 0.0) == "1 of 4 systems"
+    assert _place(2, 4, 300.0) == "3 of 4 systems, about 5:00 left"

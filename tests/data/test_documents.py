@@ -49,6 +49,14 @@ def test_input_that_is_not_text_is_refused(tmp_path, make, says):
         text_documents(path)
 
 
+def test_a_folder_of_token_arrays_is_refused_by_one_of_their_names(tmp_path):
+    for name in ("val.bin", "train.bin"):
+        (tmp_path / name).touch()
+    one = f"; or name a token array: data.path={tmp_path}/train.bin"
+    with pytest.raises(UserError, match=rf"^data.path: .* no text file in this folder.*{one}$"):
+        text_documents(tmp_path)
+
+
 def test_a_folder_with_empty_or_undecodable_files_is_refused(tmp_path):
     (tmp_path / "a.txt").touch()
     with pytest.raises(UserError, match="every text file in this folder is empty"):

@@ -85,5 +85,5 @@ def test_a_missing_library_is_one_line(monkeypatch, tmp_path):
         load_writer()
     assert str(caught.value) == (
         "metrics.tensorboard: got true without tensorboardX, expected it to be installed: "
-        "pip install -e '.[tensorboard]'"
+        "pip install tensorboardX"
     )

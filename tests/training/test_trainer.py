@@ -72,6 +72,11 @@ def test_mismatches_are_one_line(config, says):
     assert "\n" not in str(caught.value)
 
 
+def test_an_optimizer_by_name_is_one_line():
+    with pytest.raises(UserError, match=r"^optimizer: got 'adam', expected an Optax transform"):
+        Trainer(MODEL, {}, optimizer=cast(Any, "adam"))
+
+
 def test_a_configuration_may_be_mapping_file_or_object(tmp_path):
     tree = {"batch": {"microbatches": 3}, "routes": {"default": "delegated"}, "run": {"steps": 50}}
     path = tmp_path / "run.yaml"

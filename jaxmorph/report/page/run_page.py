@@ -120,12 +120,16 @@ def _figures(files: RunFiles) -> Iterator[tuple[str, str]]:
         yield "median prediction", milliseconds(1e3 * median(predicted))
     if bubbles := _known(step.bubble_rate for step in steps):
         yield "median bubble", percent(median(bubbles))
+    if speeds := _known(step.tokens_per_s for step in steps):
+        yield "median tokens/s", f"{median(speeds):,.0f}"
     if files.goodput is not None:
         yield "goodput", percent(files.goodput)
     if losses := _known(step.loss for step in steps):
         yield "loss", f"{losses[0]:.3f} → {losses[-1]:.3f}"
     if held_out := _known(step.held_out_loss for step in steps):
         yield "held-out loss", f"{held_out[0]:.3f} → {held_out[-1]:.3f}"
+    if norms := _known(step.grad_norm for step in steps):
+        yield "gradient norm", f"{norms[0]:.3f} → {norms[-1]:.3f}"
     yield "plan at the end", f"{steps[-1].schedule} {_warmups(steps[-1])}".strip() or UNKNOWN
 
 
