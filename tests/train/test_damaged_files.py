@@ -19,7 +19,7 @@ from jaxmorph.checkpoints.folder import CheckpointFolder
 
 PATIENCE_S = 60.0
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.long]  # `make test` has each file's damage
 
 
 def replace(path, before, after):
@@ -75,7 +75,6 @@ def test_damage_is_reported_once(resumed):
     assert not list(run.glob(".rank_*"))
 
 
-@pytest.mark.long
 def test_steps_are_recorded_while_the_launcher_stands_still(tmp_path):
     """It is stopped, then killed, and the ranks go on and save meanwhile."""
     config = tmp_path / "run.yaml"
