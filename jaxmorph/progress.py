@@ -20,7 +20,6 @@ import ctypes
 import mmap
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -31,9 +30,6 @@ from typing import Any
 GRACE_S = 5.0
 """How long the errors of waits have, which say more, before a process without a stamp has stalled.
 """
-
-STALL = "stalled"
-"""The first word about a process that has stalled."""
 
 LOOK_S = 1.0
 """How often a page is looked at."""
@@ -51,11 +47,7 @@ _TEXT = slice(8 * _NUM_WORDS, 8 * _NUM_WORDS + 400)
 
 def new_page() -> int:
     """A descriptor of new memory for one process's progress; it has no name."""
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("jaxmorph-progress", os.MFD_CLOEXEC)
-    else:
-        fd, path = tempfile.mkstemp(prefix="jaxmorph-")
-        os.unlink(path)  # noqa: PTH108
+    fd = os.memfd_create("jaxmorph-progress", os.MFD_CLOEXEC)
     os.ftruncate(fd, _PAGE)
     return fd
 
@@ -189,7 +181,7 @@ class Stall:
     def __str__(self) -> str:
         how = "; its process is stopped, as by SIGSTOP" if self.is_stopped else ""
         doing = self.doing or "at its start"
-        return f"{STALL}: no progress for {self.silent_s:.0f} s, {doing}{how}"
+        return f"stalled: no progress for {self.silent_s:.0f} s, {doing}{how}"
 
 
 class StalledError(TimeoutError):
@@ -253,12 +245,17 @@ class Page:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, as by SIGSTOP; False where that can't be known."""
+    """Whether a process is stopped, as by SIGSTOP."""
+    return process_fields(pid)[:1] in (["T"], ["t"])
+
+
+def process_fields(pid: int) -> list[str]:
+    """The fields of a process's `/proc/PID/stat` from its state on; none once it is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[:1] in (["T"], ["t"])
+        return []
+    return stat.rpartition(")")[2].split()
 
 
 def write_stacks_of(pid: int) -> None:
@@ -278,5 +275,5 @@ def continue_when_parent_ends() -> None:
 
     It notices by itself that its parent is gone, once it runs.
     """
-    with suppress(Exception):  # only Linux has it
+    with suppress(Exception):  # a C library may lack it
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)

@@ -8,6 +8,7 @@ A direct path that fails: `failover_route` continues delegated, `link_switch` le
 agree, `link_connections` connects them, and `direct_probe` measures a path before it is used again.
 A whole step: `step` (run, exchange, update) with `report` over the `rendezvous`, then `tied`,
 `optimizer` and `stage_state`.
-Processes: `launcher`, `rank_process`, `join` with `xla_settings`, `connection` (only ranks of the
-run have one), `kept_programs`; `host_copies` run beside the queue.
+Processes: `launcher` with `started_rank`, `rank_process`, `join` with `xla_settings`, `connection`
+(only ranks of the run have one), `kept_programs`; `host_copies` run beside the queue. `causes`:
+whose failure it is.
 """

@@ -25,7 +25,7 @@ import jax
 from jax.experimental import serialize_executable
 from jax.stages import Compiled, Lowered
 
-from jaxmorph.runtime.launcher import num_processors
+from jaxmorph.runtime.started_rank import num_processors
 from jaxmorph.stage.compiling import compile_by
 
 if TYPE_CHECKING:  # the GPU check runs without the configuration's libraries

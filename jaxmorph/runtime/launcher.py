@@ -6,9 +6,6 @@ import math
 import os
 import selectors
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +16,16 @@ from typing import TYPE_CHECKING, Any
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.messages import RankFailed
 from jaxmorph.plain_json import parse
-from jaxmorph.progress import Page, Stall, is_stopped, new_page, write_stacks_of
+from jaxmorph.progress import Stall, is_stopped, write_stacks_of
 from jaxmorph.runtime.causes import cause_of
-from jaxmorph.runtime.rank_process import RankArguments
+from jaxmorph.runtime.started_rank import (
+    StartedRank,
+    end_sessions,
+    environment_of_ranks,
+    reserved_port,
+    signal_all,
+    start_rank,
+)
 from jaxmorph.runtime.stop_signals import HUNG_UP, handled
 from jaxmorph.transport.secret import hand_down
 
@@ -30,7 +34,6 @@ if TYPE_CHECKING:  # the GPU check runs without the configuration's libraries
 
 _EVIDENCE_S = 1.0  # for other ranks to report, after the first failure
 _TERMINATION_S = 3.0  # for ranks to end after SIGTERM
-_GOODBYE_S = 1.0  # for sidecars to end after their rank
 _LOOK_S = 0.25  # until a signal is noticed that came while nothing else did
 _POLL_S = 0.05
 _LOG_TAIL_LINES = 5
@@ -75,20 +78,8 @@ class RankFailedError(RunFailedError):
 
 
 @dataclass
-class _Rank:
-    number: int
-    process: subprocess.Popen[bytes]
-    log_path: Path
-    messages_fd: int
-    lifeline_fd: int
-    exit_fd: int
-    pending: bytes = b""
-    page: Page | None = None
-
-
-@dataclass
 class _Watch:
-    ranks: list[_Rank]
+    ranks: list[StartedRank]
     on_message: Callable[[dict[str, Any]], None]
     failures: list[RankFailed] = field(default_factory=list)
     stop_within_s: float | None = None
@@ -149,7 +140,7 @@ def run_ranks(
         contextlib.ExitStack() as stack,
     ):
         coordinator = f"127.0.0.1:{port}"
-        environment = _environment(num_ranks, least_threads)
+        environment = environment_of_ranks(num_ranks, least_threads)
         secret_fd = hand_down()
         stack.callback(os.close, secret_fd)
         stack.callback(_end, watch)  # also ends the first ranks if starting a later one fails
@@ -157,7 +148,7 @@ def run_ranks(
             log_dir.mkdir(parents=True, exist_ok=True)
             for number in range(num_ranks):
                 shown = shows_rank_0 and number == 0
-                rank = _start(
+                rank = start_rank(
                     number, num_ranks, coordinator, module, arguments, log_dir, environment,
                     secret_fd, shown=shown,
                 )  # fmt: skip
@@ -168,69 +159,6 @@ def run_ranks(
             raise RunFailedError(reason) from error
         _watch(watch)
         return watch.asked_by
-
-
-@contextlib.contextmanager
-def reserved_port() -> Iterator[int]:
-    """A TCP port of the loopback interface that no other run gets while this lasts."""
-    # Rank 0 binds the port only seconds later. Until then a socket holds it that shares its port,
-    # as gRPC's do, but doesn't listen, so connections reach only rank 0.
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        holder.bind(("127.0.0.1", 0))
-        yield holder.getsockname()[1]
-
-
-def _start(
-    number: int,
-    num_ranks: int,
-    coordinator: str,
-    module: str,
-    arguments: Sequence[str],
-    log_dir: Path,
-    environment: dict[str, str],
-    secret_fd: int,
-    *,
-    shown: bool,
-) -> _Rank:
-    threads = None if "NPROC" in os.environ else int(environment["NPROC"])
-    log_path = log_dir / f"rank_{number}.log"
-    with log_path.open("wb") as log:
-        messages_read, messages_write = os.pipe()
-        lifeline_read, lifeline_write = os.pipe()
-        page_fd = new_page()
-        rank = RankArguments(
-            number, num_ranks, coordinator, messages_write, lifeline_read, threads, page_fd,
-            secret_fd,
-        )  # fmt: skip
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *rank.to_command_line(), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=None if shown else log,
-            stderr=log,
-            pass_fds=(messages_write, lifeline_read, page_fd, secret_fd),
-            env=environment,
-            start_new_session=True,  # so that Ctrl-C reaches only the launcher
-        )
-    os.close(messages_write)
-    os.close(lifeline_read)
-    page = Page(page_fd)
-    os.close(page_fd)
-    os.set_blocking(messages_read, False)
-    exit_fd = os.pidfd_open(process.pid)
-    return _Rank(number, process, log_path, messages_read, lifeline_write, exit_fd, page=page)
-
-
-def _environment(num_ranks: int, least_threads: int = 1) -> dict[str, str]:
-    """Divides the processors among the ranks: XLA sizes its thread pools by NPROC."""
-    return {"NPROC": str(max(least_threads, num_processors() // num_ranks)), **os.environ}
-
-
-def num_processors() -> int:
-    """Processors that this process may use: `taskset` or a container may allow only some."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _watch(watch: _Watch) -> None:
@@ -246,7 +174,7 @@ def _watch(watch: _Watch) -> None:
             _attend(watch)
             next_s = min(until_s, time.monotonic() + _LOOK_S)
             for key, _ in selector.select(max(0.0, next_s - time.monotonic())):
-                rank: _Rank = key.data
+                rank: StartedRank = key.data
                 if key.fd == rank.exit_fd:
                     selector.unregister(key.fd)
                     running -= 1
@@ -276,8 +204,8 @@ def _attend(watch: _Watch) -> None:
 def _record_stalled(watch: _Watch) -> None:
     """Record the ranks that made no progress and did not end themselves for that."""
     now_s = time.monotonic()
-    for rank, page in _mute(watch):
-        stall = page.stalled(rank.process.pid, now_s)
+    for rank in _silent(watch):
+        stall = rank.page.stalled(rank.process.pid, now_s)
         if stall is not None:
             _record_stall(watch, rank, stall)
             write_stacks_of(rank.process.pid)
@@ -285,21 +213,21 @@ def _record_stalled(watch: _Watch) -> None:
 
 def _record_stopped(watch: _Watch) -> None:
     """Record the ranks that are stopped: the others may have failed because they waited for one."""
-    for rank, page in _mute(watch):
+    for rank in _silent(watch):
         if is_stopped(rank.process.pid):
-            _record_stall(watch, rank, page.stall(rank.process.pid))
+            _record_stall(watch, rank, rank.page.stall(rank.process.pid))
             write_stacks_of(rank.process.pid)
 
 
-def _mute(watch: _Watch) -> Iterator[tuple[_Rank, Page]]:
-    """The ranks that run and have reported no failure, with the pages of their progress."""
+def _silent(watch: _Watch) -> Iterator[StartedRank]:
+    """The ranks that run and have reported no failure."""
     failed = {failure.rank for failure in watch.failures}
     for rank in watch.ranks:
-        if rank.number not in failed and rank.page is not None and _exit_code(rank) is None:
-            yield rank, rank.page
+        if rank.number not in failed and rank.exit_code is None:
+            yield rank
 
 
-def _record_stall(watch: _Watch, rank: _Rank, stall: Stall) -> None:
+def _record_stall(watch: _Watch, rank: StartedRank, stall: Stall) -> None:
     now_s = time.monotonic()
     watch.failures.append(
         RankFailed(False, now_s, rank.number, str(stall), silent_s=stall.silent_s)
@@ -310,27 +238,16 @@ def _record_running(watch: _Watch) -> None:
     """Record the ranks that still run after their time as failed, once."""
     reason, watch.within_s = f"still running after {watch.within_s:g} s", math.inf
     for rank in watch.ranks:
-        if _exit_code(rank) is None:
+        if rank.exit_code is None:
             watch.failures.append(RankFailed(False, time.monotonic(), rank.number, reason))
 
 
-def _exit_code(rank: _Rank) -> int | None:
-    """The exit code of a rank that has ended, the negative signal if one ended it."""
-    # It isn't reaped here: until then its process group can't be another program's.
-    with contextlib.suppress(ChildProcessError):
-        ended = os.waitid(os.P_PID, rank.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is None:
-            return None
-        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-    return rank.process.poll()
-
-
-def _read_messages(rank: _Rank, watch: _Watch) -> bool:
+def _read_messages(rank: StartedRank, watch: _Watch) -> bool:
     """Handle some of the messages that have come; False once none can come."""
     try:
         data = os.read(rank.messages_fd, 1 << 16)
     except BlockingIOError:
-        return _exit_code(rank) is None
+        return rank.exit_code is None
     rank.pending += data
     while b"\n" in rank.pending:  # line by line: Ctrl-C may come in the middle of one
         line, rank.pending = rank.pending.split(b"\n", 1)
@@ -342,13 +259,13 @@ def _read_messages(rank: _Rank, watch: _Watch) -> bool:
     return bool(data)
 
 
-def _record_exit(rank: _Rank, watch: _Watch) -> None:
+def _record_exit(rank: StartedRank, watch: _Watch) -> None:
     while _read_messages(rank, watch):  # those that it sent before it ended
         pass
-    code = _exit_code(rank)
+    code = rank.exit_code
     if code:
         aborted = code == -signal.SIGABRT
-        reason, stall = _ending(code), _stall_at_end(rank)
+        reason, stall = _ending(code), rank.stall_at_end()
         # A rank that raised has reported why. The coordination service ends the others, with an
         # abort or exit code 1.
         reported = any(failure.rank == rank.number for failure in watch.failures)
@@ -365,13 +282,6 @@ def _ending(code: int) -> str:
     # The kernel leaves no other trace of it.
     why = " (out of memory?)" if code == -signal.SIGKILL else ""
     return f"ended by {signal.Signals(-code).name}{why}"
-
-
-def _stall_at_end(rank: _Rank) -> Stall | None:
-    """What a rank that has ended had stalled at: its timer ends it where its watchdog can't."""
-    if rank.page is None or rank.page.look(time.monotonic()) > 0:
-        return None
-    return rank.page.stall()
 
 
 def _raise_cause(watch: _Watch) -> None:
@@ -405,7 +315,7 @@ def _end(watch: _Watch) -> None:
     watch.is_ending = True
     watch.stop_within_s = None  # too late to ask: SIGTERM interrupts from here on
     try:
-        _signal_all(watch.ranks, signal.SIGTERM)
+        signal_all(watch.ranks, signal.SIGTERM)
         _await_all(watch, time.monotonic() + _TERMINATION_S)
     finally:
         _kill_all(watch)
@@ -418,59 +328,22 @@ def _await_all(watch: _Watch, deadline_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-def _are_running(ranks: list[_Rank]) -> bool:
-    return any(_exit_code(rank) is None for rank in ranks)
+def _are_running(ranks: list[StartedRank]) -> bool:
+    return any(rank.exit_code is None for rank in ranks)
 
 
 def _kill_all(watch: _Watch) -> None:
-    _signal_all(watch.ranks, signal.SIGKILL)
+    signal_all(watch.ranks, signal.SIGKILL)
     until_s = time.monotonic() + _TERMINATION_S  # one that hangs in a driver stays
     while _are_running(watch.ranks) and time.monotonic() < until_s:
         time.sleep(_POLL_S)
-    _end_sessions({rank.process.pid for rank in watch.ranks})
+    end_sessions({rank.process.pid for rank in watch.ranks})
     for rank in watch.ranks:
         rank.process.poll()
         with contextlib.suppress(Exception):  # the other ranks' files must be closed all the same
-            while _exit_code(rank) is not None and _read_messages(rank, watch):
+            while rank.exit_code is not None and _read_messages(rank, watch):
                 pass
-        for fd in (rank.messages_fd, rank.lifeline_fd, rank.exit_fd):
-            os.close(fd)
-        if rank.page is not None:
-            rank.page.close()
-
-
-def _signal_all(ranks: list[_Rank], number: signal.Signals) -> None:
-    """Signal the ranks and what they have started, also those of ranks that have ended."""
-    for rank in ranks:
-        with contextlib.suppress(OSError):  # none of them is left
-            os.killpg(rank.process.pid, number)
-
-
-def _end_sessions(leaders: set[int]) -> None:
-    """End what ranks have left in other process groups; sidecars get a moment for goodbyes."""
-    until_s = time.monotonic() + _GOODBYE_S
-    while left := [pid for pid, session in _sessions() if session in leaders and pid != session]:
-        if time.monotonic() >= until_s:
-            break
-        time.sleep(_POLL_S)
-    for pid in left:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _sessions() -> Iterator[tuple[int, int]]:
-    """Each process of this machine that still runs, with its session."""
-    for path in Path("/proc").iterdir():
-        if path.name.isdecimal() and (fields := _stat(int(path.name))) and fields[0] != "Z":
-            yield int(path.name), int(fields[3])
-
-
-def _stat(pid: int) -> list[str]:
-    """The fields of a process's `/proc/PID/stat` from its state on; none once it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
+        rank.close()
 
 
 def _stop(watch: _Watch, number: signal.Signals) -> None:

@@ -7,12 +7,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from jaxmorph.errors import UserError
-from jaxmorph.plain_json import Json, as_object, dump, parse
+from jaxmorph.plain_json import Json, as_object, dump, parse, parse_line
 from jaxmorph.progress import progress
 from jaxmorph.runtime.connection import (
     IDENTIFY_S,
@@ -41,15 +41,29 @@ _NOTE = b"\0"  # begins a note; what ranks exchange is text
 _NOTE_EVERY_S = 5.0
 
 
+@dataclass(frozen=True)
+class Note:
+    """What a rank reports outside exchanges: what it does, or that it ends because it stalled."""
+
+    rank: int
+    doing: str
+    has_stalled: bool = False
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.doing}"
+
+
 class RendezvousError(RuntimeError):
     """A rank didn't join an exchange in time or is gone.
 
     Attributes:
         waited_for: That rank.
-        last_note: The last note of that rank, which says what it did.
+        last_note: The last note of that rank, if any.
     """
 
-    def __init__(self, message: str, last_note: str = "", *, rank: int | None = None) -> None:
+    def __init__(
+        self, message: str, last_note: Note | None = None, *, rank: int | None = None
+    ) -> None:
         super().__init__(f"{message}; {last_note}" if last_note else message)
         self.waited_for, self.last_note = rank, last_note
 
@@ -101,8 +115,8 @@ class Rendezvous(Protocol):
         """
         ...
 
-    def notify(self, note: str) -> None:
-        """Send the other ranks a note of what this one does, outside exchanges; never raises."""
+    def notify(self, doing: str, *, has_stalled: bool = False) -> None:
+        """Send the other ranks a `Note` of this one, outside exchanges; never raises."""
         ...
 
     def close(self) -> None:
@@ -151,7 +165,7 @@ class SoleRank:
     def limit(self, deadline_s: float, *, starts: bool = False) -> None:
         """There is no other rank to wait for."""
 
-    def notify(self, note: str) -> None:
+    def notify(self, doing: str, *, has_stalled: bool = False) -> None:
         """There is no other rank to notify."""
 
     def close(self) -> None:
@@ -194,7 +208,7 @@ class HostRendezvous:
             self._peers = _gather(store, host, num_ranks, own, deadline_s)
         else:
             self._peers = _connect(store, own, deadline_s)
-        self._last_notes: dict[int, str] = {}
+        self._last_notes: dict[int, Note] = {}
         self._exchanges = False
         self._has_started = threading.Event()
         self.limit(deadline_s, starts=True)
@@ -213,9 +227,9 @@ class HostRendezvous:
         if not starts:
             self._has_started.set()
 
-    def notify(self, note: str) -> None:
+    def notify(self, doing: str, *, has_stalled: bool = False) -> None:
         """Send a note to all ranks, through rank 0."""
-        self._pass_on(self.rank, note)
+        self._pass_on(Note(self.rank, doing, has_stalled))
 
     def _notify_regularly(self) -> None:
         """Send notes while this rank starts, as long as its watchdog lets it."""
@@ -223,11 +237,12 @@ class HostRendezvous:
             if progress.limit_s > 0 and not self._exchanges:  # else it only waits for the others
                 self.notify(progress.in_words())
 
-    def _pass_on(self, origin: int, note: str) -> None:
+    def _pass_on(self, note: Note) -> None:
+        message = _NOTE + dump(as_object(note)).encode()
         for rank, peer in self._peers.items():
-            if rank != origin:
+            if rank != note.rank:
                 with contextlib.suppress(ConnectionLostError, OSError):
-                    peer.send(_NOTE + f"rank {origin}: {note}".encode())
+                    peer.send(message)
 
     def exchange(
         self, message: Json, detail: Any = None, addressed: Sequence[Json] = ()
@@ -271,15 +286,15 @@ class HostRendezvous:
         progress.stamp(f"waits for rank {rank}")
         with self._naming(rank):
             while (message := self._peers[rank].receive())[:1] == _NOTE:
-                self._take_note(rank, message[1:].decode(errors="replace"))
+                self._take_note(rank, parse_line(Note, message[1:].decode(), f"rank {rank}"))
         self._last_notes.pop(rank, None)  # it has gone on since
         return message
 
-    def _take_note(self, rank: int, note: str) -> None:
+    def _take_note(self, rank: int, note: Note) -> None:
         self._last_notes[rank] = note
         progress.stamp(f"waits for {note}")
         if self.rank == 0:
-            self._pass_on(rank, note.partition(": ")[2])
+            self._pass_on(note)
 
     @contextlib.contextmanager
     def _naming(self, rank: int) -> Any:
@@ -287,10 +302,10 @@ class HostRendezvous:
             yield
         except TimeoutError as error:
             message = f"rank {rank} did not join an exchange within {self._deadline_s:g} s"
-            raise RendezvousError(message, self._last_notes.get(rank, ""), rank=rank) from error
+            raise RendezvousError(message, self._last_notes.get(rank), rank=rank) from error
         except ConnectionLostError as error:
             message = f"rank {rank} is gone: {error}"
-            raise RendezvousError(message, self._last_notes.get(rank, ""), rank=rank) from error
+            raise RendezvousError(message, self._last_notes.get(rank), rank=rank) from error
 
 
 def _with_own(messages: bytes, _: bytes, own: bytes) -> list[Json]:

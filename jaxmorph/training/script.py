@@ -118,7 +118,7 @@ def _join(
             "or jaxmorph.join() to be called: JAX must know all processes before it computes"
         ) from error
     if met.num_ranks > 1:
-        watch_over(lambda stall: met.notify(str(stall)))
+        watch_over(lambda stall: met.notify(str(stall), has_stalled=True))
         end_on_uncaught_errors()
     return met
 

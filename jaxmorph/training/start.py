@@ -19,7 +19,7 @@ from jaxmorph.config import Config, load_config, locating_errors
 from jaxmorph.errors import RunFailedError, RunStoppedError, UserError
 from jaxmorph.messages import RunMessage, parse_run_message
 from jaxmorph.output import flush_standard_output, write_stderr
-from jaxmorph.progress import STALL, Stall, StalledError, progress
+from jaxmorph.progress import Stall, StalledError, progress
 from jaxmorph.records import EventKind
 from jaxmorph.report import Reporter
 from jaxmorph.report.run_directory import CONFIG
@@ -266,21 +266,15 @@ def _log_folder(directory: Path, first_step: int) -> Path:
 
 
 def _run_as_rank(start: RunStart) -> str:
-    config, timeouts = start.config, start.config.timeouts
-    otherwise = "--launch local starts the stages on this machine instead"
+    known = [start.directory] if start.directory else []  # the run's, once it is known
+    joined: list[Rendezvous] = []  # this rank's, once it has joined
     stall_reports: list[Callable[[Stall], None]] = []
     watch_over(partial(_report_to_all, stall_reports))
-    progress.phase("joins the other ranks", timeouts.start_s)
-    try:
-        rendezvous = join_cluster(
-            timeouts.start_s, config.direct_timeout_s, config.fails_over, otherwise,
-            start.directory or Path(config.run.dir),
-        )  # fmt: skip
-    except UserError as error:
-        raise UserError(f"--launch: {error}") from error
-    stall_reports.append(lambda stall: rendezvous.notify(str(stall)))
-    known = [start.directory] if start.directory else []  # the run's, once it is known
-    with _leaving_at_once(rendezvous, partial(_exit_code, start.config, known)):
+    with _leaving_at_once(joined, partial(_exit_code, start.config, known)):
+        progress.phase("joins the other ranks", start.config.timeouts.start_s)
+        rendezvous = _join(start)
+        joined.append(rendezvous)
+        stall_reports.append(partial(_notify_of_stall, rendezvous))
         with signals_ask(start.config.checkpoint.stop_within_s) as asked_by:
             _check_job(start.config, rendezvous)
             start = verified(start, rendezvous)
@@ -301,46 +295,65 @@ def _run_as_rank(start: RunStart) -> str:
     return ""
 
 
+def _join(start: RunStart) -> "Rendezvous":
+    config, otherwise = start.config, "--launch local starts the stages on this machine instead"
+    directory = start.directory or Path(config.run.dir)
+    start_s, direct_s = config.timeouts.start_s, config.direct_timeout_s
+    try:
+        return join_cluster(start_s, direct_s, config.fails_over, otherwise, directory)
+    except UserError as error:
+        raise UserError(f"--launch: {error}") from error
+
+
 def _report_to_all(reports: Sequence[Callable[[Stall], None]], stall: Stall) -> None:
     for report in reports:
         report(stall)
 
 
+def _notify_of_stall(rendezvous: "Rendezvous", stall: Stall) -> None:
+    rendezvous.notify(str(stall), has_stalled=True)
+
+
 @contextmanager
 def _leaving_at_once(
-    rendezvous: "Rendezvous", code_of: Callable[[BaseException], int]
+    joined: Sequence["Rendezvous"], code_of: Callable[[BaseException], int]
 ) -> Iterator[None]:
     """End the process on any error, without Python's clean-up: in it JAX waits for other ranks.
 
     The cluster's launcher and the other ranks, by their connections, notice at once.
+
+    Args:
+        joined: The rendezvous of this rank, once it has one.
     """
-    said: list[BaseException] = []
+    reported: list[BaseException] = []
 
-    def say(error: BaseException) -> None:
-        if error not in said:
-            said.append(error)
-            if isinstance(error, StalledError):
-                write_stacks(error)
-                rendezvous.notify(str(error))
-            write_stderr(f"error: {_in_words(error, rendezvous.rank)}")
+    def report(error: BaseException) -> None:
+        if error in reported:
+            return
+        reported.append(error)
+        if isinstance(error, StalledError):
+            write_stacks(error)
+            _report_to_all([partial(_notify_of_stall, each) for each in joined], error.stall)
+        what = f"rank {joined[0].rank} failed" if joined else "this task can't join"
+        write_stderr(f"error: {_in_words(error, what)}")
 
-    report_failures_by(say)
+    report_failures_by(report)
     try:
         yield
     except BaseException as error:
-        say(error)
+        report(error)
         flush_standard_output()
         os._exit(code_of(error))
 
 
-def _in_words(error: BaseException, rank: int) -> str:
+def _in_words(error: BaseException, what: str) -> str:
     """One line about the error; for an unexpected one, a traceback comes first."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, UserError | RunFailedError | StalledError):
         return str(error)
     write_stderr("".join(traceback.format_exception(error)).rstrip())
-    return f"rank {rank} failed: {error}"
+    return f"{what}: {error}"
 
 
 def _exit_code(config: Config, known: Sequence[Path], error: BaseException) -> int:
@@ -424,9 +437,9 @@ def _recording_stalls(record: RunRecord) -> Iterator[Callable[[Stall], None]]:
         take(error.stall)
         raise
     except Exception as error:
-        note = getattr(error, "last_note", "")  # of a `RendezvousError`
-        if STALL in note:
-            record.write_event(record.num_recorded, EventKind.STALLED, note)
+        note = getattr(error, "last_note", None)  # of a `RendezvousError`
+        if note is not None and note.has_stalled:
+            record.write_event(record.num_recorded, EventKind.STALLED, str(note))
         raise
 
 

@@ -30,7 +30,6 @@ import fcntl
 import mmap
 import os
 import struct
-import tempfile
 import threading
 from typing import NamedTuple
 
@@ -254,17 +253,10 @@ def _order_writes() -> None:
 
 def _anonymous_memory(num_bytes: int) -> int:
     """A file descriptor of new zeroed memory that has no name and a fixed size."""
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("jaxmorph-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.fchmod(fd, 0o600)  # others could open it through /proc
-        _set_size(fd, num_bytes)
-        fcntl.fcntl(
-            fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        )
-        return fd
-    fd, path = tempfile.mkstemp(prefix="jaxmorph-")  # mode 0600
-    os.unlink(path)  # noqa: PTH108
+    fd = os.memfd_create("jaxmorph-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.fchmod(fd, 0o600)  # others could open it through /proc
     _set_size(fd, num_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return fd
 
 

@@ -16,9 +16,11 @@ import pytest
 from processes import is_running
 
 from jaxmorph.errors import RunFailedError, UserError
-from jaxmorph.runtime import launcher
-from jaxmorph.runtime.launcher import RankFailedError, reserved_port, run_ranks
+from jaxmorph.progress import Page, new_page
+from jaxmorph.runtime import launcher, started_rank
+from jaxmorph.runtime.launcher import RankFailedError, run_ranks
 from jaxmorph.runtime.rank_process import RankArguments
+from jaxmorph.runtime.started_rank import StartedRank, reserved_port
 
 # None of these processes imports JAX.
 pytestmark = [pytest.mark.usefixtures("ranks_find_modules"), pytest.mark.one_jax]
@@ -144,7 +146,10 @@ def test_an_unkillable_rank_is_left_behind(tmp_path, monkeypatch):
     before = open_descriptors()
     fds = [*os.pipe(), os.open(os.devnull, os.O_RDONLY)]
     os.set_blocking(fds[0], False)
-    rank = launcher._Rank(0, Process(), tmp_path / "log", fds[0], fds[1], fds[2])  # pyright: ignore[reportArgumentType]
+    page = Page(page_fd := new_page())
+    os.close(page_fd)
+    process: Any = Process()
+    rank = StartedRank(0, process, tmp_path / "log", fds[0], fds[1], fds[2], page)
     launcher._kill_all(launcher._Watch([rank], lambda message: None))
     assert open_descriptors() == before
 
@@ -168,9 +173,9 @@ def test_what_a_rank_started_in_another_group_is_ended(tmp_path):
     code = "import subprocess; subprocess.Popen(['sleep', '600'], process_group=0)"
     leader = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
     os.waitid(os.P_PID, leader.pid, os.WEXITED | os.WNOWAIT)
-    (left,) = (pid for pid, session in launcher._sessions() if session == leader.pid)
+    (left,) = (pid for pid, session in started_rank.sessions() if session == leader.pid)
     os.kill(left, signal.SIGSTOP)
-    launcher._end_sessions({leader.pid})
+    started_rank.end_sessions({leader.pid})
     leader.wait()
     assert ended_within(20, [left])
 
@@ -217,8 +222,8 @@ def test_ranks_share_the_available_processors(monkeypatch, allowed, num_ranks, s
     monkeypatch.delenv("NPROC", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(allowed)), raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 64)
-    assert launcher._environment(num_ranks)["NPROC"] == share
-    assert launcher._environment(num_ranks, 4)["NPROC"] == "4"
+    assert started_rank.environment_of_ranks(num_ranks)["NPROC"] == share
+    assert started_rank.environment_of_ranks(num_ranks, 4)["NPROC"] == "4"
 
 
 @pytest.mark.parametrize(("of_user", "passed"), [(None, 2), ("1", None)])
@@ -232,11 +237,10 @@ def test_the_users_number_of_threads_is_kept(monkeypatch, tmp_path, of_user, pas
     monkeypatch.delenv("NPROC", raising=False)
     if of_user:
         monkeypatch.setenv("NPROC", of_user)
-    monkeypatch.setattr(launcher.subprocess, "Popen", Process)
-    arguments = ["module", [], tmp_path, launcher._environment(64, least_threads=2), 0]
-    rank = launcher._start(3, 64, "127.0.0.1:1", *arguments, shown=False)
-    for fd in (rank.messages_fd, rank.lifeline_fd, rank.exit_fd):
-        os.close(fd)
+    monkeypatch.setattr(started_rank.subprocess, "Popen", Process)
+    arguments = ["module", [], tmp_path, started_rank.environment_of_ranks(64, least_threads=2), 0]
+    rank = started_rank.start_rank(3, 64, "127.0.0.1:1", *arguments, shown=False)
+    rank.close()
     process: Any = rank.process
     found, rest = RankArguments.parse(process.command[3:])
     assert (found.rank, found.num_threads, rest) == (3, passed, [])

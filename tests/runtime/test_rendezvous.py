@@ -21,6 +21,7 @@ from jaxmorph.runtime.connection import Connection, ConnectionLostError
 from jaxmorph.runtime.rendezvous import (
     DETAIL,
     HostRendezvous,
+    Note,
     RendezvousError,
     SoleRank,
     agree,
@@ -279,7 +280,7 @@ def test_a_silent_peer_is_not_lost():
 
 @pytest.fixture
 def frequent_notes(monkeypatch):
-    """Ranks that start tell the others often, and all are due to make progress."""
+    """Ranks that start report to the others often, and all are due to make progress."""
     monkeypatch.setattr(rendezvous_module, "_NOTE_EVERY_S", 0.05)
     with progress.within(60.0, "compiling 4 of 7 programs"):
         yield
@@ -287,7 +288,7 @@ def frequent_notes(monkeypatch):
 
 @pytest.mark.usefixtures("frequent_notes")
 @pytest.mark.parametrize("slow", [0, 2])
-def test_a_slow_start_is_waited_for_while_it_gets_on(slow):
+def test_a_slow_start_is_awaited_while_it_makes_progress(slow):
     """Beyond the deadline of each: of rank 0, and of the others, which is longer."""
 
     def start(rendezvous):
@@ -318,14 +319,15 @@ def test_a_started_rank_that_comes_late_is_named_without_an_old_note():
     assert said == "rank 1 did not join an exchange within 0.3 s"
 
 
-def test_the_last_words_of_a_rank_are_in_the_error():
+def test_the_last_note_of_a_rank_is_in_the_error():
     def start(rendezvous):
         rendezvous.limit(20.0)
         if rendezvous.rank == 2:
-            rendezvous.notify("stalled: no progress for 65 s")
+            rendezvous.notify("stalled: no progress for 65 s", has_stalled=True)
             return None
         with pytest.raises(RendezvousError) as gone:
             rendezvous.exchange({})
+        assert str(gone.value).endswith("; rank 2: stalled: no progress for 65 s")
         return gone.value.last_note
 
-    assert in_threads(3, start)[:2] == ["rank 2: stalled: no progress for 65 s"] * 2
+    assert in_threads(3, start)[:2] == [Note(2, "stalled: no progress for 65 s", True)] * 2

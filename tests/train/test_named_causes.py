@@ -35,7 +35,7 @@ def train(tmp_path, monkeypatch):
     """Runs with overrides, in which a rank may get a signal after six steps; exit code, errors."""
 
     def train(*overrides, number=None, rank=1):
-        ranks, start, take = [], launcher._start, RunRecord.take
+        ranks, start, take = [], launcher.start_rank, RunRecord.take
 
         def start_and_record(*arguments, **options):
             ranks.append(start(*arguments, **options))
@@ -46,7 +46,7 @@ def train(tmp_path, monkeypatch):
             if isinstance(message, StepDone) and message.record.step == 6 and number is not None:
                 os.kill(ranks[rank].process.pid, number)
 
-        monkeypatch.setattr(launcher, "_start", start_and_record)
+        monkeypatch.setattr(launcher, "start_rank", start_and_record)
         monkeypatch.setattr(RunRecord, "take", take_and_signal)
         (tmp_path / "run.yaml").write_text(CONFIG)
         done = jaxmorph("train", tmp_path / "run.yaml", f"run.dir={tmp_path / 'out'}", *overrides)

@@ -51,7 +51,7 @@ def runs(tmp_path_factory):
 
 def kill_once(patch, taken):
     """Kill a rank as soon as a step is reported, and record when each step is."""
-    ranks, start, take = [], launcher._start, RunRecord.take
+    ranks, start, take = [], launcher.start_rank, RunRecord.take
 
     def start_and_record(*arguments, **options):
         ranks.append(start(*arguments, **options))
@@ -64,7 +64,7 @@ def kill_once(patch, taken):
             if message.record.step == KILLED_AT and len(ranks) == 2:
                 os.kill(ranks[KILLED].process.pid, signal.SIGKILL)
 
-    patch.setattr(launcher, "_start", start_and_record)
+    patch.setattr(launcher, "start_rank", start_and_record)
     patch.setattr(RunRecord, "take", take_and_kill)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmorph.runtime.launcher import reserved_port
+from jaxmorph.runtime.started_rank import reserved_port
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(90)]
 

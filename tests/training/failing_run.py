@@ -122,7 +122,7 @@ class Mirror:
     def limit(self, deadline_s, *, starts=False):
         pass
 
-    def notify(self, note):
+    def notify(self, doing, *, has_stalled=False):
         pass
 
     def close(self):

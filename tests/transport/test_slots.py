@@ -3,7 +3,6 @@ import mmap
 import os
 import struct
 
-import numpy as np
 import pytest
 
 from jaxmorph.transport.names import MASK, TransportError, add, distance
@@ -92,7 +91,6 @@ def test_memory_of_other_sizes_is_refused(pair):
         Slots(first.fd, 1024, 100)
 
 
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no anonymous memory files here")
 def test_the_memory_is_private_and_of_fixed_size(pair):
     assert os.fstat(pair[0].fd).st_mode & 0o777 == 0o600
     with pytest.raises(PermissionError):
@@ -103,18 +101,6 @@ def test_times_beyond_64_bits_are_clipped(pair):
     slots, _ = pair
     slots.write_info(0, MessageInfo(1, TAG, 2**64 + 5, 2))
     assert slots.read_info(0) == (1, TAG, 2**64 - 1, 2)
-
-
-def test_an_unlinked_private_file_replaces_memfd(monkeypatch, tmp_path):
-    monkeypatch.delattr(os, "memfd_create", raising=False)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    slots = Slots.create(2, 100)
-    assert os.fstat(slots.fd).st_mode & 0o777 == 0o600
-    assert os.fstat(slots.fd).st_nlink == 0
-    assert list(tmp_path.iterdir()) == []
-    slots.payload(1)[:] = 7
-    assert (slots.payload(1) == np.uint8(7)).all()
-    slots.close()
 
 
 def test_views_survive_closing():
