@@ -278,9 +278,9 @@ def _run_as_rank(start: RunStart) -> str:
         with signals_ask(start.config.checkpoint.stop_within_s) as asked_by:
             _check_job(start.config, rendezvous)
             start = verified(start, rendezvous)
-            if start.directory is not None and start.first_step == config.run.steps:
+            if start.directory is not None and start.first_step == start.config.run.steps:
                 rendezvous.close()
-                return _nothing_left(config, start.directory) if rendezvous.rank == 0 else ""
+                return _nothing_left(start.config, start.directory) if rendezvous.rank == 0 else ""
             is_done, directory = _train_as_rank(
                 start,
                 rendezvous,

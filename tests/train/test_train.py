@@ -292,14 +292,14 @@ def test_a_closed_reader_and_ctrl_c_end_in_a_save(asked_to_end, tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["out"]
 
 
-def as_tasks_of_open_mpi(folder, num_tasks):
+def start_tasks_of_open_mpi(folder, num_tasks, *overrides, of_task=lambda rank: {}):
     """The run's own command, once per task, with the environment that mpirun gives each."""
     two_stages = ("run.steps=3", "parallelism={stages: 2, layers: even}")
     again = ("--resume", "auto")  # the documented command of a job
-    command = [*JAXMORPH, *arguments_of(folder, *two_stages, SAVES), *again]
+    command = [*JAXMORPH, *arguments_of(folder, *two_stages, SAVES, *overrides), *again]
     # Open MPI's job ids are multiples of 4096; the port of the coordinator is derived from it.
     job = os.getpid() << 12
-    tasks = [
+    return [
         subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env=os.environ | {
@@ -307,17 +307,23 @@ def as_tasks_of_open_mpi(folder, num_tasks):
                 "OMPI_COMM_WORLD_SIZE": str(num_tasks),
                 "OMPI_COMM_WORLD_RANK": str(rank),
                 "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
-            },
+            } | of_task(rank),
         )
         for rank in range(num_tasks)
     ]  # fmt: skip
-    watchdogs = [threading.Timer(LIMIT_S, task.kill) for task in tasks]
-    for watchdog in watchdogs:
-        watchdog.start()
-    results = [(*task.communicate(), task.returncode) for task in tasks]
-    for watchdog in watchdogs:
-        watchdog.cancel()
-    return results
+
+
+def finished(task):
+    """The output, the errors and the exit code of a task."""
+    watchdog = threading.Timer(LIMIT_S, task.kill)
+    watchdog.start()
+    out, err = task.communicate()
+    watchdog.cancel()
+    return out, err, task.returncode
+
+
+def as_tasks_of_open_mpi(folder, num_tasks):
+    return [finished(task) for task in start_tasks_of_open_mpi(folder, num_tasks)]
 
 
 def test_tasks_of_a_cluster_job_are_ranks_of_one_run(tmp_path):
@@ -329,6 +335,32 @@ def test_tasks_of_a_cluster_job_are_ranks_of_one_run(tmp_path):
     saved = CheckpointFolder(tmp_path / "out" / "checkpoints")
     assert saved.steps() == (3,)
     assert saved.manifest(3).layers == (range(2), range(2, 4))
+
+
+@pytest.mark.long
+@pytest.mark.one_jax
+def test_a_task_with_another_secret_ends_at_once(tmp_path):
+    """It has joined JAX by then, which would wait for the others when Python ends."""
+
+    def secret_of(rank):
+        path = tmp_path / f"secret_{rank}"
+        path.write_text(64 * str(rank))
+        path.chmod(0o600)
+        return {"JAXMORPH_SECRET_FILE": str(path)}
+
+    waits_s = "timeouts.start_s=20"
+    first, second = start_tasks_of_open_mpi(tmp_path, 2, waits_s, of_task=secret_of)
+    _, refused, code = finished(second)
+    assert first.poll() is None  # rank 0 still waits for one with the right secret
+    assert code == 2
+    assert refused.startswith("error: --launch: rank 1: ")
+    assert "expected one file for all ranks" in refused
+    assert refused.count("\n") == 1
+    _, late, code = finished(first)
+    assert code == 1
+    last = late.splitlines()[-1]
+    assert "ranks [1] did not come to" in last
+    assert "connections were refused: another secret" in last
 
 
 @pytest.mark.one_jax
