@@ -6,7 +6,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -339,10 +339,16 @@ def _remove_damaged(path: Path) -> Iterator[str]:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replace a file atomically: no reader sees half of it."""
+    """Replace a file atomically: no reader sees half of it, and an error keeps the old one."""
     written = path.with_name(f"{path.name}.new")
-    written.write_text(text, encoding="utf-8")
-    written.replace(path)
+    try:
+        written.write_text(text, encoding="utf-8")
+        written.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            written.unlink(missing_ok=True)
+        error.filename = str(path)
+        raise
 
 
 def claim_run_directory(config: Config) -> Path:

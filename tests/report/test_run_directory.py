@@ -2,6 +2,7 @@ import errno
 import json
 import os
 import random
+import resource
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,12 @@ from jaxmorph.config import Config, load_config
 from jaxmorph.errors import UserError
 from jaxmorph.records import Event, EventKind, StepRecord
 from jaxmorph.report import open_run_directory
-from jaxmorph.report.run_directory import RunLines, read_records, reopen_run_directory
+from jaxmorph.report.run_directory import (
+    RunLines,
+    read_records,
+    reopen_run_directory,
+    replace_file,
+)
 
 
 def config_for(path: Path) -> Config:
@@ -280,3 +286,16 @@ def test_going_back_keeps_events_about_failures(directory, step):
     assert [line["loss"] for line in written] == [0.0, 1.0, 2.0, 3.0, 44.0]
     kinds = [event["kind"] for event in events]
     assert kinds == ["plan_adopted", "link_failed", "rank_failed", "resumed"]
+
+
+def test_a_file_that_cannot_be_replaced_stays_alone(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text("old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))  # as on a disk that is nearly full
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*/profile.json'"):
+            replace_file(path, "a longer text")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {"profile.json": "old"}

@@ -231,7 +231,7 @@ def test_a_removed_directory_is_reported_once_a_file(directory, record_of, capsy
     run_record.finish()
     lines = capsys.readouterr().err.splitlines()
     names = [line.removeprefix(f"error: {directory.path}/").split(":")[0] for line in lines]
-    assert sorted(names) == ["profile.json.new", "recovery.json.new", "trace"]
+    assert sorted(names) == ["profile.json", "recovery.json", "trace"]
     assert all(line.endswith("cannot be written: No such file or directory; the run continues")
                for line in lines)  # fmt: skip
 
