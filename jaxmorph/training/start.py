@@ -8,8 +8,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -25,6 +24,7 @@ from jaxmorph.report import Reporter
 from jaxmorph.report.run_directory import CONFIG
 from jaxmorph.runtime.launcher import run_ranks, threads_for
 from jaxmorph.runtime.rank_process import report_failures_by
+from jaxmorph.runtime.rendezvous import Rendezvous, RendezvousError
 from jaxmorph.runtime.stop_signals import exit_code, signals_ask, signals_interrupt
 from jaxmorph.runtime.watchdog import STALLED, watch_over, write_stacks
 from jaxmorph.training.cluster import (
@@ -51,10 +51,9 @@ from jaxmorph.training.resume import (
     without_weights,
 )
 from jaxmorph.training.supervisor import Supervisor
-from jaxmorph.training.verification import verified
+from jaxmorph.training.verification import FoundRun, found_by_rank_0, verified
 
 if TYPE_CHECKING:
-    from jaxmorph.runtime.rendezvous import Rendezvous
     from jaxmorph.training.run_parts import RunParts
 
 
@@ -295,7 +294,7 @@ def _run_as_rank(start: RunStart) -> str:
     return ""
 
 
-def _join(start: RunStart) -> "Rendezvous":
+def _join(start: RunStart) -> Rendezvous:
     config, otherwise = start.config, "--launch local starts the stages on this machine instead"
     directory = start.directory or Path(config.run.dir)
     start_s, direct_s = config.timeouts.start_s, config.direct_timeout_s
@@ -310,13 +309,13 @@ def _report_to_all(reports: Sequence[Callable[[Stall], None]], stall: Stall) -> 
         report(stall)
 
 
-def _notify_of_stall(rendezvous: "Rendezvous", stall: Stall) -> None:
+def _notify_of_stall(rendezvous: Rendezvous, stall: Stall) -> None:
     rendezvous.notify(str(stall), has_stalled=True)
 
 
 @contextmanager
 def _leaving_at_once(
-    joined: Sequence["Rendezvous"], code_of: Callable[[BaseException], int]
+    joined: Sequence[Rendezvous], code_of: Callable[[BaseException], int]
 ) -> Iterator[None]:
     """End the process on any error, without Python's clean-up: in it JAX waits for other ranks.
 
@@ -373,7 +372,7 @@ def _exit_code(config: Config, known: Sequence[Path], error: BaseException) -> i
     return 1
 
 
-def _check_job(config: Config, rendezvous: "Rendezvous") -> None:
+def _check_job(config: Config, rendezvous: Rendezvous) -> None:
     stages = config.parallelism.stages
     if rendezvous.num_ranks != stages:
         raise UserError(
@@ -383,40 +382,34 @@ def _check_job(config: Config, rendezvous: "Rendezvous") -> None:
     require_one_host(config, rendezvous)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """The run's directory and first step, from rank 0 to the other ranks."""
-
-    directory: str
-    first_step: int
-
-
 def _train_as_rank(
     start: RunStart,
-    rendezvous: "Rendezvous",
+    rendezvous: Rendezvous,
     set_directory: Callable[[Path], None],
     stop_asked: Callable[[], bool],
     report_stalls_to: Callable[[Callable[[Stall], None]], None],
 ) -> tuple[bool, Path]:
     """Train as one rank; whether the run has done its last step, and its directory."""
-    from jaxmorph.runtime.rendezvous import agree
     from jaxmorph.training.train import train
 
-    config = start.config
-    if rendezvous.rank != 0:
-        found = agree(rendezvous, _Found, None)  # rank 0 has claimed a directory
-        path, first_step = Path(found.directory), found.first_step
+    records: list[RunRecord] = []  # on rank 0 alone
+    with ExitStack() as opened:
+
+        def open_run() -> FoundRun:
+            records.append(opened.enter_context(start.open_record()))
+            report_stalls_to(opened.enter_context(_recording_stalls(records[0])))
+            return FoundRun(str(records[0].directory.resolve()), start.first_step)
+
+        found = found_by_rank_0(rendezvous, open_run)
+        path, take = Path(found.directory), records[0].take if records else _ignore
         set_directory(path)
-        is_done = train(config, rendezvous, _ignore, path, first_step, stop_asked=stop_asked)
-        return is_done, path
-    with start.open_record() as record, _recording_stalls(record) as take_stall:
-        report_stalls_to(take_stall)
-        path, first_step = record.directory.resolve(), start.first_step
-        agree(rendezvous, _Found, _Found(str(path), first_step))
-        record.starting(rendezvous.num_ranks, num_reporting=1)
-        set_directory(path)
-        is_done = train(config, rendezvous, record.take, path, first_step, stop_asked=stop_asked)
-        record.finish()
+        for record in records:
+            record.starting(rendezvous.num_ranks, num_reporting=1)
+        is_done = train(
+            start.config, rendezvous, take, path, found.first_step, stop_asked=stop_asked
+        )
+        for record in records:
+            record.finish()
     return is_done, path
 
 
@@ -436,10 +429,9 @@ def _recording_stalls(record: RunRecord) -> Iterator[Callable[[Stall], None]]:
     except StalledError as error:
         take(error.stall)
         raise
-    except Exception as error:
-        note = getattr(error, "last_note", None)  # of a `RendezvousError`
-        if note is not None and note.has_stalled:
-            record.write_event(record.num_recorded, EventKind.STALLED, str(note))
+    except RendezvousError as error:
+        if error.last_note is not None and error.last_note.has_stalled:
+            record.write_event(record.num_recorded, EventKind.STALLED, str(error.last_note))
         raise
 
 

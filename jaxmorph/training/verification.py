@@ -14,7 +14,7 @@ from jaxmorph.checkpoints.manifest import damage_of
 from jaxmorph.config import Config
 from jaxmorph.errors import UserError
 from jaxmorph.progress import progress
-from jaxmorph.runtime.rendezvous import Rendezvous, agree, gather
+from jaxmorph.runtime.rendezvous import Rendezvous, RendezvousError, agree, gather
 from jaxmorph.training.resume import RunStart, checkpoint_folder, no_checkpoint, start_of_script
 
 
@@ -49,7 +49,9 @@ def verified(start: RunStart, rendezvous: Rendezvous) -> RunStart:
     with progress.within(start.config.timeouts.restore_s, "verifies the checkpoint"):
         while step:
             found = damage_of(folder.finished(step), thorough=True, parts=share)
-            own = _Verified() if found is None else _Verified(*map(str, vars(found).values()))
+            own = _Verified()
+            if found is not None:
+                own = _Verified(str(found.file), found.got, found.expected)
             damages = [each for each in gather(rendezvous, _Verified, own) if each.file]
             if not damages:
                 return replace(start, first_step=step, passed_over=tuple(passed_over))
@@ -63,30 +65,41 @@ def verified(start: RunStart, rendezvous: Rendezvous) -> RunStart:
 
 @dataclass(frozen=True)
 class FoundRun:
-    """A run's directory and first step, from rank 0; or why there is none."""
+    """A run's directory and first step, from rank 0; or why there is none.
+
+    Attributes:
+        mistake: The user's.
+        failure: Any other error.
+    """
 
     directory: str = ""
     first_step: int = 0
     mistake: str = ""
+    failure: str = ""
 
 
 def found_by_rank_0(rendezvous: Rendezvous, find: Callable[[], FoundRun]) -> FoundRun:
     """What rank 0 finds, on all ranks; if that fails, all raise.
 
     Raises:
-        UserError: On other ranks, if rank 0 has raised any error.
+        UserError: On all ranks, if rank 0 has raised one.
+        RendezvousError: On the other ranks, if rank 0 has raised another error.
     """
     found, failed = None, None
     if rendezvous.rank == 0:
         try:
             found = find()
-        except Exception as error:  # raised below, once the other ranks know of it
-            failed, found = error, FoundRun(mistake=str(error) or type(error).__name__)
+        except UserError as error:  # raised below, once the other ranks know of it
+            failed, found = error, FoundRun(mistake=str(error))
+        except Exception as error:
+            failed, found = error, FoundRun(failure=f"{type(error).__name__}: {error}")
     found = agree(rendezvous, FoundRun, found)
     if failed is not None:
         raise failed
     if found.mistake:
         raise UserError(found.mistake)
+    if found.failure:
+        raise RendezvousError(f"rank 0 failed: {found.failure}", rank=0)
     return found
 
 

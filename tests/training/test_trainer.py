@@ -132,28 +132,37 @@ def test_resuming_without_a_run_directory_is_refused():
         Trainer(MODEL, {}, resume=True)
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left"), RunFailedError("it is in use")])
-def test_all_ranks_raise_rank_0s_directory_error(monkeypatch, tmp_path, error):
+@pytest.mark.parametrize(
+    ("error", "elsewhere"),
+    [
+        (UserError("run.dir: it is in use"), UserError("run.dir: it is in use")),
+        (
+            OSError(28, "No space left"),
+            RendezvousError("rank 0 failed: OSError: [Errno 28] No space left"),
+        ),
+    ],
+)
+def test_all_ranks_raise_rank_0s_directory_error(monkeypatch, tmp_path, error, elsewhere):
     def fail(config, *, resume):
         raise error
 
-    received = []
+    of_rank_0 = []
 
     def agreed(rendezvous, kind, own):
-        received.append(own or kind(mistake="of rank 0"))
-        return received[-1]
+        of_rank_0.extend([own] if rendezvous.rank == 0 else [])
+        return of_rank_0[0]
 
     monkeypatch.setattr("jaxmorph.training.verification.start_of_script", fail)
     monkeypatch.setattr("jaxmorph.training.verification.agree", agreed)
     trainer: Any = Trainer.__new__(Trainer)
-    trainer.config, trainer._rendezvous = check_config({}), SoleRank()
-    with pytest.raises(type(error)) as raised, ExitStack() as opening:
-        trainer._open_directory(opening, tmp_path, resume=False)
-    assert raised.value is error
-    assert received[0].mistake == str(error)
-    trainer._rendezvous.rank = 1
-    with pytest.raises(UserError, match=r"^of rank 0$"), ExitStack() as opening:
-        trainer._open_directory(opening, tmp_path, resume=False)
+    trainer.config = check_config({})
+    for rank, expected in enumerate([error, elsewhere]):
+        trainer._rendezvous = SoleRank()
+        trainer._rendezvous.rank = rank
+        with pytest.raises(type(expected)) as raised, ExitStack() as opening:
+            trainer._open_directory(opening, tmp_path, resume=False)
+        assert str(raised.value) == str(expected)
+        assert (raised.value is error) == (rank == 0)
 
 
 def test_a_lost_peer_closes_the_trainer(monkeypatch):
