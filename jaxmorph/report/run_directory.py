@@ -90,11 +90,18 @@ class _Appender:
     def __init__(self, path: Path) -> None:
         self._path, self._pending = path, b""
         self._lock = threading.Lock()
-        self._fd: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._fd: int | None = self._open()
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
     def write(self, line: str) -> None:
         with self._lock, self._naming_the_file():
             self._pending += line.encode()
+            if self._fd is not None and os.fstat(self._fd).st_nlink == 0:  # the file was removed
+                again = self._open()
+                os.dup2(again, self._fd, inheritable=False)
+                os.close(again)
             while self._pending and self._fd is not None:
                 self._pending = self._pending[os.write(self._fd, self._pending) :]
 

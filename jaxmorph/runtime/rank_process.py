@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 import threading
 import time
@@ -180,8 +181,12 @@ def _failure(rank: int, error: BaseException) -> RankFailed:
     )
 
 
+_TRACEBACK = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*\n)*")
+
+
 def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
+    # Of a traceback in it, as of a callback's error, only the last line says the cause.
+    text = " ".join(_TRACEBACK.sub("", str(error)).split())
     return f"{type(error).__name__}: {text[:400]}" if text else type(error).__name__
 
 

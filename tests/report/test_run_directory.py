@@ -3,6 +3,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -244,6 +245,20 @@ def test_what_cannot_be_written_waits(tmp_path, step, monkeypatch):
     lines_of_run.sync()
     lines_of_run.close()
     assert [line["step"] for line in values(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+
+
+def test_lines_after_a_removed_directory_go_to_a_new_file(tmp_path, step):
+    (run := tmp_path / "run").mkdir()
+    lines_of_run = RunLines(run)
+    lines_of_run.write_step(replace(step, step=0))
+    shutil.rmtree(run)
+    with pytest.raises(OSError, match=r"No such file or directory: \S+/metrics.jsonl"):
+        lines_of_run.write_step(replace(step, step=1))
+    run.mkdir()
+    lines_of_run.write_step(replace(step, step=2))
+    lines_of_run.sync()
+    lines_of_run.close()
+    assert [line["step"] for line in values(run / "metrics.jsonl")] == [1, 2]
 
 
 def test_records_are_read_without_a_truncated_line(stopped, step):

@@ -100,6 +100,18 @@ def test_a_report_says_whom_the_rank_waited_for(error, follows, waited_for):
     assert (failure.follows_others, failure.waited_for) == (follows, waited_for)
 
 
+def test_a_callbacks_error_is_named_without_its_traceback():
+    error = ValueError(
+        "INTERNAL: CpuCallback error calling callback: Traceback (most recent call last):\n"
+        '  File "model.py", line 17, in fail\n    return 1 // 0\n           ~~^^~~\n'
+        "ZeroDivisionError: integer division or modulo by zero"
+    )
+    assert _failure(1, error).reason == (
+        "ValueError: INTERNAL: CpuCallback error calling callback: ZeroDivisionError: integer "
+        "division or modulo by zero"
+    )
+
+
 def test_a_failed_collective_names_its_message_its_peer_and_its_link():
     error = PathFailedError(IDENTITY, 2, ValueError("UNKNOWN: Gloo timed\n out"))
     assert str(error) == (
