@@ -9,12 +9,17 @@ pass on to each other which long waits they know of (`LongWaits`), so that each 
 names the cause, on several hosts too.
 """
 
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from jaxmorph.messages import RankFailed
 from jaxmorph.records import Link
+
+_PLACE_TAKEN = re.compile(rb"(\d+) unexpectedly tried to connect with a different incarnation")
+_END_OF_LOG_BYTES = 1 << 16
 
 
 class WaitedInVainError(TimeoutError):
@@ -82,6 +87,21 @@ def cause_of(failures: Sequence[RankFailed]) -> RankFailed:
         return reported[0]
     reason = f"it has reported nothing; rank {witness.rank} reports: {witness.reason}"
     return replace(witness, rank=guilty[0], reason=reason)
+
+
+def rank_of_stranger(log_of_rank_0: Path) -> int | None:
+    """The rank as which a process that isn't the run's has connected to JAX's service, if any.
+
+    JAX lets anyone in. When the rank itself comes, or a second process with its number, the service
+    ends all ranks, with no other trace than a line in the log of the one that serves.
+    """
+    try:
+        with log_of_rank_0.open("rb") as log:
+            log.seek(max(0, log.seek(0, 2) - _END_OF_LOG_BYTES))
+            found = _PLACE_TAKEN.search(log.read())
+    except OSError:
+        return None
+    return None if found is None else int(found[1])
 
 
 class LongWaits:

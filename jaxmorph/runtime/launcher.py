@@ -7,7 +7,7 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.messages import RankFailed
 from jaxmorph.plain_json import parse
 from jaxmorph.progress import Stall, is_stopped, write_stacks_of
-from jaxmorph.runtime.causes import cause_of
+from jaxmorph.runtime.causes import cause_of, rank_of_stranger
 from jaxmorph.runtime.started_rank import (
     StartedRank,
     end_sessions,
@@ -77,6 +77,10 @@ class RankFailedError(RunFailedError):
         return str(self).partition("\n")[0]
 
 
+class PlaceTakenError(RankFailedError):
+    """A process that isn't the run's has connected to JAX's service as one of its ranks."""
+
+
 @dataclass
 class _Watch:
     ranks: list[StartedRank]
@@ -84,6 +88,7 @@ class _Watch:
     failures: list[RankFailed] = field(default_factory=list)
     stop_within_s: float | None = None
     on_asked: Callable[[signal.Signals], None] | None = None
+    on_look: Callable[[Callable[[], Mapping[int, str]]], None] | None = None
     asked_by: signal.Signals | None = None  # the ranks have been asked to save and end
     asked_until_s: float = math.inf
     within_s: float = math.inf
@@ -104,6 +109,7 @@ def run_ranks(
     least_threads: int = 1,
     stop_within_s: float | None = None,
     on_asked: Callable[[signal.Signals], None] | None = None,
+    on_look: Callable[[Callable[[], Mapping[int, str]]], None] | None = None,
     within_s: float | None = None,
 ) -> signal.Signals | None:
     """Run one process per rank until all are done; then no process of theirs is left.
@@ -120,19 +126,20 @@ def run_ranks(
         stop_within_s: The first Ctrl-C, SIGTERM or SIGHUP asks rank 0 to end within so many seconds
             (`LauncherLink.stop_asked`); None: it interrupts at once.
         on_asked: Called with the signal once rank 0 has been asked.
+        on_look: Called several times a second, with a function that returns what each rank does.
         within_s: A rank that still runs after so many seconds has failed; None: no limit.
 
     Returns:
         The signal for which the ranks were asked to end, if any.
 
     Raises:
-        RankFailedError: If a rank died or raised.
+        RankFailedError: If a rank died or raised; `PlaceTakenError` if a stranger is the cause.
         RunFailedError: If the ranks stopped together and reported the reason, or a rank can't be
             started.
         UserError: If a rank found a mistake of the user's.
         KeyboardInterrupt: On one of these signals, unless the ranks were asked and ended in time.
     """
-    watch = _Watch([], on_message, stop_within_s=stop_within_s, on_asked=on_asked)
+    watch = _Watch([], on_message, stop_within_s=stop_within_s, on_asked=on_asked, on_look=on_look)
     watch.within_s = math.inf if within_s is None else within_s
     with (
         handled(partial(_stop, watch)),
@@ -197,6 +204,8 @@ def _attend(watch: _Watch) -> None:
     if watch.asked_by is not None and watch.on_asked is not None:
         on_asked, watch.on_asked = watch.on_asked, None
         on_asked(watch.asked_by)
+    if watch.on_look is not None:
+        watch.on_look(lambda: {rank.number: rank.page.doing for rank in watch.ranks})
     if now_s >= watch.began_s + watch.within_s:
         _record_running(watch)
 
@@ -291,6 +300,9 @@ def _raise_cause(watch: _Watch) -> None:
     asked_to_end = watch.asked_by is not None
     if cause.says_all:
         raise RunFailedError(cause.reason, asked_to_end=asked_to_end)
+    if (taken := rank_of_stranger(watch.ranks[0].log_path)) is not None:
+        who = f"a process that isn't the run's connected to JAX's service as rank {taken}"
+        raise PlaceTakenError(f"{who}, which ends all ranks", asked_to_end=asked_to_end)
     log_path = watch.ranks[cause.rank].log_path
     lines = [f"rank {cause.rank} failed: {cause.reason}", f"its log: {log_path}"]
     noticed_s = min(failure.time_s for failure in watch.failures)

@@ -1,6 +1,7 @@
 """A rank's process as its launcher holds it: started, looked at, and ended with what it started."""
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxmorph.errors import UserError
 from jaxmorph.progress import Page, Stall, new_page, process_fields
 from jaxmorph.runtime.rank_process import RankArguments
 
@@ -118,7 +120,20 @@ def reserved_port() -> Iterator[int]:
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind(("127.0.0.1", 0))
-        yield holder.getsockname()[1]
+        port = holder.getsockname()[1]
+        _require_loopback(port)
+        yield port
+
+
+def _require_loopback(port: int) -> None:
+    """Require that ranks of this machine can meet: a container may have the interface down."""
+    with socket.socket() as probe:
+        number = probe.connect_ex(("127.0.0.1", port))
+    if number not in (0, errno.ECONNREFUSED):  # nobody listens yet
+        raise UserError(
+            f"127.0.0.1: {os.strerror(number)}, expected the loopback interface to be up: the "
+            "ranks of this machine meet there"
+        )
 
 
 def signal_all(ranks: Collection[StartedRank], number: signal.Signals) -> None:

@@ -33,6 +33,7 @@ from jaxmorph.report import Reporter, RunDirectory, RunHistory, describe_regime
 from jaxmorph.report.draw import chrome_trace, save_timelines
 from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.training.ledger import Goodput
+from jaxmorph.training.start_lines import StartLines
 
 PICTURE = "planned_and_measured.png"
 
@@ -50,6 +51,7 @@ class RunRecord:
 
     Attributes:
         stopped: Why the run ended early; empty if it didn't.
+        start_lines: What ranks do that start, for the terminal; someone has to look.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class RunRecord:
         self._num_reporting = 0
         self._phases = Counter[str]()
         self._unwritten: set[str] = set()
+        self.start_lines = StartLines(self.say, clock)
 
     @property
     def directory(self) -> Path:
@@ -128,6 +131,7 @@ class RunRecord:
         self._num_reporting = num_ranks if num_reporting is None else num_reporting
         self._phases = Counter()
         self.say(f"starting {num_ranks} rank{'' if num_ranks == 1 else 's'}")
+        self.start_lines.begin()
 
     def say(self, line: str) -> None:
         """Show a line to the user."""
@@ -184,6 +188,7 @@ class RunRecord:
 
     def close(self) -> None:
         """Close the files, and release the terminal."""
+        self.start_lines.end()
         self._write(self._directory.close)
         self._reporter.close()
 
@@ -210,6 +215,7 @@ class RunRecord:
             self.say("measuring and planning")
 
     def _start(self, started: RunStarted) -> None:
+        self.start_lines.end()
         self._ranks_began_s = self._clock()
         if not self._has_started:  # after a restart the header is on the screen already
             self._has_started, self._began_s = True, self._ranks_began_s

@@ -237,6 +237,7 @@ def _launch(
         least_threads=threads_for(config),
         stop_within_s=config.checkpoint.stop_within_s,
         on_asked=lambda number: record.say(_asked(number)),
+        on_look=record.start_lines.look,
     )
 
 

@@ -1,7 +1,8 @@
 """Launches a run's ranks, and restarts them from the last checkpoint when a rank fails.
 
 Only a rank's failure leads to a restart: a user's mistake would come again. Ctrl-C and SIGTERM end
-the run at any time, also while it waits to restart.
+the run at any time, also while it waits to restart. A start that a stranger has ended, before the
+ranks have met, is repeated at once at another port.
 """
 
 import signal
@@ -14,9 +15,11 @@ from jaxmorph.config.checkpoint_section import RestartPolicy
 from jaxmorph.errors import UserError
 from jaxmorph.messages import PhaseEnded, RunMessage, StepDone
 from jaxmorph.records import BACK_OFF, EventKind
-from jaxmorph.runtime.launcher import RankFailedError
+from jaxmorph.runtime.launcher import PlaceTakenError, RankFailedError
 from jaxmorph.training.ledger import Ledger, Recovery
 from jaxmorph.training.record import RunRecord
+
+_MOST_STARTS = 3  # of one launch, where strangers end them
 
 Launch = Callable[[int, int, Callable[[RunMessage], None]], signal.Signals | None]
 """Runs all ranks to their end, given the first step, the number of restarts so far, and a function
@@ -66,6 +69,7 @@ class Supervisor:
         self._attempts = Attempts()
         self._ledger = Ledger(clock())
         self._asked_by: signal.Signals | None = None
+        self._have_met = False
 
     def run(self, launch: Launch, first_step: int) -> signal.Signals | None:
         """Run the ranks to their end, with restarts.
@@ -90,7 +94,7 @@ class Supervisor:
     def _run_once(self, launch: Launch, first_step: int, restarts: int) -> int | None:
         """Launch once; the first step of the next launch, or None if the run is over."""
         try:
-            self._asked_by = launch(first_step, restarts, self._take)
+            self._asked_by = self._launch(launch, first_step, restarts)
         except RankFailedError as failure:
             from_step = self._restart(failure)
         else:
@@ -99,6 +103,17 @@ class Supervisor:
         self._record.go_back(from_step)
         self._ledger.launched(self._clock())
         return from_step
+
+    def _launch(self, launch: Launch, first_step: int, restarts: int) -> signal.Signals | None:
+        num_starts = 0
+        while True:
+            num_starts, self._have_met = num_starts + 1, False
+            try:
+                return launch(first_step, restarts, self._take)
+            except PlaceTakenError as error:
+                if self._have_met or error.asked_to_end or num_starts == _MOST_STARTS:
+                    raise
+                self._record.say(f"{error}: starts again at another port")
 
     def _restart(self, failure: RankFailedError) -> int:
         """Record a failure, and decide from which step the run restarts."""
@@ -140,6 +155,7 @@ class Supervisor:
         self._record.write_event(self._ledger.next_step, EventKind.RANK_FAILED, detail)
 
     def _take(self, message: RunMessage) -> None:
+        self._have_met = True  # the first message comes once ranks have exchanged some
         match message:
             case PhaseEnded(phase, time_s):
                 self._ledger.phase_ended(phase, time_s)

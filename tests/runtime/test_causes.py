@@ -8,7 +8,7 @@ from jaxmorph.messages import RankFailed
 from jaxmorph.program.instructions import Payload, Transfer
 from jaxmorph.records import Link
 from jaxmorph.runtime import rank_process
-from jaxmorph.runtime.causes import LongWaits, Wait, cause_of, follow
+from jaxmorph.runtime.causes import LongWaits, Wait, cause_of, follow, rank_of_stranger
 from jaxmorph.runtime.direct import PathFailedError
 from jaxmorph.runtime.rank_process import _failure, reporting_failures
 from jaxmorph.runtime.rendezvous import RendezvousError
@@ -166,3 +166,13 @@ def test_the_first_long_wait_of_a_step_counts():
     assert "the first" in str(waits.error("in vain", 1))
     waits.end_step()
     assert str(waits.error("in vain", 1)) == "in vain"
+
+
+def test_the_serving_ranks_log_names_a_strangers_place(tmp_path):
+    log = tmp_path / "rank_0.log"
+    assert rank_of_stranger(log) is None
+    log.write_text("compiling\n")
+    assert rank_of_stranger(log) is None
+    said = "E0000 ] 12 unexpectedly tried to connect with a different incarnation"
+    log.write_text(f"{'older lines ' * 10_000}\n{said}. It has likely restarted.\n")
+    assert rank_of_stranger(log) == 12

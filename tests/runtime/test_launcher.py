@@ -1,6 +1,7 @@
 """However a rank fails, the run ends soon with the reason and leaves no process behind."""
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -69,6 +70,12 @@ def test_a_reserved_port_can_still_be_served():
             pass
 
 
+def test_a_missing_loopback_interface_is_one_line(monkeypatch):
+    monkeypatch.setattr("socket.socket.connect_ex", lambda *_: errno.ENETUNREACH)
+    with pytest.raises(UserError, match=r"^127\.0\.0\.1: Network is unreachable, expected "):
+        reserved_port().__enter__()
+
+
 def test_the_ranks_of_a_launch_have_a_secret_that_nobody_sees(tmp_path):
     messages, before = [], open_descriptors()
     for _ in range(2):
@@ -127,9 +134,11 @@ def test_complete_reasons_stay_one_line(tmp_path, behaviour, kind, message):
 
 
 def test_ranks_beyond_their_time_are_ended(tmp_path):
-    before, messages = open_descriptors(), []
+    before, messages, seen = open_descriptors(), [], []
+    look = {"on_look": lambda doing: seen.append(sorted(doing())), "within_s": 0.5}
     with pytest.raises(RankFailedError) as raised:
-        run_ranks("faulty_rank", ["wait", "0"], 2, tmp_path, messages.append, within_s=0.5)
+        run_ranks("faulty_rank", ["wait", "0"], 2, tmp_path, messages.append, **look)
+    assert seen[0] == [0, 1]
     assert raised.value.reason == "rank 0 failed: still running after 0.5 s"
     assert not any(is_running(message["pid"]) for message in messages)
     assert open_descriptors() == before

@@ -10,7 +10,7 @@ from jaxmorph.config.checkpoint_section import RestartPolicy
 from jaxmorph.errors import UserError
 from jaxmorph.messages import PhaseEnded, StepDone
 from jaxmorph.records import StepRecord
-from jaxmorph.runtime.launcher import RankFailedError
+from jaxmorph.runtime.launcher import PlaceTakenError, RankFailedError
 from jaxmorph.training.ledger import Goodput
 from jaxmorph.training.supervisor import Supervisor
 
@@ -32,6 +32,9 @@ class Record:
 
     def take(self, message):
         self.calls.append(("take", type(message).__name__))
+
+    def say(self, line):
+        self.calls.append(("say", line))
 
     def write_event(self, step, kind, detail, evidence=None):
         self.calls.append((kind, step, detail, evidence))
@@ -81,6 +84,8 @@ class World:
     def launch(self, first_step, restarts, take):
         self.launched.append((first_step, restarts))
         num_steps, end = self.launches.pop(0)
+        if num_steps is None:  # no rank has met another one
+            raise end
         for phase in ("start", "compile", "restore", "plan"):
             self.now_s += 1.0
             take(PhaseEnded(phase, self.now_s))
@@ -125,6 +130,33 @@ def test_a_failed_run_restarts_and_reports_the_cost():
     assert restarted[3]["steps_again"] == 1
     assert [recovery.total_s for recovery in world.record.goodput.recoveries] == [7.75]
     assert world.record.goodput.productive_s == 3.0
+
+
+STRANGER = PlaceTakenError("a process that isn't the run's connected as rank 1")
+
+
+def test_a_start_that_a_stranger_ends_is_repeated():
+    world = World([(None, STRANGER), (None, STRANGER), (6, None)])
+    world.run()
+    assert (world.launched, world.waits) == ([(0, 0)] * 3, [])
+    assert world.record.of_kind("say") == [("say", f"{STRANGER}: starts again at another port")] * 2
+    assert world.record.of_kind("rank_failed") == []
+
+
+@pytest.mark.parametrize(
+    ("launches", "num_launches"),
+    [
+        ([(None, STRANGER)] * 4, 3),
+        ([(1, STRANGER)], 1),  # ranks have met: it is a failure like others
+        ([(None, PlaceTakenError("as rank 1", asked_to_end=True))], 1),
+    ],
+)
+def test_strangers_cost_a_few_starts_at_most(launches, num_launches):
+    world = World(launches)
+    with pytest.raises(PlaceTakenError):
+        world.run()
+    assert len(world.launched) == num_launches
+    assert len(world.record.of_kind("rank_failed")) == 1
 
 
 def test_waits_grow_up_to_the_limit():

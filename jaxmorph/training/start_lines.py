@@ -1,0 +1,82 @@
+"""Says every few seconds what ranks that start do, so that a slow start differs from a dead one."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+_EVERY_S = 10.0
+_LOOK_S = 0.5
+_MOST_GROUPS = 3  # in one line
+_WAITS = "waits for rank "  # as `rendezvous` stamps it
+_NOTHING_YET = "loads Python and its libraries"
+
+Doing = Mapping[int, str]
+"""What each rank does, in words; empty for one that has yet to say so."""
+
+
+def in_words(doing: Doing) -> str:
+    """What ranks do, in one line: those that only wait for others are left out.
+
+    >>> in_words({0: "starts, waits for rank 1", 1: "starts, compiling 4 of 7 programs"})
+    'rank 1: starts, compiling 4 of 7 programs'
+    """
+    busy = {rank: text for rank, text in doing.items() if _WAITS not in text} or doing
+    ranks_by_text: dict[str, list[str]] = {}
+    for rank, text in sorted(busy.items()):
+        ranks_by_text.setdefault(text or _NOTHING_YET, []).append(f"{rank}")
+    groups = [
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}: {text}"
+        for text, ranks in ranks_by_text.items()
+    ]
+    more = len(groups) - _MOST_GROUPS
+    return "; ".join(groups[:_MOST_GROUPS]) + (f"; and {more} more" if more > 0 else "")
+
+
+class StartLines:
+    """The lines about one start after the other.
+
+    Args:
+        say: Takes a line.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._say = say
+        self._clock = clock
+        self._said_s = 0.0
+        self._is_over = threading.Event()
+        self._is_over.set()
+
+    def begin(self) -> None:
+        """Ranks start now."""
+        self._said_s = self._clock()
+        self._is_over.clear()
+
+    def end(self) -> None:
+        """They have started."""
+        self._is_over.set()
+
+    def look(self, doing: Callable[[], Doing]) -> None:
+        """Say what ranks do, if they start and it is time for a line."""
+        now_s = self._clock()
+        if self._is_over.is_set() or now_s - self._said_s < _EVERY_S:
+            return
+        self._said_s = now_s
+        self._say(in_words(doing()))
+
+    @contextmanager
+    def looking(self, doing: Callable[[], Doing]) -> Iterator[None]:
+        """Begin, and look on a thread, where nothing else does, until they have started."""
+        self.begin()
+        threading.Thread(target=self._look_regularly, args=(doing,), daemon=True).start()
+        try:
+            yield
+        finally:
+            self.end()
+
+    def _look_regularly(self, doing: Callable[[], Doing]) -> None:
+        while not self._is_over.wait(_LOOK_S):
+            self.look(doing)
