@@ -204,9 +204,11 @@ class _OneOf(SoleRank):
         super().__init__()
         self.rank, self.num_ranks = rank, num_ranks
 
-    def exchange(self, message: Any, detail: Any = None) -> list[Any]:
+    def exchange(
+        self, message: Any, detail: Any = None, addressed: Sequence[Any] = ()
+    ) -> list[Any]:
         """This rank's message, from every rank."""
-        return super().exchange(message, detail) * self.num_ranks
+        return super().exchange(message, detail, addressed) * self.num_ranks
 
 
 def write_checkpoints(directory: Path, setting: Setting) -> int:

@@ -8,7 +8,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -20,7 +20,7 @@ from jaxmorph.messages import RunMessage, parse_run_message
 from jaxmorph.output import flush_standard_output, write_stderr
 from jaxmorph.progress import Stall, StalledError, progress
 from jaxmorph.records import EventKind
-from jaxmorph.report import Reporter
+from jaxmorph.report import Reporter, open_reporter
 from jaxmorph.report.run_directory import CONFIG
 from jaxmorph.runtime.launcher import run_ranks, threads_for
 from jaxmorph.runtime.rank_process import report_failures_by
@@ -28,6 +28,7 @@ from jaxmorph.runtime.rendezvous import Rendezvous, RendezvousError
 from jaxmorph.runtime.stop_signals import exit_code, signals_ask, signals_interrupt
 from jaxmorph.runtime.watchdog import STALLED, watch_over, write_stacks
 from jaxmorph.training.cluster import (
+    is_first_task,
     join_cluster,
     require_one_host,
     require_one_task,
@@ -50,6 +51,7 @@ from jaxmorph.training.resume import (
     with_absolute_folder,
     without_weights,
 )
+from jaxmorph.training.start_lines import StartLines
 from jaxmorph.training.supervisor import Supervisor
 from jaxmorph.training.verification import FoundRun, found_by_rank_0, verified
 
@@ -272,12 +274,14 @@ def _run_as_rank(start: RunStart) -> str:
     watch_over(partial(_report_to_all, stall_reports))
     with _leaving_at_once(joined, partial(_exit_code, start.config, known)):
         progress.phase("joins the other ranks", start.config.timeouts.start_s)
-        rendezvous = _join(start)
+        with _start_described():
+            rendezvous = _join(start)
         joined.append(rendezvous)
         stall_reports.append(partial(_notify_of_stall, rendezvous))
         with signals_ask(start.config.checkpoint.stop_within_s) as asked_by:
             _check_job(start.config, rendezvous)
-            start = verified(start, rendezvous)
+            with _start_described():
+                start = verified(start, rendezvous)
             if start.directory is not None and start.first_step == start.config.run.steps:
                 rendezvous.close()
                 return _nothing_left(start.config, start.directory) if rendezvous.rank == 0 else ""
@@ -293,6 +297,16 @@ def _run_as_rank(start: RunStart) -> str:
     if not is_done:
         raise _stopped(directory, "asked to end", asked_by())
     return ""
+
+
+def _start_described() -> AbstractContextManager[None]:
+    """While this lasts, the first task's terminal says what it does, or waits for."""
+    lines = StartLines(open_reporter(plain=True).say)
+    return lines.looking(_doing) if is_first_task() else nullcontext()
+
+
+def _doing() -> dict[int, str]:
+    return {0: progress.in_words()}  # as rank 0 waits for others, with what they do
 
 
 def _join(start: RunStart) -> Rendezvous:
@@ -406,6 +420,7 @@ def _train_as_rank(
         set_directory(path)
         for record in records:
             record.starting(rendezvous.num_ranks, num_reporting=1)
+            opened.enter_context(record.start_lines.looking(_doing))
         is_done = train(
             start.config, rendezvous, take, path, found.first_step, stop_asked=stop_asked
         )

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from jax._src.lib import _jax  # what `jax.distributed.initialize` calls
+from jax._src.lib import _jax  # pyright: ignore  # `jax.distributed.initialize` calls it
 
 client = _jax.get_distributed_runtime_client(sys.argv[1], int(sys.argv[2]), init_timeout=30)
 try:

@@ -1,6 +1,7 @@
 """`jaxmorph train` around the ranks: their logs, and how a cluster's rank ends."""
 
 import signal
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from jaxmorph.config import check_config
 from jaxmorph.errors import UserError
 from jaxmorph.progress import Stall, StalledError
 from jaxmorph.runtime.rendezvous import SoleRank
-from jaxmorph.training import start
+from jaxmorph.training import start, start_lines
 from jaxmorph.training.resume import RunStart, checkpoint_folder
 from jaxmorph.training.start import TRY_AGAIN, _exit_code, _log_folder
 
@@ -105,6 +106,26 @@ def test_a_job_whose_run_is_done_verifies_it_together(tmp_path, in_a_job, monkey
     assert not any(looked)
     with pytest.raises(UserError, match="--launch: got 'nowhere'"):
         start.resume_training(tmp_path, [], "nowhere")
+
+
+def test_a_job_that_waits_to_start_says_so(tmp_path, in_a_job, monkeypatch):
+    said = threading.Event()
+
+    def join(*_):
+        assert said.wait(30)
+        return SoleRank()
+
+    def say(line):
+        assert line.startswith("rank 0: joins the other ranks")
+        said.set()
+
+    monkeypatch.setattr(start_lines, "_LOOK_S", 0.001)
+    monkeypatch.setattr(start_lines, "_EVERY_S", 0.0)
+    monkeypatch.setattr(start, "join_cluster", join)
+    monkeypatch.setattr(start, "open_reporter", lambda plain: SimpleNamespace(say=say))
+    one_stage = check_config({"parallelism": {"stages": 1}})
+    assert start._run_as_rank(RunStart(one_stage, directory=tmp_path)) == ""
+    assert in_a_job == [0]
 
 
 def test_a_job_begins_where_its_directory_has_no_checkpoint(tmp_path, in_a_job, monkeypatch):
