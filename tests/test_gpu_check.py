@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.gpu.__main__ import INTO, OUT_OF, PARTS, main, run_parts, summary
+from benchmarks.gpu import two_gpus
+from benchmarks.gpu.__main__ import INTO, ONE_GPU, OUT_OF, main, run_parts, summary
 from benchmarks.gpu.child import Outcome, Row, run_part
 from benchmarks.gpu.copies import SMALL, backend_rows, look_at_payloads
 from benchmarks.gpu.copy_ends import Incoming, Outgoing, Site, spoil, what_is_wrong
@@ -452,13 +453,55 @@ def test_every_part_runs_small_on_a_cpu(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("every part ran, every requirement holds\n")
     parts = found["parts"]
-    assert set(parts) == {*PARTS, "into", "out-of"}
+    assert set(parts) == {*ONE_GPU, "into", "out-of"}
     for name in (*(f"into:{each}" for each in INTO), *(f"out-of:{each}" for each in OUT_OF)):
         is_gpus = name.endswith((":copy_engine", ":pallas"))
         assert (parts[name]["rows"][0]["value"] == "absent") == is_gpus
     assert {row["name"] for row in parts["stage"]["rows"]} >= {"F", "B", "W", "BW", "(F+BW)/plain"}
     judged = [row["name"] for row in parts["two-stages"]["rows"] if row["holds"]]
     assert judged == ["losses", "norms", "worst gradient"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+def test_a_direct_link_and_its_failures_are_rehearsed_on_a_cpu(tmp_path):
+    parts = "direct-link,no-memory,stopped:ends"
+    done, found = run_check(tmp_path / "f.json", "--two-gpus", "--small", f"--parts={parts}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    judged = {
+        part: [row["name"] for row in outcome["rows"] if row["holds"]]
+        for part, outcome in found["parts"].items()
+    }
+    ends = ["the run ended after", "named", "wrong bytes"]
+    assert judged == {
+        "direct-link": ["losses", "norms", "worst gradient"],
+        "no-memory": [*ends, "raised as"],
+        "stopped:ends": [*ends, "stacks in the logs"],
+    }
+
+
+BEGINS = {"kind": "begins", "number": 7, "message_bytes": 4, "time_s": 100.0}
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason", "ended_s", "failed"),
+    [
+        ([BEGINS], "rank 1 failed: stalled", 112.9, []),
+        ([BEGINS], "rank 1 failed: stalled", 113.1, ["the run ended after"]),
+        ([BEGINS], "rank 0 failed: stalled", 101.0, ["named"]),
+        ([BEGINS, {"kind": "wrong", "number": 7}], "rank 1 failed: x", 101.0, ["wrong bytes"]),
+        ([], "rank 0 failed: no GPU", 101.0, ["transfers before"]),
+    ],
+)
+def test_a_run_must_end_in_time_by_name_without_wrong_bytes(messages, reason, ended_s, failed):
+    rows = two_gpus.Ended(messages, reason, ended_s, has_stacks=True).rows(step_s=3.0)
+    assert [row.name for row in rows if row.holds is False] == failed
+
+
+def test_one_gpu_is_too_few(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    (row,) = two_gpus.check_no_memory(small=True)
+    assert (row.value, row.holds) == (str(len(jax.devices())), False)
 
 
 def test_the_check_needs_jax_flax_optax_and_numpy_alone():

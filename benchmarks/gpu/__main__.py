@@ -1,5 +1,7 @@
 """The check from its command line to its exit code: `python -m benchmarks.gpu --json FILE`.
 
+With `--two-gpus` it checks what needs two.
+
 Each part runs in a child process. This one never imports JAX, so nothing on the device can stop it.
 """
 
@@ -20,10 +22,13 @@ INTO = ("copy_engine", "pallas", "buffer_callback", "pinned_host", "io_callback"
 OUT_OF = ("copy_engine", "pallas", "host")
 """Copy backends in the order in which runs on a GPU try them; a CPU has some of them."""
 
+MODES = ("ends", "fails-over", "fails-over-tfrt")
+"""What a failed collective does to a rank, by XLA's settings: see `two_gpus`."""
+
 MOST_SLOWDOWN = 0.02
 """Of matmuls beside the messages of training, by the backend that runs take."""
 
-PARTS: Mapping[str, Part] = {
+ONE_GPU: Mapping[str, Part] = {
     "environment": Part("environment", "look_at_environment"),
     "stage": Part("stage", "measure_stage", limit_s=120.0),
     "two-stages": Part("two_stages", "compare_two_stages", limit_s=150.0),
@@ -32,6 +37,16 @@ PARTS: Mapping[str, Part] = {
     **{f"out-of:{name}": Part("copies", "check_backend", ("out-of", name)) for name in OUT_OF},
 }
 """The parts by name, in their order: those that may hang come after the most informative ones."""
+
+TWO_GPUS: Mapping[str, Part] = {
+    "direct-link": Part("two_stages", "compare_two_stages", ("direct",), limit_s=150.0),
+    "no-memory": Part("two_gpus", "check_no_memory"),
+    **{f"stopped:{mode}": Part("two_gpus", "check_stopped_peer", (mode,)) for mode in MODES},
+    "restart": Part("two_gpus", "check_restart", limit_s=200.0),
+}
+"""The parts that need two GPUs; two processes on a CPU rehearse them."""
+
+PARTS = {**ONE_GPU, **TWO_GPUS}
 
 LIMIT_S = 540.0
 _CHILD = "--child"
@@ -161,13 +176,15 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         description="Checks that jaxmorph computes right on this GPU, and how fast.",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
-    parser.add_argument("--parts", default=",".join(PARTS), help="some of %(default)s")
+    parser.add_argument("--two-gpus", action="store_true", help="check what needs two GPUs")
+    parser.add_argument("--parts", help=f"some of {','.join(PARTS)}; by default those of one GPU")
     parser.add_argument("--small", action="store_true", help="small sizes, as without a GPU")
     parser.add_argument(
         "--limit-s", type=float, default=LIMIT_S, metavar="S", help="for all parts (%(default)g)"
     )
     chosen = parser.parse_args(arguments)
-    chosen.parts = chosen.parts.split(",")
+    by_default = TWO_GPUS if chosen.two_gpus else ONE_GPU
+    chosen.parts = chosen.parts.split(",") if chosen.parts else list(by_default)
     if unknown := [name for name in chosen.parts if name not in PARTS]:
         parser.error(f"--parts: got {', '.join(unknown)}, expected some of {', '.join(PARTS)}")
     return chosen

@@ -1,7 +1,7 @@
-"""Two processes share the device as two stages, whose training is compared with one device's.
+"""Two processes train as two stages, and are compared with one device.
 
-All their messages are delegated, by sidecars of their own: NCCL refuses two processes on one GPU.
-So JAX doesn't join them either; they meet by a folder.
+On one GPU all their messages are delegated, by sidecars of their own: NCCL refuses two processes on
+one GPU. So JAX doesn't join them either; they meet by a folder. With two GPUs their link is direct.
 """
 
 import math
@@ -26,13 +26,14 @@ from jaxmorph.program.check import check
 from jaxmorph.program.instructions import RankInstructions
 from jaxmorph.program.lowering import lower
 from jaxmorph.program.slots_needed import slots_needed
-from jaxmorph.records import Link
+from jaxmorph.records import Link, Route
 from jaxmorph.runtime.executor import StepInputs
+from jaxmorph.runtime.join import join_run
 from jaxmorph.runtime.launcher import run_ranks
 from jaxmorph.runtime.link_connections import open_data_plane
 from jaxmorph.runtime.payloads import channel_specs
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
-from jaxmorph.runtime.rendezvous import HostRendezvous
+from jaxmorph.runtime.rendezvous import HostRendezvous, Rendezvous
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepRunner
@@ -63,13 +64,17 @@ _WITHIN_S, _MEET_S, _TRANSFER_S = 90.0, 60.0, 20.0
 _PAUSE_S = 0.01
 
 
-def compare_two_stages(*, small: bool) -> Iterator[Row]:
-    """Train a model in two processes, and on one device in plain JAX, and compare."""
+def compare_two_stages(route: Route = "delegated", *, small: bool) -> Iterator[Row]:
+    """Train a model in two processes, and on one device in plain JAX, and compare.
+
+    Args:
+        route: Of the link between them; a direct one needs a device for each.
+    """
     sizes = SMALL if is_small(small) else LARGE
     yield Row("model", "float32", str(sizes))
     messages: dict[int, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="jaxmorph-", ignore_cleanup_errors=True) as name:
-        folder, words = Path(name), [name, "small" if is_small(small) else "large"]
+        folder, words = Path(name), [name, "small" if is_small(small) else "large", route]
         try:
             run_ranks(
                 "benchmarks.gpu.two_stages", words, _NUM_STAGES, folder,
@@ -88,9 +93,9 @@ def compare_two_stages(*, small: bool) -> Iterator[Row]:
     yield Row("a step", f"{step_ms:.1f} ms", note, None, {"ms": step_ms})
     for stage, own in enumerate(stages):
         yield Row(f"stage {stage}: no op to run", f"{own['waiting']:.0%}", "of a step")
-        copies = own["copies"]
-        note = f"into slots; out of slots by {copies['receive_backend']}"
-        yield Row(f"stage {stage}: copies by", copies["send_backend"], note)
+        if copies := own["copies"]:
+            note = f"into slots; out of slots by {copies['receive_backend']}"
+            yield Row(f"stage {stage}: copies by", copies["send_backend"], note)
 
 
 def compare(
@@ -185,9 +190,10 @@ def run_stage(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> 
     """Train one of the stages together with the other one.
 
     Args:
-        rest: A folder that both processes share, and "small" or "large".
+        rest: A folder that both processes share, "small" or "large", and the link's route.
     """
     folder, sizes = Path(rest[0]), SMALL if rest[1] == "small" else LARGE
+    route: Route = "direct" if rest[2] == "direct" else "delegated"
     model = build_gpt2(sizes, "float32")
     settings = StageSettings(
         layers=cut_layers(sizes.num_layers, _NUM_STAGES),
@@ -197,42 +203,45 @@ def run_stage(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> 
         kinds=frozenset((OpKind.F, OpKind.B, OpKind.W)),
         optimizer=optax.sgd(_RATE),
         transfer_timeout_s=_TRANSFER_S,
-        direct=frozenset(),
-        delegated=frozenset((_LINK,)),
+        direct=frozenset((_LINK,) if route == "direct" else ()),
+        delegated=frozenset(() if route == "direct" else (_LINK,)),
     )
     rank = arguments.rank
-    ends = channel_specs(settings.payloads(model), settings.delegated, rank)
-    store, secret = FolderStore(folder), inherited_secret(arguments.secret_fd or 0)
-    with (
-        closing(
-            HostRendezvous(store, "127.0.0.1", rank, _NUM_STAGES, _MEET_S, secret)
-        ) as rendezvous,
-        open_data_plane(rendezvous, *ends) as plane,
-    ):
-        with jax.default_matmul_precision("highest"):
-            trainer = StageTrainer(model, settings, rank, plane=plane, alone=make_mesh(1))
-        with closing(trainer):
-            programs = _stage_programs(len(model.tied))
-            trainer.make_room(slots_needed(programs))
-            rendezvous.exchange({})  # so that both have it
-            figures, gradients = _train(trainer, programs[rank], rendezvous, sizes)
-            assert trainer.delegated is not None
-            copies = trainer.delegated.statistics()
-            np.savez(_path(folder, rank), allow_pickle=False, **gradients)
+    with closing(_meet(arguments, folder, route)) as rendezvous:
+        ends = channel_specs(settings.payloads(model), settings.delegated, rank)
+        alone = None if route == "direct" else make_mesh(1)
+        with open_data_plane(rendezvous, *ends) as plane:
+            with jax.default_matmul_precision("highest"):
+                trainer = StageTrainer(model, settings, rank, plane=plane, alone=alone)
+            with closing(trainer):
+                programs = _stage_programs(len(model.tied), route)
+                trainer.make_room(slots_needed(programs))
+                rendezvous.exchange({})  # so that both have it
+                figures, gradients = _train(trainer, programs[rank], rendezvous, sizes)
+                copies = trainer.delegated.statistics() if trainer.delegated else None
+                np.savez(_path(folder, rank), allow_pickle=False, **gradients)
     link.send({"kind": "done", "rank": rank, **figures, "copies": copies})
 
 
-def _stage_programs(num_tied: int) -> tuple[RankInstructions, ...]:
+def _meet(arguments: RankArguments, folder: Path, route: str) -> Rendezvous:
+    """The other process, by JAX where the link between them is direct."""
+    if route == "direct":
+        return join_run(arguments, start_timeout_s=_MEET_S, step_timeout_s=_TRANSFER_S)
+    store, secret = FolderStore(folder), inherited_secret(arguments.secret_fd or 0)
+    return HostRendezvous(store, "127.0.0.1", arguments.rank, _NUM_STAGES, _MEET_S, secret)
+
+
+def _stage_programs(num_tied: int, route: Route) -> tuple[RankInstructions, ...]:
     """Both stages' instructions for a step."""
     schedule = FIXED_SCHEDULES[_SCHEDULE](_NUM_STAGES, _MICROBATCHES)
     planned = simulate(schedule, StageCosts.uniform(_NUM_STAGES, 1.0, 1.0, 1.0))
-    programs = lower(schedule, planned, {_LINK: "delegated"}, num_tied=num_tied)
+    programs = lower(schedule, planned, {_LINK: route}, num_tied=num_tied)
     check(programs)
     return programs
 
 
 def _train(
-    trainer: StageTrainer, program: RankInstructions, rendezvous: HostRendezvous, sizes: Sizes
+    trainer: StageTrainer, program: RankInstructions, rendezvous: Rendezvous, sizes: Sizes
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Figures of all steps, and the gradients of the first."""
     losses, norms, took_s, waited, gradients = [], [], [], [], {}
