@@ -52,15 +52,14 @@ _STEPS, _EVERY, _KILLED_AFTER = 12, 2, 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large messages are, and how long one may take."""
+    """How large messages are, one for which there is no memory, and how long one may take."""
 
     message_bytes: int
+    too_many_bytes: int
     step_s: float
 
 
-LARGE, SMALL = Sizes(64 << 20, 8.0), Sizes(1 << 20, 3.0)
-MUCH = 256 << 20
-"""A message for which there is no memory."""
+LARGE, SMALL = Sizes(64 << 20, 256 << 20, 8.0), Sizes(1 << 20, 64 << 20, 3.0)
 
 
 def _two_devices() -> Generator[Row, None, bool]:
@@ -87,11 +86,11 @@ def check_stopped_peer(mode: str, *, small: bool) -> Iterator[Row]:
     ended = _run(_STOPS, mode, sizes.message_bytes, sizes.step_s)
     yield from ended.rows(sizes.step_s)
     returned = next((each for each in ended.messages if each["kind"] == "returned"), None)
-    if returned is None:
-        yield Row("its peer's transfer", "never returned", "its watchdog has ended the rank")
-    else:
+    if returned is not None:
         after = f"an error after {returned['after_s']:.1f} s"
         yield Row("its peer's transfer", after, returned["error"])
+        return
+    yield Row("its peer's transfer", "never returned", "its watchdog has ended the rank")
     yield Row("stacks in the logs", "yes" if ended.has_stacks else "no", "", ended.has_stacks)
 
 
@@ -99,9 +98,9 @@ def check_no_memory(*, small: bool) -> Iterator[Row]:
     """Let one end run out of memory in a receive."""
     if not (yield from _two_devices()):
         return
-    step_s = (SMALL if is_small(small) else LARGE).step_s
-    ended = _run(_NO_MEMORY, "fails-over", MUCH, step_s)
-    yield from ended.rows(step_s)
+    sizes = SMALL if is_small(small) else LARGE
+    ended = _run(_NO_MEMORY, "fails-over", sizes.too_many_bytes, sizes.step_s)
+    yield from ended.rows(sizes.step_s)
     is_own = _OWN.match(ended.reason) is not None
     note = f"expected an error with {OUT_OF_MEMORY}"
     yield Row("raised as", "its own" if is_own else "another's", note, is_own)
