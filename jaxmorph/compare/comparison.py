@@ -29,6 +29,7 @@ from jaxmorph.report.terminal import MatrixView
 from jaxmorph.report.text import duration
 from jaxmorph.runtime.launcher import run_ranks, threads_for
 from jaxmorph.training.start import check_run
+from jaxmorph.training.start_lines import StartLines
 
 TABLE, FIGURE, RECOVERY_FIGURE = "table.md", "figure.png", "recovery.png"
 
@@ -146,7 +147,10 @@ def _failure(name: str, make: Callable[[], object]) -> str | None:
 def _run_system(
     system: str, config: Config, results: _Results, view: MatrixView, place: str
 ) -> None:
+    lines = StartLines(lambda line: view.update(results.matrix(), f"{system} is starting: {line}"))
+
     def take(message: dict[str, Any]) -> None:
+        lines.end()
         results.record.take(system, parse_comparison_message(message))
         view.update(results.matrix(), f"{system} is running ({place})")
 
@@ -154,6 +158,7 @@ def _run_system(
     arguments = [str(results.directory / "config.yaml"), system]
     logs = results.directory / "logs" / system
     failure: str | None = "interrupted"
+    lines.begin()
     try:
         run_ranks(
             "jaxmorph.compare.rank",
@@ -161,6 +166,7 @@ def _run_system(
             config.parallelism.stages,
             logs,
             take,
+            on_look=lines.look,
             least_threads=threads_for(system_config(config, SYSTEMS[system])),
         )
         failure = None

@@ -1,5 +1,6 @@
 from dataclasses import replace
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 
 import numpy as np
 import pytest
@@ -57,6 +58,21 @@ def test_a_token_array_takes_the_tokenizers_vocabulary(array_file, tmp_path):
     other = array_file([0, 3], "uint16")
     with pytest.raises(UserError, match=r"^data.tokenizer: .* got a vocabulary of 3, .* the 4 of"):
         load_tokens(other, words)
+
+
+def test_an_array_of_a_terabyte_costs_a_few_pages(array_file):
+    path = array_file([1, 2], "uint16")
+    with Path(path).open("r+b") as file:
+        file.truncate(2**40)  # sparse
+    before = getrusage(RUSAGE_SELF)
+    tokens = load_tokens(path, vocab_size=3)
+    digest = digest_of(tokens.ids)
+    train, _ = hold_out(tokens, 0.1)
+    batches = Batches(train, microbatches=2, microbatch_size=2, sequence_length=1024, seed=0)
+    assert batches.inputs(10**6).shape == (2, 2, 1024)
+    after = getrusage(RUSAGE_SELF)
+    assert digest.num_tokens == 2**39
+    assert after.ru_maxrss - before.ru_maxrss < 2**20  # KiB; most of it imports
 
 
 def test_a_large_array_is_not_read_for_its_vocabulary(array_file, tmp_path):
