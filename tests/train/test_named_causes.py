@@ -4,10 +4,13 @@ The rows of the table in docs/explanation/failures.md that need whole runs.
 """
 
 import os
+import re
 import signal
+import sys
+from pathlib import Path
 
 import pytest
-from in_this_process import jaxmorph
+from in_this_process import ROOT, jaxmorph
 
 from jaxmorph.messages import StepDone
 from jaxmorph.runtime import launcher
@@ -66,6 +69,22 @@ def test_an_interrupted_rank_is_named(train):
     code, said = train("routes.default=delegated", number=signal.SIGINT)
     assert code == 1
     assert "rank 1 failed: KeyboardInterrupt" in said
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("python", "JaxRuntimeError: INTERNAL: .*: ZeroDivisionError: integer division or modulo"),
+        ("memory", "JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating [0-9]+ bytes"),
+    ],
+)
+def test_a_models_own_error_is_named(train, monkeypatch, fault, says):
+    folders = [str(Path(__file__).parent), str(ROOT / "docs" / "examples")]
+    monkeypatch.setattr("sys.path", [*sys.path, folders[1]])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
+    code, said = train(f"model={{factory: failing_model, preset: tiny, fault: {fault}}}")
+    assert code == 1
+    assert re.match(f"error: rank 2 failed: {says}", said)
 
 
 @pytest.mark.parametrize(
