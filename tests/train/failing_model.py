@@ -1,16 +1,17 @@
 """The example's model, which fails on the stage with the head, as `fault` says."""
 
+from importlib import import_module
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from causal_mixer import PRESETS, CausalMixer
 
 _CALLS = 30
+_EXAMPLE: Any = import_module("causal_mixer")  # of docs/examples
 
 
-class FailingMixer(CausalMixer):
+class FailingMixer(_EXAMPLE.CausalMixer):
     """Its head calls Python, which raises after some steps, or makes far too large an array."""
 
     fault = ""
@@ -21,7 +22,7 @@ class FailingMixer(CausalMixer):
 
         def count(_: np.ndarray) -> np.ndarray:
             calls.append(1)
-            return np.float32(0 // (len(calls) <= _CALLS))
+            return np.array(0 // (len(calls) <= _CALLS), np.float32)
 
         now = jax.lax.stop_gradient(losses)
         if self.fault == "python":
@@ -33,7 +34,7 @@ class FailingMixer(CausalMixer):
 
 def build(*, preset: str, fault: str, vocab_size: int, sequence_length: int, **_: Any) -> Any:
     """Returns the model that fails as asked."""
-    sizes = PRESETS[preset]
+    sizes = _EXAMPLE.PRESETS[preset]
     model = FailingMixer(vocab_size, sequence_length, **sizes, dtype=jnp.dtype("float32"))
     model.fault = fault
     return model
