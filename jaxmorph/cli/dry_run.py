@@ -1,4 +1,4 @@
-"""``jaxmorph train --dry-run``: checks a configuration, and forecasts its stages' memory."""
+"""``jaxmorph train --dry-run``: checks a configuration, and forecasts its ranks' memory."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -16,6 +16,7 @@ from jaxmorph.report.text import describe_routes, numbers, short_count
 
 if TYPE_CHECKING:  # both import JAX
     from jaxmorph.training.device_memory import StageNeeds, StepNeeds
+    from jaxmorph.training.host_memory import HostForecast
     from jaxmorph.training.run_parts import RunParts
 
 _LABEL_WIDTH = 9
@@ -24,8 +25,13 @@ _LEGEND = """\
 state      parameters, gradients, optimizer state, and parameters in the compute dtype
 stash      what one microbatch keeps from F to B, and from B to W
 held       the most stashes at once{of_chunks}, and their bytes together
+messages   activations and gradients received or to be sent, the most at once
 The temporary buffers of compiled programs come on top. When a link is slow, a run may hold more
 stashes, up to the caps and to the free memory of its devices."""
+_HOST_LEGEND = """slots      of delegated messages{delegated}
+away       offloaded stashes, the most at once
+copy       of parameters and optimizer state, while a checkpoint is written
+All of it is pinned. When a link is slow, a plan may use more slots, up to limits.host_gib."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,12 @@ def print_dry_run(path: Path, overrides: Sequence[str], console: Console) -> Non
     chunks = found.config.parallelism.chunks
     of_chunks = ", counted for each chunk" if chunks > 1 else ""
     console.print(_LEGEND.format(of_chunks=of_chunks), soft_wrap=True)
+    host = found.needs.host
+    console.print(_host_table(host))
+    delegated = ", with all links delegated, as the run measures them" * host.all_delegated
+    console.print(_HOST_LEGEND.format(delegated=delegated), soft_wrap=True)
+    for line in _host_lines(found.config, host):
+        console.print(line, soft_wrap=True)
 
 
 def _check(path: Path, overrides: Sequence[str]) -> _DryRun:
@@ -115,20 +127,45 @@ def _rows(found: _DryRun) -> Iterator[tuple[str, str]]:
 
 def _table(found: _DryRun) -> Table:
     needs = found.needs
-    names = ["stage", "layers", "state", "stash F-B", "stash B-W", "held", "stashes", "total"]
+    names = ["stage", "layers", "state", "stash F-B", "stash B-W", "held", "stashes"]
+    names += ["messages", "total"]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     for name in names if needs.plan.offloading is None else names[:-1]:
         table.add_column(name, justify="right", no_wrap=True)
     peaks = needs.plan.schedule.peak_live("W")
     for number, stage in enumerate(needs.stages):
-        cells = _cells(stage, peaks[number], needs.stash_bytes[number])
+        held = needs.stash_bytes[number], needs.payload_bytes[number]
+        cells = _cells(stage, peaks[number], *held)
         if not needs.plan.schedule.splits_backward:
             cells[3] = "-"
         table.add_row(*[str(number), *cells][: len(table.columns)])
     return table
 
 
-def _cells(stage: "StageNeeds", held: int, stash_bytes: int) -> list[str]:
+def _host_table(host: "HostForecast") -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    for name in ("rank", "slots", "away", "copy", "on its host"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for rank, own in enumerate(host.ranks):
+        parts = (own.slots, own.stashes, own.checkpoint, own.total)
+        table.add_row(str(rank), *map(in_bytes, parts))
+    return table
+
+
+def _host_lines(config: Config, host: "HostForecast") -> Iterator[str]:
+    """What all ranks take together, and what the limit costs."""
+    together = in_bytes(sum(own.total for own in host.ranks))
+    here = in_bytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    yield f"A host with all {len(host.ranks)} ranks needs {together}; this one has {here}."
+    if config.limits.host_gib is not None:
+        most = in_bytes(max(own.total for own in host.unlimited))
+        yield (
+            f"limits.host_gib is {config.limits.host_gib:g} a rank; without it a rank takes up to "
+            f"{most}, and the planned step is {host.step_ratio:.3f} times as long as then."
+        )
+
+
+def _cells(stage: "StageNeeds", held: int, stash_bytes: int, payload_bytes: int) -> list[str]:
     return [
         " ".join(f"{own.start}-{own.stop - 1}" for own in stage.layers),
         in_bytes(stage.state_bytes),
@@ -136,5 +173,6 @@ def _cells(stage: "StageNeeds", held: int, stash_bytes: int) -> list[str]:
         in_bytes(stage.stash.after_backward_input_bytes),
         str(held),
         in_bytes(stash_bytes),
-        in_bytes(stage.state_bytes + stash_bytes),
+        in_bytes(payload_bytes),
+        in_bytes(stage.state_bytes + stash_bytes + payload_bytes),
     ]

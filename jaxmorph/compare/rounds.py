@@ -136,7 +136,9 @@ class RoundRecord:
 
     def _adopt(self, loop: ControlLoop, morph: Morph) -> None:
         programs = tuple(map(parse_instructions, morph.programs))
-        self.in_force = PlanInForce(morph.plan, programs, self.in_force.rank, morph.slots)
+        self.in_force = PlanInForce(
+            morph.plan, programs, self.in_force.rank, morph.slots, morph.scarce
+        )
         self.events.update(event.kind for event in loop.plan_changed(morph))
 
     def _drop(self, loop: ControlLoop) -> None:

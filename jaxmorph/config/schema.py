@@ -28,6 +28,7 @@ from jaxmorph.config.sections import (
     Data,
     Evaluation,
     Expected,
+    Limits,
     Metrics,
     Model,
     Offload,
@@ -66,6 +67,7 @@ class Config(BaseModel):
     the layer again: less memory from F to B, for about a forward more of time."""
 
     offload: Offload = Field(default_factory=Offload)
+    limits: Limits = Field(default_factory=Limits)
     routes: Routes = Field(default_factory=Routes)
     adaptation: Adaptation = Field(default_factory=Adaptation)
     failover: Failover = Field(default_factory=Failover)

@@ -360,6 +360,20 @@ class Offload(Section):
     schedules obey it without offload too; a device that reports no memory has no cap."""
 
 
+class Limits(Section):
+    """What a run may take of its hosts."""
+
+    host_gib: Annotated[float | None, Field(gt=0), Expected("null, or a number above 0")] = None
+    """The GiB of host memory that one rank may take for slots of delegated messages, offloaded
+    stashes and a checkpoint's copy; null: no limit. With fewer slots sends wait for one, as
+    predictions say. A limit in which no plan fits is refused."""
+
+    @property
+    def host_bytes(self) -> int | None:
+        """The same in bytes."""
+        return None if self.host_gib is None else int(self.host_gib * 2**30)
+
+
 class Trace(Section):
     """Which steps leave a Chrome trace, planned beside measured."""
 

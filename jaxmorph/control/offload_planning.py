@@ -11,6 +11,7 @@ from jaxmorph.errors import UserError
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.instructions import RankInstructions
 from jaxmorph.program.offload import count_offloads, offload_these, waiting_longest
+from jaxmorph.program.slots_needed import HostRoom, most_offloaded_bytes
 from jaxmorph.schedule.costs import Limits, StageMemory, StashBytes
 from jaxmorph.schedule.planner import Offloading, Plan, fits
 
@@ -23,15 +24,24 @@ _SAMPLES = 2  # stashes per stage, to time copies
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A plan, its simulated step, and the number of stashes that it offloads."""
+    """A plan, its simulated step, and the number of stashes that it offloads.
+
+    Attributes:
+        programs: All ranks' instructions, if they offload any.
+    """
 
     plan: Plan
     step_ms: float
     offloads: int
+    programs: tuple[RankInstructions, ...] = ()
 
 
 def plan_with_offload(
-    plan_within: PlanWithin, device: Limits, profile: Profile, num_tied: int = 0
+    plan_within: PlanWithin,
+    device: Limits,
+    profile: Profile,
+    num_tied: int = 0,
+    room: HostRoom | None = None,
 ) -> Plan:
     """The plan with the shortest step, and of nearly equal ones the one with the fewest copies.
 
@@ -41,6 +51,7 @@ def plan_with_offload(
 
     Args:
         device: The caps of the devices.
+        room: The hosts' memory for stashes and slots; None: no limit.
 
     Raises:
         UserError: No plan can be made to fit.
@@ -54,7 +65,8 @@ def plan_with_offload(
     if not candidates or shortest_ms < candidates[0].step_ms * (1 - _WORTH):
         for wider in _wider(plan_within, device, free):
             most_ms = min((one.step_ms for one in candidates), default=math.inf)
-            candidates += _offloaded(wider, device, profile, num_tied, most_ms)
+            offloaded = _offloaded(wider, device, profile, num_tied, most_ms)
+            candidates += (each for each in offloaded if _fits_hosts(each, profile, room))
     return _best(candidates).plan if candidates else _unfit(plan_within, free, device, programs)
 
 
@@ -170,7 +182,16 @@ def _placed(
     step_ms, offloads = _simulated_ms(moving, profile), count_offloads(moving)
     reason = f"{made.reason}; {offloads} stashes of a step go to host memory and back"
     plan = replace(made, predicted_step_s=step_ms / 1e3, offloading=offloading, reason=reason)
-    return _Candidate(plan, step_ms, offloads)
+    return _Candidate(plan, step_ms, offloads, moving)
+
+
+def _fits_hosts(candidate: _Candidate, profile: Profile, room: HostRoom | None) -> bool:
+    """Whether the hosts hold the candidate's stashes, beside the fewest slots."""
+    if room is None or profile.stash_bytes is None:
+        return True
+    stashes = zip(candidate.programs, profile.stash_bytes.after_forward, strict=True)
+    away = [most_offloaded_bytes(program, num_bytes) for program, num_bytes in stashes]
+    return room.holds(away)
 
 
 def _ops_beside_a_copy(profile: Profile, num_chunks: int) -> int:

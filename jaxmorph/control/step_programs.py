@@ -1,16 +1,19 @@
-"""Lowers a schedule to every rank's instructions, and picks a schedule for in-order queues."""
+"""Lowers a schedule to every rank's instructions; picks one for in-order queues or few slots."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from statistics import median
 
 from jaxmorph.control.profiler import Profile
+from jaxmorph.errors import UserError
 from jaxmorph.program.blocking import simulate_blocking
-from jaxmorph.program.check import check
-from jaxmorph.program.instructions import RankInstructions
+from jaxmorph.program.check import ProgramError, check
+from jaxmorph.program.instructions import Channel, RankInstructions
 from jaxmorph.program.lowering import lower_in_step, lower_order
 from jaxmorph.program.offload import offload
-from jaxmorph.records import Routes
+from jaxmorph.program.slots_needed import HostRoom, scarce_slots, slots_needed
+from jaxmorph.records import Routes, in_bytes
 from jaxmorph.schedule.costs import Limits, Links, StageCosts
 from jaxmorph.schedule.planner import Offloading, Plan, alternatives
 from jaxmorph.schedule.schedule import Schedule
@@ -96,6 +99,82 @@ def shorter_on_queues(made: Plan, profile: Profile, limits: Limits) -> Plan:
             f"queues, {best_ms:.1f} ms instead of {own_ms:.1f}"
         ),
     )
+
+
+def shorter_in_slots(
+    made: Plan, profile: Profile, limits: Limits, num_tied: int, room: HostRoom
+) -> Plan:
+    """The plan, or one with another schedule whose step is shorter with the slots that fit.
+
+    The planner assumes that no send waits for a slot. Where host memory is short, a plan with many
+    messages under way waits, or can't run at all; one with fewer may be better.
+
+    Raises:
+        UserError: With the slots that fit, no known schedule can run on these routes.
+    """
+    if "delegated" not in made.routes.values() or room.rank_bytes is None:
+        return made
+    free_ms, own_ms, taken = _in_slots(made, profile, num_tied, room)
+    if own_ms <= free_ms * (1 + _WORTH):
+        return made
+    best, best_ms = made, own_ms
+    for schedule in _others(made.schedule, profile, limits, must=own_ms == math.inf):
+        other = replace(made, schedule=schedule)
+        _, step_ms, _ = _in_slots(other, profile, num_tied, room)
+        if step_ms < best_ms * (1 - _WORTH):
+            best, best_ms = other, step_ms
+    most = in_bytes(max(room.rank_bytes))
+    if best_ms == math.inf:
+        raise UserError(
+            f"limits.host_gib: leaves {most} for slots, expected more: the ranks would wait for "
+            f"one another's slots for ever; without the limit a rank takes {in_bytes(taken)}"
+        )
+    warmups = " ".join(map(str, best.schedule.warmup_forwards))
+    return replace(
+        best,
+        predicted_step_s=best_ms / 1e3,
+        reason=(
+            f"warm-up forwards {warmups}: with {most} a rank for slots, {best_ms:.1f} ms; "
+            f"{free_ms:.1f} with {in_bytes(taken)}"
+        ),
+    )
+
+
+def _others(own: Schedule, profile: Profile, limits: Limits, *, must: bool) -> Sequence[Schedule]:
+    """Other schedules in place of an adaptive one; none if lowering them takes long, unless must.
+
+    A schedule that the configuration names stays.
+    """
+    if own.name != "adaptive" or (sum(map(len, own.orders)) > _MOST_OPS and not must):
+        return ()
+    return alternatives(profile.costs, profile.links, limits, own.num_microbatches)
+
+
+def _in_slots(
+    made: Plan, profile: Profile, num_tied: int, room: HostRoom
+) -> tuple[float, float, int]:
+    """The step without a limit and with the slots that fit, infinite if it can't run; in ms.
+
+    Also the most bytes of slots that a rank takes without a limit.
+    """
+    programs = lower_step(made.schedule, profile, made.routes, num_tied)
+    needed = slots_needed(programs)
+    taken = max(room.taken_bytes(room.slots(needed), len(programs)))
+    free_ms = simulate_blocking(programs, profile.costs, profile.links).makespan_ms
+    scarce = scarce_slots(room.within(needed), needed)
+    return free_ms, step_in_slots_ms(programs, profile, scarce), taken
+
+
+def step_in_slots_ms(
+    programs: Sequence[RankInstructions], profile: Profile, scarce: Mapping[Channel, int]
+) -> float:
+    """The simulated step with few slots for some channels; infinite if it can't run."""
+    try:
+        return simulate_blocking(
+            programs, profile.costs, profile.links, copies=profile.copies, slots=scarce
+        ).makespan_ms
+    except ProgramError:  # they would wait for each other for ever
+        return math.inf
 
 
 def _overlapped_ms(schedule: Schedule, profile: Profile) -> float:

@@ -1,7 +1,7 @@
 """Simulates the times of lowered instructions on in-order queues, which direct transfers block."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -12,6 +12,7 @@ from jaxmorph.program.instructions import (
     AwaitRoom,
     Buffer,
     BufferKind,
+    Channel,
     Fetch,
     Free,
     Instruction,
@@ -21,6 +22,7 @@ from jaxmorph.program.instructions import (
     Run,
     Send,
     Transfer,
+    channel_of,
 )
 from jaxmorph.schedule.costs import NO_LATENCY, CopyCosts, LinkDelay, Links, StageCosts
 from jaxmorph.schedule.ops import Op, OpKind
@@ -50,6 +52,7 @@ def simulate_blocking(
     links: Links = NO_LATENCY,
     disturbance: Disturbance | None = None,
     copies: CopyCosts | None = None,
+    slots: Mapping[Channel, int] | None = None,
 ) -> Timeline:
     """The exact times of every op, transfer and copy, as in a measured timeline.
 
@@ -58,12 +61,14 @@ def simulate_blocking(
     no queue: its message waits for earlier ones to leave the link direction and arrives after its
     occupancy and latency; a receive holds the queue until then. Copies of stashes run beside the
     queue, one after another in each direction; an op that needs a stash or a place waits for it.
+    A delegated send whose channel has no free slot waits for one, and so does all that follows it.
     The makespan excludes tied gradients, which are exchanged after the last op.
 
     Args:
         programs: Each rank's instructions, in rank order.
         costs: An op of one of V chunks takes 1/V of these.
         copies: None for copies that take no time.
+        slots: The slots of either end of delegated channels; those not in it have enough.
 
     Raises:
         ProgramError: The ranks wait for each other for ever.
@@ -73,7 +78,7 @@ def simulate_blocking(
         raise ValueError(f"got costs of {costs.num_stages} stages, expected {len(programs)}")
     chunks = (op.chunk for program in programs for op in program.ops())
     times = stage_times(costs, links, num_chunks=1 + max(chunks, default=0))
-    board = _Board(links)
+    board = _Board(links, slots or {})
     common = (board, disturbance or Disturbance())
     copies = copies or CopyCosts.uniform(costs.num_stages, 0.0)
     engines = map(_CopyEngines, range(len(programs)), copies.offload_ms, copies.fetch_ms)
@@ -140,17 +145,23 @@ class _Board:
     """Where ranks post when they reached a direct transfer, or when a delegated one arrives."""
 
     links: Links
+    slots: Mapping[Channel, int]
     sent_ms: _Posted = field(default_factory=dict)
     received_ms: _Posted = field(default_factory=dict)
-    waiting: dict[Transfer, int] = field(default_factory=dict)
+    waiting: dict[Transfer | Channel, int] = field(default_factory=dict)
     awake: deque[int] = field(default_factory=deque)
     _delays: dict[tuple[int, int], DirectionDelay] = field(default_factory=dict)
+    _limited: dict[Channel, "_LimitedChannel"] = field(default_factory=dict)
 
     def post(self, end: _Posted, transfer: Transfer, time_ms: float) -> None:
         """Posts a time at one end of a transfer and wakes the rank that waits for it."""
         end[transfer] = time_ms
-        if transfer in self.waiting:
-            self.awake.append(self.waiting.pop(transfer))
+        self.wake(transfer)
+
+    def wake(self, awaited: Transfer | Channel) -> None:
+        """Resumes the rank that waits for a transfer, or for a slot of a channel."""
+        if awaited in self.waiting:
+            self.awake.append(self.waiting.pop(awaited))
 
     def delay(self, transfer: Transfer) -> DirectionDelay:
         """The delay of a transfer's link direction."""
@@ -159,6 +170,52 @@ class _Board:
             link = self.links.get(transfer.link, LinkDelay())
             self._delays[ends] = upward(link) if ends[0] < ends[1] else downward(link)
         return self._delays[ends]
+
+    def limited(self, transfer: Transfer) -> "_LimitedChannel | None":
+        """The state of a transfer's channel if its slots are limited."""
+        if not self.slots or (channel := channel_of(transfer)) not in self.slots:
+            return None
+        if channel not in self._limited:
+            back = transfer._replace(source=transfer.destination, destination=transfer.source)
+            back_ms = self.delay(back).latency_ms
+            self._limited[channel] = _LimitedChannel(channel, self.slots[channel], back_ms)
+        return self._limited[channel]
+
+
+@dataclass
+class _LimitedChannel:
+    """The messages of a delegated channel with so many slots at either end.
+
+    A message leaves when the receiver's end has a slot for it. It then frees the sender's; the
+    receiver's is free once its host has taken the message. Both are known to the sender after the
+    latency of the way back.
+    """
+
+    name: Channel
+    num_slots: int
+    back_ms: float
+    posted: list[tuple[Transfer, float]] = field(default_factory=list)
+    delivered_ms: list[float] = field(default_factory=list)
+    taken_ms: list[float] = field(default_factory=list)
+    sender: "_Rank | None" = None
+
+    def free_ms(self) -> float | None:
+        """When the sender has a slot for its next message; None: that is not known yet."""
+        return self._after(self.delivered_ms, len(self.posted))
+
+    def leaves_ms(self) -> float | None:
+        """When the oldest undelivered message may leave; None: there is none, or not known yet."""
+        next_one = len(self.delivered_ms)
+        if next_one == len(self.posted):
+            return None
+        room_ms = self._after(self.taken_ms, next_one)
+        return None if room_ms is None else max(room_ms, self.posted[next_one][1])
+
+    def _after(self, times_ms: list[float], index: int) -> float | None:
+        before = index - self.num_slots
+        if before < 0:
+            return 0.0
+        return times_ms[before] + self.back_ms if before < len(times_ms) else None
 
 
 @dataclass
@@ -171,14 +228,15 @@ class _Rank:
     disturbance: Disturbance
     copies: _CopyEngines
     clock_ms: float = 0.0
+    host_ms: float = 0.0  # of the host, which is ahead of the queue except where it waits
     ops: list[Op] = field(default_factory=list)
     starts_ms: list[float] = field(default_factory=list)
     ends_ms: list[float] = field(default_factory=list)
     transfers: list[TransferSpan] = field(default_factory=list)
     outgoing: dict[int, LinkQueue] = field(default_factory=dict)
 
-    def advance(self, instructions: Sequence[Instruction]) -> Iterator[Transfer]:
-        """Runs instructions in order; yields a transfer whose other end is not posted yet."""
+    def advance(self, instructions: Sequence[Instruction]) -> Iterator[Transfer | Channel]:
+        """Runs instructions in order; yields what it waits for: a transfer's other end, a slot."""
         sent_ms, received_ms = self.board.sent_ms, self.board.received_ms
         for step in instructions:
             match step:
@@ -191,7 +249,7 @@ class _Rank:
                 case Receive(transfer, "direct"):
                     yield from self._meet(transfer, received_ms, sent_ms)
                 case Send(transfer):
-                    self._delegate(transfer)
+                    yield from self._send(transfer)
                 case Receive(transfer):
                     yield from self._await(transfer)
                 case Offload() | Fetch():
@@ -224,19 +282,48 @@ class _Rank:
         arrivals_ms = self.board.sent_ms
         while transfer not in arrivals_ms:
             yield transfer
-        self.clock_ms = max(self.clock_ms, arrivals_ms[transfer])
+        self._wait_until(arrivals_ms[transfer])
+        limited = self.board.limited(transfer)
+        if limited is not None and limited.sender is not None:
+            limited.taken_ms.append(self.host_ms)
+            limited.sender.deliver(limited)
 
-    def _delegate(self, transfer: Transfer) -> None:
+    def _send(self, transfer: Transfer) -> Iterator[Channel]:
+        limited = self.board.limited(transfer)
+        if limited is None:
+            self._deliver(transfer, self.clock_ms, self.clock_ms)
+            return
+        while (free_ms := limited.free_ms()) is None:
+            yield limited.name
+        self._wait_until(free_ms)
+        limited.sender = self
+        limited.posted.append((transfer, self.clock_ms))
+        self.deliver(limited)
+
+    def deliver(self, limited: _LimitedChannel) -> None:
+        """Delivers what the receiver has slots for, in order."""
+        while (leaves_ms := limited.leaves_ms()) is not None:
+            transfer, posted_ms = limited.posted[len(limited.delivered_ms)]
+            limited.delivered_ms.append(self._deliver(transfer, posted_ms, leaves_ms))
+            self.board.wake(limited.name)
+
+    def _deliver(self, transfer: Transfer, posted_ms: float, leaves_ms: float) -> float:
         delay = self.board.delay(transfer)
         queue = self.outgoing.setdefault(transfer.destination, LinkQueue(delay.occupancy_ms))
-        begins_ms = queue.enter(self.clock_ms)
+        begins_ms = queue.enter(leaves_ms)
         took_ms = self.disturbance.message_ms(transfer, begins_ms, delay.total_ms)
         arrival_ms = begins_ms + took_ms
         self.board.post(self.board.sent_ms, transfer, arrival_ms)
         span = TransferSpan(
-            transfer.destination, _label(transfer), self.clock_ms, arrival_ms, holds_queue=False
+            transfer.destination, _label(transfer), posted_ms, arrival_ms, holds_queue=False
         )
         self.transfers.append(span)
+        return arrival_ms
+
+    def _wait_until(self, time_ms: float) -> None:
+        """The host waits; what it enqueues afterwards runs no earlier."""
+        self.host_ms = max(self.host_ms, time_ms)
+        self.clock_ms = max(self.clock_ms, self.host_ms)
 
 
 def _run_until_idle(
@@ -253,13 +340,15 @@ def _run_until_idle(
         if missing is not None:
             board.waiting[missing] = at
     if board.waiting:
-        stuck = sorted((at, transfer) for transfer, at in board.waiting.items())
-        waits = (f"rank {at} waits for the peer's {_other_end(at, to)}" for at, to in stuck)
+        stuck = sorted((at, awaited) for awaited, at in board.waiting.items())
+        waits = (f"rank {at} waits for {_in_words(at, awaited)}" for at, awaited in stuck)
         raise ProgramError(f"deadlock: {', '.join(waits)}")
 
 
-def _other_end(rank: int, transfer: Transfer) -> str:
-    return f"{'receive' if transfer.source == rank else 'send'} {transfer}"
+def _in_words(rank: int, awaited: Transfer | Channel) -> str:
+    if isinstance(awaited, Channel):
+        return f"a slot of {awaited}"
+    return f"the peer's {'receive' if awaited.source == rank else 'send'} {awaited}"
 
 
 def _duration_ms(times: StageTimes, kind: OpKind) -> float:

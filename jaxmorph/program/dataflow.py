@@ -16,6 +16,7 @@ from jaxmorph.program.instructions import (
     Payload,
     Pipeline,
     Place,
+    RankInstructions,
     Receive,
     Reduce,
     Run,
@@ -133,6 +134,23 @@ _RECEIVED = {
     Payload.GRADIENT: BufferKind.OUTPUT_GRADIENT,
     Payload.TIED: BufferKind.TIED_GRADIENT,
 }
+
+
+_PAYLOADS = frozenset({*_SENT.values(), *_RECEIVED.values()} - {BufferKind.TIED_GRADIENT})
+
+
+def most_payloads(program: RankInstructions) -> int:
+    """The most activations and gradients, received or to be sent, that a rank holds at once."""
+    held: set[Buffer] = set()
+    most = 0
+    for step in program.instructions:
+        if isinstance(step, Free):
+            held.discard(step.buffer)
+            continue
+        made = writes(step, program.rank, program.pipeline)
+        held |= {buffer for buffer in made if buffer.kind in _PAYLOADS}
+        most = max(most, len(held))
+    return most
 
 
 @_cached

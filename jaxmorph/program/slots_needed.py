@@ -1,27 +1,36 @@
-"""How many messages of a channel can be under way at once, under any timing.
+"""How many messages of a channel can be under way at once, and what fits into host memory.
 
 A rank's host enqueues instructions ahead of time; only a delegated receive makes it wait. A send
 takes its slot when it is enqueued and frees it when the receiver has the message. So the slots in
 use are bounded by what a send's rank knows about the receiver's progress, through the messages that
 it had to wait for. One replay with vector clocks finds that knowledge, which no duration changes.
+
+With fewer slots the step still runs, unless the ranks then wait for each other: a send waits for a
+slot, as `blocking.simulate_blocking` simulates.
 """
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from jaxmorph.program.check import ProgramError
 from jaxmorph.program.instructions import (
     Channel,
+    Fetch,
     Instruction,
+    Offload,
+    Payload,
     RankInstructions,
     Receive,
     Send,
     Transfer,
     channel_of,
 )
+
+FIRST_SLOTS = 2
+"""Slots of each end of a channel, if a plan needs no more; any link may fail and be delegated."""
 
 _Clock = np.ndarray
 """int64 [ranks]: how many instructions each rank's host is known to have handled."""
@@ -53,6 +62,110 @@ def most_slots(*needed: Mapping[Channel, int]) -> dict[Channel, int]:
     """For every channel, the most slots that any of several steps needs."""
     channels = dict.fromkeys(channel for slots in needed for channel in slots)
     return {channel: max(slots.get(channel, 0) for slots in needed) for channel in channels}
+
+
+@dataclass(frozen=True)
+class HostRoom:
+    """The host memory that each rank has for slots and for offloaded stashes.
+
+    Attributes:
+        slot_bytes: Bytes of one slot of each channel that may be delegated during the run.
+        rank_bytes: One per rank; None: no limit.
+        pool_bytes: What JAX's own pool of pinned memory has for stashes, one per rank; None: no
+            limit.
+    """
+
+    slot_bytes: dict[Channel, int]
+    rank_bytes: tuple[int, ...] | None = None
+    pool_bytes: tuple[int, ...] | None = None
+
+    def holds(self, stash_bytes: Sequence[int]) -> bool:
+        """Whether offloaded stashes of so many bytes fit, beside the fewest slots."""
+        pools = self.pool_bytes or stash_bytes
+        fit = all(away <= pool for away, pool in zip(stash_bytes, pools, strict=True))
+        return fit and max(self.beside(stash_bytes).short_bytes(), default=0) <= 0
+
+    def slots(self, needed: Mapping[Channel, int]) -> dict[Channel, int]:
+        """The slots of all channels, without a limit; tied gradients never take more at once."""
+        return {
+            channel: FIRST_SLOTS
+            if channel.payload is Payload.TIED
+            else max(FIRST_SLOTS, needed.get(channel, 0))
+            for channel in self.slot_bytes
+        }
+
+    def taken_bytes(self, slots: Mapping[Channel, int], num_ranks: int) -> tuple[int, ...]:
+        """The bytes that each rank's ends of channels with so many slots take."""
+        taken = [0] * num_ranks
+        for channel, number in slots.items():
+            for rank in channel.link:
+                taken[rank] += number * self.slot_bytes.get(channel, 0)
+        return tuple(taken)
+
+    def beside(self, other_bytes: Sequence[int]) -> "HostRoom":
+        """The room that is left beside something else on each rank."""
+        if self.rank_bytes is None:
+            return self
+        left = (own - other for own, other in zip(self.rank_bytes, other_bytes, strict=True))
+        return replace(self, rank_bytes=tuple(left))
+
+    def short_bytes(self) -> tuple[int, ...]:
+        """What each rank lacks for the fewest slots; nowhere above 0: some plan fits."""
+        if self.rank_bytes is None:
+            return ()
+        least = self.taken_bytes(self.slots({}), len(self.rank_bytes))
+        return tuple(taken - own for taken, own in zip(least, self.rank_bytes, strict=True))
+
+    def has(self, slots: Mapping[Channel, int]) -> bool:
+        """Whether every rank has room for so many slots."""
+        if self.rank_bytes is None:
+            return True
+        taken = self.taken_bytes(slots, len(self.rank_bytes))
+        return all(used <= own for used, own in zip(taken, self.rank_bytes, strict=True))
+
+    def within(self, needed: Mapping[Channel, int]) -> dict[Channel, int]:
+        """The slots of all channels: as many as needed, or fewer where ranks have no room.
+
+        The channel with the most bytes on the rank that lacks the most is halved until all fit, or
+        have the fewest.
+        """
+        slots = self.slots(needed)
+        if self.rank_bytes is None:
+            return slots
+        while True:
+            taken = self.taken_bytes(slots, len(self.rank_bytes))
+            short = [used - own for used, own in zip(taken, self.rank_bytes, strict=True)]
+            rank = max(range(len(short)), key=short.__getitem__)
+            own = [each for each in slots if rank in each.link and slots[each] > FIRST_SLOTS]
+            if short[rank] <= 0 or not own:
+                return slots
+            slots[max(own, key=lambda each: slots[each] * self.slot_bytes[each])] //= 2
+
+
+def scarce_slots(given: Mapping[Channel, int], needed: Mapping[Channel, int]) -> dict[Channel, int]:
+    """The slots of channels that have fewer than needed: their sends may wait."""
+    pairs = ((channel, given.get(channel, number)) for channel, number in needed.items())
+    return {channel: number for channel, number in pairs if number < needed[channel]}
+
+
+def most_offloaded_bytes(program: RankInstructions, stash_bytes: int) -> int:
+    """The most bytes of a rank's stashes in host memory at once.
+
+    A stash counts from its offload to its fetch; that of one of V chunks counts 1/V.
+
+    Args:
+        stash_bytes: The stash of one microbatch, of all chunks together.
+    """
+    away = most = 0
+    for step in program.instructions:
+        if isinstance(step, Offload):
+            away += 1
+            most = max(most, away)
+        elif isinstance(step, Fetch):
+            away -= 1
+    # One more: the host's copy of a stash that comes back lives until it is back.
+    most += any(isinstance(step, Fetch) for step in program.instructions)
+    return -(-most * stash_bytes // program.num_chunks)
 
 
 def power_of_two(number: int) -> int:

@@ -29,9 +29,10 @@ from jaxmorph.copies.backends import (
 )
 from jaxmorph.copies.host_memory import HostReceive
 from jaxmorph.program.instructions import Channel, channel_of
+from jaxmorph.program.slots_needed import FIRST_SLOTS
 from jaxmorph.records import EventKind, Link
 from jaxmorph.runtime.causes import LongWaits, Wait
-from jaxmorph.runtime.payloads import FIRST_SLOTS, channel_name
+from jaxmorph.runtime.payloads import channel_name
 from jaxmorph.runtime.routes import (
     AbandonedEpochError,
     Moved,

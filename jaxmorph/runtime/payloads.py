@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxmorph.copies.backends import PayloadShape, SlotUse
 from jaxmorph.program.instructions import Channel, Payload
+from jaxmorph.program.slots_needed import FIRST_SLOTS
 from jaxmorph.records import Link
 from jaxmorph.stage.model import PipelineModel
 from jaxmorph.stage.parameters import leaf_at
@@ -16,9 +17,6 @@ from jaxmorph.transport.plane import ChannelSpec
 
 LARGEST_TIED_SLOT_BYTES = 8 * 2**20
 """Tied gradients can be larger than all other messages together, so they are sent in parts."""
-
-FIRST_SLOTS = 2
-"""Slots of each end of a channel, until a plan needs more."""
 
 _CODES = {payload: code for code, payload in enumerate(Payload)}
 

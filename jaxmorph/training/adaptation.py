@@ -39,7 +39,7 @@ class Announced:
 
     Attributes:
         program: The rank's instructions, as `instructions_text` writes them; "": no other plan.
-        slots: The number of slots that each delegated channel needs.
+        slots: The number of slots of each delegated channel.
         probe: The links to probe.
         late_once: If these are in time again in this step, the plan is dropped.
     """
@@ -80,7 +80,7 @@ def open_control_loop(
         with closing(PlanningProcess()) as process:
             start = starting_point(config, first, num_tied)
             state = first_state(config.adaptation, plan, planned_for, start.usual, start.detector)
-            run = RunToPlan(to_plan, num_tied, start.home, planned_for, start.usual)
+            run = RunToPlan(to_plan, num_tied, start.home, planned_for, start.usual, first.room)
             log = keep and ObservationLog(keep, run)
             loop = ControlLoop(state, process, log and log.record)
             loop.start(partial(process.begin, run, plan))

@@ -66,9 +66,10 @@ class Morph:
     Attributes:
         programs: Every rank's instructions, as `instructions_text` writes them. The planning
             process makes them beside training; a rank would need too long between two steps.
-        slots: The number of slots that each delegated channel needs.
+        slots: The number of slots of each delegated channel.
         restore: The links whose failed direct paths are restored with it.
         late_once: See `ChangePlan`.
+        scarce: The slots of channels whose sends may wait for one.
     """
 
     change: PlanChange
@@ -76,6 +77,7 @@ class Morph:
     slots: Mapping[Channel, int]
     restore: frozenset[Link] = field(default_factory=frozenset)
     late_once: tuple[LateOnce, ...] = ()
+    scarce: Mapping[Channel, int] = field(default_factory=dict)
 
     @property
     def plan(self) -> Plan:
@@ -173,8 +175,9 @@ class ControlLoop:
             case ChooseCandidate():
                 self._planner.submit(self._answer, self._choose, command)
             case ChangePlan(change, restore, late_once) if self._chosen is not None:
-                programs, slots = self._chosen.programs, self._chosen.slots
-                self._put(Morph(change, programs, slots, restore, late_once))
+                made = self._chosen
+                morph = Morph(change, made.programs, made.slots, restore, late_once, made.scarce)
+                self._put(morph)
             case ProbeLinks():
                 self._put(command)
             case DropProbes() if isinstance(self._due, ProbeLinks):

@@ -11,7 +11,9 @@ from typing import Any
 import jax
 
 from jaxmorph.config import Config
+from jaxmorph.control.step_programs import lower_step
 from jaxmorph.errors import UserError
+from jaxmorph.program.dataflow import most_payloads
 from jaxmorph.records import in_bytes
 from jaxmorph.runtime.host_copies import HOST_MEMORY
 from jaxmorph.runtime.optimizer import OptimizerSettings, adamw
@@ -24,6 +26,7 @@ from jaxmorph.schedule.planner import PLANNED_SCHEDULES, Plan
 from jaxmorph.stage.model import PipelineModel, cut_layers
 from jaxmorph.stage.parameters import parameter_count
 from jaxmorph.stage.stage_functions import StashMemory, TracedStage, total_bytes, trace_stage
+from jaxmorph.training.host_memory import HostForecast, copy_bytes, forecast, host_room
 from jaxmorph.training.open_stage import stage_settings
 from jaxmorph.training.plan_in_force import plan_step, unmeasured_profile
 
@@ -173,12 +176,16 @@ class StepNeeds:
         num_parameters: Of the whole model; tied parameters count once.
         message_bytes: Bytes of one activation, or of its gradient; 0 with one stage.
         plan: The plan for equally long ops and links without delay.
+        payload_bytes: The most bytes of messages that each rank's device holds at once.
+        host: The host memory of each rank, with all links delegated if the run may do that.
     """
 
     num_parameters: int
     message_bytes: int
     stages: tuple[StageNeeds, ...]
     plan: Plan
+    payload_bytes: tuple[int, ...]
+    host: HostForecast
 
     @property
     def stash_bytes(self) -> tuple[int, ...]:
@@ -202,21 +209,40 @@ def needs_of_step(
     """
     cut = config.parallelism
     layers = cut_layers(model.num_layers, cut.stages, cut.layers, cut.chunks)
-    ranks = [stage_settings(config, layers, rank) for rank in range(cut.stages)]
+    adapts = config.adapts
+    ranks = [stage_settings(config, layers, rank, adapts=adapts) for rank in range(cut.stages)]
     stages = _needs_of_stages(model, ranks)
-    plan = _plan(config, stages, len(model.tied), device_bytes)
-    return StepNeeds(parameter_count(model), ranks[0].message_bytes(model), stages, plan)
+    config = _within_devices(config, stages, device_bytes)
+    profile = unmeasured_profile(config, _stash_sizes(stages))
+    saved = [stage.parameter_bytes + stage.optimizer_bytes for stage in stages]
+    copies = [copy_bytes(config, num_bytes) for num_bytes in saved]
+    room = host_room(config, ranks[0].payloads(model), ranks[0].delegated, copies)
+    plan = plan_step(config, profile, len(model.tied), room)
+    programs = lower_step(plan.schedule, profile, plan.routes, len(model.tied), plan.offloading)
+    message_bytes = ranks[0].message_bytes(model)
+    return StepNeeds(
+        num_parameters=parameter_count(model),
+        message_bytes=message_bytes,
+        stages=stages,
+        plan=plan,
+        payload_bytes=tuple(message_bytes * most_payloads(program) for program in programs),
+        host=forecast(config, profile, len(model.tied), room, copies),
+    )
 
 
-def _plan(
-    config: Config, stages: Sequence[StageNeeds], num_tied: int, device_bytes: int | None
-) -> Plan:
+def _stash_sizes(stages: Sequence[StageNeeds]) -> StashBytes:
+    return StashBytes(*zip(*(astuple(stage.stash) for stage in stages), strict=True))
+
+
+def _within_devices(
+    config: Config, stages: Sequence[StageNeeds], device_bytes: int | None
+) -> Config:
+    """The configuration with caps from what the devices have beside their state."""
     stashes = [astuple(stage.stash) for stage in stages]
     if device_bytes is not None and keeps_budget(config):
         free = [device_bytes - stage.state_bytes for stage in stages]
         config = with_stash_caps(config, free, [max(stash) for stash in stashes])
-    sizes = StashBytes(*zip(*stashes, strict=True))
-    return plan_step(config, unmeasured_profile(config, sizes), num_tied)
+    return config
 
 
 def _needs_of_stages(

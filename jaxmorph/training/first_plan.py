@@ -13,6 +13,7 @@ from jaxmorph.control.link_state import link_of
 from jaxmorph.control.offload_planning import with_sampled_copies
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.control.verdicts import KnownDirection, dead_of, slow_of, with_known_delays
+from jaxmorph.program.slots_needed import HostRoom
 from jaxmorph.records import Link, Route
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.rendezvous import Rendezvous, agree
@@ -26,6 +27,7 @@ from jaxmorph.training.plan_in_force import (
     PlanInForce,
     agree_on_plan,
     agree_on_stash,
+    offloaded_bytes,
     unmeasured_profile,
 )
 
@@ -44,6 +46,7 @@ class FirstPlan:
             measures its configured routes only.
         timelines: The measured steps, on rank 0.
         known: The slow and dead directions of an earlier start of the run.
+        room: The ranks' host memory for slots and stashes; None: no limit.
     """
 
     in_force: PlanInForce
@@ -53,6 +56,7 @@ class FirstPlan:
     usual: UsualLinks
     timelines: tuple[Timeline, ...]
     known: tuple[KnownDirection, ...] = ()
+    room: HostRoom | None = None
 
 
 def plan_by_timings(
@@ -63,6 +67,7 @@ def plan_by_timings(
     num_tied: int,
     with_slots: Callable[[PlanInForce], PlanInForce],
     known: Sequence[KnownDirection] = (),
+    room: HostRoom | None = None,
 ) -> FirstPlan:
     """Measure the costs of ops and links, plan with them, and prepare the ranks for the plan.
 
@@ -72,13 +77,14 @@ def plan_by_timings(
     Args:
         with_slots: Adds slots for more than the plan's own steps.
         known: The slow and dead directions of an earlier start, the same on all ranks.
+        room: The ranks' host memory for slots and stashes, the same on all ranks.
 
     Raises:
         UserError: The schedule can't keep the configured caps.
     """
     # Dead links are delegated in the measured steps too: one that waited for a dead path would end
     # the run, or fail the path once more.
-    config = _delegated(config, sorted(dead_of(known)))
+    config = with_delegated(config, sorted(dead_of(known)))
     stash_bytes = agree_on_stash(rendezvous, trainer.stash_memory)
     timelines: list[Timeline] = []
     steps = partial(
@@ -89,11 +95,12 @@ def plan_by_timings(
         num_tied=num_tied,
         stash_bytes=stash_bytes,
         on_step=timelines.append,
+        room=room,
     )
     usual: dict[Route, Links] = {}
     if config.adapts:  # the cost of delegation must be known before it is needed
         every = possible_links(config.parallelism.stages)
-        on_hosts = steps(_delegated(config, every), first_step=-2 * _WARM_UP_STEPS)
+        on_hosts = steps(with_delegated(config, every), first_step=-2 * _WARM_UP_STEPS)
         delegated: dict[Link, Route] = dict.fromkeys(every, "delegated")
         usual["delegated"] = with_known_delays(on_hosts.profile().links, delegated, known)
     profiler = steps(config)
@@ -102,11 +109,23 @@ def plan_by_timings(
     usual["direct"] = links = with_known_delays(measured.links, routes, known)
     profile = replace(measured, links=planned_links(config.schedule.link_ms, links))
     delegable = _agree_on_delegable(config, rendezvous, usual, known)
-    in_force, profile = agree_on_routes(config, rendezvous, profile, usual, delegable, num_tied)
-    in_force = with_slots(in_force)
+    in_force, profile = agree_on_routes(
+        config, rendezvous, profile, usual, delegable, num_tied, room
+    )
+    roomy = with_slots(in_force)
+    # Where there is no room for them, what needs more slots than steps waits for one.
+    if room is None or room.beside(offloaded_bytes(roomy.programs, profile)).has(roomy.slots):
+        in_force = roomy
     equipped = make_room(rendezvous, trainer, in_force.slots)
     return FirstPlan(
-        in_force, profiler, equipped, profile, usual, tuple(timelines), known=tuple(known)
+        in_force,
+        profiler,
+        equipped,
+        profile,
+        usual,
+        tuple(timelines),
+        known=tuple(known),
+        room=room,
     )
 
 
@@ -117,6 +136,7 @@ def agree_on_routes(
     usual: UsualLinks,
     delegable: Iterable[Link],
     num_tied: int,
+    room: HostRoom | None = None,
 ) -> tuple[PlanInForce, Profile]:
     """The plan on the configured routes, or with some links delegated if that is worth it.
 
@@ -125,6 +145,7 @@ def agree_on_routes(
     Args:
         profile: The costs of ops, and of links on the configured routes.
         delegable: The links that may be delegated.
+        room: The ranks' host memory for slots and stashes; None: no limit.
 
     Returns:
         The plan, and the costs that it was made for.
@@ -132,12 +153,14 @@ def agree_on_routes(
     Raises:
         UserError: The schedule can't keep the configured caps.
     """
-    plain = agree_on_plan(config, rendezvous, profile, num_tied)
+    plain = agree_on_plan(config, rendezvous, profile, num_tied, room)
     delegated = {link: usual_delay(usual, "delegated", link) for link in delegable}
     if not delegated:
         return plain, profile
     other_profile = replace(profile, links={**profile.links, **delegated})
-    other = agree_on_plan(_delegated(config, delegated), rendezvous, other_profile, num_tied)
+    other = agree_on_plan(
+        with_delegated(config, delegated), rendezvous, other_profile, num_tied, room
+    )
     if _is_worth_it(config, rendezvous, plain.simulate(profile), other.simulate(other_profile)):
         return other, other_profile
     return plain, profile
@@ -179,6 +202,7 @@ def _warm_up(
     stash_bytes: StashBytes,
     on_step: Callable[[Timeline], None],
     *,
+    room: HostRoom | None = None,
     first_step: int = -_WARM_UP_STEPS,
 ) -> Profiler:
     """Run a few steps for their timings, with the schedule for equal costs and no updates.
@@ -193,7 +217,7 @@ def _warm_up(
     """
     profiler = Profiler(config.parallelism.stages, stash_bytes)
     unmeasured = unmeasured_profile(config, stash_bytes)
-    in_force = agree_on_plan(config, rendezvous, unmeasured, num_tied)
+    in_force = agree_on_plan(config, rendezvous, unmeasured, num_tied, room)
     if config.offload.enabled:
         in_force = replace(in_force, programs=with_sampled_copies(in_force.programs))
     make_room(rendezvous, trainer, in_force.slots)
@@ -208,7 +232,7 @@ def _warm_up(
     return profiler
 
 
-def _delegated(config: Config, links: Iterable[Link]) -> Config:
+def with_delegated(config: Config, links: Iterable[Link]) -> Config:
     """The configuration with some links delegated."""
     named = {str(link): "delegated" for link in links}
     routes = {"default": config.routes.default, **config.routes.by_link, **named}

@@ -1,6 +1,6 @@
 """Gives all ranks of a run the same plan: rank 0 plans, and each rank lowers its answer."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -10,11 +10,16 @@ from jaxmorph.config.link_problems import possible_links
 from jaxmorph.config.sections import SPLIT_SCHEDULES
 from jaxmorph.control.offload_planning import plan_with_offload
 from jaxmorph.control.profiler import Profile
-from jaxmorph.control.step_programs import lower_step, shorter_on_queues
+from jaxmorph.control.step_programs import lower_step, shorter_in_slots, shorter_on_queues
 from jaxmorph.errors import UserError
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.instructions import Channel, RankInstructions
-from jaxmorph.program.slots_needed import slots_needed
+from jaxmorph.program.slots_needed import (
+    HostRoom,
+    most_offloaded_bytes,
+    scarce_slots,
+    slots_needed,
+)
 from jaxmorph.records import Link, Route
 from jaxmorph.runtime.rendezvous import Rendezvous, agree, gather
 from jaxmorph.schedule.costs import CopyCosts, Limits, StageCosts, StashBytes
@@ -31,13 +36,15 @@ class PlanInForce:
     """A plan as ranks run it.
 
     Attributes:
-        slots: The slots that each delegated channel needs, so that no send waits for one.
+        slots: The slots of each delegated channel.
+        scarce: Those of channels that have fewer than they need so that no send waits for one.
     """
 
     plan: Plan
     programs: tuple[RankInstructions, ...]
     rank: int
     slots: Mapping[Channel, int] = field(default_factory=dict)
+    scarce: Mapping[Channel, int] = field(default_factory=dict)
 
     @property
     def program(self) -> RankInstructions:
@@ -46,7 +53,23 @@ class PlanInForce:
 
     def simulate(self, profile: Profile) -> Timeline:
         """The step under a profile; direct transfers hold queues, delegated ones don't."""
-        return simulate_blocking(self.programs, profile.costs, profile.links, copies=profile.copies)
+        return simulate_blocking(
+            self.programs, profile.costs, profile.links, copies=profile.copies, slots=self.scarce
+        )
+
+    def within(self, room: HostRoom | None, profile: Profile) -> "PlanInForce":
+        """The plan with the slots that fit beside its offloaded stashes."""
+        if room is None or room.rank_bytes is None:
+            return self
+        given = room.beside(offloaded_bytes(self.programs, profile)).within(self.slots)
+        return replace(self, slots=given, scarce=scarce_slots(given, self.slots))
+
+
+def offloaded_bytes(programs: Sequence[RankInstructions], profile: Profile) -> tuple[int, ...]:
+    """The most bytes of stashes that each rank has in host memory at once; 0 if not known."""
+    sizes = profile.stash_bytes
+    stashes = [0] * len(programs) if sizes is None else sizes.after_forward
+    return tuple(map(most_offloaded_bytes, programs, stashes))
 
 
 def op_kinds(config: Config) -> frozenset[OpKind]:
@@ -81,25 +104,35 @@ class _Planned:
 
 
 def agree_on_plan(
-    config: Config, rendezvous: Rendezvous, profile: Profile, num_tied: int
+    config: Config,
+    rendezvous: Rendezvous,
+    profile: Profile,
+    num_tied: int,
+    room: HostRoom | None = None,
 ) -> PlanInForce:
     """Plan on rank 0, and lower and check the plan on every rank.
 
     All ranks call this at the same point; `profile` is rank 0's.
+
+    Args:
+        room: The ranks' host memory for slots and stashes; None: no limit.
 
     Raises:
         UserError: The schedule can't keep the configured caps.
     """
     own = None
     if rendezvous.rank == 0:
-        own = _Planned(profile, plan_step(config, profile, num_tied))
+        own = _Planned(profile, plan_step(config, profile, num_tied, room))
     answer = agree(rendezvous, _Planned, own)
     made, agreed = answer.plan, answer.profile
     programs = lower_step(made.schedule, agreed, made.routes, num_tied, made.offloading)
-    return PlanInForce(made, programs, rendezvous.rank, slots_needed(programs))
+    in_force = PlanInForce(made, programs, rendezvous.rank, slots_needed(programs))
+    return in_force.within(room, agreed)
 
 
-def plan_step(config: Config, profile: Profile, num_tied: int = 0) -> Plan:
+def plan_step(
+    config: Config, profile: Profile, num_tied: int = 0, room: HostRoom | None = None
+) -> Plan:
     """The configured schedule for the costs of a profile, on the configured routes.
 
     With `offload.enabled` it may hold more than the caps, and offloads the rest to host memory. The
@@ -109,13 +142,15 @@ def plan_step(config: Config, profile: Profile, num_tied: int = 0) -> Plan:
         UserError: The schedule can't keep the configured caps.
     """
     limits = limits_of(config, profile)
-    plan_within = partial(_plan_within, config, profile, num_tied)
+    plan_within = partial(_plan_within, config, profile, num_tied, room)
     if not config.offload.enabled:
         return plan_within(limits)
-    return plan_with_offload(plan_within, limits, profile, num_tied)
+    return plan_with_offload(plan_within, limits, profile, num_tied, room)
 
 
-def _plan_within(config: Config, profile: Profile, num_tied: int, limits: Limits) -> Plan:
+def _plan_within(
+    config: Config, profile: Profile, num_tied: int, room: HostRoom | None, limits: Limits
+) -> Plan:
     schedule = config.schedule
     microbatches, chunks = config.batch.microbatches, config.parallelism.chunks
     try:
@@ -128,6 +163,8 @@ def _plan_within(config: Config, profile: Profile, num_tied: int, limits: Limits
     made = replace(made, routes=_routes(config, made, num_tied))
     if schedule.name == "adaptive":
         made = shorter_on_queues(made, profile, limits)
+    if room is not None:
+        made = shorter_in_slots(made, profile, limits, num_tied, room)
     return made
 
 

@@ -15,6 +15,7 @@ from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import Verdict
 from jaxmorph.plain_json import ParseError, dump, parse_line, tagged, written_as
 from jaxmorph.program.instructions import Channel
+from jaxmorph.program.slots_needed import HostRoom
 from jaxmorph.records import Link
 from jaxmorph.schedule.planner import Plan
 
@@ -36,6 +37,7 @@ class RunToPlan:
     home: Plan = field(metadata=written_as("first"))
     profile: Profile
     usual: UsualLinks
+    room: HostRoom | None = None
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,13 @@ class Chosen:
 
     Attributes:
         programs: Every rank's instructions, as `instructions_text` writes them.
-        slots: The number of slots that each delegated channel needs.
+        slots: The number of slots of each delegated channel.
+        scarce: Those of channels whose sends may wait for one.
     """
 
     programs: tuple[str, ...]
     slots: dict[Channel, int]
+    scarce: dict[Channel, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ if __name__ == "__main__":
     # on a busy machine.
     os.nice(5)
 
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import IO
 
 from jaxmorph.config import Config
@@ -23,17 +24,21 @@ from jaxmorph.config.link_sections import Routes
 from jaxmorph.control.conditions import UsualLinks, costs_differ, links_under
 from jaxmorph.control.orchestrator import Option, Options
 from jaxmorph.control.profiler import Profile
-from jaxmorph.control.step_programs import lower_step
+from jaxmorph.control.step_programs import lower_step, step_in_slots_ms
 from jaxmorph.control.verdicts import Verdict, degraded_links
 from jaxmorph.errors import UserError
 from jaxmorph.plain_json import dump, parse_line, tagged
-from jaxmorph.program.blocking import simulate_blocking
-from jaxmorph.program.instructions import RankInstructions, instructions_text, parse_instructions
+from jaxmorph.program.instructions import (
+    Channel,
+    RankInstructions,
+    instructions_text,
+    parse_instructions,
+)
 from jaxmorph.program.lowering import forward_only
-from jaxmorph.program.slots_needed import most_slots, slots_needed
+from jaxmorph.program.slots_needed import HostRoom, most_slots, scarce_slots, slots_needed
 from jaxmorph.records import Link, Route
 from jaxmorph.schedule.planner import Plan
-from jaxmorph.training.plan_in_force import plan_step
+from jaxmorph.training.plan_in_force import offloaded_bytes, plan_step
 from jaxmorph.training.planning_client import (
     Answer,
     Begin,
@@ -46,15 +51,23 @@ from jaxmorph.training.planning_client import (
 )
 
 Instructions = tuple[RankInstructions, ...]
+Slots = dict[Channel, int]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan, all ranks' instructions, checked by a replay, and its predicted step."""
+    """A plan, all ranks' instructions, checked by a replay, and its predicted step.
+
+    Attributes:
+        slots: Of each delegated channel, where host memory is limited.
+        scarce: Those of channels whose sends may wait for one.
+    """
 
     plan: Plan
     programs: Instructions
     step_ms: float
+    slots: Slots | None = None
+    scarce: Slots = field(default_factory=dict)
 
 
 class CandidatePlanner:
@@ -68,6 +81,7 @@ class CandidatePlanner:
         in_force: None: the home plan.
         programs: The instructions that ranks run. A plan doesn't say for which costs it was
             lowered last; None: for `profile`.
+        room: The ranks' host memory for slots and stashes; None: no limit.
 
     Attributes:
         candidates: Those of the last `make_candidates`.
@@ -82,14 +96,17 @@ class CandidatePlanner:
         usual: UsualLinks,
         in_force: Plan | None = None,
         programs: Instructions | None = None,
+        room: HostRoom | None = None,
     ) -> None:
         self._config = config
         self._num_tied = num_tied
         self._usual = usual
         self._home, self._planned_for = home, profile
         now = in_force or home
+        self._room = room
         programs = programs or self._lowered(now, profile)
-        self._in_force = Candidate(now, programs, 1e3 * now.predicted_step_s)
+        slots = self._slots(programs, profile)
+        self._in_force = Candidate(now, programs, 1e3 * now.predicted_step_s, *slots)
         self.candidates: tuple[Candidate, ...] = ()
 
     @property
@@ -109,21 +126,40 @@ class CandidatePlanner:
         """
         now = self._in_force
         plans = self._plans(profile, verdicts, staying)
-        self.candidates = tuple(self._candidate(plan, profile, verdicts) for plan in plans)
+        made = (self._candidate(plan, profile, verdicts) for plan in plans)
+        # With few slots the ranks might wait for one another for ever, except under the home plan.
+        self.candidates = tuple(
+            each for at, each in enumerate(made) if at == 0 or each.step_ms < math.inf
+        )
         return Options(
-            in_force_ms=self._step_ms(now.programs, now.plan, profile, verdicts),
-            undisturbed_ms=self._step_ms(now.programs, now.plan, profile, ()),
+            in_force_ms=self._step_ms(now, profile, verdicts),
+            undisturbed_ms=self._step_ms(now, profile, ()),
             candidates=tuple(Option(each.plan, each.step_ms) for each in self.candidates),
         )
 
     def choose(self, chosen: int) -> Chosen:
         """Make one of the candidates the plan in force."""
         self._in_force = self.candidates[chosen]
-        programs = self._in_force.programs
+        programs, slots = self._in_force.programs, self._in_force.slots
+        if slots is None:
+            slots = self._needed(programs)
+        return Chosen(tuple(map(instructions_text, programs)), slots, self._in_force.scarce)
+
+    def _needed(self, programs: Instructions) -> Slots:
+        """The slots with which no send waits, in steps and in evaluations."""
         slots = slots_needed(programs)
-        if self._config.evaluation.every_steps is not None:
-            slots = most_slots(slots, slots_needed([*map(forward_only, programs)]))
-        return Chosen(tuple(map(instructions_text, programs)), slots)
+        if self._config.evaluation.every_steps is None:
+            return slots
+        return most_slots(slots, slots_needed([*map(forward_only, programs)]))
+
+    def _slots(self, programs: Instructions, profile: Profile) -> tuple[Slots | None, Slots]:
+        """The slots of a plan within limited host memory, and those that are scarce."""
+        if self._room is None or self._room.rank_bytes is None:
+            return None, {}
+        room, needed = self._room.beside(offloaded_bytes(programs, profile)), slots_needed(programs)
+        given = room.within(needed)
+        more = most_slots(given, self._needed(programs))
+        return more if room.has(more) else given, scarce_slots(given, needed)
 
     def _plans(
         self, profile: Profile, verdicts: Sequence[Verdict], staying: Iterable[Link]
@@ -173,7 +209,7 @@ class CandidatePlanner:
         """A plan made for the current costs; none if the caps leave no room for one."""
         expected = self._profile(routes, profile, verdicts)
         with suppress(UserError):
-            yield plan_step(self._config_on(routes), expected, self._num_tied)
+            yield plan_step(self._config_on(routes), expected, self._num_tied, self._room)
 
     def _to_delegate(self, verdicts: Sequence[Verdict]) -> list[Link]:
         """The degraded links that activations, gradients or tied gradients take."""
@@ -197,21 +233,21 @@ class CandidatePlanner:
     def _candidate(self, plan: Plan, profile: Profile, verdicts: Sequence[Verdict]) -> Candidate:
         now = self._in_force
         if _is_same_order(plan, now.plan) and plan.routes == now.plan.routes:
-            programs = now.programs
+            programs, slots = now.programs, (now.slots, now.scarce)
         else:
             programs = self._lowered(plan, self._profile(plan.routes, profile, verdicts))
-        return Candidate(plan, programs, self._step_ms(programs, plan, profile, verdicts))
+            slots = self._slots(programs, profile)
+        candidate = Candidate(plan, programs, 0.0, *slots)
+        return replace(candidate, step_ms=self._step_ms(candidate, profile, verdicts))
 
     def _lowered(self, plan: Plan, profile: Profile) -> Instructions:
         return lower_step(plan.schedule, profile, plan.routes, self._num_tied, plan.offloading)
 
     def _step_ms(
-        self, programs: Instructions, plan: Plan, profile: Profile, verdicts: Sequence[Verdict]
+        self, candidate: Candidate, profile: Profile, verdicts: Sequence[Verdict]
     ) -> float:
-        actual = self._profile(plan.routes, profile, verdicts, margin_of_jitter=0.0)
-        return simulate_blocking(
-            programs, actual.costs, actual.links, copies=actual.copies
-        ).makespan_ms
+        actual = self._profile(candidate.plan.routes, profile, verdicts, margin_of_jitter=0.0)
+        return step_in_slots_ms(candidate.programs, actual, candidate.scarce)
 
     def _profile(
         self,
@@ -244,6 +280,7 @@ def planner_of(request: Begin) -> CandidatePlanner:
         run.usual,
         request.in_force,
         None if programs is None else tuple(map(parse_instructions, programs)),
+        run.room,
     )
 
 

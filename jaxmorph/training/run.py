@@ -18,6 +18,7 @@ from jaxmorph.data import Batches
 from jaxmorph.emulation.link_conditions import LinkCondition, untimed
 from jaxmorph.emulation.link_settings import emulated_conditions
 from jaxmorph.messages import ObservationKept, RunMessage
+from jaxmorph.program.slots_needed import HostRoom
 from jaxmorph.records import EventKind
 from jaxmorph.report.run_directory import RunLines
 from jaxmorph.runtime.emulated_links import EmulatedLinks, agree_on_origin_s
@@ -36,6 +37,7 @@ from jaxmorph.training.callbacks import Recording, SaveTimes, Saving, SkippedSte
 from jaxmorph.training.device_memory import WithinDevices, budget_in_words, with_device_budget
 from jaxmorph.training.evaluation import Evaluation
 from jaxmorph.training.first_plan import FirstPlan, plan_by_timings
+from jaxmorph.training.host_memory import agree_on_host_room, room_in_words
 from jaxmorph.training.layer_choice import (
     LayerChoice,
     choose_layers,
@@ -165,12 +167,14 @@ def plan_run(
         with_slots: Adds the slots that evaluations need.
     """
     within = with_device_budget(run.config, run.rendezvous, stage)
+    payloads, delegated = run.settings.payloads(run.model), run.settings.delegated
+    room = agree_on_host_room(run.config, run.rendezvous, stage, payloads, delegated)
     run.links.emulate(untimed(run.conditions))
     known: tuple[KnownDirection, ...] = ()
     if run.checkpoints is not None:
         known = known_links(within.first, run.rendezvous, run.checkpoints.directory, run.cut.layers)
     first = plan_by_timings(
-        within.first, run.rendezvous, stage, inputs, len(run.model.tied), with_slots, known
+        within.first, run.rendezvous, stage, inputs, len(run.model.tied), with_slots, known, room
     )
     return Planned(within, first)
 
@@ -183,6 +187,7 @@ class Training:
     recording: Recording
     skipped: SkippedSteps
     saver: CheckpointSaver | None
+    room: HostRoom | None = None
 
     def finish(self) -> str:
         """Wait for the save that is under way; why the last save failed, or ""."""
@@ -275,7 +280,7 @@ def begin_training(
         if run.leads:
             _announce(run, planned, recorder, source, trained_on)
         loop = Loop(runner, first.in_force.program, callbacks, run.first_step)
-        yield Training(loop, recording, skipped, saver)
+        yield Training(loop, recording, skipped, saver, first.room)
 
 
 def _keep(send: Callable[[RunMessage], None], line: str, begins: bool) -> None:
@@ -298,6 +303,7 @@ def _announce(
         planned.first.equipped,
         run.taken,
         budget_in_words(run.config, planned.within),
+        room_in_words(planned.first.in_force, planned.first.room),
     )
     equipped = "; ".join(filter(None, words))
     num_parameters = parameter_count(run.model)

@@ -173,12 +173,15 @@ def check_run(config: Config) -> "RunParts":
     """
     # Imported here: Grain and the model's factory import JAX, which `import jaxmorph` must not.
     from jaxmorph.emulation.link_settings import emulated_conditions
+    from jaxmorph.training.device_memory import needs_of_step
     from jaxmorph.training.plan_in_force import plan_step, unmeasured_profile
     from jaxmorph.training.run_parts import load_parts
 
     parts = load_parts(config)
     emulated_conditions(config)
     plan_step(config, unmeasured_profile(config))
+    if config.limits.host_gib is not None:
+        needs_of_step(config, parts.model)
     return parts
 
 

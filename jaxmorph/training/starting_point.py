@@ -25,6 +25,7 @@ from jaxmorph.control.verdicts import (
 )
 from jaxmorph.messages import LinksChanged
 from jaxmorph.plain_json import Json, parse_line
+from jaxmorph.program.slots_needed import HostRoom
 from jaxmorph.records import Route, Routes
 from jaxmorph.report.run_directory import LINKS
 from jaxmorph.runtime.rendezvous import Rendezvous, SoleRank, agree
@@ -69,14 +70,16 @@ def starting_point(config: Config, first: FirstPlan, num_tied: int) -> StartingP
     usual = _usual_of_healthy(first.usual, slow, routes, first.known)
     links = planned_links(config.schedule.link_ms, {**first.planned_for.links, **usual["direct"]})
     healthy = replace(first.planned_for, links=links)
-    return StartingPoint(detector, usual, _home(config, healthy, usual, num_tied))
+    return StartingPoint(detector, usual, _home(config, healthy, usual, num_tied, first.room))
 
 
-def _home(config: Config, profile: Profile, usual: UsualLinks, num_tied: int) -> Plan:
+def _home(
+    config: Config, profile: Profile, usual: UsualLinks, num_tied: int, room: HostRoom | None
+) -> Plan:
     """The first plan that the run would have with healthy links."""
     may_delegate_all = config.adaptation.delegates == "any"
     delegable = sorted(usual["direct"]) if may_delegate_all else ()
-    home, _ = agree_on_routes(config, SoleRank(), profile, usual, delegable, num_tied)
+    home, _ = agree_on_routes(config, SoleRank(), profile, usual, delegable, num_tied, room)
     return home.plan
 
 

@@ -314,7 +314,9 @@ class StepRecorder:
 
     def _switch_plan(self, morph: Morph, step: int) -> None:
         programs = tuple(map(parse_instructions, morph.programs))
-        self._in_force = PlanInForce(morph.plan, programs, self._in_force.rank, morph.slots)
+        self._in_force = PlanInForce(
+            morph.plan, programs, self._in_force.rank, morph.slots, morph.scarce
+        )
         self._plan = morph.plan
         for event in self._controlled.plan_changed(morph):
             self._emit(step, **vars(event))

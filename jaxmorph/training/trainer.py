@@ -350,6 +350,8 @@ class Trainer:
         moves = (each for each in program.instructions if isinstance(each, Send | Receive))
         delegated = (each.transfer for each in moves if each.route == "delegated")
         slots = {channel_of(each): self.config.batch.microbatches for each in delegated}
+        if self._training is not None and self._training.room is not None:
+            slots = self._training.room.within(slots)
         self._stage.make_room(slots)
         self._rendezvous.exchange({})  # no rank sends before both ends have them
 

@@ -40,7 +40,23 @@ def test_dry_run_shows_memory_and_starts_nothing(run):
     rows = [line.split() for line in out.splitlines() if re.match(r" *[01] +\d-\d", line)]
     assert [row[:2] for row in rows] == [["0", "0-1"], ["1", "2-3"]]
     assert [row[6] for row in rows] == ["-", "-"]  # BW leaves nothing for a W
-    assert [len(row) for row in rows] == [12, 12]  # eight cells, four of them with a unit
+    assert [len(row) for row in rows] == [14, 14]  # nine cells, five of them with a unit
+    hosts = [line.split() for line in out.splitlines() if re.match(r" *[01] +\d+ B", line)]
+    assert [" ".join(row[1:5]) for row in hosts] == ["0 B 0 B", "0 B 0 B"]  # slots, stashes
+    assert re.search(r"A host with all 2 ranks needs [\d.]+ KiB; this one has [\d.]+ GiB", out)
+
+
+def test_dry_run_tells_what_a_limit_on_host_memory_costs(run):
+    adapts = "schedule.name=adaptive", "adaptation.enabled=true", "batch.microbatches=32"
+    _, free, _ = run("tiny.yaml", "--dry-run", *adapts)
+    _, out, _ = run("tiny.yaml", "--dry-run", *adapts, "limits.host_gib=0.0003")
+    assert "with all links delegated" in free
+    assert "limits.host_gib" not in free.splitlines()[-1]
+    assert re.search(r"limits.host_gib is 0.0003 a rank; without it a rank takes up to", out)
+    code, _, error = run("tiny.yaml", "--dry-run", *adapts, "limits.host_gib=1e-6")
+    assert code == 2
+    assert error.startswith("error: limits.host_gib=1e-6 (command line): got 1e-06, expected at l")
+    assert error.count("\n") == 1
 
 
 def test_tables_with_chunks_are_not_cut(run):

@@ -8,7 +8,15 @@ import pytest
 
 from jaxmorph.program.blocking import Disturbance, simulate_blocking
 from jaxmorph.program.check import ProgramError
-from jaxmorph.program.instructions import Payload, RankInstructions, Receive, Run, Send, Transfer
+from jaxmorph.program.instructions import (
+    Channel,
+    Payload,
+    RankInstructions,
+    Receive,
+    Run,
+    Send,
+    Transfer,
+)
 from jaxmorph.program.lowering import lower
 from jaxmorph.program.offload import offload, offload_these, waiting_longest
 from jaxmorph.records import Link, Route
@@ -68,6 +76,43 @@ def lowered(schedule, costs, links=NO_LATENCY, route: Route = "direct", num_tied
     pairs = itertools.combinations(range(schedule.num_stages), 2)
     routes: dict[Link, Route] = {Link(*pair): route for pair in pairs}
     return lower(schedule, simulate(schedule, costs, links), routes, num_tied=num_tied)
+
+
+def test_a_delegated_send_waits_for_a_slot():
+    """Slots at both ends: the sender's is free once the message and the word of it have crossed."""
+    ranks = programs(
+        "F0 >F0 F1 >F1 F2 >F2 F3 >F3",
+        "<F0 F0 <F1 F1 <F2 F2 <F3 F3",
+        route="delegated",
+    )
+    costs = StageCosts((1.0, 10.0), (1.0, 1.0), (1.0, 1.0))
+    links = {Link(0, 1): LinkDelay(4, 5)}
+    there = Channel(Payload.ACTIVATION, 0, 1)
+    assert picture(simulate_blocking(ranks, costs, links)) == [
+        "F0:0-1 F1:1-2 F2:2-3 F3:3-4",
+        "activation[0]~1-5 activation[1]~2-6 activation[2]~3-7 activation[3]~4-8 "
+        "F0:5-15 F1:15-25 F2:25-35 F3:35-45",
+    ]
+    # The host takes each message as soon as it is there, so its slot is free before the op begins.
+    assert picture(simulate_blocking(ranks, costs, links, slots={there: 1})) == [
+        "F0:0-1 F1:1-2 F2:10-11 F3:19-20",
+        "activation[0]~1-5 F0:5-15 activation[1]~10-14 F1:15-25 activation[2]~19-23 F2:25-35 "
+        "activation[3]~28-32 F3:35-45",
+    ]
+
+
+def test_a_message_waits_in_the_senders_slot_while_the_receivers_are_taken():
+    ranks = programs(
+        "F0 >F0 F1 >F1 <B0 B0 <B1 B1",
+        "<F0 F0 B0 >B0 <F1 F1 B1 >B1",
+        route="delegated",
+    )
+    there = Channel(Payload.ACTIVATION, 0, 1)
+    free, limited = (simulate_blocking(ranks, UNIFORM, slots=each) for each in (None, {there: 1}))
+    assert picture(limited) == picture(free)
+    both = programs("F0 >F0 F1 >F1 F2 >F2 <B0", "<F1 F0 >B0", route="delegated")
+    with pytest.raises(ProgramError, match="rank 0 waits for a slot of activation 0>1"):
+        simulate_blocking(both, UNIFORM, slots={there: 1})
 
 
 def test_a_sender_waits_for_a_late_receiver():

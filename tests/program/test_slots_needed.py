@@ -1,15 +1,18 @@
 """The slots a channel needs, against every rank run in the order that keeps most messages back."""
 
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.check import ProgramError
 from jaxmorph.program.instructions import (
     Channel,
+    Offload,
     Payload,
     RankInstructions,
     Receive,
@@ -18,9 +21,16 @@ from jaxmorph.program.instructions import (
     channel_of,
 )
 from jaxmorph.program.lowering import lower
-from jaxmorph.program.slots_needed import power_of_two, slots_needed
+from jaxmorph.program.offload import offload
+from jaxmorph.program.slots_needed import (
+    HostRoom,
+    most_offloaded_bytes,
+    power_of_two,
+    scarce_slots,
+    slots_needed,
+)
 from jaxmorph.records import Link, Route
-from jaxmorph.schedule.costs import Limits, LinkDelay, StageCosts, chain_links
+from jaxmorph.schedule.costs import Limits, LinkDelay, StageCosts, StageMemory, chain_links
 from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
 from jaxmorph.schedule.simulate import simulate
@@ -145,6 +155,56 @@ def test_slots_needed_is_exact_for_any_timing(case, random):
         assert power_of_two(most_under_way(programs, channel, laziest)) == slots
         shuffled = most_under_way(programs, channel, lambda run, moves: random.choice(moves))
         assert shuffled <= slots
+
+
+@given(lowered(), st.randoms(use_true_random=False))
+def test_needed_slots_cost_no_time_and_fewer_never_less(case, random):
+    programs, _ = case
+    size = len(programs)
+    costs = StageCosts.uniform(size, 3.0, 2.0, 4.0)
+    links = chain_links([random.choice((0.0, 7.0)) for _ in range(size - 1)])
+    needed = slots_needed(programs)
+    enough = simulate_blocking(programs, costs, links, slots=needed)
+    free = simulate_blocking(programs, costs, links)
+    assert [*map(list, enough.end_ms)] == [*map(list, free.end_ms)]
+    assert sorted(enough.transfers) == sorted(free.transfers)
+    fewer = {channel: max(1, slots // 2) for channel, slots in needed.items()}
+    with suppress(ProgramError):
+        limited = simulate_blocking(programs, costs, links, slots=fewer)
+        assert limited.makespan_ms >= free.makespan_ms
+
+
+THERE, BACK, TIED = (
+    Channel(payload, *ends) for payload, ends in zip(Payload, ((0, 1), (1, 0), (0, 2)), strict=True)
+)
+
+
+def test_the_largest_channels_of_the_shortest_rank_get_fewer_slots():
+    room = HostRoom({THERE: 10, BACK: 10, TIED: 1}, (101, 122, 100))
+    assert room.slots({THERE: 16}) == {THERE: 16, BACK: 2, TIED: 2}
+    assert room.taken_bytes({THERE: 16, BACK: 2, TIED: 2}, 3) == (182, 180, 2)
+    # Rank 0 lacks 81, more than rank 1; halving it twice leaves 62 on both.
+    assert room.within({THERE: 16, BACK: 2}) == {THERE: 4, BACK: 2, TIED: 2}
+    assert room.within({THERE: 8, BACK: 8, TIED: 1}) == {THERE: 4, BACK: 4, TIED: 2}
+    assert room.short_bytes() == (42 - 101, 40 - 122, 2 - 100)
+    assert room.beside((60, 0, 0)).short_bytes()[0] == 1
+    unlimited = HostRoom(room.slot_bytes)
+    assert unlimited.within({THERE: 16}) == room.slots({THERE: 16})
+    assert (unlimited.short_bytes(), unlimited.beside((1,))) == ((), unlimited)
+
+
+def test_scarce_are_channels_with_fewer_than_needed():
+    assert scarce_slots({THERE: 4, BACK: 2}, {THERE: 8, BACK: 1}) == {THERE: 4}
+
+
+def test_offloaded_stashes_count_until_they_are_back():
+    schedule = FIXED_SCHEDULES["gpipe"](2, 6)
+    program = lower(schedule, simulate(schedule, StageCosts.uniform(2, 1, 1, 1)))[0]
+    assert most_offloaded_bytes(program, 100) == 0
+    moving = offload(program, StageMemory(1, 0, 3))
+    away = sum(isinstance(step, Offload) for step in moving.instructions)
+    assert away in (3, 4)
+    assert 100 * away <= most_offloaded_bytes(moving, 100) <= 100 * (away + 1)
 
 
 def test_a_deeper_warm_up_needs_more_slots_downstream():
