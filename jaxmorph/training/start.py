@@ -133,7 +133,8 @@ def _resume(
     _check_launch(launch)
     # Ranks of a job verify the checkpoint together, once they have joined.
     in_job = _is_in_job(launch)
-    found = find(thorough=not in_job)
+    with progress.within(0.0, "verifies the checkpoint"), _start_described():
+        found = find(thorough=not in_job)
     if found is None:
         return None
     if found.is_done and not in_job:
@@ -256,7 +257,8 @@ def _last_whole(config: Config, directory: Path, record: RunRecord) -> int | Non
     """The step count of the last whole checkpoint; damaged ones are reported and set aside."""
     # The ranks may have written all of a checkpoint, and failed before they agreed on that.
     checkpoint_folder(config, directory).commit_written(record.num_recorded)
-    step, passed_over = last_whole(config, directory)
+    with progress.within(0.0, "verifies the checkpoint"), record.start_lines.looking():
+        step, passed_over = last_whole(config, directory)
     set_aside(config, directory, passed_over, record, step or 0)
     return step
 
@@ -303,13 +305,9 @@ def _run_as_rank(start: RunStart) -> str:
 
 
 def _start_described() -> AbstractContextManager[None]:
-    """While this lasts, the first task's terminal says what it does, or waits for."""
+    """While this lasts, the terminal of a command or a job says what goes on."""
     lines = StartLines(open_reporter(plain=True).say)
-    return lines.looking(_doing) if is_first_task() else nullcontext()
-
-
-def _doing() -> dict[int, str]:
-    return {0: progress.in_words()}  # as rank 0 waits for others, with what they do
+    return lines.looking() if is_first_task() else nullcontext()
 
 
 def _join(start: RunStart) -> Rendezvous:
@@ -423,7 +421,7 @@ def _train_as_rank(
         set_directory(path)
         for record in records:
             record.starting(rendezvous.num_ranks, num_reporting=1)
-            opened.enter_context(record.start_lines.looking(_doing))
+            opened.enter_context(record.start_lines.looking())
         is_done = train(
             start.config, rendezvous, take, path, found.first_step, stop_asked=stop_asked
         )

@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from jaxmorph.progress import progress
+
 _EVERY_S = 10.0
 _LOOK_S = 0.5
 _MOST_GROUPS = 3  # in one line
@@ -61,22 +63,24 @@ class StartLines:
 
     def look(self, doing: Callable[[], Doing]) -> None:
         """Say what ranks do, if they start and it is time for a line."""
-        now_s = self._clock()
-        if self._is_over.is_set() or now_s - self._said_s < _EVERY_S:
-            return
-        self._said_s = now_s
-        self._say(in_words(doing()))
+        self._look(lambda: in_words(doing()))
 
     @contextmanager
-    def looking(self, doing: Callable[[], Doing]) -> Iterator[None]:
-        """Begin, and look on a thread, where nothing else does, until they have started."""
+    def looking(self) -> Iterator[None]:
+        """Begin, and say on a thread what this process does or waits for, until that is over."""
         self.begin()
-        threading.Thread(target=self._look_regularly, args=(doing,), daemon=True).start()
+        threading.Thread(target=self._look_regularly, name="start lines", daemon=True).start()
         try:
             yield
         finally:
             self.end()
 
-    def _look_regularly(self, doing: Callable[[], Doing]) -> None:
+    def _look_regularly(self) -> None:
         while not self._is_over.wait(_LOOK_S):
-            self.look(doing)
+            self._look(progress.in_words)
+
+    def _look(self, line: Callable[[], str]) -> None:
+        now_s = self._clock()
+        if not self._is_over.is_set() and now_s - self._said_s >= _EVERY_S:
+            self._said_s = now_s
+            self._say(line())

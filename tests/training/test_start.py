@@ -17,6 +17,7 @@ from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.training import start, start_lines
 from jaxmorph.training.resume import RunStart, checkpoint_folder
 from jaxmorph.training.start import TRY_AGAIN, _exit_code, _log_folder
+from jaxmorph.training.start_lines import StartLines
 
 
 def test_each_launch_has_its_own_logs(tmp_path):
@@ -40,7 +41,7 @@ def test_a_restart_commits_written_checkpoints(tmp_path):
         part.mkdir()
         (part / "array").write_text(f"{step}")
         folder.seal_part(step, 0)
-    record: Any = SimpleNamespace(num_recorded=7)
+    record: Any = SimpleNamespace(num_recorded=7, start_lines=StartLines(print))
     assert start._last_whole(config, tmp_path, record) == 4
     record.num_recorded = 8
     assert start._last_whole(config, tmp_path, record) == 8
@@ -116,7 +117,7 @@ def test_a_job_that_waits_to_start_says_so(tmp_path, in_a_job, monkeypatch):
         return SoleRank()
 
     def say(line):
-        assert line.startswith("rank 0: joins the other ranks")
+        assert line.startswith("joins the other ranks")
         said.set()
 
     monkeypatch.setattr(start_lines, "_LOOK_S", 0.001)

@@ -2,6 +2,7 @@ import threading
 
 import pytest
 
+from jaxmorph.progress import progress
 from jaxmorph.training import start_lines
 from jaxmorph.training.start_lines import StartLines, in_words
 
@@ -45,8 +46,13 @@ def test_a_thread_looks_until_the_start_is_over(monkeypatch):
     monkeypatch.setattr(start_lines, "_LOOK_S", 0.001)
     monkeypatch.setattr(start_lines, "_EVERY_S", 0.0)
     said = threading.Event()
-    lines = StartLines(lambda line: said.set())
-    with lines.looking(lambda: {0: "reads"}):
+
+    def say(line):
+        assert line.startswith("reads something large")
+        said.set()
+
+    lines = StartLines(say)
+    with progress.within(0.0, "reads something large"), lines.looking():
         assert said.wait(30)
         lines.end()
     lines.look(lambda: pytest.fail("a start that is over was looked at"))
