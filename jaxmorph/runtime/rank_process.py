@@ -174,7 +174,7 @@ def _failure(rank: int, error: BaseException) -> RankFailed:
         follows_others=_is_echo(error),
         time_s=time.monotonic(),
         rank=rank,
-        reason=str(error) if says_all else _one_line(error),
+        reason=str(error) if says_all else in_one_line(error),
         is_user_error=isinstance(error, UserError),
         says_all=says_all,
         waited_for=getattr(error, "waited_for", None),
@@ -184,7 +184,8 @@ def _failure(rank: int, error: BaseException) -> RankFailed:
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*\n)*")
 
 
-def _one_line(error: BaseException) -> str:
+def in_one_line(error: BaseException) -> str:
+    """An error's kind and text."""
     # Of a traceback in it, as of a callback's error, only the last line says the cause.
     text = " ".join(_TRACEBACK.sub("", str(error)).split())
     return f"{type(error).__name__}: {text[:400]}" if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""Begins or resumes a run: opens its directory, checks its last checkpoint and config."""
+"""How a run begins or resumes: in which directory, from which checkpoint, with which keys."""
 
 import os
 from collections.abc import Container, Iterable, Iterator, Sequence

@@ -23,7 +23,7 @@ from jaxmorph.records import EventKind
 from jaxmorph.report import Reporter, open_reporter
 from jaxmorph.report.run_directory import CONFIG
 from jaxmorph.runtime.launcher import run_ranks, threads_for
-from jaxmorph.runtime.rank_process import report_failures_by
+from jaxmorph.runtime.rank_process import in_one_line, report_failures_by
 from jaxmorph.runtime.rendezvous import Rendezvous, RendezvousError
 from jaxmorph.runtime.stop_signals import exit_code, signals_ask, signals_interrupt
 from jaxmorph.runtime.watchdog import STALLED, watch_over, write_stacks
@@ -349,6 +349,9 @@ def _leaving_at_once(
         if isinstance(error, StalledError):
             write_stacks(error)
             _report_to_all([partial(_notify_of_stall, each) for each in joined], error.stall)
+        elif getattr(error, "waited_for", None) is None:  # it may be why others wait in vain
+            for each in joined:
+                each.notify(f"failed: {in_one_line(error)}")
         what = f"rank {joined[0].rank} failed" if joined else "this task can't join"
         write_stderr(f"error: {_in_words(error, what)}")
 

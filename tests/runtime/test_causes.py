@@ -41,6 +41,7 @@ def test_a_ranks_own_failure_explains_the_waiting():
     failures = [waited(1.0, 0, 1), RankFailed(True, 1.1, 2, "rank 1 is gone"), own(1.2, 1)]
     assert cause_of(failures) == failures[2]
     assert cause_of([own(2.0, 2), own(1.0, 1)]).rank == 1
+    assert cause_of([own(66.0, 2, silent_s=65.5), own(1.0, 1)]).rank == 2  # it stalled first
 
 
 def test_a_silent_rank_that_others_waited_for_has_failed():

@@ -13,7 +13,7 @@ from jaxmorph.checkpoints.manifest import Manifest, stage_path
 from jaxmorph.config import check_config
 from jaxmorph.errors import UserError
 from jaxmorph.progress import Stall, StalledError
-from jaxmorph.runtime.rendezvous import SoleRank
+from jaxmorph.runtime.rendezvous import RendezvousError, SoleRank
 from jaxmorph.training import start, start_lines
 from jaxmorph.training.resume import RunStart, checkpoint_folder
 from jaxmorph.training.start import TRY_AGAIN, _exit_code, _log_folder
@@ -214,3 +214,29 @@ def test_a_rank_that_may_not_save_ends_at_sigterm(monkeypatch, capsys):
         start._run_as_rank(RunStart(check_config(config)))
     assert ended.value.code == 130
     assert capsys.readouterr().err == "error: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "notes"),
+    [
+        (ZeroDivisionError("upside down"), [("failed: ZeroDivisionError: upside down", False)]),
+        (RendezvousError("rank 2 is gone", rank=2), []),
+        (
+            StalledError(Stall(65.0, "step 5")),
+            [("stalled: no progress for 65 s, step 5", True)],
+        ),
+    ],
+)
+def test_other_ranks_learn_why_one_fails(monkeypatch, capsys, error, notes):
+    """An error that only follows another rank's says nothing new."""
+    sent, left = [], []
+
+    class Joined(SoleRank):
+        def notify(self, doing, *, has_stalled=False):
+            sent.append((doing, has_stalled))
+
+    monkeypatch.setattr(start.os, "_exit", left.append)
+    with start._leaving_at_once([Joined()], lambda error: 75):
+        raise error
+    assert (sent, left) == (notes, [75])
+    assert f"{error}" in capsys.readouterr().err
