@@ -9,7 +9,7 @@ word   holds
 =====  =============================================================================
 0      stamps so far
 1      milliseconds without a stamp after which it has stalled; 0: nothing is due
-2      signs of life of its sidecar, which alone writes them
+2-9    signs of life of its sidecars, each of which alone writes its own
 =====  =============================================================================
 
 After the words comes a text in UTF-8, filled up with zeros: what it does. Stamps are made in every
@@ -34,14 +34,18 @@ GRACE_S = 5.0
 LOOK_S = 1.0
 """How often a page is looked at."""
 
+MOST_SIDECARS = 8
+"""How many sidecars a rank can have."""
+
 OTHERS_WAIT_S = 2.0
-"""How long others leave to a stalled process to end itself; its sidecar leaves a second more."""
+"""How long others leave to a stalled process to end itself; its sidecars leave seconds more."""
 
 _LONGEST_LOOK_S = 2 * LOOK_S
 _STACKS_S = 0.5
 _PR_SET_PDEATHSIG = 1
 _PAGE = mmap.PAGESIZE
-_STAMPS, _LIMIT_MS, _BEATS, _NUM_WORDS = range(4)
+_STAMPS, _LIMIT_MS, _BEATS = range(3)
+_NUM_WORDS = _BEATS + MOST_SIDECARS
 _TEXT = slice(8 * _NUM_WORDS, 8 * _NUM_WORDS + 400)
 
 
@@ -220,14 +224,13 @@ class Page:
         """What it does or waits for, as of a second ago."""
         return self._memory[_TEXT].rstrip(b"\0").decode(errors="replace")
 
-    @property
-    def beats(self) -> int:
-        """Signs of life of its sidecar."""
-        return self._words[_BEATS]
+    def beats(self, sidecar: int) -> int:
+        """Signs of life of one of its sidecars."""
+        return self._words[_BEATS + sidecar]
 
-    def beat(self) -> None:
-        """Give a sign of life, as its sidecar."""
-        self._words[_BEATS] += 1
+    def beat(self, sidecar: int) -> None:
+        """Give a sign of life, as one of its sidecars."""
+        self._words[_BEATS + sidecar] += 1
 
     def look(self, now_s: float) -> float:
         """Look again; returns the seconds until it has stalled, infinite if nothing is due."""

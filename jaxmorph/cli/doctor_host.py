@@ -1,5 +1,6 @@
 """Facts that need no JAX: software, cores and memory, network, cluster, NVIDIA's driver."""
 
+import math
 import os
 import platform
 import resource
@@ -16,8 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxmorph.errors import UserError
+from jaxmorph.transport.host_cores import cores_by_quota, num_processors, usable_cores
 from jaxmorph.transport.network_cards import card_addresses, interface_address
 from jaxmorph.transport.nixl_lanes import missing
+from jaxmorph.transport.several_sidecars import sidecars_needed
+from jaxmorph.transport.sidecar_trial import SidecarTrial, try_sidecars
 from jaxmorph.transport.slots import Slots
 
 _NEEDED = ("jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint", "grain", "crc32c")
@@ -125,11 +129,13 @@ def host_facts(
     shared: Path = _SHARED,
     quota: Path = _QUOTA,
     memory_limit: Path = _MEMORY_LIMIT,
+    trial: Callable[[], SidecarTrial] = try_sidecars,
 ) -> Iterator[Fact]:
     """The host's size, and the limits of slots and their registration."""
     yield _cores(quota)
     yield Fact("memory", f"{_total_memory(memory)}{_container_memory(memory_limit)}")
     yield _slots()
+    yield _sidecar(trial, quota)
     yield Fact("/dev/shm", _free(shared), note="slots don't need it, NCCL does")
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     note = "ulimit -l; slots for a GPU are locked"
@@ -147,14 +153,25 @@ def privilege_facts() -> Iterator[Fact]:
 
 
 def _cores(quota: Path) -> Fact:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found = f"{usable} of {os.cpu_count()}"
-    try:
-        share, period = quota.read_text().split()
-        found += "" if share == "max" else f", by quota {int(share) / int(period):g}"
-    except (OSError, ValueError):  # no cgroup with a quota
-        pass
+    found = f"{num_processors()} of {os.cpu_count()}"
+    if (cores := cores_by_quota(quota)) < math.inf:
+        found += f", by quota {cores:g}"
     return Fact("cores", found, note="a rank takes one and its sidecar most of another")
+
+
+def _sidecar(trial: Callable[[], SidecarTrial], quota: Path) -> Fact:
+    try:
+        moved = trial()
+    except Exception as error:  # any error is the answer
+        return Fact("a sidecar", "none", False, str(error))
+    gb_per_s, of_a_core = moved.bytes_per_s / 1e9, moved.bytes_per_core_s / 1e9
+    most = sidecars_needed(math.inf, usable_cores(quota) - 1)
+    return Fact(
+        "a sidecar",
+        f"sends {gb_per_s:.1f} GB/s to another one here, {of_a_core:.1f} with a core of its own",
+        True,
+        f"a rank that is alone here has at most {most} by transport.sidecars: auto",
+    )
 
 
 def _total_memory(memory: Path) -> str:

@@ -208,6 +208,11 @@ class Transport(Section):
     more, up to 8, while messages queue and the added ones bring throughput; over RDMA it is one per
     card."""
 
+    sidecars: Annotated[Literal["auto", 1, 2, 4, 8], Expected("auto, 1, 2, 4 or 8")] = "auto"
+    """Processes a rank that move its messages, in turns. `auto` is what a step's messages keep
+    busy, by the processor time of the measured steps, within the cores that a rank has beside its
+    own; with RDMA or emulated links it is 1."""
+
     chunk_bytes: Annotated[
         int,
         Field(ge=_MIN_CHUNK_BYTES, le=_MAX_CHUNK_BYTES),

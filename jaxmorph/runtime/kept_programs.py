@@ -25,8 +25,8 @@ import jax
 from jax.experimental import serialize_executable
 from jax.stages import Compiled, Lowered
 
-from jaxmorph.runtime.started_rank import num_processors
 from jaxmorph.stage.compiling import compile_by
+from jaxmorph.transport.host_cores import num_processors
 
 if TYPE_CHECKING:  # the GPU check runs without the configuration's libraries
     from jaxmorph.config import Config

@@ -24,9 +24,9 @@ from jaxmorph.runtime.connection import (
 )
 from jaxmorph.runtime.link_switch import PeerConnections
 from jaxmorph.runtime.rendezvous import Rendezvous, RendezvousError, accept_ranks, gather
-from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.plane import ChannelSpec, DataPlane, TransportSettings
 from jaxmorph.transport.secret import derived
+from jaxmorph.transport.several_sidecars import SeveralSidecars
 
 Address = tuple[str, int]
 Start = Callable[
@@ -55,7 +55,7 @@ def open_data_plane(
     processes live, so refused connections of the plane are known to be a failure of the path.
 
     Args:
-        start: Starts an end; None: a sidecar process.
+        start: Starts an end; None: sidecar processes.
         timeout_s: How long to wait for peers to connect.
 
     Yields:
@@ -69,21 +69,40 @@ def open_data_plane(
         with open_idle(host="127.0.0.1"):
             yield None
         return
-    start, settings = start or SidecarPlane.start, settings or TransportSettings()
+    start, settings = start or SeveralSidecars, settings or TransportSettings()
     plane = start(rendezvous.rank, outgoing, incoming, settings)
     try:
-        found = _agree(rendezvous, plane.addresses())
-        secret = derived(rendezvous.secret, "data plane")
         with open_idle(host=settings.addresses[0]) as of_links:
             idle = {sum(link) - rendezvous.rank: each for link, (each,) in of_links.items()}
             plane.peer_lives = lambda peer: idle[peer].is_open()
-            plane.connect({peer: found[peer] for peer in sorted(idle)}, secret)
+            _join(rendezvous, plane)
             yield plane
     except BaseException:
         # After an error peers receive nothing more, so a flush would delay the report of it.
         plane.close(flush=False)
         raise
     plane.close()
+
+
+def change_sidecars(rendezvous: Rendezvous, plane: DataPlane | None, count: int) -> None:
+    """Let so many sidecars of each rank move further messages; all ranks call it together.
+
+    Args:
+        plane: Whose messages have all been taken; None where the rank has no channels.
+    """
+    if plane is None:
+        _agree(rendezvous, [])
+        return
+    if isinstance(plane, SeveralSidecars):
+        plane.reopen(count)
+    _join(rendezvous, plane)
+
+
+def _join(rendezvous: Rendezvous, plane: DataPlane) -> None:
+    """Connect a plane to those of its peers."""
+    found = _agree(rendezvous, plane.addresses())
+    secret = derived(rendezvous.secret, "data plane")
+    plane.connect({rank: found[rank] for rank in plane.peer_ranks}, secret)
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,11 @@ from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.executor import Chunks, Executor, StepInputs, StepOutcome
 from jaxmorph.runtime.failover_route import FailoverRoute, PathWatch
 from jaxmorph.runtime.host_copies import HostCopies
-from jaxmorph.runtime.link_connections import FailoverConnections
+from jaxmorph.runtime.link_connections import FailoverConnections, change_sidecars
 from jaxmorph.runtime.optimizer import StageOptimizer
 from jaxmorph.runtime.payloads import slot_use
 from jaxmorph.runtime.queue import AsynchronousQueue, Pace, PacedQueue, Stamp
+from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.routes import Route
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_state import from_parts, stage_parts
@@ -36,6 +37,7 @@ from jaxmorph.stage.model import Params, PipelineModel
 from jaxmorph.stage.parameters import LeafPath, compile_init, read_stage_params
 from jaxmorph.stage.stage_functions import StashMemory
 from jaxmorph.transport.plane import DataPlane
+from jaxmorph.transport.several_sidecars import SeveralSidecars
 
 _HANGS_AFTER = 0.5  # of the time after which a direct transfer is given up
 
@@ -202,6 +204,18 @@ class StageTrainer:
         """Give delegated links the slots that a plan needs; no message may be on its way."""
         if self.delegated is not None:
             self.delegated.make_room(slots, self.executor.transfer_timeout_s)
+
+    @property
+    def sidecar_s(self) -> float:
+        """Processor time of this rank's sidecars so far; 0: it has none."""
+        plane = self._plane
+        return plane.processor_s() if isinstance(plane, SeveralSidecars) else 0.0
+
+    def change_sidecars(self, rendezvous: Rendezvous, count: int) -> None:
+        """Let so many sidecars move further messages; all ranks call this between two steps."""
+        if self.delegated is not None:
+            self.delegated.settle()
+        change_sidecars(rendezvous, self._plane, count)
 
     def probe(self, link: Link, step: int) -> list[Stamp]:
         """Measure a direct link that no plan uses, by a few messages each way.

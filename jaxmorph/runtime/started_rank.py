@@ -15,6 +15,7 @@ from pathlib import Path
 from jaxmorph.errors import UserError
 from jaxmorph.progress import Page, Stall, new_page, process_fields
 from jaxmorph.runtime.rank_process import RankArguments
+from jaxmorph.transport.host_cores import num_processors
 
 _GOODBYE_S = 1.0  # for sidecars to end after their rank
 _POLL_S = 0.05
@@ -105,11 +106,6 @@ def start_rank(
 def environment_of_ranks(num_ranks: int, least_threads: int = 1) -> dict[str, str]:
     """Divides the processors among the ranks: XLA sizes its thread pools by NPROC."""
     return {"NPROC": str(max(least_threads, num_processors() // num_ranks)), **os.environ}
-
-
-def num_processors() -> int:
-    """Processors that this process may use: `taskset` or a container may allow only some."""
-    return len(os.sched_getaffinity(0))
 
 
 @contextlib.contextmanager

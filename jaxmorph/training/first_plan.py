@@ -30,6 +30,7 @@ from jaxmorph.training.plan_in_force import (
     offloaded_bytes,
     unmeasured_profile,
 )
+from jaxmorph.training.sidecars import agree_on_sidecars
 
 _WARM_UP_STEPS = 3  # the first one connects the links and is not measured
 
@@ -87,6 +88,7 @@ def plan_by_timings(
     config = with_delegated(config, sorted(dead_of(known)))
     stash_bytes = agree_on_stash(rendezvous, trainer.stash_memory)
     timelines: list[Timeline] = []
+    loads_s: list[float] = []
     steps = partial(
         _warm_up,
         rendezvous=rendezvous,
@@ -95,6 +97,7 @@ def plan_by_timings(
         num_tied=num_tied,
         stash_bytes=stash_bytes,
         on_step=timelines.append,
+        on_load=loads_s.append,
         room=room,
     )
     usual: dict[Route, Links] = {}
@@ -116,7 +119,9 @@ def plan_by_timings(
     # Where there is no room for them, what needs more slots than steps waits for one.
     if room is None or room.beside(offloaded_bytes(roomy.programs, profile)).has(roomy.slots):
         in_force = roomy
-    equipped = make_room(rendezvous, trainer, in_force.slots)
+    sidecars = agree_on_sidecars(config, rendezvous, trainer, loads_s, timelines)
+    slots = make_room(rendezvous, trainer, in_force.slots)
+    equipped = "; ".join(filter(None, (slots, sidecars)))
     return FirstPlan(
         in_force,
         profiler,
@@ -201,6 +206,7 @@ def _warm_up(
     num_tied: int,
     stash_bytes: StashBytes,
     on_step: Callable[[Timeline], None],
+    on_load: Callable[[float], None],
     *,
     room: HostRoom | None = None,
     first_step: int = -_WARM_UP_STEPS,
@@ -211,6 +217,7 @@ def _warm_up(
         inputs: The data of each step.
         first_step: The number of the first step; all are negative.
         on_step: Called with each measured step, on rank 0.
+        on_load: Called with the processor time that a measured step took this rank's sidecar.
 
     Returns:
         The profiler of the measured steps, on rank 0.
@@ -221,14 +228,17 @@ def _warm_up(
     if config.offload.enabled:
         in_force = replace(in_force, programs=with_sampled_copies(in_force.programs))
     make_room(rendezvous, trainer, in_force.slots)
-    runner = StepRunner(trainer, rendezvous, timeout_s=config.timeouts.step_s)
+    runner, before_s = StepRunner(trainer, rendezvous, timeout_s=config.timeouts.step_s), 0.0
     for step in range(first_step, first_step + _WARM_UP_STEPS):
         # Numbers of their own: no message may be taken for one of a training step.
         result = runner.run(in_force.program, inputs, step, updates=False)
-        if step > first_step and rendezvous.rank == 0:
+        if step == first_step:
+            before_s = trainer.sidecar_s
+        elif rendezvous.rank == 0:
             timeline = measured_timeline(result.reports)
             profiler.observe(timeline)
             on_step(timeline)
+    on_load((trainer.sidecar_s - before_s) / (_WARM_UP_STEPS - 1))
     return profiler
 
 

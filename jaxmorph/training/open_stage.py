@@ -188,6 +188,7 @@ def transport_settings(
             configured, one_loopback=one_loopback, coordinator_host=coordinator_host
         ),
         lanes=None if transport.lanes == "auto" else transport.lanes,
+        sidecars=1 if transport.sidecars == "auto" else transport.sidecars,
         chunk_bytes=transport.chunk_bytes,
         checksum=transport.checksum,
         silent_s=max(_LEAST_SILENT_S, min(_SILENT_S, config.timeouts.step_s / 2)),

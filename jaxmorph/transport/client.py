@@ -51,7 +51,7 @@ class SidecarPlane(DataPlane):
         self._gone: dict[int, str] = {}
         self._met: set[int] = set()
         self._connects = 0
-        self._peers_lock = threading.Lock()  # guards what is known of peers since the last connect
+        self._peers_lock = threading.RLock()  # guards what is known of peers since the last connect
         self._closed = self._failed = False
         with contextlib.ExitStack() as undo:
             self._doorbell = Doorbell.create()
@@ -61,7 +61,7 @@ class SidecarPlane(DataPlane):
             undo.callback(lambda: [end.close() for end in self._ends()])
             super().__init__(outgoing, incoming, settings.first_sequence, self._doorbell.ring)
             self._sidecar = SidecarProcess(
-                self._set_up, self._handle, self._fail, settings.silent_s
+                self._set_up, self._handle, self._fail, settings.silent_s, settings.number
             )
             self._undo = undo.pop_all()
 
@@ -206,17 +206,20 @@ class SidecarPlane(DataPlane):
                 end.doorbell.ring()  # the dead one may have changed a count without ringing
             return
         with self._peers_lock:
-            if number == self._connects:  # else it concerns the peers of an earlier connect
-                self._update_peers(record)
+            if number != self._connects:
+                return  # it concerns the peers of an earlier connect
+            if record["kind"] == "lane_up":
+                self._met.add(record["peer"])
+            elif record["kind"] == "peer_gone":
+                self.lose(record["peer"], record["reason"])
+        if record["kind"] == "peer_gone":
+            self.on_gone(record["peer"], record["reason"])
 
-    def _update_peers(self, record: Record) -> None:
-        if record["kind"] == "lane_up":
-            self._met.add(record["peer"])
-        elif record["kind"] == "peer_gone":
-            self._gone[record["peer"]] = record["reason"]
-            for end in self._ends():
-                if end.peer == record["peer"]:
-                    end.gone(record["reason"])
+    def lose(self, rank: int, reason: str) -> None:
+        """End all waits for a peer that is gone, now and until the next `connect`."""
+        with self._peers_lock:
+            self._gone[rank] = reason
+            super().lose(rank, reason)
 
     def _fail(self, error: TransportError) -> None:
         self._failed = True

@@ -57,6 +57,8 @@ class TransportSettings:
         first_sequence: The number of a channel's first message; numbers are 32 bits and wrap.
         backend: The carrier of long messages: "tcp", or "nixl" for RDMA; the same on all ranks.
         silent_s: A sidecar that gives no sign of life for so long is replaced.
+        sidecars: How many move a rank's messages (`several_sidecars`), the same on all ranks.
+        number: The number of this plane's sidecar among the rank's.
     """
 
     addresses: tuple[str, ...] = ("127.0.0.1",)
@@ -66,6 +68,8 @@ class TransportSettings:
     first_sequence: int = 0
     backend: str = "tcp"
     silent_s: float = 15.0
+    sidecars: int = 1
+    number: int = 0
 
 
 class MemoryRegistry(Protocol):
@@ -207,7 +211,7 @@ class OutgoingSlot:
     """The memory of one message that the sender has reserved.
 
     Attributes:
-        sequence: The message's number on its channel, below 2**32.
+        sequence: The message's number on its channel and sidecar, below 2**32.
         payload: uint8 [slot bytes], the memory itself.
         address: Where the payload begins in this process.
         is_posted: Whether the message has been announced.
@@ -342,6 +346,7 @@ class DataPlane(ABC):
     Attributes:
         peer_lives: Whether a peer's process is known to live, by something beside this plane. Then
             refused connections to it are a failure of its path, and are tried again.
+        on_gone: Called on any thread with each peer that is gone, and the reason.
     """
 
     def __init__(
@@ -352,6 +357,7 @@ class DataPlane(ABC):
         ring_mover: Callable[[], None],
     ) -> None:
         self.peer_lives: Callable[[int], bool] = lambda rank: False
+        self.on_gone: Callable[[int, str], None] = lambda rank, reason: None
         self._outgoing: dict[ChannelName, OutgoingEnd] = {}
         self._incoming: dict[ChannelName, IncomingEnd] = {}
         self._events: list[dict[str, Any]] = []
@@ -360,6 +366,17 @@ class DataPlane(ABC):
             self._outgoing[spec.name] = OutgoingEnd(spec, first_sequence, ring_mover)
         for spec in incoming:
             self._incoming[spec.name] = IncomingEnd(spec, first_sequence, ring_mover)
+
+    def lose(self, rank: int, reason: str) -> None:
+        """End all waits for a peer that is gone, now and until the next `connect`."""
+        for end in self._ends():
+            if end.peer == rank:
+                end.gone(reason)
+
+    @property
+    def peer_ranks(self) -> list[int]:
+        """The ranks at the other ends of its channels."""
+        return sorted({end.peer for end in self._ends()})
 
     @abstractmethod
     def addresses(self) -> list[Address]:

@@ -107,7 +107,7 @@ class Sidecar:
                 sending.start_refusals_over()
                 self._report("peer_refuses", peer=peer)
         if self._page is not None:
-            self._page.beat()
+            self._page.beat(self._number)
             if now_s >= self._looked_s + LOOK_S:
                 self._watch_trainer(self._page, now_s)
         if os.getppid() != self._parent:
@@ -116,7 +116,8 @@ class Sidecar:
     def _watch_trainer(self, page: Page, now_s: float) -> None:
         """End a trainer that made no progress and can't end itself: it is stopped, for example."""
         self._looked_s = now_s
-        stall = page.stalled(self._parent, now_s, OTHERS_WAIT_S + LOOK_S)  # after the launcher
+        wait_s = OTHERS_WAIT_S + LOOK_S * (1 + self._number)  # after the launcher, one by one
+        stall = page.stalled(self._parent, now_s, wait_s)
         if stall is None or os.getppid() != self._parent:
             return
         print(f"error: rank {self._rank} {stall}", file=sys.stderr, flush=True)  # noqa: T201
@@ -149,6 +150,7 @@ class Sidecar:
         self, fds: tuple[int, ...], rank: int, generation: int, settings: dict[str, Any]
     ) -> None:
         self._rank, self._generation, self._settings = rank, generation, settings
+        self._number = settings["number"]
         try:
             prepare_backend(settings["backend"], settings["addresses"])
         except LaneError as error:
@@ -289,7 +291,8 @@ class Sidecar:
             }
             for peer, sending in self._sending.items()
         }
-        self._answer(request, statistics={"peers": peers, "strangers": self._strangers})
+        found = {"peers": peers, "strangers": self._strangers, "processor_s": time.process_time()}
+        self._answer(request, statistics=found)
 
     def _do_disturb(
         self, fds: tuple[int, ...], action: str, peer: int, lane: int | None = None, count: int = 1

@@ -117,6 +117,7 @@ class SidecarProcess:
         received: Called on a thread of its own with each record that answers no request.
         failed: Called once, when it can't be started again or has died too often.
         silent_s: Without a sign of life for so long it is killed, and the next one takes its place.
+        number: Its own among the rank's sidecars.
 
     Attributes:
         changing: Held while records are sent, and while the next sidecar is set up.
@@ -128,8 +129,9 @@ class SidecarProcess:
         received: Callable[[Record], None],
         failed: Callable[[TransportError], None],
         silent_s: float = math.inf,
+        number: int = 0,
     ) -> None:
-        self._silent_s = silent_s
+        self._silent_s, self._number = silent_s, number
         self.changing = threading.RLock()
         self._setting_up, self._received, self._failed = setting_up, received, failed
         self._deaths: deque[float] = deque(maxlen=MAX_RESTARTS_A_MINUTE)
@@ -222,15 +224,16 @@ class SidecarProcess:
         reader, page = RecordReader(), Page(progress.share())
         readable = select.poll()
         readable.register(self._link, select.POLLIN)
-        begun = page.beats  # it may take long until its first sign of life
+        begun = page.beats(self._number)  # it may take long until its first sign of life
         silence = Silence(begun, time.monotonic())
         with contextlib.suppress(EOFError, OSError):
             while True:
                 if readable.poll(1e3 * LOOK_S):
                     for record, _ in reader.read(self._link):
                         self._dispatch(record)
-                silence = silence.after(page.beats, time.monotonic())
-                if page.beats != begun and silence.lasts_s > self._silent_s:
+                beats = page.beats(self._number)
+                silence = silence.after(beats, time.monotonic())
+                if beats != begun and silence.lasts_s > self._silent_s:
                     self._process.kill()
                     self._why = f"the last one gave no sign of life for {silence.lasts_s:.0f} s"
                     break

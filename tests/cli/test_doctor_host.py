@@ -15,6 +15,7 @@ from jaxmorph.cli.doctor_host import (
     privilege_facts,
     run_checks,
 )
+from jaxmorph.transport.sidecar_trial import SidecarTrial
 
 
 def test_a_failed_check_is_a_fact():
@@ -42,6 +43,9 @@ def test_a_failed_check_is_a_fact():
     assert next(found) == sections[1]  # before the next check begins
 
 
+TRIAL = SidecarTrial(1.5e9, 3 * 10**9, 1.0)
+
+
 @pytest.fixture
 def facts(tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal:       33554432 kB\nMemFree: 1 kB\n")
@@ -50,7 +54,7 @@ def facts(tmp_path):
 
     def facts(**places):
         found = {"memory": tmp_path / "meminfo", "quota": tmp_path / "cpu.max", "shared": tmp_path}
-        found |= {"memory_limit": tmp_path / "memory.max"}
+        found |= {"memory_limit": tmp_path / "memory.max", "trial": lambda: TRIAL}
         return {fact.name: fact for fact in host_facts(**{**found, **places})}
 
     return facts
@@ -60,6 +64,9 @@ def test_host_facts_come_from_linux(facts):
     found = facts()
     assert found["memory"].found == "32.0 GiB"
     assert found["cores"].found.endswith(", by quota 2.5")
+    sent = "sends 1.5 GB/s to another one here, 3.0 with a core of its own"
+    assert found["a sidecar"].found == sent
+    assert found["a sidecar"].note.startswith("a rank that is alone here has at most 1 by")
     assert found["/dev/shm"].found.endswith("GiB free")
     assert found["shared memory for slots"].works
 

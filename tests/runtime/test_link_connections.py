@@ -10,6 +10,7 @@ from test_rendezvous import in_threads
 
 from jaxmorph.records import Link
 from jaxmorph.runtime.link_connections import (
+    change_sidecars,
     open_data_plane,
     open_path_pings,
     open_peer_connections,
@@ -183,6 +184,38 @@ def test_a_peer_lives_until_it_closes_its_plane(with_plane):
 
     may_leave = threading.Event()
     assert with_plane(use)[0] == [None, None, None]
+
+
+def test_ranks_change_their_sidecars_together():
+    def use(rendezvous):
+        ends = {0: ([SPEC], []), 2: ([], [SPEC])}.get(rendezvous.rank, ([], []))
+        with open_data_plane(rendezvous, *ends) as plane:
+            found = [_carry(rendezvous.rank, plane, number) for number in range(3)]
+            rendezvous.exchange({})  # as at the end of a step: all have been taken
+            change_sidecars(rendezvous, plane, 2)
+            found += [_carry(rendezvous.rank, plane, number) for number in range(3, 6)]
+            rendezvous.exchange({})
+            return found, 0 if plane is None else len(plane.planes)
+
+    results = in_threads(3, use)
+    assert results[2] == ([[number] for number in range(6)], 2)
+    assert [count for _, count in results] == [2, 0, 2]
+
+
+def _carry(rank, plane, number):
+    """Send a message from rank 0 to rank 2, which returns it."""
+    deadline_s = time.monotonic() + LIMIT_S
+    if rank == 0:
+        slot = plane.reserve(SPEC.name, deadline_s)
+        slot.payload[0] = number
+        slot.post(1, ())
+        slot.complete()
+    if rank != 2:
+        return None
+    taken = plane.take(SPEC.name, deadline_s)
+    found = taken.payload.tolist()
+    taken.release()
+    return found
 
 
 def test_a_failing_run_closes_its_plane_at_once(with_plane):

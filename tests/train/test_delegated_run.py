@@ -239,12 +239,13 @@ def test_a_slow_delegated_link_blocks_no_ready_op(tmp_path):
 
 @pytest.mark.one_jax
 def test_killed_sidecars_are_replaced(tmp_path, delegated):
-    training = Training(tmp_path, "routes.default=delegated", PACED)
+    several = "routes.default=delegated", "transport.sidecars=2"
+    training = Training(tmp_path, *several, PACED)
     for step in (1, 5, 9):
         training.wait_for_step(step)
         _, sidecars = training.processes()
-        assert len(sidecars) == 3
-        os.kill(sidecars[step % 3], signal.SIGKILL)
+        assert len(sidecars) == 6
+        os.kill(sidecars[step % 6], signal.SIGKILL)
     finished(training)
     assert training.losses() == delegated.losses()
     restarts = [e for e in training.lines("events.jsonl") if e["kind"] == "sidecar_restarted"]

@@ -1,4 +1,4 @@
-"""What every data plane must do: one in memory, by sidecars over TCP, by RDMA."""
+"""What every data plane must do: in memory, by one or several sidecars over TCP, by RDMA."""
 
 import ctypes
 import threading
@@ -27,10 +27,12 @@ from exchanges import (
 )
 from oracles.loopback import LoopbackNetwork
 
+from jaxmorph.errors import UserError
 from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.link_emulator import LinkEmulator
 from jaxmorph.transport.names import ChannelName, PeerGoneError, TransportError
 from jaxmorph.transport.nixl_lanes import missing
+from jaxmorph.transport.several_sidecars import SeveralSidecars
 
 NEAR_THE_WRAP = 2**32 - 3
 FLUSH_S = 5.0  # `close` waits at least so long for messages that can't arrive
@@ -43,15 +45,40 @@ def start_nixl(rank, outgoing, incoming, settings):
     return SidecarPlane.start(rank, outgoing, incoming, settings)
 
 
+def start_several_in_memory():
+    networks = [LoopbackNetwork() for _ in range(2)]
+    return partial(
+        SeveralSidecars,
+        start_one=lambda *ends: networks[ends[-1].number].plane(*ends),
+    )
+
+
+STARTS = {
+    "memory": lambda: LoopbackNetwork().plane,
+    "several in memory": start_several_in_memory,
+    "a sidecar": lambda: SidecarPlane.start,
+    "several sidecars": lambda: SeveralSidecars,
+    "nixl": lambda: start_nixl,
+}
+
+
 @pytest.fixture(
-    scope="module", params=["memory", "sidecars", pytest.param("nixl", marks=with_nixl)]
+    scope="module",
+    params=[
+        "memory",
+        "several in memory",
+        "a sidecar",
+        pytest.param("several sidecars", marks=pytest.mark.long),
+        pytest.param("nixl", marks=with_nixl),
+    ],
 )
 def join(request):
     """Makes and connects two ranks' planes of one kind, with the given channels."""
 
     def join(*specs, **settings):
-        starts = {"sidecars": SidecarPlane.start, "nixl": start_nixl}
-        start = starts.get(request.param) or LoopbackNetwork().plane
+        if request.param.startswith("several"):
+            settings.setdefault("sidecars", 2)
+        start = STARTS[request.param]()
         return joined(*specs, start=start, first_sequence=NEAR_THE_WRAP, **settings)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -101,11 +128,11 @@ def write_word(address, value):
 
 
 def test_messages_arrive_in_order_across_the_wrap(planes, channel):
-    there = channel()
+    there, turns = channel(), 2 if isinstance(planes[0], SeveralSidecars) else 1
     for number in range(10):
         sent = send(planes[0], there, number, 100 + number)
         slot = receive(planes[1], there, number, 100 + number)
-        assert sent == slot.sequence == (NEAR_THE_WRAP + number) % 2**32
+        assert sent == slot.sequence == (NEAR_THE_WRAP + number // turns) % 2**32
 
 
 @pytest.mark.parametrize("checksum", [True, False, "mac"])
@@ -351,8 +378,12 @@ def test_a_cut_link_delivers_once_it_is_healed(planes, channel):
 
 
 def test_channels_of_a_direction_share_emulated_bandwidth(planes, channel):
-    names = [channel(), channel()]
-    planes[0].emulate([link(bandwidth_mbps=0.2)])  # 40 ms for a message
+    names, narrow = [channel(), channel()], [link(bandwidth_mbps=0.2)]  # 40 ms for a message
+    if isinstance(planes[0], SeveralSidecars):
+        with pytest.raises(UserError, match="got 2, expected 1, as the bandwidth"):
+            planes[0].emulate(narrow)
+        return
+    planes[0].emulate(narrow)
     began_s = time.monotonic()
     for name in names:
         send(planes[0], name, 0, 1000)

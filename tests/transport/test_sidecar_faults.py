@@ -312,9 +312,9 @@ def test_a_stopped_trainer_that_is_due_is_ended_by_its_sidecar(plane):
 
 def test_a_stopped_sidecar_is_replaced():
     settings, page = TransportSettings(silent_s=0.5), Page(progress.share())
-    before = page.beats
+    before = page.beats(0)
     with contextlib.closing(SidecarPlane.start(0, [spec(THERE)], [], settings)) as plane:
-        wait_for(lambda: page.beats > before + 2, "signs of life")
+        wait_for(lambda: page.beats(0) > before + 2, "signs of life")
         stopped = plane.sidecar_pid
         os.kill(stopped, signal.SIGSTOP)
         wait_for(lambda: plane.sidecar_pid != stopped, "a restart")

@@ -1,0 +1,97 @@
+"""How many sidecars each rank gets, from what one of them had to do in the measured steps."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from jaxmorph.config import Config
+from jaxmorph.runtime.rendezvous import Rendezvous, agree, gather
+from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.schedule.timeline import Timeline
+from jaxmorph.transport.host_cores import cores_identity, usable_cores
+from jaxmorph.transport.several_sidecars import sidecars_needed
+
+
+@dataclass(frozen=True)
+class SidecarLoad:
+    """What one rank's sidecar had to do, and where.
+
+    Attributes:
+        step_s: Processor time for a step's messages; 0: none was delegated.
+        host: The same for ranks that share their processor cores.
+        cores: Those that the rank may use, with the ranks that share them.
+    """
+
+    step_s: float
+    host: str
+    cores: float
+
+
+@dataclass(frozen=True)
+class SidecarChoice:
+    """The sidecars of each rank.
+
+    Attributes:
+        busy: How much of a step the busiest rank's sidecar alone would compute; 0: not measured.
+    """
+
+    count: int
+    busy: float = 0.0
+
+    def __str__(self) -> str:
+        each = "1 sidecar a rank" if self.count == 1 else f"{self.count} sidecars a rank"
+        return f"{each} (one would be busy for {self.busy:.0%} of a step)" if self.busy else each
+
+
+def agree_on_sidecars(
+    config: Config,
+    rendezvous: Rendezvous,
+    trainer: StageTrainer,
+    loads_s: Sequence[float],
+    timelines: Sequence[Timeline],
+) -> str:
+    """Give each rank the sidecars that it needs; all ranks call this between two steps.
+
+    Args:
+        loads_s: The processor time of this rank's sidecar for a step, in each series of measured
+            steps.
+        timelines: The measured steps, on rank 0.
+
+    Returns:
+        How many there are, in words; "" if no rank has any.
+    """
+    transport, emulation = config.transport, config.emulation
+    if transport.sidecars != "auto":
+        choice = SidecarChoice(transport.sidecars)
+    else:
+        # A sidecar that was replaced meanwhile has used less than before.
+        own = SidecarLoad(max(0.0, *loads_s), cores_identity(), usable_cores())
+        loads = gather(rendezvous, SidecarLoad, own)
+        # Several would share no emulated bandwidth; RDMA leaves the work to the network cards.
+        fixed = transport.backend != "tcp" or emulation.links or emulation.trace
+        found = choose_sidecars(loads, timelines, most=1 if fixed else None)
+        choice = agree(rendezvous, SidecarChoice, found)
+        if choice.count > 1:
+            trainer.change_sidecars(rendezvous, choice.count)
+    has_any = any(gather(rendezvous, bool, trainer.delegated is not None))
+    return str(choice) if has_any else ""
+
+
+def choose_sidecars(
+    loads: Sequence[SidecarLoad], timelines: Iterable[Timeline], most: int | None = None
+) -> SidecarChoice:
+    """The number that the busiest rank needs, within the cores of the rank that has fewest.
+
+    A step lasts at least as long as its busiest stage computes, so that is the time in which a
+    sidecar must move a step's messages.
+    """
+    compute_s = min(map(_busiest_stage_s, timelines), default=0.0)
+    busy = max(load.step_s for load in loads) / compute_s if compute_s else 0.0
+    sharing = Counter(load.host for load in loads)
+    cores = min(load.cores / sharing[load.host] for load in loads) - 1  # the rank itself takes one
+    return SidecarChoice(sidecars_needed(busy, cores if most is None else min(cores, most)), busy)
+
+
+def _busiest_stage_s(timeline: Timeline) -> float:
+    stages = zip(timeline.start_ms, timeline.end_ms, strict=True)
+    return max(float((end - start).sum()) for start, end in stages) / 1e3

@@ -1,0 +1,236 @@
+"""A rank's data plane whose messages several sidecars move, where one processor core can't.
+
+Each sidecar is a data plane of its own: a process with slots, ports, and lanes to the sidecars of
+the same number at its peers. A channel's messages take turns: message n goes by sidecar n modulo
+their number, and the receiver takes them in the same turns. So each sidecar keeps the guarantees
+of its messages alone, and their order in the channel is that of the turns.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from jaxmorph.emulation.link_conditions import LinkCondition
+from jaxmorph.errors import UserError
+from jaxmorph.progress import MOST_SIDECARS
+from jaxmorph.transport.client import SidecarPlane
+from jaxmorph.transport.names import ChannelName, TransportError
+from jaxmorph.transport.plane import (
+    Address,
+    ChannelSpec,
+    DataPlane,
+    IncomingEnd,
+    IncomingSlot,
+    MemoryRegistry,
+    OutgoingEnd,
+    OutgoingSlot,
+    TransportSettings,
+)
+from jaxmorph.transport.secret import derived
+
+StartOne = Callable[
+    [int, Sequence[ChannelSpec], Sequence[ChannelSpec], TransportSettings], DataPlane
+]
+
+_BUSY = 0.7
+"""How busy a sidecar may be before its messages wait for it: steps send them in bursts."""
+
+
+def sidecars_needed(busy: float, cores: float) -> int:
+    """How many sidecars a rank needs: 1, 2, 4 or 8.
+
+    Args:
+        busy: How much of its time one sidecar alone would compute; above 1: more than it has.
+        cores: Processor cores that the rank's sidecars may keep busy.
+    """
+    count = 1
+    while busy > _BUSY * count and 2 * count <= min(cores, MOST_SIDECARS):
+        count *= 2
+    return count
+
+
+class SeveralSidecars(DataPlane):
+    """A `DataPlane` whose messages `settings.sidecars` processes move in turns.
+
+    Args:
+        start_one: Starts the plane of one sidecar.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        outgoing: Sequence[ChannelSpec],
+        incoming: Sequence[ChannelSpec],
+        settings: TransportSettings | None = None,
+        start_one: StartOne = SidecarPlane.start,
+    ) -> None:
+        super().__init__((), (), 0, lambda: None)  # all ends are those of the sidecars' planes
+        self._rank, self._settings = rank, settings or TransportSettings()
+        self._specs = tuple(outgoing), tuple(incoming)
+        self._num_slots = {spec.name: spec.num_slots for spec in (*outgoing, *incoming)}
+        self._start_one = start_one
+        self._registry: MemoryRegistry | None = None
+        self._conditions: tuple[Sequence[LinkCondition], float] | None = None
+        self._turns = dict.fromkeys(self._num_slots, 0)
+        self._gone: set[int] = set()
+        self.planes: list[DataPlane] = []
+        self._open(self._settings.sidecars)
+
+    @property
+    def peer_ranks(self) -> list[int]:
+        """The ranks at the other ends of its channels."""
+        ends = {rank for name in self._num_slots for rank in (name.source, name.destination)}
+        return sorted(ends - {self._rank})
+
+    def addresses(self) -> list[Address]:
+        """Where peers reach this rank: one host and port a card for each sidecar in turn."""
+        return [address for plane in self.planes for address in plane.addresses()]
+
+    def connect(self, peers: Mapping[int, Sequence[Address]], secret: bytes) -> None:
+        """Connect each sidecar to those of the same number."""
+        count = len(self.planes)
+        for rank, addresses in peers.items():
+            if len(addresses) % count:
+                found = f"rank {rank} has {len(addresses)} addresses"
+                raise TransportError(f"{found}, expected as many for each of {count} sidecars")
+        self._gone -= peers.keys()
+        for number, plane in enumerate(self.planes):
+            # With another secret, one that dials a sidecar of another number is a stranger there.
+            own = derived(secret, f"sidecar {number} of {count}")
+            plane.connect({rank: _share(at, number, count) for rank, at in peers.items()}, own)
+
+    def reopen(self, count: int) -> None:
+        """Let so many sidecars move all further messages; `connect` must follow.
+
+        All ranks do so between two steps: messages that nobody has taken are lost.
+        """
+        self.close(flush=False)
+        self._turns = dict.fromkeys(self._turns, 0)
+        self._open(count)
+        if self._registry is not None:
+            self.report_memory(self._registry)
+        if self._conditions is not None:
+            self.emulate(*self._conditions)
+
+    def reserve(self, channel: ChannelName, deadline_s: float) -> OutgoingSlot:
+        """Wait for a slot for the next message; see `DataPlane.reserve`."""
+        slot = self._next(channel).reserve(channel, deadline_s)
+        self._turns[channel] += 1
+        return slot
+
+    def take(self, channel: ChannelName, deadline_s: float) -> IncomingSlot:
+        """Wait for the channel's next message; see `DataPlane.take`."""
+        slot = self._next(channel).take(channel, deadline_s)
+        self._turns[channel] += 1
+        return slot
+
+    def has_room(self, channel: ChannelName) -> bool:
+        """Whether a slot for the next message is free now; see `DataPlane.has_room`."""
+        return self._next(channel).has_room(channel)
+
+    def grow(self, channel: ChannelName, num_slots: int) -> None:
+        """Give this rank's end of a channel at rest more slots, shared among its sidecars."""
+        before = self._num_slots[channel]
+        if num_slots < before:
+            raise TransportError(f"{channel} has {before} slots, it can't have {num_slots}")
+        for plane in self.planes:
+            plane.grow(channel, _slots_each(num_slots, len(self.planes)))
+        self._num_slots[channel] = num_slots
+
+    def report_memory(self, registry: MemoryRegistry) -> None:
+        """Add the memory of all slots to a registry, and keep it up to date."""
+        self._registry = registry
+        for plane in self.planes:
+            plane.report_memory(registry)
+
+    def emulate(self, conditions: Sequence[LinkCondition], origin_s: float | None = None) -> None:
+        """Replace the emulated conditions, for all messages posted from now on.
+
+        Raises:
+            UserError: Several sidecars would share a bandwidth.
+        """
+        if len(self.planes) > 1 and any(each.bandwidth_mbps for each in conditions):
+            raise UserError(
+                f"transport.sidecars: got {len(self.planes)}, expected 1, as the bandwidth of a "
+                "link is emulated, and each sidecar would have all of it"
+            )
+        origin_s = time.monotonic() if origin_s is None else origin_s
+        self._conditions = conditions, origin_s
+        for plane in self.planes:
+            plane.emulate(conditions, origin_s)
+
+    def events(self) -> list[dict[str, Any]]:
+        """Events since the last call, each with its sidecar's number where there are several."""
+        found = []
+        for number, plane in enumerate(self.planes):
+            for event in plane.events():
+                if event["kind"] == "peer_gone":
+                    if event["peer"] in self._gone:
+                        continue  # each sidecar has lost it
+                    self._gone.add(event["peer"])
+                found.append({**event, "sidecar": number} if len(self.planes) > 1 else event)
+        return sorted(found, key=lambda event: event["time_s"])
+
+    def statistics(self) -> dict[str, Any]:
+        """The counts of each sidecar: see `SidecarPlane.statistics`."""
+        return {"sidecars": [plane.statistics() for plane in self.planes]}
+
+    def processor_s(self) -> float:
+        """The processor time that its sidecars have used so far, those that run now."""
+        return sum(each.get("processor_s", 0.0) for each in self.statistics()["sidecars"])
+
+    def lose(self, rank: int, reason: str) -> None:
+        """End all waits for a peer that is gone, whichever sidecar has found that out."""
+        for plane in self.planes:
+            plane.lose(rank, reason)
+
+    def close(self, *, flush: bool = True) -> None:
+        """End all sidecars at once and free the memory."""
+        planes, self.planes = self.planes, []
+        if len(planes) == 1:
+            planes[0].close(flush=flush)
+        elif planes:  # each may have to wait for its peers
+            with ThreadPoolExecutor(len(planes)) as threads:
+                list(threads.map(lambda plane: plane.close(flush=flush), planes))
+
+    def _open(self, count: int) -> None:
+        outgoing, incoming = (
+            [
+                replace(spec, num_slots=_slots_each(self._num_slots[spec.name], count))
+                for spec in specs
+            ]
+            for specs in self._specs
+        )
+        try:
+            for number in range(count):
+                settings = replace(self._settings, number=number)
+                plane = self._start_one(self._rank, outgoing, incoming, settings)
+                plane.peer_lives = lambda rank: self.peer_lives(rank)
+                plane.on_gone = self.lose
+                self.planes.append(plane)
+        except BaseException:
+            self.close(flush=False)
+            raise
+
+    def _next(self, channel: ChannelName) -> DataPlane:
+        if channel not in self._turns:
+            raise TransportError(f"{channel} is no channel of this rank")
+        if not self.planes:
+            raise TransportError(f"{channel} is closed")
+        return self.planes[self._turns[channel] % len(self.planes)]
+
+    def _grow(self, end: OutgoingEnd | IncomingEnd, num_slots: int) -> None:
+        raise NotImplementedError  # `grow` passes it on
+
+
+def _share(addresses: Sequence[Address], number: int, count: int) -> Sequence[Address]:
+    """The addresses of one of a peer's sidecars."""
+    each = len(addresses) // count
+    return addresses[number * each : (number + 1) * each]
+
+
+def _slots_each(num_slots: int, count: int) -> int:
+    """The slots that a channel has at each of its sidecars: together as many as it needs."""
+    return max(1, num_slots // count)

@@ -1,0 +1,48 @@
+"""How many sidecars ranks get."""
+
+import numpy as np
+import pytest
+
+from jaxmorph.schedule.ops import Op
+from jaxmorph.schedule.timeline import Timeline
+from jaxmorph.training.sidecars import SidecarChoice, SidecarLoad, choose_sidecars
+
+
+def timeline(*compute_ms):
+    """A step whose stages compute for so long, in two ops each."""
+    starts = tuple(np.array([0.0, 500.0]) for _ in compute_ms)
+    ends = tuple(np.array([each / 2, 500.0 + each / 2]) for each in compute_ms)
+    orders = tuple((Op.parse("F0"), Op.parse("F1")) for _ in compute_ms)
+    return Timeline(orders, starts, ends)
+
+
+def loads(*step_s, cores=64.0, host="a"):
+    return [SidecarLoad(each, host, cores) for each in step_s]
+
+
+def test_the_busiest_rank_decides_by_the_busiest_stage():
+    steps = [timeline(300.0, 100.0), timeline(320.0, 100.0)]
+    choice = choose_sidecars(loads(0.1, 0.39, 0.2), steps)
+    assert (choice.count, choice.busy) == (2, pytest.approx(1.3))
+    assert str(choice) == "2 sidecars a rank (one would be busy for 130% of a step)"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "most", "count"),
+    [
+        (loads(9.0, cores=2.0), None, 1),  # its core is the rank's own
+        (loads(9.0, cores=3.0), None, 2),
+        (loads(9.0, 9.0, cores=6.0), None, 2),
+        (loads(9.0, 9.0, 9.0, 9.0, cores=16.0), None, 2),
+        ([*loads(9.0, cores=16.0), *loads(9.0, cores=16.0, host="b")], None, 8),
+        (loads(9.0), 1, 1),
+    ],
+)
+def test_ranks_of_a_host_share_its_cores(ranks, most, count):
+    assert choose_sidecars(ranks, [timeline(100.0)], most).count == count
+
+
+def test_without_measurements_there_is_one():
+    assert choose_sidecars(loads(0.0, 0.0), [timeline(100.0)]) == SidecarChoice(1)
+    assert choose_sidecars(loads(0.4), []) == SidecarChoice(1)
+    assert str(SidecarChoice(1)) == "1 sidecar a rank"
