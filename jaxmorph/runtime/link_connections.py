@@ -72,10 +72,11 @@ def open_data_plane(
     start, settings = start or SeveralSidecars, settings or TransportSettings()
     plane = start(rendezvous.rank, outgoing, incoming, settings)
     try:
+        found = _agree(rendezvous, plane.addresses())
         with open_idle(host=settings.addresses[0]) as of_links:
             idle = {sum(link) - rendezvous.rank: each for link, (each,) in of_links.items()}
             plane.peer_lives = lambda peer: idle[peer].is_open()
-            _join(rendezvous, plane)
+            _join(rendezvous, plane, found)
             yield plane
     except BaseException:
         # After an error peers receive nothing more, so a flush would delay the report of it.
@@ -95,12 +96,11 @@ def change_sidecars(rendezvous: Rendezvous, plane: DataPlane | None, count: int)
         return
     if isinstance(plane, SeveralSidecars):
         plane.reopen(count)
-    _join(rendezvous, plane)
+    _join(rendezvous, plane, _agree(rendezvous, plane.addresses()))
 
 
-def _join(rendezvous: Rendezvous, plane: DataPlane) -> None:
-    """Connect a plane to those of its peers."""
-    found = _agree(rendezvous, plane.addresses())
+def _join(rendezvous: Rendezvous, plane: DataPlane, found: Sequence[tuple[Address, ...]]) -> None:
+    """Connect a plane to those of its peers, by where every rank listens."""
     secret = derived(rendezvous.secret, "data plane")
     plane.connect({rank: found[rank] for rank in plane.peer_ranks}, secret)
 

@@ -130,13 +130,15 @@ class SeveralSidecars(DataPlane):
         """Whether a slot for the next message is free now; see `DataPlane.has_room`."""
         return self._next(channel).has_room(channel)
 
-    def grow(self, channel: ChannelName, num_slots: int) -> None:
+    def grow(self, channel: ChannelName, num_slots: int, timeout_s: float = 60.0) -> None:
         """Give this rank's end of a channel at rest more slots, shared among its sidecars."""
         before = self._num_slots[channel]
         if num_slots < before:
             raise TransportError(f"{channel} has {before} slots, it can't have {num_slots}")
+        until_s = time.monotonic() + timeout_s
         for plane in self.planes:
-            plane.grow(channel, _slots_each(num_slots, len(self.planes)))
+            own = _slots_each(num_slots, len(self.planes))
+            plane.grow(channel, own, max(0.0, until_s - time.monotonic()))
         self._num_slots[channel] = num_slots
 
     def report_memory(self, registry: MemoryRegistry) -> None:
@@ -176,6 +178,11 @@ class SeveralSidecars(DataPlane):
     def statistics(self) -> dict[str, Any]:
         """The counts of each sidecar: see `SidecarPlane.statistics`."""
         return {"sidecars": [plane.statistics() for plane in self.planes]}
+
+    @property
+    def sidecar_pids(self) -> list[int]:
+        """The ids of its sidecars' processes; one changes with a restart."""
+        return [plane.sidecar_pid for plane in self.planes if isinstance(plane, SidecarPlane)]
 
     def processor_s(self) -> float:
         """The processor time that its sidecars have used so far, those that run now."""
@@ -221,7 +228,7 @@ class SeveralSidecars(DataPlane):
             raise TransportError(f"{channel} is closed")
         return self.planes[self._turns[channel] % len(self.planes)]
 
-    def _grow(self, end: OutgoingEnd | IncomingEnd, num_slots: int) -> None:
+    def _grow(self, end: OutgoingEnd | IncomingEnd, num_slots: int, deadline_s: float) -> None:
         raise NotImplementedError  # `grow` passes it on
 
 

@@ -195,7 +195,7 @@ def test_ranks_change_their_sidecars_together():
             change_sidecars(rendezvous, plane, 2)
             found += [_carry(rendezvous.rank, plane, number) for number in range(3, 6)]
             rendezvous.exchange({})
-            return found, 0 if plane is None else len(plane.planes)
+            return found, 0 if plane is None else len(plane.addresses())
 
     results = in_threads(3, use)
     assert results[2] == ([[number] for number in range(6)], 2)

@@ -52,8 +52,7 @@ def test_killed_sidecars_among_several_lose_and_double_nothing():
 
         def kill(number):
             if number % 5 == 4:
-                plane = planes[number % 2].planes[number // 10 % 2]
-                os.kill(plane.sidecar_pid, signal.SIGKILL)
+                os.kill(planes[number % 2].sidecar_pids[number // 10 % 2], signal.SIGKILL)
 
         traffic(planes, 30, kill)
         exchange(planes, 0, channel=BACK)
@@ -69,11 +68,11 @@ def test_a_stopped_sidecar_is_replaced_though_another_lives():
     with closing(SeveralSidecars(0, [spec(THERE)], [], settings)) as plane:
         wait_for(lambda: page.beats(0) > before[0] + 2, "signs of life")
         wait_for(lambda: page.beats(1) > before[1] + 2, "signs of life of the other")
-        other, stopped = (each.sidecar_pid for each in plane.planes)
+        other, stopped = plane.sidecar_pids
         os.kill(stopped, signal.SIGSTOP)
-        wait_for(lambda: plane.planes[1].sidecar_pid != stopped, "a restart")
+        wait_for(lambda: plane.sidecar_pids[1] != stopped, "a restart")
         assert not is_running(stopped)
-        assert plane.planes[0].sidecar_pid == other
+        assert plane.sidecar_pids[0] == other
     page.close()
 
 
