@@ -101,7 +101,7 @@ class DelegatedRoute:
         self._waits = waits or LongWaits(rank)
         self.path_failure: Callable[[Link], str] = lambda link: ""
         self._abandoned = -1
-        self._reserved: dict[OutgoingSlot, Tag] = {}
+        self._reserved: dict[tuple[ChannelName, int], tuple[OutgoingSlot, Tag]] = {}
         self._copying: deque[_Copy] = deque()
         self._lock = threading.Lock()
         self._senders: dict[Channel, _Sender] = {}
@@ -145,7 +145,7 @@ class DelegatedRoute:
         for index, part in enumerate(sender.use.parts):
             slot = self._free_slot(identity, sender, deadline_s)
             tag = _tag(identity, index, len(sender.use.parts))
-            self._reserved[slot] = tag
+            self._reserved[sender.name, slot.sequence] = slot, tag
             yield partial(self._start, sender, part, slot, tag)
 
     def post(
@@ -184,8 +184,8 @@ class DelegatedRoute:
         self._abandoned = max(self._abandoned, epoch)
         # Messages arrive in the order of their slots. A reserved slot that stayed unused would
         # block those of the next epoch, so it is sent empty.
-        for slot, tag in list(self._reserved.items()):
-            if tag[0] <= epoch and self._reserved.pop(slot, None):
+        for key, (slot, tag) in list(self._reserved.items()):
+            if tag[0] <= epoch and self._reserved.pop(key, None):
                 _post_empty(slot, tag)
         self._finish_ready_copies()
 
@@ -263,7 +263,7 @@ class DelegatedRoute:
     ) -> Moved:
         """Dispatch a copy, and keep its ticket and the value until it is over."""
         del arrived_s
-        if self._reserved.pop(slot, None) is None:
+        if self._reserved.pop((sender.name, slot.sequence), None) is None:
             raise AbandonedEpochError(f"{sender.name}: message {slot.sequence} was abandoned")
         with _posted_even_after_error(slot, tag):
             ticket: Any = sender.copy(value, part, slot, tag)

@@ -211,7 +211,7 @@ class OutgoingSlot:
     """The memory of one message that the sender has reserved.
 
     Attributes:
-        sequence: The message's number on its channel and sidecar, below 2**32.
+        sequence: The message's number, below 2**32; no other on its way on the channel has it.
         payload: uint8 [slot bytes], the memory itself.
         address: Where the payload begins in this process.
         is_posted: Whether the message has been announced.

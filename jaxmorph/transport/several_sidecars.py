@@ -16,7 +16,7 @@ from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.errors import UserError
 from jaxmorph.progress import MOST_SIDECARS
 from jaxmorph.transport.client import SidecarPlane
-from jaxmorph.transport.names import ChannelName, TransportError
+from jaxmorph.transport.names import WRAP, ChannelName, TransportError, add
 from jaxmorph.transport.plane import (
     Address,
     ChannelSpec,
@@ -34,6 +34,7 @@ StartOne = Callable[
     [int, Sequence[ChannelSpec], Sequence[ChannelSpec], TransportSettings], DataPlane
 ]
 
+_APART = WRAP // MOST_SIDECARS
 _BUSY = 0.7
 """How busy a sidecar may be before its messages wait for it: steps send them in bursts."""
 
@@ -212,7 +213,9 @@ class SeveralSidecars(DataPlane):
         )
         try:
             for number in range(count):
-                settings = replace(self._settings, number=number)
+                # A channel's messages keep different numbers: copies into slots go by them.
+                first = add(self._settings.first_sequence, number * _APART)
+                settings = replace(self._settings, number=number, first_sequence=first)
                 plane = self._start_one(self._rank, outgoing, incoming, settings)
                 plane.peer_lives = lambda rank: self.peer_lives(rank)
                 plane.on_gone = self.lose
