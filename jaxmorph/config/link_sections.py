@@ -209,9 +209,9 @@ class Transport(Section):
     card."""
 
     sidecars: Annotated[Literal["auto", 1, 2, 4, 8], Expected("auto, 1, 2, 4 or 8")] = "auto"
-    """Processes a rank that move its messages, in turns. `auto` is what a step's messages keep
-    busy, by the processor time of the measured steps, within the cores that a rank has beside its
-    own; with RDMA or emulated links it is 1."""
+    """Sidecars of each rank, by which a channel's messages go in turns. `auto` measures the
+    processor time that a step's messages take one sidecar, and gives each rank as many as that
+    needs, within the cores that ranks leave free; with RDMA or emulated links it is 1."""
 
     chunk_bytes: Annotated[
         int,
