@@ -124,9 +124,10 @@ bench-planner: setup
 	done; \
 	exit $$status
 
-# The sidecars' throughput and latency, beside raw sockets and memcpy.
+# The sidecars' throughput and latency, beside raw sockets and memcpy; throughput by their number.
 bench-transport: setup
 	$(BIN)/python -m benchmarks.transport_speed
+	$(BIN)/python -m benchmarks.several_sidecars
 
 # Ten thousand messages over at least three hundred faults: each once, in order, intact.
 bench-faults: setup
