@@ -125,7 +125,7 @@ class EventKind(StrEnum):
     SIDECAR_RESTARTED = "sidecar_restarted"
     """a sidecar was started again"""
     WAITED_FOR_SLOTS = "waited_for_slots"
-    """a message waited for a free slot"""
+    """messages waited for a free slot; only the first such step of each plan reports it"""
     PEER_GONE = "peer_gone"
     """a rank has left the data plane"""
 

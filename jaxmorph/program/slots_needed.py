@@ -11,7 +11,7 @@ slot, as `blocking.simulate_blocking` simulates.
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -68,22 +68,23 @@ def most_slots(*needed: Mapping[Channel, int]) -> dict[Channel, int]:
 class HostRoom:
     """The host memory that each rank has for slots and for offloaded stashes.
 
+    A channel's slots never get fewer while a run lasts, so each has a share that doesn't depend on
+    the plan: with it all fit at once.
+
     Attributes:
         slot_bytes: Bytes of one slot of each channel that may be delegated during the run.
-        rank_bytes: One per rank; None: no limit.
-        pool_bytes: What JAX's own pool of pinned memory has for stashes, one per rank; None: no
-            limit.
+        rank_bytes: For slots, one per rank; None: no limit.
+        stash_bytes: For stashes, one per rank; None: no limit.
     """
 
     slot_bytes: dict[Channel, int]
     rank_bytes: tuple[int, ...] | None = None
-    pool_bytes: tuple[int, ...] | None = None
+    stash_bytes: tuple[int, ...] | None = None
 
     def holds(self, stash_bytes: Sequence[int]) -> bool:
-        """Whether offloaded stashes of so many bytes fit, beside the fewest slots."""
-        pools = self.pool_bytes or stash_bytes
-        fit = all(away <= pool for away, pool in zip(stash_bytes, pools, strict=True))
-        return fit and max(self.beside(stash_bytes).short_bytes(), default=0) <= 0
+        """Whether offloaded stashes of so many bytes fit."""
+        rooms = self.stash_bytes or stash_bytes
+        return all(away <= own for away, own in zip(stash_bytes, rooms, strict=True))
 
     def slots(self, needed: Mapping[Channel, int]) -> dict[Channel, int]:
         """The slots of all channels, without a limit; tied gradients never take more at once."""
@@ -102,13 +103,6 @@ class HostRoom:
                 taken[rank] += number * self.slot_bytes.get(channel, 0)
         return tuple(taken)
 
-    def beside(self, other_bytes: Sequence[int]) -> "HostRoom":
-        """The room that is left beside something else on each rank."""
-        if self.rank_bytes is None:
-            return self
-        left = (own - other for own, other in zip(self.rank_bytes, other_bytes, strict=True))
-        return replace(self, rank_bytes=tuple(left))
-
     def short_bytes(self) -> tuple[int, ...]:
         """What each rank lacks for the fewest slots; nowhere above 0: some plan fits."""
         if self.rank_bytes is None:
@@ -116,25 +110,26 @@ class HostRoom:
         least = self.taken_bytes(self.slots({}), len(self.rank_bytes))
         return tuple(taken - own for taken, own in zip(least, self.rank_bytes, strict=True))
 
-    def has(self, slots: Mapping[Channel, int]) -> bool:
-        """Whether every rank has room for so many slots."""
-        if self.rank_bytes is None:
-            return True
-        taken = self.taken_bytes(slots, len(self.rank_bytes))
-        return all(used <= own for used, own in zip(taken, self.rank_bytes, strict=True))
-
     def within(self, needed: Mapping[Channel, int]) -> dict[Channel, int]:
-        """The slots of all channels: as many as needed, or fewer where ranks have no room.
+        """The slots of all channels: as many as needed, at most each one's share."""
+        slots = self.slots(needed)
+        if self.rank_bytes is None:
+            return slots
+        shares = self._shares(self.rank_bytes)
+        return {channel: min(number, shares[channel]) for channel, number in slots.items()}
+
+    def _shares(self, rank_bytes: tuple[int, ...]) -> dict[Channel, int]:
+        """The most slots of each channel.
 
         The channel with the most bytes on the rank that lacks the most is halved until all fit, or
         have the fewest.
         """
-        slots = self.slots(needed)
-        if self.rank_bytes is None:
-            return slots
+        smallest = min(self.slot_bytes.values(), default=1)
+        most = power_of_two(-(-max(rank_bytes) // smallest))
+        slots = self.slots(dict.fromkeys(self.slot_bytes, most))
         while True:
-            taken = self.taken_bytes(slots, len(self.rank_bytes))
-            short = [used - own for used, own in zip(taken, self.rank_bytes, strict=True)]
+            taken = self.taken_bytes(slots, len(rank_bytes))
+            short = [used - own for used, own in zip(taken, rank_bytes, strict=True)]
             rank = max(range(len(short)), key=short.__getitem__)
             own = [each for each in slots if rank in each.link and slots[each] > FIRST_SLOTS]
             if short[rank] <= 0 or not own:

@@ -95,6 +95,7 @@ class DelegatedRoute:
         receive_backend = receive_backend or HostReceive()
         self.send_backend, self.receive_backend = send_backend.name, receive_backend.name
         self.counts, self._reported = DelegatedCounts(), DelegatedCounts()
+        self._has_reported_waits = False
         self._plane = plane
         self._receive_backend = receive_backend
         self._check = check
@@ -132,6 +133,7 @@ class DelegatedRoute:
         Args:
             timeout_s: How long a channel may take to come to rest: see `DataPlane.grow`.
         """
+        self._reported, self._has_reported_waits = replace(self.counts), False
         self._receive_backend.settle()
         for channel, end in [*self._senders.items(), *self._receivers.items()]:
             wanted = end.use.slots_for(needed.get(channel, 1))
@@ -200,13 +202,19 @@ class DelegatedRoute:
         self._receive_backend.settle()
 
     def events(self) -> list[dict[str, Any]]:
-        """An event if sends had to wait for slots since the last call; plans avoid that."""
+        """An event if sends had to wait for slots, once for each plan: see `make_room`.
+
+        Plans avoid that unless host memory is limited.
+        """
         before, self._reported = self._reported, replace(self.counts)
         waits = self.counts.slot_waits - before.slot_waits
+        if not waits or self._has_reported_waits:
+            return []
+        self._has_reported_waits = True
         waited_ms = 1e3 * (self.counts.slot_wait_s - before.slot_wait_s)
-        detail = f"{waits} sends, {waited_ms:.1f} ms"
+        detail = f"{waits} sends, {waited_ms:.1f} ms; later steps of the plan don't report it"
         event = {"kind": EventKind.WAITED_FOR_SLOTS, "time_s": time.monotonic(), "detail": detail}
-        return [event] if waits else []
+        return [event]
 
     def statistics(self) -> dict[str, Any]:
         """The counters and the copy backends."""

@@ -27,7 +27,6 @@ from jaxmorph.training.plan_in_force import (
     PlanInForce,
     agree_on_plan,
     agree_on_stash,
-    offloaded_bytes,
     unmeasured_profile,
 )
 from jaxmorph.training.sidecars import agree_on_sidecars
@@ -115,10 +114,7 @@ def plan_by_timings(
     in_force, profile = agree_on_routes(
         config, rendezvous, profile, usual, delegable, num_tied, room
     )
-    roomy = with_slots(in_force)
-    # Where there is no room for them, what needs more slots than steps waits for one.
-    if room is None or room.beside(offloaded_bytes(roomy.programs, profile)).has(roomy.slots):
-        in_force = roomy
+    in_force = with_slots(in_force).within(room)
     sidecars = agree_on_sidecars(config, rendezvous, trainer, loads_s, timelines)
     slots = make_room(rendezvous, trainer, in_force.slots)
     equipped = "; ".join(filter(None, (slots, sidecars)))

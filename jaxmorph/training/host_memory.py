@@ -71,16 +71,21 @@ def host_room(
     _require_pools(copies, pools)
     known = [pool for pool in pools if pool is not None]
     left = tuple(pool - copy for pool, copy in zip(known, copies, strict=False))
-    pool_bytes = left if len(left) == len(copies) else None
+    stash_bytes = left if len(left) == len(copies) else None
     limit = config.limits.host_bytes
     if limit is None:
-        return HostRoom(slot_bytes, pool_bytes=pool_bytes)
-    room = HostRoom(slot_bytes, tuple(limit - copy for copy in copies), pool_bytes)
+        return HostRoom(slot_bytes, stash_bytes=stash_bytes)
+    room = HostRoom(slot_bytes, tuple(limit - copy for copy in copies), stash_bytes)
     short = room.short_bytes()
     rank = max(range(len(short)), key=short.__getitem__)
     if short[rank] > 0:
         raise UserError(_too_little(config, rank, limit + short[rank], copies[rank]))
-    return room
+    if not config.offload.enabled:
+        return room
+    halves = tuple(-each // 2 for each in short)  # of what is left beside the fewest slots
+    stashes = halves if stash_bytes is None else tuple(map(min, halves, stash_bytes))
+    slots = (limit - copy - half for copy, half in zip(copies, halves, strict=True))
+    return HostRoom(slot_bytes, tuple(slots), stashes)
 
 
 def rank_memories(
@@ -127,11 +132,11 @@ def forecast(
         made = plan_step(config, profile, num_tied, room)
         programs = lower_step(made.schedule, profile, made.routes, num_tied, made.offloading)
         needed = slots_needed(programs)
-        given = room.beside(offloaded_bytes(programs, profile)).within(needed)
+        given = room.within(needed)
         step_ms = step_in_slots_ms(programs, profile, scarce_slots(given, needed))
         return rank_memories(programs, profile, given, room, copies), step_ms
 
-    unlimited, free_ms = planned(replace(room, rank_bytes=None))
+    unlimited, free_ms = planned(replace(room, rank_bytes=None, stash_bytes=None))
     ranks, step_ms = (unlimited, free_ms) if room.rank_bytes is None else planned(room)
     return HostForecast(ranks, unlimited, step_ms / free_ms, config.adapts)
 

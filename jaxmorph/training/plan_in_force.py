@@ -57,12 +57,12 @@ class PlanInForce:
             self.programs, profile.costs, profile.links, copies=profile.copies, slots=self.scarce
         )
 
-    def within(self, room: HostRoom | None, profile: Profile) -> "PlanInForce":
-        """The plan with the slots that fit beside its offloaded stashes."""
+    def within(self, room: HostRoom | None) -> "PlanInForce":
+        """The plan with the slots that fit."""
         if room is None or room.rank_bytes is None:
             return self
-        given = room.beside(offloaded_bytes(self.programs, profile)).within(self.slots)
-        return replace(self, slots=given, scarce=scarce_slots(given, self.slots))
+        given = room.within(self.slots)
+        return replace(self, slots=given, scarce={**self.scarce, **scarce_slots(given, self.slots)})
 
 
 def offloaded_bytes(programs: Sequence[RankInstructions], profile: Profile) -> tuple[int, ...]:
@@ -127,7 +127,7 @@ def agree_on_plan(
     made, agreed = answer.plan, answer.profile
     programs = lower_step(made.schedule, agreed, made.routes, num_tied, made.offloading)
     in_force = PlanInForce(made, programs, rendezvous.rank, slots_needed(programs))
-    return in_force.within(room, agreed)
+    return in_force.within(room)
 
 
 def plan_step(

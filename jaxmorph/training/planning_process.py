@@ -38,7 +38,7 @@ from jaxmorph.program.lowering import forward_only
 from jaxmorph.program.slots_needed import HostRoom, most_slots, scarce_slots, slots_needed
 from jaxmorph.records import Link, Route
 from jaxmorph.schedule.planner import Plan
-from jaxmorph.training.plan_in_force import offloaded_bytes, plan_step
+from jaxmorph.training.plan_in_force import plan_step
 from jaxmorph.training.planning_client import (
     Answer,
     Begin,
@@ -105,7 +105,7 @@ class CandidatePlanner:
         now = in_force or home
         self._room = room
         programs = programs or self._lowered(now, profile)
-        slots = self._slots(programs, profile)
+        slots = self._slots(programs)
         self._in_force = Candidate(now, programs, 1e3 * now.predicted_step_s, *slots)
         self.candidates: tuple[Candidate, ...] = ()
 
@@ -152,14 +152,12 @@ class CandidatePlanner:
             return slots
         return most_slots(slots, slots_needed([*map(forward_only, programs)]))
 
-    def _slots(self, programs: Instructions, profile: Profile) -> tuple[Slots | None, Slots]:
+    def _slots(self, programs: Instructions) -> tuple[Slots | None, Slots]:
         """The slots of a plan within limited host memory, and those that are scarce."""
         if self._room is None or self._room.rank_bytes is None:
             return None, {}
-        room, needed = self._room.beside(offloaded_bytes(programs, profile)), slots_needed(programs)
-        given = room.within(needed)
-        more = most_slots(given, self._needed(programs))
-        return more if room.has(more) else given, scarce_slots(given, needed)
+        given = self._room.within(self._needed(programs))
+        return given, scarce_slots(given, slots_needed(programs))
 
     def _plans(
         self, profile: Profile, verdicts: Sequence[Verdict], staying: Iterable[Link]
@@ -236,7 +234,7 @@ class CandidatePlanner:
             programs, slots = now.programs, (now.slots, now.scarce)
         else:
             programs = self._lowered(plan, self._profile(plan.routes, profile, verdicts))
-            slots = self._slots(programs, profile)
+            slots = self._slots(programs)
         candidate = Candidate(plan, programs, 0.0, *slots)
         return replace(candidate, step_ms=self._step_ms(candidate, profile, verdicts))
 

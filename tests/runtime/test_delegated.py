@@ -167,7 +167,15 @@ def test_a_wait_for_a_slot_is_counted(pair):
     assert pair.sender.counts.slot_wait_s >= 0.015
     (event,) = pair.sender.events()
     assert event["kind"] == "waited_for_slots"
+    assert event["detail"].startswith("1 sends, ")
+    with pytest.raises(TimeoutError):
+        pair.reserve(2, wait_s=0.0)
+    assert pair.sender.events() == []  # once is enough until another plan makes room
+    pair.sender.make_room({})
     assert pair.sender.events() == []
+    with pytest.raises(TimeoutError):
+        pair.reserve(2, wait_s=0.0)
+    assert len(pair.sender.events()) == 1
     for posting in held:
         posting(values(0), 0.0)
     assert pair.take(activation(0)).value.shape == SHAPE

@@ -174,7 +174,7 @@ def test_candidates_of_a_run_keep_within_the_limit():
 
 def test_stashes_leave_less_room_for_slots():
     sections: dict[str, Any] = {"schedule": {"max_live": 4}, "offload": {"enabled": True}}
-    asked = config(4, 24, 1.0, routes={"default": "delegated"}, **sections)
+    asked = config(4, 24, 2.0, routes={"default": "delegated"}, **sections)
     room, sizes = room_of(asked), StashBytes((40 * MIB,) * 4, (0,) * 4)
     copies = CopyCosts.uniform(4, 1.0)
     profile = replace(slow_in_the_middle(4, 60.0), stash_bytes=sizes, copies=copies)
@@ -182,8 +182,10 @@ def test_stashes_leave_less_room_for_slots():
     assert made.plan.offloading is not None
     (away, *_) = offloaded_bytes(made.programs, profile)
     assert away >= 40 * MIB
-    assert room.taken_bytes(made.slots, 4)[0] <= GIB - away
-    tight = replace(room, pool_bytes=(39 * MIB,) * 4)
+    assert room.taken_bytes(made.slots, 4)[0] <= 2 * GIB - away
+    assert room.stash_bytes is not None
+    assert away <= room.stash_bytes[0] == (2 * GIB - 256 * MIB) // 2  # two ends of two slots
+    tight = replace(room, stash_bytes=(39 * MIB,) * 4)
     assert plan_step(asked, profile, 0, tight).offloading is None
 
 
@@ -225,5 +227,5 @@ def test_a_state_beyond_the_pool_of_pinned_memory_is_refused(monkeypatch):
     with pytest.raises(UserError, match=says):
         agreed(saves, large, "gpu", pool_bytes=64 * GIB)
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "128")
-    assert agreed(saves, large, "gpu", pool_bytes=64 * GIB).pool_bytes == (40 * GIB, 64 * GIB - 7)
-    assert agreed(saves, large).pool_bytes is None  # a CPU's has no limit
+    assert agreed(saves, large, "gpu", pool_bytes=64 * GIB).stash_bytes == (40 * GIB, 64 * GIB - 7)
+    assert agreed(saves, large).stash_bytes is None  # a CPU's has no limit
