@@ -27,6 +27,7 @@ from jaxmorph.program.instructions import Channel, channel_of
 from jaxmorph.progress import progress
 from jaxmorph.records import Link
 from jaxmorph.runtime.emulated_links import EmulatedLinks, never
+from jaxmorph.runtime.payloads import IDENTITY_WORDS, SEAL_WORDS, seal, unseal
 from jaxmorph.runtime.routes import (
     Moved,
     Posting,
@@ -37,9 +38,6 @@ from jaxmorph.runtime.routes import (
 from jaxmorph.stage.mesh import AXES, DATA, STAGE, spare_mesh
 
 _WORD = 0xFFFFFFFF
-
-IDENTITY_WORDS = 8
-"""32-bit words in which each end of a transfer names the transfer it is at."""
 
 
 class LinkExhaustedError(RuntimeError):
@@ -113,12 +111,22 @@ class LinkProgram:
         home: Where this process keeps payloads; its device of the mesh may be a spare one.
         answered: Whether the same collective sends a message of the same size, with the receiver's
             identity, back to the sender, which then learns when its peer came.
+        sealed: Whether a sum of the message travels with it, by which the receiver knows that it
+            has come whole: where XLA aborts NCCL's communicators, a transfer may end in its middle
+            without an error.
     """
 
     def __init__(
-        self, mesh: Mesh, payload: PayloadShape, *, source: int, home: Any, answered: bool
+        self,
+        mesh: Mesh,
+        payload: PayloadShape,
+        *,
+        source: int,
+        home: Any,
+        answered: bool,
+        sealed: bool = False,
     ) -> None:
-        self._payload = payload
+        self._payload, self._sealed = payload, sealed
         # Identity and payload travel as one array, so that a transfer is one collective.
         self._word = np.dtype(f"uint{8 * payload.dtype.itemsize}")
         self._identity_length = IDENTITY_WORDS * 4 // payload.dtype.itemsize
@@ -138,7 +146,7 @@ class LinkProgram:
 
         def pack(identity: jax.Array, value: jax.Array) -> jax.Array:
             words = jax.lax.bitcast_convert_type(value, self._word).reshape(-1)
-            return jnp.concatenate([identity, words])
+            return seal(identity, words) if self._sealed else jnp.concatenate([identity, words])
 
         identity = jax.ShapeDtypeStruct((self._identity_length,), self._word, sharding=place)
         value = jax.ShapeDtypeStruct(payload.shape, payload.dtype, sharding=place)
@@ -146,11 +154,14 @@ class LinkProgram:
 
     def _compile(self, mesh: Mesh, hops: list[tuple[int, int]]) -> jax.stages.Compiled:
         length, payload = self._identity_length, self._payload
+        if self._sealed:
+            length += SEAL_WORDS * 4 // payload.dtype.itemsize
 
         def move(message: jax.Array) -> tuple[jax.Array, jax.Array]:
             message = jax.lax.ppermute(message, STAGE, hops)
             moved = jax.lax.bitcast_convert_type(message[length:], payload.dtype)
-            return message[:length], moved.reshape(payload.shape)
+            head = unseal(message) if self._sealed else message[:length]
+            return head, moved.reshape(payload.shape)
 
         spec = PartitionSpec((STAGE, DATA))
         sharded = jax.shard_map(
@@ -180,7 +191,8 @@ class LinkProgram:
         Returns:
             The peer's identity, for `read_identity`, and at the receiving end the payload. Both are
             ready when the transfer is over. The identity is zeros at the sending end of a program
-            that isn't answered.
+            that isn't answered. Where messages are sealed, a number follows it: 1 if the message
+            has come whole.
         """
         words = np.asarray(identity, np.uint32).view(self._word)
         message = self._pack(words, self._blank if value is None else value)
@@ -199,8 +211,15 @@ def _own_device(mesh: Mesh) -> Any:
 
 
 def read_identity(words: jax.Array) -> tuple[int, ...]:
-    """The eight numbers of an identity; waits until the transfer is over."""
-    return tuple(np.asarray(words).view(np.uint32).tolist())
+    """The eight numbers of an identity; waits until the transfer is over.
+
+    Raises:
+        JaxRuntimeError: If they are a sealed message's, and it has not come whole.
+    """
+    found = tuple(np.asarray(words).view(np.uint32).tolist())
+    if len(found) > IDENTITY_WORDS and not found[IDENTITY_WORDS]:
+        raise jax.errors.JaxRuntimeError("DATA_LOSS: the message has not come whole")
+    return found[:IDENTITY_WORDS]
 
 
 Programs = Mapping[Channel, LinkProgram]
@@ -217,17 +236,23 @@ class LinkCommunicators:
         mesh: Of all ranks.
         payloads: What a message of each channel carries.
         answered: Whether the sender learns when its peer came.
+        sealed: Whether the receiver learns that a message has come whole.
 
     Attributes:
         count: Communicators per link.
     """
 
     def __init__(
-        self, mesh: Mesh, payloads: Mapping[Channel, PayloadShape], *, answered: bool
+        self,
+        mesh: Mesh,
+        payloads: Mapping[Channel, PayloadShape],
+        *,
+        answered: bool,
+        sealed: bool = False,
     ) -> None:
         self._meshes = [each for each in (mesh, spare_mesh(mesh)) if each is not None]
         self._home = _own_device(mesh)
-        self._payloads, self._answered = payloads, answered
+        self._payloads, self._answered, self._sealed = payloads, answered, sealed
         self.count = 2 * len(self._meshes) ** 2
 
     def first_programs(self) -> Programs:
@@ -257,6 +282,7 @@ class LinkCommunicators:
                 source=(link.index(channel.source) + number) % 2,
                 home=self._home,
                 answered=self._answered,
+                sealed=self._sealed,
             )
             for channel, payload in self._payloads.items()
             if channel.link == link

@@ -1,6 +1,7 @@
-"""The payloads of a pipeline's channels, and the parts in which they travel through slots."""
+"""The payloads of channels, their parts in slots, and the seal of messages on direct paths."""
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,14 @@ from jaxmorph.transport.plane import ChannelSpec
 
 LARGEST_TIED_SLOT_BYTES = 8 * 2**20
 """Tied gradients can be larger than all other messages together, so they are sent in parts."""
+
+IDENTITY_WORDS = 8
+"""32-bit words in which each end of a transfer names the transfer it is at."""
+
+SEAL_WORDS = 2
+"""32-bit words of a sealed message's sum, behind the identity; only the first counts."""
+
+_SEED = 0x6A6D7370  # so that memory full of zeros has no right sum
 
 _CODES = {payload: code for code, payload in enumerate(Payload)}
 
@@ -86,3 +95,29 @@ def _tied_shapes(model: PipelineModel) -> Sequence[PayloadShape]:
     embed = jax.eval_shape(model.init_embed, jax.random.key(0))
     leaves = (leaf_at(embed, path) for path, _ in model.tied)
     return [PayloadShape(leaf.shape, leaf.dtype) for leaf in leaves]
+
+
+def seal(identity: jax.Array, words: jax.Array) -> jax.Array:
+    """A message of an identity and a payload, with their sum between them."""
+    return jnp.concatenate([identity, _in_words(_sum_of(identity, words), words.dtype), words])
+
+
+def unseal(message: jax.Array) -> jax.Array:
+    """A message's identity, and whether all of the message is as it was sealed: 1 or 0."""
+    per_word = message.dtype.itemsize
+    end, begin = IDENTITY_WORDS * 4 // per_word, (IDENTITY_WORDS + SEAL_WORDS) * 4 // per_word
+    identity, words = message[:end], message[begin:]
+    due = _in_words(_sum_of(identity, words), message.dtype)
+    is_whole = jnp.all(message[end:begin] == due)
+    return jnp.concatenate([identity, _in_words(is_whole.astype(jnp.uint32), message.dtype)])
+
+
+def _sum_of(*parts: jax.Array) -> jax.Array:
+    sums = (jnp.sum(part.astype(jnp.uint32), dtype=jnp.uint32) for part in parts)
+    return sum(sums, jnp.uint32(_SEED))
+
+
+def _in_words(number: jax.Array, dtype: Any) -> jax.Array:
+    """A number of 32 bits, and zeros behind it, as words of a message."""
+    pair = jnp.stack([number, jnp.uint32(0)])
+    return jax.lax.bitcast_convert_type(pair, dtype).reshape(-1)

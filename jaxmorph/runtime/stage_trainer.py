@@ -130,7 +130,9 @@ class StageTrainer:
             for channel, payload in self._payloads.items()
             if settings.direct is None or channel.link in settings.direct
         }
-        communicators = LinkCommunicators(mesh, payloads, answered=answered)
+        # A failed collective of CPUs raises an error; one that XLA aborts on GPUs may just end.
+        sealed = settings.fails_over and mesh.devices.flat[0].platform != "cpu"
+        communicators = LinkCommunicators(mesh, payloads, answered=answered, sealed=sealed)
         programs = communicators.first_programs()
         direct = DirectRoute(programs, answered, self._links, timeout_s)
         if self._plane is None:

@@ -1,15 +1,23 @@
+import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 
 from jaxmorph.copies.backends import PayloadShape
 from jaxmorph.models.gpt2 import build
 from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.records import Link
+from jaxmorph.runtime.direct import is_of_path, read_identity
 from jaxmorph.runtime.payloads import (
+    IDENTITY_WORDS,
     LARGEST_TIED_SLOT_BYTES,
+    SEAL_WORDS,
     channel_name,
     channel_payloads,
     channel_specs,
+    seal,
     slot_use,
+    unseal,
 )
 
 ACTIVATION = Channel(Payload.ACTIVATION, 0, 1)
@@ -67,3 +75,29 @@ def test_a_rank_has_ends_of_its_delegated_links():
 def test_channels_have_different_names():
     names = {channel_name(channel) for channel in payloads(2, 2)}
     assert len(names) == len(payloads(2, 2))
+
+
+def cut_short(message):
+    """Its first words have come; the rest of the memory is an older message's."""
+    return message.at[-5:].set(message[-5:] // 2)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32"])
+@pytest.mark.parametrize(
+    ("damage", "is_whole"), [(lambda message: message, 1), (cut_short, 0), (jnp.zeros_like, 0)]
+)
+def test_a_sealed_message_shows_whether_it_came_whole(dtype, damage, is_whole):
+    identity = np.arange(100, 100 + IDENTITY_WORDS, dtype=np.uint32)
+    words = jnp.arange(50, 250).astype(dtype)
+    message = jax.jit(seal)(jnp.asarray(identity.view(dtype)), words)
+    seal_words = SEAL_WORDS * 4 // message.dtype.itemsize
+    assert message.size == identity.view(dtype).size + seal_words + words.size
+    assert np.array_equal(message[-words.size :], words)
+    found = np.asarray(jax.jit(unseal)(damage(message))).view(np.uint32)
+    assert found[IDENTITY_WORDS] == is_whole
+    if is_whole:
+        assert read_identity(jnp.asarray(found)) == tuple(identity)
+    else:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="has not come whole") as raised:
+            read_identity(jnp.asarray(found))
+        assert is_of_path(raised.value)  # so that the link fails over
