@@ -101,7 +101,7 @@ def check_no_memory(*, small: bool) -> Iterator[Row]:
     if not (yield from _two_devices()):
         return
     too_many_bytes = (SMALL if is_small(small) else LARGE).too_many_bytes
-    ended = _run(_NO_MEMORY, "fails-over", too_many_bytes, _PATIENT_S)
+    ended = _run(_NO_MEMORY, "ends", too_many_bytes, _PATIENT_S)
     yield from ended.rows(_PATIENT_S)
     is_own = _OWN.match(ended.reason) is not None
     note = f"expected an error with {OUT_OF_MEMORY}"
