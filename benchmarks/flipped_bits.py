@@ -1,10 +1,16 @@
 """Whether a run believes a damaged file: `python -m benchmarks.flipped_bits [--flips N]`.
 
 Trains a small model once, and cuts a copy back to what a killed run leaves. Then, again and again,
-flips one bit in one file of such a copy and resumes it; kinds of files take turns. Losses, gradient
-norms and the last parameters must be those of the run that was left alone, or its events say what
-is not. No command may end with a traceback, hang, or find no whole checkpoint. With `--json` it
-goes on where the file ends, and adds to it.
+flips bits in files of such a copy and resumes it; kinds of files take turns. Losses, gradient norms
+and the last parameters must be those of the run that was left alone, or its events say what is not.
+No command may end with a traceback, hang, or find no whole checkpoint. With `--json` it goes on
+where the file ends, and adds to it.
+
+Up to four flips share a resume, each in another kind of file, none of which is read instead of
+another: the files of checkpoints are one sort, and a flip in the steps or the configuration is
+alone, because results may differ if an event says so. Bits that are the undisturbed run's clear all
+flips of a resume. After anything else each of them is repeated alone, so that what came of it is
+its own.
 """
 
 import argparse
@@ -22,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.judgement import Computed, computed_by, differences
+from benchmarks.chaos.judgement import Computed, computed_by, differences, of_this_go
 from benchmarks.head_of_line import Bar
 from jaxmorph.records import Event, EventKind
 from jaxmorph.report.run_directory import EVENTS, METRICS, read_records
@@ -60,6 +66,15 @@ KINDS: Mapping[str, str] = {
     "state": "checkpoints/*/virtual_stage_*/**/*",
 }
 """The kinds of files in a run's directory, and where they are."""
+_TOGETHER = 4
+_ALONE = ("steps", "configuration")
+_OF_CHECKPOINTS = ("manifest", "seal", "list of files", "state")
+_OTHERS = [kind for kind in KINDS if kind not in (*_ALONE, *_OF_CHECKPOINTS)]
+IN_TURNS = (  # so that neighbours may be resumed together
+    _ALONE[0], _OF_CHECKPOINTS[0], *_OTHERS[:3], _OF_CHECKPOINTS[1], *_OTHERS[3:6],
+    _ALONE[1], _OF_CHECKPOINTS[2], *_OTHERS[6:8], _OF_CHECKPOINTS[3], *_OTHERS[8:],
+)  # fmt: skip
+"""The order in which kinds of files take turns."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +84,9 @@ class Flip:
     Attributes:
         file: In the run's directory.
         verdict: `same`, `reported` (the results differ, and events say so), or what must not be.
-        reported: What the events say is damaged or changed.
+        reported: What the events say is damaged or changed, by any flip of its resume.
+        took_s: Its share of its resume.
+        together: How many flips were resumed at once.
     """
 
     kind: str
@@ -78,6 +95,7 @@ class Flip:
     verdict: str
     reported: tuple[str, ...]
     took_s: float
+    together: int = 1
 
     @property
     def holds(self) -> bool:
@@ -124,22 +142,46 @@ def files_of(run: Path, kind: str) -> list[Path]:
     return [path for path in found if path.stat().st_size]
 
 
-def flipped(whole: Path, expected: Computed, folder: Path, number: int, seed: int) -> Flip:
-    """Flip a bit in a copy of the run, resume it, and judge what it computes and says."""
-    rng, out, began_s = random.Random(f"{seed} {number}"), folder / "out", time.monotonic()
+def groups_of(kinds: Sequence[str], first: int, end: int) -> Iterator[tuple[tuple[int, str], ...]]:
+    """The flips that are resumed together, by their numbers and kinds; kinds take turns."""
+    group: list[tuple[int, str]] = []
+    for number in range(first, end):
+        kind = kinds[number % len(kinds)]
+        if group and not _may_join(kind, [other for _, other in group]):
+            yield tuple(group)
+            group = []
+        group.append((number, kind))
+    if group:
+        yield tuple(group)
+
+
+def _may_join(kind: str, others: Sequence[str]) -> bool:
+    if len(others) == _TOGETHER or {kind, *others} & {*_ALONE} or kind in others:
+        return False
+    return kind not in _OF_CHECKPOINTS or not {*others} & {*_OF_CHECKPOINTS}
+
+
+def flipped(
+    whole: Path, expected: Computed, folder: Path, group: Sequence[tuple[int, str]], seed: int
+) -> list[Flip]:
+    """Flip a bit per member of a group in a copy of the run, resume it, and judge what comes."""
+    out, began_s = folder / "out", time.monotonic()
     shutil.rmtree(out, ignore_errors=True)
     killed_copy(whole, out)
-    kinds = [kind for kind in KINDS if files_of(out, kind)]
-    kind = kinds[number % len(kinds)]
-    path = rng.choice(files_of(out, kind))
-    bit = flip_a_bit(path, rng)
+    bits = []
+    for number, kind in group:
+        rng = random.Random(f"{seed} {number}")
+        path = rng.choice(files_of(out, kind))
+        bits.append((kind, str(path.relative_to(out)), flip_a_bit(path, rng)))
     code, said = _train(["--resume", str(out)])
     verdict, reported = _verdict(code, said), ()
     if not verdict:
         reported = tuple(reports_of(read_records(out / EVENTS, Event)))
         verdict = judged(differences(computed_by(out), expected), reported)
-    took_s = round(time.monotonic() - began_s, 1)
-    return Flip(kind, str(path.relative_to(out)), bit, verdict, reported, took_s)
+    if verdict != "same" and len(group) > 1:
+        return [flip for each in group for flip in flipped(whole, expected, folder, [each], seed)]
+    took_s = round((time.monotonic() - began_s) / len(group), 1)
+    return [Flip(*each, verdict, reported, took_s, len(group)) for each in bits]
 
 
 def _verdict(code: int | None, said: str) -> str:
@@ -201,22 +243,28 @@ def main() -> int:
     """Print a line per flip, then the bars; 1 if one of them is missed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--flips", type=int, default=200)
+    parser.add_argument("--minutes", type=float, default=1e6, help="then no more flips")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--folder", type=Path, help="keeps the undisturbed run for a further go")
     arguments = parser.parse_args()
     flips, goes = _earlier(arguments.json)
-    goes.append(_of_this_go())
+    goes.append(of_this_go(ROOT, "benchmarks.flipped_bits"))
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         whole = whole_run(folder)
         expected = computed_by(whole)
-        for number in range(len(flips), len(flips) + arguments.flips):
-            flip = flipped(whole, expected, folder, number, arguments.seed)
-            flips.append(flip)
-            said = "; ".join(flip.reported)
-            print(f"{number:4} {flip.file}, bit {flip.bit}: {flip.verdict}  {said}", flush=True)
-            goes[-1] |= {"until": number + 1, "load_after": os.getloadavg()[0]}
+        kinds = [kind for kind in IN_TURNS if files_of(whole, kind)]
+        until_s = time.monotonic() + 60 * arguments.minutes
+        for group in groups_of(kinds, len(flips), len(flips) + arguments.flips):
+            if time.monotonic() > until_s:
+                break
+            for flip in flipped(whole, expected, folder, group, arguments.seed):
+                flips.append(flip)
+                said = "; ".join(flip.reported)
+                file = f"{flip.file}, bit {flip.bit}"
+                print(f"{len(flips) - 1:4} {file}: {flip.verdict}  {said}", flush=True)
+            goes[-1] |= {"until": len(flips), "load_after": os.getloadavg()[0]}
             if arguments.json:
                 values = {"goes": goes, "flips": [asdict(each) for each in flips]}
                 arguments.json.write_text(json.dumps(values, indent=1))
@@ -234,18 +282,6 @@ def _earlier(path: Path | None) -> tuple[list[Flip], list[dict[str, Any]]]:
     found = json.loads(path.read_text())
     flips = [Flip(**each | {"reported": tuple(each["reported"])}) for each in found["flips"]]
     return flips, found["goes"]
-
-
-def _of_this_go() -> dict[str, Any]:
-    head = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "command": " ".join(["python -m benchmarks.flipped_bits", *sys.argv[1:]]),
-        "commit": commit,
-        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "processors": os.cpu_count(),
-        "load_before": os.getloadavg()[0],
-    }
 
 
 if __name__ == "__main__":

@@ -1,53 +1,175 @@
 """Injects a fault into a run, and undoes it if it can be undone."""
 
 import contextlib
+import ctypes
 import os
+import random
 import shutil
 import signal
+import socket
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.chaos.faults import Fault
-from benchmarks.chaos.watched_run import WatchedRun
+from benchmarks.chaos.faults import KINDS, STORAGE_STEPS, Moment
+from benchmarks.chaos.hanging_rank import request
+from benchmarks.chaos.watched_run import Heard, HungError, WatchedRun
+from benchmarks.flipped_bits import files_of, flip_a_bit
 
-_POLL_S = 0.01
+CARDS = ("127.0.0.1", "127.0.0.2")
+"""The addresses of the data plane; connections of the second one are reset."""
+LEFT = "\nleft: "
+"""Before each thing that an ended run has left."""
+_DISK_MIB = 256
+_DAMAGED = ("program", "profile", "recovery", "links", "state", "manifest")
+_MOMENT_S = 15.0  # for a moment to come
+_AFTER_START_S, _AFTER_MORPH_S = 8.0, 0.2
+_SIDECAR_EVERY_S = 15.0  # one that dies more than five times a minute ends its rank
+_POLL_S = 0.002
+_GET_DESCRIPTOR, _NEW_MOUNTS = 438, 0x20000  # pidfd_getfd and CLONE_NEWNS of Linux
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
-def harm(run: WatchedRun, storage: Path, fault: Fault, patience_s: float) -> bool:
-    """Do one fault.
+@dataclass
+class Harm:
+    """Does faults to one run.
 
-    Args:
-        run: The run, which has done the fault's step.
-        storage: The folder of its checkpoints.
-        fault: What to do.
-        patience_s: As for `WatchedRun.wait_for_step`.
-
-    Returns:
-        Whether it was injected: not if the process is still restarting after an earlier one.
-
-    Raises:
-        HungError: If the run doesn't come to the end of it.
-        EndedError: If it ends instead.
+    Attributes:
+        limit_s: How long the run may take to come to the end of anything.
+        last_deaths_s: When each rank's sidecar was last ended.
     """
-    if fault.kind == "storage failing":
-        with failing(storage):
-            run.wait_for_step(fault.until_step, patience_s)
-        return True
-    processes = run.sidecars() if fault.kind.startswith("sidecar") else run.ranks()
-    pid = processes.get(fault.rank)
-    if pid is None:
-        return False
-    with contextlib.suppress(ProcessLookupError):
-        if fault.kind == "rank killed":
-            _kill_rank(run, pid, patience_s)
-        elif fault.kind == "sidecar killed":
-            os.kill(pid, signal.SIGKILL)
-        else:
-            _stop_for(pid, fault.seconds)
-        return True
-    return False
+
+    run: WatchedRun
+    rng: random.Random
+    limit_s: float
+    last_deaths_s: dict[int, float]
+
+    def do(self, kind: str, rank: int, moment: Moment) -> str | None:
+        """Do a fault.
+
+        Returns:
+            What of it is to be told; None if it was not injected, because the process that it is
+            for is still starting after an earlier one.
+
+        Raises:
+            HungError: The run doesn't come to the end of it.
+            EndedError: It ends instead.
+        """
+        match kind:
+            case "storage failing":
+                return self._while(failing(self.run.out / "checkpoints"))
+            case "disk full":
+                return self._while(filled(self.run.out.parent))
+            case "everything killed":
+                return self._kill_everything(moment)
+            case "launcher killed":
+                self.run.process.kill()
+                self._await_end()
+                left = self.run.traces.left_after(1.0)  # half-written files go when it resumes
+                self.run.start("--resume", "auto")
+                return "".join(f"{LEFT}{line}" for line in left)
+            case "files damaged":
+                return self._damage()
+            case "queue never ends":
+                request(self.run.folder, rank).touch()
+                return ""
+            case "card resets connections":
+                reset_connections(self.run.sidecars, CARDS[1], self._seconds(kind))
+                return ""
+        return self._signal(kind, rank)
+
+    def _seconds(self, kind: str) -> float:
+        return self.rng.uniform(*KINDS[kind].stands_s)
+
+    def _signal(self, kind: str, rank: int) -> str | None:
+        who, what = kind.split(" ", 1)
+        run = self.run
+        pids = {"rank": run.ranks, "sidecar": run.sidecars, "planning": run.planning}[who]()
+        rank = min(pids, default=0) if who == "planning" else rank
+        if rank not in pids:
+            return None
+        if who == "sidecar" and what != "stopped":
+            ready_s = self.last_deaths_s.get(rank, -_SIDECAR_EVERY_S) + _SIDECAR_EVERY_S
+            time.sleep(max(0.0, ready_s - time.monotonic()))
+            self.last_deaths_s[rank] = time.monotonic()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pids[rank], signal.SIGKILL if what == "killed" else signal.SIGSTOP)
+            if what == "stopped":
+                try:
+                    time.sleep(self._seconds(kind))
+                finally:
+                    os.kill(pids[rank], signal.SIGCONT)
+            return ""
+        return None
+
+    def _while(self, fault: contextlib.AbstractContextManager[None]) -> str:
+        with fault:
+            until = self.run.last_step() + self.rng.randint(*STORAGE_STEPS)
+            self.run.wait_for_step(until, self.limit_s)
+        return ""
+
+    def _damage(self) -> str:
+        """Flip a bit while the run is down; of a checkpoint's files, in the newest's."""
+        self._end_everything()
+        files = {kind: files_of(self.run.out, kind) for kind in _DAMAGED}
+        kind = self.rng.choice([kind for kind, found in files.items() if found])
+        newest = max((_number(path) for path in files[kind]), default=0)
+        path = self.rng.choice([path for path in files[kind] if _number(path) == newest])
+        bit = flip_a_bit(path, self.rng)
+        self.run.start("--resume", "auto")
+        return f"{path.relative_to(self.run.out)}, bit {bit}"
+
+    def _kill_everything(self, moment: Moment) -> str:
+        """Kill all processes at once, at some moment, and start the command again."""
+        run, heard = self.run, Heard(self.run)
+        if moment == "start":
+            self._end_everything()
+            run.start("--resume", "auto")
+            time.sleep(self.rng.uniform(0, _AFTER_START_S))
+        came = {
+            "save": lambda: any((run.out / "checkpoints").glob("*.unfinished")),
+            "morph": lambda: heard.says("^(straggler_detected|plan_changed|route_changed): "),
+            "failover": lambda: heard.says("^link_failed: "),
+        }.get(moment)
+        if came is not None and not _comes(run, came):
+            moment = "at any time"
+        if moment == "morph":
+            time.sleep(self.rng.uniform(0, _AFTER_MORPH_S))
+        self._end_everything()
+        run.start("--resume", "auto")
+        return moment
+
+    def _end_everything(self) -> None:
+        while self.run.traces.processes():  # one may just have started another
+            self.run.traces.kill()
+        self._await_end()
+
+    def _await_end(self) -> None:
+        """Wait until no process of the run is left: each rank sees that its launcher is gone."""
+        self.run.finish(self.limit_s)
+        until_s = time.monotonic() + self.limit_s
+        while self.run.traces.processes():
+            if time.monotonic() > until_s:
+                raise HungError(f"processes are left after its end\n{self.run.evidence()}")
+            time.sleep(_POLL_S)
+
+
+def _number(path: Path) -> int:
+    """The step of a checkpoint's file; 0 for any other file."""
+    steps = [part[5:] for part in path.parts if part.startswith("step_")]
+    return int(steps[-1]) if steps and steps[-1].isdecimal() else 0
+
+
+def _comes(run: WatchedRun, condition: Callable[[], bool]) -> bool:
+    until_s = time.monotonic() + _MOMENT_S
+    while not condition():
+        if run.process.poll() is not None or time.monotonic() > until_s:
+            return False
+        time.sleep(_POLL_S)
+    return True
 
 
 @contextmanager
@@ -87,18 +209,71 @@ def _put_back(away: Path, storage: Path) -> None:
             return
 
 
-def _stop_for(pid: int, seconds: float) -> None:
-    os.kill(pid, signal.SIGSTOP)
+def has_own_mounts() -> bool:
+    """Give this process mounts of its own, which vanish with it, if it may have them."""
+    if _libc.unshare(_NEW_MOUNTS) != 0:
+        return False
+    made = subprocess.run(["mount", "--make-rprivate", "/"], check=False, capture_output=True)
+    return made.returncode == 0
+
+
+@contextmanager
+def disk(folder: Path) -> Iterator[None]:
+    """Put a small disk in a folder; needs `has_own_mounts`."""
+    small = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_MIB}m", "none", str(folder)]
+    subprocess.run(small, check=True)
     try:
-        time.sleep(seconds)
+        yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        subprocess.run(["umount", "--lazy", str(folder)], check=False)
 
 
-def _kill_rank(run: WatchedRun, pid: int, patience_s: float) -> None:
-    """Kill one, and wait until all that ran with it have ended: later faults are for others."""
-    before = set(run.ranks().values())
-    os.kill(pid, signal.SIGKILL)
-    until_s = time.monotonic() + patience_s
-    while before & set(run.ranks().values()) and time.monotonic() < until_s:
-        time.sleep(_POLL_S)
+@contextmanager
+def filled(folder: Path) -> Iterator[None]:
+    """While this lasts there is no room on a folder's disk."""
+    filling = folder / "filling"
+    try:
+        with filling.open("wb", buffering=0) as file:
+            for block in (bytes(1 << 20), bytes(1 << 12)):
+                with contextlib.suppress(OSError):
+                    while file.write(block) == len(block):
+                        pass
+        yield
+    finally:
+        filling.unlink()
+
+
+def reset_connections(find: Callable[[], dict[int, int]], card: str, seconds: float) -> None:
+    """Reset all connections of processes at an address, again and again for some time.
+
+    Sockets are borrowed from the processes: to disconnect one from nowhere sends its peer a reset.
+    """
+    until_s = time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        for pid in find().values():
+            with contextlib.suppress(OSError):  # it has ended
+                for connection in _connections(pid, card):
+                    nowhere = ctypes.create_string_buffer(16)  # of the family AF_UNSPEC
+                    _libc.connect(connection.fileno(), nowhere, len(nowhere))
+        time.sleep(0.05)
+
+
+def _connections(pid: int, card: str) -> Iterator[socket.socket]:
+    """A process's connections at an address, borrowed."""
+    process = os.pidfd_open(pid)
+    try:
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if not str(path.readlink()).startswith("socket:"):
+                    continue
+                got = _libc.syscall(_GET_DESCRIPTOR, process, int(path.name), 0)
+                if got < 0:
+                    continue
+                with socket.socket(fileno=got) as borrowed:
+                    if borrowed.family == socket.AF_INET and card in (
+                        borrowed.getsockname()[0],
+                        borrowed.getpeername()[0],  # an error for one that only listens
+                    ):
+                        yield borrowed
+    finally:
+        os.close(process)

@@ -1,8 +1,15 @@
-"""The results of a run, to compare with those of another, bit by bit."""
+"""What came of runs and of their faults: results bit by bit, and a table of the kinds."""
 
 import hashlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -64,3 +71,98 @@ def differences(found: Computed, expected: Computed) -> list[str]:
     if found.parameters != expected.parameters:
         wrong.append(f"parameters: got {found.parameters}, expected {expected.parameters}")
     return wrong
+
+
+WHOLE_RUN = "a run as a whole"
+
+
+@dataclass
+class Outcome:
+    """What came of one fault.
+
+    Attributes:
+        step: The last one before it.
+        told: What else there is to say of it, such as which file was damaged.
+        recovered_s: From the fault's end, or from its beginning if it stays, until a later step.
+        wrong: Differences from the undisturbed run until the next fault.
+        hang: What was seen when the run hung; "" if it didn't.
+        leaks: What was left of ended processes.
+        unnamed: Whether nothing that the run says names the cause.
+    """
+
+    kind: str
+    step: int = -1
+    told: str = ""
+    recovered_s: float | None = None
+    wrong: int = 0
+    hang: str = ""
+    leaks: tuple[str, ...] = ()
+    unnamed: bool = False
+
+    @property
+    def holds(self) -> bool:
+        """Whether all is as it should be."""
+        return not (self.wrong or self.hang or self.leaks or self.unnamed)
+
+
+def blame(wrong: Sequence[str], outcomes: Sequence[Outcome]) -> None:
+    """Count each difference (`differences`) for the last fault before its step.
+
+    Args:
+        outcomes: Of a run, in order; the last one is of the run as a whole, which has the rest.
+    """
+    *faults, whole = outcomes
+    for line in wrong:
+        of_step = re.match(r"step (\d+):", line)
+        step = int(of_step[1]) if of_step else -1
+        before = [each for each in faults if each.step < step]
+        (before[-1] if before else whole).wrong += 1
+
+
+COLUMNS = ("count", "worst_s", "wrong", "hangs", "leaks", "unnamed")
+Table = dict[str, dict[str, float | None]]
+
+
+def table_of(outcomes: Sequence[Outcome], kinds: Sequence[str]) -> Table:
+    """A row for each kind, with the sums of its faults and the worst time that one took."""
+    table: Table = {}
+    for kind in kinds:
+        own = [each for each in outcomes if each.kind == kind]
+        took_s = [each.recovered_s for each in own if each.recovered_s is not None]
+        figures = (
+            0 if kind == WHOLE_RUN else len(own),
+            round(max(took_s), 1) if took_s else None,
+            sum(each.wrong for each in own),
+            sum(bool(each.hang) for each in own),
+            sum(len(each.leaks) for each in own),
+            sum(each.unnamed for each in own),
+        )
+        table[kind] = dict(zip(COLUMNS, figures, strict=True))
+    return table
+
+
+def in_words(table: Table) -> Iterator[str]:
+    """The table's lines."""
+    heads = ("count", "worst s", *COLUMNS[2:])
+    yield f"{'fault':26}" + "".join(f"{head:>9}" for head in heads)
+    for kind, row in table.items():
+        cells = ("-" if value is None else f"{value:g}" for value in row.values())
+        yield f"{kind:26}" + "".join(f"{cell:>9}" for cell in cells)
+
+
+def missed(table: Mapping[str, Mapping[str, float | None]]) -> int:
+    """How much is not as it should be."""
+    return sum(int(row[name] or 0) for row in table.values() for name in COLUMNS[2:])
+
+
+def of_this_go(root: Path, module: str) -> dict[str, Any]:
+    """Which command ran when, on what."""
+    head = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "command": " ".join([f"python -m {module}", *sys.argv[1:]]),
+        "commit": commit,
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "processors": os.cpu_count(),
+        "load_before": os.getloadavg()[0],
+    }

@@ -1,160 +1,241 @@
-"""One run through all of its faults, and what came of it."""
+"""One run through all of its faults, and what came of each."""
 
+import random
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.faults import Trouble, draw_faults, draw_troubles, trace_text
-from benchmarks.chaos.features import Features
-from benchmarks.chaos.harm import harm
-from benchmarks.chaos.judgement import Computed, computed_by, differences
-from benchmarks.chaos.watched_run import ROOT, EndedError, HungError, WatchedRun
+from benchmarks.chaos.faults import (
+    CUTS,
+    FIRST_STEP,
+    KINDS,
+    QUIET_STEPS,
+    TROUBLES,
+    Dealer,
+    Trouble,
+    begun,
+    draw_troubles,
+    trace_text,
+)
+from benchmarks.chaos.harm import CARDS, LEFT, Harm, disk
+from benchmarks.chaos.judgement import WHOLE_RUN, Computed, Outcome, blame, computed_by, differences
+from benchmarks.chaos.watched_run import ROOT, START_S, EndedError, Heard, HungError, WatchedRun
 from jaxmorph.config import load_config
 from jaxmorph.emulation.link_trace import read_link_trace
 from jaxmorph.records import EventKind
 
 CONFIG = ROOT / "configs" / "chaos.yaml"
+STEP_S = 8.0
+LIMIT_S = STEP_S + 10.0
+"""No run may stand still for longer, but for what its ranks need to start."""
 _AFTERWARDS_S = 5.0
+_POLL_S = 0.05
+_RESTARTS = "restart_policy={max_restarts: 1000, backoff_s: 0.1, from_start: true}"
+_NO_RESTARTS = "restart_policy={max_restarts: 0}"  # a rank that dies of itself is a mistake
+_OVERRIDES = (
+    f"timeouts={{step_s: {STEP_S}, direct_s: 1.0}}",
+    f"transport.addresses=[{', '.join(CARDS)}]",
+)
 
 
 @dataclass
 class Storm:
-    """The faults and results of a run.
+    """The faults of a run and what came of them.
 
     Attributes:
-        seed: Of its faults.
-        faults: How many there were of each kind.
-        events: How many of each kind the run has recorded.
+        ranks_end: Whether ranks end and start again. Then no link is cut: emulated cuts hold only
+            until the first restart.
+        outcomes: Of each fault of a process or a file, in order; the last is of the run as a whole.
+        troubles: How many its links had, by their kinds.
+        events: How many of each kind it has recorded.
         wrong: Differences from an undisturbed run, or why it ended early.
-        hangs: What was seen when it hung.
-        leaks: What was left of it.
-        seconds: How long it took.
     """
 
     seed: int
-    faults: Counter[str] = field(default_factory=Counter)
+    ranks_end: bool
+    outcomes: list[Outcome] = field(default_factory=list)
+    troubles: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
-    hangs: list[str] = field(default_factory=list)
-    leaks: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
     def passes(self) -> bool:
         """Whether the faults changed nothing."""
-        return not (self.wrong or self.hangs or self.leaks)
+        return not self.wrong and all(each.holds for each in self.outcomes)
+
+    @property
+    def num_faults(self) -> int:
+        """Of processes, files and links."""
+        return sum(each.kind != WHOLE_RUN for each in self.outcomes) + self.troubles.total()
 
     def to_json(self) -> dict[str, Any]:
         """All of it in JSON's types."""
-        return {**vars(self), "faults": dict(self.faults), "events": dict(self.events)}
+        return {**vars(self), "outcomes": [vars(each) for each in self.outcomes]}
 
 
-def undisturbed(num_steps: int, patience_s: float) -> Computed:
+def undisturbed(num_steps: int) -> Computed:
     """The results of the configuration without faults.
 
-    Args:
-        num_steps: How many steps it trains.
-        patience_s: How long it may take from one step to the next.
-
     Raises:
-        HungError: If it takes longer.
-        EndedError: If it fails.
+        HungError: It hangs.
+        EndedError: It fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         calm = ("adaptation.enabled=false", f"run.steps={num_steps}")
         with WatchedRun(Path(folder), CONFIG, calm) as run:
-            run.wait_for_step(num_steps - 1, patience_s)
-            if run.finish(patience_s) != 0:
+            run.wait_for_step(num_steps - 1, LIMIT_S)
+            if run.finish(LIMIT_S) != 0:
                 raise EndedError(run.last_output())
             return computed_by(run.out)
 
 
 def run_storm(
-    seed: int, num_steps: int, expected: Computed, features: Features, patience_s: float
-) -> Storm:
-    """Take a run through the faults of a seed.
+    storm: Storm,
+    num_steps: int,
+    expected: Computed,
+    dealer: Dealer,
+    enough: Callable[[], bool],
+    *,
+    own_disk: bool,
+) -> None:
+    """Take a run through faults, and write down what comes of them.
 
     Args:
-        seed: Of the faults.
-        num_steps: How many steps it trains.
         expected: The results without faults.
-        features: What it can outlive.
-        patience_s: How long it may take from one step to the next before it counts as hung.
+        enough: Whether no more faults are wanted; the run then goes on to its end in peace.
+        own_disk: Whether it may be given a disk of its own.
     """
-    storm, began_s = Storm(seed), time.monotonic()
-    with tempfile.TemporaryDirectory() as name:
-        folder, troubles = Path(name), _troubles(seed, features)
-        (storage := folder / "storage" / "checkpoints").mkdir(parents=True)
+    began_s, troubles = time.monotonic(), _troubles(storm, dealer.wanted)
+    with tempfile.TemporaryDirectory() as name, ExitStack() as opened:
+        folder = Path(name)
+        (apart := folder / "disk").mkdir()
+        if own_disk:
+            opened.enter_context(disk(apart))
         trace = folder / "links.csv"
-        trace.write_text(trace_text(troubles, features))
+        trace.write_text(trace_text(troubles))
         read_link_trace(trace)  # an invalid trace is this script's mistake, so it fails here
         overrides = (
-            *features.overrides(),
+            *_OVERRIDES,
+            _RESTARTS if storm.ranks_end else _NO_RESTARTS,
             f"run.steps={num_steps}",
-            f"checkpoint.dir={storage}",
             f"emulation.trace={trace}",
         )
-        with WatchedRun(folder / "run", CONFIG, overrides) as run:
+        module, whole = "benchmarks.chaos.hanging_rank", Outcome(WHOLE_RUN)
+        with WatchedRun(folder / "run", CONFIG, overrides, apart / "out", module) as run:
             try:
-                _disturb(run, storm, storage, num_steps, features, patience_s)
+                _disturb(run, storm, num_steps, dealer, enough)
                 storm.wrong = differences(computed_by(run.out), expected)
+                whole.leaks = tuple(run.traces.left_after(_AFTERWARDS_S, run.out))
             except HungError as error:
-                storm.hangs.append(str(error))
+                whole.hang = "" if storm.outcomes and storm.outcomes[-1].hang else str(error)
+                storm.wrong = ["the run hung, so that its results are unknown"]
             except EndedError as error:
                 storm.wrong.append(str(error))
-            else:
-                storm.leaks = run.traces.left_after(_AFTERWARDS_S, run.out)
-            storm.faults += troubles_met(troubles, run)
+            storm.outcomes.append(whole)
+            blame(storm.wrong, storm.outcomes)
+            storm.troubles = Counter(begun(troubles, lives_s(run)))
             storm.events = Counter(event.kind for event in run.events())
     storm.seconds = time.monotonic() - began_s
-    return storm
 
 
-def _troubles(seed: int, features: Features) -> tuple[Trouble, ...]:
+def _troubles(storm: Storm, wanted: Sequence[str]) -> tuple[Trouble, ...]:
     config = load_config(CONFIG)
     routes, stages = config.routes, config.parallelism.stages
     links = [f"{low}-{low + 1}" for low in range(stages - 1)]
     direct = [link for link in links if routes.by_link.get(link, routes.default) == "direct"]
-    return draw_troubles(seed, stages, direct, features)
-
-
-def _num_ranks() -> int:
-    return load_config(CONFIG).parallelism.stages
+    can_be = [
+        kind for kind in TROUBLES if kind in wanted and not (storm.ranks_end and kind in CUTS)
+    ]
+    return draw_troubles(random.Random(storm.seed + 1_000_003), stages, direct, can_be)
 
 
 def _disturb(
-    run: WatchedRun,
-    storm: Storm,
-    storage: Path,
-    num_steps: int,
-    features: Features,
-    patience_s: float,
+    run: WatchedRun, storm: Storm, num_steps: int, dealer: Dealer, enough: Callable[[], bool]
 ) -> None:
-    run.wait_for_step(0, patience_s)
-    with_sidecar = frozenset(run.sidecars())
-    for fault in draw_faults(storm.seed, num_steps, _num_ranks(), with_sidecar, features):
-        run.wait_for_step(fault.step, patience_s)
-        run.traces.note()
-        storm.faults[fault.kind] += harm(run, storage, fault, patience_s)
-    run.wait_for_step(num_steps - 1, patience_s)
-    if run.finish(patience_s) != 0:
+    run.wait_for_step(FIRST_STEP, LIMIT_S)
+    rng = random.Random(storm.seed)
+    harm, stages = Harm(run, rng, LIMIT_S, {}), load_config(CONFIG).parallelism.stages
+    while run.last_step() < num_steps - QUIET_STEPS and not enough():
+        kind = dealer.deal(ranks_end=storm.ranks_end)
+        if kind is None:
+            break
+        outcome = _one_fault(harm, kind, rng.randrange(stages), storm, dealer)
+        if outcome is not None:
+            dealer.met[kind] = dealer.met.get(kind, 0) + 1
+        run.wait_for_step(run.last_step() + rng.randint(1, 3), LIMIT_S)
+    run.wait_for_step(num_steps - 1, LIMIT_S)
+    if run.finish(LIMIT_S) != 0:
         raise EndedError(run.last_output())
 
 
-def troubles_met(troubles: Sequence[Trouble], run: WatchedRun) -> Counter[str]:
-    """How many troubles of each kind began while steps were taken.
+def _one_fault(harm: Harm, kind: str, rank: int, storm: Storm, dealer: Dealer) -> Outcome | None:
+    """Do one and see the run through it; None if it was not injected."""
+    run, heard = harm.run, Heard(harm.run)
+    run.traces.note()
+    outcome, began_s = Outcome(kind, run.last_step()), time.monotonic()
+    storm.outcomes.append(outcome)
+    try:
+        told = harm.do(kind, rank, dealer.moment(ranks_end=storm.ranks_end))
+        if told is None:
+            storm.outcomes.remove(outcome)
+            return None
+        outcome.told, *left = told.split(LEFT)
+        outcome.leaks = tuple(left)
+        stays = KINDS[kind].ends != "nothing" or not KINDS[kind].stands_s[1]
+        lasted_s = 0.0 if stays else time.monotonic() - began_s
+        _see_through(harm.run, heard, rank, outcome)
+        outcome.recovered_s = time.monotonic() - began_s - lasted_s
+    except HungError as error:
+        outcome.hang = str(error)
+        raise
+    return outcome
 
-    Args:
-        troubles: Of a run; they begin again with each restart.
-        run: It has been through them.
+
+def _see_through(run: WatchedRun, heard: Heard, rank: int, outcome: Outcome) -> None:
+    """Wait until the run has named the cause, and has done a later step.
+
+    Raises:
+        HungError: It stands still.
+        EndedError: It has ended.
     """
+    kind = KINDS[outcome.kind]
+    named = kind.named.replace("{rank}", str(rank))
+    named_s = LIMIT_S + (START_S if kind.ends == "command" else 0.0)
+    outcome.unnamed = bool(named) and not _hears(run, heard, named, named_s)
+    if kind.ends == "ranks" and not _hears(run, heard, "^restarted: ", START_S):
+        raise HungError(f"no restart came to its end within {START_S:g} s\n{run.evidence()}")
+    if kind.ends == "command" and not _hears(run, heard, "^resumed: ", START_S):
+        raise HungError(f"not resumed within {START_S:g} s\n{run.evidence()}")
+    seen = outcome.step if kind.ends == "nothing" else run.last_step()
+    run.wait_for_step(max(seen, outcome.step) + 1, LIMIT_S)
+
+
+def _hears(run: WatchedRun, heard: Heard, pattern: str, within_s: float) -> bool:
+    """Wait for something that the run says; whether it came in time.
+
+    Raises:
+        EndedError: The run has ended.
+    """
+    until_s = time.monotonic() + within_s
+    while not heard.says(pattern):
+        if run.process.poll() is not None:
+            raise EndedError(f"ended before it said {pattern!r}: {run.last_output()}")
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def lives_s(run: WatchedRun) -> list[float]:
+    """For how long each launch of the ranks has trained; undone steps don't count."""
     starts = [event.step for event in run.events() if event.kind == EventKind.RESUMED]
     life_s: defaultdict[int, float] = defaultdict(float)
     for record in run.steps():
         life_s[sum(start <= record.step for start in starts)] += record.step_s
-    longest_s = max(life_s.values(), default=0.0)
-    return Counter(f"link {each.kind}" for each in troubles if each.begins_s < longest_s)
+    return list(life_s.values())

@@ -1,5 +1,6 @@
 """A run of `jaxmorph train` under observation, which is ended when it hangs. Linux only."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.chaos.hanging_rank import FOLDER
 from benchmarks.leftovers import Traces, children, command, state
 from jaxmorph.records import Event, StepRecord
 from jaxmorph.report.run_directory import EVENTS, METRICS, read_records
@@ -15,7 +17,7 @@ from jaxmorph.report.run_directory import EVENTS, METRICS, read_records
 ROOT = Path(__file__).parent.parent.parent
 START_S = 240.0
 _POLL_S = 0.02
-_RANK, _SIDECAR = "jaxmorph.training.train", "jaxmorph.transport.sidecar"
+_SIDECAR, _PLANNING = "jaxmorph.transport.sidecar", "jaxmorph.training.planning_process"
 
 
 class HungError(RuntimeError):
@@ -30,9 +32,11 @@ class WatchedRun:
     """One run, from its start; all that it has started ends with the `with` statement.
 
     Args:
-        folder: Where all that it writes goes; it has nothing in it.
+        folder: Where its output goes, and temporary files; it has nothing in it.
         config: Its configuration.
         overrides: Changes to that.
+        out: The run's directory; None: one in `folder`.
+        module: The command, as for `python -m`.
 
     Attributes:
         folder: As given.
@@ -41,18 +45,30 @@ class WatchedRun:
         process: The command.
     """
 
-    def __init__(self, folder: Path, config: Path, overrides: Sequence[str] = ()) -> None:
-        self.folder, self.out = folder, folder / "out"
+    def __init__(
+        self,
+        folder: Path,
+        config: Path,
+        overrides: Sequence[str] = (),
+        out: Path | None = None,
+        module: str = "jaxmorph",
+    ) -> None:
+        self.folder, self.out = folder, out or folder / "out"
         temporary = folder / "tmp"
         temporary.mkdir(parents=True)
         self.traces = Traces(temporary)
         self._said = folder / "said.txt"
-        words = [sys.executable, "-m", "jaxmorph", "train", str(config), f"run.dir={self.out}"]
-        with self._said.open("wb") as said, _accepting_ctrl_c():
+        words = [module, "train", str(config), f"run.dir={self.out}"]
+        self._command = [sys.executable, "-m", *words, *overrides]
+        self.start()
+
+    def start(self, *words: str) -> None:
+        """Start the command, with more words; an earlier one must have ended."""
+        with self._said.open("ab") as said, _accepting_ctrl_c():
             self.process = subprocess.Popen(
-                [*words, *overrides],
+                [*self._command, *words],
                 cwd=ROOT,
-                env=self.traces.environment(),
+                env={**self.traces.environment(), FOLDER: str(self.folder)},
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=subprocess.STDOUT,
@@ -70,18 +86,30 @@ class WatchedRun:
         found = {}
         for pid in children(self.process.pid):
             words = command(pid)
-            if _RANK in words and state(pid) not in ("", "Z"):
-                found[int(next(word for word in words if word[:7] == "--rank=")[7:])] = pid
+            if state(pid) not in ("", "Z"):
+                found |= {int(word[7:]): pid for word in words if word.startswith("--rank=")}
         return found
 
     def sidecars(self) -> dict[int, int]:
         """The sidecar of each rank that has one now."""
+        return self._children(_SIDECAR)
+
+    def planning(self) -> dict[int, int]:
+        """The planning process of rank 0, if it has one now."""
+        return self._children(_PLANNING)
+
+    def _children(self, module: str) -> dict[int, int]:
         return {
             rank: child
             for rank, pid in self.ranks().items()
             for child in children(pid)
-            if _SIDECAR in command(child) and state(child) not in ("", "Z")
+            if module in command(child) and state(child) not in ("", "Z")
         }
+
+    def texts(self) -> dict[str, str]:
+        """Its output and its logs, by their files."""
+        paths = [self._said, *sorted((self.out / "logs").rglob("*.log"))]
+        return {str(path): path.read_text(errors="replace") for path in paths if path.exists()}
 
     def steps(self) -> list[StepRecord]:
         """The steps that it has written down."""
@@ -139,7 +167,7 @@ class WatchedRun:
     def evidence(self) -> str:
         """The calls that its processes wait in, and the ends of their logs."""
         lines = [_waiting(pid) for pid in self.traces.processes()]
-        for path in [self._said, *sorted(self.out.rglob("*.log")), self.out / EVENTS]:
+        for path in [self._said, *sorted((self.out / "logs").rglob("*.log")), self.out / EVENTS]:
             if path.exists():
                 lines += [f"{path}:", *path.read_text(errors="replace").splitlines()[-8:]]
         return "\n".join(lines)
@@ -147,6 +175,26 @@ class WatchedRun:
     def _given_s(self, patience_s: float) -> float:
         """Before the first step it compiles."""
         return patience_s if self.last_step() >= 0 else max(START_S, patience_s)
+
+
+class Heard:
+    """What a run says from now on: its events, and the lines of its logs and its output."""
+
+    def __init__(self, run: WatchedRun) -> None:
+        self._run, self._texts = run, run.texts()
+        self._events = set(map(repr, run.events()))
+
+    def says(self, pattern: str) -> bool:
+        """Whether an event (`kind: detail`) or a line has something that matches the pattern."""
+        return any(re.search(pattern, line) for line in self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        for event in self._run.events():
+            if repr(event) not in self._events:
+                yield f"{event.kind}: {event.detail}"
+        for path, text in self._run.texts().items():
+            before = self._texts.get(path, "")
+            yield from text[len(before) if text.startswith(before) else 0 :].splitlines()
 
 
 @contextmanager
