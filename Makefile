@@ -133,9 +133,11 @@ bench-transport: setup
 bench-faults: setup
 	$(BIN)/python -m benchmarks.transport_faults
 
-# Training through three hundred faults, and every way to end a run: the same bits, nothing left.
+# Training through four hundred faults and thirty kills of everything, every way to end a run, and
+# flipped bits in its files: the same bits, causes named, nothing left.
 bench-chaos: setup
 	$(BIN)/python -m benchmarks.chaos
+	$(BIN)/python -m benchmarks.chaos --kill-everything 30
 	$(BIN)/python -m benchmarks.flipped_bits
 
 # The data plane and training over network cards that are slow, or lost; for root on Linux.

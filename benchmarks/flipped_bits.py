@@ -181,7 +181,9 @@ def flipped(
     if verdict != "same" and len(group) > 1:
         return [flip for each in group for flip in flipped(whole, expected, folder, [each], seed)]
     took_s = round((time.monotonic() - began_s) / len(group), 1)
-    return [Flip(*each, verdict, reported, took_s, len(group)) for each in bits]
+    return [
+        Flip(kind, file, bit, verdict, reported, took_s, len(group)) for kind, file, bit in bits
+    ]
 
 
 def _verdict(code: int | None, said: str) -> str:

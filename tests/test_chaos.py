@@ -35,8 +35,6 @@ def test_only_the_wanted_kinds_are_dealt():
     dealer = Dealer(random.Random(0), ["rank killed", "link cut"])
     assert dealer.deal(ranks_end=True) == "rank killed"
     assert dealer.deal(ranks_end=False) is None
-    dealer.met["rank killed"] = 2
-    assert dealer.short_of(2, ["rank killed", "link cut"]) == ["link cut"]
 
 
 def test_links_have_all_kinds_of_troubles_that_are_wanted():

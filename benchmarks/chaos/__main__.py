@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -26,6 +27,7 @@ from benchmarks.chaos.harm import has_own_mounts
 from benchmarks.chaos.judgement import (
     WHOLE_RUN,
     Outcome,
+    Table,
     in_words,
     missed,
     of_this_go,
@@ -47,27 +49,42 @@ def main() -> int:
     go = of_this_go(ROOT, "benchmarks.chaos")
     print(f"load {go['load_before']:.2f}; kinds of faults: {', '.join(kinds)}", flush=True)
     bad_endings = 0 if arguments.no_endings else _end_in_all_ways()
-    storms = _storms(arguments, kinds, own_disk=own_disk)
+    storms = []
+    for storm in _storms(arguments, kinds, own_disk=own_disk):
+        storms.append(storm)
+        _print(storm)
+        if arguments.json:  # after each run, so that one that is ended early has its results
+            runs = [each.to_json() for each in storms]
+            values = {"load_after": os.getloadavg()[0], "table": _table(storms, kinds)}
+            arguments.json.write_text(json.dumps({**go, **values, "runs": runs}, indent=1))
+    table = _table(storms, kinds)
+    faults = sum(storm.num_faults for storm in storms)
+    few = list(_not_reached(table, faults, arguments.faults, _least(arguments, kinds)))
+    for line in (*in_words(table), *few):
+        print(line)
+    print(f"{faults} faults in {len(storms)} runs; {bad_endings} endings leave something")
+    return 1 if missed(table) or bad_endings or few else 0
+
+
+def _table(storms: list[Storm], kinds: list[str]) -> Table:
     outcomes = [each for storm in storms for each in storm.outcomes]
     outcomes += [Outcome(kind) for storm in storms for kind in storm.troubles.elements()]
-    table = table_of(outcomes, [*kinds, WHOLE_RUN])
-    if arguments.json:
-        values = {
-            **go,
-            "load_after": os.getloadavg()[0],
-            "table": table,
-            "runs": [storm.to_json() for storm in storms],
-        }
-        arguments.json.write_text(json.dumps(values, indent=1))
-    print(*in_words(table), sep="\n")
-    short = [kind for kind in kinds if (table[kind]["count"] or 0) < arguments.each]
-    faults = sum(storm.num_faults for storm in storms)
-    if short:
-        print(f"fewer than {arguments.each} of: {', '.join(short)}")
-    if faults < arguments.faults:
-        print(f"{faults} faults, fewer than {arguments.faults}")
-    print(f"{faults} faults in {len(storms)} runs; {bad_endings} endings leave something")
-    return 1 if missed(table) or bad_endings or short or faults < arguments.faults else 0
+    return table_of(outcomes, [*kinds, WHOLE_RUN])
+
+
+def _not_reached(table: Table, faults: int, wanted: int, least: dict[str, int]) -> Iterator[str]:
+    for kind, number in least.items():
+        if (found := table[kind]["count"] or 0) < number:
+            yield f"not reached: {kind}: {found:g} of {number}"
+    if faults < wanted:
+        yield f"not reached: faults in all: {faults} of {wanted}"
+
+
+def _least(arguments: argparse.Namespace, kinds: list[str]) -> dict[str, int]:
+    """How often each kind must happen."""
+    if arguments.kill_everything:
+        return {"everything killed": arguments.kill_everything}
+    return dict.fromkeys(kinds, arguments.each)
 
 
 def _parsed() -> argparse.Namespace:
@@ -78,14 +95,14 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--kill-everything", type=int, metavar="N", help="only that, N times")
     parser.add_argument("--minutes", type=float, default=1e6, help="then no more faults")
     parser.add_argument("--seed", type=int, default=0, help="of the first run; then one more each")
-    parser.add_argument("--steps", type=int, default=240, help="of each run")
+    parser.add_argument("--steps", type=int, default=400, help="of each run")
     parser.add_argument("--no-endings", action="store_true", help="only the faults")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.kill_everything:
         arguments.only = ["everything killed", *TROUBLES]
         arguments.no_endings = True
-        arguments.faults, arguments.each = 0, 0
+        arguments.faults = 0
     return arguments
 
 
@@ -113,21 +130,20 @@ def _end_in_all_ways() -> int:
     return bad
 
 
-def _storms(arguments: argparse.Namespace, kinds: list[str], *, own_disk: bool) -> list[Storm]:
+def _storms(arguments: argparse.Namespace, kinds: list[str], *, own_disk: bool) -> Iterator[Storm]:
     until_s = time.monotonic() + 60 * arguments.minutes
     expected = undisturbed(arguments.steps)
-    dealer, storms = Dealer(random.Random(arguments.seed), kinds), list[Storm]()
-    enough = partial(_enough, arguments, dealer, storms, kinds, until_s)
+    dealer, failed = Dealer(random.Random(arguments.seed), kinds), 0
+    enough = partial(_enough, dealer, arguments.faults, _least(arguments, kinds), until_s)
     for seed in count(arguments.seed):
-        if enough() or sum(not storm.passes for storm in storms) == _MOST_FAILED:
-            break
+        if enough() or failed == _MOST_FAILED:
+            return
         storm = Storm(seed, ranks_end=_ranks_end(seed, kinds))
         run_storm(storm, arguments.steps, expected, dealer, enough, own_disk=own_disk)
         for kind, times in storm.troubles.items():
             dealer.met[kind] = dealer.met.get(kind, 0) + times
-        storms.append(storm)
-        _print(storm)
-    return storms
+        failed += not storm.passes
+        yield storm
 
 
 def _ranks_end(seed: int, kinds: list[str]) -> bool:
@@ -137,19 +153,10 @@ def _ranks_end(seed: int, kinds: list[str]) -> bool:
     return seed % 2 == 0 or not any(kind in CUTS for kind in kinds)
 
 
-def _enough(
-    arguments: argparse.Namespace,
-    dealer: Dealer,
-    storms: list[Storm],
-    kinds: list[str],
-    until_s: float,
-) -> bool:
-    if time.monotonic() > until_s:
-        return True
-    if arguments.kill_everything:
-        return dealer.met.get("everything killed", 0) >= arguments.kill_everything
-    total = sum(dealer.met.values())
-    return bool(total >= arguments.faults and not dealer.short_of(arguments.each, kinds))
+def _enough(dealer: Dealer, faults: int, least: dict[str, int], until_s: float) -> bool:
+    met = dealer.met
+    reached = all(met.get(kind, 0) >= number for kind, number in least.items())
+    return time.monotonic() > until_s or (reached and sum(met.values()) >= faults)
 
 
 def _print(storm: Storm) -> None:

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
-QUIET_STEPS = 12  # before the last step nothing fails any more: that state must be saved
+QUIET_STEPS = 30  # before the last step nothing fails any more: that state must be saved
 TRACE_S = 900.0
 FIRST_STEP = 4
 STORAGE_STEPS = (6, 9)  # with a save after every fifth step each of them meets one
+NO_ROOM = "No space left on device"
 _COLUMNS = ("time_s", "links", "latency_ms", "bandwidth_mbps", "jitter_ms", "cut", "route")
 _DEAD_CARD_EVERY_S = 10.0
 _Card = TypeVar("_Card")
@@ -54,7 +55,7 @@ KINDS: Mapping[str, Kind] = {
     "planning stopped": Kind("", stands_s=(0.5, 3.0)),
     "card resets connections": Kind("^lane_(down|closed): ", stands_s=(0.2, 3.0)),
     "storage failing": Kind("^checkpoint_failed: "),
-    "disk full": Kind("No space left on device|cannot be written"),
+    "disk full": Kind(NO_ROOM),
     "launcher killed": Kind("^resumed: ", "command"),
     "everything killed": Kind("^resumed: ", "command"),
     "files damaged": Kind(
@@ -119,10 +120,6 @@ class Dealer:
     def moment(self, *, ranks_end: bool) -> Moment:
         """The moment of the next kill of everything."""
         return self._moments[ranks_end].deal()
-
-    def short_of(self, each: int, kinds: Sequence[str]) -> list[str]:
-        """The kinds that have happened less often than each should."""
-        return [kind for kind in kinds if self.met.get(kind, 0) < each]
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from benchmarks.chaos.faults import KINDS, STORAGE_STEPS, Moment
+from benchmarks.chaos.faults import KINDS, NO_ROOM, STORAGE_STEPS, Moment
 from benchmarks.chaos.hanging_rank import request
 from benchmarks.chaos.watched_run import Heard, HungError, WatchedRun
 from benchmarks.flipped_bits import files_of, flip_a_bit
@@ -60,9 +61,9 @@ class Harm:
         """
         match kind:
             case "storage failing":
-                return self._while(failing(self.run.out / "checkpoints"))
+                return self._storage_failing()
             case "disk full":
-                return self._while(filled(self.run.out.parent))
+                return self._disk_full()
             case "everything killed":
                 return self._kill_everything(moment)
             case "launcher killed":
@@ -105,10 +106,17 @@ class Harm:
             return ""
         return None
 
-    def _while(self, fault: contextlib.AbstractContextManager[None]) -> str:
-        with fault:
+    def _storage_failing(self) -> str:
+        with failing(self.run.out / "checkpoints"):
             until = self.run.last_step() + self.rng.randint(*STORAGE_STEPS)
             self.run.wait_for_step(until, self.limit_s)
+        return ""
+
+    def _disk_full(self) -> str:
+        """Until the terminal says so: steps and events wait for room themselves."""
+        heard = Heard(self.run)
+        with filled(self.run.out.parent):
+            _comes(self.run, partial(heard.says, NO_ROOM))
         return ""
 
     def _damage(self) -> str:

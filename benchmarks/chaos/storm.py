@@ -134,9 +134,8 @@ def run_storm(
                 whole.leaks = tuple(run.traces.left_after(_AFTERWARDS_S, run.out))
             except HungError as error:
                 whole.hang = "" if storm.outcomes and storm.outcomes[-1].hang else str(error)
-                storm.wrong = ["the run hung, so that its results are unknown"]
             except EndedError as error:
-                storm.wrong.append(str(error))
+                storm.wrong.append(f"step {run.last_step() + 1}: {error}")
             storm.outcomes.append(whole)
             blame(storm.wrong, storm.outcomes)
             storm.troubles = Counter(begun(troubles, lives_s(run)))
