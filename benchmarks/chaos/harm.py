@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.chaos.faults import KINDS, NO_ROOM, STORAGE_STEPS, Moment
+from benchmarks.chaos.faults import KINDS, NO_ROOM, QUIET_STEPS, STORAGE_STEPS, Moment
 from benchmarks.chaos.hanging_rank import request
 from benchmarks.chaos.watched_run import Heard, HungError, WatchedRun
 from benchmarks.flipped_bits import files_of, flip_a_bit
@@ -40,12 +40,14 @@ class Harm:
 
     Attributes:
         limit_s: How long the run may take to come to the end of anything.
+        num_steps: Of the run.
         last_deaths_s: When each rank's sidecar was last ended.
     """
 
     run: WatchedRun
     rng: random.Random
     limit_s: float
+    num_steps: int
     last_deaths_s: dict[int, float]
 
     def do(self, kind: str, rank: int, moment: Moment) -> str | None:
@@ -116,7 +118,7 @@ class Harm:
         """Until the terminal says so: steps and events wait for room themselves."""
         heard = Heard(self.run)
         with filled(self.run.out.parent):
-            _comes(self.run, partial(heard.says, NO_ROOM))
+            self._comes(partial(heard.says, NO_ROOM))
         return ""
 
     def _damage(self) -> str:
@@ -142,13 +144,22 @@ class Harm:
             "morph": lambda: heard.says("^(straggler_detected|plan_changed|route_changed): "),
             "failover": lambda: heard.says("^link_failed: "),
         }.get(moment)
-        if came is not None and not _comes(run, came):
+        if came is not None and not self._comes(came):
             moment = "at any time"
         if moment == "morph":
             time.sleep(self.rng.uniform(0, _AFTER_MORPH_S))
         self._end_everything()
         run.start("--resume", "auto")
         return moment
+
+    def _comes(self, condition: Callable[[], bool]) -> bool:
+        """Wait for something; False if the run nears its end, or it takes too long."""
+        until_s, until_step = time.monotonic() + _MOMENT_S, self.num_steps - QUIET_STEPS
+        while not condition():
+            if self.run.last_step() >= until_step or time.monotonic() > until_s:
+                return False
+            time.sleep(_POLL_S)
+        return True
 
     def _end_everything(self) -> None:
         while self.run.traces.processes():  # one may just have started another
@@ -169,15 +180,6 @@ def _number(path: Path) -> int:
     """The step of a checkpoint's file; 0 for any other file."""
     steps = [part[5:] for part in path.parts if part.startswith("step_")]
     return int(steps[-1]) if steps and steps[-1].isdecimal() else 0
-
-
-def _comes(run: WatchedRun, condition: Callable[[], bool]) -> bool:
-    until_s = time.monotonic() + _MOMENT_S
-    while not condition():
-        if run.process.poll() is not None or time.monotonic() > until_s:
-            return False
-        time.sleep(_POLL_S)
-    return True
 
 
 @contextmanager

@@ -159,7 +159,7 @@ def _disturb(
 ) -> None:
     run.wait_for_step(FIRST_STEP, LIMIT_S)
     rng = random.Random(storm.seed)
-    harm, stages = Harm(run, rng, LIMIT_S, {}), load_config(CONFIG).parallelism.stages
+    harm, stages = Harm(run, rng, LIMIT_S, num_steps, {}), load_config(CONFIG).parallelism.stages
     while run.last_step() < num_steps - QUIET_STEPS and not enough():
         kind = dealer.deal(ranks_end=storm.ranks_end)
         if kind is None:
@@ -167,7 +167,7 @@ def _disturb(
         outcome = _one_fault(harm, kind, rng.randrange(stages), storm, dealer)
         if outcome is not None:
             dealer.met[kind] = dealer.met.get(kind, 0) + 1
-        run.wait_for_step(run.last_step() + rng.randint(1, 3), LIMIT_S)
+        run.wait_for_step(min(run.last_step() + rng.randint(1, 3), num_steps - 1), LIMIT_S)
     run.wait_for_step(num_steps - 1, LIMIT_S)
     if run.finish(LIMIT_S) != 0:
         raise EndedError(run.last_output())
@@ -188,7 +188,7 @@ def _one_fault(harm: Harm, kind: str, rank: int, storm: Storm, dealer: Dealer) -
         outcome.leaks = tuple(left)
         stays = KINDS[kind].ends != "nothing" or not KINDS[kind].stands_s[1]
         lasted_s = 0.0 if stays else time.monotonic() - began_s
-        _see_through(harm.run, heard, rank, outcome)
+        _see_through(harm, heard, rank, outcome)
         outcome.recovered_s = time.monotonic() - began_s - lasted_s
     except HungError as error:
         outcome.hang = str(error)
@@ -196,14 +196,14 @@ def _one_fault(harm: Harm, kind: str, rank: int, storm: Storm, dealer: Dealer) -
     return outcome
 
 
-def _see_through(run: WatchedRun, heard: Heard, rank: int, outcome: Outcome) -> None:
+def _see_through(harm: Harm, heard: Heard, rank: int, outcome: Outcome) -> None:
     """Wait until the run has named the cause, and has done a later step.
 
     Raises:
         HungError: It stands still.
         EndedError: It has ended.
     """
-    kind = KINDS[outcome.kind]
+    run, kind = harm.run, KINDS[outcome.kind]
     named = kind.named.replace("{rank}", str(rank))
     named_s = LIMIT_S + (START_S if kind.ends == "command" else 0.0)
     outcome.unnamed = bool(named) and not _hears(run, heard, named, named_s)
@@ -212,7 +212,7 @@ def _see_through(run: WatchedRun, heard: Heard, rank: int, outcome: Outcome) -> 
     if kind.ends == "command" and not _hears(run, heard, "^resumed: ", START_S):
         raise HungError(f"not resumed within {START_S:g} s\n{run.evidence()}")
     seen = outcome.step if kind.ends == "nothing" else run.last_step()
-    run.wait_for_step(max(seen, outcome.step) + 1, LIMIT_S)
+    run.wait_for_step(min(max(seen, outcome.step) + 1, harm.num_steps - 1), LIMIT_S)
 
 
 def _hears(run: WatchedRun, heard: Heard, pattern: str, within_s: float) -> bool:
