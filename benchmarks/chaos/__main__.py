@@ -84,7 +84,8 @@ def _least(arguments: argparse.Namespace, kinds: list[str]) -> dict[str, int]:
     """How often each kind must happen."""
     if arguments.kill_everything:
         return {"everything killed": arguments.kill_everything}
-    return dict.fromkeys(kinds, arguments.each)
+    each: int = arguments.each
+    return dict.fromkeys(kinds, each)
 
 
 def _parsed() -> argparse.Namespace:
