@@ -1,11 +1,22 @@
 """How many sidecars ranks get."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
+from jaxmorph.config import check_config
+from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.timeline import Timeline
-from jaxmorph.training.sidecars import SidecarChoice, SidecarLoad, choose_sidecars
+from jaxmorph.training import sidecars
+from jaxmorph.training.sidecars import (
+    SidecarChoice,
+    SidecarLoad,
+    agree_on_sidecars,
+    choose_sidecars,
+)
 
 
 def timeline(*compute_ms):
@@ -46,3 +57,26 @@ def test_without_measurements_there_is_one():
     assert choose_sidecars(loads(0.0, 0.0), [timeline(100.0)]) == SidecarChoice(1)
     assert choose_sidecars(loads(0.4), []) == SidecarChoice(1)
     assert str(SidecarChoice(1)) == "1 sidecar a rank"
+
+
+LATE = {"parallelism": {"stages": 2}, "emulation": {"links": [{"between": [0, 1]}]}}
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "words"),
+    [
+        ({}, [4], "4 sidecars a rank (one would be busy for 250% of a step)"),
+        ({"transport": {"sidecars": 2}}, [], "2 sidecars a rank"),
+        ({"transport": {"backend": "nixl"}}, [], "1 sidecar a rank (one would be busy for 250%"),
+        (LATE, [], "1 sidecar a rank (one would be busy for 250%"),
+    ],
+)
+def test_ranks_change_to_what_auto_finds(monkeypatch, config, changes, words):
+    monkeypatch.setattr(sidecars, "usable_cores", lambda: 64.0)
+    asked: list[int] = []
+    trainer: Any = SimpleNamespace(
+        delegated="the route", change_sidecars=lambda _, count: asked.append(count)
+    )
+    steps = [timeline(100.0)]
+    found = agree_on_sidecars(check_config(config), SoleRank(), trainer, [0.25, 0.1], steps)
+    assert (asked, found[: len(words)]) == (changes, words)
