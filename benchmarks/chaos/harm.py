@@ -124,7 +124,10 @@ class Harm:
     def _damage(self) -> str:
         """Flip a bit while the run is down; of a checkpoint's files, in the newest's."""
         self._end_everything()
-        files = {kind: files_of(self.run.out, kind) for kind in _DAMAGED}
+        files = {
+            kind: [path for path in files_of(self.run.out, kind) if not _is_unread(path)]
+            for kind in _DAMAGED
+        }
         kind = self.rng.choice([kind for kind, found in files.items() if found])
         newest = max((_number(path) for path in files[kind]), default=0)
         path = self.rng.choice([path for path in files[kind] if _number(path) == newest])
@@ -174,6 +177,11 @@ class Harm:
             if time.monotonic() > until_s:
                 raise HungError(f"processes are left after its end\n{self.run.evidence()}")
             time.sleep(_POLL_S)
+
+
+def _is_unread(path: Path) -> bool:
+    """Whether it is of a half-written checkpoint, or of one that is being removed."""
+    return any(part.endswith((".unfinished", ".removed")) for part in path.parts)
 
 
 def _number(path: Path) -> int:

@@ -223,6 +223,8 @@ def _hears(run: WatchedRun, heard: Heard, pattern: str, within_s: float) -> bool
     """
     until_s = time.monotonic() + within_s
     while not heard.says(pattern):
+        if run.process.poll() == 0:  # it has done all its steps
+            return heard.says(pattern)
         if run.process.poll() is not None:
             raise EndedError(f"ended before it said {pattern!r}: {run.last_output()}")
         if time.monotonic() > until_s:
