@@ -121,19 +121,27 @@ class Harm:
             self._comes(partial(heard.says, NO_ROOM))
         return ""
 
-    def _damage(self) -> str:
+    def _damage(self) -> str | None:
         """Flip a bit while the run is down; of a checkpoint's files, in the newest's."""
+        if not self._comes(lambda: any(self._damageable().values())):  # such as a first checkpoint
+            return None
         self._end_everything()
-        files = {
-            kind: [path for path in files_of(self.run.out, kind) if not _is_unread(path)]
-            for kind in _DAMAGED
-        }
+        files = self._damageable()
         kind = self.rng.choice([kind for kind, found in files.items() if found])
         newest = max((_number(path) for path in files[kind]), default=0)
         path = self.rng.choice([path for path in files[kind] if _number(path) == newest])
         bit = flip_a_bit(path, self.rng)
         self.run.start("--resume", "auto")
         return f"{path.relative_to(self.run.out)}, bit {bit}"
+
+    def _damageable(self) -> dict[str, list[Path]]:
+        """Files by their kinds; of checkpoints only if there is another one to resume from."""
+        found = {}
+        for kind in _DAMAGED:
+            files = [path for path in files_of(self.run.out, kind) if not _is_unread(path)]
+            steps = {_number(path) for path in files}
+            found[kind] = files if steps == {0} or len(steps) > 1 else []
+        return found
 
     def _kill_everything(self, moment: Moment) -> str:
         """Kill all processes at once, at some moment, and start the command again."""
