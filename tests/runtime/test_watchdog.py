@@ -18,7 +18,7 @@ def run_until_it_stalls(how, tmp_path):
     return raised.value, (tmp_path / "rank_1.log").read_text()
 
 
-@pytest.mark.parametrize("how", ["waits", "is stopped"])
+@pytest.mark.parametrize("how", ["waits", pytest.param("is stopped", marks=pytest.mark.long)])
 def test_a_stalled_rank_is_named_with_what_it_waits_for(tmp_path, how):
     failure, log = run_until_it_stalls(how, tmp_path)
     assert failure.reason.startswith("rank 1 failed: stalled: no progress for ")

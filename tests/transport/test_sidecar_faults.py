@@ -297,6 +297,7 @@ def test_a_killed_trainer_is_gone_for_its_peers(plane, sidecar_gets):
         reserve_all(plane, THERE)
 
 
+@pytest.mark.long  # it waits for most of its time
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_stopped_trainer_that_is_due_is_ended_by_its_sidecar(plane):
     with other_trainer(plane) as (process, sidecar_pid):
