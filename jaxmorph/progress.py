@@ -21,7 +21,7 @@ import mmap
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -261,15 +261,18 @@ def process_fields(pid: int) -> list[str]:
     return stat.rpartition(")")[2].split()
 
 
-def write_stacks_of(pid: int) -> None:
-    """Let a process write the stacks of its threads to its log, even if it is stopped.
+def write_stacks_of(pids: Iterable[int]) -> None:
+    """Let processes write the stacks of their threads to their logs, even if they are stopped.
 
-    It has a moment for that; afterwards the caller ends it. A stopped one may write them by its own
-    timer once it is continued, so it is asked after that: two writers would mix up their lines.
+    They have a moment for that; afterwards the caller ends them. A stopped one may write them by
+    its own timer once it is continued, so it is asked after that: two writers would mix up their
+    lines.
     """
-    with suppress(ProcessLookupError):
+    if pids := tuple(pids):
         for number in (signal.SIGCONT, signal.SIGQUIT):
-            os.kill(pid, number)
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
             time.sleep(_STACKS_S)
 
 

@@ -104,6 +104,8 @@ def system_config(config: Config, system: System) -> Config:
             "routes": Routes.model_validate({"default": system.route}),
             "adaptation": config.adaptation.model_copy(update={"enabled": system.detects}),
             "emulation": config.emulation.model_copy(update={"links": (), "trace": None}),
+            # Conditions emulate links, whose bandwidth several sidecars would not share.
+            "transport": config.transport.model_copy(update={"sidecars": 1}),
         }
     )
 

@@ -159,6 +159,10 @@ def _disagreements(config: Config) -> Iterator[Problem]:
         others = ", ".join(SPLIT_SCHEDULES)
         expected = f"false, or a schedule.name that can be replaced while a run lasts: {others}"
         yield mismatch("adaptation.enabled", True, expected)
+    sidecars = config.transport.sidecars
+    if config.limits.host_gib is not None and sidecars not in ("auto", 1, 2):
+        expected = "auto, 1 or 2, as limits.host_gib is given: each needs a slot of every channel"
+        yield mismatch("transport.sidecars", sidecars, expected)
     yield from _waiting_problems(config)
     yield from _link_problems(config)
     if config.compare is not None:

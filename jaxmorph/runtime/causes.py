@@ -156,6 +156,10 @@ class LongWaits:
         if len(guilty) == 1:
             others = (f"rank {rank} waits too: {wait.what}" for rank, wait in sorted(known.items()))
             return "; ".join([message, *others]), guilty[0]
+        if len(set(guilty)) > 2:  # for example over the link of the last stage's chunk to the first
+            seen = "; ".join(wait.what for rank, wait in sorted(known.items()) if rank in guilty)
+            ranks = ", ".join(map(str, sorted(guilty)))
+            return f"one link of ranks {ranks} carries nothing: {message}; {seen}", None
         link = Link(min(guilty), max(guilty))
         if self.rank in guilty:
             return f"link {link} carries nothing: {message}", None

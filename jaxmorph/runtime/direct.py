@@ -76,7 +76,8 @@ def is_of_path(error: Exception) -> bool:
     are raised as they are: another route would not help, and would hide them. JAX raises a
     `ValueError` with a status where a collective fails while it is dispatched.
     """
-    text = str(error)
+    # XLA adds NCCL's last warning to each error, however old and unrelated that is.
+    text = str(error).partition("Last NCCL warning")[0]
     of_backend = isinstance(error, jax.errors.JaxRuntimeError) or (
         isinstance(error, ValueError) and _STATUS.match(text) is not None
     )

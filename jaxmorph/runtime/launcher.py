@@ -213,19 +213,19 @@ def _attend(watch: _Watch) -> None:
 def _record_stalled(watch: _Watch) -> None:
     """Record the ranks that made no progress and did not end themselves for that."""
     now_s = time.monotonic()
-    for rank in _silent(watch):
-        stall = rank.page.stalled(rank.process.pid, now_s)
-        if stall is not None:
-            _record_stall(watch, rank, stall)
-            write_stacks_of(rank.process.pid)
+    looked = [(rank, rank.page.stalled(rank.process.pid, now_s)) for rank in _silent(watch)]
+    stalled = [(rank, stall) for rank, stall in looked if stall is not None]
+    for rank, stall in stalled:
+        _record_stall(watch, rank, stall)
+    write_stacks_of(rank.process.pid for rank, _ in stalled)
 
 
 def _record_stopped(watch: _Watch) -> None:
     """Record the ranks that are stopped: the others may have failed because they waited for one."""
-    for rank in _silent(watch):
-        if is_stopped(rank.process.pid):
-            _record_stall(watch, rank, rank.page.stall(rank.process.pid))
-            write_stacks_of(rank.process.pid)
+    stopped = [rank for rank in _silent(watch) if is_stopped(rank.process.pid)]
+    for rank in stopped:
+        _record_stall(watch, rank, rank.page.stall(rank.process.pid))
+    write_stacks_of(rank.process.pid for rank in stopped)
 
 
 def _silent(watch: _Watch) -> Iterator[StartedRank]:

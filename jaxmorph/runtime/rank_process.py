@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -123,13 +123,14 @@ def run_rank(body: Callable[[RankArguments, LauncherLink, list[str]], None]) -> 
     try:
         body(arguments, link, rest)
     except BaseException as error:  # also SystemExit: the launcher must know the reason
-        traceback.print_exc()
         has_stalled = isinstance(error, StalledError)
-        if has_stalled:
-            write_stacks(error)
         link.report_failure(arguments.rank, error)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError):  # the log's disk may be full
+            traceback.print_exc()
+            if has_stalled:
+                write_stacks(error)
+            sys.stdout.flush()
+            sys.stderr.flush()
         if arguments.rank == 0 and getattr(error, "waited_for", None) is not None:
             # Its end takes JAX's coordination service along, and that ends the others before they
             # can report what rank 0 has waited for.

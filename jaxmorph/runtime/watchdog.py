@@ -42,8 +42,8 @@ def watch_over(report: Callable[[Stall], None], fd: int | None = None) -> None:
 
 def write_stacks(why: object) -> None:
     """Write the stacks of all threads to standard error, after a line that says why."""
-    print(f"error: {why}; the stacks of all threads:", file=sys.stderr, flush=True)  # noqa: T201
     with suppress(ValueError, OSError):
+        print(f"error: {why}; the stacks of all threads:", file=sys.stderr, flush=True)  # noqa: T201
         faulthandler.dump_traceback(all_threads=True)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jaxmorph.config import Config
+from jaxmorph.program.slots_needed import FIRST_SLOTS
 from jaxmorph.runtime.rendezvous import Rendezvous, agree, gather
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.timeline import Timeline
@@ -65,11 +66,13 @@ def agree_on_sidecars(
         choice = SidecarChoice(transport.sidecars)
     else:
         # A sidecar that was replaced meanwhile has used less than before.
-        own = SidecarLoad(max(0.0, *loads_s), cores_identity(), usable_cores())
+        own = SidecarLoad(max([0.0, *loads_s]), cores_identity(), usable_cores())
         loads = gather(rendezvous, SidecarLoad, own)
         # Several would share no emulated bandwidth; RDMA leaves the work to the network cards.
+        # The host's budget counts one slot for each sidecar of a channel up to `FIRST_SLOTS`.
         fixed = transport.backend != "tcp" or emulation.links or emulation.trace
-        found = choose_sidecars(loads, timelines, most=1 if fixed else None)
+        most = FIRST_SLOTS if config.limits.host_gib is not None else None
+        found = choose_sidecars(loads, timelines, most=1 if fixed else most)
         choice = agree(rendezvous, SidecarChoice, found)
         if choice.count > 1:
             trainer.change_sidecars(rendezvous, choice.count)

@@ -20,6 +20,7 @@ from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.messages import EventEmitted, RunMessage
 from jaxmorph.program.instructions import RankInstructions, Receive, Send, channel_of
 from jaxmorph.program.lowering import forward_only
+from jaxmorph.program.slots_needed import power_of_two
 from jaxmorph.progress import progress
 from jaxmorph.records import CHANGES, EventKind
 from jaxmorph.report.terminal import PlainReporter
@@ -349,7 +350,8 @@ class Trainer:
         self._has_room = program
         moves = (each for each in program.instructions if isinstance(each, Send | Receive))
         delegated = (each.transfer for each in moves if each.route == "delegated")
-        slots = {channel_of(each): self.config.batch.microbatches for each in delegated}
+        most = power_of_two(self.config.batch.microbatches)
+        slots = {channel_of(each): most for each in delegated}
         if self._training is not None and self._training.room is not None:
             slots = self._training.room.within(slots)
         self._stage.make_room(slots)

@@ -121,7 +121,7 @@ class Sidecar:
         if stall is None or os.getppid() != self._parent:
             return
         print(f"error: rank {self._rank} {stall}", file=sys.stderr, flush=True)  # noqa: T201
-        write_stacks_of(self._parent)
+        write_stacks_of([self._parent])
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._parent, signal.SIGKILL)
 

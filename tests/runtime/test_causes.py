@@ -151,6 +151,18 @@ def test_every_rank_names_a_link_that_carries_nothing():
         assert errors[rank].waited_for is None
 
 
+def test_ranks_that_wait_in_a_circle_name_no_link_that_may_be_whole():
+    waits = LongWaits(3)
+    for rank, peer in [(0, 3), (1, 0), (2, 1)]:
+        waits.add(Wait(rank, peer, f"no activation on link {min(rank, peer)}-{max(rank, peer)}"))
+    error = waits.error("5 s in vain", 2)
+    assert str(error) == (
+        "one link of ranks 0, 1, 2, 3 carries nothing: 5 s in vain; no activation on link 0-3; "
+        "no activation on link 0-1; no activation on link 1-2"
+    )
+    assert error.waited_for is None
+
+
 def test_a_rank_that_waits_for_nobody_is_named():
     chain = Chain(4)
     chain.waits[2].add(Wait(2, 1, "no activation on link 1-2"))

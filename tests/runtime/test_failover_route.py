@@ -208,6 +208,8 @@ def test_a_local_error_is_raised_as_it_is(make_ends, text):
     "text",
     [
         "UNKNOWN: Gloo collective permute failed: reset by peer",
+        "INTERNAL: NCCL operation ncclRecv failed: remote process exited. Last NCCL warning(error) "
+        "log entry (may be unrelated) 'Cuda failure 801 operation not supported'",
         "DEADLINE_EXCEEDED: the collective was not over in 5 s",
         "INTERNAL: NCCL operation ncclGroupEnd() failed: remote process exited",
         "the communicator is closed",

@@ -69,6 +69,7 @@ LATE = {"parallelism": {"stages": 2}, "emulation": {"links": [{"between": [0, 1]
         ({"transport": {"sidecars": 2}}, [], "2 sidecars a rank"),
         ({"transport": {"backend": "nixl"}}, [], "1 sidecar a rank (one would be busy for 250%"),
         (LATE, [], "1 sidecar a rank (one would be busy for 250%"),
+        ({"limits": {"host_gib": 1}}, [2], "2 sidecars a rank"),
     ],
 )
 def test_ranks_change_to_what_auto_finds(monkeypatch, config, changes, words):

@@ -13,6 +13,7 @@ import pytest
 from jaxmorph.config import check_config
 from jaxmorph.control.link_state import FailedPaths, PathFailure
 from jaxmorph.errors import RunFailedError, UserError
+from jaxmorph.program.instructions import Payload, Send, Transfer, channel_of
 from jaxmorph.records import Link
 from jaxmorph.runtime.executor import StepOutcome
 from jaxmorph.runtime.queue import Stamp
@@ -340,3 +341,17 @@ def test_a_trainer_after_jax_is_refused(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")  # joining adds to them
     with pytest.raises(UserError, match=r"^Trainer: JAX has already computed something.*join\(\)"):
         Trainer(MODEL, {})
+
+
+def test_forwards_have_slots_for_any_number_of_microbatches():
+    asked = []
+    trainer: Any = SimpleNamespace(
+        _has_room=None,
+        _training=None,
+        _stage=SimpleNamespace(make_room=asked.append),
+        _rendezvous=SoleRank(),
+        config=check_config({"batch": {"microbatches": 6}}),
+    )
+    sends = Send(Transfer(Payload.ACTIVATION, 0, 1, 0), "delegated")
+    Trainer._make_room(trainer, cast(Any, SimpleNamespace(instructions=[sends])))
+    assert asked == [{channel_of(sends.transfer): 8}]  # slots are a power of two
