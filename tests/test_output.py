@@ -109,7 +109,9 @@ write_stderr("the end")
 """
 
 
-@pytest.mark.parametrize("reader", ["a stopped pager", "Ctrl-S"])
+@pytest.mark.parametrize(
+    "reader", ["a stopped pager", pytest.param("Ctrl-S", marks=pytest.mark.long)]
+)
 def test_a_process_ends_though_nobody_reads(reader):
     """Its own standard output, then its standard error too, take nothing."""
     reading, writing = os.pipe() if reader == "a stopped pager" else pty.openpty()

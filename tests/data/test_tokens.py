@@ -60,6 +60,7 @@ def test_a_token_array_takes_the_tokenizers_vocabulary(array_file, tmp_path):
         load_tokens(other, words)
 
 
+@pytest.mark.long
 def test_an_array_of_a_terabyte_costs_a_few_pages(array_file):
     path = array_file([1, 2], "uint16")
     with Path(path).open("r+b") as file:

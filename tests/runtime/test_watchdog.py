@@ -30,6 +30,7 @@ def test_a_stalled_rank_is_named_with_what_it_waits_for(tmp_path, how):
     assert log.count("most recent call first") > 1  # of all threads
 
 
+@pytest.mark.long  # it waits for most of its time
 def test_a_rank_that_keeps_the_interpreters_lock_is_ended(tmp_path):
     failure, log = run_until_it_stalls("keeps the lock", tmp_path)
     assert failure.reason.startswith("rank 1 failed: ")
