@@ -264,16 +264,15 @@ def process_fields(pid: int) -> list[str]:
 def write_stacks_of(pids: Iterable[int]) -> None:
     """Let processes write the stacks of their threads to their logs, even if they are stopped.
 
-    They have a moment for that; afterwards the caller ends them. A stopped one may write them by
-    its own timer once it is continued, so it is asked after that: two writers would mix up their
-    lines.
+    They have a moment for that; afterwards the caller ends them.
     """
     if pids := tuple(pids):
-        for number in (signal.SIGCONT, signal.SIGQUIT):
-            for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, number)
-            time.sleep(_STACKS_S)
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                # To its first thread, which then can't run on before it has written where it is.
+                ctypes.CDLL(None).tgkill(pid, pid, int(signal.SIGQUIT))
+                os.kill(pid, signal.SIGCONT)
+        time.sleep(_STACKS_S)
 
 
 def continue_when_parent_ends() -> None:

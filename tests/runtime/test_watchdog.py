@@ -34,5 +34,4 @@ def test_a_stalled_rank_is_named_with_what_it_waits_for(tmp_path, how):
 def test_a_rank_that_keeps_the_interpreters_lock_is_ended(tmp_path):
     failure, log = run_until_it_stalls("keeps the lock", tmp_path)
     assert failure.reason.startswith("rank 1 failed: ")
-    assert "Timeout" in log  # of the timer, which needs no lock
     assert "in stand_still" in log
