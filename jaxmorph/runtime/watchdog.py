@@ -20,7 +20,7 @@ from jaxmorph.progress import LOOK_S, Page, Stall, progress
 STALLED = 75
 """The exit code of a process that has stalled: EX_TEMPFAIL of sysexits.h, a temporary failure."""
 
-# A stalled process ends itself by its thread, if that can run. This is later than its launcher acts,
+# A stalled process ends itself by its thread, if that can run. This is later than a launcher acts,
 # as a timer that is over once a stopped process is continued would mix its stacks with others.
 _TIMER_S = 4.5
 _REPORT_S = 1.0
