@@ -121,18 +121,27 @@ class LongWaits:
         self._lock = threading.Lock()
 
     def add(self, wait: Wait, came_over: Link | None = None) -> None:
-        """Keep a rank's first long wait of the step, and pass it on.
+        """Keep a rank's long wait, unless one of it is known, or forget it; and pass that on.
 
         Args:
+            wait: For the rank itself: its long wait is over.
             came_over: The link whose other end has sent it; None: it is this rank's own.
         """
         with self._lock:
-            if wait.rank in self._waits:
+            is_over = wait.peer == wait.rank
+            if is_over != (wait.rank in self._waits):
                 return
-            self._waits[wait.rank] = wait
+            if is_over:
+                del self._waits[wait.rank]
+            else:
+                self._waits[wait.rank] = wait
         for link, send in self.pass_on.items():
             if link != came_over:
                 send(wait)
+
+    def is_over(self) -> None:
+        """Notify the others that this rank's long wait is over: it may fail for another reason."""
+        self.add(Wait(self.rank, self.rank, ""))
 
     def end_step(self) -> None:
         """Forget all waits: they are over."""

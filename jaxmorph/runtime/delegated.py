@@ -308,7 +308,7 @@ class DelegatedRoute:
         while True:
             until_s = min(deadline_s, time.monotonic() + _CHECK_EVERY_S)
             try:
-                return wait(name, until_s)
+                slot = wait(name, until_s)
             except TimeoutError as error:
                 self._check()
                 self._finish_ready_copies()
@@ -319,6 +319,10 @@ class DelegatedRoute:
                 if not is_long and until_s - began_s >= (deadline_s - began_s) * _LONG:
                     is_long = True  # others learn of it before their own time is over
                     self._waits.add(Wait(self._waits.rank, peer, what))
+            else:
+                if is_long:
+                    self._waits.is_over()
+                return slot
 
     def _in_vain(self, identity: TransferIdentity, waited_s: float) -> str:
         """What this rank has waited for, in words."""

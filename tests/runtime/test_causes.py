@@ -151,6 +151,14 @@ def test_every_rank_names_a_link_that_carries_nothing():
         assert errors[rank].waited_for is None
 
 
+def test_a_wait_that_is_over_leads_nowhere():
+    chain = Chain(4)
+    chain.waits[1].add(Wait(1, 2, "no activation on link 1-2"))
+    chain.waits[1].is_over()  # then rank 1 hangs, and rank 2 waits for it
+    chain.waits[2].add(Wait(2, 1, "no slot on link 1-2"))
+    assert chain.waits[3].error("5 s in vain", 2).waited_for == 1
+
+
 def test_ranks_that_wait_in_a_circle_name_no_link_that_may_be_whole():
     waits = LongWaits(3)
     for rank, peer in [(0, 3), (1, 0), (2, 1)]:
