@@ -11,15 +11,20 @@ names the cause, on several hosts too.
 
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from jaxmorph.messages import RankFailed
 from jaxmorph.records import Link
 
 _PLACE_TAKEN = re.compile(rb"(\d+) unexpectedly tried to connect with a different incarnation")
 _END_OF_LOG_BYTES = 1 << 16
+_LONG = 1 / 4  # of the time that a wait has
+
+Found = TypeVar("Found")
 
 
 class WaitedInVainError(TimeoutError):
@@ -36,15 +41,18 @@ class WaitedInVainError(TimeoutError):
 
 @dataclass(frozen=True)
 class Wait:
-    """A rank that has waited for another one for long.
+    """What a rank reports of its waiting, when that becomes long and when it is over.
 
     Attributes:
+        peer: The rank that it waits for; None: it waits no more.
         what: For which message, in words.
+        number: Its reports count up; one that comes late, by a detour, changes nothing.
     """
 
     rank: int
-    peer: int
-    what: str
+    peer: int | None
+    what: str = ""
+    number: int = 1
 
 
 def follow(waits: Mapping[int, int], rank: int) -> tuple[int, ...]:
@@ -105,7 +113,7 @@ def rank_of_stranger(log_of_rank_0: Path) -> int | None:
 
 
 class LongWaits:
-    """The long waits of a step that this rank knows of: its own, and those that others passed on.
+    """The long waits that this rank knows of: its own, and those that others passed on.
 
     Any thread: all methods. Lock: the waits.
 
@@ -116,37 +124,63 @@ class LongWaits:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.pass_on: Mapping[Link, Callable[[Wait], None]] = {}
-        self._waits: dict[int, Wait] = {}
+        self.pass_on: Mapping[Link, Callable[[Wait], object]] = {}
+        self._latest: dict[int, Wait] = {}
         self._lock = threading.Lock()
 
-    def add(self, wait: Wait, came_over: Link | None = None) -> None:
-        """Keep a rank's long wait, unless one of it is known, or forget it; and pass that on.
+    def add(self, wait: Wait, came_over: Link | None = None) -> bool:
+        """Keep a rank's latest report of its waiting, and pass it on.
 
         Args:
-            wait: For the rank itself: its long wait is over.
             came_over: The link whose other end has sent it; None: it is this rank's own.
+
+        Returns:
+            Whether it is later than what was known.
         """
         with self._lock:
-            is_over = wait.peer == wait.rank
-            if is_over != (wait.rank in self._waits):
-                return
-            if is_over:
-                del self._waits[wait.rank]
-            else:
-                self._waits[wait.rank] = wait
+            known = self._latest.get(wait.rank)
+            if known is not None and wait.number <= known.number:
+                return False
+            self._latest[wait.rank] = wait
         for link, send in self.pass_on.items():
             if link != came_over:
                 send(wait)
+        return True
 
-    def is_over(self) -> None:
-        """Notify the others that this rank's long wait is over: it may fail for another reason."""
-        self.add(Wait(self.rank, self.rank, ""))
+    def wait(
+        self,
+        attempt: Callable[[float], Found | None],
+        deadline_s: float,
+        peer: int,
+        in_vain: Callable[[float], str],
+    ) -> Found:
+        """Wait for a rank; the others learn of it before their own time is over, if it is long.
 
-    def end_step(self) -> None:
-        """Forget all waits: they are over."""
+        Args:
+            attempt: Waits until a time, by the monotonic clock; None: in vain.
+            in_vain: What was in vain, in words, after so many seconds.
+
+        Raises:
+            WaitedInVainError: The deadline is over; it names the cause.
+        """
+        began_s = time.monotonic()
+        all_s = max(deadline_s - began_s, 0.0)
+        found = attempt(began_s + _LONG * all_s)
+        if found is None:
+            is_reported = self._report(peer, in_vain(_LONG * all_s))
+            found = attempt(deadline_s)
+            if found is None:
+                raise self.error(in_vain(all_s), peer)
+            if is_reported:
+                self._report(None)
+        return found
+
+    def _report(self, peer: int | None, what: str = "") -> bool:
+        """Report this rank's wait, unless it waits in another thread as well, or its end."""
         with self._lock:
-            self._waits.clear()
+            own = self._latest.get(self.rank, Wait(self.rank, None, number=0))
+        is_new = own.peer is None or peer is None
+        return is_new and self.add(Wait(self.rank, peer, what, own.number + 1))
 
     def error(self, message: str, peer: int) -> WaitedInVainError:
         """The error of this rank, which has waited for `peer` until its time was over."""
@@ -159,8 +193,11 @@ class LongWaits:
             The message, and the rank where the waiting leads; None: it leads to a link.
         """
         with self._lock:
-            known = {rank: wait for rank, wait in self._waits.items() if rank != self.rank}
-        waits = {rank: wait.peer for rank, wait in known.items()} | {self.rank: peer}
+            latest = self._latest.values()
+            known = {each.rank: each for each in latest if each.peer is not None}
+        known.pop(self.rank, None)
+        waits = {each.rank: each.peer for each in known.values() if each.peer is not None}
+        waits[self.rank] = peer
         guilty = follow(waits, self.rank)
         if len(guilty) == 1:
             others = (f"rank {rank} waits too: {wait.what}" for rank, wait in sorted(known.items()))

@@ -63,6 +63,7 @@ class Connection:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # it may be silent for days
         self._socket, self._sending = peer, threading.Lock()
+        self._received = bytearray()  # of the message that has not come whole
         self._own_seal: Seal | None = None
         self._peers_seal: Seal | None = None
         self.limit(deadline_s)
@@ -85,23 +86,24 @@ class Connection:
         """Wait for one message.
 
         Raises:
-            TimeoutError: If it doesn't come within the deadline.
+            TimeoutError: If it doesn't come within the deadline. The next call waits on for it.
             ConnectionLostError: If the peer is gone, announces more than the limit, or its seal is
                 wrong.
         """
-        head = self._receive_exactly(_LENGTH.size)
-        (length,) = _LENGTH.unpack(head)
+        begin = _LENGTH.size
+        self._receive_up_to(begin)
+        (length,) = _LENGTH.unpack_from(self._received)
         if length > limit_bytes:
             raise ConnectionLostError(
                 f"a message of {length} bytes, expected at most {limit_bytes}"
             )
-        if self._peers_seal is None:
-            return self._receive_exactly(length)
-        sealed = self._receive_exactly(length + SEAL_BYTES)
-        message, seal = sealed[:length], sealed[length:]
-        if not compare_digest(self._peers_seal(head + message), seal):
+        end = begin + length
+        self._receive_up_to(end if self._peers_seal is None else end + SEAL_BYTES)
+        received, self._received = bytes(self._received), bytearray()
+        framed, seal = received[:end], received[end:]
+        if self._peers_seal and not compare_digest(self._peers_seal(framed), seal):
             raise ConnectionLostError("a message was changed on its way, or isn't the peer's")
-        return message
+        return framed[begin:]
 
     def is_open(self) -> bool:
         """Whether the peer still has it open, without waiting; it must have no deadline."""
@@ -118,15 +120,14 @@ class Connection:
             self._socket.shutdown(socket.SHUT_RDWR)  # `close` alone would wake no thread
         self._socket.close()
 
-    def _receive_exactly(self, length: int) -> bytes:
-        received = bytearray()
-        while len(received) < length:
+    def _receive_up_to(self, length: int) -> None:
+        """Receive the message's first bytes; those that have come stay if the deadline is over."""
+        while len(self._received) < length:
             with _losses_named():
-                part = self._socket.recv(length - len(received))
+                part = self._socket.recv(length - len(self._received))
             if not part:
                 raise ConnectionLostError("the connection was closed")
-            received += part
-        return bytes(received)
+            self._received += part
 
 
 class RefusedError(ConnectionLostError):

@@ -31,7 +31,7 @@ from jaxmorph.copies.host_memory import HostReceive
 from jaxmorph.program.instructions import Channel, channel_of
 from jaxmorph.program.slots_needed import FIRST_SLOTS
 from jaxmorph.records import EventKind, Link
-from jaxmorph.runtime.causes import LongWaits, Wait
+from jaxmorph.runtime.causes import LongWaits
 from jaxmorph.runtime.payloads import channel_name
 from jaxmorph.runtime.routes import (
     AbandonedEpochError,
@@ -304,25 +304,19 @@ class DelegatedRoute:
         deadline_s: float,
     ) -> Slot:
         """Wait for a slot, checking the rest of the rank meanwhile."""
-        began_s, is_long = time.monotonic(), False
-        while True:
-            until_s = min(deadline_s, time.monotonic() + _CHECK_EVERY_S)
-            try:
-                slot = wait(name, until_s)
-            except TimeoutError as error:
-                self._check()
-                self._finish_ready_copies()
-                peer = sum(identity.transfer.link) - self._waits.rank
-                what = self._in_vain(identity, until_s - began_s)
-                if until_s >= deadline_s:
-                    raise self._waits.error(what, peer) from error
-                if not is_long and until_s - began_s >= (deadline_s - began_s) * _LONG:
-                    is_long = True  # others learn of it before their own time is over
-                    self._waits.add(Wait(self._waits.rank, peer, what))
-            else:
-                if is_long:
-                    self._waits.is_over()
-                return slot
+
+        def attempt(until_s: float) -> Slot | None:
+            while True:
+                try:
+                    return wait(name, min(until_s, time.monotonic() + _CHECK_EVERY_S))
+                except TimeoutError:
+                    self._check()
+                    self._finish_ready_copies()
+                    if time.monotonic() >= until_s:
+                        return None
+
+        peer = sum(identity.transfer.link) - self._waits.rank
+        return self._waits.wait(attempt, deadline_s, peer, partial(self._in_vain, identity))
 
     def _in_vain(self, identity: TransferIdentity, waited_s: float) -> str:
         """What this rank has waited for, in words."""
@@ -335,7 +329,6 @@ class DelegatedRoute:
 
 
 _CHECK_EVERY_S = 0.5
-_LONG = 1 / 4  # of the time that a wait has
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,6 @@ class FailoverRoute:
 
     def end_step(self) -> None:
         """Keep no outputs of the step: all ranks have exchanged reports, so all was received."""
-        self._waits.end_step()
         for link in self._ends:
             self.kept.release(link)
         self._watch.end_step([link for link in self._ends if self.has_failed_over(link)])

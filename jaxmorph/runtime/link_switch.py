@@ -31,6 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from jaxmorph.control.link_state import PathFailure
@@ -207,15 +208,18 @@ class LinkEnd:
         """
         due = self._send_ready()
         if due is not None:
-            self._await_ready(due, time.monotonic() + self._timeout_s)
+            self._wait(
+                partial(self._await_ready, due),
+                lambda waited_s: (
+                    f"{what}: rank {self.peer} did not come to it within {waited_s:.3g} s"
+                ),
+            )
         with self._changed:
             self.raise_error()
             if self._has_left_path:
                 return False
             if not self._peer_is_ready:
                 self._raise_lost()
-                late = f"{what}: rank {self.peer} did not come to it within {self._timeout_s:g} s"
-                raise self._waits.error(late, self.peer)
             self._is_in_transfer = True
             return True
 
@@ -247,18 +251,17 @@ class LinkEnd:
             TimeoutError: If the peer doesn't report its counts; `PeerGoneError` if it is gone.
             LinkSwitchError: If the ends disagree.
         """
+        self._wait(
+            partial(self._await_change, lambda: self.has_failed_over),
+            lambda waited_s: (
+                f"{what}: the direct path failed, and rank {self.peer} did not report within "
+                f"{waited_s:.3g} s what it has received"
+            ),
+        )
         with self._changed:
-            self._changed.wait_for(
-                lambda: self.has_failed_over or self._has_lost_or_failed, self._timeout_s
-            )
             self.raise_error()
             if not self.has_failed_over:
                 self._raise_lost()
-                silent = (
-                    f"{what}: the direct path failed, and rank {self.peer} did not report within "
-                    f"{self._timeout_s:g} s what it has received"
-                )
-                raise self._waits.error(silent, self.peer)
             self._arrived_s = None
             return self.epoch
 
@@ -326,8 +329,20 @@ class LinkEnd:
             self._send(self._connections.ready, ready.to_bytes())
             return ready
 
-    def _await_ready(self, due: Ready, until_s: float) -> None:
-        """Wait until the peer is ready, has left the path, or is gone.
+    def _wait(self, attempt: Callable[[float], bool], in_vain: Callable[[float], str]) -> None:
+        """Wait for the peer until an attempt succeeds or the link is lost."""
+        deadline_s = time.monotonic() + self._timeout_s
+        self._waits.wait(lambda until_s: attempt(until_s) or None, deadline_s, self.peer, in_vain)
+
+    def _await_change(self, condition: Callable[[], bool], until_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: condition() or self._has_lost_or_failed,
+                max(until_s - time.monotonic(), 0.0),
+            )
+
+    def _await_ready(self, due: Ready, until_s: float) -> bool:
+        """Wait until the peer is ready, has left the path, or is gone; whether it is.
 
         `due` is fixed by the caller: the link's own thread may start the next epoch meanwhile.
         """
@@ -337,20 +352,18 @@ class LinkEnd:
                 self._connections.ready.limit(max(until_s - time.monotonic(), _SHORTEST_S))
                 self._last_ready = Ready.from_bytes(self._connections.ready.receive())
         except TimeoutError:
-            return
+            return self._has_left_path or self._has_lost_or_failed
         except (ConnectionLostError, OSError) as error:
             lost = str(error)
             self._connections.states.close()  # wakes the link's own thread
         except Exception as error:  # a malformed message
             self._fail(error)
-        if not self._peer_is_ready:
-            # The peer has left the path or is gone: wait until the link's own thread knows which.
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._has_left_path or self._has_lost_or_failed,
-                    max(until_s - time.monotonic(), 0.0),
-                )
-                self._lost = self._lost or lost
+        if self._peer_is_ready:
+            return True
+        # The peer has left the path or is gone: wait until the link's own thread knows which.
+        is_known = self._await_change(lambda: self._has_left_path, until_s)
+        self._lost = self._lost or lost
+        return is_known or self._lost is not None
 
     def _raise_lost(self) -> None:
         if self._lost is not None:

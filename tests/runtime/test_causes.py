@@ -1,5 +1,7 @@
 """Whose failure it is, by the reports of ranks that waited for each other."""
 
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
@@ -8,7 +10,14 @@ from jaxmorph.messages import RankFailed
 from jaxmorph.program.instructions import Payload, Transfer
 from jaxmorph.records import Link
 from jaxmorph.runtime import rank_process
-from jaxmorph.runtime.causes import LongWaits, Wait, cause_of, follow, rank_of_stranger
+from jaxmorph.runtime.causes import (
+    LongWaits,
+    Wait,
+    WaitedInVainError,
+    cause_of,
+    follow,
+    rank_of_stranger,
+)
 from jaxmorph.runtime.direct import PathFailedError
 from jaxmorph.runtime.rank_process import _failure, reporting_failures
 from jaxmorph.runtime.rendezvous import RendezvousError
@@ -154,9 +163,58 @@ def test_every_rank_names_a_link_that_carries_nothing():
 def test_a_wait_that_is_over_leads_nowhere():
     chain = Chain(4)
     chain.waits[1].add(Wait(1, 2, "no activation on link 1-2"))
-    chain.waits[1].is_over()  # then rank 1 hangs, and rank 2 waits for it
+    chain.waits[1].add(Wait(1, None, number=2))  # then rank 1 hangs, and rank 2 waits for it
     chain.waits[2].add(Wait(2, 1, "no slot on link 1-2"))
     assert chain.waits[3].error("5 s in vain", 2).waited_for == 1
+
+
+class Attempts:
+    """A rank's wait for rank 1: the first attempt is in vain, the second brings what is given.
+
+    Attributes:
+        reports: What the rank passes on meanwhile.
+        within: Runs in the second attempt.
+    """
+
+    def __init__(self, found):
+        self.found, self.count, self.reports = found, 0, []
+        self.waits = LongWaits(0)
+        self.within: Callable[[], object] = list
+        self.waits.pass_on = {Link(0, 1): self.reports.append}
+
+    def attempt(self, until_s):
+        self.count += 1
+        if self.count == 1:
+            return None
+        self.within()
+        return self.found
+
+    def wait(self):
+        deadline_s = time.monotonic() + 1000.0
+        return self.waits.wait(self.attempt, deadline_s, 1, lambda waited_s: f"{waited_s:.4g} s")
+
+
+def test_a_long_wait_is_reported_and_withdrawn():
+    rank = Attempts("a message")
+    assert rank.wait() == "a message"
+    assert rank.reports == [Wait(0, 1, "250 s", 1), Wait(0, None, "", 2)]
+    assert rank.wait() == "a message"  # at once
+    assert len(rank.reports) == 2
+
+
+def test_a_wait_in_vain_stays_reported():
+    rank = Attempts(None)
+    with pytest.raises(WaitedInVainError, match=r"^1000 s$"):
+        rank.wait()
+    assert rank.reports == [Wait(0, 1, "250 s", 1)]
+
+
+def test_a_rank_that_waits_in_two_threads_withdraws_the_first_wait_alone():
+    rank, other = Attempts("a message"), Attempts("a slot")
+    other.waits = rank.waits
+    rank.within = lambda: other.wait() and rank.reports.append("the other is over")
+    assert rank.wait() == "a message"
+    assert rank.reports == [Wait(0, 1, "250 s", 1), "the other is over", Wait(0, None, "", 2)]
 
 
 def test_ranks_that_wait_in_a_circle_name_no_link_that_may_be_whole():
@@ -180,12 +238,11 @@ def test_a_rank_that_waits_for_nobody_is_named():
     assert chain.waits[0].error("5 s in vain", 1).waited_for == 1
 
 
-def test_the_first_long_wait_of_a_step_counts():
+def test_a_report_that_comes_late_changes_nothing():
     waits = LongWaits(0)
-    waits.add(Wait(1, 2, "the first"))
-    waits.add(Wait(1, 0, "the second"))
-    assert "the first" in str(waits.error("in vain", 1))
-    waits.end_step()
+    assert waits.add(Wait(1, 2, "the first"))
+    assert waits.add(Wait(1, None, number=2))
+    assert not waits.add(Wait(1, 2, "the first"))  # by a detour
     assert str(waits.error("in vain", 1)) == "in vain"
 
 

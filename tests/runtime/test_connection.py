@@ -173,6 +173,17 @@ def test_another_version_is_a_clear_message(hello, version):
     assert f"rank 0 runs another jaxmorph: its ranks speak version {version}" in str(failure)
 
 
+def test_a_deadline_within_a_message_loses_nothing():
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    connection = Connection(cast(Any, _Plain(ours)), 0.01)
+    for part in (b"\0", b"\0\0", b"\5", b"hel"):
+        theirs.sendall(part)
+        with pytest.raises(TimeoutError):
+            connection.receive()
+    theirs.sendall(b"lo\0\0\0\1!")
+    assert [connection.receive(), connection.receive()] == [b"hello", b"!"]
+
+
 def receive_all(connection, into):
     while True:
         into.append(connection.receive())

@@ -241,16 +241,14 @@ def test_a_link_that_is_cut_on_both_routes_is_named(make_ends):
     assert raised.value.waited_for is None
 
 
-def test_ends_pass_long_waits_on_until_the_step_is_over(make_ends):
+def test_ends_pass_long_waits_on(make_ends):
     first, second = make_ends().routes
-    first._waits.add(Wait(0, 3, "no activation on link 0-3"))
-    until_s = time.monotonic() + LIMIT_S
-    while "link 0-3" not in str(second._waits.error("in vain", 0)):
-        assert time.monotonic() < until_s
-        time.sleep(0.001)
-    assert second._waits.error("in vain", 0).waited_for == 3
-    second.end_step()
-    assert second._waits.error("in vain", 0).waited_for == 0
+    for wait, leads_to in ((Wait(0, 3, "no activation on link 0-3"), 3), (Wait(0, None, "", 2), 0)):
+        first._waits.add(wait)
+        until_s = time.monotonic() + LIMIT_S
+        while second._waits.error("in vain", 0).waited_for != leads_to:
+            assert time.monotonic() < until_s
+            time.sleep(0.001)
 
 
 def test_a_late_peer_is_no_path_failure(make_ends):
@@ -261,18 +259,19 @@ def test_a_late_peer_is_no_path_failure(make_ends):
     assert failures(ends) == []
 
 
-def test_a_link_is_restored_over_other_devices(make_ends):
-    ends = make_ends(Collectives(fails_at=2), Collectives(fails_at=5))
-    move(ends)
-    assert [failure.restores_left for failure in failures_of_both(ends)] == [1, 1]
-    for route in ends.routes:
-        assert route.can_restore(LINK)
-        route.restore(LINK)
-        assert not route.has_failed_over(LINK)
-    move(ends, step=1)
-    assert [failure.restores_left for failure in failures_of_both(ends)] == [0, 0]
-    assert not any(route.can_restore(LINK) for route in ends.routes)
-    move(ends, step=2)
+def test_a_link_is_restored_over_other_devices_again_and_again(make_ends):
+    fails_at = (2, 5, 0, 3)
+    ends = make_ends(*(Collectives(fails_at=number) for number in fails_at))
+    for step, left in enumerate((3, 2, 1, 0)):
+        move(ends, step=step)
+        assert [failure.restores_left for failure in failures_of_both(ends)] == [left, left]
+        for route in ends.routes:
+            assert route.has_failed_over(LINK)
+            assert route.can_restore(LINK) == (left > 0)
+            if left:
+                route.restore(LINK)
+                assert not route.has_failed_over(LINK)
+    move(ends, step=len(fails_at))
 
 
 def test_a_cut_link_keeps_its_devices(make_ends):

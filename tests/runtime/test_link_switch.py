@@ -6,6 +6,9 @@ import time
 import pytest
 from two_ends import CHANNELS, LIMIT_S, LINK, connections
 
+from jaxmorph.records import Link
+from jaxmorph.runtime import causes
+from jaxmorph.runtime.causes import LongWaits, Wait, WaitedInVainError
 from jaxmorph.runtime.link_switch import EndState, LinkEnd, LinkSwitchError, Ready
 from jaxmorph.transport.names import PeerGoneError
 
@@ -15,7 +18,7 @@ ACTIVATIONS, GRADIENTS, _ = CHANNELS
 class OneEnd:
     """Rank 0's end, whose peer is the test."""
 
-    def __init__(self, resend=lambda counts: 0, timeout_s=LIMIT_S):
+    def __init__(self, resend=lambda counts: 0, timeout_s=LIMIT_S, waits=None):
         own, self.peer = connections()
         self.resent, self.has_state = [], threading.Event()
         self.end = LinkEnd(
@@ -26,6 +29,7 @@ class OneEnd:
             resend=lambda state: self.resent.append(state.received) or resend(state.received),
             on_peer_state=self.has_state.set,
             timeout_s=timeout_s,
+            waits=waits,
         )
 
     def begin_transfer(self, number=1):
@@ -232,3 +236,35 @@ def test_a_switch_ends_the_wait_for_the_peer(make_end):
     threading.Timer(0.02, leave_before_ready).start()
     assert not one.end.await_peer("a transfer")
     assert time.monotonic() - began_s < LIMIT_S / 2
+
+
+def test_a_wait_for_a_direct_transfers_peer_is_passed_on(make_end):
+    """So a rank far away names the one that has failed, and not its own neighbour."""
+    reports = []
+    for leaves in (False, True):
+        waits = LongWaits(0)
+        waits.pass_on = {Link(0, 9): reports.append}
+        one = make_end(waits=waits, timeout_s=0.04)
+        if leaves:
+            one.end.leave_path("its cable", retires_communicator=False)
+        with pytest.raises(WaitedInVainError) as raised:
+            (one.end.await_switch if leaves else one.end.await_peer)("a transfer")
+        assert raised.value.waited_for == 1
+    late, silent = reports
+    assert late == Wait(0, 1, "a transfer: rank 1 did not come to it within 0.01 s", 1)
+    assert silent.what.startswith("a transfer: the direct path failed, and rank 1 did not report")
+
+
+def test_a_long_wait_for_a_direct_transfers_peer_is_withdrawn(make_end, monkeypatch):
+    monkeypatch.setattr(causes, "_LONG", 0.001)
+    reports, waits = [], LongWaits(0)
+    one = make_end(waits=waits)
+
+    def report(wait):
+        if not reports:
+            one.peer.ready.send(Ready(0, 1).to_bytes())
+        reports.append(wait.peer)
+
+    waits.pass_on = {Link(0, 9): report}
+    assert one.end.await_peer("a transfer")
+    assert reports == [1, None]

@@ -161,10 +161,9 @@ class Program:
 class Communicators:
     """A rank's communicators; each may fail once."""
 
-    count = COMMUNICATORS
-
     def __init__(self, collectives, rank):
         self.collectives, self.rank = collectives, rank
+        self.count = max(COMMUNICATORS, len(collectives))
 
     def programs(self, link, number):
         collectives = self.collectives[number]
