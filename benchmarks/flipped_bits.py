@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.judgement import Computed, computed_by, differences, of_this_go
+from benchmarks.chaos.judgement import Computed, computed_by, differences, provenance
 from benchmarks.head_of_line import Bar
 from jaxmorph.records import Event, EventKind
 from jaxmorph.report.run_directory import EVENTS, METRICS, read_records
@@ -251,7 +251,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="keeps the undisturbed run for a further go")
     arguments = parser.parse_args()
     flips, goes = _earlier(arguments.json)
-    goes.append(of_this_go(ROOT, "benchmarks.flipped_bits"))
+    goes.append(provenance(ROOT, "benchmarks.flipped_bits"))
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         whole = whole_run(folder)

@@ -9,14 +9,14 @@ import pytest
 from benchmarks.chaos.faults import (
     CUTS,
     KINDS,
+    LINK_KINDS,
     MOMENTS,
-    TROUBLES,
     Dealer,
     begun,
-    draw_troubles,
+    draw_link_faults,
     kinds_of,
 )
-from benchmarks.chaos.judgement import WHOLE_RUN, Outcome, blame, missed, table_of
+from benchmarks.chaos.judgement import WHOLE_RUN, Outcome, attribute, missed, table_of
 from benchmarks.flipped_bits import IN_TURNS, groups_of
 from benchmarks.flipped_bits import KINDS as FILES
 
@@ -37,29 +37,29 @@ def test_only_the_wanted_kinds_are_dealt():
     assert dealer.deal(ranks_end=False) is None
 
 
-def test_links_have_all_kinds_of_troubles_that_are_wanted():
-    troubles = draw_troubles(random.Random(0), 3, ["1-2"], TROUBLES)
-    assert {each.kind for each in troubles} == {*TROUBLES}
-    assert {each.link for each in troubles if each.kind == "card down"} == {"1-2"}
-    assert all(a.ends_s < b.begins_s for a, b in pairwise(troubles))
-    whole = [each for each in TROUBLES if each not in CUTS]
-    assert {each.kind for each in draw_troubles(random.Random(0), 3, [], whole)} == {*whole}
-    assert draw_troubles(random.Random(0), 3, [], []) == ()
+def test_links_have_all_kinds_of_faults_that_are_wanted():
+    faults = draw_link_faults(random.Random(0), 3, ["1-2"], LINK_KINDS)
+    assert {each.kind for each in faults} == {*LINK_KINDS}
+    assert {each.link for each in faults if each.kind == "card down"} == {"1-2"}
+    assert all(a.ends_s < b.begins_s for a, b in pairwise(faults))
+    whole = [each for each in LINK_KINDS if each not in CUTS]
+    assert {each.kind for each in draw_link_faults(random.Random(0), 3, [], whole)} == {*whole}
+    assert draw_link_faults(random.Random(0), 3, [], []) == ()
 
 
-def test_troubles_count_in_each_life_of_the_ranks():
-    troubles = draw_troubles(random.Random(0), 3, ["1-2"], TROUBLES)
-    second_s = troubles[1].begins_s + 0.001
-    assert list(begun(troubles, [second_s, 0.0, second_s])) == 2 * [
-        troubles[0].kind,
-        troubles[1].kind,
+def test_link_faults_count_once_per_launch_of_the_ranks():
+    faults = draw_link_faults(random.Random(0), 3, ["1-2"], LINK_KINDS)
+    second_s = faults[1].begins_s + 0.001
+    assert list(begun(faults, [second_s, 0.0, second_s])) == 2 * [
+        faults[0].kind,
+        faults[1].kind,
     ]
 
 
 def test_a_wrong_step_is_the_last_fault_before_it():
     outcomes = [Outcome("rank killed", 3), Outcome("disk full", 9), Outcome(WHOLE_RUN)]
     wrong = ["step 2: got 1", "step 4: got 1", "step 9: got 1", "step 10: got 1", "parameters: x"]
-    blame(wrong, outcomes)
+    attribute(wrong, outcomes)
     assert [each.wrong for each in outcomes] == [2, 1, 2]
 
 

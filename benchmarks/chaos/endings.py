@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,6 @@ checkpoint: {every_steps: null}
 """
 PATIENCE_S = 60.0
 _AFTERWARDS_S = 5.0  # for processes that end by themselves once they see that they are alone
-_POLL_S = 0.005
 
 
 @dataclass(frozen=True)
@@ -31,11 +29,8 @@ class Ending:
     """One way for a run to end.
 
     Attributes:
-        name: In a few words.
-        end: Ends a run.
         codes: The command's exit codes then, of which any will do.
         starting: Whether it is ended before its first step, while its ranks compile.
-        overrides: Changes to the configuration.
     """
 
     name: str
@@ -49,7 +44,6 @@ def left_by(ending: Ending, folder: Path) -> list[str]:
     """End a run; returns a line for each thing it leaves behind, and each other fault.
 
     Args:
-        ending: How it ends.
         folder: For all that it writes; nothing is in it.
 
     Raises:
@@ -70,34 +64,26 @@ def left_by(ending: Ending, folder: Path) -> list[str]:
         return [*wrong, *run.traces.left_after(_AFTERWARDS_S, run.out)]
 
 
-def _interrupt(run: WatchedRun) -> None:
-    run.process.send_signal(signal.SIGINT)
+def _signals(*numbers: signal.Signals) -> Callable[[WatchedRun], None]:
+    """An ending by signals to the command."""
+
+    def end(run: WatchedRun) -> None:
+        for number in numbers:
+            run.process.send_signal(number)
+
+    return end
+
+
+def _signals_rank(number: signal.Signals) -> Callable[[WatchedRun], None]:
+    return lambda run: os.kill(run.ranks()[1], number)
 
 
 def _interrupt_twice(run: WatchedRun) -> None:
     """A rank is stuck, as in a driver: the first Ctrl-C waits for it, the second one doesn't."""
     os.kill(run.ranks()[1], signal.SIGSTOP)
-    _interrupt(run)
+    run.process.send_signal(signal.SIGINT)
     _wait(run, lambda: "Ctrl-C: saves" in run.last_output(), "the answer to Ctrl-C")
-    _interrupt(run)
-
-
-def _terminate(run: WatchedRun) -> None:
-    run.process.send_signal(signal.SIGTERM)
-
-
-def _hang_up(run: WatchedRun) -> None:
-    """A shell that ends signals its jobs, and the terminal that closes does so again."""
-    run.process.send_signal(signal.SIGHUP)
-    run.process.send_signal(signal.SIGHUP)
-
-
-def _terminate_rank(run: WatchedRun) -> None:
-    os.kill(run.ranks()[1], signal.SIGTERM)
-
-
-def _kill_rank(run: WatchedRun) -> None:
-    os.kill(run.ranks()[1], signal.SIGKILL)
+    run.process.send_signal(signal.SIGINT)
 
 
 def _kill_rank_of_stopped_sidecar(run: WatchedRun) -> None:
@@ -105,24 +91,20 @@ def _kill_rank_of_stopped_sidecar(run: WatchedRun) -> None:
     _kill_rank(run)
 
 
-def _kill_launcher(run: WatchedRun) -> None:
-    run.process.kill()
-
-
-def _leave(run: WatchedRun) -> None:
-    """It ends by itself."""
-
-
+_interrupt, _kill_launcher = _signals(signal.SIGINT), _signals(signal.SIGKILL)
+_kill_rank = _signals_rank(signal.SIGKILL)
+# A shell that ends signals its jobs, and the terminal that closes does so again.
+_hang_up = _signals(signal.SIGHUP, signal.SIGHUP)
 _INTERRUPTED, _FAILED, _KILLED = (130,), (1,), (-signal.SIGKILL,)
 _TERMINATED = (143,)
 
 ENDINGS = (
-    Ending("normal end", _leave, (0,), overrides=("run.steps=3",)),
+    Ending("normal end", _signals(), (0,), overrides=("run.steps=3",)),
     Ending("Ctrl-C", _interrupt, _INTERRUPTED),
     Ending("Ctrl-C twice, a rank stuck", _interrupt_twice, _INTERRUPTED),
-    Ending("SIGTERM", _terminate, _TERMINATED),
+    Ending("SIGTERM", _signals(signal.SIGTERM), _TERMINATED),
     Ending("terminal closed", _hang_up, _TERMINATED),
-    Ending("SIGTERM to a rank", _terminate_rank, _TERMINATED),
+    Ending("SIGTERM to a rank", _signals_rank(signal.SIGTERM), _TERMINATED),
     Ending("rank killed", _kill_rank, _FAILED),
     Ending("rank killed, its sidecar stuck", _kill_rank_of_stopped_sidecar, _FAILED),
     Ending("launcher killed", _kill_launcher, _KILLED),
@@ -133,8 +115,5 @@ ENDINGS = (
 
 
 def _wait(run: WatchedRun, condition: Callable[[], bool], awaited: str) -> None:
-    until_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        if run.process.poll() is not None or time.monotonic() > until_s:
-            raise HungError(f"waited for {awaited}: {run.last_output()}\n{run.evidence()}")
-        time.sleep(_POLL_S)
+    if not run.reaches(condition, PATIENCE_S, awaited):
+        raise HungError(f"waited for {awaited}: {run.last_output()}\n{run.evidence()}")

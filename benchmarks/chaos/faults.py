@@ -3,8 +3,9 @@
 import csv
 import io
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 QUIET_STEPS = 30  # before the last step nothing fails any more: that state must be saved
@@ -14,6 +15,7 @@ STORAGE_STEPS = (6, 9)  # with a save after every fifth step each of them meets 
 NO_ROOM = "No space left on device"
 _COLUMNS = ("time_s", "links", "latency_ms", "bandwidth_mbps", "jitter_ms", "cut", "route")
 _DEAD_CARD_EVERY_S = 10.0
+_LAST_S = {"link cut": (0.2, 0.8), "card down": (2.5, 5.0)}
 _Card = TypeVar("_Card")
 
 Ends = Literal["nothing", "ranks", "command"]
@@ -26,9 +28,9 @@ class Kind:
     """What one kind of fault is, and what follows.
 
     Attributes:
-        named: A pattern of what the run says of its cause: an event's `kind: detail`, or a line of
-            a log or of the terminal; {rank} is the rank that it happened to. Empty: it only slows
-            the run down, and nothing need name it.
+        named: A pattern of what names its cause: an event's `kind: detail`, or a line of a log or
+            of the terminal; {rank} is its rank. Empty: it only slows the run down, and need not be
+            named.
         ends: What ends with it: the ranks, which the command starts again; or the command, which
             is started again with `--resume auto`.
         weight: How many a deck has.
@@ -64,7 +66,7 @@ KINDS: Mapping[str, Kind] = {
 }
 """The kinds of faults that processes and files have."""
 
-TROUBLES = ("link slow", "link narrow", "link unsteady", "link cut", "card down")
+LINK_KINDS = ("link slow", "link narrow", "link unsteady", "link cut", "card down")
 """The kinds of faults that links have; they come by time, beside the others."""
 CUTS = ("link cut", "card down")  # emulated ones hold until the command restarts its ranks
 
@@ -73,12 +75,13 @@ class Deck(Generic[_Card]):
     """Deals cards in random order, and each of them once before any comes again."""
 
     def __init__(self, cards: Sequence[_Card], rng: random.Random) -> None:
-        self._cards, self._rng, self._left = list(cards), rng, []
+        self._cards, self._rng = list(cards), rng
+        self._left: list[_Card] = []
 
     def deal(self) -> _Card:
         """The next card."""
         if not self._left:
-            self._left: list[_Card] = self._rng.sample(self._cards, len(self._cards))
+            self._left = self._rng.sample(self._cards, len(self._cards))
         return self._left.pop()
 
 
@@ -92,25 +95,20 @@ def kinds_of(ranks_end: bool, wanted: Sequence[str]) -> list[str]:
     ]
 
 
-@dataclass
 class Dealer:
     """Deals the faults of all runs.
 
     Attributes:
         wanted: The kinds that are wanted.
-        met: How often each has happened so far, by its name.
+        counts: How often each has occurred so far.
     """
 
-    rng: random.Random
-    wanted: Sequence[str]
-    met: dict[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Shuffle a deck for each sort of run."""
-        decks = {ranks_end: kinds_of(ranks_end, self.wanted) for ranks_end in (True, False)}
-        self._decks = {key: Deck(cards, self.rng) for key, cards in decks.items() if cards}
+    def __init__(self, rng: random.Random, wanted: Sequence[str]) -> None:
+        self.wanted, self.counts = wanted, Counter[str]()
+        decks = {ranks_end: kinds_of(ranks_end, wanted) for ranks_end in (True, False)}
+        self._decks = {key: Deck(cards, rng) for key, cards in decks.items() if cards}
         moments = {True: [each for each in MOMENTS if each != "failover"], False: MOMENTS}
-        self._moments = {key: Deck(cards, self.rng) for key, cards in moments.items()}
+        self._moments = {key: Deck(cards, rng) for key, cards in moments.items()}
 
     def deal(self, *, ranks_end: bool) -> str | None:
         """The next kind of fault, None if such runs have none."""
@@ -123,7 +121,7 @@ class Dealer:
 
 
 @dataclass(frozen=True)
-class Trouble:
+class LinkFault:
     """A fault of one link for a span of time.
 
     Attributes:
@@ -137,66 +135,59 @@ class Trouble:
     ends_s: float
     link: str
     kind: str
-    cells: tuple[tuple[str, str], ...]
+    cells: Mapping[str, str]
 
 
-def draw_troubles(
+def draw_link_faults(
     rng: random.Random, num_ranks: int, direct: Sequence[str], wanted: Sequence[str]
-) -> tuple[Trouble, ...]:
+) -> tuple[LinkFault, ...]:
     """Draw faults of a run's links, one after another, for longer than the run lasts.
 
     Args:
         direct: Its links that begin on their direct routes, of which cards go down.
-        wanted: The kinds of `TROUBLES` that the run can have.
+        wanted: The kinds of `LINK_KINDS` that the run can have.
     """
-    kinds = [kind for kind in ("link slow", *TROUBLES[:-1]) if kind in wanted]
+    kinds = [kind for kind in ("link slow", *LINK_KINDS[:-1]) if kind in wanted]
     deck, at_s, dead_card_s = Deck(kinds, rng), 0.3, _DEAD_CARD_EVERY_S / 4
-    troubles = []
+    faults = []
     while at_s < TRACE_S and (kinds or "card down" in wanted):
         if "card down" in wanted and (at_s >= dead_card_s or not kinds):
-            trouble = _dead_card(rng, at_s, rng.choice(direct))
+            link, kind = rng.choice(direct), "card down"
             dead_card_s = at_s + _DEAD_CARD_EVERY_S
         else:
             low = rng.randrange(num_ranks - 1)
-            way = rng.choice((f"{low}-{low + 1}", f"{low}>{low + 1}", f"{low + 1}>{low}"))
-            trouble = _trouble(rng, at_s, way, deck.deal())
-        troubles.append(trouble)
-        at_s = trouble.ends_s + rng.uniform(0.05, 0.5)
-    return tuple(troubles)
+            link = rng.choice((f"{low}-{low + 1}", f"{low}>{low + 1}", f"{low + 1}>{low}"))
+            kind = deck.deal()
+        ends_s = at_s + rng.uniform(*_LAST_S.get(kind, (0.3, 1.5)))
+        faults.append(LinkFault(at_s, ends_s, link, kind, _cells(rng, kind)))
+        at_s = ends_s + rng.uniform(0.05, 0.5)
+    return tuple(faults)
 
 
-def _trouble(rng: random.Random, at_s: float, way: str, kind: str) -> Trouble:
-    lasts_s = rng.uniform(0.2, 0.8) if kind == "link cut" else rng.uniform(0.3, 1.5)
-    cells = {
+def _cells(rng: random.Random, kind: str) -> Mapping[str, str]:
+    if kind == "card down":  # that of a link's direct route
+        return {"cut": "1", "route": "direct"}
+    return {
         "link slow": {"latency_ms": f"{rng.uniform(2, 25):.3f}"},
         "link narrow": {"bandwidth_mbps": f"{rng.choice((2, 8, 30))}"},
         "link unsteady": {"latency_ms": "5", "jitter_ms": f"{rng.uniform(1, 8):.3f}"},
         "link cut": {"cut": "1"},
     }[kind]
-    return Trouble(at_s, at_s + lasts_s, way, kind, tuple(cells.items()))
 
 
-def _dead_card(rng: random.Random, at_s: float, link: str) -> Trouble:
-    """The card of a link's direct route goes down, and comes back."""
-    cells = (("cut", "1"), ("route", "direct"))
-    return Trouble(at_s, at_s + rng.uniform(2.5, 5.0), link, "card down", cells)
-
-
-def trace_text(troubles: tuple[Trouble, ...]) -> str:
-    """The troubles, which follow one another, as a trace of links (`read_link_trace`)."""
+def trace_text(faults: Sequence[LinkFault]) -> str:
+    """The faults, which follow one another, as a trace of links (`read_link_trace`)."""
     written = io.StringIO()
     rows: csv.DictWriter[str] = csv.DictWriter(written, _COLUMNS, restval="", lineterminator="\n")
     rows.writeheader()
-    for each in troubles:
-        at = {"links": each.link}
-        cells = dict(each.cells)
-        healed = {name: value for name, value in cells.items() if name == "route"}
-        rows.writerow({"time_s": f"{each.begins_s:.6f}", **at, **cells})
-        rows.writerow({"time_s": f"{each.ends_s:.6f}", **at, **healed})
+    for each in faults:
+        healed = {name: value for name, value in each.cells.items() if name == "route"}
+        rows.writerow({"time_s": f"{each.begins_s:.6f}", "links": each.link, **each.cells})
+        rows.writerow({"time_s": f"{each.ends_s:.6f}", "links": each.link, **healed})
     return written.getvalue()
 
 
-def begun(troubles: Sequence[Trouble], lives_s: Sequence[float]) -> Iterator[str]:
-    """The kinds of troubles that began in lives of the ranks; each life begins the trace anew."""
-    for life_s in lives_s:
-        yield from (each.kind for each in troubles if each.begins_s < life_s)
+def begun(faults: Sequence[LinkFault], trained_s: Sequence[float]) -> Iterator[str]:
+    """The kinds that began while launches of the ranks trained; each begins the trace anew."""
+    for until_s in trained_s:
+        yield from (each.kind for each in faults if each.begins_s < until_s)

@@ -1,4 +1,4 @@
-"""`jaxmorph train` with ranks whose queues can be told to hang: `-m benchmarks.chaos.hanging_rank`.
+"""`jaxmorph train` with ranks whose queues hang on request: `-m benchmarks.chaos.hanging_rank`.
 
 An item that its accelerator never ends can't be made from outside of a process.
 """
@@ -8,13 +8,13 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from jaxmorph.runtime.executor import Executor
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
 from jaxmorph.training import start, train
 
 FOLDER = "JAXMORPH_CHAOS_FOLDER"
-_ITSELF = "benchmarks.chaos.hanging_rank"
 
 
 def request(folder: Path, rank: int) -> Path:
@@ -27,7 +27,7 @@ class _NeverReady:
         threading.Event().wait()
 
 
-def _main(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> None:
+def _run_rank(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> None:
     asked, run = request(Path(os.environ[FOLDER]), arguments.rank), Executor._run
 
     def run_or_hang(executor: Executor, op: Any, state: Any) -> Any:
@@ -38,24 +38,20 @@ def _main(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> None
             return done
         return _NeverReady()
 
-    setattr(Executor, "_run", run_or_hang)  # noqa: B010
-    train._run_rank(arguments, link, rest)
+    with patch.object(Executor, "_run", run_or_hang):
+        train._run_rank(arguments, link, rest)
 
 
-def _launch() -> None:
-    from jaxmorph.cli.app import main
-
-    launch = start.run_ranks
-
-    def launch_itself(module: str, *arguments: Any, **options: Any) -> Any:
-        return launch(_ITSELF, *arguments, **options)
-
-    setattr(start, "run_ranks", launch_itself)  # noqa: B010
-    main()
+def _launch_itself(module: str, *arguments: Any, **options: Any) -> Any:
+    return _launch("benchmarks.chaos.hanging_rank", *arguments, **options)
 
 
 if __name__ == "__main__":
+    _launch = start.run_ranks
     if any(word.startswith("--rank=") for word in sys.argv):
-        run_rank(_main)
+        run_rank(_run_rank)
     else:
-        _launch()
+        from jaxmorph.cli.app import main  # which ranks do not need
+
+        with patch.object(start, "run_ranks", _launch_itself):
+            main()

@@ -24,7 +24,7 @@ class Computed:
     """What came of a run.
 
     Attributes:
-        steps: Number, loss and gradient norm of each step, as they were written down.
+        steps: Number, loss and gradient norm of each step, as they were recorded.
         parameters: A digest of the last checkpoint's parameters, by their names.
     """
 
@@ -33,10 +33,7 @@ class Computed:
 
 
 def computed_by(out: Path) -> Computed:
-    """What a finished run has computed.
-
-    Args:
-        out: The run's directory.
+    """What a finished run in a directory has computed.
 
     Raises:
         UserError: If it has no checkpoint.
@@ -54,12 +51,7 @@ def computed_by(out: Path) -> Computed:
 
 
 def differences(found: Computed, expected: Computed) -> list[str]:
-    """A line for each difference between two runs, missing steps included.
-
-    Args:
-        found: The one.
-        expected: The other.
-    """
+    """A line for each difference between two runs, missing steps included."""
     by_step = {step: (step, *rest) for step, *rest in found.steps}
     wrong = [
         f"step {step[0]}: got {by_step.get(step[0])}, expected {step}"
@@ -82,17 +74,17 @@ class Outcome:
 
     Attributes:
         step: The last one before it.
-        told: What else there is to say of it, such as which file was damaged.
+        detail: Such as which file was damaged.
         recovered_s: From the fault's end, or from its beginning if it stays, until a later step.
         wrong: Differences from the undisturbed run until the next fault.
         hang: What was seen when the run hung; "" if it didn't.
         leaks: What was left of ended processes.
-        unnamed: Whether nothing that the run says names the cause.
+        unnamed: Whether nothing that the run reports names the cause.
     """
 
     kind: str
     step: int = -1
-    told: str = ""
+    detail: str = ""
     recovered_s: float | None = None
     wrong: int = 0
     hang: str = ""
@@ -105,7 +97,7 @@ class Outcome:
         return not (self.wrong or self.hang or self.leaks or self.unnamed)
 
 
-def blame(wrong: Sequence[str], outcomes: Sequence[Outcome]) -> None:
+def attribute(wrong: Sequence[str], outcomes: Sequence[Outcome]) -> None:
     """Count each difference (`differences`) for the last fault before its step.
 
     Args:
@@ -155,8 +147,8 @@ def missed(table: Mapping[str, Mapping[str, float | None]]) -> int:
     return sum(int(row[name] or 0) for row in table.values() for name in COLUMNS[2:])
 
 
-def of_this_go(root: Path, module: str) -> dict[str, Any]:
-    """Which command ran when, on what."""
+def provenance(root: Path, module: str) -> dict[str, Any]:
+    """Which command runs when, on what."""
     head = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip()
     return {

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from jaxmorph.report.run_directory import EVENTS, METRICS, read_records
 ROOT = Path(__file__).parent.parent.parent
 START_S = 240.0
 _POLL_S = 0.02
-_SIDECAR, _PLANNING = "jaxmorph.transport.sidecar", "jaxmorph.training.planning_process"
 
 
 class HungError(RuntimeError):
@@ -33,14 +32,10 @@ class WatchedRun:
 
     Args:
         folder: Where its output goes, and temporary files; it has nothing in it.
-        config: Its configuration.
-        overrides: Changes to that.
         out: The run's directory; None: one in `folder`.
         module: The command, as for `python -m`.
 
     Attributes:
-        folder: As given.
-        out: The run's directory.
         traces: What it holds on the machine.
         process: The command.
     """
@@ -57,20 +52,20 @@ class WatchedRun:
         temporary = folder / "tmp"
         temporary.mkdir(parents=True)
         self.traces = Traces(temporary)
-        self._said = folder / "said.txt"
+        self._output = folder / "output.txt"
         words = [module, "train", str(config), f"run.dir={self.out}"]
         self._command = [sys.executable, "-m", *words, *overrides]
         self.start()
 
     def start(self, *words: str) -> None:
         """Start the command, with more words; an earlier one must have ended."""
-        with self._said.open("ab") as said, _accepting_ctrl_c():
+        with self._output.open("ab") as output, _accepting_ctrl_c():
             self.process = subprocess.Popen(
                 [*self._command, *words],
                 cwd=ROOT,
                 env={**self.traces.environment(), FOLDER: str(self.folder)},
                 stdin=subprocess.DEVNULL,
-                stdout=said,
+                stdout=output,
                 stderr=subprocess.STDOUT,
             )
 
@@ -92,11 +87,11 @@ class WatchedRun:
 
     def sidecars(self) -> dict[int, int]:
         """The sidecar of each rank that has one now."""
-        return self._children(_SIDECAR)
+        return self._children("jaxmorph.transport.sidecar")
 
     def planning(self) -> dict[int, int]:
         """The planning process of rank 0, if it has one now."""
-        return self._children(_PLANNING)
+        return self._children("jaxmorph.training.planning_process")
 
     def _children(self, module: str) -> dict[int, int]:
         return {
@@ -106,53 +101,74 @@ class WatchedRun:
             if module in command(child) and state(child) not in ("", "Z")
         }
 
-    def texts(self) -> dict[str, str]:
+    def texts(self) -> dict[Path, str]:
         """Its output and its logs, by their files."""
-        paths = [self._said, *sorted((self.out / "logs").rglob("*.log"))]
-        return {str(path): path.read_text(errors="replace") for path in paths if path.exists()}
+        paths = [self._output, *sorted((self.out / "logs").rglob("*.log"))]
+        return {path: path.read_text(errors="replace") for path in paths if path.exists()}
 
     def steps(self) -> list[StepRecord]:
-        """The steps that it has written down."""
+        """The steps that it has recorded."""
         return read_records(self.out / METRICS, StepRecord)
 
     def events(self) -> list[Event]:
-        """The events that it has written down."""
+        """The events that it has recorded."""
         return read_records(self.out / EVENTS, Event)
 
     def last_step(self) -> int:
-        """The number of the last step that it has written down; -1 before the first."""
+        """The number of the last step that it has recorded; -1 before the first."""
         return max((record.step for record in self.steps()[-1:]), default=-1)
 
     def wait_for_step(self, step: int, patience_s: float) -> None:
-        """Return once a step has been written down.
+        """Return once a step has been recorded.
 
         Args:
-            step: Its number.
-            patience_s: How long it may take from one step to the next.
+            patience_s: How long it may take from one step to the next; the first one, before which
+                it compiles, may take longer.
 
         Raises:
             HungError: If it takes longer.
             EndedError: If the run ends before.
         """
-        seen, given_s = self.last_step(), self._given_s(patience_s)
-        until_s = time.monotonic() + given_s
-        while seen < step:
-            if self.process.poll() is not None:
-                raise EndedError(f"ended before step {step}: {self.last_output()}")
-            if (now := self.last_step()) != seen:
-                seen, given_s, until_s = now, patience_s, time.monotonic() + patience_s
-            if time.monotonic() > until_s:
+        while (seen := self.last_step()) < step:
+            given_s = patience_s if seen >= 0 else max(START_S, patience_s)
+            if not self.reaches(
+                lambda seen=seen: self.last_step() != seen, given_s, f"step {step}"
+            ):
                 raise HungError(f"no step after {seen} for {given_s:g} s\n{self.evidence()}")
+
+    def reaches(self, condition: Callable[[], bool], within_s: float, awaited: str) -> bool:
+        """Whether a condition comes true in time.
+
+        Raises:
+            EndedError: The run fails or ends before.
+        """
+        until_s = time.monotonic() + within_s
+        while not condition():
+            if self.process.poll() is not None:
+                if condition():  # it came with the end
+                    return True
+                raise EndedError(f"ended before {awaited}: {self.last_output()}")
+            if time.monotonic() > until_s:
+                return False
             time.sleep(_POLL_S)
+        return True
+
+    def wait_for_end(self, num_steps: int, patience_s: float) -> None:
+        """Return once it has done its last step and ended well.
+
+        Raises:
+            HungError: A step, or its end, takes longer.
+            EndedError: It fails.
+        """
+        self.wait_for_step(num_steps - 1, patience_s)
+        if self.finish(patience_s) != 0:
+            raise EndedError(self.last_output())
 
     def finish(self, patience_s: float) -> int:
         """Its exit code, once it has ended.
 
-        Args:
-            patience_s: How long that may take.
-
         Raises:
-            HungError: If it takes longer.
+            HungError: If that takes longer.
         """
         try:
             return self.process.wait(patience_s)
@@ -161,32 +177,41 @@ class WatchedRun:
 
     def last_output(self) -> str:
         """Its exit code, if it has ended, and the end of its output."""
-        said = self._said.read_text(errors="replace").splitlines()[-12:]
-        return "\n".join([f"exit code {self.process.poll()}", *said])
+        lines = self._output.read_text(errors="replace").splitlines()[-12:]
+        return "\n".join([f"exit code {self.process.poll()}", *lines])
 
     def evidence(self) -> str:
         """The calls that its processes wait in, and the ends of their logs."""
+        texts = {**self.texts(), self.out / EVENTS: "\n".join(map(str, self.events()))}
         lines = [_waiting(pid) for pid in self.traces.processes()]
-        for path in [self._said, *sorted((self.out / "logs").rglob("*.log")), self.out / EVENTS]:
-            if path.exists():
-                lines += [f"{path}:", *path.read_text(errors="replace").splitlines()[-8:]]
+        for path, text in texts.items():
+            lines += [f"{path}:", *text.splitlines()[-8:]]
         return "\n".join(lines)
 
-    def _given_s(self, patience_s: float) -> float:
-        """Before the first step it compiles."""
-        return patience_s if self.last_step() >= 0 else max(START_S, patience_s)
 
-
-class Heard:
-    """What a run says from now on: its events, and the lines of its logs and its output."""
+class NewOutput:
+    """What a run has recorded, logged and printed since this was made."""
 
     def __init__(self, run: WatchedRun) -> None:
         self._run, self._texts = run, run.texts()
         self._events = set(map(repr, run.events()))
 
-    def says(self, pattern: str) -> bool:
-        """Whether an event (`kind: detail`) or a line has something that matches the pattern."""
+    def matches(self, pattern: str) -> bool:
+        """Whether the pattern is found in an event (`kind: detail`) or in a line."""
         return any(re.search(pattern, line) for line in self._lines())
+
+    def matches_within(self, seconds: float, pattern: str) -> bool:
+        """The same, but it may take so long.
+
+        Raises:
+            EndedError: The run has failed.
+        """
+        try:
+            return self._run.reaches(lambda: self.matches(pattern), seconds, f"{pattern!r}")
+        except EndedError:
+            if self._run.process.poll() == 0:  # it has done all its steps
+                return False
+            raise
 
     def _lines(self) -> Iterator[str]:
         for event in self._run.events():

@@ -11,19 +11,16 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.chaos.faults import KINDS, NO_ROOM, QUIET_STEPS, STORAGE_STEPS, Moment
 from benchmarks.chaos.hanging_rank import request
-from benchmarks.chaos.watched_run import Heard, HungError, WatchedRun
+from benchmarks.chaos.watched_run import HungError, NewOutput, WatchedRun
 from benchmarks.flipped_bits import files_of, flip_a_bit
 
 CARDS = ("127.0.0.1", "127.0.0.2")
 """The addresses of the data plane; connections of the second one are reset."""
-LEFT = "\nleft: "
-"""Before each thing that an ended run has left."""
 _DISK_MIB = 256
 _DAMAGED = ("program", "profile", "recovery", "links", "state", "manifest")
 _MOMENT_S = 15.0  # for a moment to come
@@ -34,9 +31,22 @@ _GET_DESCRIPTOR, _NEW_MOUNTS = 438, 0x20000  # pidfd_getfd and CLONE_NEWNS of Li
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+@dataclass(frozen=True)
+class Injected:
+    """A fault that was injected.
+
+    Attributes:
+        detail: Such as which file was damaged.
+        leaks: What ended processes left behind.
+    """
+
+    detail: str = ""
+    leaks: tuple[str, ...] = ()
+
+
 @dataclass
-class Harm:
-    """Does faults to one run.
+class Injector:
+    """Injects faults into one run.
 
     Attributes:
         limit_s: How long the run may take to come to the end of anything.
@@ -48,14 +58,10 @@ class Harm:
     rng: random.Random
     limit_s: float
     num_steps: int
-    last_deaths_s: dict[int, float]
+    last_deaths_s: dict[int, float] = field(default_factory=dict)
 
-    def do(self, kind: str, rank: int, moment: Moment) -> str | None:
-        """Do a fault.
-
-        Returns:
-            What of it is to be told; None if it was not injected, because the process that it is
-            for is still starting after an earlier one.
+    def inject(self, kind: str, rank: int, moment: Moment) -> Injected | None:
+        """Inject a fault; None if its process is still starting after an earlier one.
 
         Raises:
             HungError: The run doesn't come to the end of it.
@@ -63,31 +69,38 @@ class Harm:
         """
         match kind:
             case "storage failing":
-                return self._storage_failing()
-            case "disk full":
-                return self._disk_full()
+                with failing(self.run.out / "checkpoints"):
+                    until = self.run.last_step() + self.rng.randint(*STORAGE_STEPS)
+                    self.run.wait_for_step(until, self.limit_s)
+            case "disk full":  # until the terminal says so: steps and events wait for room
+                output = NewOutput(self.run)
+                with filled(self.run.out.parent):
+                    self._comes(lambda: output.matches(NO_ROOM))
             case "everything killed":
                 return self._kill_everything(moment)
             case "launcher killed":
                 self.run.process.kill()
                 self._await_end()
                 left = self.run.traces.left_after(1.0)  # half-written files go when it resumes
-                self.run.start("--resume", "auto")
-                return "".join(f"{LEFT}{line}" for line in left)
+                self._resume()
+                return Injected(leaks=tuple(left))
             case "files damaged":
                 return self._damage()
             case "queue never ends":
                 request(self.run.folder, rank).touch()
-                return ""
             case "card resets connections":
                 reset_connections(self.run.sidecars, CARDS[1], self._seconds(kind))
-                return ""
-        return self._signal(kind, rank)
+            case _:
+                return self._signal(kind, rank)
+        return Injected()
+
+    def _resume(self) -> None:
+        self.run.start("--resume", "auto")
 
     def _seconds(self, kind: str) -> float:
         return self.rng.uniform(*KINDS[kind].stands_s)
 
-    def _signal(self, kind: str, rank: int) -> str | None:
+    def _signal(self, kind: str, rank: int) -> Injected | None:
         who, what = kind.split(" ", 1)
         run = self.run
         pids = {"rank": run.ranks, "sidecar": run.sidecars, "planning": run.planning}[who]()
@@ -98,30 +111,18 @@ class Harm:
             ready_s = self.last_deaths_s.get(rank, -_SIDECAR_EVERY_S) + _SIDECAR_EVERY_S
             time.sleep(max(0.0, ready_s - time.monotonic()))
             self.last_deaths_s[rank] = time.monotonic()
-        with contextlib.suppress(ProcessLookupError):
+        try:
             os.kill(pids[rank], signal.SIGKILL if what == "killed" else signal.SIGSTOP)
             if what == "stopped":
                 try:
                     time.sleep(self._seconds(kind))
                 finally:
                     os.kill(pids[rank], signal.SIGCONT)
-            return ""
-        return None
+        except ProcessLookupError:
+            return None
+        return Injected()
 
-    def _storage_failing(self) -> str:
-        with failing(self.run.out / "checkpoints"):
-            until = self.run.last_step() + self.rng.randint(*STORAGE_STEPS)
-            self.run.wait_for_step(until, self.limit_s)
-        return ""
-
-    def _disk_full(self) -> str:
-        """Until the terminal says so: steps and events wait for room themselves."""
-        heard = Heard(self.run)
-        with filled(self.run.out.parent):
-            self._comes(partial(heard.says, NO_ROOM))
-        return ""
-
-    def _damage(self) -> str | None:
+    def _damage(self) -> Injected | None:
         """Flip a bit while the run is down; of a checkpoint's files, in the newest's."""
         if not self._comes(lambda: any(self._damageable().values())):  # such as a first checkpoint
             return None
@@ -131,8 +132,8 @@ class Harm:
         newest = max((_number(path) for path in files[kind]), default=0)
         path = self.rng.choice([path for path in files[kind] if _number(path) == newest])
         bit = flip_a_bit(path, self.rng)
-        self.run.start("--resume", "auto")
-        return f"{path.relative_to(self.run.out)}, bit {bit}"
+        self._resume()
+        return Injected(f"{path.relative_to(self.run.out)}, bit {bit}")
 
     def _damageable(self) -> dict[str, list[Path]]:
         """Files by their kinds; of checkpoints only if there is another one to resume from."""
@@ -143,25 +144,25 @@ class Harm:
             found[kind] = files if steps == {0} or len(steps) > 1 else []
         return found
 
-    def _kill_everything(self, moment: Moment) -> str:
+    def _kill_everything(self, moment: Moment) -> Injected:
         """Kill all processes at once, at some moment, and start the command again."""
-        run, heard = self.run, Heard(self.run)
+        run, output = self.run, NewOutput(self.run)
         if moment == "start":
             self._end_everything()
-            run.start("--resume", "auto")
+            self._resume()
             time.sleep(self.rng.uniform(0, _AFTER_START_S))
         came = {
             "save": lambda: any((run.out / "checkpoints").glob("*.unfinished")),
-            "morph": lambda: heard.says("^(straggler_detected|plan_changed|route_changed): "),
-            "failover": lambda: heard.says("^link_failed: "),
+            "morph": lambda: output.matches("^(straggler_detected|plan_changed|route_changed): "),
+            "failover": lambda: output.matches("^link_failed: "),
         }.get(moment)
         if came is not None and not self._comes(came):
             moment = "at any time"
         if moment == "morph":
             time.sleep(self.rng.uniform(0, _AFTER_MORPH_S))
         self._end_everything()
-        run.start("--resume", "auto")
-        return moment
+        self._resume()
+        return Injected(moment)
 
     def _comes(self, condition: Callable[[], bool]) -> bool:
         """Wait for something; False if the run nears its end, or it takes too long."""
