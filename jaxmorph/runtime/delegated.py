@@ -30,6 +30,7 @@ from jaxmorph.copies.backends import (
 from jaxmorph.copies.host_memory import HostReceive
 from jaxmorph.program.instructions import Channel, channel_of
 from jaxmorph.program.slots_needed import FIRST_SLOTS
+from jaxmorph.progress import progress
 from jaxmorph.records import EventKind, Link
 from jaxmorph.runtime.causes import LongWaits
 from jaxmorph.runtime.payloads import channel_name
@@ -138,6 +139,7 @@ class DelegatedRoute:
         for channel, end in [*self._senders.items(), *self._receivers.items()]:
             wanted = end.use.slots_for(needed.get(channel, 1))
             if wanted > self._num_slots[channel]:
+                progress.stamp(f"more slots for {end.name}")
                 self._plane.grow(end.name, wanted, timeout_s)
                 self._num_slots[channel] = wanted
 

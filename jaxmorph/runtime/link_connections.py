@@ -75,6 +75,8 @@ def open_data_plane(
         found = _agree(rendezvous, plane.addresses())
         with open_idle(host=settings.addresses[0]) as of_links:
             idle = {sum(link) - rendezvous.rank: each for link, (each,) in of_links.items()}
+            for connection in idle.values():
+                connection.notice_lost_hosts()
             plane.peer_lives = lambda peer: idle[peer].is_open()
             _join(rendezvous, plane, found)
             yield plane

@@ -208,8 +208,8 @@ class StageTrainer:
             self.delegated.make_room(slots, self.executor.transfer_timeout_s)
 
     @property
-    def sidecar_s(self) -> float:
-        """Processor time of this rank's sidecars so far; 0: it has none."""
+    def sidecar_s(self) -> float | None:
+        """Processor time of this rank's sidecars so far; None: they have not answered."""
         plane = self._plane
         return plane.processor_s() if isinstance(plane, SeveralSidecars) else 0.0
 

@@ -29,7 +29,7 @@ from jaxmorph.training.plan_in_force import (
     agree_on_stash,
     unmeasured_profile,
 )
-from jaxmorph.training.sidecars import agree_on_sidecars
+from jaxmorph.training.sidecars import agree_on_sidecars, busiest_stage_s
 
 _WARM_UP_STEPS = 3  # the first one connects the links and is not measured
 
@@ -117,7 +117,8 @@ def plan_by_timings(
     in_force = with_slots(in_force).within(room)
     sidecars = agree_on_sidecars(config, rendezvous, trainer, loads_s, timelines)
     slots = make_room(rendezvous, trainer, in_force.slots)
-    equipped = "; ".join(filter(None, (slots, sidecars)))
+    deadline = too_short_deadline(config, timelines)
+    equipped = "; ".join(filter(None, (slots, sidecars, deadline)))
     return FirstPlan(
         in_force,
         profiler,
@@ -127,6 +128,25 @@ def plan_by_timings(
         tuple(timelines),
         known=tuple(known),
         room=room,
+    )
+
+
+def too_short_deadline(config: Config, timelines: Iterable[Timeline]) -> str:
+    """What to say if the deadline of direct transfers is shorter than they may take; else "".
+
+    Before the start only the emulated ops of a configuration are known, and those are checked then.
+
+    Args:
+        timelines: Measured steps.
+    """
+    compute_s = max(map(busiest_stage_s, timelines), default=0.0)
+    is_known = not config.fails_over or config.longest_backlog_s > 0.0
+    if is_known or compute_s <= config.direct_timeout_s:
+        return ""
+    key = "step_s" if config.timeouts.direct_s is None else "direct_s"
+    return (
+        f"a direct message may wait for all {compute_s:.3g} s that a stage computes in a step, and "
+        f"its link counts as failed after {config.direct_timeout_s:.3g} s: raise timeouts.{key}"
     )
 
 
@@ -213,7 +233,8 @@ def _warm_up(
         inputs: The data of each step.
         first_step: The number of the first step; all are negative.
         on_step: Called with each measured step, on rank 0.
-        on_load: Called with the processor time that a measured step took this rank's sidecar.
+        on_load: Called with the processor time that a measured step took this rank's sidecar, if
+            the sidecar has answered.
 
     Returns:
         The profiler of the measured steps, on rank 0.
@@ -224,7 +245,8 @@ def _warm_up(
     if config.offload.enabled:
         in_force = replace(in_force, programs=with_sampled_copies(in_force.programs))
     make_room(rendezvous, trainer, in_force.slots)
-    runner, before_s = StepRunner(trainer, rendezvous, timeout_s=config.timeouts.step_s), 0.0
+    runner = StepRunner(trainer, rendezvous, timeout_s=config.timeouts.step_s)
+    before_s: float | None = None
     for step in range(first_step, first_step + _WARM_UP_STEPS):
         # Numbers of their own: no message may be taken for one of a training step.
         result = runner.run(in_force.program, inputs, step, updates=False)
@@ -234,7 +256,9 @@ def _warm_up(
             timeline = measured_timeline(result.reports)
             profiler.observe(timeline)
             on_step(timeline)
-    on_load((trainer.sidecar_s - before_s) / (_WARM_UP_STEPS - 1))
+    after_s = trainer.sidecar_s
+    if before_s is not None and after_s is not None:
+        on_load((after_s - before_s) / (_WARM_UP_STEPS - 1))
     return profiler
 
 

@@ -88,13 +88,14 @@ def choose_sidecars(
     A step lasts at least as long as its busiest stage computes, so that is the time in which a
     sidecar must move a step's messages.
     """
-    compute_s = min(map(_busiest_stage_s, timelines), default=0.0)
+    compute_s = min(map(busiest_stage_s, timelines), default=0.0)
     busy = max(load.step_s for load in loads) / compute_s if compute_s else 0.0
     sharing = Counter(load.host for load in loads)
     cores = min(load.cores / sharing[load.host] for load in loads) - 1  # the rank itself takes one
     return SidecarChoice(sidecars_needed(busy, cores if most is None else min(cores, most)), busy)
 
 
-def _busiest_stage_s(timeline: Timeline) -> float:
+def busiest_stage_s(timeline: Timeline) -> float:
+    """How long the stage computes in a step that computes longest."""
     stages = zip(timeline.start_ms, timeline.end_ms, strict=True)
     return max(float((end - start).sum()) for start, end in stages) / 1e3

@@ -31,7 +31,8 @@ from jaxmorph.transport.sidecar_process import Record, RecordWithFds, SidecarPro
 from jaxmorph.transport.slots import Slots
 
 _ANSWER_S = 5.0
-_FLUSH_S = 5.0
+FLUSH_S = 5.0
+"""How long a closing plane gives messages on their way."""
 _BACKLOG = 128
 
 
@@ -139,23 +140,29 @@ class SidecarPlane(DataPlane):
         """
         self._sidecar.send({"kind": "disturb", "action": action, **details})
 
+    def flush(self, deadline_s: float) -> None:
+        """Wait until messages are delivered, their receivers are gone, or the time is over."""
+        for end in self._outgoing.values():
+            if "connect" in self._state:
+                end.doorbell.wait_until(lambda end=end: self._is_flushed(end), deadline_s)
+
     def close(self, *, flush: bool = True) -> None:
         """Deliver what can be delivered soon, end the sidecar and free the memory."""
         if self._closed:
             return
         self._closed = True
-        deadline_s = time.monotonic() + _FLUSH_S
-        for end in self._outgoing.values():
-            if flush and "connect" in self._state:
-                end.doorbell.wait_until(lambda end=end: self._is_flushed(end), deadline_s)
+        if flush:
+            self.flush(time.monotonic() + FLUSH_S)
         self._sidecar.close()
         self._undo.close()
 
     def _grow(self, end: OutgoingEnd | IncomingEnd, num_slots: int, deadline_s: float) -> None:
         # The sidecar may have yet to count a delivery; releases are counted in this process.
         rest_s = deadline_s if isinstance(end, OutgoingEnd) else time.monotonic()
-        if not end.doorbell.wait_until(end.at_rest, rest_s):
-            raise TransportError(f"{end.name} is not at rest: it can't grow now")
+        try:
+            end.wait(end.at_rest, rest_s, "it is not at rest")
+        except TimeoutError as error:
+            raise TransportError(f"{end.name} is not at rest: it can't grow now") from error
         new = Slots.create(num_slots, end.slots.slot_bytes, end.slots.consumed)
         with self._sidecar.changing:
             record = {"kind": "grow", **_channel_record(end, new)}

@@ -138,7 +138,7 @@ class _End:
             self._registry.remove(slots.memory[0])
         slots.close()
 
-    def _wait(self, condition: Callable[[], bool], deadline_s: float, what: str) -> None:
+    def wait(self, condition: Callable[[], bool], deadline_s: float, what: str) -> None:
         """Wait for a condition; raises the end's error, or TimeoutError."""
         if condition():
             return
@@ -162,7 +162,7 @@ class OutgoingEnd(_End):
 
     def reserve(self, deadline_s: float) -> "OutgoingSlot":
         """The next message's slot; see `DataPlane.reserve`."""
-        self._wait(self.has_room, deadline_s, "no slot became free")
+        self.wait(self.has_room, deadline_s, "no slot became free")
         with self._lock:
             sequence, self._reserved = self._reserved, add(self._reserved, 1)
         return OutgoingSlot(self, sequence)
@@ -282,7 +282,7 @@ class IncomingEnd(_End):
 
     def take(self, deadline_s: float) -> "IncomingSlot":
         """The next message; see `DataPlane.take`."""
-        self._wait(self._has_next, deadline_s, "the next message has not come")
+        self.wait(self._has_next, deadline_s, "the next message has not come")
         sequence, self._taken = self._taken, add(self._taken, 1)
         return IncomingSlot(self, sequence)
 
@@ -403,6 +403,10 @@ class DataPlane(ABC):
     @abstractmethod
     def statistics(self) -> dict[str, Any]:
         """Counts and rates of each peer and lane, for logs and tests."""
+
+    @abstractmethod
+    def flush(self, deadline_s: float) -> None:
+        """Wait until messages are delivered, their receivers are gone, or the time is over."""
 
     @abstractmethod
     def close(self, *, flush: bool = True) -> None:

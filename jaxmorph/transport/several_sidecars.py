@@ -15,7 +15,7 @@ from typing import Any
 from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.errors import UserError
 from jaxmorph.progress import MOST_SIDECARS
-from jaxmorph.transport.client import SidecarPlane
+from jaxmorph.transport.client import FLUSH_S, SidecarPlane
 from jaxmorph.transport.names import WRAP, ChannelName, TransportError, add
 from jaxmorph.transport.plane import (
     Address,
@@ -185,23 +185,31 @@ class SeveralSidecars(DataPlane):
         """The ids of its sidecars' processes; one changes with a restart."""
         return [plane.sidecar_pid for plane in self.planes if isinstance(plane, SidecarPlane)]
 
-    def processor_s(self) -> float:
-        """The processor time that its sidecars have used so far, those that run now."""
-        return sum(each.get("processor_s", 0.0) for each in self.statistics()["sidecars"])
+    def processor_s(self) -> float | None:
+        """The processor time that its sidecars have used so far; None: not all have answered."""
+        found = [each.get("processor_s") for each in self.statistics()["sidecars"]]
+        return None if None in found else sum(found)
 
     def lose(self, rank: int, reason: str) -> None:
         """End all waits for a peer that is gone, whichever sidecar has found that out."""
         for plane in self.planes:
             plane.lose(rank, reason)
 
+    def flush(self, deadline_s: float) -> None:
+        """Wait until the messages of all sidecars are delivered; see `DataPlane.flush`."""
+        for plane in self.planes:
+            plane.flush(deadline_s)
+
     def close(self, *, flush: bool = True) -> None:
         """End all sidecars at once and free the memory."""
+        if flush:  # all, before any ends: a peer that one of them leaves is gone for all
+            self.flush(time.monotonic() + FLUSH_S)
         planes, self.planes = self.planes, []
         if len(planes) == 1:
-            planes[0].close(flush=flush)
-        elif planes:  # each may have to wait for its peers
+            planes[0].close(flush=False)
+        elif planes:  # each may have to wait for its process
             with ThreadPoolExecutor(len(planes)) as threads:
-                list(threads.map(lambda plane: plane.close(flush=flush), planes))
+                list(threads.map(lambda plane: plane.close(flush=False), planes))
 
     def _open(self, count: int) -> None:
         outgoing, incoming = (

@@ -43,7 +43,7 @@ def try_sidecars(
     """Move messages between the sidecars of two ranks, after a few that warm them up.
 
     Raises:
-        TimeoutError: They don't arrive.
+        TimeoutError: They don't arrive, or a sidecar does not answer.
     """
     with ExitStack() as closing:
         planes = []
@@ -57,11 +57,18 @@ def try_sidecars(
             plane.connect({1 - rank: planes[1 - rank].addresses()}, secret)
         names = (_THERE, _BACK) if both_ways else (_THERE,)
         _exchange(planes, names, 2 * _NUM_SLOTS, message_bytes)
-        before_s, began_s = planes[0].processor_s(), time.monotonic()
+        before_s, began_s = _processor_s(planes[0]), time.monotonic()
         _exchange(planes, names, num_messages, message_bytes)
         took_s = time.monotonic() - began_s
         num_bytes = len(names) * num_messages * message_bytes
-        return SidecarTrial(num_bytes / took_s, num_bytes, planes[0].processor_s() - before_s)
+        return SidecarTrial(num_bytes / took_s, num_bytes, _processor_s(planes[0]) - before_s)
+
+
+def _processor_s(plane: SeveralSidecars) -> float:
+    found = plane.processor_s()
+    if found is None:
+        raise TimeoutError("a sidecar does not say how much processor time it has used")
+    return found
 
 
 def _exchange(

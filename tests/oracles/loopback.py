@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxmorph.emulation.link_conditions import LinkCondition
+from jaxmorph.transport.client import FLUSH_S
 from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.link_emulator import LinkEmulator
 from jaxmorph.transport.names import ChannelName, TransportError, add, distance
@@ -23,7 +24,6 @@ from jaxmorph.transport.slots import NO_TIME_NS, Slots
 
 _ASK_AGAIN_S = 0.002
 _LONGEST_S = 0.25
-_FLUSH_S = 5.0
 _NEVER = math.inf
 
 
@@ -155,14 +155,17 @@ class LoopbackPlane(DataPlane):
     def statistics(self) -> dict[str, Any]:
         return {"channels": {str(name): end.slots.consumed for name, end in self._outgoing.items()}}
 
+    def flush(self, deadline_s: float) -> None:
+        for end in self._outgoing.values():
+            if end.peer in self.peers:
+                end.doorbell.wait_until(lambda end=end: self._is_flushed(end), deadline_s)
+
     def close(self, *, flush: bool = True) -> None:
         if self._closed:
             return
         self._closed = True
-        deadline_s = time.monotonic() + _FLUSH_S
-        for end in self._outgoing.values():
-            if flush and end.peer in self.peers:
-                end.doorbell.wait_until(lambda end=end: self._is_flushed(end), deadline_s)
+        if flush:
+            self.flush(time.monotonic() + FLUSH_S)
         self._network.leave(self)
         for end in self._ends():
             end.close()

@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import struct
+import sys
 import threading
 import time
 from typing import Any, cast
@@ -182,6 +183,20 @@ def test_a_deadline_within_a_message_loses_nothing():
             connection.receive()
     theirs.sendall(b"lo\0\0\0\1!")
     assert [connection.receive(), connection.receive()] == [b"hello", b"!"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the names of the options")
+def test_a_host_that_is_gone_is_noticed_in_70_seconds():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        own = socket.create_connection(listener.getsockname())
+    names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    with contextlib.closing(Connection(own, LIMIT_S)) as connection:
+        before = [own.getsockopt(socket.IPPROTO_TCP, name) for name in names]
+        connection.notice_lost_hosts()
+        first_s, every_s, count = (own.getsockopt(socket.IPPROTO_TCP, name) for name in names)
+        assert first_s + every_s * count == 70
+        assert before[0] > first_s  # a connection that carries messages has other deadlines
+        assert own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
 def receive_all(connection, into):

@@ -9,6 +9,7 @@ from oracles.loopback import LoopbackNetwork
 from test_rendezvous import in_threads
 
 from jaxmorph.records import Link
+from jaxmorph.runtime.connection import Connection
 from jaxmorph.runtime.link_connections import (
     change_sidecars,
     open_data_plane,
@@ -169,12 +170,14 @@ def test_ranks_with_channels_share_a_data_plane(with_plane):
     assert first["closed"] == last["closed"] == "flushed"
 
 
-def test_a_peer_lives_until_it_closes_its_plane(with_plane):
-    has_left = threading.Event()
+def test_a_peer_lives_until_it_closes_its_plane(with_plane, monkeypatch):
+    has_left, probed = threading.Event(), []
+    monkeypatch.setattr(Connection, "notice_lost_hosts", lambda own: probed.append(own))
 
     def use(rank, plane):
         if rank == 0:
             assert plane.peer_lives(2)
+            assert probed  # so that a host that is gone is noticed
             may_leave.set()
             assert has_left.wait(LIMIT_S)
             until(lambda: not plane.peer_lives(2))

@@ -1,15 +1,17 @@
 """The links that an adapting run may delegate before its first step."""
 
 import pytest
+from test_sidecars import timeline
 
 from jaxmorph.config import check_config
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.records import Link
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.schedule.costs import LinkDelay, chain_links
-from jaxmorph.training.first_plan import _agree_on_delegable, planned_links
+from jaxmorph.training.first_plan import _agree_on_delegable, planned_links, too_short_deadline
 
 FOUR = (0.5, 30.0, 0.4)
+OPS = ("forward_ms", "backward_input_ms", "backward_weight_ms")
 
 
 @pytest.mark.parametrize(
@@ -26,6 +28,26 @@ def test_slow_links_or_all_allowed_ones_are_delegable(adaptation, latencies_ms, 
     config = check_config({"parallelism": stages, "adaptation": adaptation})
     usual: UsualLinks = {"direct": chain_links(latencies_ms), "delegated": {}}
     assert _agree_on_delegable(config, SoleRank(), usual, ()) == links
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({}, "after 15 s: raise timeouts.step_s"),
+        ({"timeouts": {"direct_s": 20}}, "after 20 s: raise timeouts.direct_s"),
+        ({"timeouts": {"direct_s": 21}}, ""),
+        ({"timeouts": {"step_s": 84}}, ""),
+        ({"failover": {"enabled": False}}, ""),
+        ({"emulation": {"accelerator": dict.fromkeys(OPS, 1)}}, ""),  # checked before the start
+    ],
+)
+def test_measured_ops_show_that_the_direct_deadline_is_too_short(sections, says):
+    enabled = {"parallelism": {"stages": 2}, "failover": {"enabled": True}}
+    steps = [timeline(2_000.0, 20_500.0), timeline(2_000.0, 21_000.0), timeline(1.0, 1.0)]
+    found = too_short_deadline(check_config({**enabled, **sections}), steps)
+    assert found.endswith(says)
+    assert found.startswith("a direct message may wait for all 21 s that" if says else "")
+    assert bool(found) == bool(says)
 
 
 def test_links_are_planned_as_measured_unless_named():

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -362,17 +361,6 @@ def test_refused_connections_to_an_unknown_peer_mean_that_it_is_gone(refusing):
         proxy.refuse()
     with pytest.raises(PeerGoneError, match="its address refuses connections"):
         pair[0].take(BACK, soon())
-
-
-def test_a_stopped_sidecar_is_awaited_while_a_channel_grows(pair, monkeypatch):
-    monkeypatch.setattr("jaxmorph.transport.client._ANSWER_S", 0.05)
-    exchange(pair, 0)
-    pid = pair[0].sidecar_pid
-    os.kill(pid, signal.SIGSTOP)
-    threading.Timer(0.5, os.kill, (pid, signal.SIGCONT)).start()
-    pair[0].grow(THERE, 8)
-    assert pair[0].sidecar_pid == pid
-    exchange(pair, 1)
 
 
 def test_a_restarted_sidecar_knows_earlier_peers(plane):
