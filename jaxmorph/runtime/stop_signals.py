@@ -52,7 +52,6 @@ def signals_interrupt() -> Iterator[None]:
 @contextmanager
 def signals_ask(
     within_s: float | None,
-    numbers: Sequence[signal.Signals] = STOPS,
     asked: threading.Event | None = None,
 ) -> Iterator[Callable[[], signal.Signals | None]]:
     """Within this context the first signal asks a rank to save and end; a second ends it at once.
@@ -60,14 +59,20 @@ def signals_ask(
     Args:
         within_s: Seconds from the request until the process ends anyway; None: a signal interrupts
             at once instead.
-        asked: Set by the first signal.
+        asked: Set by the first signal, and also by one whose interrupt Python drops.
 
     Yields:
         A function: the signal that has asked the process to end, if any.
     """
     # Both replace the handler that JAX installs in a distributed process, which ends nothing.
+    asked = asked or threading.Event()
     if within_s is None:
-        with handled(_interrupt, numbers):
+
+        def interrupt(number: signal.Signals) -> None:
+            asked.set()
+            _interrupt(number)
+
+        with handled(interrupt):
             yield lambda: None
         return
     first: list[signal.Signals] = []
@@ -77,13 +82,12 @@ def signals_ask(
     def ask(number: signal.Signals) -> None:
         if not first:
             first.append(number)
-            if asked is not None:
-                asked.set()
+            asked.set()
             overdue.start()
         elif number != HUNG_UP:  # a terminal that closes sends several
             _end(number)
 
-    with handled(ask, numbers):
+    with handled(ask):
         try:
             yield lambda: first[0] if first else None
         finally:

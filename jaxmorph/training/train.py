@@ -20,7 +20,7 @@ from jaxmorph.runtime.join import join_run
 from jaxmorph.runtime.kept_programs import CompilationCounter, keep_compiled
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
 from jaxmorph.runtime.rendezvous import Rendezvous
-from jaxmorph.runtime.stop_signals import HUNG_UP, TERMINATED, signals_ask
+from jaxmorph.runtime.stop_signals import signals_ask
 from jaxmorph.training.evaluation import with_room_to_evaluate
 from jaxmorph.training.first_plan import settle_garbage
 from jaxmorph.training.run import begin_training, load_run, never, plan_run
@@ -121,9 +121,8 @@ def _run_rank(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> 
         step_timeout_s=config.direct_timeout_s,
         fails_over=config.fails_over,
     )
-    # As a task of a job: JAX would swallow the first SIGTERM. Ctrl-C reaches only the launcher.
-    within_s = config.checkpoint.stop_within_s
-    with signals_ask(within_s, (TERMINATED, HUNG_UP), link.stop_asked):
+    # As a task of a job. A terminal's Ctrl-C reaches only the launcher.
+    with signals_ask(config.checkpoint.stop_within_s, link.stop_asked):
         train(
             config,
             rendezvous,

@@ -6,12 +6,11 @@ import signal
 
 import jax
 import pytest
+from in_this_process import on_each_step
 
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.manifest import stage_path
 from jaxmorph.checkpoints.tree_files import TreeFiles
-from jaxmorph.messages import StepDone
-from jaxmorph.training.record import RunRecord
 
 SAVES = "checkpoint={every_steps: 7, keep: 3}"
 
@@ -61,16 +60,14 @@ def flip_a_byte(part):
     return path
 
 
-def ask_to_end_with_step(step, patch):
+def ask_to_end_with_step(last, patch):
     """Send this process SIGTERM when it receives a step, so while its run is on."""
-    take = RunRecord.take
 
-    def take_and_ask(record, message):
-        take(record, message)
-        if isinstance(message, StepDone) and message.record.step == step:
+    def ask(step, _):
+        if step == last:
             signal.raise_signal(signal.SIGTERM)
 
-    patch.setattr(RunRecord, "take", take_and_ask)
+    on_each_step(patch, ask)
 
 
 def require_close(whole, other):

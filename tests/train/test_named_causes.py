@@ -1,6 +1,6 @@
 """What the user reads when a rank or a link of a run fails: the rank or the link that has failed.
 
-The rows of the table in docs/explanation/failures.md that need whole runs.
+The rows of the table in docs/how-to/recover.md that need whole runs.
 """
 
 import os
@@ -10,11 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from in_this_process import ROOT, jaxmorph
-
-from jaxmorph.messages import StepDone
-from jaxmorph.runtime import launcher
-from jaxmorph.training.record import RunRecord
+from in_this_process import ROOT, jaxmorph, on_each_step
 
 CONFIG = """
 run: {steps: 60, seed: 5}
@@ -35,22 +31,14 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.long]
 
 @pytest.fixture
 def train(tmp_path, monkeypatch):
-    """Runs with overrides, in which a rank may get a signal after six steps; exit code, errors."""
+    """Runs with overrides, in which rank 1 may get a signal; the exit code and the errors."""
 
-    def train(*overrides, number=None, rank=1):
-        ranks, start, take = [], launcher.start_rank, RunRecord.take
+    def train(*overrides, number=None):
+        def send_signal(step, ranks):
+            if step == 6 and number is not None:
+                os.kill(ranks[1].process.pid, number)
 
-        def start_and_record(*arguments, **options):
-            ranks.append(start(*arguments, **options))
-            return ranks[-1]
-
-        def take_and_signal(record, message):
-            take(record, message)
-            if isinstance(message, StepDone) and message.record.step >= 6 and number is not None:
-                os.kill(ranks[rank].process.pid, number)
-
-        monkeypatch.setattr(launcher, "start_rank", start_and_record)
-        monkeypatch.setattr(RunRecord, "take", take_and_signal)
+        on_each_step(monkeypatch, send_signal)
         (tmp_path / "run.yaml").write_text(CONFIG)
         done = jaxmorph("train", tmp_path / "run.yaml", f"run.dir={tmp_path / 'out'}", *overrides)
         return done.returncode, done.stderr
@@ -58,17 +46,17 @@ def train(tmp_path, monkeypatch):
     return train
 
 
-@pytest.mark.parametrize("route", ["direct", "delegated"])
-def test_a_stopped_rank_is_named(train, route):
-    code, said = train(f"routes.default={route}", number=signal.SIGSTOP)
+def test_a_stopped_rank_is_named(train):
+    """One neighbour waits for it on a direct link, the other one on a delegated link."""
+    code, said = train("routes={default: direct, 1-2: delegated}", number=signal.SIGSTOP)
     assert code == 1
     assert said.startswith("error: rank 1 failed: ")
 
 
-def test_an_interrupted_rank_is_named(train):
-    code, said = train("routes.default=delegated", number=signal.SIGINT)
-    assert code == 1
-    assert "rank 1 failed: KeyboardInterrupt" in said
+def test_an_interrupted_rank_ends_the_run_with_a_save(train):
+    code, said = train("routes.default=delegated", "parallelism.stages=2", number=signal.SIGINT)
+    assert code == 143
+    assert re.search(r"asked to end after ([7-9]|1[0-9]) of 60 steps, saved: ", said)
 
 
 @pytest.mark.parametrize(
@@ -82,9 +70,10 @@ def test_a_models_own_error_is_named(train, monkeypatch, fault, says):
     folders = [str(Path(__file__).parent), str(ROOT / "docs" / "examples")]
     monkeypatch.setattr("sys.path", [*sys.path, folders[1]])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
-    code, said = train(f"model={{factory: failing_model, preset: tiny, fault: {fault}}}")
+    model = f"model={{factory: failing_model, preset: tiny, fault: {fault}}}"
+    code, said = train(model, "parallelism.stages=2")
     assert code == 1
-    assert re.match(f"error: rank 2 failed: {says}", said)
+    assert re.match(f"error: rank 1 failed: {says}", said)
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,11 @@ import time
 
 import jax
 import pytest
-from in_this_process import jaxmorph
+from in_this_process import jaxmorph, on_each_step
 from stopped_run import read_lines
 
 from jaxmorph.checkpoints.folder import CheckpointFolder, stage_path
 from jaxmorph.checkpoints.tree_files import TreeFiles
-from jaxmorph.messages import StepDone
-from jaxmorph.runtime import launcher
-from jaxmorph.training.record import RunRecord
 
 CONFIG = """
 run: {steps: 40, seed: 5}
@@ -51,21 +48,13 @@ def runs(tmp_path_factory):
 
 def kill_once(patch, taken):
     """Kill a rank as soon as a step is reported, and record when each step is."""
-    ranks, start, take = [], launcher.start_rank, RunRecord.take
 
-    def start_and_record(*arguments, **options):
-        ranks.append(start(*arguments, **options))
-        return ranks[-1]
+    def record_and_kill(step, ranks):
+        taken.append((step, time.monotonic()))
+        if step == KILLED_AT and len(ranks) == 2:
+            os.kill(ranks[KILLED].process.pid, signal.SIGKILL)
 
-    def take_and_kill(record, message):
-        take(record, message)
-        if isinstance(message, StepDone):
-            taken.append((message.record.step, time.monotonic()))
-            if message.record.step == KILLED_AT and len(ranks) == 2:
-                os.kill(ranks[KILLED].process.pid, signal.SIGKILL)
-
-    patch.setattr(launcher, "start_rank", start_and_record)
-    patch.setattr(RunRecord, "take", take_and_kill)
+    on_each_step(patch, record_and_kill)
 
 
 def states(directory):
