@@ -241,17 +241,21 @@ def _tree(source: Source) -> Mapping[str, Any]:
 
 
 def _about_joining(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The sections that joining needs: timeouts, and what decides the number of threads."""
+    """The sections that joining needs: what decides deadlines and the number of threads."""
     launched = launch_arguments()
-    about = {name: tree.get(name) for name in ("timeouts", "failover", "offload", "adaptation")}
-    about["parallelism"] = {"stages": launched.num_ranks if launched else _given_stages(tree)}
+    stages = launched.num_ranks if launched else _given_stages(tree)
+    names = ["timeouts", "failover", "offload", "adaptation", "batch"]
+    if stages is not None:
+        names.append("emulation")  # it may have values per stage
+    about = {name: tree.get(name) for name in names}
+    about["parallelism"] = {"stages": stages or _SOME_STAGES}
     return about
 
 
-def _given_stages(tree: Mapping[str, Any]) -> int:
+def _given_stages(tree: Mapping[str, Any]) -> int | None:
     given = tree.get("parallelism")
     stages = given.get("stages") if isinstance(given, Mapping) else None
-    return stages if isinstance(stages, int) and stages > 0 else num_tasks() or _SOME_STAGES
+    return stages if isinstance(stages, int) and stages > 0 else num_tasks()
 
 
 def _name(source: Source) -> str:

@@ -59,7 +59,7 @@ def test_a_failed_link_is_delegated_two_steps_later(cut):
     assert run.records()[7].link_states == {"1-2": "direct path failed, delegated"}
 
 
-def test_a_failed_link_goes_back_after_its_probe(cut):
+def test_a_failed_link_goes_back_after_its_probe_each_time(cut):
     run = cut(failback_steps=5)
     run.steps(6)
     run.heal(LINK)
@@ -77,6 +77,14 @@ def test_a_failed_link_goes_back_after_its_probe(cut):
     ]
     assert run.wires.restored == [LINK]
     assert routes_of(run) == ["direct"] * 6 + ["delegated"] * 16 + ["direct"] * 10
+    for times in (2, 3):
+        run.cut(LINK)
+        run.steps(6)
+        run.heal(LINK)
+        run.steps(60)
+        assert run.wires.restored == [LINK] * times
+        assert len(run.events("link_failed")) == times
+        assert routes_of(run)[-1] == "direct"
 
 
 def test_a_stall_moves_no_estimate(begin):

@@ -34,6 +34,14 @@ from jaxmorph.training.trainer import Trainer
 
 MODEL: Any = SimpleNamespace(num_layers=2, tied=())
 FAILS_OVER = {"failover": {"enabled": True}}
+OPS_OF_18_S = {
+    "batch": {"microbatches": 6},
+    "emulation": {
+        "accelerator": {
+            "forward_ms": [500, 1000], "backward_input_ms": 1000, "backward_weight_ms": 1000,
+        }
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -204,6 +212,8 @@ def test_values_per_stage_need_no_stage_count(tmp_path, monkeypatch):
         (6, {"timeouts": {"direct_s": 2}}, 60.0, None),  # a deadline of links that fail over
         (8, FAILS_OVER, 15.0, "job"),
         (10, FAILS_OVER, 15.0, "launcher"),
+        (2, FAILS_OVER | OPS_OF_18_S, 18.0, "launcher"),  # one may wait behind those of a step
+        (2, FAILS_OVER | OPS_OF_18_S, 15.0, None),  # they can't be checked yet
     ],
 )
 def test_transfers_wait_for_the_configured_time(
