@@ -68,8 +68,8 @@ def most_slots(*needed: Mapping[Channel, int]) -> dict[Channel, int]:
 class HostRoom:
     """The host memory that each rank has for slots and for offloaded stashes.
 
-    A channel's slots never get fewer while a run lasts, so each has a share that doesn't depend on
-    the plan: with it all fit at once.
+    A plan's delegated links share what a rank has; each other channel keeps `FIRST_SLOTS`, as its
+    link may fail in any step.
 
     Attributes:
         slot_bytes: Bytes of one slot of each channel that may be delegated during the run.
@@ -111,30 +111,21 @@ class HostRoom:
         return tuple(taken - own for taken, own in zip(least, self.rank_bytes, strict=True))
 
     def within(self, needed: Mapping[Channel, int]) -> dict[Channel, int]:
-        """The slots of all channels: as many as needed, at most each one's share."""
-        slots = self.slots(needed)
-        if self.rank_bytes is None:
-            return slots
-        shares = self._shares(self.rank_bytes)
-        return {channel: min(number, shares[channel]) for channel, number in slots.items()}
-
-    def _shares(self, rank_bytes: tuple[int, ...]) -> dict[Channel, int]:
-        """The most slots of each channel.
+        """The slots of all channels: as many as needed, or as fit.
 
         The channel with the most bytes on the rank that lacks the most is halved until all fit, or
         have the fewest.
         """
-        smallest = min(self.slot_bytes.values(), default=1)
-        most = power_of_two(-(-max(rank_bytes) // smallest))
-        slots = self.slots(dict.fromkeys(self.slot_bytes, most))
-        while True:
-            taken = self.taken_bytes(slots, len(rank_bytes))
-            short = [used - own for used, own in zip(taken, rank_bytes, strict=True)]
+        slots = self.slots(needed)
+        while self.rank_bytes is not None:
+            taken = self.taken_bytes(slots, len(self.rank_bytes))
+            short = [used - own for used, own in zip(taken, self.rank_bytes, strict=True)]
             rank = max(range(len(short)), key=short.__getitem__)
             own = [each for each in slots if rank in each.link and slots[each] > FIRST_SLOTS]
             if short[rank] <= 0 or not own:
-                return slots
+                break
             slots[max(own, key=lambda each: slots[each] * self.slot_bytes[each])] //= 2
+        return slots
 
 
 def scarce_slots(given: Mapping[Channel, int], needed: Mapping[Channel, int]) -> dict[Channel, int]:

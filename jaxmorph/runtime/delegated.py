@@ -8,7 +8,7 @@ of the slot, which is free again once the copy is done.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -42,7 +42,15 @@ from jaxmorph.runtime.routes import (
     TransferMismatchError,
     require_live,
 )
-from jaxmorph.transport.names import HALF, MASK, ChannelName, PeerGoneError, Tag, distance
+from jaxmorph.transport.names import (
+    HALF,
+    MASK,
+    ChannelName,
+    NotAtRestError,
+    PeerGoneError,
+    Tag,
+    distance,
+)
 from jaxmorph.transport.plane import DataPlane, IncomingSlot, OutgoingSlot
 
 Slot = TypeVar("Slot")
@@ -128,11 +136,37 @@ class DelegatedRoute:
         ends = [*self._senders.items(), *self._receivers.items()]
         return sum(self._num_slots[channel] * end.use.slot_bytes for channel, end in ends)
 
+    def give_back(
+        self, needed: Mapping[Channel, int], *, sending: bool, keep: Collection[str] = ()
+    ) -> tuple[str, ...]:
+        """Free the slots that a plan doesn't need; no message may be on its way.
+
+        Sending ends are first, on all ranks: a receiver must not have fewer slots than its sender.
+
+        Args:
+            sending: Whether to free those of sending ends, or of receiving ends.
+            keep: Channels to leave as they are, by their texts.
+
+        Returns:
+            The channels that keep theirs, as they are not at rest.
+        """
+        self._receive_backend.settle()
+        kept = []
+        for channel, end in (self._senders if sending else self._receivers).items():
+            wanted = end.use.slots_for(max(FIRST_SLOTS, needed.get(channel, 0)))
+            if wanted < self._num_slots[channel] and str(channel) not in keep:
+                try:
+                    self._plane.resize(end.name, wanted, _REST_S)
+                    self._num_slots[channel] = wanted
+                except (NotAtRestError, PeerGoneError):
+                    kept.append(str(channel))
+        return tuple(kept)
+
     def make_room(self, needed: Mapping[Channel, int], timeout_s: float = 60.0) -> None:
         """Give channels the slots that a plan needs; no message may be on its way.
 
         Args:
-            timeout_s: How long a channel may take to come to rest: see `DataPlane.grow`.
+            timeout_s: How long a channel may take to come to rest: see `DataPlane.resize`.
         """
         self._reported, self._has_reported_waits = replace(self.counts), False
         self._receive_backend.settle()
@@ -140,7 +174,7 @@ class DelegatedRoute:
             wanted = end.use.slots_for(needed.get(channel, 1))
             if wanted > self._num_slots[channel]:
                 progress.stamp(f"more slots for {end.name}")
-                self._plane.grow(end.name, wanted, timeout_s)
+                self._plane.resize(end.name, wanted, timeout_s)
                 self._num_slots[channel] = wanted
 
     def reserve(self, identity: TransferIdentity, deadline_s: float) -> Iterator[Posting]:
@@ -331,6 +365,7 @@ class DelegatedRoute:
 
 
 _CHECK_EVERY_S = 0.5
+_REST_S = 0.25  # for the last acknowledgement of a step; where it is late, slots are just kept
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """One rank's part of training: its stage's parameters, programs, queue and routes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any
@@ -201,6 +201,14 @@ class StageTrainer:
             for stamp in stamps
             if isinstance(stamp.label, Transfer)
         ]
+
+    def give_back(
+        self, slots: Mapping[Channel, int], *, sending: bool, keep: Collection[str] = ()
+    ) -> tuple[str, ...]:
+        """Free the slots that a plan doesn't need: see `DelegatedRoute.give_back`."""
+        if self.delegated is None:
+            return ()
+        return self.delegated.give_back(slots, sending=sending, keep=keep)
 
     def make_room(self, slots: Mapping[Channel, int]) -> None:
         """Give delegated links the slots that a plan needs; no message may be on its way."""

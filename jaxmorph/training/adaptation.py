@@ -3,7 +3,7 @@
 Rank 0 gets all timings of step k at its end and evaluates them during step k + 1
 (`step_recorder.step_observed`, `control_loop`). Its decision goes to all ranks with the scalars
 that end step k + 1, and all ranks run the new plan from step k + 2 on. A morph compiles nothing: it
-brings other instructions and more slots. A failed direct path begins a new epoch before its probe.
+brings other instructions and slots. A failed direct path begins a new epoch before its probe.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

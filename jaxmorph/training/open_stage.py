@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from jaxmorph.config import Config, per_stage
 from jaxmorph.errors import UserError
@@ -158,7 +159,7 @@ class _Slots:
 
 
 def make_room(rendezvous: Rendezvous, trainer: StageTrainer, slots: Mapping[Channel, int]) -> str:
-    """Allocate the slots that a plan needs; all ranks call this between two steps.
+    """Give channels the slots that a plan needs, and free others; all ranks call it between steps.
 
     Args:
         slots: The number of slots of each delegated channel, the same on all ranks.
@@ -166,12 +167,14 @@ def make_room(rendezvous: Rendezvous, trainer: StageTrainer, slots: Mapping[Chan
     Returns:
         The copy backends and the slots' bytes, in words; "" if no link is delegated.
     """
-    if not slots:
-        return ""
+    kept = gather(rendezvous, tuple[str, ...], trainer.give_back(slots, sending=True))
+    trainer.give_back(slots, sending=False, keep=frozenset(chain(*kept)))
     trainer.make_room(slots)
     own = trainer.delegated
     mine = _Slots(own.send_backend, own.slot_bytes) if own else _Slots()
     slots_of_ranks = [each for each in gather(rendezvous, _Slots, mine) if each.backend]
+    if not slots:
+        return ""
     backends = " and ".join(sorted({each.backend for each in slots_of_ranks}))
     slot_bytes = sum(each.num_bytes for each in slots_of_ranks)
     return f"delegated messages are copied by {backends}; slots for them: {slot_bytes:,} bytes"

@@ -344,17 +344,18 @@ class Trainer:
         return failures
 
     def _make_room(self, program: RankInstructions) -> None:
-        """Allocate the slots that the forwards of a new plan need when no backward frees any."""
-        if program is self._has_room:
+        """Allocate the slots that the forwards of a new plan need when no backward frees any.
+
+        Where host memory is limited they wait for those of the plan.
+        """
+        room = None if self._training is None else self._training.room
+        if program is self._has_room or (room is not None and room.rank_bytes is not None):
             return
         self._has_room = program
         moves = (each for each in program.instructions if isinstance(each, Send | Receive))
         delegated = (each.transfer for each in moves if each.route == "delegated")
         most = power_of_two(self.config.batch.microbatches)
-        slots = {channel_of(each): most for each in delegated}
-        if self._training is not None and self._training.room is not None:
-            slots = self._training.room.within(slots)
-        self._stage.make_room(slots)
+        self._stage.make_room({channel_of(each): most for each in delegated})
         self._rendezvous.exchange({})  # no rank sends before both ends have them
 
 

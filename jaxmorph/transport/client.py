@@ -18,7 +18,7 @@ from jaxmorph.progress import progress
 from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.lanes import family_of
 from jaxmorph.transport.link import check_backend
-from jaxmorph.transport.names import TransportError
+from jaxmorph.transport.names import NotAtRestError, TransportError
 from jaxmorph.transport.plane import (
     Address,
     ChannelSpec,
@@ -156,23 +156,25 @@ class SidecarPlane(DataPlane):
         self._sidecar.close()
         self._undo.close()
 
-    def _grow(self, end: OutgoingEnd | IncomingEnd, num_slots: int, deadline_s: float) -> None:
+    def _resize(self, end: OutgoingEnd | IncomingEnd, num_slots: int, deadline_s: float) -> None:
         # The sidecar may have yet to count a delivery; releases are counted in this process.
         rest_s = deadline_s if isinstance(end, OutgoingEnd) else time.monotonic()
         try:
             end.wait(end.at_rest, rest_s, "it is not at rest")
         except TimeoutError as error:
-            raise TransportError(f"{end.name} is not at rest: it can't grow now") from error
+            raise NotAtRestError(
+                f"{end.name} is not at rest: its slots can't change now"
+            ) from error
         new = Slots.create(num_slots, end.slots.slot_bytes, end.slots.consumed)
         with self._sidecar.changing:
-            record = {"kind": "grow", **_channel_record(end, new)}
+            record = {"kind": "resize", **_channel_record(end, new)}
             left_s = max(deadline_s - time.monotonic(), _ANSWER_S)
             answer = self._sidecar.request(record, (new.fd,), left_s)
             if answer is None:
                 self._sidecar.kill()  # it may use either memory; the next one gets the right one
             if not end.at_rest() or (answer is not None and "error" in answer):
                 new.close()
-                raise TransportError(f"{end.name} is not at rest: it can't grow now")
+                raise NotAtRestError(f"{end.name} is not at rest: its slots can't change now")
             end.replace_slots(new)
 
     def _is_flushed(self, end: OutgoingEnd) -> bool:

@@ -161,8 +161,8 @@ class Incoming:
             raise ValueError(f"{name} is already here")
         self._channels[name] = _Channel(name, slot_bytes, num_slots, delivered, consumed)
 
-    def grow(self, name: ChannelName, num_slots: int) -> Credit:
-        """Give a channel at rest more slots; returns the frame for the sender."""
+    def resize(self, name: ChannelName, num_slots: int) -> Credit:
+        """Give a channel at rest another number of slots; returns the frame for the sender."""
         channel = self._channels[name]
         if channel.partial or channel.delivered != channel.consumed:
             raise ValueError(f"{name} is not at rest")

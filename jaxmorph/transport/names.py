@@ -43,6 +43,10 @@ class TransportError(RuntimeError):
     """The data plane can't do its work: its sidecar won't run, or its parts disagree."""
 
 
+class NotAtRestError(TransportError):
+    """A message of the channel is still on its way, or not released: its slots can't change now."""
+
+
 class PeerGoneError(TransportError):
     """The process at the other end of a channel is gone: its messages will never come.
 

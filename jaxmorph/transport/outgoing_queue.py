@@ -74,6 +74,15 @@ class _Channel:
     def has_room_for(self, sequence: int) -> bool:
         return self.limit is not None and 0 < (self.limit - sequence) & MASK < HALF
 
+    def within_slots(self, delivered: int, limit: int) -> int:
+        """A receiver's limit, at most as many messages beyond `delivered` as there are slots.
+
+        No more could be posted anyway. But a receiver that gets fewer slots takes its limit back,
+        which frames that are still on their way don't know: without this they would let the sender
+        overrun it. Its end gets fewer at rest, after this one.
+        """
+        return (delivered + min((limit - delivered) & MASK, self.num_slots)) & MASK
+
     def has_posted(self, count: int) -> bool:
         """Whether the next `count` messages are posted: a receiver can't have delivered others."""
         if count > len(self.messages):
@@ -122,11 +131,14 @@ class OutgoingQueue:
             raise ValueError(f"{name} is already here")
         self._channels[name] = _Channel(name, num_slots, released)
 
-    def grow(self, name: ChannelName, num_slots: int) -> None:
-        """Give a channel without undelivered messages more slots."""
-        if self._channels[name].messages:
+    def resize(self, name: ChannelName, num_slots: int) -> None:
+        """Give a channel without undelivered messages another number of slots."""
+        channel = self._channels[name]
+        if channel.messages:
             raise ValueError(f"{name} is not at rest")
-        self._channels[name].num_slots = num_slots
+        channel.num_slots = num_slots
+        if channel.limit is not None:
+            channel.limit = channel.within_slots(channel.released, channel.limit)
 
     @property
     def is_drained(self) -> bool:
@@ -182,11 +194,14 @@ class OutgoingQueue:
         channel = self._channels.get(name)
         if channel is None:
             raise ProtocolError(f"got counts of {name}, which doesn't begin here")
+        room = (limit - delivered) & MASK
+        if room <= _MOST_SLOTS:
+            limit = channel.within_slots(delivered, limit)
         if delivered == channel.released and limit == channel.limit:
             return False
         more = (delivered - channel.released) & MASK
         grew = 0 < more < HALF
-        if (grew and not channel.has_posted(more)) or (limit - delivered) & MASK > _MOST_SLOTS:
+        if (grew and not channel.has_posted(more)) or room > _MOST_SLOTS:
             raise ProtocolError(
                 f"{name}: {delivered} delivered and room up to {limit}, expected at least "
                 f"{channel.released} delivered, and {len(channel.messages)} posted beyond that"

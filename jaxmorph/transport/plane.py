@@ -417,7 +417,7 @@ class DataPlane(ABC):
         """
 
     @abstractmethod
-    def _grow(self, end: OutgoingEnd | IncomingEnd, num_slots: int, deadline_s: float) -> None:
+    def _resize(self, end: OutgoingEnd | IncomingEnd, num_slots: int, deadline_s: float) -> None:
         """Replace the slots of an end at rest by so many."""
 
     def reserve(self, channel: ChannelName, deadline_s: float) -> OutgoingSlot:
@@ -452,20 +452,23 @@ class DataPlane(ABC):
         """
         return self._outgoing_end(channel).has_room_or_raise()
 
-    def grow(self, channel: ChannelName, num_slots: int, timeout_s: float = 60.0) -> None:
-        """Give this rank's end of a channel at rest more slots.
+    def resize(self, channel: ChannelName, num_slots: int, timeout_s: float = 60.0) -> None:
+        """Give this rank's end of a channel at rest another number of slots.
+
+        A receiving end may have fewer only while the sending end has no more than that, and no
+        message may be sent meanwhile.
 
         Args:
             channel: Nothing posted on it may be undelivered, nothing received unreleased.
-            num_slots: A power of two, at least the current number.
+            num_slots: A power of two.
             timeout_s: How long to wait for the last deliveries and for the mover.
+
+        Raises:
+            NotAtRestError: The channel is not at rest by then; it keeps its slots.
         """
         end = self._outgoing.get(channel) or self._incoming_end(channel)
-        before = end.slots.num_slots
-        if num_slots < before:
-            raise TransportError(f"{channel} has {before} slots, it can't have {num_slots}")
-        if num_slots > before:
-            self._grow(end, num_slots, time.monotonic() + timeout_s)
+        if num_slots != end.slots.num_slots:
+            self._resize(end, num_slots, time.monotonic() + timeout_s)
 
     def report_memory(self, registry: MemoryRegistry) -> None:
         """Add the memory of all slots to a registry, and keep it up to date."""

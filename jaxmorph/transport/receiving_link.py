@@ -91,13 +91,13 @@ class ReceivingLink(LinkHalf):
         self.next_s = 0.0  # to ask for the peer's time
         self._ready(number, lane, handler, READ)
 
-    def grow(self, name: ChannelName, num_slots: int) -> None:
-        """Prepare a channel at rest for more slots; raises ValueError if it isn't at rest."""
+    def resize(self, name: ChannelName, num_slots: int) -> None:
+        """Prepare a channel at rest for other slots; raises ValueError if it isn't at rest."""
         self.engine.set_consumed(name, self.channels[name].slots.consumed)
-        credit = self.engine.grow(name, num_slots)
+        credit = self.engine.resize(name, num_slots)
         if self._backend == NIXL:  # its agents know only the old memory
             for number in tuple(self._lanes):
-                self._lose(number, f"{name} grows")
+                self._lose(number, f"{name} gets other slots")
         latest = self.engine.latest_lane()
         if latest is not None:
             self._send_frame(latest, credit)

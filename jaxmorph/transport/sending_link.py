@@ -119,12 +119,12 @@ class SendingLink(LinkHalf):
         self.channels[channel.name] = channel
         self.engine.add_channel(channel.name, channel.slots.num_slots, channel.slots.consumed)
 
-    def grow(self, name: ChannelName, num_slots: int) -> None:
-        """Prepare a channel at rest for more slots; raises ValueError if it isn't at rest."""
-        self.engine.grow(name, num_slots)
+    def resize(self, name: ChannelName, num_slots: int) -> None:
+        """Prepare a channel at rest for other slots; raises ValueError if it isn't at rest."""
+        self.engine.resize(name, num_slots)
         if self._backend == NIXL:  # its agents know only the old memory
             for number in tuple(self._lanes):
-                self._lose(number, f"{name} grows")
+                self._lose(number, f"{name} gets other slots")
             self.next_s = 0.0
 
     def look(self, now_s: float) -> None:

@@ -131,15 +131,12 @@ class SeveralSidecars(DataPlane):
         """Whether a slot for the next message is free now; see `DataPlane.has_room`."""
         return self._next(channel).has_room(channel)
 
-    def grow(self, channel: ChannelName, num_slots: int, timeout_s: float = 60.0) -> None:
-        """Give this rank's end of a channel at rest more slots, shared among its sidecars."""
-        before = self._num_slots[channel]
-        if num_slots < before:
-            raise TransportError(f"{channel} has {before} slots, it can't have {num_slots}")
+    def resize(self, channel: ChannelName, num_slots: int, timeout_s: float = 60.0) -> None:
+        """Give this rank's end of a channel other slots, shared among its sidecars."""
         until_s = time.monotonic() + timeout_s
         for plane in self.planes:
             own = _slots_each(num_slots, len(self.planes))
-            plane.grow(channel, own, max(0.0, until_s - time.monotonic()))
+            plane.resize(channel, own, max(0.0, until_s - time.monotonic()))
         self._num_slots[channel] = num_slots
 
     def report_memory(self, registry: MemoryRegistry) -> None:
@@ -239,8 +236,8 @@ class SeveralSidecars(DataPlane):
             raise TransportError(f"{channel} is closed")
         return self.planes[self._turns[channel] % len(self.planes)]
 
-    def _grow(self, end: OutgoingEnd | IncomingEnd, num_slots: int, deadline_s: float) -> None:
-        raise NotImplementedError  # `grow` passes it on
+    def _resize(self, end: OutgoingEnd | IncomingEnd, num_slots: int, deadline_s: float) -> None:
+        raise NotImplementedError  # `resize` passes it on
 
 
 def _share(addresses: Sequence[Address], number: int, count: int) -> Sequence[Address]:

@@ -259,7 +259,7 @@ class Sidecar:
             sending.engine.emulate(self._emulator)
             sending.next_s = 0.0
 
-    def _do_grow(
+    def _do_resize(
         self,
         fds: tuple[int, ...],
         request: int,
@@ -274,7 +274,7 @@ class Sidecar:
         link = self._sending.get(name.destination) if outgoing else self._receiving.get(name.source)
         try:
             if link is not None:
-                link.grow(name, num_slots)
+                link.resize(name, num_slots)
         except ValueError as error:
             slots.close()
             self._answer(request, error=str(error))

@@ -216,7 +216,7 @@ def test_slots_are_registered_while_copies_are_open(plane, opened, elsewhere):
     assert copies.outgoing.name == "pinned_host"
     assert len(library.registered) == 2
     assert library.ever > 2  # those of the trials
-    plane.grow(ChannelName(0, 0, 1), 8)
+    plane.resize(ChannelName(0, 0, 1), 8)
     assert len(library.registered) == 2
     copies.close()
     assert library.registered == {}

@@ -11,7 +11,7 @@ from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.transport.client import FLUSH_S
 from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.link_emulator import LinkEmulator
-from jaxmorph.transport.names import ChannelName, TransportError, add, distance
+from jaxmorph.transport.names import ChannelName, NotAtRestError, TransportError, add, distance
 from jaxmorph.transport.plane import (
     Address,
     ChannelSpec,
@@ -139,11 +139,11 @@ class LoopbackPlane(DataPlane):
             self._gone -= self.peers
         self._network.ring()
 
-    def _grow(self, end: OutgoingEnd | IncomingEnd, num_slots: int, deadline_s: float) -> None:
+    def _resize(self, end: OutgoingEnd | IncomingEnd, num_slots: int, deadline_s: float) -> None:
         del deadline_s
         with self._network.paused():
             if not end.at_rest():
-                raise TransportError(f"{end.name} is not at rest: it can't grow now")
+                raise NotAtRestError(f"{end.name} is not at rest: its slots can't change now")
             end.replace_slots(Slots.create(num_slots, end.slots.slot_bytes, end.slots.consumed))
 
     def emulate(self, conditions: Sequence[LinkCondition], origin_s: float | None = None) -> None:

@@ -14,6 +14,7 @@ from oracles.loopback import LoopbackNetwork
 from jaxmorph.copies.backends import PayloadShape, SlotUse
 from jaxmorph.copies.host_memory import ImmediateSend, host_callback_backends
 from jaxmorph.program.instructions import Channel, Payload, Transfer, channel_of
+from jaxmorph.runtime import delegated
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.payloads import channel_name
 from jaxmorph.runtime.routes import AbandonedEpochError, TransferIdentity, TransferMismatchError
@@ -190,6 +191,26 @@ def test_no_send_waits_with_the_planned_slots(pair):
     for microbatch in range(8):
         pair.expect(activation(microbatch), values(microbatch))
     assert pair.sender.slot_bytes == (8 + 2) * 60
+
+
+def test_slots_that_a_plan_does_not_need_are_given_back(pair, monkeypatch):
+    channel = channel_of(activation(0).transfer)
+    for route in (pair.sender, pair.receiver):
+        route.make_room({channel: 8})
+    held = pair.reserve(0)
+    assert pair.sender.give_back({channel: 8}, sending=True) == ()  # it needs them
+    assert pair.sender.give_back({}, sending=True) == (str(channel),)  # one isn't sent yet
+    held(values(0), 0.0)
+    pair.expect(activation(0), values(0))
+    assert pair.receiver.give_back({}, sending=False, keep=[str(channel)]) == ()
+    assert pair.sender.slot_bytes == pair.receiver.slot_bytes == (8 + 2) * 60
+    monkeypatch.setattr(delegated, "_REST_S", LIMIT_S)
+    assert pair.sender.give_back({}, sending=True) == ()
+    assert pair.receiver.give_back({}, sending=False) == ()
+    assert pair.sender.slot_bytes == pair.receiver.slot_bytes == (2 + 2) * 60
+    for microbatch in range(1, 6):
+        pair.send(activation(microbatch), values(microbatch))
+        pair.expect(activation(microbatch), values(microbatch))
 
 
 def test_messages_of_an_abandoned_epoch_are_skipped(pair):

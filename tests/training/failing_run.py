@@ -100,6 +100,9 @@ class Stage:
             return []
         return [Stamp(transfer, 0.0, 0.5e-3) for transfer in probe_transfers(link, 1)]
 
+    def give_back(self, slots, *, sending, keep=()):
+        return ()
+
     def make_room(self, slots):
         pass
 

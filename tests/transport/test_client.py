@@ -99,22 +99,22 @@ def deliver(rank):
 def test_growing_ends_when_the_receiver_is_gone(rank, clock):
     clock.at(10.0, lambda: rank.lose(1, "its host is gone"))
     with pytest.raises(PeerGoneError, match="its host is gone"):
-        rank.grow(THERE, 8, LONG_S)
+        rank.resize(THERE, 8, LONG_S)
     assert clock.now_s == 10.0
     assert rank._sidecar.requests == []
 
 
 def test_growing_waits_for_the_last_delivery_and_leaves_the_sidecar_the_rest(rank, clock):
     clock.at(10.0, lambda: deliver(rank))
-    rank.grow(THERE, 8, LONG_S)
-    assert rank._sidecar.requests == [("grow", LONG_S - 10.0)]
+    rank.resize(THERE, 8, LONG_S)
+    assert rank._sidecar.requests == [("resize", LONG_S - 10.0)]
     for _ in range(8):
         post(rank)
 
 
 def test_growing_has_a_deadline(rank, clock):
-    with pytest.raises(TransportError, match="not at rest: it can't grow now"):
-        rank.grow(THERE, 8, LONG_S)
+    with pytest.raises(TransportError, match="not at rest: its slots can't change now"):
+        rank.resize(THERE, 8, LONG_S)
     assert clock.now_s == LONG_S
 
 
@@ -123,7 +123,7 @@ def test_a_sidecar_that_does_not_answer_is_replaced_and_one_that_refuses_is_not(
     deliver(rank)
     rank._sidecar.answer = answer
     with contextlib.nullcontext() if answer is None else pytest.raises(TransportError):
-        rank.grow(THERE, 8, LONG_S)
+        rank.resize(THERE, 8, LONG_S)
     assert rank._sidecar.ended == ("killed" if answer is None else "")
     records = (record for record, _ in rank._sidecar.setting_up(2))
     num_slots = [each["num_slots"] for each in records if each.get("channel") == list(THERE)]

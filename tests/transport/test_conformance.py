@@ -293,7 +293,7 @@ def test_a_registry_knows_the_slots_memory(join):
         assert registries[1].has(taken.payload.ctypes.data, 1000)
         taken.release()
         before = len(registries[0].known)
-        planes[0].grow(THERE, 8)
+        planes[0].resize(THERE, 8)
         assert len(registries[0].known) == before
         held = [planes[0].reserve(THERE, soon()) for _ in range(8)]
         assert all(registries[0].has(slot.address, 1000) for slot in held)
@@ -329,31 +329,37 @@ def test_a_channel_of_another_rank_is_refused(planes, channel):
         planes[0].take(there, soon())
 
 
-def test_a_channel_at_rest_grows_at_either_end(planes, channel):
+def test_a_channel_at_rest_gets_other_slots_at_either_end(planes, channel):
     first, second = planes
     there = channel(num_slots=1)
     for number in range(3):
         exchange(planes, number, 900, there)
-    first.grow(there, 4)
-    second.grow(there, 8)
+    first.resize(there, 4)
+    second.resize(there, 8)
     for number in range(3, 15):  # as many as both ends hold, and none taken
         send(first, there, number, 900)
     with pytest.raises(TimeoutError):
         first.reserve(there, soon(0.1))
     for number in range(3, 15):
         receive(second, there, number, 900)
-    with pytest.raises(TransportError, match="can't have 2"):
-        first.grow(there, 2)
+    for plane in planes:  # the sending end first
+        plane.resize(there, 2)
+    for number in range(15, 19):
+        send(first, there, number, 900)
+    with pytest.raises(TimeoutError):
+        first.reserve(there, soon(0.1))
+    for number in range(15, 19):
+        receive(second, there, number, 900)
 
 
-def test_a_channel_with_an_untaken_message_does_not_grow(planes, channel):
+def test_a_channel_with_an_untaken_message_keeps_its_slots(planes, channel):
     there = channel()
     send(planes[0], there, 0, 10)
     slot = planes[1].take(there, soon())
     with pytest.raises(TransportError, match="not at rest"):
-        planes[1].grow(there, 8)
+        planes[1].resize(there, 8)
     slot.release()
-    planes[1].grow(there, 8)
+    planes[1].resize(there, 8)
     exchange(planes, 1, channel=there)
 
 

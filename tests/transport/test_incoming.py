@@ -183,13 +183,13 @@ def test_a_restarted_receiver_resumes_from_its_slots():
     assert incoming.begin(0, chunk(4)).place is Place.JUNK
 
 
-def test_only_a_channel_at_rest_grows(incoming):
+def test_only_a_channel_at_rest_gets_other_slots(incoming):
     receive(incoming, 0, chunk(0, 0))
     with pytest.raises(ValueError, match="not at rest"):
-        incoming.grow(NAME, 8)
+        incoming.resize(NAME, 8)
     receive(incoming, 0, chunk(0, 1))
     incoming.set_consumed(NAME, FIRST + 1)
-    assert incoming.grow(NAME, 8) == Credit(NAME, FIRST + 1, 7)
+    assert incoming.resize(NAME, 8) == Credit(NAME, FIRST + 1, 7)
 
 
 def test_foreign_and_repeated_channels_are_refused(incoming):

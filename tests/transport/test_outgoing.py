@@ -444,15 +444,35 @@ def test_lanes_wanted_are_production_over_drain():
     assert wire.out.lanes_wanted(wire.now - 1 / 16, 1, 3) == 3
 
 
-def test_only_a_channel_at_rest_grows():
+def test_only_a_channel_at_rest_gets_other_slots():
     wire = Wire()
     wire.post(0, chunks=1)
     with pytest.raises(ValueError, match="not at rest"):
-        wire.out.grow(NAME, 16)
+        wire.out.resize(NAME, 16)
     wire.next()
     wire.acknowledge(0, 0, delivered=1, limit=9)
-    wire.out.grow(NAME, 16)
+    wire.out.resize(NAME, 16)
     wire.post(16)
+
+
+def test_a_late_frame_lets_no_sender_overrun_fewer_slots():
+    """The receiver holds what it has delivered until that is taken; frames may be late."""
+    wire = Wire()
+    wire.post(0, chunks=1)
+    wire.next()
+    wire.acknowledge(0, 0, delivered=1, limit=9)  # as of eight slots
+    wire.out.resize(NAME, 2)
+    for number in (1, 2):
+        wire.counts(1, 9)  # late: the receiver has two now
+        wire.post(number, chunks=1)
+        wire.next()
+    wire.acknowledge(1, 0, delivered=2, limit=3)
+    wire.acknowledge(2, 0, delivered=3, limit=3)
+    wire.counts(1, 9)
+    wire.post(3, chunks=1)
+    assert wire.out.next_chunk(0, wire.now) is None
+    wire.counts(3, 4)  # the first one is taken
+    assert wire.out.next_chunk(0, wire.now) is not None
 
 
 def test_a_lost_chunk_ends_the_drained_state():

@@ -198,7 +198,7 @@ def test_closing_leaves_no_process_no_descriptor_and_no_memory():
     before, mapped_before = open_descriptors(), mapped_slots()
     with joined(spec(THERE), spec(BACK)) as planes:
         exchange(planes, 0)
-        planes[0].grow(THERE, 8)
+        planes[0].resize(THERE, 8)
         pids = [plane.sidecar_pid for plane in planes]
         os.kill(pids[1], signal.SIGKILL)
         wait_for(lambda: "sidecar_restarted" in kinds(planes[1]), "a restart")
