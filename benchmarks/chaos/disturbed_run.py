@@ -192,6 +192,7 @@ def _disturb(
 def _inject(injector: Injector, kind: str, rank: int, result: DisturbedRun, dealer: Dealer) -> bool:
     """Inject one and see the run through it; whether it could be injected."""
     run, output = injector.run, NewOutput(injector.run)
+    resumable = run.has_checkpoint()
     run.traces.note()
     outcome, began_s = Outcome(kind, run.last_step()), time.monotonic()
     result.outcomes.append(outcome)
@@ -203,7 +204,7 @@ def _inject(injector: Injector, kind: str, rank: int, result: DisturbedRun, deal
         outcome.detail, outcome.leaks = injected.detail, injected.leaks
         stays = KINDS[kind].ends != "nothing" or not KINDS[kind].stands_s[1]
         lasted_s = 0.0 if stays else time.monotonic() - began_s
-        _see_through(injector, output, rank, outcome)
+        _see_through(injector, output, rank, outcome, resumable=resumable)
         outcome.recovered_s = time.monotonic() - began_s - lasted_s
     except HungError as error:
         outcome.hang = str(error)
@@ -211,8 +212,13 @@ def _inject(injector: Injector, kind: str, rank: int, result: DisturbedRun, deal
     return True
 
 
-def _see_through(injector: Injector, output: NewOutput, rank: int, outcome: Outcome) -> None:
+def _see_through(
+    injector: Injector, output: NewOutput, rank: int, outcome: Outcome, *, resumable: bool
+) -> None:
     """Wait until the run has named the cause, and has done a later step.
+
+    Args:
+        resumable: Whether there was a checkpoint before; without one the command begins again.
 
     Raises:
         HungError: It stands still.
@@ -222,7 +228,8 @@ def _see_through(injector: Injector, output: NewOutput, rank: int, outcome: Outc
     named = kind.named.replace("{rank}", str(rank))
     named_s = LIMIT_S + (START_S if kind.ends == "command" else 0.0)
     outcome.unnamed = bool(named) and not output.matches_within(named_s, named)
-    again = {"ranks": "restarted", "command": "resumed"}.get(kind.ends)
+    resumed = "resumed" if resumable else "(resumed|plan_adopted)"
+    again = {"ranks": "restarted", "command": resumed}.get(kind.ends)
     if again is not None and not output.matches_within(START_S, f"^{again}: "):
         raise HungError(f"not {again} within {START_S:g} s\n{run.evidence()}")
     seen = outcome.step if kind.ends == "nothing" else run.last_step()

@@ -58,8 +58,8 @@ KINDS: Mapping[str, Kind] = {
     "card resets connections": Kind("^lane_(down|closed): ", stands_s=(0.2, 3.0)),
     "storage failing": Kind("^checkpoint_failed: "),
     "disk full": Kind(NO_ROOM),
-    "launcher killed": Kind("^resumed: ", "command"),
-    "everything killed": Kind("^resumed: ", "command"),
+    "launcher killed": Kind("", "command"),
+    "everything killed": Kind("", "command"),
     "files damaged": Kind(
         "^files_damaged: |^checkpoint_damaged: |compiled again|programs are compiled", "command"
     ),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.chaos.hanging_rank import FOLDER
 from benchmarks.leftovers import Traces, children, command, state
-from jaxmorph.records import Event, StepRecord
+from jaxmorph.records import Event, EventKind, StepRecord
 from jaxmorph.report.run_directory import EVENTS, METRICS, read_records
 
 ROOT = Path(__file__).parent.parent.parent
@@ -113,6 +113,10 @@ class WatchedRun:
     def events(self) -> list[Event]:
         """The events that it has recorded."""
         return read_records(self.out / EVENTS, Event)
+
+    def has_checkpoint(self) -> bool:
+        """Whether it has recorded that it saved one."""
+        return any(event.kind == EventKind.CHECKPOINT_SAVED for event in self.events())
 
     def last_step(self) -> int:
         """The number of the last step that it has recorded; -1 before the first."""
