@@ -40,12 +40,12 @@ class StepTimelines:
     """The timelines of a step, for its trace.
 
     Attributes:
-        timelines: `planned` and `measured`, as `Timeline.to_json` writes them.
+        timelines: `planned` and `measured`: the JSON of each rank's `RankTimes`, unread.
         around_change: Whether it is saved because a change is near.
     """
 
     step: int
-    timelines: Mapping[str, Json]
+    timelines: Mapping[str, tuple[str, ...]]
     around_change: bool = False
 
 

@@ -35,7 +35,7 @@ LINE = STEP.metrics()
     "message",
     [
         RunStarted("text", 7, (1, 2), "zb-h2", (3, 1), evaluates=True), StepDone(STEP),
-        EventEmitted(EVENT), StepTimelines(3, {"planned": {"stages": []}}, True),
+        EventEmitted(EVENT), StepTimelines(3, {"planned": ("{}",)}, True),
         ProfileUpdated({"links": {}}), LinksChanged({"stages": 2}, 3, ({"route": "direct"},)),
         PhaseEnded("plan", 2.5),
     ],

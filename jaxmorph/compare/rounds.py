@@ -22,10 +22,9 @@ from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.control.link_state import PathFailure
 from jaxmorph.control.path_reports import PathReport, join_reports
-from jaxmorph.program.instructions import parse_instructions
 from jaxmorph.records import EventKind, Link
 from jaxmorph.runtime.rendezvous import Rendezvous, gather
-from jaxmorph.runtime.report import StepReport, measured_timeline
+from jaxmorph.runtime.report import StepReport
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepResult
 from jaxmorph.training.adaptation import Adaptation, open_control_loop
@@ -131,13 +130,12 @@ class RoundRecord:
             done.result()
 
     def _observe(self, loop: ControlLoop, step: int, reports: Sequence[StepReport]) -> None:
-        observed = step_observed(step, measured_timeline(reports), reports)
+        observed = step_observed(step, reports)
         self.events.update(event.kind for event in loop.observe(observed))
 
     def _adopt(self, loop: ControlLoop, morph: Morph) -> None:
-        programs = tuple(map(parse_instructions, morph.programs))
         self.in_force = PlanInForce(
-            morph.plan, programs, self.in_force.rank, morph.slots, morph.scarce
+            morph.plan, morph.parsed, self.in_force.rank, morph.slots, morph.scarce
         )
         self.events.update(event.kind for event in loop.plan_changed(morph))
 

@@ -67,7 +67,7 @@ from jaxmorph.control.events import (
 )
 from jaxmorph.control.late_once import late_once
 from jaxmorph.control.link_state import FailedPaths, PathState
-from jaxmorph.control.measurements import LinkSample, OpTime
+from jaxmorph.control.measurements import OpTime, StepSamples
 from jaxmorph.control.orchestrator import (
     Decision,
     Option,
@@ -155,7 +155,7 @@ def _judge_paths(
 
 def _measure(
     state: ControllerState,
-    samples: Sequence[LinkSample],
+    samples: StepSamples,
     ops: Mapping[tuple[int, OpKind], OpTime],
 ) -> tuple[ControllerState, tuple[ControlEvent, ...], tuple[ComputeNotice, ...]]:
     """Judge links and ops by their times."""
@@ -346,7 +346,7 @@ def _retry_later(state: ControllerState, error: str) -> Advance:
 
 def paths_of_step(state: ControllerState, seen: StepObserved) -> tuple[FailedPaths, StepPaths]:
     """The direct paths of a step; see `read_paths`."""
-    return read_paths(state.paths, seen.paths, seen.samples, state.plan.routes)
+    return read_paths(state.paths, seen.paths, seen.by_direction, state.plan.routes)
 
 
 def expected_profile(state: ControllerState, profile: Profile) -> Profile:

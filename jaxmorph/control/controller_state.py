@@ -6,6 +6,7 @@ Files in `control/` have the names of these classes and fields.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeAlias
 
 from jaxmorph.config.sections import Adaptation
@@ -15,7 +16,13 @@ from jaxmorph.control.detector import Detector
 from jaxmorph.control.events import ControlEvent, PlanChange, verdict_event
 from jaxmorph.control.late_once import LateOnce
 from jaxmorph.control.link_state import FailedPaths
-from jaxmorph.control.measurements import LinkSample, OpTime
+from jaxmorph.control.measurements import (
+    LinkSample,
+    MessageTimes,
+    OpTime,
+    StepSamples,
+    by_direction,
+)
 from jaxmorph.control.orchestrator import Decision, Dwell, Options, Situation
 from jaxmorph.control.path_reports import EMPTY_REPORT, JoinedPathReport
 from jaxmorph.control.probes import ProvenLinks
@@ -39,8 +46,10 @@ class StepObserved:
     """A step of the plan in force, by all ranks' reports.
 
     Attributes:
+        samples: Those of messages one by one, as a simulation makes them.
         ops: The times of ops by stage and kind.
         probes_ms: The times of probe messages before the step, by the names of transfers.
+        messages: Those of messages as ranks measure them, by direction and route.
     """
 
     step: int
@@ -48,6 +57,12 @@ class StepObserved:
     ops: Mapping[tuple[int, OpKind], OpTime] = field(default_factory=dict)
     probes_ms: Mapping[str, float] = field(default_factory=dict)
     paths: JoinedPathReport = EMPTY_REPORT
+    messages: tuple[MessageTimes, ...] = ()
+
+    @cached_property
+    def by_direction(self) -> StepSamples:
+        """All samples."""
+        return by_direction(self.samples, self.messages)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from statistics import median
 
 from jaxmorph.control.direction_watch import DirectionState, DirectionWatch
 from jaxmorph.control.link_state import Direction, LinkHealth
-from jaxmorph.control.measurements import LinkSample, robust_spread
+from jaxmorph.control.measurements import LinkSample, StepSamples, by_direction, robust_spread
 from jaxmorph.control.route_record import OTHER_ROUTE_MS, Usual
 from jaxmorph.control.verdicts import Evidence, KnownDirection, Verdict
 from jaxmorph.records import Route
@@ -37,15 +37,14 @@ class Detector:
             direction: self.directions[direction].verdict for direction in sorted(self.directions)
         }
 
-    def observe(self, step: int, samples: Iterable[LinkSample]) -> tuple["Detector", list[Verdict]]:
+    def observe(
+        self, step: int, samples: Iterable[LinkSample] | StepSamples
+    ) -> tuple["Detector", list[Verdict]]:
         """Judge a step's messages, in the order of sending (see `link_samples`)."""
-        by_direction: dict[Direction, list[LinkSample]] = {}
-        for sample in samples:
-            by_direction.setdefault(sample.direction, []).append(sample)
         now = dict(self.directions)
         changes: list[Verdict] = []
         measured: list[tuple[Direction, DirectionWatch, bool]] = []
-        for direction, its_samples in sorted(by_direction.items()):
+        for direction, its_samples in sorted(by_direction(samples).items()):
             watch = _watch(now, direction)
             changes += watch.observe(step, its_samples)
             now[direction] = watch.state()

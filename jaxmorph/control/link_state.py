@@ -6,12 +6,12 @@ the host data plane carries its messages, although instructions still have its t
 queue. It stays so until its direct path is restored after a later step (`FailedPaths`).
 """
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from jaxmorph.control.measurements import LinkSample
+from jaxmorph.control.measurements import StepSamples
 from jaxmorph.plain_json import as_object, written_as
 from jaxmorph.records import Link, Route, Routes
 
@@ -332,7 +332,7 @@ class FailedPaths:
         """The routes that messages take under a plan's routes."""
         return {**routes, **dict.fromkeys(sorted(self.unrestored), "delegated")}
 
-    def valid_samples(self, samples: Sequence[LinkSample]) -> Sequence[LinkSample]:
+    def valid_samples(self, samples: StepSamples) -> StepSamples:
         """The samples that are valid timings of their routes.
 
         A message that instructions send as a direct one on a failed link is delegated instead. Its
@@ -341,9 +341,13 @@ class FailedPaths:
         failed = self.unrestored
         if not failed:
             return samples
-        return tuple(
-            each for each in samples if not (each.is_direct and link_of(each.direction) in failed)
-        )
+        valid = {
+            at: [sample for sample in each if not sample.is_direct]
+            if link_of(at) in failed
+            else each
+            for at, each in samples.items()
+        }
+        return {direction: each for direction, each in valid.items() if each}
 
     def in_words(self) -> dict[str, str]:
         """The links with failed paths, for the terminal."""

@@ -1,11 +1,14 @@
 """The time of each message and op of a step, and medians that no spike can move."""
 
+from base64 import b64decode, b64encode
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias, cast, overload
+
+import numpy as np
 
 from jaxmorph.program.instructions import Payload, Transfer
 from jaxmorph.records import Route
@@ -48,6 +51,110 @@ class LinkSample(NamedTuple):
         return "direct" if self.is_direct else "delegated"
 
 
+def packed(rows: Sequence[Sequence[int]] | np.ndarray) -> str:
+    """A table of whole numbers (`int32`) as text, which processes can pass on unread."""
+    return b64encode(np.ascontiguousarray(rows, "<i4").tobytes()).decode("ascii")
+
+
+def unpacked(text: str, num_rows: int = 3) -> np.ndarray:
+    """The table of `packed`: int32 [num_rows, columns]."""
+    return np.frombuffer(b64decode(text), "<i4").reshape(num_rows, -1)
+
+
+class MessageTimes(NamedTuple):
+    """Messages of one direction of a link on one route, in the order of sending.
+
+    Attributes:
+        rows: A `packed` table: each message's number (`rank_times.number_of`), when the link began
+            to carry it, and when it had come; microseconds since the step began.
+    """
+
+    source: int
+    destination: int
+    is_direct: bool
+    rows: str
+    is_tied: bool = False
+
+    @property
+    def direction(self) -> tuple[int, int]:
+        """Its sender and receiver."""
+        return self.source, self.destination
+
+
+MICROBATCHES = 1 << 20
+"""A message's number modulo this is its microbatch."""
+
+
+class DirectionSamples(Sequence[LinkSample]):
+    """`MessageTimes` as samples, which are made one by one only where someone reads them."""
+
+    def __init__(self, times: MessageTimes) -> None:
+        self.direction, self.is_direct = times.direction, times.is_direct
+        numbers, began_us, ended_us = unpacked(times.rows)
+        self._numbers = numbers
+        self.durations_ms: list[float] = ((ended_us - began_us) / 1e3).tolist()
+        self._at_ms: list[float] = (ended_us / 1e3).tolist()
+
+    def __len__(self) -> int:
+        return len(self.durations_ms)
+
+    @overload
+    def __getitem__(self, index: int) -> LinkSample: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[LinkSample]: ...
+    def __getitem__(self, index: int | slice) -> LinkSample | Sequence[LinkSample]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        microbatch = int(self._numbers[index]) % MICROBATCHES
+        times_ms = self.durations_ms[index], self._at_ms[index]
+        return LinkSample(*self.direction, microbatch, *times_ms, self.is_direct)
+
+    @cached_property
+    def median_ms(self) -> float:
+        """The median time."""
+        return _middle(sorted(self.durations_ms))
+
+
+StepSamples: TypeAlias = dict[tuple[int, int], Sequence[LinkSample]]
+"""A step's samples by direction, each in the order of sending."""
+
+
+def by_direction(
+    samples: Iterable[LinkSample] | StepSamples, times: Iterable[MessageTimes] = ()
+) -> StepSamples:
+    """All samples of a step by direction; what is that already is returned as it is."""
+    if isinstance(samples, dict):
+        return cast("StepSamples", samples)
+    found: dict[tuple[int, int], Sequence[LinkSample]] = {}
+    single: defaultdict[tuple[int, int], list[LinkSample]] = defaultdict(list)
+    for sample in samples:
+        single[sample.direction].append(sample)
+    found.update(single)
+    for each in times:
+        own = DirectionSamples(each)
+        if before := found.get(each.direction):  # some of its messages took the other route
+            own = sorted([*before, *own], key=lambda sample: (sample.sent_ms, sample.at_ms))
+        found[each.direction] = own
+    return found
+
+
+def durations_by_route(samples: Sequence[LinkSample]) -> dict[bool, list[float]]:
+    """The times of a direction's messages, by whether they were direct."""
+    if isinstance(samples, DirectionSamples):
+        return {samples.is_direct: samples.durations_ms}
+    found: dict[bool, list[float]] = {}
+    for sample in samples:
+        found.setdefault(sample.is_direct, []).append(sample.duration_ms)
+    return found
+
+
+def median_ms(samples: Sequence[LinkSample]) -> float:
+    """The median time of a direction's messages on either route."""
+    if isinstance(samples, DirectionSamples):
+        return samples.median_ms
+    return median(sample.duration_ms for sample in samples)
+
+
 def link_samples(timeline: Timeline) -> tuple[LinkSample, ...]:
     """One sample for each message of activations or gradients, in the order of sending.
 
@@ -80,17 +187,14 @@ def link_samples(timeline: Timeline) -> tuple[LinkSample, ...]:
 _parse = lru_cache(maxsize=1 << 14)(Transfer.parse)  # every step has the same labels
 
 
-def link_medians_ms(samples: Iterable[LinkSample]) -> dict[str, float]:
+def link_medians_ms(samples: Iterable[LinkSample] | StepSamples) -> dict[str, float]:
     """The median time of a step's messages in each direction, such as ``2>3``, in rising order.
 
     Milliseconds, rounded to a microsecond.
     """
-    of_direction: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for sample in samples:
-        of_direction[sample.direction].append(sample.duration_ms)
     return {
-        f"{source}>{destination}": round(median(values), _DIGITS)
-        for (source, destination), values in sorted(of_direction.items())
+        f"{source}>{destination}": round(median_ms(each), _DIGITS)
+        for (source, destination), each in sorted(by_direction(samples).items())
     }
 
 

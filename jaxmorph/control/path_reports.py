@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.events import ControlEvent, verdict_event
 from jaxmorph.control.link_state import FailedPaths, PathFailure, directions_of
-from jaxmorph.control.measurements import LinkSample
+from jaxmorph.control.measurements import StepSamples
 from jaxmorph.plain_json import written_as
 from jaxmorph.records import EventKind, Link, Route, Routes
 
@@ -89,14 +89,14 @@ class StepPaths:
 
     report: JoinedPathReport
     events: tuple[ControlEvent, ...]
-    samples: Sequence[LinkSample]
+    samples: StepSamples
     routes: dict[Link, Route]
 
 
 def read_paths(
     paths: FailedPaths,
     report: JoinedPathReport,
-    samples: Sequence[LinkSample],
+    samples: StepSamples,
     routes: Routes,
 ) -> tuple[FailedPaths, StepPaths]:
     """Record the direct paths of a step that ran a plan with some routes.

@@ -1,14 +1,24 @@
 """The current costs of ops, links and copies: running medians of measured timelines."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
 from typing import Any
 
 from jaxmorph.control.link_state import link_of
-from jaxmorph.control.measurements import LinkSample, RunningEstimate, link_samples, op_times
+from jaxmorph.control.measurements import (
+    LinkSample,
+    OpTime,
+    RunningEstimate,
+    StepSamples,
+    by_direction,
+    durations_by_route,
+    link_samples,
+    median_ms,
+    op_times,
+)
 from jaxmorph.records import Link
 from jaxmorph.schedule.costs import CopyCosts, LinkDelay, Links, StageCosts, StashBytes
 from jaxmorph.schedule.ops import OpKind
@@ -67,17 +77,24 @@ class Profiler:
 
     def observe(self, timeline: Timeline, samples: Sequence[LinkSample] | None = None) -> None:
         """Add a measured step; `samples` are its `link_samples`, if the caller has them."""
-        copy_ms: dict[tuple[int, str], list[float]] = defaultdict(list)
-        for copy in timeline.copies:
-            copy_ms[copy.stage, copy.kind].append(copy.end_ms - copy.start_ms)
-        for key, took_ms in copy_ms.items():
-            self._copies[key].add(median(took_ms))
-        for key, time in op_times(timeline).items():
-            self._ops[key].add(time.median_ms)
         samples = link_samples(timeline) if samples is None else samples
-        for source, destination, is_direct, took_ms in _main_messages(samples):
+        self.add(op_times(timeline), copy_medians_ms(timeline), by_direction(samples))
+
+    def add(
+        self,
+        ops: Mapping[tuple[int, OpKind], OpTime],
+        copies_ms: Mapping[tuple[int, str], float],
+        samples: StepSamples,
+    ) -> None:
+        """Add a step by its `op_times`, `copy_medians_ms` and samples."""
+        for key, took_ms in copies_ms.items():
+            self._copies[key].add(took_ms)
+        for key, time in ops.items():
+            self._ops[key].add(time.median_ms)
+        for (source, destination), each in samples.items():
+            is_direct, took_ms = _main_message(each)
             self._forget_other_route(source, destination, is_direct)
-            self._links[source, destination].add(median(took_ms))
+            self._links[source, destination].add(took_ms)
 
     def profile(self) -> Profile:
         """The medians of recent steps; a run of full backwards counts them as B and none as W."""
@@ -122,11 +139,16 @@ def _median_of(estimates: Mapping[Any, RunningEstimate], key: tuple[Any, ...]) -
     return 0.0 if seen is None else seen.median
 
 
-def _main_messages(samples: Sequence[LinkSample]) -> Iterator[tuple[int, int, bool, list[float]]]:
-    """The times of each direction's messages on the route that most took; the rest are probes."""
-    durations: dict[tuple[int, int], dict[bool, list[float]]] = {}
-    for sample in samples:
-        routes = durations.setdefault(sample.direction, {})
-        routes.setdefault(sample.is_direct, []).append(sample.duration_ms)
-    for ends, routes in durations.items():
-        yield *ends, *max(routes.items(), key=lambda route: len(route[1]))
+def copy_medians_ms(timeline: Timeline) -> dict[tuple[int, str], float]:
+    """The median time of the copies of each stage, by their kind."""
+    took_ms: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
+    for copy in timeline.copies:
+        took_ms[copy.stage, copy.kind].append(copy.end_ms - copy.start_ms)
+    return {key: median(each) for key, each in took_ms.items()}
+
+
+def _main_message(samples: Sequence[LinkSample]) -> tuple[bool, float]:
+    """The route that most messages of a direction took, and their median; the rest are probes."""
+    routes = durations_by_route(samples)
+    is_direct = max(routes, key=lambda route: len(routes[route]))
+    return is_direct, median_ms(samples) if len(routes) == 1 else median(routes[is_direct])

@@ -228,6 +228,17 @@ class RouteRecord:
                 self.calm.clear()
         self._last = sample
 
+    def read_in_time(self, durations_ms: Sequence[float], usual: Usual) -> None:
+        """Read a healthy link's messages, none of them late: as `read` with each of them."""
+        self.healthy.learn([*self.late, *durations_ms])
+        self.late.clear()
+        for at in range(len(durations_ms) - 1, -1, -1):
+            if durations_ms[at] > usual.calm_ms:
+                self.calm.clear()
+                durations_ms = durations_ms[at + 1 :]
+                break
+        self.calm.extend(durations_ms)
+
     def read_level(self, duration_ms: float, level_ms: float, unrest: float) -> None:
         """Extend the run of a slow link's messages at another level, or end it.
 

@@ -6,12 +6,13 @@ Ranks exchange `StepReport`s in the exchange that ends a step; timings go to ran
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from statistics import median
 from typing import Any, Self, TypeVar
 
 import numpy as np
 
+from jaxmorph.control.rank_times import RankTimes, timeline_of
 from jaxmorph.plain_json import Json, as_object, parse, parse_line
 from jaxmorph.program.instructions import Channel, Transfer, channel_of
 from jaxmorph.records import EventKind
@@ -20,13 +21,10 @@ from jaxmorph.runtime.host_copies import CopyLabel
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rendezvous import DETAIL
 from jaxmorph.schedule.ops import Op
-from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
+from jaxmorph.schedule.timeline import CopySpan, Timeline
 
 _Part = TypeVar("_Part")
 _NOT_FOR_ALL = frozenset({DETAIL, "own_parts"})
-
-Span = tuple[str, float, float]
-"""The label of an op or a transfer, and its start and end: milliseconds since the step began."""
 
 
 @dataclass(frozen=True)
@@ -53,48 +51,35 @@ class LinkEvent:
 
 
 @dataclass(frozen=True)
-class StepTimings:
-    """When one rank's ops, transfers and copies ran in a step; milliseconds since it began.
+class StepTimings(RankTimes):
+    """A rank's times in a step, and the events of its delegated links."""
 
-    Attributes:
-        transfers: Those that held the queue.
-        arrivals: Messages received beside the queue: when each was sent and had come.
-        copies: (kind, microbatch, chunk, start, end) of each copy of a stash.
-    """
-
-    ops: tuple[Span, ...] = ()
-    transfers: tuple[Span, ...] = ()
-    arrivals: tuple[Span, ...] = ()
     events: tuple[LinkEvent, ...] = ()
-    copies: tuple[tuple[str, int, int, float, float], ...] = ()
 
     @classmethod
-    def of(cls, outcome: StepOutcome, began_s: float, events: Sequence[LinkEvent] = ()) -> Self:
+    def of_step(
+        cls, outcome: StepOutcome, began_s: float, events: Sequence[LinkEvent] = ()
+    ) -> Self:
         """The timings of a step that began at `began_s`, on the monotonic clock."""
-        ops, transfers = [], []
-        for stamp in outcome.stamps:
-            (ops if isinstance(stamp.label, Op) else transfers).append(_span(stamp, began_s))
-        return cls(
-            tuple(ops),
-            tuple(transfers),
-            tuple(_span(stamp, began_s) for stamp in outcome.arrivals),
-            tuple(replace(event, time_s=event.time_s - began_s) for event in events),
-            tuple(_copy_span(stamp, began_s) for stamp in outcome.copies),
+        is_op = [isinstance(stamp.label, Op) for stamp in outcome.stamps]
+        spans = [_span(stamp, began_s) for stamp in outcome.stamps]
+        return cls.of(
+            [span for span, of_op in zip(spans, is_op, strict=True) if of_op],
+            [span for span, of_op in zip(spans, is_op, strict=True) if not of_op],
+            [_span(stamp, began_s) for stamp in outcome.arrivals],
+            [_copy_span(stamp, began_s) for stamp in outcome.copies],
+            events=tuple(replace(event, time_s=event.time_s - began_s) for event in events),
         )
 
-    def to_json(self) -> Json:
-        """The timings as JSON, without empty fields."""
-        return {name: value for name, value in vars(self).items() if value}
+
+def _span(stamp: Stamp, began_s: float) -> tuple[Any, float, float]:
+    return stamp.label, 1e3 * (stamp.start_s - began_s), 1e3 * (stamp.end_s - began_s)
 
 
-def _span(stamp: Stamp, began_s: float) -> Span:
-    return str(stamp.label), 1e3 * (stamp.start_s - began_s), 1e3 * (stamp.end_s - began_s)
-
-
-def _copy_span(stamp: Stamp, began_s: float) -> tuple[str, int, int, float, float]:
+def _copy_span(stamp: Stamp, began_s: float) -> CopySpan:
     label: CopyLabel = stamp.label
     _, start_ms, end_ms = _span(stamp, began_s)
-    return label.kind, label.stash.microbatch, label.stash.chunk, start_ms, end_ms
+    return CopySpan(0, label.kind, label.stash.microbatch, label.stash.chunk, start_ms, end_ms)
 
 
 @dataclass(frozen=True)
@@ -226,25 +211,7 @@ def measured_timeline(reports: Sequence[StepReport]) -> Timeline:
 
     Only rank 0 has other ranks' timings.
     """
-    timings = [report.timings for report in reports]
-    ops = [each.ops for each in timings]
-    return Timeline(
-        orders=tuple(tuple(_parse_op(name) for name, _, _ in row) for row in ops),
-        start_ms=tuple(np.array([start for _, start, _ in row], np.float64) for row in ops),
-        end_ms=tuple(np.array([end for _, _, end in row], np.float64) for row in ops),
-        transfers=tuple(
-            TransferSpan(rank, label, start, end, holds_queue=holds_queue)
-            for rank, each in enumerate(timings)
-            for spans, holds_queue in ((each.transfers, True), (each.arrivals, False))
-            for label, start, end in spans
-        ),
-        copies=tuple(
-            CopySpan(rank, *copy) for rank, each in enumerate(timings) for copy in each.copies
-        ),
-    )
-
-
-_parse_op = lru_cache(maxsize=1 << 14)(Op.parse)  # the same names come in every step
+    return timeline_of([report.timings for report in reports])
 
 
 def reported_events(reports: Sequence[StepReport]) -> list[tuple[int, LinkEvent]]:

@@ -140,7 +140,7 @@ class StepRunner:
         took_s = time.monotonic() - began_s
         # Steps for timings leave the events to the first step of training.
         events = tuple(map(LinkEvent.of, stage.events())) if updates else ()
-        timings = StepTimings.of(outcome, began_s, events)
+        timings = StepTimings.of_step(outcome, began_s, events)
         parts = [*report(step)]
         own = StepReport(
             loss=outcome.loss,
@@ -151,9 +151,7 @@ class StepRunner:
             peak_device_bytes=peak_bytes(stage.device),
             parts=named_parts(parts),
         )
-        of_ranks = self.rendezvous.exchange(
-            own.to_json(), timings.to_json(), addressed_parts(parts)
-        )
+        of_ranks = self.rendezvous.exchange(own.to_json(), timings, addressed_parts(parts))
         ended_s = time.monotonic()
         progress.stamp("updates its parameters")
         reports = tuple(StepReport.from_json(each, rank) for rank, each in enumerate(of_ranks))

@@ -7,9 +7,10 @@ ranks do next. None of them holds up a step.
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import cached_property, partial
+from typing import Any, Protocol, TypeVar
 
 from jaxmorph.control.controller import advance
 from jaxmorph.control.controller_state import (
@@ -34,11 +35,17 @@ from jaxmorph.control.events import ControlEvent, PlanChange
 from jaxmorph.control.late_once import LateOnce
 from jaxmorph.control.orchestrator import Options
 from jaxmorph.control.profiler import Profile
+from jaxmorph.control.rank_times import texts_of
 from jaxmorph.control.verdicts import Verdict
-from jaxmorph.program.instructions import Channel
+from jaxmorph.program.instructions import Channel, RankInstructions, parse_instructions
 from jaxmorph.records import Link
 from jaxmorph.schedule.planner import Plan
-from jaxmorph.training.planning_client import Chosen, PlanningError
+from jaxmorph.schedule.timeline import Timeline
+from jaxmorph.training.plan_in_force import simulate_step
+from jaxmorph.training.planning_client import Chosen, PlanningError, Predicted
+
+_PREDICTED_S = 60.0  # it may be planning
+_Answer = TypeVar("_Answer")
 
 
 class Plans(Protocol):
@@ -52,6 +59,18 @@ class Plans(Protocol):
 
     def choose(self, chosen: int) -> Chosen:
         """Makes one of them the plan in force."""
+        ...
+
+    def adopt(self) -> None:
+        """Predicts steps of the last chosen plan from now on."""
+        ...
+
+    def predict(self, step: int, profile: Profile) -> Predicted:
+        """Simulates a step of the plan that ranks run."""
+        ...
+
+    def draw(self, step: int) -> tuple[str, ...]:
+        """The JSON of each rank's `RankTimes` in one of the last predicted steps."""
         ...
 
     def restart(self, in_force: Plan, programs: tuple[str, ...] | None) -> None:
@@ -83,6 +102,48 @@ class Morph:
     def plan(self) -> Plan:
         """The plan to run."""
         return self.change.plan
+
+    @cached_property
+    def parsed(self) -> tuple[RankInstructions, ...]:
+        """Every rank's instructions; at 64 stages it takes seconds to read them."""
+        return tuple(map(parse_instructions, self.programs))
+
+    def simulate(self, profile: Profile) -> Timeline:
+        """A step of the plan, as `PlanInForce.simulate`."""
+        return simulate_step(self.parsed, profile, self.scarce)
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """A step as it was expected to be.
+
+    The planning process simulates it. A run without one, or whose process has died, does so here.
+
+    Attributes:
+        simulate: Simulates a step of its plan.
+        predicted: The answer of the planning process.
+        draw: Has the process draw the step.
+    """
+
+    profile: Profile
+    simulate: Callable[[Profile], Timeline]
+    predicted: Future[Predicted]
+    draw: Callable[[], Future[tuple[str, ...]]]
+
+    def prediction(self) -> Predicted:
+        """Its time and its bubbles."""
+        try:
+            return self.predicted.result(_PREDICTED_S)
+        except (PlanningError, TimeoutError, CancelledError):
+            timeline = self.simulate(self.profile)
+            return Predicted(timeline.makespan_ms, timeline.bubble_rate)
+
+    def drawn(self) -> tuple[str, ...]:
+        """The JSON of each rank's `RankTimes`."""
+        try:
+            return self.draw().result(_PREDICTED_S)
+        except (PlanningError, TimeoutError, CancelledError):
+            return texts_of(self.simulate(self.profile))
 
 
 class ControlLoop:
@@ -141,12 +202,34 @@ class ControlLoop:
         """Report that ranks run a morph from the next observed step on."""
         with self._lock:
             self._programs = morph.programs
+            if self._plans is not None:
+                self._planner.submit(self._asked, lambda plans: plans.adopt())
             return self._advance(PlanChanged())
 
     def plan_dropped(self) -> tuple[ControlEvent, ...]:
         """Report that no rank runs the last morph."""
         with self._lock:
             return self._advance(PlanDropped())
+
+    def foresee(
+        self, step: int, profile: Profile, simulate: Callable[[Profile], Timeline]
+    ) -> Foreseen:
+        """Have the planning process simulate a step of the plan that ranks run.
+
+        Args:
+            simulate: Does so here if that process can't.
+        """
+        predict = partial(self._asked, lambda plans: plans.predict(step, profile))
+        draw = partial(self._asked, lambda plans: plans.draw(step))
+        return Foreseen(
+            profile, simulate, self._planner.submit(predict), partial(self._planner.submit, draw)
+        )
+
+    def _asked(self, ask: Callable[[Plans], _Answer]) -> _Answer:
+        try:
+            return ask(self._require_plans())
+        except Exception as error:  # what fails here is done in this process
+            raise PlanningError(str(error)) from error
 
     def close(self, end_process: Callable[[], None] = lambda: None) -> None:
         """Stop planning; `end_process` ends the planning process, with any request to it."""

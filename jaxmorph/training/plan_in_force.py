@@ -53,9 +53,7 @@ class PlanInForce:
 
     def simulate(self, profile: Profile) -> Timeline:
         """The step under a profile; direct transfers hold queues, delegated ones don't."""
-        return simulate_blocking(
-            self.programs, profile.costs, profile.links, copies=profile.copies, slots=self.scarce
-        )
+        return simulate_step(self.programs, profile, self.scarce)
 
     def within(self, room: HostRoom | None) -> "PlanInForce":
         """The plan with the slots that fit."""
@@ -63,6 +61,19 @@ class PlanInForce:
             return self
         given = room.within(self.slots)
         return replace(self, slots=given, scarce={**self.scarce, **scarce_slots(given, self.slots)})
+
+
+def simulate_step(
+    programs: Sequence[RankInstructions], profile: Profile, scarce: Mapping[Channel, int]
+) -> Timeline:
+    """A step under a profile; direct transfers hold queues, delegated ones don't.
+
+    Args:
+        scarce: See `PlanInForce`.
+    """
+    return simulate_blocking(
+        programs, profile.costs, profile.links, copies=profile.copies, slots=scarce
+    )
 
 
 def offloaded_bytes(programs: Sequence[RankInstructions], profile: Profile) -> tuple[int, ...]:

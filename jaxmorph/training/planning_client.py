@@ -71,6 +71,26 @@ class Choose:
 
 
 @dataclass(frozen=True)
+class Adopt:
+    """All ranks run the plan of the last `Choose` now; the answer is `Ready`."""
+
+
+@dataclass(frozen=True)
+class Predict:
+    """Simulates a step of the plan that ranks run; the answer is `Predicted`."""
+
+    step: int
+    profile: Profile
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The times of one of the last predicted steps; the answer is `Drawn`."""
+
+    step: int
+
+
+@dataclass(frozen=True)
 class Ready:
     """The process knows the run and can plan."""
 
@@ -91,14 +111,33 @@ class Chosen:
 
 
 @dataclass(frozen=True)
+class Predicted:
+    """A simulated step.
+
+    Attributes:
+        bubble_rate: The idle share of the devices' time.
+    """
+
+    step_ms: float
+    bubble_rate: float
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The JSON of each rank's `RankTimes` in a simulated step."""
+
+    of_ranks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Failed:
     """The request failed."""
 
     error: str
 
 
-Request: TypeAlias = Begin | MakeCandidates | Choose
-Answer: TypeAlias = Ready | Options | Chosen | Failed
+Request: TypeAlias = Begin | MakeCandidates | Choose | Adopt | Predict | Draw
+Answer: TypeAlias = Ready | Options | Chosen | Predicted | Drawn | Failed
 
 
 class PlanningProcess:
@@ -157,6 +196,30 @@ class PlanningProcess:
             PlanningError: It can't.
         """
         return self._ask(Choose(chosen), Chosen)
+
+    def adopt(self) -> None:
+        """Predict steps of the last chosen plan from now on.
+
+        Raises:
+            PlanningError: It can't.
+        """
+        self._ask(Adopt(), Ready)
+
+    def predict(self, step: int, profile: Profile) -> Predicted:
+        """Simulate a step of the plan that ranks run.
+
+        Raises:
+            PlanningError: It can't.
+        """
+        return self._ask(Predict(step, profile), Predicted)
+
+    def draw(self, step: int) -> tuple[str, ...]:
+        """The JSON of each rank's `RankTimes` in one of the last predicted steps.
+
+        Raises:
+            PlanningError: It can't.
+        """
+        return self._ask(Draw(step), Drawn).of_ranks
 
     def close(self) -> None:
         """Kill the process for good."""

@@ -14,6 +14,7 @@ if __name__ == "__main__":
 
 import math
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from jaxmorph.config.link_sections import Routes
 from jaxmorph.control.conditions import UsualLinks, costs_differ, links_under
 from jaxmorph.control.orchestrator import Option, Options
 from jaxmorph.control.profiler import Profile
+from jaxmorph.control.rank_times import texts_of
 from jaxmorph.control.step_programs import lower_step, step_in_slots_ms
 from jaxmorph.control.verdicts import Verdict, degraded_links
 from jaxmorph.errors import UserError
@@ -38,18 +40,24 @@ from jaxmorph.program.lowering import forward_only
 from jaxmorph.program.slots_needed import HostRoom, most_slots, scarce_slots, slots_needed
 from jaxmorph.records import Link, Route
 from jaxmorph.schedule.planner import Plan
-from jaxmorph.training.plan_in_force import plan_step
+from jaxmorph.training.plan_in_force import plan_step, simulate_step
 from jaxmorph.training.planning_client import (
+    Adopt,
     Answer,
     Begin,
     Choose,
     Chosen,
+    Draw,
+    Drawn,
     Failed,
     MakeCandidates,
+    Predict,
+    Predicted,
     Ready,
     Request,
 )
 
+_LAST_STEPS = 16  # can be drawn: more than pass until a change is known
 Instructions = tuple[RankInstructions, ...]
 Slots = dict[Channel, int]
 
@@ -107,6 +115,8 @@ class CandidatePlanner:
         programs = programs or self._lowered(now, profile)
         slots = self._slots(programs)
         self._in_force = Candidate(now, programs, 1e3 * now.predicted_step_s, *slots)
+        self._run_by_ranks = self._in_force
+        self._predicted: deque[tuple[int, Candidate, Profile]] = deque(maxlen=_LAST_STEPS)
         self.candidates: tuple[Candidate, ...] = ()
 
     @property
@@ -158,6 +168,24 @@ class CandidatePlanner:
             return None, {}
         given = self._room.within(self._needed(programs))
         return given, scarce_slots(given, slots_needed(programs))
+
+    def adopt(self) -> None:
+        """Predict steps of the plan in force from now on; so far ranks ran the one before it."""
+        self._run_by_ranks = self._in_force
+
+    def predict(self, step: int, profile: Profile) -> Predicted:
+        """A step of the plan that ranks run, simulated with a profile."""
+        self._predicted.append((step, self._run_by_ranks, profile))
+        run = self._run_by_ranks
+        timeline = simulate_step(run.programs, profile, run.scarce)
+        return Predicted(timeline.makespan_ms, timeline.bubble_rate)
+
+    def draw(self, step: int) -> Drawn:
+        """The times of one of the last predicted steps: it is simulated once more."""
+        for predicted, run, profile in self._predicted:
+            if predicted == step:
+                return Drawn(texts_of(simulate_step(run.programs, profile, run.scarce)))
+        raise ValueError(f"step {step} was not predicted here")
 
     def _plans(
         self, profile: Profile, verdicts: Sequence[Verdict], staying: Iterable[Link]
@@ -304,6 +332,13 @@ class Server:
                 return self._require_planner().make_candidates(profile, verdicts, staying)
             case Choose(chosen):
                 return self._require_planner().choose(chosen)
+            case Adopt():
+                self._require_planner().adopt()
+                return Ready()
+            case Predict(step, profile):
+                return self._require_planner().predict(step, profile)
+            case Draw(step):
+                return self._require_planner().draw(step)
 
     def _require_planner(self) -> CandidatePlanner:
         if self._planner is None:

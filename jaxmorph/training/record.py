@@ -7,13 +7,14 @@ checkpoint is without the steps before it, whatever keeps this process from its 
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jaxmorph.config import Config
+from jaxmorph.control.rank_times import RankTimes, timeline_of
 from jaxmorph.errors import UserError
 from jaxmorph.messages import (
     EventEmitted,
@@ -27,7 +28,7 @@ from jaxmorph.messages import (
     StepTimelines,
 )
 from jaxmorph.output import write_stderr
-from jaxmorph.plain_json import Json, as_object, with_sum
+from jaxmorph.plain_json import Json, as_object, parse_line, with_sum
 from jaxmorph.records import COMPILE, RESTORE, START, Event, EventKind, RunHeader, StepRecord
 from jaxmorph.report import Reporter, RunDirectory, RunHistory, describe_regime
 from jaxmorph.report.draw import chrome_trace, save_timelines
@@ -246,10 +247,11 @@ class RunRecord:
         self._reporter.step(record)
 
     def _take_timelines(
-        self, step: int, timelines: Mapping[str, Json], around_change: bool
+        self, step: int, timelines: Mapping[str, Sequence[str]], around_change: bool
     ) -> None:
         drawn = {
-            f"{name}, step {step}": Timeline.from_json(data) for name, data in timelines.items()
+            f"{name}, step {step}": timeline_of([_parsed(text) for text in of_ranks])
+            for name, of_ranks in timelines.items()
         }
         if step >= self._last_traced_step:  # timelines around a change may arrive late
             self._last_timelines, self._last_traced_step = drawn, step
@@ -266,6 +268,10 @@ class RunRecord:
 
     def _remove_trace(self, step: int) -> None:
         self._directory.trace_path(step).unlink(missing_ok=True)
+
+
+def _parsed(text: str) -> RankTimes:
+    return parse_line(RankTimes, text, "a rank's times")
 
 
 def _summed_up(goodput: Goodput | None) -> dict[str, float]:

@@ -42,7 +42,7 @@ from jaxmorph.control.controller_state import (
 from jaxmorph.control.events import ControlEvent
 from jaxmorph.control.late_once import LateOnce
 from jaxmorph.control.link_state import Direction, PathFailure, link_of
-from jaxmorph.control.measurements import link_samples, op_times
+from jaxmorph.control.measurements import durations_by_route, link_samples, op_times
 from jaxmorph.control.path_reports import JoinedPathReport
 from jaxmorph.control.verdicts import latency_ms_of
 from jaxmorph.errors import UserError
@@ -353,8 +353,9 @@ def _undecided(state: ControllerState) -> ControllerState:
 def _added_ms(fact: StepObserved, recorded: ControllerState) -> dict[Direction, float]:
     """The delay of each direction in the run: its median time minus the usual of the route."""
     took_ms: dict[tuple[Direction, Route], list[float]] = {}
-    for sample in fact.samples:
-        took_ms.setdefault((sample.direction, sample.route), []).append(sample.duration_ms)
+    for direction, samples in fact.by_direction.items():
+        for is_direct, durations_ms in durations_by_route(samples).items():
+            took_ms[direction, "direct" if is_direct else "delegated"] = durations_ms
     added_ms: dict[Direction, float] = {}
     for (direction, route), durations_ms in took_ms.items():
         usual = usual_delay(recorded.usual, route, link_of(direction))

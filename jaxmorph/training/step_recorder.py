@@ -1,4 +1,4 @@
-"""Turns the ranks' reports into step records and events, on a thread of rank 0's.
+"""Turns the ranks' reports into step records and events, on threads of rank 0's.
 
 Steps and events are written to the run directory here. They and all other
 messages (`jaxmorph.messages`) then go to `record.RunRecord`, in the process that the user started.
@@ -8,21 +8,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from jaxmorph.config import Config
 from jaxmorph.control import controller
 from jaxmorph.control.controller_state import StepObserved
 from jaxmorph.control.events import describe_states
-from jaxmorph.control.measurements import (
-    LinkSample,
-    link_medians_ms,
-    link_samples,
-    op_times,
-)
+from jaxmorph.control.measurements import link_medians_ms
 from jaxmorph.control.path_reports import PathReport, join_reports
 from jaxmorph.control.profiler import Profiler
+from jaxmorph.control.rank_times import (
+    RankTimes,
+    bubble_rate_of,
+    copies_ms_of,
+    joined_messages,
+    op_times_of,
+)
 from jaxmorph.errors import RunFailedError
 from jaxmorph.messages import (
     EventEmitted,
@@ -32,21 +34,18 @@ from jaxmorph.messages import (
     StepDone,
     StepTimelines,
 )
-from jaxmorph.program.instructions import parse_instructions
 from jaxmorph.records import CHANGES, Event, EventKind, Link, StepRecord
 from jaxmorph.report.run_directory import RunLines
 from jaxmorph.runtime.report import (
     StepReport,
     StepTotals,
-    measured_timeline,
     parts_of,
     peaks_of,
     probe_times,
     reported_events,
     total_compilations,
 )
-from jaxmorph.schedule.timeline import Timeline, peak_on_device
-from jaxmorph.training.control_loop import ControlLoop, Morph
+from jaxmorph.training.control_loop import ControlLoop, Foreseen, Morph
 from jaxmorph.training.evaluation import NOT_EVALUATED, HeldOutLoss
 from jaxmorph.training.plan_in_force import PlanInForce
 from jaxmorph.training.starting_point import KnownLinks
@@ -81,8 +80,7 @@ class StepRecorder:
         lines: RunLines | None = None,
     ) -> None:
         self._config = config
-        self._in_force = in_force
-        self._plan = in_force.plan
+        self._plan, self._simulate = in_force.plan, in_force.simulate
         self._profiler = profiler
         self._lines, self._send_on = lines, send
         self._cannot_write = False
@@ -94,7 +92,9 @@ class StepRecorder:
         self._began_s = time.monotonic()
         self._error: BaseException | None = None
         self._thread = ThreadPoolExecutor(1, "jaxmorph-recorder") if active else None
-        # A disk may be slow, and decisions are made on the other thread.
+        # The planning process, which foresees steps, may be planning, and a disk may be slow.
+        # Decisions, which are made on the first thread, wait for neither.
+        self._sending = ThreadPoolExecutor(1, "jaxmorph-sender") if active else None
         self._syncing = ThreadPoolExecutor(1, "jaxmorph-sync") if active else None
 
     def start(
@@ -148,14 +148,17 @@ class StepRecorder:
     def on_disk(self) -> Future[None]:
         """Done once all steps and events up to this call are on disk; it holds the error if not."""
         if self._thread is not None and self._syncing is not None:
-            written = self._thread.submit(self._raise_error)  # it runs after all that is queued
-            return self._syncing.submit(self._sync, written)
+            decided = self._thread.submit(
+                self._later, self._raise_error
+            )  # after all that is queued
+            return self._syncing.submit(self._sync, decided)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _sync(self, written: Future[None]) -> None:
-        written.result()
+    def _sync(self, decided: Future[Future[None]]) -> None:
+        decided.result().result()
+        self._raise_error()
         if self._lines is not None:
             self._lines.sync()
 
@@ -169,7 +172,7 @@ class StepRecorder:
         self._send_on(message)
         if why and not self._cannot_write:
             self._cannot_write = True
-            self._emit(self._first_step, EventKind.FILES_DAMAGED, why)
+            self._send(self._event(self._first_step, EventKind.FILES_DAMAGED, why))
 
     def _write_line(self, message: RunMessage) -> None:
         if self._lines is None:
@@ -185,6 +188,15 @@ class StepRecorder:
             self._raise_error()
             self._thread.submit(self._keep_error, work, *arguments)
 
+    def _later(self, work: Callable[..., None], *arguments: Any) -> Future[None]:
+        """Do something after all that is to be sent so far; called on the first thread."""
+        if self._sending is None:
+            raise ValueError("only rank 0 sends")
+        return self._sending.submit(self._keep_error, work, *arguments)
+
+    def _put(self, message: RunMessage) -> None:
+        self._later(self._send, message)
+
     def _keep_error(self, work: Callable[..., None], *arguments: Any) -> None:
         try:
             work(*arguments)
@@ -199,9 +211,10 @@ class StepRecorder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        if self._thread is not None and self._syncing is not None:
-            self._thread.shutdown()  # the steps that are done are sent, even after an error
-            self._syncing.shutdown()
+        threads = [self._thread, self._sending, self._syncing]
+        if self._thread is not None:
+            for thread in filter(None, threads):
+                thread.shutdown()  # the steps that are done are sent, even after an error
             if kind is None:
                 self._end()
 
@@ -223,7 +236,7 @@ class StepRecorder:
         cut_reason: str,
         equipped: str,
     ) -> None:
-        self._send(
+        self._put(
             RunStarted(
                 data=data,
                 num_parameters=num_parameters,
@@ -253,16 +266,17 @@ class StepRecorder:
     ) -> None:
         loop = self._controlled
         profile = controller.expected_profile(loop.state, self._profiler.profile())
-        measured = measured_timeline(reports)
-        observed = step_observed(step, measured, reports)
+        ranks = [report.timings for report in reports]
+        observed = step_observed(step, reports)
         _, paths = controller.paths_of_step(loop.state, observed)
         # A step in which a path fails measures nothing: its timings include the stall.
         if not paths.report.is_disturbed:
-            self._profiler.observe(measured, paths.samples)
+            self._profiler.add(observed.ops, copies_ms_of(ranks), paths.samples)
         # First, since the next step may already wait for the controller's decision.
         events = loop.observe(observed)
+        foreseen = loop.foresee(step, profile, self._simulate)
         self._send_known_links(step, loop)
-        planned = self._in_force.simulate(profile)
+        live_until = self._config.schedule.live_until
         record = StepRecord(
             step=step,
             loss=totals.loss,
@@ -273,38 +287,44 @@ class StepRecorder:
             schedule=self._plan.schedule.name,
             warmup_forwards=self._plan.schedule.warmup_forwards,
             routes={str(link): route for link, route in paths.routes.items()},
-            predicted_step_s=planned.makespan_ms / 1e3,
-            bubble_rate=measured.bubble_rate,
-            peak_live=measured.peak_live(self._config.schedule.live_until),
-            peak_on_device=self._peak_on_device(measured),
+            predicted_step_s=None,
+            bubble_rate=bubble_rate_of(ranks),
+            peak_live=tuple(each.peak_live.of(live_until) for each in ranks),
+            peak_on_device=self._peak_on_device(ranks),
             peak_device_bytes=peaks_of(reports),
             compilations=total_compilations(reports),
-            planned_bubble_rate=planned.bubble_rate,
             link_states=controller.link_states(loop.state),
             link_ms=link_medians_ms(paths.samples) or None,
             skipped=not totals.is_finite,
         )
-        self._send(StepDone(record))
+        self._later(self._send_record, record, foreseen)
         for event in events:
             self._emit(step, **vars(event))
         if not totals.is_finite:
             evidence = _evidence(totals)
             self._emit(step, EventKind.STEP_SKIPPED, totals.in_words(), evidence=evidence)
-        self._traced.record(step, planned, measured)
+        measured = [report.detail for report in reports]
+        self._later(self._traced.record, step, foreseen.drawn, measured)
         if self._traced.is_sampled(step):
-            self._send(ProfileUpdated(self._profiler.profile().to_json()))
+            self._put(ProfileUpdated(self._profiler.profile().to_json()))
+
+    def _send_record(self, record: StepRecord, foreseen: Foreseen) -> None:
+        predicted = foreseen.prediction()
+        step_s, bubble_rate = predicted.step_ms / 1e3, predicted.bubble_rate
+        record = replace(record, predicted_step_s=step_s, planned_bubble_rate=bubble_rate)
+        self._send(StepDone(record))
 
     def _send_known_links(self, step: int, loop: ControlLoop) -> None:
         if self._known_links is None or not loop.state.adapts:
             return
         changed = self._known_links.take_changes(step, loop.state.detector.known_directions())
         if changed is not None:
-            self._send(changed)
+            self._put(changed)
 
-    def _peak_on_device(self, measured: Timeline) -> tuple[int, ...] | None:
+    def _peak_on_device(self, ranks: Sequence[RankTimes]) -> tuple[int, ...] | None:
         if not self._config.offload.enabled:
             return None
-        return peak_on_device(measured, self._config.schedule.live_until)
+        return tuple(each.peak_on_device.of(self._config.schedule.live_until) for each in ranks)
 
     @property
     def _controlled(self) -> ControlLoop:
@@ -313,11 +333,7 @@ class StepRecorder:
         return self._loop
 
     def _switch_plan(self, morph: Morph, step: int) -> None:
-        programs = tuple(map(parse_instructions, morph.programs))
-        self._in_force = PlanInForce(
-            morph.plan, programs, self._in_force.rank, morph.slots, morph.scarce
-        )
-        self._plan = morph.plan
+        self._plan, self._simulate = morph.plan, morph.simulate
         for event in self._controlled.plan_changed(morph):
             self._emit(step, **vars(event))
 
@@ -336,31 +352,33 @@ class StepRecorder:
                 link=_link_name(rank, found.peer),
                 detail=f"rank {rank}: {found.detail}",
             )
-            self._send(EventEmitted(event))
+            self._put(EventEmitted(event))
 
-    def _emit(
+    def _emit(self, step: int, kind: EventKind, detail: str, **more: Any) -> None:
+        self._put(self._event(step, kind, detail, **more))
+
+    def _event(
         self,
         step: int,
         kind: EventKind,
         detail: str,
         link: str | None = None,
         evidence: Mapping[str, Any] | None = None,
-    ) -> None:
+    ) -> EventEmitted:
         time_s = time.monotonic() - self._began_s
-        event = Event(time_s, step, kind, link, detail, evidence or None)
-        self._send(EventEmitted(event))
+        return EventEmitted(Event(time_s, step, kind, link, detail, evidence or None))
 
 
-def step_observed(step: int, measured: Timeline, reports: Sequence[StepReport]) -> StepObserved:
+def step_observed(step: int, reports: Sequence[StepReport]) -> StepObserved:
     """A step as the controller observes it, from all ranks' reports."""
-    samples = tuple(map(_rounded, link_samples(measured)))
-    report = join_reports(parts_of(reports, PathReport))
-    return StepObserved(step, samples, op_times(measured), probe_times(reports), report)
-
-
-def _rounded(sample: LinkSample) -> LinkSample:
-    # A replay reads samples rounded to a microsecond, so decisions use the same ones.
-    return sample._replace(duration_ms=round(sample.duration_ms, 3), at_ms=round(sample.at_ms, 3))
+    ranks = [report.timings for report in reports]
+    return StepObserved(
+        step,
+        ops=op_times_of(ranks),
+        probes_ms=probe_times(reports),
+        paths=join_reports(parts_of(reports, PathReport)),
+        messages=joined_messages(ranks),
+    )
 
 
 def _evidence(totals: StepTotals) -> dict[str, Any]:
@@ -379,8 +397,8 @@ def _link_name(rank: int, peer: int | None) -> str | None:
 @dataclass(frozen=True)
 class _StepTimelines:
     step: int
-    planned: Timeline
-    measured: Timeline
+    planned: Callable[[], Sequence[str]]
+    measured: Sequence[str]
 
 
 class TracedSteps:
@@ -406,8 +424,15 @@ class TracedSteps:
                     self._send_timelines(recent, around_change=True)
             self._recent.clear()
 
-    def record(self, step: int, planned: Timeline, measured: Timeline) -> None:
-        """Send a step's timelines, or keep them in case a change follows."""
+    def record(
+        self, step: int, planned: Callable[[], Sequence[str]], measured: Sequence[str]
+    ) -> None:
+        """Send a step's timelines, or keep them in case a change follows.
+
+        Args:
+            planned: Returns those that were expected, if they are sent.
+            measured: The JSON of each rank's `RankTimes`, as it reported them.
+        """
         timelines = _StepTimelines(step, planned, measured)
         is_around = step <= self._until_step
         if is_around or self.is_sampled(step):
@@ -425,5 +450,5 @@ class TracedSteps:
         return step == self._config.run.steps - 1
 
     def _send_timelines(self, step: _StepTimelines, *, around_change: bool) -> None:
-        timelines = {"planned": step.planned.to_json(), "measured": step.measured.to_json()}
+        timelines = {"planned": tuple(step.planned()), "measured": tuple(step.measured)}
         self._send(StepTimelines(step.step, timelines, around_change))

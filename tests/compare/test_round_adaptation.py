@@ -15,9 +15,11 @@ from jaxmorph.control.path_reports import PathReport
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.plain_json import dump
+from jaxmorph.program.instructions import Payload, Transfer
 from jaxmorph.records import Link
-from jaxmorph.runtime.report import StepReport, named_parts, parts_of
+from jaxmorph.runtime.report import StepReport, StepTimings, named_parts, parts_of
 from jaxmorph.schedule.costs import Limits, StageCosts
+from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.planner import plan
 from jaxmorph.training.adaptation import Adaptation
 from jaxmorph.training.control_loop import ControlLoop
@@ -59,8 +61,8 @@ class Stage:
 
 def reports(*of_ranks):
     """Both ranks' reports of a step in which one message held both queues."""
-    held = [["activation[0] 0>1", 1.0, 2.0]]
-    timings = json.dumps({"ops": [["F0", 0.0, 1.0]], "transfers": held})
+    held = [(Transfer(Payload.ACTIVATION, 0, 1, 0), 1.0, 2.0)]
+    timings = dump(StepTimings.of([(Op(OpKind.F, 0), 0.0, 1.0)], held))
     return [
         StepReport(1.0, 1.0, parts=json.loads(dump(named_parts(parts))), detail=timings)
         for parts in of_ranks or ((), ())

@@ -21,7 +21,7 @@ from jaxmorph.control.link_state import (
     diagram,
     word,
 )
-from jaxmorph.control.measurements import LinkSample
+from jaxmorph.control.measurements import LinkSample, by_direction
 from jaxmorph.records import Link, Routes
 
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "detection.md"
@@ -210,9 +210,9 @@ def test_failover_messages_are_no_samples():
     back = LinkSample(2, 1, 0, 3000.0, 3100.0, is_direct=True)
     delegated = LinkSample(1, 2, 1, 1.5, 12.0, is_direct=False)
     other = LinkSample(0, 1, 0, 0.5, 10.0, is_direct=True)
-    samples = (undelivered, back, delegated, other)
+    samples = by_direction((undelivered, back, delegated, other))
     links = FailedPaths()
     assert links.valid_samples(samples) == samples
     links = after_failures(links, FAILURE)
-    assert links.valid_samples(samples) == (delegated, other)
+    assert links.valid_samples(samples) == by_direction((delegated, other))
     assert links.restore([LINK]).valid_samples(samples) == samples

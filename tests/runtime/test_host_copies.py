@@ -1,6 +1,5 @@
 """Offloading stashes changes no bits and keeps within its room."""
 
-import json
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 from test_stage_trainer import trainer_of
 
+from jaxmorph.plain_json import dump
 from jaxmorph.program.check import check
 from jaxmorph.program.instructions import Buffer, BufferKind, Fetch, RankInstructions
 from jaxmorph.program.lowering import lower
@@ -65,8 +65,9 @@ class Result:
 
     @property
     def timeline(self) -> Timeline:
-        timings = StepTimings.of(self.outcome, 0.0).to_json()
-        return measured_timeline([StepReport(0.0, self.norm, detail=json.dumps(timings))])
+        began_s = min(stamp.start_s for stamp in self.outcome.stamps)
+        timings = StepTimings.of_step(self.outcome, began_s)
+        return measured_timeline([StepReport(0.0, self.norm, detail=dump(timings))])
 
 
 def program_of(row: str, room: int | None) -> RankInstructions:
@@ -114,7 +115,7 @@ def test_paced_copies_take_the_time_of_their_bytes(paced):
     timeline = run(paced, program_of(WHOLE, 2)).timeline  # F1 >1 ~1 F2 >2 ~2 F3 BW0 F4 >4 <1:4
     spans = {(copy.kind, copy.microbatch): copy for copy in timeline.copies}
     ops = {str(span.op): span for span in timeline.spans()}
-    assert all(copy.end_ms - copy.start_ms >= copy_ms - 1e-6 for copy in timeline.copies)
+    assert all(copy.end_ms - copy.start_ms >= copy_ms - 2e-3 for copy in timeline.copies)
     assert spans["offload", 1].start_ms == ops["F1"].end_ms
     assert ops["F2"].start_ms >= spans["offload", 1].end_ms
     assert spans["fetch", 1].start_ms == spans["offload", 4].end_ms  # whose place it takes

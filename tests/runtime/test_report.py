@@ -104,8 +104,8 @@ def test_a_malformed_report_names_its_field(change, message):
 
 
 def test_malformed_timings_name_their_field():
-    report = StepReport(1.0, 1.0, detail='{"ops": [["F0", 0.0]]}')
-    message = r"^the timings of a step: ops\.0: got .*, expected a list of 3"
+    report = StepReport(1.0, 1.0, detail='{"messages": [["F0", 0.0]]}')
+    message = r"^the timings of a step: messages\.0: got .*, expected a list of 5"
     with pytest.raises(ValueError, match=message):
         _ = report.timings
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
+from jaxmorph.control.rank_times import timeline_of
 from jaxmorph.records import EventKind
 from jaxmorph.runtime.executor import StepInputs, StepOutcome
 from jaxmorph.runtime.queue import Stamp
@@ -71,7 +72,8 @@ def test_a_step_clips_updates_and_reports():
     assert [*report.parts] == ["Part"]  # what equals its default is not sent
     assert result.parts_of(Silent) == [Silent()]
     assert report.timings == result.timings
-    assert result.timings.ops == (("F0", 250.0, 500.0),)
+    (span,) = timeline_of([result.timings]).spans()
+    assert (str(span.op), span.start_ms, span.end_ms) == ("F0", 250.0, 500.0)
     assert result.timings.events == (LinkEvent(0.0, EventKind.LANE_UP),)
     assert result.ended_s - 7.0 == result.step_s
 

@@ -25,7 +25,14 @@ from jaxmorph.records import Link
 from jaxmorph.runtime.direct_probe import probe_transfers
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rendezvous import DETAIL
-from jaxmorph.runtime.report import StepReport, StepTotals, addressed_parts, named_parts, parts_of
+from jaxmorph.runtime.report import (
+    StepReport,
+    StepTimings,
+    StepTotals,
+    addressed_parts,
+    named_parts,
+    parts_of,
+)
 from jaxmorph.schedule.costs import LinkDelay
 from jaxmorph.training.adaptation import Adaptation
 from jaxmorph.training.control_loop import ControlLoop
@@ -258,15 +265,15 @@ class FailingRun:
         ops = zip(
             timeline.orders[rank], timeline.start_ms[rank], timeline.end_ms[rank], strict=True
         )
-        timings = {
-            "ops": [[str(op), float(start), float(end) + waited_ms] for op, start, end in ops],
-            "transfers": [_times(span, waited_ms) for span in spans if span.holds_queue],
-            "arrivals": [_times(span, waited_ms) for span in spans if not span.holds_queue],
-        }
+        timings = StepTimings.of(
+            [(op, float(start), float(end) + waited_ms) for op, start, end in ops],
+            [_times(span, waited_ms) for span in spans if span.holds_queue],
+            [_times(span, waited_ms) for span in spans if not span.holds_queue],
+        )
         own = StepReport(1.0, 1.0, parts=named_parts(parts))
         message = json.loads(dump(own.to_json()))
-        return StepReport.from_json(message | {DETAIL: json.dumps(timings)}, rank)
+        return StepReport.from_json(message | {DETAIL: dump(timings)}, rank)
 
 
 def _times(span, waited_ms):
-    return [span.label, float(span.start_ms), float(span.end_ms) + waited_ms]
+    return Transfer.parse(span.label), float(span.start_ms), float(span.end_ms) + waited_ms

@@ -10,20 +10,22 @@ from jaxmorph.config import Config
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.link_state import LinkHealth, PathState
 from jaxmorph.control.profiler import Profile
+from jaxmorph.control.rank_times import RankTimes, texts_of, timeline_of
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.control.verdicts import Evidence, Verdict
-from jaxmorph.plain_json import dump, tagged
+from jaxmorph.plain_json import dump, parse_line, tagged
 from jaxmorph.program.check import check
 from jaxmorph.program.instructions import parse_instructions
 from jaxmorph.program.lowering import forward_only
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.records import Link
 from jaxmorph.schedule.costs import Limits, StageCosts, StashBytes, chain_links
-from jaxmorph.training.plan_in_force import plan_step
+from jaxmorph.training.plan_in_force import plan_step, simulate_step
 from jaxmorph.training.planning_client import (
     MakeCandidates,
     PlanningError,
     PlanningProcess,
+    Predicted,
     RunToPlan,
 )
 from jaxmorph.training.planning_process import CandidatePlanner, serve
@@ -104,6 +106,21 @@ def test_after_a_morph_predictions_are_the_new_plans():
         assert healed.in_force_ms == pytest.approx(391.0)
         assert [delegated(candidate) for candidate in healed.candidates] == [[]]
         assert healed.candidates[0].step_ms == pytest.approx(390.0)
+
+
+def test_steps_are_predicted_under_the_plan_that_ranks_run():
+    plans, profile = planner()
+    first = simulate_step(plans.programs, profile, {})
+    plans.make_candidates(profile, verdicts(2, 3, 30.0))
+    plans.choose(2)
+    expected = Predicted(first.makespan_ms, first.bubble_rate)
+    assert plans.predict(6, profile) == expected  # ranks don't run the chosen plan yet
+    plans.adopt()
+    second = simulate_step(plans.candidates[2].programs, profile, {})
+    assert plans.predict(7, profile) == Predicted(second.makespan_ms, second.bubble_rate)
+    assert [plans.draw(step).of_ranks for step in (6, 7)] == [texts_of(first), texts_of(second)]
+    with pytest.raises(ValueError, match="step 5 was not predicted here"):
+        plans.draw(5)
 
 
 def test_slower_ops_get_a_new_plan_noise_does_not():
@@ -217,6 +234,9 @@ def test_the_process_plans_and_ends_with_its_input():
         process.begin(RunToPlan(RUN, 1, FIRST, PROFILE, USUAL))
         options = process.make_candidates(PROFILE, SLOW)
         assert options.in_force_ms > 1.5 * options.undisturbed_ms
+        predicted = process.predict(3, PROFILE)
+        drawn = timeline_of([parse_line(RankTimes, text, "") for text in process.draw(3)])
+        assert drawn.makespan_ms == pytest.approx(predicted.step_ms, abs=1e-3)
         chosen = options.candidates[1]
         assert chosen.plan.schedule == FIRST.schedule
         assert chosen.plan.routes == {
@@ -283,7 +303,7 @@ def test_a_server_survives_wrong_requests():
     answers = io.StringIO()
     serve(iter(map(dump, requests)), answers)
     errors = [json.loads(line)["error"] for line in answers.getvalue().splitlines()]
-    kinds = "expected one of the kinds Begin, MakeCandidates, Choose"
+    kinds = "expected one of the kinds Begin, MakeCandidates, Choose, Adopt, Predict, Draw"
     assert errors == [
         f"ParseError: a request: got {requests[0]}, {kinds}",
         "ValueError: got another request first, expected Begin",

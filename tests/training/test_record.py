@@ -4,10 +4,12 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from jaxmorph.config import Config
+from jaxmorph.control.rank_times import texts_of
 from jaxmorph.errors import RunFailedError
 from jaxmorph.messages import (
     EventEmitted,
@@ -105,7 +107,7 @@ def test_a_profile_is_written(directory, record_of):
 
 
 def _timelines(step: int, around_change: bool = False) -> StepTimelines:
-    return StepTimelines(step, {"planned": TIMELINE.to_json()}, around_change)
+    return StepTimelines(step, {"planned": texts_of(TIMELINE)}, around_change)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ def test_the_last_steps_trace_always_stays(directory, record_of, change):
     run_record, *_ = record_of(**sections)
     traced = TracedSteps(Config.model_validate(sections), run_record.take)
     for step in range(10):
-        traced.record(step, TIMELINE, TIMELINE)
+        traced.record(step, partial(texts_of, TIMELINE), texts_of(TIMELINE))
         if step == change:
             traced.send(EventEmitted(Event(0.0, step, EventKind.PLAN_CHANGED)))
     assert list(directory.traces()) == [9]

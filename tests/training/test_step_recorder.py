@@ -3,6 +3,7 @@ import math
 import threading
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,15 +15,17 @@ from jaxmorph.control.events import ControlEvent, PlanChange, change_events
 from jaxmorph.control.link_state import PathFailure
 from jaxmorph.control.path_reports import PathReport
 from jaxmorph.control.profiler import Profile, Profiler
+from jaxmorph.control.rank_times import texts_of
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.errors import RunFailedError
 from jaxmorph.messages import EventEmitted, ProfileUpdated, StepDone, StepTimelines
 from jaxmorph.plain_json import dump
-from jaxmorph.program.instructions import instructions_text
+from jaxmorph.program.instructions import Transfer, instructions_text
 from jaxmorph.records import Event, EventKind, Link
 from jaxmorph.report.run_directory import RunLines
-from jaxmorph.runtime.report import LinkEvent, StepReport, StepTotals, named_parts
+from jaxmorph.runtime.report import LinkEvent, StepReport, StepTimings, StepTotals, named_parts
 from jaxmorph.schedule.costs import Limits, StageCosts
+from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.planner import plan
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
@@ -37,16 +40,24 @@ COSTS = StageCosts.uniform(1, 1.0, 1.0, 1.0)
 PLAN = plan(COSTS, {}, Limits(), 1, "zb-h2")
 IN_FORCE = PlanInForce(PLAN, lower_step(PLAN.schedule, Profile(COSTS, {})), rank=0)
 FAILED = PathFailure(Link(0, 1), "activation[0] 0>1 got no answer in 3 s", resent=1)
-TIMELINE = simulate(Schedule.from_rows("hand", ["F0 B0 W0"]), StageCosts.uniform(1, 1.0, 1.0, 1.0))
+TEXTS = partial(
+    texts_of,
+    simulate(Schedule.from_rows("hand", ["F0 B0 W0"]), StageCosts.uniform(1, 1.0, 1.0, 1.0)),
+)
 
 
 SOUND = StepTotals(1.0, 1.0)
 
 
 def _report(forward_ms: float = 1.0, events=(), arrivals=()) -> StepReport:
-    ops = [["F0", 0.0, forward_ms], ["B0", forward_ms, 20.0], ["W0", 20.0, 30.0]]
-    timings = {"ops": ops, "arrivals": list(arrivals), "events": list(events)}
+    ops = [("F0", 0.0, forward_ms), ("B0", forward_ms, 20.0), ("W0", 20.0, 30.0)]
+    timings = _timings(ops, arrivals=arrivals, events=tuple(events))
     return StepReport(1.0, 1.0, detail=dump(timings))
+
+
+def _timings(ops, direct=(), arrivals=(), **more) -> StepTimings:
+    parsed = [[(Transfer.parse(name), *times) for name, *times in of] for of in (direct, arrivals)]
+    return StepTimings.of([(Op.parse(name), *times) for name, *times in ops], *parsed, **more)
 
 
 def recorder_of(
@@ -270,6 +281,9 @@ class OneMorph:
         self.calls.append(("observe", seen.step))
         return (ControlEvent(EventKind.STRAGGLER_DETECTED, "late", "0-1", {"n": 1}),)
 
+    def foresee(self, step, profile, simulate):
+        return ControlLoop(self.state, None).foresee(step, profile, simulate)
+
     def plan_changed(self, morph):
         self.calls.append(("adopted", morph.plan.schedule.name))
         return change_events(morph.change)
@@ -308,7 +322,7 @@ def _two_reports(took_ms=1.0, waited_ms=0.0, failed_at=(), failure=FAILED):
             ["activation[0] 0>1", 10.0, 10.0 + took_ms],
             ["gradient[0] 1>0", 30.0 + start_ms, 30.0 + start_ms + took_ms],
         ]
-        timings = json.dumps({"ops": ops, "transfers": held})
+        timings = dump(_timings(ops, held))
         failures = (failure,) if rank in failed_at else ()
         parts = json.loads(dump(named_parts([PathReport(failures)])))
         reports.append(StepReport(1.0, 1.0, parts=parts, detail=timings))
@@ -376,7 +390,7 @@ def _traced(
     sent = []
     traced = TracedSteps(config, sent.append)
     for step in range(steps):
-        traced.record(step, TIMELINE, TIMELINE)
+        traced.record(step, TEXTS, TEXTS())
         for event in events.get(step, []):
             traced.send(event)
     timelines = [message for message in sent if isinstance(message, StepTimelines)]
@@ -407,7 +421,7 @@ def test_sampled_last_and_changed_steps_send_timelines(events, every_steps, sent
 def test_other_events_send_no_timelines():
     config, sent = Config.model_validate({"run": {"steps": 9}}), []
     traced = TracedSteps(config, sent.append)
-    traced.record(3, TIMELINE, TIMELINE)
+    traced.record(3, TEXTS, TEXTS())
     traced.send(_event(3, "checkpoint_saved"))
     traced.send(ProfileUpdated({}))
     assert [type(message) for message in sent] == [EventEmitted, ProfileUpdated]

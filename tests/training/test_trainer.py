@@ -12,6 +12,7 @@ import pytest
 
 from jaxmorph.config import check_config
 from jaxmorph.control.link_state import FailedPaths, PathFailure
+from jaxmorph.control.rank_times import timeline_of
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.program.instructions import Payload, Send, Transfer, channel_of
 from jaxmorph.records import Link
@@ -297,7 +298,8 @@ def test_a_step_begins_when_all_ranks_have_called(monkeypatch, trainer_of):
     metrics = trainer_of(rendezvous, 7, run=run).step(None)
     assert (metrics.step, metrics.grad_norm, metrics.step_s) == (7, 2.0, 1.0)
     assert metrics.failed_links == ()
-    assert [*details[-1]["ops"]] == [("F0", 750.0, 1000.0)]
+    (span,) = timeline_of([details[-1]]).spans()
+    assert (str(span.op), span.start_ms, span.end_ms) == ("F0", 750.0, 1000.0)
 
 
 def test_a_failed_link_is_reported_in_one_step(trainer_of):

@@ -1,0 +1,294 @@
+"""What one rank measured in a step: reduced by the rank itself, and in tables for all else.
+
+At 64 stages and 256 microbatches a step has 50,000 ops and 65,000 ends of messages: far too many
+for one process to read one by one beside training. So each rank reduces the times of its own ops.
+Those of messages, by which links are judged, travel as tables in text (`measurements.packed`), and
+rank 0 puts both ends of direct messages together. What only pictures need travels in the same form:
+what draws them reads it, and all others pass it on unread.
+
+All times are rounded to a microsecond, as a replay reads them, so decisions use the same.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple, Self, TypeAlias
+
+import numpy as np
+
+from jaxmorph.control.link_state import Direction
+from jaxmorph.control.measurements import (
+    MICROBATCHES,
+    MessageTimes,
+    OpTime,
+    op_times,
+    packed,
+    unpacked,
+)
+from jaxmorph.control.profiler import copy_medians_ms
+from jaxmorph.plain_json import dump
+from jaxmorph.program.instructions import Payload, Transfer
+from jaxmorph.schedule.ops import Op, OpKind
+from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan, peak_on_device
+
+_US = 1e3  # in a millisecond
+_LONGEST_US = (1 << 31) - 1  # 36 minutes
+_CHUNKS = 1 << 8
+_KINDS, _PAYLOADS, _COPIES = tuple(OpKind), tuple(Payload), ("offload", "fetch")
+
+MessageSpan: TypeAlias = tuple[Transfer, float, float]
+"""A message, its start and its end: milliseconds since the step began."""
+
+
+class Peaks(NamedTuple):
+    """Most microbatches that a stage held at once until their B, and until their W."""
+
+    until_b: int = 0
+    until_w: int = 0
+
+    def of(self, live_until: str) -> int:
+        """The one by `schedule.live_until`."""
+        return self.until_w if live_until == "W" else self.until_b
+
+
+_NO_PEAKS = Peaks()
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """One rank's times in a step.
+
+    Attributes:
+        ops: A `packed` table with each op's number, start and end, in microseconds.
+        messages: Those it received and, of direct ones, those it sent.
+        copies: As `ops`, of copies of stashes.
+        op_times: By kind.
+        copies_ms: The median copy, by its kind.
+        busy_ms: Its time in ops.
+        end_ms: When its last op ended.
+        peak_live: Of microbatches on its device or in host memory.
+        peak_on_device: Of those on its device.
+    """
+
+    ops: str = ""
+    messages: tuple[MessageTimes, ...] = ()
+    copies: str = ""
+    op_times: Mapping[OpKind, OpTime] = field(default_factory=dict)
+    copies_ms: Mapping[str, float] = field(default_factory=dict)
+    busy_ms: float = 0.0
+    end_ms: float = 0.0
+    peak_live: Peaks = _NO_PEAKS
+    peak_on_device: Peaks = _NO_PEAKS
+
+    @classmethod
+    def of(
+        cls,
+        ops: Sequence[tuple[Op, float, float]],
+        direct: Iterable[MessageSpan] = (),
+        arrivals: Iterable[MessageSpan] = (),
+        copies: Sequence[CopySpan] = (),
+        **more: Any,
+    ) -> Self:
+        """Reduce a rank's times, in milliseconds since the step began.
+
+        Args:
+            direct: Messages that held its queue, at either end.
+            arrivals: Those that it received beside its queue.
+            more: Further fields of a subclass.
+        """
+        op_rows = _table((_number_of_op(op), start, end) for op, start, end in ops)
+        copy_rows = _table((_number_of_copy(copy), copy.start_ms, copy.end_ms) for copy in copies)
+        own = _timeline_of_stage(0, op_rows, copy_rows)
+        live = Peaks(own.peak_live("B")[0], own.peak_live("W")[0])
+        on_device = live
+        if copies:
+            on_device = Peaks(peak_on_device(own, "B")[0], peak_on_device(own, "W")[0])
+        return cls(
+            packed(op_rows),
+            (*_by_direction(direct, is_direct=True), *_by_direction(arrivals, is_direct=False)),
+            packed(copy_rows),
+            {kind: time for (_, kind), time in op_times(own).items()},
+            {kind: each_ms for (_, kind), each_ms in copy_medians_ms(own).items()},
+            own.busy_ms[0],
+            own.makespan_ms,
+            live,
+            on_device,
+            **more,
+        )
+
+
+def number_of(transfer: Transfer) -> int:
+    """A message's number in tables: payload, chunk and microbatch."""
+    return _number(_PAYLOADS.index(transfer.payload), transfer.chunk, transfer.microbatch)
+
+
+def _number(kind: int, chunk: int, microbatch: int) -> int:
+    return (kind * _CHUNKS + chunk) * MICROBATCHES + microbatch
+
+
+def _parts_of(number: int) -> tuple[int, int, int]:
+    rest, microbatch = divmod(number, MICROBATCHES)
+    return *divmod(rest, _CHUNKS), microbatch
+
+
+@lru_cache(maxsize=1 << 14)  # the same ops come in every step
+def _number_of_op(op: Op) -> int:
+    return _number(_KINDS.index(op.kind), op.chunk, op.microbatch)
+
+
+def _number_of_copy(copy: CopySpan) -> int:
+    return _number(_COPIES.index(copy.kind), copy.chunk, copy.microbatch)
+
+
+@lru_cache(maxsize=1 << 14)
+def _op(number: int) -> Op:
+    kind, chunk, microbatch = _parts_of(number)
+    return Op(_KINDS[kind], microbatch, chunk)
+
+
+@lru_cache(maxsize=1 << 17)
+def _label(number: int, source: int, destination: int) -> str:
+    payload, chunk, microbatch = _parts_of(number)
+    return str(Transfer(_PAYLOADS[payload], source, destination, microbatch, chunk))
+
+
+def _table(rows: Iterable[tuple[int, float, float]]) -> np.ndarray:
+    """Numbers, starts and ends: int32 [3, columns], times in microseconds."""
+    table = np.array([*rows], np.float64).reshape(-1, 3).T
+    table[1:] = np.clip(np.rint(_US * table[1:]), -_LONGEST_US, _LONGEST_US)
+    return table.astype(np.int32)
+
+
+def _by_direction(spans: Iterable[MessageSpan], *, is_direct: bool) -> list[MessageTimes]:
+    """The messages of each direction in the order of sending; tied gradients by themselves."""
+    found: dict[tuple[int, int, bool], list[tuple[int, float, float]]] = {}
+    for transfer, start_ms, end_ms in spans:
+        key = transfer.source, transfer.destination, transfer.payload is Payload.TIED
+        found.setdefault(key, []).append((number_of(transfer), start_ms, end_ms))
+    return [
+        MessageTimes(source, destination, is_direct, packed(_in_order(_table(rows))), is_tied)
+        for (source, destination, is_tied), rows in found.items()
+    ]
+
+
+def _in_order(rows: np.ndarray) -> np.ndarray:
+    """By start, then by end."""
+    return rows[:, np.lexsort((rows[2], rows[1]))]
+
+
+# --- On rank 0 -----------------------------------------------------------------------------------
+
+
+def joined_messages(ranks: Sequence[RankTimes]) -> tuple[MessageTimes, ...]:
+    """One entry for each direction and route of a step, from all ranks' times in rank order.
+
+    Tied gradients are left out, because they have another length and follow the last op. So are
+    direct messages that only one end has reported. The earlier end of a direct message also waits
+    for its peer, behind a slow stage or an earlier transfer; the later end waits for the link
+    alone, so the shorter time is the link's.
+    """
+    found: list[MessageTimes] = []
+    sent: dict[Direction, MessageTimes] = {}
+    received: dict[Direction, MessageTimes] = {}
+    for rank, times in enumerate(ranks):
+        for each in times.messages:
+            if each.is_tied:
+                continue
+            if not each.is_direct:
+                found += [each] if rank == each.destination else []
+            else:
+                (received if rank == each.destination else sent)[each.direction] = each
+    both = (_joined(sent[at], each) for at, each in received.items() if at in sent)
+    return (*found, *(each for each in both if each is not None))
+
+
+def _joined(sent: MessageTimes, received: MessageTimes) -> MessageTimes | None:
+    at_source, at_destination = unpacked(sent.rows), unpacked(received.rows)
+    if not np.array_equal(at_source[0], at_destination[0]):
+        _, here, there = np.intersect1d(at_source[0], at_destination[0], return_indices=True)
+        at_source, at_destination = at_source[:, here], at_destination[:, there]
+    if not at_source.size:
+        return None
+    took_us = np.minimum(at_source[2] - at_source[1], at_destination[2] - at_destination[1])
+    numbers, _, ended_us = at_destination
+    return received._replace(
+        rows=packed(_in_order(np.stack([numbers, ended_us - took_us, ended_us])))
+    )
+
+
+def op_times_of(ranks: Sequence[RankTimes]) -> dict[tuple[int, OpKind], OpTime]:
+    """The times of ops by stage and kind."""
+    return {
+        (rank, kind): each for rank, of in enumerate(ranks) for kind, each in of.op_times.items()
+    }
+
+
+def copies_ms_of(ranks: Sequence[RankTimes]) -> dict[tuple[int, str], float]:
+    """The median time of copies by stage and kind."""
+    return {
+        (rank, kind): each for rank, of in enumerate(ranks) for kind, each in of.copies_ms.items()
+    }
+
+
+def bubble_rate_of(ranks: Sequence[RankTimes]) -> float:
+    """As `Timeline.bubble_rate`."""
+    available_ms = len(ranks) * max((each.end_ms for each in ranks), default=0.0)
+    return 1.0 - sum(each.busy_ms for each in ranks) / available_ms if available_ms else 0.0
+
+
+# --- For pictures --------------------------------------------------------------------------------
+
+
+def timeline_of(ranks: Sequence[RankTimes]) -> Timeline:
+    """When ops, transfers and copies ran; each rank's times start with its own step."""
+    stages = [
+        _timeline_of_stage(rank, unpacked(each.ops), unpacked(each.copies))
+        for rank, each in enumerate(ranks)
+    ]
+    return Timeline(
+        tuple(order for each in stages for order in each.orders),
+        tuple(start_ms for each in stages for start_ms in each.start_ms),
+        tuple(end_ms for each in stages for end_ms in each.end_ms),
+        tuple(
+            span
+            for rank, of in enumerate(ranks)
+            for each in of.messages
+            for span in _transfers(rank, each)
+        ),
+        tuple(copy for each in stages for copy in each.copies),
+    )
+
+
+def _timeline_of_stage(stage: int, ops: np.ndarray, copies: np.ndarray) -> Timeline:
+    """The ops and copies of one stage."""
+    spans: list[CopySpan] = []
+    for number, start, end in copies.T.tolist():
+        kind, chunk, microbatch = _parts_of(number)
+        spans.append(CopySpan(stage, _COPIES[kind], microbatch, chunk, start / _US, end / _US))
+    order = tuple(map(_op, ops[0].tolist()))
+    return Timeline((order,), (ops[1] / _US,), (ops[2] / _US,), copies=tuple(spans))
+
+
+def _transfers(rank: int, times: MessageTimes) -> Iterable[TransferSpan]:
+    for number, start, end in unpacked(times.rows).T.tolist():
+        label = _label(number, *times.direction)
+        yield TransferSpan(rank, label, start / _US, end / _US, holds_queue=times.is_direct)
+
+
+def texts_of(timeline: Timeline) -> tuple[str, ...]:
+    """A simulated step as ranks would report it: the JSON of each one's `RankTimes`."""
+    direct: list[list[MessageSpan]] = [[] for _ in timeline.orders]
+    arrivals: list[list[MessageSpan]] = [[] for _ in timeline.orders]
+    for each in timeline.transfers:
+        spans = (direct if each.holds_queue else arrivals)[each.stage]
+        spans.append((_parse(each.label), each.start_ms, each.end_ms))
+    copies: list[list[CopySpan]] = [[] for _ in timeline.orders]
+    for copy in timeline.copies:
+        copies[copy.stage].append(copy)
+    ops: list[list[tuple[Op, float, float]]] = [[] for _ in timeline.orders]
+    for span in timeline.spans():
+        ops[span.stage].append((span.op, span.start_ms, span.end_ms))
+    return tuple(map(dump, map(RankTimes.of, ops, direct, arrivals, copies)))
+
+
+_parse: Callable[[str], Transfer] = lru_cache(maxsize=1 << 17)(Transfer.parse)

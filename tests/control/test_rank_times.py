@@ -1,0 +1,124 @@
+"""A step in tables is the step that was measured, and is judged alike."""
+
+import random
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_detector import Steps, messages
+
+from jaxmorph.control import direction_watch
+from jaxmorph.control.detector import Detector
+from jaxmorph.control.measurements import by_direction, link_medians_ms, link_samples, op_times
+from jaxmorph.control.profiler import Profile, copy_medians_ms
+from jaxmorph.control.rank_times import (
+    RankTimes,
+    bubble_rate_of,
+    copies_ms_of,
+    joined_messages,
+    op_times_of,
+    texts_of,
+    timeline_of,
+)
+from jaxmorph.control.step_programs import lower_step
+from jaxmorph.plain_json import parse_line
+from jaxmorph.program.blocking import Disturbance, simulate_blocking
+from jaxmorph.records import Link, Route
+from jaxmorph.schedule.costs import Limits, StageCosts, chain_links
+from jaxmorph.schedule.planner import plan
+from jaxmorph.schedule.timeline import Timeline
+
+COSTS = StageCosts.uniform(3, 10.0, 11.0, 9.0)
+LINKS = chain_links((1.5, 30.0))
+
+
+class Noise(Disturbance):
+    """Whole microseconds, as ranks report times."""
+
+    def __init__(self, seed):
+        self._random, self._of = random.Random(seed), {}
+
+    def op_ms(self, rank, op, planned_ms):
+        return planned_ms + self._random.randrange(2000) / 1000
+
+    def message_ms(self, transfer, begins_ms, planned_ms):
+        return self._of.setdefault(transfer, planned_ms + self._random.randrange(2000) / 1000)
+
+
+def step_of(seed, num_chunks=1, num_tied=1, delegated: tuple[Link, ...] = ()) -> Timeline:
+    made = plan(
+        COSTS,
+        LINKS,
+        Limits(),
+        6,
+        "interleaved" if num_chunks > 1 else "zb-h2",
+        num_chunks=num_chunks,
+    )
+    routes: dict[Link, Route] = {**made.routes, **dict.fromkeys(delegated, "delegated")}
+    programs = lower_step(made.schedule, Profile(COSTS, LINKS), routes, num_tied)
+    return simulate_blocking(programs, COSTS, LINKS, Noise(seed))
+
+
+def reported(timeline):
+    return [parse_line(RankTimes, text, "a rank") for text in texts_of(timeline)]
+
+
+def times_of(samples):
+    """Each message's times by its identity; those that ranks report are rounded."""
+    near = partial(pytest.approx, abs=2e-3)
+    return {(*each[:3], each.route): near((each.duration_ms, each.at_ms)) for each in samples}
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2])
+@pytest.mark.parametrize("delegated", [(), (Link(0, 1),)])
+def test_tables_give_what_the_timeline_gives(num_chunks, delegated):
+    measured = step_of(1, num_chunks, delegated=delegated)
+    ranks = reported(measured)
+    samples = by_direction((), joined_messages(ranks))
+    sent = [each for of in samples.values() for each in of]
+    found = {(*each[:3], each.route): (each.duration_ms, each.at_ms) for each in sent}
+    assert found == times_of(link_samples(measured))
+    medians_ms = link_medians_ms(link_samples(measured))
+    assert link_medians_ms(samples) == pytest.approx(medians_ms, abs=2e-3)
+    for key, time in op_times(measured).items():
+        assert op_times_of(ranks)[key] == pytest.approx(time, abs=2e-3)
+    assert copies_ms_of(ranks) == copy_medians_ms(measured) == {}
+    assert bubble_rate_of(ranks) == pytest.approx(measured.bubble_rate, abs=1e-6)
+    assert tuple(each.peak_live.of("W") for each in ranks) == measured.peak_live("W")
+    again = timeline_of(ranks)
+    assert again.orders == measured.orders
+    assert again.makespan_ms == pytest.approx(measured.makespan_ms, abs=1e-3)
+    assert sorted((each.stage, each.label) for each in again.transfers) == sorted(
+        (each.stage, each.label) for each in measured.transfers
+    )
+
+
+def test_a_message_that_one_end_reports_is_left_out():
+    measured = step_of(2, delegated=())
+    lost = next(each for each in measured.transfers if each.label == "activation[3] 0>1")
+    kept = tuple(each for each in measured.transfers if each != lost)
+    cut = Timeline(measured.orders, measured.start_ms, measured.end_ms, kept)
+    samples = by_direction((), joined_messages(reported(cut)))
+    assert [each.microbatch for each in samples[0, 1]] == [0, 1, 2, 4, 5]
+
+
+steps_ms = st.lists(
+    st.lists(st.sampled_from([0.5, 1.0, 1.25, 3.9, 4.5, 5.9, 6.5, 40.0]), min_size=1, max_size=40),
+    max_size=12,
+)
+
+
+@settings(max_examples=100)
+@given(steps_ms, st.booleans())
+def test_messages_in_time_are_read_at_once_with_the_same_outcome(steps, is_direct):
+    one_by_one, at_once = Steps(), Steps()
+    for durations_ms in steps:
+        samples = messages(durations_ms, is_direct)
+        at_once.observe(samples)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(direction_watch.DirectionWatch, "_read_in_time", lambda *_: False)
+            one_by_one.observe(samples)
+        assert at_once.detector == one_by_one.detector
+        assert at_once.changes == one_by_one.changes
+    assert isinstance(at_once.detector, Detector)
