@@ -57,6 +57,15 @@ class PlansHere:
     def choose(self, chosen):
         return self._planner.choose(chosen)
 
+    def adopt(self):
+        self._planner.adopt()
+
+    def predict(self, step, profile):
+        return self._planner.predict(step, profile)
+
+    def draw(self, step):
+        return self._planner.draw(step).of_ranks
+
     def restart(self, in_force, programs):
         self.restarted.append(in_force.routes)
         parsed = None if programs is None else tuple(map(parse_instructions, programs))

@@ -56,8 +56,11 @@ def _report(forward_ms: float = 1.0, events=(), arrivals=()) -> StepReport:
 
 
 def _timings(ops, direct=(), arrivals=(), **more) -> StepTimings:
-    parsed = [[(Transfer.parse(name), *times) for name, *times in of] for of in (direct, arrivals)]
-    return StepTimings.of([(Op.parse(name), *times) for name, *times in ops], *parsed, **more)
+    held, came = (
+        [(Transfer.parse(name), start, end) for name, start, end in of] for of in (direct, arrivals)
+    )
+    timed = [(Op.parse(name), start, end) for name, start, end in ops]
+    return StepTimings.of(timed, held, came, **more)
 
 
 def recorder_of(
