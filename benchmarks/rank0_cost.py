@@ -270,8 +270,9 @@ class PreparedPlans(PlanningProcess):
         options = (Option(plan, 1e3 / (1 + at)) for at, plan in enumerate(self._case.plans))
         return Options(2e3, 1e3, tuple(options))
 
-    def choose(self, chosen: int) -> Chosen:
-        """All ranks' instructions."""
+    def choose(self, chosen: int, number: int) -> Chosen:
+        """All ranks' instructions, which the process gets in place of making them."""
+        self.restart(self._case.plans[1], self._answer.programs, number)
         return self._answer
 
 

@@ -198,7 +198,8 @@ class StepRecord:
     routes: Mapping[str, str]
     """each link's route, such as `{"0-1": "direct"}`"""
     predicted_step_s: float | None
-    """the step as simulated from measured costs and latencies; direct transfers hold queues"""
+    """the step as simulated from measured costs and latencies; direct transfers hold queues. It is
+    the latest simulation that was ready when the step ended"""
     bubble_rate: float | None
     """the idle share of the devices' time, measured"""
     peak_live: tuple[int, ...]

@@ -259,8 +259,7 @@ def _train(
         result = runner.run(program, inputs, number, began_s=began_s, report=keep_gradients)
         jax.block_until_ready(trainer.params)
         took_s.append(time.monotonic() - began_s)
-        ran_s = sum(end_ms - start_ms for _, start_ms, end_ms in result.timings.ops) / 1e3
-        waited.append(1 - ran_s / took_s[-1])
+        waited.append(1 - result.timings.busy_ms / 1e3 / took_s[-1])
         losses.append(result.totals.loss)
         norms.append(result.totals.grad_norm)
     figures = {

@@ -21,7 +21,8 @@ but for two cases. If links change, `AwaitingCandidates` repeats its request onc
 to `Idle` if links change, if a probe is late, if there is any finding when results come, or if
 results are missing for some steps. A decision to keep the plan, a failure of the planning process,
 in `Preparing` a path of the chosen plan that has failed meanwhile, and in `Changing` a change that
-ranks drop also lead back to `Idle`. An answer that the phase does not wait for is ignored.
+ranks drop also lead back to `Idle`. An answer that the phase does not wait for is ignored. In
+`Idle` too the planning process may fail, as it also simulates steps; it is then replaced.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -85,6 +86,7 @@ from jaxmorph.control.profiler import Profile
 from jaxmorph.records import EventKind, Routes
 from jaxmorph.schedule.ops import OpKind
 
+_MAY_FAIL = Starting | Idle | AwaitingCandidates | Preparing
 _STEPS_TO_CHANGE = 2  # a step is observed during the next one; the change follows that one
 _PROBE_WAIT = 8  # steps, then a probe without a result counts as lost
 
@@ -101,7 +103,7 @@ def advance(state: ControllerState, observation: Observation) -> Advance:
             return _decide(state, phase, options)
         case CandidateChosen() if isinstance(phase, Preparing):
             return _change(state, phase)
-        case PlanningFailed(error) if isinstance(phase, Starting | AwaitingCandidates | Preparing):
+        case PlanningFailed(error) if isinstance(phase, _MAY_FAIL):
             return _retry_later(state, error)
         case PlanChanged() if isinstance(phase, Changing):
             plan = phase.change.plan

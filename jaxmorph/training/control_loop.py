@@ -7,10 +7,11 @@ ranks do next. None of them holds up a step.
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Any, Protocol, TypeVar
+from functools import cached_property
+from typing import Any, Protocol
 
 from jaxmorph.control.controller import advance
 from jaxmorph.control.controller_state import (
@@ -22,6 +23,7 @@ from jaxmorph.control.controller_state import (
     Command,
     ControllerState,
     DropProbes,
+    Idle,
     Observation,
     PlanChanged,
     PlanDropped,
@@ -35,21 +37,21 @@ from jaxmorph.control.events import ControlEvent, PlanChange
 from jaxmorph.control.late_once import LateOnce
 from jaxmorph.control.orchestrator import Options
 from jaxmorph.control.profiler import Profile
-from jaxmorph.control.rank_times import texts_of
 from jaxmorph.control.verdicts import Verdict
 from jaxmorph.program.instructions import Channel, RankInstructions, parse_instructions
 from jaxmorph.records import Link
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.training.plan_in_force import simulate_step
-from jaxmorph.training.planning_client import Chosen, PlanningError, Predicted
+from jaxmorph.training.planning_client import Chosen, PlanningError, Simulated
 
-_PREDICTED_S = 60.0  # it may be planning
-_Answer = TypeVar("_Answer")
+_OPS_A_STEP = 512  # are simulated in a run without a planning process, in about 5 ms
 
 
 class Plans(Protocol):
     """What the controller needs of the planning process (`planning_client.PlanningProcess`)."""
+
+    has_died: bool
 
     def make_candidates(
         self, profile: Profile, verdicts: Sequence[Verdict], staying: Iterable[Link]
@@ -57,23 +59,15 @@ class Plans(Protocol):
         """The candidates."""
         ...
 
-    def choose(self, chosen: int) -> Chosen:
-        """Makes one of them the plan in force."""
+    def choose(self, chosen: int, number: int) -> Chosen:
+        """Makes one of them the plan in force, with a number."""
         ...
 
-    def adopt(self) -> None:
-        """Predicts steps of the last chosen plan from now on."""
+    def simulate(self, number: int, profile: Profile, *, is_drawn: bool = False) -> Simulated:
+        """Simulates a step of one of the last plans in force."""
         ...
 
-    def predict(self, step: int, profile: Profile) -> Predicted:
-        """Simulates a step of the plan that ranks run."""
-        ...
-
-    def draw(self, step: int) -> tuple[str, ...]:
-        """The JSON of each rank's `RankTimes` in one of the last predicted steps."""
-        ...
-
-    def restart(self, in_force: Plan, programs: tuple[str, ...] | None) -> None:
+    def restart(self, in_force: Plan, programs: tuple[str, ...] | None, number: int) -> None:
         """Begins again after a failure, with the instructions that ranks run; None: the first."""
         ...
 
@@ -89,6 +83,7 @@ class Morph:
         restore: The links whose failed direct paths are restored with it.
         late_once: See `ChangePlan`.
         scarce: The slots of channels whose sends may wait for one.
+        number: The plan's, as the planning process knows it.
     """
 
     change: PlanChange
@@ -97,6 +92,7 @@ class Morph:
     restore: frozenset[Link] = field(default_factory=frozenset)
     late_once: tuple[LateOnce, ...] = ()
     scarce: Mapping[Channel, int] = field(default_factory=dict)
+    number: int = 0
 
     @property
     def plan(self) -> Plan:
@@ -114,36 +110,28 @@ class Morph:
 
 
 @dataclass(frozen=True)
-class Foreseen:
-    """A step as it was expected to be.
-
-    The planning process simulates it. A run without one, or whose process has died, does so here.
+class Expected:
+    """A step as it is expected to be before it runs.
 
     Attributes:
-        simulate: Simulates a step of its plan.
-        predicted: The answer of the planning process.
-        draw: Has the process draw the step.
+        number: Its plan's.
+        simulate: Simulates a step of that plan in this process.
     """
 
+    number: int
     profile: Profile
     simulate: Callable[[Profile], Timeline]
-    predicted: Future[Predicted]
-    draw: Callable[[], Future[tuple[str, ...]]]
 
-    def prediction(self) -> Predicted:
-        """Its time and its bubbles."""
-        try:
-            return self.predicted.result(_PREDICTED_S)
-        except (PlanningError, TimeoutError, CancelledError):
-            timeline = self.simulate(self.profile)
-            return Predicted(timeline.makespan_ms, timeline.bubble_rate)
+    def drawn(self, drawing: "Future[Simulated]") -> tuple[str, ...]:
+        """The JSON of each rank's `RankTimes`: as drawn, or else simulated in this process."""
+        if drawing.done() and drawing.exception() is None:
+            return drawing.result().drawn
+        drawing.cancel()
+        return self.in_this_process(is_drawn=True).drawn
 
-    def drawn(self) -> tuple[str, ...]:
-        """The JSON of each rank's `RankTimes`."""
-        try:
-            return self.draw().result(_PREDICTED_S)
-        except (PlanningError, TimeoutError, CancelledError):
-            return texts_of(self.simulate(self.profile))
+    def in_this_process(self, *, is_drawn: bool = False) -> Simulated:
+        """Simulate it here."""
+        return Simulated.of(self.simulate(self.profile), is_drawn=is_drawn)
 
 
 class ControlLoop:
@@ -152,6 +140,9 @@ class ControlLoop:
     Args:
         plans: The planning process; None: the run does not adapt.
         keep: Called with the state before each observation, the observation and its outcome.
+
+    Attributes:
+        predicted: The latest simulation of a step of the plan that ranks run; None: there is none.
     """
 
     def __init__(
@@ -164,6 +155,10 @@ class ControlLoop:
         self._plans = plans
         self._keep = keep
         self._programs: tuple[str, ...] | None = None  # of the last morph; None: the first ones
+        self._number = self._last_number = 0  # of the plan that ranks run, and of the last chosen
+        self.predicted: Simulated | None = None
+        self._predicting: Future[None] = Future()
+        self._unsimulated, self._every = 0, 0.0  # steps, in a run without a planning process
         self._chosen: Chosen | None = None
         self._unreported: tuple[ControlEvent, ...] = ()  # of answers; reported with the next step
         self._due: Morph | ProbeLinks | None = None
@@ -201,9 +196,8 @@ class ControlLoop:
     def plan_changed(self, morph: Morph) -> tuple[ControlEvent, ...]:
         """Report that ranks run a morph from the next observed step on."""
         with self._lock:
-            self._programs = morph.programs
-            if self._plans is not None:
-                self._planner.submit(self._asked, lambda plans: plans.adopt())
+            self._programs, self._number = morph.programs, morph.number
+            self.predicted = Simulated(1e3 * morph.plan.predicted_step_s)
             return self._advance(PlanChanged())
 
     def plan_dropped(self) -> tuple[ControlEvent, ...]:
@@ -211,25 +205,57 @@ class ControlLoop:
         with self._lock:
             return self._advance(PlanDropped())
 
-    def foresee(
-        self, step: int, profile: Profile, simulate: Callable[[Profile], Timeline]
-    ) -> Foreseen:
-        """Have the planning process simulate a step of the plan that ranks run.
+    def expect(self, profile: Profile, simulate: Callable[[Profile], Timeline]) -> Expected:
+        """Have the next step simulated beside training, for `predicted`.
+
+        Nothing waits for it, since the planning process may be planning for longer than steps take.
+        A run without one simulates large steps now and then only.
 
         Args:
-            simulate: Does so here if that process can't.
+            simulate: Simulates a step of the plan that ranks run, in this process.
         """
-        predict = partial(self._asked, lambda plans: plans.predict(step, profile))
-        draw = partial(self._asked, lambda plans: plans.draw(step))
-        return Foreseen(
-            profile, simulate, self._planner.submit(predict), partial(self._planner.submit, draw)
-        )
+        expected = Expected(self._number, profile, simulate)
+        self._unsimulated += 1
+        if self.predicted is None or (self._plans is None and self._unsimulated >= self._every):
+            timeline = simulate(profile)
+            self.predicted = Simulated.of(timeline)
+            self._unsimulated, self._every = 0, sum(map(len, timeline.orders)) / _OPS_A_STEP
+        elif self._plans is not None:
+            self._predicting.cancel()  # at most one request waits behind others
+            self._predicting = self._planner.submit(self._predict, expected)
+        return expected
 
-    def _asked(self, ask: Callable[[Plans], _Answer]) -> _Answer:
+    def draw(self, expected: Expected) -> "Future[Simulated]":
+        """Simulate an expected step once more, with all its times (see `Expected.drawn`)."""
+        if self._plans is not None:
+            return self._planner.submit(self._simulate, expected, is_drawn=True)
+        drawing: Future[Simulated] = Future()
+        drawing.set_result(expected.in_this_process(is_drawn=True))
+        return drawing
+
+    def _predict(self, expected: Expected) -> None:
+        with suppress(PlanningError):  # the last prediction stays
+            predicted = self._simulate(expected)
+            with self._lock:
+                if expected.number == self._number:
+                    self.predicted = predicted
+
+    def _simulate(self, expected: Expected, *, is_drawn: bool = False) -> Simulated:
+        if self._state.must_restart_planner:
+            raise PlanningError("the planning process is going to be restarted")
+        plans = self._require_plans()
         try:
-            return ask(self._require_plans())
-        except Exception as error:  # what fails here is done in this process
-            raise PlanningError(str(error)) from error
+            return plans.simulate(expected.number, expected.profile, is_drawn=is_drawn)
+        except PlanningError as error:
+            if plans.has_died:
+                self._has_died(str(error))
+            raise
+
+    def _has_died(self, error: str) -> None:
+        """Have the controller restart the planning process, unless a request of its own fails."""
+        with self._lock:
+            if isinstance(self._state.phase, Idle) and not self._is_closing:
+                self._unreported += self._advance(PlanningFailed(error))
 
     def close(self, end_process: Callable[[], None] = lambda: None) -> None:
         """Stop planning; `end_process` ends the planning process, with any request to it."""
@@ -259,8 +285,8 @@ class ControlLoop:
                 self._planner.submit(self._answer, self._choose, command)
             case ChangePlan(change, restore, late_once) if self._chosen is not None:
                 made = self._chosen
-                morph = Morph(change, made.programs, made.slots, restore, late_once, made.scarce)
-                self._put(morph)
+                how = made.scarce, self._last_number
+                self._put(Morph(change, made.programs, made.slots, restore, late_once, *how))
             case ProbeLinks():
                 self._put(command)
             case DropProbes() if isinstance(self._due, ProbeLinks):
@@ -294,13 +320,14 @@ class ControlLoop:
     def _make_candidates(self, command: RequestCandidates) -> Observation:
         plans = self._require_plans()
         if command.restart_planner:
-            plans.restart(self._state.plan, self._programs)
+            plans.restart(self._state.plan, self._programs, self._number)
         return CandidatesReceived(
             plans.make_candidates(command.profile, command.verdicts, command.staying)
         )
 
     def _choose(self, command: ChooseCandidate) -> Observation:
-        self._chosen = self._require_plans().choose(command.chosen)
+        self._last_number += 1
+        self._chosen = self._require_plans().choose(command.chosen, self._last_number)
         return CandidateChosen()
 
     def _require_plans(self) -> Plans:

@@ -12,12 +12,14 @@ from jaxmorph.config import Config
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.orchestrator import Options
 from jaxmorph.control.profiler import Profile
+from jaxmorph.control.rank_times import texts_of
 from jaxmorph.control.verdicts import Verdict
 from jaxmorph.plain_json import ParseError, dump, parse_line, tagged, written_as
 from jaxmorph.program.instructions import Channel
 from jaxmorph.program.slots_needed import HostRoom
 from jaxmorph.records import Link
 from jaxmorph.schedule.planner import Plan
+from jaxmorph.schedule.timeline import Timeline
 
 _ANSWER_S = 60.0
 _END_S = 2.0
@@ -47,11 +49,13 @@ class Begin:
     Attributes:
         programs: Every rank's instructions, as `instructions_text` writes them; None: the plan is
             lowered.
+        number: The plan's, for `Simulate`.
     """
 
     run: RunToPlan
     in_force: Plan
     programs: tuple[str, ...] | None = None
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,29 +69,27 @@ class MakeCandidates:
 
 @dataclass(frozen=True)
 class Choose:
-    """Makes one of the last options the plan in force; the answer is `Chosen`."""
+    """Makes one of the last options the plan in force; the answer is `Chosen`.
+
+    Attributes:
+        number: The plan's from now on, for `Simulate`.
+    """
 
     chosen: int
+    number: int
 
 
 @dataclass(frozen=True)
-class Adopt:
-    """All ranks run the plan of the last `Choose` now; the answer is `Ready`."""
+class Simulate:
+    """Simulates a step of one of the last plans in force; the answer is `Simulated`.
 
+    Attributes:
+        is_drawn: Whether the answer has all times.
+    """
 
-@dataclass(frozen=True)
-class Predict:
-    """Simulates a step of the plan that ranks run; the answer is `Predicted`."""
-
-    step: int
+    number: int
     profile: Profile
-
-
-@dataclass(frozen=True)
-class Draw:
-    """The times of one of the last predicted steps; the answer is `Drawn`."""
-
-    step: int
+    is_drawn: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,22 +113,23 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Predicted:
+class Simulated:
     """A simulated step.
 
     Attributes:
-        bubble_rate: The idle share of the devices' time.
+        bubble_rate: The idle share of the devices' time; None: only the step's time is known.
+        drawn: The JSON of each rank's `RankTimes`, if it was asked for.
     """
 
     step_ms: float
-    bubble_rate: float
+    bubble_rate: float | None = None
+    drawn: tuple[str, ...] = ()
 
-
-@dataclass(frozen=True)
-class Drawn:
-    """The JSON of each rank's `RankTimes` in a simulated step."""
-
-    of_ranks: tuple[str, ...]
+    @classmethod
+    def of(cls, timeline: Timeline, *, is_drawn: bool = False) -> "Simulated":
+        """The outcome of a simulation."""
+        drawn = texts_of(timeline) if is_drawn else ()
+        return cls(timeline.makespan_ms, timeline.bubble_rate, drawn)
 
 
 @dataclass(frozen=True)
@@ -136,20 +139,23 @@ class Failed:
     error: str
 
 
-Request: TypeAlias = Begin | MakeCandidates | Choose | Adopt | Predict | Draw
-Answer: TypeAlias = Ready | Options | Chosen | Predicted | Drawn | Failed
+Request: TypeAlias = Begin | MakeCandidates | Choose | Simulate
+Answer: TypeAlias = Ready | Options | Chosen | Simulated | Failed
 
 
 class PlanningProcess:
     """A process that plans beside training, and the requests to it.
 
     It may start long before its first request. One thread makes requests at a time.
+
+    Attributes:
+        has_died: Whether a request got no answer, or one that nobody understands.
     """
 
     def __init__(self) -> None:
         self._process = _start()
         self._run: RunToPlan | None = None
-        self._is_closed = self._is_broken = False
+        self._is_closed = self.has_died = False
         self._lock = threading.Lock()
 
     def begin(self, run: RunToPlan, in_force: Plan | None = None) -> None:
@@ -159,14 +165,17 @@ class PlanningProcess:
             PlanningError: It can't plan.
         """
         self._run = run
-        self._begin(in_force or run.home, None)
+        self._begin(in_force or run.home, None, 0)
 
-    def restart(self, in_force: Plan, programs: tuple[str, ...] | None = None) -> None:
-        """Send the run again, to another process if the last request failed.
+    def restart(
+        self, in_force: Plan, programs: tuple[str, ...] | None = None, number: int = 0
+    ) -> None:
+        """Send the run again, to another process if this one has died.
 
         Args:
             programs: The instructions that ranks run, as `instructions_text` writes them. None:
                 those that they began with.
+            number: The plan's, for `simulate`.
 
         Raises:
             PlanningError: It can't plan, or has been closed.
@@ -174,10 +183,10 @@ class PlanningProcess:
         with self._lock:
             if self._is_closed:
                 raise PlanningError("the planning process has been closed")
-            if self._is_broken:
+            if self.has_died:
                 self._kill()
                 self._process = _start()
-        self._begin(in_force, programs)
+        self._begin(in_force, programs, number)
 
     def make_candidates(
         self, profile: Profile, verdicts: Sequence[Verdict], staying: Iterable[Link] = ()
@@ -189,37 +198,24 @@ class PlanningProcess:
         """
         return self._ask(MakeCandidates(profile, tuple(verdicts), tuple(staying)), Options)
 
-    def choose(self, chosen: int) -> Chosen:
-        """Make one of the last options the plan in force.
+    def choose(self, chosen: int, number: int) -> Chosen:
+        """Make one of the last options the plan in force, with a number for `simulate`.
 
         Raises:
             PlanningError: It can't.
         """
-        return self._ask(Choose(chosen), Chosen)
+        return self._ask(Choose(chosen, number), Chosen)
 
-    def adopt(self) -> None:
-        """Predict steps of the last chosen plan from now on.
+    def simulate(self, number: int, profile: Profile, *, is_drawn: bool = False) -> Simulated:
+        """Simulate a step of one of the last plans in force.
 
-        Raises:
-            PlanningError: It can't.
-        """
-        self._ask(Adopt(), Ready)
-
-    def predict(self, step: int, profile: Profile) -> Predicted:
-        """Simulate a step of the plan that ranks run.
+        Args:
+            is_drawn: Whether to return all times.
 
         Raises:
             PlanningError: It can't.
         """
-        return self._ask(Predict(step, profile), Predicted)
-
-    def draw(self, step: int) -> tuple[str, ...]:
-        """The JSON of each rank's `RankTimes` in one of the last predicted steps.
-
-        Raises:
-            PlanningError: It can't.
-        """
-        return self._ask(Draw(step), Drawn).of_ranks
+        return self._ask(Simulate(number, profile, is_drawn), Simulated)
 
     def close(self) -> None:
         """Kill the process for good."""
@@ -227,10 +223,10 @@ class PlanningProcess:
             self._is_closed = True
             self._kill()
 
-    def _begin(self, in_force: Plan, programs: tuple[str, ...] | None) -> None:
+    def _begin(self, in_force: Plan, programs: tuple[str, ...] | None, number: int) -> None:
         if self._run is None:
             raise PlanningError("the planning process was restarted before it had begun")
-        self._ask(Begin(self._run, in_force, programs), Ready)
+        self._ask(Begin(self._run, in_force, programs, number), Ready)
 
     def _kill(self) -> None:
         self._process.kill()
@@ -241,10 +237,10 @@ class PlanningProcess:
                     pipe.close()
 
     def _ask(self, request: Request, expected: type[_Expected]) -> _Expected:
-        self._is_broken = True
+        self.has_died = True
         answer = self._answer_of(request)
+        self.has_died = not isinstance(answer, expected | Failed)
         if isinstance(answer, expected):
-            self._is_broken = False
             return answer
         raise PlanningError(answer.error if isinstance(answer, Failed) else f"got {answer!r}")
 

@@ -14,7 +14,6 @@ if __name__ == "__main__":
 
 import math
 import sys
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,6 @@ from jaxmorph.config.link_sections import Routes
 from jaxmorph.control.conditions import UsualLinks, costs_differ, links_under
 from jaxmorph.control.orchestrator import Option, Options
 from jaxmorph.control.profiler import Profile
-from jaxmorph.control.rank_times import texts_of
 from jaxmorph.control.step_programs import lower_step, step_in_slots_ms
 from jaxmorph.control.verdicts import Verdict, degraded_links
 from jaxmorph.errors import UserError
@@ -42,22 +40,19 @@ from jaxmorph.records import Link, Route
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.training.plan_in_force import plan_step, simulate_step
 from jaxmorph.training.planning_client import (
-    Adopt,
     Answer,
     Begin,
     Choose,
     Chosen,
-    Draw,
-    Drawn,
     Failed,
     MakeCandidates,
-    Predict,
-    Predicted,
     Ready,
     Request,
+    Simulate,
+    Simulated,
 )
 
-_LAST_STEPS = 16  # can be drawn: more than pass until a change is known
+_LAST_PLANS = 3  # can be simulated: that of the steps before a change, and one that ranks may drop
 Instructions = tuple[RankInstructions, ...]
 Slots = dict[Channel, int]
 
@@ -90,6 +85,7 @@ class CandidatePlanner:
         programs: The instructions that ranks run. A plan doesn't say for which costs it was
             lowered last; None: for `profile`.
         room: The ranks' host memory for slots and stashes; None: no limit.
+        number: The plan's, for `simulate`.
 
     Attributes:
         candidates: Those of the last `make_candidates`.
@@ -105,6 +101,7 @@ class CandidatePlanner:
         in_force: Plan | None = None,
         programs: Instructions | None = None,
         room: HostRoom | None = None,
+        number: int = 0,
     ) -> None:
         self._config = config
         self._num_tied = num_tied
@@ -115,8 +112,7 @@ class CandidatePlanner:
         programs = programs or self._lowered(now, profile)
         slots = self._slots(programs)
         self._in_force = Candidate(now, programs, 1e3 * now.predicted_step_s, *slots)
-        self._run_by_ranks = self._in_force
-        self._predicted: deque[tuple[int, Candidate, Profile]] = deque(maxlen=_LAST_STEPS)
+        self._last = {number: self._in_force}
         self.candidates: tuple[Candidate, ...] = ()
 
     @property
@@ -147,9 +143,10 @@ class CandidatePlanner:
             candidates=tuple(Option(each.plan, each.step_ms) for each in self.candidates),
         )
 
-    def choose(self, chosen: int) -> Chosen:
-        """Make one of the candidates the plan in force."""
+    def choose(self, chosen: int, number: int = 0) -> Chosen:
+        """Make one of the candidates the plan in force, with a number for `simulate`."""
         self._in_force = self.candidates[chosen]
+        self._last = dict([*self._last.items(), (number, self._in_force)][-_LAST_PLANS:])
         programs, slots = self._in_force.programs, self._in_force.slots
         if slots is None:
             slots = self._needed(programs)
@@ -169,23 +166,13 @@ class CandidatePlanner:
         given = self._room.within(self._needed(programs))
         return given, scarce_slots(given, slots_needed(programs))
 
-    def adopt(self) -> None:
-        """Predict steps of the plan in force from now on; so far ranks ran the one before it."""
-        self._run_by_ranks = self._in_force
-
-    def predict(self, step: int, profile: Profile) -> Predicted:
-        """A step of the plan that ranks run, simulated with a profile."""
-        self._predicted.append((step, self._run_by_ranks, profile))
-        run = self._run_by_ranks
-        timeline = simulate_step(run.programs, profile, run.scarce)
-        return Predicted(timeline.makespan_ms, timeline.bubble_rate)
-
-    def draw(self, step: int) -> Drawn:
-        """The times of one of the last predicted steps: it is simulated once more."""
-        for predicted, run, profile in self._predicted:
-            if predicted == step:
-                return Drawn(texts_of(simulate_step(run.programs, profile, run.scarce)))
-        raise ValueError(f"step {step} was not predicted here")
+    def simulate(self, number: int, profile: Profile, *, is_drawn: bool = False) -> Simulated:
+        """A step of one of the last plans in force."""
+        plan = self._last.get(number)
+        if plan is None:
+            raise ValueError(f"got plan {number}, expected one of {[*self._last]}")
+        timeline = simulate_step(plan.programs, profile, plan.scarce)
+        return Simulated.of(timeline, is_drawn=is_drawn)
 
     def _plans(
         self, profile: Profile, verdicts: Sequence[Verdict], staying: Iterable[Link]
@@ -307,6 +294,7 @@ def planner_of(request: Begin) -> CandidatePlanner:
         request.in_force,
         None if programs is None else tuple(map(parse_instructions, programs)),
         run.room,
+        request.number,
     )
 
 
@@ -330,15 +318,10 @@ class Server:
                 return Ready()
             case MakeCandidates(profile, verdicts, staying):
                 return self._require_planner().make_candidates(profile, verdicts, staying)
-            case Choose(chosen):
-                return self._require_planner().choose(chosen)
-            case Adopt():
-                self._require_planner().adopt()
-                return Ready()
-            case Predict(step, profile):
-                return self._require_planner().predict(step, profile)
-            case Draw(step):
-                return self._require_planner().draw(step)
+            case Choose(chosen, number):
+                return self._require_planner().choose(chosen, number)
+            case Simulate(number, profile, is_drawn):
+                return self._require_planner().simulate(number, profile, is_drawn=is_drawn)
 
     def _require_planner(self) -> CandidatePlanner:
         if self._planner is None:

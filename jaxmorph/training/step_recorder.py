@@ -1,4 +1,4 @@
-"""Turns the ranks' reports into step records and events, on threads of rank 0's.
+"""Turns the ranks' reports into step records and events, on a thread of rank 0's.
 
 Steps and events are written to the run directory here. They and all other
 messages (`jaxmorph.messages`) then go to `record.RunRecord`, in the process that the user started.
@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 from jaxmorph.config import Config
@@ -45,9 +45,10 @@ from jaxmorph.runtime.report import (
     reported_events,
     total_compilations,
 )
-from jaxmorph.training.control_loop import ControlLoop, Foreseen, Morph
+from jaxmorph.training.control_loop import ControlLoop, Expected, Morph
 from jaxmorph.training.evaluation import NOT_EVALUATED, HeldOutLoss
 from jaxmorph.training.plan_in_force import PlanInForce
+from jaxmorph.training.planning_client import Simulated
 from jaxmorph.training.starting_point import KnownLinks
 
 AROUND = 2
@@ -81,10 +82,11 @@ class StepRecorder:
     ) -> None:
         self._config = config
         self._plan, self._simulate = in_force.plan, in_force.simulate
+        self._expected: Expected | None = None  # the next step
         self._profiler = profiler
         self._lines, self._send_on = lines, send
         self._cannot_write = False
-        self._traced = TracedSteps(config, self._write)
+        self._traced = TracedSteps(config, self._write, self._draw)
         self._send = self._traced.send
         self._first_step = first_step
         self._loop = loop
@@ -92,9 +94,7 @@ class StepRecorder:
         self._began_s = time.monotonic()
         self._error: BaseException | None = None
         self._thread = ThreadPoolExecutor(1, "jaxmorph-recorder") if active else None
-        # The planning process, which foresees steps, may be planning, and a disk may be slow.
-        # Decisions, which are made on the first thread, wait for neither.
-        self._sending = ThreadPoolExecutor(1, "jaxmorph-sender") if active else None
+        # A disk may be slow, and decisions are made on the other thread.
         self._syncing = ThreadPoolExecutor(1, "jaxmorph-sync") if active else None
 
     def start(
@@ -148,17 +148,14 @@ class StepRecorder:
     def on_disk(self) -> Future[None]:
         """Done once all steps and events up to this call are on disk; it holds the error if not."""
         if self._thread is not None and self._syncing is not None:
-            decided = self._thread.submit(
-                self._later, self._raise_error
-            )  # after all that is queued
-            return self._syncing.submit(self._sync, decided)
+            written = self._thread.submit(self._raise_error)  # it runs after all that is queued
+            return self._syncing.submit(self._sync, written)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _sync(self, decided: Future[Future[None]]) -> None:
-        decided.result().result()
-        self._raise_error()
+    def _sync(self, written: Future[None]) -> None:
+        written.result()
         if self._lines is not None:
             self._lines.sync()
 
@@ -172,7 +169,7 @@ class StepRecorder:
         self._send_on(message)
         if why and not self._cannot_write:
             self._cannot_write = True
-            self._send(self._event(self._first_step, EventKind.FILES_DAMAGED, why))
+            self._emit(self._first_step, EventKind.FILES_DAMAGED, why)
 
     def _write_line(self, message: RunMessage) -> None:
         if self._lines is None:
@@ -188,15 +185,6 @@ class StepRecorder:
             self._raise_error()
             self._thread.submit(self._keep_error, work, *arguments)
 
-    def _later(self, work: Callable[..., None], *arguments: Any) -> Future[None]:
-        """Do something after all that is to be sent so far; called on the first thread."""
-        if self._sending is None:
-            raise ValueError("only rank 0 sends")
-        return self._sending.submit(self._keep_error, work, *arguments)
-
-    def _put(self, message: RunMessage) -> None:
-        self._later(self._send, message)
-
     def _keep_error(self, work: Callable[..., None], *arguments: Any) -> None:
         try:
             work(*arguments)
@@ -211,10 +199,10 @@ class StepRecorder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        threads = [self._thread, self._sending, self._syncing]
-        if self._thread is not None:
-            for thread in filter(None, threads):
-                thread.shutdown()  # the steps that are done are sent, even after an error
+        if self._thread is not None and self._syncing is not None:
+            self._thread.shutdown()  # the steps that are done are sent, even after an error
+            self._syncing.shutdown()
+            self._keep_error(self._traced.finish)
             if kind is None:
                 self._end()
 
@@ -236,7 +224,7 @@ class StepRecorder:
         cut_reason: str,
         equipped: str,
     ) -> None:
-        self._put(
+        self._send(
             RunStarted(
                 data=data,
                 num_parameters=num_parameters,
@@ -264,8 +252,7 @@ class StepRecorder:
         step_s: float,
         held_out_loss: float | None,
     ) -> None:
-        loop = self._controlled
-        profile = controller.expected_profile(loop.state, self._profiler.profile())
+        loop, expected = self._controlled, self._expected or self._expect()
         ranks = [report.timings for report in reports]
         observed = step_observed(step, reports)
         _, paths = controller.paths_of_step(loop.state, observed)
@@ -274,9 +261,8 @@ class StepRecorder:
             self._profiler.add(observed.ops, copies_ms_of(ranks), paths.samples)
         # First, since the next step may already wait for the controller's decision.
         events = loop.observe(observed)
-        foreseen = loop.foresee(step, profile, self._simulate)
         self._send_known_links(step, loop)
-        live_until = self._config.schedule.live_until
+        predicted, live_until = loop.predicted, self._config.schedule.live_until
         record = StepRecord(
             step=step,
             loss=totals.loss,
@@ -287,39 +273,43 @@ class StepRecorder:
             schedule=self._plan.schedule.name,
             warmup_forwards=self._plan.schedule.warmup_forwards,
             routes={str(link): route for link, route in paths.routes.items()},
-            predicted_step_s=None,
+            predicted_step_s=predicted and predicted.step_ms / 1e3,
             bubble_rate=bubble_rate_of(ranks),
             peak_live=tuple(each.peak_live.of(live_until) for each in ranks),
             peak_on_device=self._peak_on_device(ranks),
             peak_device_bytes=peaks_of(reports),
             compilations=total_compilations(reports),
+            planned_bubble_rate=predicted and predicted.bubble_rate,
             link_states=controller.link_states(loop.state),
             link_ms=link_medians_ms(paths.samples) or None,
             skipped=not totals.is_finite,
         )
-        self._later(self._send_record, record, foreseen)
+        self._send(StepDone(record))
         for event in events:
             self._emit(step, **vars(event))
         if not totals.is_finite:
             evidence = _evidence(totals)
             self._emit(step, EventKind.STEP_SKIPPED, totals.in_words(), evidence=evidence)
-        measured = [report.detail for report in reports]
-        self._later(self._traced.record, step, foreseen.drawn, measured)
+        self._traced.record(step, expected, [report.detail for report in reports])
         if self._traced.is_sampled(step):
-            self._put(ProfileUpdated(self._profiler.profile().to_json()))
+            self._send(ProfileUpdated(self._profiler.profile().to_json()))
+        self._expect()
 
-    def _send_record(self, record: StepRecord, foreseen: Foreseen) -> None:
-        predicted = foreseen.prediction()
-        step_s, bubble_rate = predicted.step_ms / 1e3, predicted.bubble_rate
-        record = replace(record, predicted_step_s=step_s, planned_bubble_rate=bubble_rate)
-        self._send(StepDone(record))
+    def _expect(self) -> Expected:
+        loop = self._controlled
+        profile = controller.expected_profile(loop.state, self._profiler.profile())
+        self._expected = loop.expect(profile, self._simulate)
+        return self._expected
+
+    def _draw(self, expected: Expected) -> Future[Simulated]:
+        return self._controlled.draw(expected)
 
     def _send_known_links(self, step: int, loop: ControlLoop) -> None:
         if self._known_links is None or not loop.state.adapts:
             return
         changed = self._known_links.take_changes(step, loop.state.detector.known_directions())
         if changed is not None:
-            self._put(changed)
+            self._send(changed)
 
     def _peak_on_device(self, ranks: Sequence[RankTimes]) -> tuple[int, ...] | None:
         if not self._config.offload.enabled:
@@ -336,6 +326,7 @@ class StepRecorder:
         self._plan, self._simulate = morph.plan, morph.simulate
         for event in self._controlled.plan_changed(morph):
             self._emit(step, **vars(event))
+        self._expect()
 
     def _keep_plan(self, step: int) -> None:
         for event in self._controlled.plan_dropped():
@@ -352,21 +343,19 @@ class StepRecorder:
                 link=_link_name(rank, found.peer),
                 detail=f"rank {rank}: {found.detail}",
             )
-            self._put(EventEmitted(event))
+            self._send(EventEmitted(event))
 
-    def _emit(self, step: int, kind: EventKind, detail: str, **more: Any) -> None:
-        self._put(self._event(step, kind, detail, **more))
-
-    def _event(
+    def _emit(
         self,
         step: int,
         kind: EventKind,
         detail: str,
         link: str | None = None,
         evidence: Mapping[str, Any] | None = None,
-    ) -> EventEmitted:
+    ) -> None:
         time_s = time.monotonic() - self._began_s
-        return EventEmitted(Event(time_s, step, kind, link, detail, evidence or None))
+        event = Event(time_s, step, kind, link, detail, evidence or None)
+        self._send(EventEmitted(event))
 
 
 def step_observed(step: int, reports: Sequence[StepReport]) -> StepObserved:
@@ -397,7 +386,7 @@ def _link_name(rank: int, peer: int | None) -> str | None:
 @dataclass(frozen=True)
 class _StepTimelines:
     step: int
-    planned: Callable[[], Sequence[str]]
+    expected: Expected
     measured: Sequence[str]
 
 
@@ -405,11 +394,20 @@ class TracedSteps:
     """Sends the timelines of sampled steps, and of the steps around a change.
 
     A change is known only after the steps before it, so the last few timelines wait in memory.
+
+    Args:
+        draw: Draws an expected step, beside training.
     """
 
-    def __init__(self, config: Config, send: Callable[[RunMessage], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        send: Callable[[RunMessage], None],
+        draw: Callable[[Expected], Future[Simulated]],
+    ) -> None:
         self._config = config
-        self._send = send
+        self._send, self._draw = send, draw
+        self._drawing: deque[tuple[_StepTimelines, bool, Future[Simulated]]] = deque()
         self._recent: deque[_StepTimelines] = deque(maxlen=AROUND + 1)
         self._until_step = -1
 
@@ -423,23 +421,22 @@ class TracedSteps:
                 if recent.step >= step - AROUND:
                     self._send_timelines(recent, around_change=True)
             self._recent.clear()
+            self._send_drawn()
 
-    def record(
-        self, step: int, planned: Callable[[], Sequence[str]], measured: Sequence[str]
-    ) -> None:
+    def record(self, step: int, expected: Expected, measured: Sequence[str]) -> None:
         """Send a step's timelines, or keep them in case a change follows.
 
         Args:
-            planned: Returns those that were expected, if they are sent.
             measured: The JSON of each rank's `RankTimes`, as it reported them.
         """
-        timelines = _StepTimelines(step, planned, measured)
+        timelines = _StepTimelines(step, expected, measured)
         is_around = step <= self._until_step
         if is_around or self.is_sampled(step):
             # The last step's trace is the latest, and so it stays without the mark of a change.
             self._send_timelines(timelines, around_change=is_around and not self._is_last(step))
         else:
             self._recent.append(timelines)
+        self._send_drawn()
 
     def is_sampled(self, step: int) -> bool:
         """Whether a step leaves its timelines, with or without a change."""
@@ -449,6 +446,19 @@ class TracedSteps:
     def _is_last(self, step: int) -> bool:
         return step == self._config.run.steps - 1
 
+    def finish(self) -> None:
+        """Send the timelines that are still being drawn."""
+        while self._drawing:
+            self._send_next()
+
     def _send_timelines(self, step: _StepTimelines, *, around_change: bool) -> None:
-        timelines = {"planned": tuple(step.planned()), "measured": tuple(step.measured)}
+        self._drawing.append((step, around_change, self._draw(step.expected)))
+
+    def _send_drawn(self) -> None:
+        while self._drawing and self._drawing[0][-1].done():
+            self._send_next()
+
+    def _send_next(self) -> None:
+        step, around_change, drawing = self._drawing.popleft()
+        timelines = {"planned": step.expected.drawn(drawing), "measured": tuple(step.measured)}
         self._send(StepTimelines(step.step, timelines, around_change))

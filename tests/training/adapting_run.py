@@ -43,8 +43,8 @@ class PlansHere:
         self.may_answer, self.is_asked = threading.Event(), threading.Event()
         if may_answer:
             self.may_answer.set()
-        self.asked, self.restarted, self.options = 0, [], []
-        self.asked_with = ()
+        self.asked, self.simulated, self.restarted, self.options = 0, 0, [], []
+        self.asked_with, self.has_died = (), False
 
     def make_candidates(self, profile, verdicts, staying):
         self.asked += 1
@@ -54,22 +54,23 @@ class PlansHere:
         self.options.append(self._planner.make_candidates(profile, verdicts, staying))
         return self.options[-1]
 
-    def choose(self, chosen):
-        return self._planner.choose(chosen)
+    def choose(self, chosen, number):
+        return self._planner.choose(chosen, number)
 
-    def adopt(self):
-        self._planner.adopt()
+    def simulate(self, number, profile, *, is_drawn=False):
+        if self.has_died:
+            raise PlanningError("the planning process has died")
+        self.simulated += 1
+        try:
+            return self._planner.simulate(number, profile, is_drawn=is_drawn)
+        except ValueError as error:
+            raise PlanningError(str(error)) from error
 
-    def predict(self, step, profile):
-        return self._planner.predict(step, profile)
-
-    def draw(self, step):
-        return self._planner.draw(step).of_ranks
-
-    def restart(self, in_force, programs):
+    def restart(self, in_force, programs, number):
         self.restarted.append(in_force.routes)
+        self.has_died = False
         parsed = None if programs is None else tuple(map(parse_instructions, programs))
-        self._planner = CandidatePlanner(*self._known, in_force, parsed)
+        self._planner = CandidatePlanner(*self._known, in_force, parsed, number=number)
 
 
 class FailingPlans(PlansHere):

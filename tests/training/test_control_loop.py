@@ -5,14 +5,17 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from adapting_run import CONFIG, COSTS, FIRST, FailingPlans, PlansHere
+from adapting_run import CONFIG, COSTS, FIRST, PLANNED_FOR, FailingPlans, PlansHere
 
 from jaxmorph.control import controller, orchestrator
 from jaxmorph.control.controller import link_states
 from jaxmorph.control.controller_state import PlanningFailed, StepObserved
 from jaxmorph.records import Link
 from jaxmorph.runtime.direct_probe import probe_transfers
-from jaxmorph.training.planning_client import PlanningError
+from jaxmorph.schedule.costs import StageCosts
+from jaxmorph.training.control_loop import Expected
+from jaxmorph.training.plan_in_force import simulate_step
+from jaxmorph.training.planning_client import PlanningError, Simulated
 
 SLOWER = replace(COSTS, forward_ms=(10.0, 20.0, 10.0))
 DIRECT_IN_TIME = {str(each): 0.5 for each in probe_transfers(Link(1, 2))}
@@ -56,6 +59,61 @@ def test_the_expected_profile_follows_verdict_and_route(run):
     run.steps(12)
     assert run.expected_ms() == pytest.approx(0.5)
     assert link_states(run.loop.state) == {}
+
+
+def expect(run, profile=PLANNED_FOR):
+    run.loop.expect(profile, lambda each: simulate_step(run.programs, each, {}))
+
+
+def test_predictions_are_of_the_plan_that_ranks_run(slow_run):
+    before = slow_run.loop.predicted
+    assert before.step_ms == 1e3 * slow_run.morphs[0].plan.predicted_step_s
+    expect(slow_run)
+    slow_run.settle()
+    made = simulate_step(slow_run.programs, PLANNED_FOR, {})
+    assert slow_run.loop.predicted == Simulated(made.makespan_ms, made.bubble_rate) != before
+
+
+def test_one_prediction_waits_for_planning_and_nothing_for_it(run):
+    expect(run)
+    first = run.loop.predicted
+    run.steps(6)
+    run.plans.may_answer.clear()
+    run.steps(1, slow_ms=40.0)
+    assert run.plans.is_asked.wait(30)
+    for factor in range(2, 7):
+        expect(run, replace(PLANNED_FOR, costs=StageCosts.uniform(3, *[10.0 * factor] * 3)))
+    assert run.loop.predicted == first
+    run.plans.may_answer.set()
+    run.settle()
+    assert run.plans.simulated == 1
+    assert run.loop.predicted.step_ms > 5 * first.step_ms
+
+
+def test_a_process_that_dies_between_decisions_is_replaced(run):
+    for step in range(16):
+        run.plans.has_died |= step == 3
+        run.steps(1)
+        expect(run)
+        run.settle()
+    assert [event[1] for event in run.events] == ["planning_failed", "plan_kept"]
+    assert run.details[0].startswith("the planning process has died; the plan in force stays")
+    assert run.plans.restarted == [FIRST.routes]
+    expect(run)
+    run.settle()
+    assert run.loop.predicted.bubble_rate is not None
+
+
+def test_a_refused_simulation_is_no_death(run):
+    expect(run)
+    predicted = run.loop.predicted
+    run.loop._number = 7
+    expect(run)
+    drawing = run.loop.draw(Expected(7, PLANNED_FOR, lambda _: simulate_step([], PLANNED_FOR, {})))
+    run.settle()
+    assert isinstance(drawing.exception(30), PlanningError)
+    run.steps(6)
+    assert (run.events, run.plans.restarted, run.loop.predicted) == ([], [], predicted)
 
 
 def test_findings_during_a_decision_are_planned_for_next(run):

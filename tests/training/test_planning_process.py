@@ -25,8 +25,8 @@ from jaxmorph.training.planning_client import (
     MakeCandidates,
     PlanningError,
     PlanningProcess,
-    Predicted,
     RunToPlan,
+    Simulated,
 )
 from jaxmorph.training.planning_process import CandidatePlanner, serve
 
@@ -108,19 +108,20 @@ def test_after_a_morph_predictions_are_the_new_plans():
         assert healed.candidates[0].step_ms == pytest.approx(390.0)
 
 
-def test_steps_are_predicted_under_the_plan_that_ranks_run():
+def test_steps_of_the_last_plans_are_simulated():
     plans, profile = planner()
     first = simulate_step(plans.programs, profile, {})
     plans.make_candidates(profile, verdicts(2, 3, 30.0))
-    plans.choose(2)
-    expected = Predicted(first.makespan_ms, first.bubble_rate)
-    assert plans.predict(6, profile) == expected  # ranks don't run the chosen plan yet
-    plans.adopt()
+    plans.choose(2, number=1)
     second = simulate_step(plans.candidates[2].programs, profile, {})
-    assert plans.predict(7, profile) == Predicted(second.makespan_ms, second.bubble_rate)
-    assert [plans.draw(step).of_ranks for step in (6, 7)] == [texts_of(first), texts_of(second)]
-    with pytest.raises(ValueError, match="step 5 was not predicted here"):
-        plans.draw(5)
+    for number, timeline in enumerate((first, second)):
+        expected = Simulated(timeline.makespan_ms, timeline.bubble_rate)
+        assert plans.simulate(number, profile) == expected
+        assert plans.simulate(number, profile, is_drawn=True).drawn == texts_of(timeline)
+    plans.choose(0, number=2)
+    plans.choose(0, number=3)
+    with pytest.raises(ValueError, match=r"got plan 0, expected one of \[1, 2, 3\]"):
+        plans.simulate(0, profile)
 
 
 def test_slower_ops_get_a_new_plan_noise_does_not():
@@ -234,15 +235,18 @@ def test_the_process_plans_and_ends_with_its_input():
         process.begin(RunToPlan(RUN, 1, FIRST, PROFILE, USUAL))
         options = process.make_candidates(PROFILE, SLOW)
         assert options.in_force_ms > 1.5 * options.undisturbed_ms
-        predicted = process.predict(3, PROFILE)
-        drawn = timeline_of([parse_line(RankTimes, text, "") for text in process.draw(3)])
-        assert drawn.makespan_ms == pytest.approx(predicted.step_ms, abs=1e-3)
+        with pytest.raises(PlanningError, match="got plan 7"):
+            process.simulate(7, PROFILE)
+        assert not process.has_died
+        simulated = process.simulate(0, PROFILE, is_drawn=True)
+        drawn = timeline_of([parse_line(RankTimes, text, "") for text in simulated.drawn])
+        assert drawn.makespan_ms == pytest.approx(simulated.step_ms, abs=1e-3)
         chosen = options.candidates[1]
         assert chosen.plan.schedule == FIRST.schedule
         assert chosen.plan.routes == {
             link: "delegated" if link == LINKS[1] else "direct" for link in LINKS
         }
-        chosen_plan = process.choose(1)
+        chosen_plan = process.choose(1, number=1)
         programs = tuple(map(parse_instructions, chosen_plan.programs))
         expected = Profile(COSTS, chain_links((0.0, 31.0, 0.0)))
         assert programs == lower_step(FIRST.schedule, expected, chosen.plan.routes, num_tied=1)
@@ -269,7 +273,7 @@ def test_a_process_that_died_is_reported_and_replaced():
         process.restart(FIRST)  # with a new process
         assert process.make_candidates(PROFILE, SLOW).in_force_ms > 0
         slow = process.make_candidates(PROFILE, SLOW).candidates[1]
-        chosen_plan = process.choose(1)
+        chosen_plan = process.choose(1, number=1)
         morphed = process.make_candidates(PROFILE, SLOW)
         process.restart(slow.plan, chosen_plan.programs)
         again = process.make_candidates(PROFILE, SLOW)
@@ -303,7 +307,7 @@ def test_a_server_survives_wrong_requests():
     answers = io.StringIO()
     serve(iter(map(dump, requests)), answers)
     errors = [json.loads(line)["error"] for line in answers.getvalue().splitlines()]
-    kinds = "expected one of the kinds Begin, MakeCandidates, Choose, Adopt, Predict, Draw"
+    kinds = "expected one of the kinds Begin, MakeCandidates, Choose, Simulate"
     assert errors == [
         f"ParseError: a request: got {requests[0]}, {kinds}",
         "ValueError: got another request first, expected Begin",

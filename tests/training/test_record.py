@@ -3,8 +3,10 @@ import io
 import json
 import os
 import shutil
+from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -141,9 +143,12 @@ def test_the_picture_shows_no_withdrawn_step(directory, record_of, back_to, agai
 def test_the_last_steps_trace_always_stays(directory, record_of, change):
     sections = {"run": {"steps": 10}, "trace": {"keep": 1, "every_steps": 4}}
     run_record, *_ = record_of(**sections)
-    traced = TracedSteps(Config.model_validate(sections), run_record.take)
+    expected: Any = SimpleNamespace(drawn=lambda _: texts_of(TIMELINE))
+    drawing = Future()
+    drawing.set_result(None)
+    traced = TracedSteps(Config.model_validate(sections), run_record.take, lambda _: drawing)
     for step in range(10):
-        traced.record(step, partial(texts_of, TIMELINE), texts_of(TIMELINE))
+        traced.record(step, expected, texts_of(TIMELINE))
         if step == change:
             traced.send(EventEmitted(Event(0.0, step, EventKind.PLAN_CHANGED)))
     assert list(directory.traces()) == [9]

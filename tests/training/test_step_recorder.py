@@ -1,9 +1,9 @@
 import json
 import math
 import threading
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -29,9 +29,9 @@ from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.planner import plan
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
-from jaxmorph.training.control_loop import ControlLoop, Morph
+from jaxmorph.training.control_loop import ControlLoop, Expected, Morph
 from jaxmorph.training.evaluation import HeldOutLoss
-from jaxmorph.training.plan_in_force import PlanInForce
+from jaxmorph.training.plan_in_force import PlanInForce, simulate_step
 from jaxmorph.training.step_recorder import StepRecorder, TracedSteps
 
 TWO = StageCosts.uniform(2, 1.0, 1.0, 1.0)
@@ -40,10 +40,9 @@ COSTS = StageCosts.uniform(1, 1.0, 1.0, 1.0)
 PLAN = plan(COSTS, {}, Limits(), 1, "zb-h2")
 IN_FORCE = PlanInForce(PLAN, lower_step(PLAN.schedule, Profile(COSTS, {})), rank=0)
 FAILED = PathFailure(Link(0, 1), "activation[0] 0>1 got no answer in 3 s", resent=1)
-TEXTS = partial(
-    texts_of,
-    simulate(Schedule.from_rows("hand", ["F0 B0 W0"]), StageCosts.uniform(1, 1.0, 1.0, 1.0)),
-)
+TIMELINE = simulate(Schedule.from_rows("hand", ["F0 B0 W0"]), COSTS)
+EXPECTED = Expected(0, Profile(COSTS, {}), lambda profile: TIMELINE)
+TEXTS = texts_of(TIMELINE)
 
 
 SOUND = StepTotals(1.0, 1.0)
@@ -101,13 +100,22 @@ def test_sampled_steps_send_the_profile():
 
 
 def test_a_record_has_its_transfer_times():
-    messages = []
-    with recorder_of(messages.append) as recorder:
-        record_steps(recorder, 0)
-        arrived = ["gradient[0] 1>0", 3.0, 35.0]
-        recorder.record(1, SOUND, [_report(arrivals=[arrived])], 0.03)
+    arrived = ["gradient[0] 1>0", 3.0, 35.0]
+    messages, _ = _two_stages([_report()] * 2, [_report(arrivals=[arrived]), _report()])
     link_ms = [record.link_ms for record in of_kind(messages, StepDone, "record")]
     assert link_ms == [None, {"1>0": 32.0}]
+
+
+def test_steps_that_nobody_draws_are_drawn_at_the_end():
+    messages, loop = [], ControlLoop(_state(PLAN), None)
+    with recorder_of(messages.append, loop=loop, run={"steps": 2}) as recorder:
+        record_steps(recorder, 0)
+        loop.draw = lambda expected: Future()
+        record_steps(recorder, 1)
+    drawn = of_kind(messages, StepTimelines, "timelines")
+    measured = Profile(StageCosts.uniform(1, 1.0, 19.0, 10.0), {})
+    assert len(drawn) == 2
+    assert drawn[1]["planned"] == texts_of(simulate_step(IN_FORCE.programs, measured, {}))
 
 
 def test_steps_around_a_change_leave_timelines():
@@ -284,8 +292,10 @@ class OneMorph:
         self.calls.append(("observe", seen.step))
         return (ControlEvent(EventKind.STRAGGLER_DETECTED, "late", "0-1", {"n": 1}),)
 
-    def foresee(self, step, profile, simulate):
-        return ControlLoop(self.state, None).foresee(step, profile, simulate)
+    def expect(self, profile, simulate):
+        return Expected(0, profile, simulate)
+
+    draw, predicted = ControlLoop(_state(PLAN), None).draw, None
 
     def plan_changed(self, morph):
         self.calls.append(("adopted", morph.plan.schedule.name))
@@ -391,9 +401,9 @@ def _traced(
     """The steps whose timelines were sent, and whether for a change; events follow their step."""
     config = Config.model_validate({"run": {"steps": steps}, "trace": {"every_steps": every_steps}})
     sent = []
-    traced = TracedSteps(config, sent.append)
+    traced = TracedSteps(config, sent.append, ControlLoop(_state(PLAN), None).draw)
     for step in range(steps):
-        traced.record(step, TEXTS, TEXTS())
+        traced.record(step, EXPECTED, TEXTS)
         for event in events.get(step, []):
             traced.send(event)
     timelines = [message for message in sent if isinstance(message, StepTimelines)]
@@ -423,8 +433,8 @@ def test_sampled_last_and_changed_steps_send_timelines(events, every_steps, sent
 
 def test_other_events_send_no_timelines():
     config, sent = Config.model_validate({"run": {"steps": 9}}), []
-    traced = TracedSteps(config, sent.append)
-    traced.record(3, TEXTS, TEXTS())
+    traced = TracedSteps(config, sent.append, ControlLoop(_state(PLAN), None).draw)
+    traced.record(3, EXPECTED, TEXTS)
     traced.send(_event(3, "checkpoint_saved"))
     traced.send(ProfileUpdated({}))
     assert [type(message) for message in sent] == [EventEmitted, ProfileUpdated]
