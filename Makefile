@@ -23,7 +23,8 @@ demo: setup
 # Tests that start ranks run one after another. Ranks wait half of the time; then all other tests run,
 # in two processes of lower priority, since some tests time what ranks do. They report at the end.
 SEVERAL_PROCESSES := multiprocess or netns
-# How many processes; 0: pytest's own alone, where more tests run beside these.
+# How many processes run tests that start ranks, and how many the others; 0: pytest's own alone.
+LAUNCHING ?= 0
 WORKERS ?= 2
 # Marks of tests to choose, and to leave out, as in `make test WITHOUT='long or one_jax'`.
 ONLY ?=
@@ -37,7 +38,8 @@ test: setup
 	@$(MAKE) --no-print-directory --jobs 2 test-processes test-others
 
 test-processes: setup
-	$(BIN)/python -m pytest $(call MARKED,($(SEVERAL_PROCESSES))) $(THEIR_FILES)
+	$(BIN)/python -m pytest --numprocesses $(LAUNCHING) --dist loadfile \
+	    $(call MARKED,($(SEVERAL_PROCESSES))) $(THEIR_FILES)
 
 test-others: setup
 	@nice -n 5 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile \

@@ -340,7 +340,7 @@ def test_planning_that_always_fails_keeps_the_plan():
 
 
 @pytest.mark.long
-def test_invariants_hold_in_thousands_of_random_runs():
+def test_invariants_hold_in_many_short_random_runs():
     """100,000 take four minutes: CONTROLLER_RUNS=100000."""
-    for seed in range(int(os.environ.get("CONTROLLER_RUNS", "3_000"))):
+    for seed in range(int(os.environ.get("CONTROLLER_RUNS", "1_000"))):
         run_at_random(seed, 8, count=5, checks_purity=False)

@@ -7,11 +7,6 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.one_jax]
 SINGLE = 1e-5  # relative, float32
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compile_quickly():
-    """Overrides the fixture: these stages are compiled as in users' runs."""
-
-
 @pytest.fixture(scope="module")
 def results(run_as_ranks):
     """What both ranks reported."""

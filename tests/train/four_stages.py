@@ -1,5 +1,6 @@
 """A small run of four stages, as a user runs it, which several tests share."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -30,10 +31,19 @@ def arguments_of(folder, *overrides):
 
 
 def run_whole(folder, environment):
-    """Run CONFIG with checkpoints as a separate command; its output and directory."""
-    done = subprocess.run(
-        [*JAXMORPH, *arguments_of(folder, SAVES)], env=os.environ | environment,
-        cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done, folder / "out"
+    """Run CONFIG with checkpoints as a separate command; its output and directory.
+
+    Processes that share the folder run it once.
+    """
+    folder.mkdir(exist_ok=True)
+    output = folder / "output"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not output.exists():
+            done = subprocess.run(
+                [*JAXMORPH, *arguments_of(folder, SAVES)], env=os.environ | environment,
+                cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+            output.write_text(done.stdout)
+    return output.read_text(), folder / "out"

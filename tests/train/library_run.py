@@ -1,6 +1,6 @@
-"""A script whose runs adapt, save and resume: `library_run.py FOLDER plain|begin|resume`.
+"""A script whose runs adapt, save and resume: `library_run.py FOLDER [plain] [begin] [resume]`.
 
-Each rank writes what it has found to `WHAT_rank_N.json` there.
+Each rank writes what it has found in each run to `WHAT_rank_N.json` there.
 """
 
 import json
@@ -51,4 +51,5 @@ def run(folder, what):
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), sys.argv[2])
+    for what in sys.argv[2:]:
+        run(Path(sys.argv[1]), what)

@@ -29,8 +29,8 @@ def launch(stages, *words, cwd=ROOT):
 def folder(tmp_path_factory):
     """The files of a plain run, of one that adapted and stopped, and of its resumption."""
     folder = tmp_path_factory.mktemp("library")
-    for what in ("plain", "begin", "resume"):
-        launch(STAGES, library_run.__file__, folder, what)
+    launch(STAGES, library_run.__file__, folder, "plain", "begin")
+    launch(STAGES, library_run.__file__, folder, "resume")
     return folder
 
 

@@ -81,9 +81,9 @@ PACED = "emulation.accelerator={forward_ms: 5, backward_input_ms: 5, backward_we
 
 
 @pytest.mark.long
-def test_other_stages_resume_from_the_checkpoint(both, tmp_path, monkeypatch):
+def test_other_stages_resume_from_the_checkpoint(four_stages, tmp_path, monkeypatch):
     """Four stages' checkpoint resumes with two, which SIGTERM stops, and then with one."""
-    whole, run_dir = both[0], tmp_path / "run"
+    whole, run_dir = four_stages[1], tmp_path / "run"
     shutil.copytree(whole, run_dir)
     shutil.rmtree(run_dir / "checkpoints/step_20")
     damaged = flip_a_byte(run_dir / "checkpoints/step_14/virtual_stage_2")

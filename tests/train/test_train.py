@@ -56,7 +56,7 @@ def test_nothing_compiles_once_training_has_begun(four_stages):
 
 
 def test_the_run_directory_holds_config_traces_and_picture(four_stages):
-    done, out = four_stages
+    said, out = four_stages
     assert load_config(out / "config.yaml").parallelism.stages == 4
     assert sorted(path.name for path in (out / "trace").iterdir()) == [
         "step_0.json", "step_10.json", "step_19.json",
@@ -65,7 +65,7 @@ def test_the_run_directory_holds_config_traces_and_picture(four_stages):
     ops = [event for event in events if event.get("cat") != "transfer" and event["ph"] == "X"]
     assert len(ops) == 2 * 4 * 24  # planned and measured, stages, ops
     assert (out / "planned_and_measured.png").read_bytes().startswith(b"\x89PNG")
-    assert str(out / "planned_and_measured.png") in done.stdout
+    assert str(out / "planned_and_measured.png") in said
     profile = Profile.from_json(json.loads((out / "profile.json").read_text()))
     assert min(profile.costs.forward_ms) > 0
     assert Link(2, 3) in profile.links
