@@ -1,4 +1,4 @@
-"""README and docs: whatever they link to, or name as a file of the repository, is there."""
+"""README and docs: whatever they link to, name as a file, or say that a test holds, is there."""
 
 import re
 from pathlib import Path
@@ -47,3 +47,13 @@ def test_a_dead_link_is_seen(tmp_path):
     assert [target for target in _LINK.findall(_text(page)) if _is_dead(page, target)] == [
         "none.md", "page.md#no",
     ]  # fmt: skip
+
+
+def test_a_test_holds_each_row_of_the_table_of_faults():
+    page = (ROOT / "docs/how-to/recover.md").read_text(encoding="utf-8")
+    section = page.partition("## How a run ends\n")[2]
+    rows = re.findall(r"^\| (.*?) (?<!\\)\| ", section, re.MULTILINE)[1:]
+    held = re.findall(r"^(.+): (tests/\S+\.py)::(\w+)$", section, re.MULTILINE)
+    assert [fault.replace("\\|", "|") for fault in rows] == [fault for fault, *_ in held]
+    for _, path, test in held:
+        assert f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), (path, test)

@@ -1,4 +1,7 @@
-"""Direct paths that fail while a run adapts: delegated at once, and restored once they are up."""
+"""Direct paths that fail while a run adapts: delegated at once, and restored once they are up.
+
+And links that are late for a step, and in time in the next: no reason to change the plan.
+"""
 
 import random
 
@@ -11,6 +14,7 @@ from jaxmorph.training.planning_client import PlanningError
 
 FIRST_LINK, LINK = LINKS
 STEPS_TO_MORPH = 2
+SPIKE = {LINK: 250.0}
 
 
 @pytest.fixture
@@ -274,3 +278,36 @@ def expect_sound(run):
         for _, routes, before, _ in run.log:
             waited = waited + 1 if link in before and routes[link] == "direct" else 0
             assert waited <= STEPS_TO_MORPH
+
+
+def test_spikes_of_single_steps_change_no_plan(begin):
+    run = begin(dwell_steps=2)
+    run.steps(8)
+    for _ in range(12):
+        run.steps(1, SPIKE)
+        run.steps(5)
+    assert run.events("plan_changed", "route_changed") == []
+    assert len(run.events("straggler_detected")) == 24  # each way
+    dropped = [each for each in run.details("plan_kept") if "in time again" in each]
+    assert len(dropped) == 12
+    assert "link 1-2 takes 250" in dropped[0]
+
+
+def test_a_link_that_stays_slow_changes_the_plan_as_soon_as_ever(begin):
+    run = begin(dwell_steps=2)
+    run.steps(8)
+    run.steps(6, SPIKE)
+    assert run.events("straggler_detected", "plan_changed", "route_changed") == [
+        (8, "straggler_detected", "1-2"),
+        (8, "straggler_detected", "1-2"),
+        (10, "plan_changed", None),
+        (10, "route_changed", "1-2"),
+    ]
+
+
+def test_a_link_that_is_slow_for_two_steps_changes_the_plan(begin):
+    run = begin(dwell_steps=2)
+    run.steps(8)
+    run.steps(2, SPIKE)
+    run.steps(3)
+    assert run.events("plan_changed") == [(10, "plan_changed", None)]
