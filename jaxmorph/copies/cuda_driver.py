@@ -12,6 +12,7 @@ import logging
 import threading
 from bisect import bisect_right
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from typing import Any, NamedTuple
 
@@ -222,6 +223,10 @@ class _Region(NamedTuple):
 class RegisteredMemory:
     """Registers a data plane's slots with the driver; a `transport.plane.MemoryRegistry`.
 
+    Registering takes about as long as writing all of the memory. So that of a new plan's slots is a
+    thread's, beside the steps: until it is done, copies use another backend, as for memory that
+    could not be registered.
+
     Attributes:
         error: Why some memory could not be registered, if any. Copies that need it use another
             backend from then on.
@@ -232,6 +237,7 @@ class RegisteredMemory:
         self._driver = driver
         self._regions: list[_Region] = []  # sorted by start; replaced as a whole, for readers
         self._lock = threading.Lock()
+        self._thread: ThreadPoolExecutor | None = None
         self._is_closed = False
 
     def add(self, address: int, num_bytes: int) -> None:
@@ -248,8 +254,29 @@ class RegisteredMemory:
         with self._lock:
             self._regions = sorted([*self._regions, region])
 
+    def replace(self, old: int, free: Callable[[], None], address: int, num_bytes: int) -> None:
+        """Unregister and free memory, then register other, in the thread."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="slot-registration")
+        self._thread.submit(self._replace, old, free, address, num_bytes)
+
+    def _replace(self, old: int, free: Callable[[], None], address: int, num_bytes: int) -> None:
+        self._unregister(old)
+        free()
+        self.add(address, num_bytes)
+
     def remove(self, address: int) -> None:
-        """Unregister memory that is about to be freed."""
+        """Unregister memory that is about to be freed, once the thread is through."""
+        self.settle()
+        self._unregister(address)
+
+    def settle(self) -> None:
+        """Wait until all memory is registered."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown()
+
+    def _unregister(self, address: int) -> None:
         with self._lock:
             left = [region for region in self._regions if region.start != address]
             was_known, self._regions = len(left) < len(self._regions), left
@@ -263,8 +290,9 @@ class RegisteredMemory:
     def close(self) -> None:
         """Unregister everything, after the last copy; later additions are ignored."""
         self._is_closed = True
+        self.settle()
         for region in self._regions:
-            self.remove(region.start)
+            self._unregister(region.start)
 
     def device_address(self, address: int) -> int | None:
         """The device's address of an address of this process; None if it isn't registered."""

@@ -81,6 +81,9 @@ class MemoryRegistry(Protocol):
     def remove(self, address: int) -> None:
         """Remove memory that is about to be freed; called once for each that was added."""
 
+    def replace(self, old: int, free: Callable[[], None], address: int, num_bytes: int) -> None:
+        """Remove memory and free it, then add other, perhaps later in a thread."""
+
 
 class _End:
     """The common part of both ends of a channel.
@@ -122,21 +125,19 @@ class _End:
 
     def replace_slots(self, slots: Slots) -> None:
         """Use other slots from now on; the caller has carried over their counts."""
-        if self._registry is not None:
-            self._registry.add(*slots.memory)
         old, self.slots = self.slots, slots
-        self._free(old)
+        if self._registry is None:
+            old.close()
+        else:
+            self._registry.replace(old.memory[0], old.close, *slots.memory)
 
     def close(self) -> None:
         """Free memory and descriptors."""
         self.fail(TransportError(f"{self.name} is closed"))
-        self._free(self.slots)
-        self.doorbell.close()
-
-    def _free(self, slots: Slots) -> None:
         if self._registry is not None:
-            self._registry.remove(slots.memory[0])
-        slots.close()
+            self._registry.remove(self.slots.memory[0])
+        self.slots.close()
+        self.doorbell.close()
 
     def wait(self, condition: Callable[[], bool], deadline_s: float, what: str) -> None:
         """Wait for a condition; raises the end's error, or TimeoutError."""

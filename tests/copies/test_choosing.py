@@ -217,6 +217,7 @@ def test_slots_are_registered_while_copies_are_open(plane, opened, elsewhere):
     assert len(library.registered) == 2
     assert library.ever > 2  # those of the trials
     plane.resize(ChannelName(0, 0, 1), 8)
+    copies.available.memory.settle()
     assert len(library.registered) == 2
     copies.close()
     assert library.registered == {}

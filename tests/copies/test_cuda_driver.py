@@ -103,7 +103,7 @@ def test_closing_releases_the_context():
     assert library.names()[-1] == "cuDevicePrimaryCtxRelease_v2"
 
 
-PAGE = 4096
+PAGE, LIMIT_S = 4096, 20.0
 
 
 @pytest.fixture
@@ -131,6 +131,35 @@ def test_removed_memory_is_unregistered(memory, library):
     memory.remove(PAGE)
     assert memory.device_address(PAGE) is None
     assert library.registered == {4 * PAGE: PAGE}
+
+
+class Slow(FakeLibrary):
+    """Registers memory once it may."""
+
+    def __init__(self):
+        super().__init__()
+        self.may = threading.Event()
+
+    def _cuMemHostRegister_v2(self, *arguments):  # noqa: N802
+        assert self.may.wait(LIMIT_S)
+        super()._cuMemHostRegister_v2(*arguments)
+
+
+def test_slots_in_place_of_others_are_registered_in_a_thread():
+    library, freed = Slow(), threading.Event()
+    memory = RegisteredMemory(CudaDriver(library, 0))
+    library.may.set()
+    memory.add(PAGE, PAGE)
+    library.may.clear()
+    memory.replace(PAGE, freed.set, 4 * PAGE, 2 * PAGE)
+    assert freed.wait(LIMIT_S)
+    assert library.registered == {}
+    assert memory.device_address(4 * PAGE) is None  # so that copies use another backend meanwhile
+    library.may.set()
+    memory.settle()
+    assert memory.device_address(5 * PAGE) == 5 * PAGE + AWAY
+    memory.remove(4 * PAGE)
+    assert library.registered == {}
 
 
 def test_failing_registrations_are_logged_once(memory, library, caplog):

@@ -211,6 +211,7 @@ def test_added_slots_are_registered(ends, device):
     needed = {channel_of(activation(0).transfer): 8}
     ends.sender.make_room(needed)
     ends.receiver.make_room(needed)
+    ends.memory.settle()
     for microbatch in range(8):
         ends.send(activation(microbatch), values(microbatch))
     for microbatch in range(8):

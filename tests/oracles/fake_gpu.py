@@ -145,7 +145,7 @@ class FakeLibrary:
     def require_registered(self, address, num_bytes):
         assert any(
             start <= address and address + num_bytes <= start + length
-            for start, length in self.registered.items()
+            for start, length in list(self.registered.items())  # a thread may add some
         )
 
 

@@ -271,6 +271,11 @@ class Registry:
     def remove(self, address):
         del self.known[address]
 
+    def replace(self, old, free, address, num_bytes):
+        self.remove(old)
+        free()
+        self.add(address, num_bytes)
+
     def has(self, address, num_bytes):
         """Whether all of these bytes are known."""
         return any(
