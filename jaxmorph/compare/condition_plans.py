@@ -12,6 +12,7 @@ from jaxmorph.compare.systems import System, route_choices
 from jaxmorph.config import Config
 from jaxmorph.control.profiler import Profile
 from jaxmorph.emulation.link_conditions import LinkCondition
+from jaxmorph.program.slots_needed import HostRoom
 from jaxmorph.records import Link
 from jaxmorph.report.run_matrix import PlannedRun
 from jaxmorph.runtime.rendezvous import Rendezvous, agree
@@ -36,6 +37,7 @@ class ConditionPlanner:
     Attributes:
         profile: The costs of ops and healthy links; only rank 0's is read.
         num_tied: The number of tied parameters.
+        room: The ranks' host memory for slots and stashes; None: no limit.
     """
 
     config: Config
@@ -44,6 +46,7 @@ class ConditionPlanner:
     profile: Profile
     num_tied: int
     message_bytes: int
+    room: HostRoom | None = None
 
     def make(self, conditions: Sequence[LinkCondition]) -> tuple[PlanInForce, PlannedRun]:
         """The system's plan under conditions and, on rank 0, its prediction."""
@@ -53,7 +56,7 @@ class ConditionPlanner:
             believed = self._profile_under(conditions, JITTER_MARGIN)
         slow = [Link(*condition.between) for condition in conditions]
         plans = [
-            agree_on_plan(choice, self.rendezvous, believed, self.num_tied)
+            agree_on_plan(choice, self.rendezvous, believed, self.num_tied, self.room)
             for choice in route_choices(self.config, self.system, slow)
         ]
         steps_ms = [plan.simulate(actual).makespan_ms for plan in plans]

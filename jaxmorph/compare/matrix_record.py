@@ -308,7 +308,6 @@ def _left_aside(config: Config) -> dict[str, str]:
         "schedule.link_ms": config.schedule.link_ms is not None,
         "emulation.links": bool(config.emulation.links),
         "emulation.trace": config.emulation.trace is not None,
-        "limits.host_gib": config.limits.host_gib is not None,
         "evaluation": config.evaluation.every_steps is not None,
     }
     names = [name for name, is_set in configured.items() if is_set]

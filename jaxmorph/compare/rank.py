@@ -28,6 +28,7 @@ from jaxmorph.schedule.costs import Links
 from jaxmorph.stage.model import device_choices
 from jaxmorph.training.device_memory import with_device_budget
 from jaxmorph.training.first_plan import FirstPlan, plan_by_timings, settle_garbage
+from jaxmorph.training.host_memory import agree_on_host_room
 from jaxmorph.training.layer_choice import choose_layers, measured_on_rank_0
 from jaxmorph.training.open_stage import open_stage, stage_settings
 from jaxmorph.training.run_parts import load_parts, step_reader
@@ -56,14 +57,18 @@ def serve(
     ):
         healthy = with_device_budget(healthy, rendezvous, trainer).first
         links.emulate(())
-        first = plan_by_timings(healthy, rendezvous, trainer, read(0), num_tied, lambda plan: plan)
+        payloads = settings.payloads(parts.model)
+        room = agree_on_host_room(healthy, rendezvous, trainer, payloads, settings.delegated)
+        first = plan_by_timings(
+            healthy, rendezvous, trainer, read(0), num_tied, lambda plan: plan, room=room
+        )
         settle_garbage()
         rendezvous.limit(config.timeouts.step_s)
         runner = ConditionRunner(rendezvous, trainer, links, inputs, healthy.optimizer.clip_norm)
         first = _profiled(first, runner, wanted.profiling_steps, rank)
         message_bytes = settings.message_bytes(parts.model)
         planner = ConditionPlanner(
-            healthy, system, rendezvous, first.planned_for, num_tied, message_bytes
+            healthy, system, rendezvous, first.planned_for, num_tied, message_bytes, room
         )
         made = [
             planner.begin(first.in_force, link_conditions(condition))

@@ -16,6 +16,8 @@ from jaxmorph.config.link_sections import Routes
 from jaxmorph.control.profiler import Profile
 from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.program.blocking import simulate_blocking
+from jaxmorph.program.instructions import Channel, Payload
+from jaxmorph.program.slots_needed import HostRoom
 from jaxmorph.records import Link
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.schedule.costs import LinkDelay, StageCosts
@@ -33,11 +35,13 @@ STEADY = LinkCondition((2, 3), 5.0)
 UNEVEN = StageCosts((8.0, *[9.0] * 3), (10.0, 10.0, 10.0, 9.0), (5.0, *[6.0] * 3))
 
 
-def planner(name: str, costs: StageCosts | None = None) -> ConditionPlanner:
+def planner(
+    name: str, costs: StageCosts | None = None, room: HostRoom | None = None
+) -> ConditionPlanner:
     system = SYSTEMS[name]
     profile = Profile(costs or StageCosts.uniform(4, 10.0, 10.0, 10.0), {})
     config = system_config(CONFIG, system)
-    return ConditionPlanner(config, system, SoleRank(), profile, 0, message_bytes=0)
+    return ConditionPlanner(config, system, SoleRank(), profile, 0, message_bytes=0, room=room)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +58,17 @@ def test_direct_delays_block_and_delegated_ones_overlap(system, healthy_ms, slow
     plans = planner(system)
     assert plans.make(())[1].predicted_ms == pytest.approx(healthy_ms)
     assert plans.make(SLOW)[1].predicted_ms == pytest.approx(slow_ms)
+
+
+def test_a_system_keeps_within_limited_host_memory_and_predicts_its_waits():
+    ends = [(lower, lower + 1) for lower in range(3)]
+    channels = [Channel(Payload.ACTIVATION, *each) for each in ends]
+    channels += [Channel(Payload.GRADIENT, *each[::-1]) for each in ends]
+    room = HostRoom(dict.fromkeys(channels, 1), (9,) * 4)  # two slots at each of four ends, and one
+    in_force, planned = planner("zb-delegated", room=room).make(SLOW)
+    assert max(room.taken_bytes(in_force.slots, 4)) <= 9
+    assert in_force.scarce
+    assert planned.predicted_ms > planner("zb-delegated").make(SLOW)[1].predicted_ms
 
 
 @pytest.mark.parametrize("system", ["1f1b", "zb", "zb-delegated"])

@@ -211,6 +211,7 @@ def test_ignored_sections_are_noted():
         emulation={"links": [{"between": [2, 3], "latency_ms": 30}]},
         data={"held_out_fraction": 0.1},
         evaluation={"every_steps": 5},
+        limits={"host_gib": 4},  # which systems keep within
     )
     assert notes["left aside"].startswith(
         "run.steps, routes, schedule.link_ms, emulation.links, evaluation: systems "
