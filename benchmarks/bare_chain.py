@@ -38,7 +38,7 @@ class Chain:
         self._work, self._room, self._landed = (Doorbell.create() for _ in range(_NUM_BELLS))
         for number in range(num_slots):
             self._leaving.payload(number)[:] = 1
-        bells = [fd for bell in (self._work, self._room, self._landed) for fd in bell.fds]
+        bells = [bell.fileno() for bell in (self._work, self._room, self._landed)]
         fds = (connection.fileno(), self._leaving.fd, self._coming.fd, *bells)
         numbers = map(str, (num_slots, slot_bytes, *fds))
         self._relay = subprocess.Popen(
@@ -138,12 +138,11 @@ def _in_use(slots: Slots) -> int:
 def main() -> None:
     """Be a relay; the arguments are those that `Chain` gives."""
     num_slots, slot_bytes, connection, leaving, coming, *bells = map(int, sys.argv[1:])
-    fds_of_bell = len(bells) // _NUM_BELLS
     Relay(
         socket.socket(fileno=connection),
         Slots(leaving, num_slots, slot_bytes),
         Slots(coming, num_slots, slot_bytes),
-        [Doorbell(tuple(bells[at : at + fds_of_bell])) for at in range(0, len(bells), fds_of_bell)],
+        [Doorbell(bell) for bell in bells],
     ).run()
 
 

@@ -49,7 +49,8 @@ def main() -> int:
     if "disk full" in kinds and not own_disk:
         print("left out: disk full, because this process may not mount one")
         kinds.remove("disk full")
-    least: dict[str, int] = dict.fromkeys(kinds, arguments.each)
+    each: int = arguments.each
+    least = dict.fromkeys(kinds, each)
     if arguments.kill_everything:
         least = {"everything killed": arguments.kill_everything}
     values = provenance(ROOT, "benchmarks.chaos")

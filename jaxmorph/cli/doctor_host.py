@@ -17,8 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxmorph.errors import UserError
-from jaxmorph.transport.host_cores import cores_by_quota, num_processors, usable_cores
-from jaxmorph.transport.network_cards import card_addresses, interface_address
+from jaxmorph.transport.host import (
+    card_addresses,
+    cores_by_quota,
+    interface_address,
+    num_processors,
+    usable_cores,
+)
 from jaxmorph.transport.nixl_lanes import missing
 from jaxmorph.transport.several_sidecars import sidecars_needed
 from jaxmorph.transport.sidecar_trial import SidecarTrial, try_sidecars

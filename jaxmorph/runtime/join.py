@@ -20,7 +20,7 @@ from jaxmorph.errors import UserError
 from jaxmorph.runtime.rank_process import RankArguments
 from jaxmorph.runtime.rendezvous import HostRendezvous, KeyValueStore, Rendezvous, SoleRank
 from jaxmorph.runtime.xla_settings import have_spare_device, limit_collectives, set_up_gpus
-from jaxmorph.transport.network_cards import address_of_name
+from jaxmorph.transport.host import address_of_name
 from jaxmorph.transport.secret import inherited_secret, run_secret
 
 

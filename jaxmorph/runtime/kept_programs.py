@@ -26,7 +26,7 @@ from jax.experimental import serialize_executable
 from jax.stages import Compiled, Lowered
 
 from jaxmorph.stage.compiling import compile_by
-from jaxmorph.transport.host_cores import num_processors
+from jaxmorph.transport.host import num_processors
 
 if TYPE_CHECKING:  # the GPU check runs without the configuration's libraries
     from jaxmorph.config import Config

@@ -25,7 +25,7 @@ from jaxmorph.runtime.connection import (
     other_version,
     serve_members,
 )
-from jaxmorph.transport.network_cards import address_of_name
+from jaxmorph.transport.host import address_of_name
 from jaxmorph.transport.secret import SECRET_FILE, VARIABLE, derived, new_nonce
 from jaxmorph.transport.wire import VERSION
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from jaxmorph.errors import UserError
 from jaxmorph.progress import Page, Stall, new_page, process_fields
 from jaxmorph.runtime.rank_process import RankArguments
-from jaxmorph.transport.host_cores import num_processors
+from jaxmorph.transport.host import num_processors
 
 _GOODBYE_S = 1.0  # for sidecars to end after their rank
 _POLL_S = 0.05

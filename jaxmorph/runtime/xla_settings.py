@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import jax
 
 from jaxmorph.runtime.rank_process import RankArguments
-from jaxmorph.transport.host_cores import num_processors
+from jaxmorph.transport.host import num_processors
 
 _DEVICES_FLAG = "xla_force_host_platform_device_count"
 _KNOWN_SINCE, _UNKNOWN_SINCE = (0, 10), (0, 13)

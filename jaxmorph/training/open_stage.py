@@ -23,7 +23,7 @@ from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.stage.model import PipelineModel
 from jaxmorph.training.plan_in_force import op_kinds, possible_routes
-from jaxmorph.transport.network_cards import listening_addresses, loopback_identity
+from jaxmorph.transport.host import listening_addresses, loopback_identity
 from jaxmorph.transport.plane import TransportSettings
 
 # A sidecar is replaced while others still wait for its messages, but not because it is slow.

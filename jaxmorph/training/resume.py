@@ -1,5 +1,6 @@
 """How a run begins or resumes: in which directory, from which checkpoint, with which keys."""
 
+import fcntl
 import os
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -449,16 +450,9 @@ def _hold(folder: Path) -> Iterator[None]:
         with suppress(OSError):
             descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
             opened.callback(os.close, descriptor)
-            _lock(descriptor, folder)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                expected = "expected one that has ended"
+                raise UserError(f"{folder}: in use by another run, {expected}") from error
         yield
-
-
-def _lock(descriptor: int, folder: Path) -> None:
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise UserError(f"{folder}: in use by another run, expected one that has ended") from error

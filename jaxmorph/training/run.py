@@ -187,11 +187,17 @@ class Training:
     recording: Recording
     skipped: SkippedSteps
     saver: CheckpointSaver | None
+    recorder: StepRecorder
     room: HostRoom | None = None
 
     def finish(self) -> str:
         """Wait for the save that is under way; why the last save failed, or ""."""
         return "" if self.saver is None else self.saver.finish()
+
+    @property
+    def unwritten(self) -> str:
+        """Which file of the run can't be written, and why, once all has ended; or ""."""
+        return self.recorder.unwritten
 
 
 def never() -> bool:
@@ -280,7 +286,7 @@ def begin_training(
         if run.leads:
             _announce(run, planned, recorder, source, trained_on)
         loop = Loop(runner, first.in_force.program, callbacks, run.first_step)
-        yield Training(loop, recording, skipped, saver, first.room)
+        yield Training(loop, recording, skipped, saver, recorder, first.room)
 
 
 def _keep(send: Callable[[RunMessage], None], line: str, begins: bool) -> None:

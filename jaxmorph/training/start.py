@@ -14,6 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxmorph.checkpoints.manifest import Manifest
 from jaxmorph.config import Config, load_config, locating_errors
 from jaxmorph.errors import RunFailedError, RunStoppedError, UserError
 from jaxmorph.messages import RunMessage, parse_run_message
@@ -139,14 +140,22 @@ def _resume(
         return None
     if found.is_done and not in_job:
         return _nothing_left(found.config, directory)
+    check = partial(_check_resumption, found.config, directory, origin)
     if not found.is_done:
-        with locating_errors(*origin):
-            parts = check_run(without_weights(found.config))
-            check_vocabulary(found.manifest, parts.vocab_size)
-            check_data(found.manifest, found.config, parts.data)
-            try_named_folder(found.config, directory)
+        check(found.manifest)
     start = RunStart(found.config, found.manifest.step, directory, found.passed_over, found.damage)
-    return _run(start, launch)
+    return _run(start, launch, check)
+
+
+def _check_resumption(
+    config: Config, directory: Path, origin: tuple[Path, Sequence[str]], manifest: Manifest
+) -> None:
+    """Report mistakes before steps after a checkpoint are trained."""
+    with locating_errors(*origin):
+        parts = check_run(without_weights(config))
+        check_vocabulary(manifest, parts.vocab_size)
+        check_data(manifest, config, parts.data)
+        try_named_folder(config, directory)
 
 
 def _nothing_left(config: Config, directory: Path) -> str:
@@ -198,11 +207,17 @@ def _is_in_job(launch: str) -> bool:
     return launch == "cluster" or (launch == "auto" and started_by_cluster())
 
 
-def _run(start: RunStart, launch: str) -> str:
-    """Run to the end; why there was nothing to do, on one task of a job."""
+def _run(
+    start: RunStart, launch: str, check: Callable[[Manifest], None] = lambda manifest: None
+) -> str:
+    """Run to the end; why there was nothing to do, on one task of a job.
+
+    Args:
+        check: Checks that steps after a checkpoint can be trained.
+    """
     _check_launch(launch)
     if _is_in_job(launch):
-        return _run_as_rank(start)
+        return _run_as_rank(start, check)
     _run_here(start)
     return ""
 
@@ -272,7 +287,7 @@ def _log_folder(directory: Path, first_step: int) -> Path:
     return next(logs / name for name in names if not (logs / name).exists())
 
 
-def _run_as_rank(start: RunStart) -> str:
+def _run_as_rank(start: RunStart, check: Callable[[Manifest], None]) -> str:
     known = [start.directory] if start.directory else []  # the run's, once it is known
     joined: list[Rendezvous] = []  # this rank's, once it has joined
     stall_reports: list[Callable[[Stall], None]] = []
@@ -286,7 +301,7 @@ def _run_as_rank(start: RunStart) -> str:
         with signals_ask(start.config.checkpoint.stop_within_s) as asked_by:
             _check_job(start.config, rendezvous)
             with _start_described():
-                start = verified(start, rendezvous)
+                start = _verified(start, rendezvous, check)
             if start.directory is not None and start.first_step == start.config.run.steps:
                 rendezvous.close()
                 return _nothing_left(start.config, start.directory) if rendezvous.rank == 0 else ""
@@ -302,6 +317,17 @@ def _run_as_rank(start: RunStart) -> str:
     if not is_done:
         raise _stopped(directory, "asked to end", asked_by())
     return ""
+
+
+def _verified(
+    start: RunStart, rendezvous: Rendezvous, check: Callable[[Manifest], None]
+) -> RunStart:
+    found = verified(start, rendezvous)
+    was_done = start.first_step == start.config.run.steps
+    if found.directory is not None and was_done and found.first_step < start.first_step:
+        # There are steps to train after all, and nothing has checked that they can be.
+        check(checkpoint_folder(found.config, found.directory).manifest(found.first_step))
+    return found
 
 
 def _start_described() -> AbstractContextManager[None]:

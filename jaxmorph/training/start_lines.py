@@ -61,9 +61,13 @@ class StartLines:
         """They have started."""
         self._is_over.set()
 
-    def look(self, doing: Callable[[], Doing]) -> None:
+    def look(self, doing: Callable[[], Doing | str]) -> None:
         """Say what ranks do, if they start and it is time for a line."""
-        self._look(lambda: in_words(doing()))
+        now_s = self._clock()
+        if not self._is_over.is_set() and now_s - self._said_s >= _EVERY_S:
+            self._said_s = now_s
+            found = doing()
+            self._say(found if isinstance(found, str) else in_words(found))
 
     @contextmanager
     def looking(self) -> Iterator[None]:
@@ -77,10 +81,4 @@ class StartLines:
 
     def _look_regularly(self) -> None:
         while not self._is_over.wait(_LOOK_S):
-            self._look(progress.in_words)
-
-    def _look(self, line: Callable[[], str]) -> None:
-        now_s = self._clock()
-        if not self._is_over.is_set() and now_s - self._said_s >= _EVERY_S:
-            self._said_s = now_s
-            self._say(line())
+            self.look(progress.in_words)

@@ -25,7 +25,6 @@ from jaxmorph.control.rank_times import (
     joined_messages,
     op_times_of,
 )
-from jaxmorph.errors import RunFailedError
 from jaxmorph.messages import (
     EventEmitted,
     ProfileUpdated,
@@ -92,6 +91,7 @@ class StepRecorder:
         self._loop = loop
         self._known_links = known_links
         self._began_s = time.monotonic()
+        self.unwritten = ""
         self._error: BaseException | None = None
         self._thread = ThreadPoolExecutor(1, "jaxmorph-recorder") if active else None
         # A disk may be slow, and decisions are made on the other thread.
@@ -212,9 +212,7 @@ class StepRecorder:
             if self._lines is not None:
                 self._lines.sync()
         except OSError as error:
-            raise RunFailedError(
-                f"{error.filename}: cannot be written: {error.strerror}"
-            ) from error
+            self.unwritten = f"{error.filename}: cannot be written: {error.strerror}"
 
     def _send_start(
         self,

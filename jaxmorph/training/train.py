@@ -19,7 +19,7 @@ from jaxmorph.records import COMPILE, PLAN, RESTORE, START
 from jaxmorph.runtime.join import join_run
 from jaxmorph.runtime.kept_programs import CompilationCounter, keep_compiled
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
-from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.runtime.rendezvous import Rendezvous, agree
 from jaxmorph.runtime.stop_signals import signals_ask
 from jaxmorph.training.evaluation import with_room_to_evaluate
 from jaxmorph.training.first_plan import settle_garbage
@@ -51,7 +51,7 @@ def train(
     Raises:
         UserError: Model, data and sizes don't fit each other.
         CheckpointError: The last state could not be saved.
-        RunFailedError: Too many steps in a row were not finite.
+        RunFailedError: Too many steps in a row were not finite, or a record can't be written.
     """
     compilations, timeouts = CompilationCounter(), config.timeouts
     progress.phase("loads the model and the data", timeouts.compile_s)
@@ -96,15 +96,28 @@ def train(
             is_done = training.loop.run(inputs, config.run.steps)
             progress.phase("waits for the last save", timeouts.step_s)
             failure = training.finish()
-        # No rank ends before rank 0 has reported what failed.
-        if training.skipped.why_stop:
-            rendezvous.exchange({})
-            raise RunFailedError(training.skipped.why_stop)
-        if failure:
-            rendezvous.exchange({})
-            raise CheckpointError(f"the last state could not be saved: {failure}")
+        fail_together(rendezvous, training.unwritten, training.skipped.why_stop, failure)
     progress.phase("ends", 0.0)
     return is_done
+
+
+def fail_together(rendezvous: Rendezvous, unwritten: str, why_stop: str, unsaved: str) -> None:
+    """Raise what failed, on all ranks; none ends before rank 0 has reported it.
+
+    Args:
+        unwritten: Rank 0's file that can't be written, and why; "" if all are.
+        why_stop: Why the run gave up, the same on all ranks; "" if it didn't.
+        unsaved: Why the last state was not saved, the same on all ranks; "" if it was.
+
+    Raises:
+        RunFailedError: Any of them is not empty.
+    """
+    if unwritten := agree(rendezvous, str, unwritten):
+        raise RunFailedError(unwritten)
+    if why_stop:
+        raise RunFailedError(why_stop)
+    if unsaved:
+        raise CheckpointError(f"the last state could not be saved: {unsaved}")
 
 
 def _send_end_of(phase: str, send: Callable[[RunMessage], None]) -> None:

@@ -262,6 +262,8 @@ class Trainer:
             self._opened.__exit__(*sys.exc_info())  # with the error: nothing waits
             raise
         self._opened.close()
+        if training is not None and training.unwritten:
+            raise RunFailedError(training.unwritten)
         if failure:
             raise CheckpointError(f"the last state could not be saved: {failure}")
 

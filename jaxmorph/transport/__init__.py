@@ -11,5 +11,5 @@ frames, and who may make them.
 `link`, `receiving_link`, `sending_link`, `sidecar`: the sidecar process. `sidecar_process`,
 `client`: the trainer's handle on it. `several_sidecars`: a rank's data plane with one or several;
 `sidecar_trial` measures what they move. `link_emulator` slows links down or cuts them;
-`network_cards` finds addresses, `host_cores` counts processors.
+`host` finds addresses and counts processors.
 """

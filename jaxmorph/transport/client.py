@@ -189,11 +189,11 @@ class SidecarPlane(DataPlane):
             "settings": asdict(self._settings),
         }
         listeners = (listener.fileno() for listener in self._listeners)
-        fds = (progress.share(), *self._doorbell.fds, *listeners)
+        fds = (progress.share(), self._doorbell.fileno(), *listeners)
         records: list[RecordWithFds] = [(start, fds)]
         for end in self._ends():
             record = {"kind": "channel", **_channel_record(end, end.slots)}
-            records.append((record, (end.slots.fd, *end.doorbell.fds)))
+            records.append((record, (end.slots.fd, end.doorbell.fileno())))
         # `emulate` first: posted messages leave as soon as the peers are known.
         records.extend(
             (self._state[kind], ()) for kind in ("emulate", "connect") if kind in self._state

@@ -12,45 +12,38 @@ _POLL_S = 0.25
 
 
 class Doorbell:
-    """An event counter that any process holding its descriptors can ring or wait for.
+    """An event counter that any process holding its descriptor can ring or wait for.
 
     Args:
-        fds: One descriptor that is both rung and waited for, or two: to wait for and to ring.
-            The doorbell closes them.
+        fd: Of an eventfd, which the doorbell closes.
     """
 
-    def __init__(self, fds: tuple[int, ...]) -> None:
-        self.fds = fds
-        self._wait_fd, self._ring_fd = fds[0], fds[-1]
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
         self._skipped = self._to_skip = 0
         self._poll = select.poll()
-        self._poll.register(self._wait_fd, select.POLLIN)
+        self._poll.register(fd, select.POLLIN)
 
     @classmethod
     def create(cls) -> "Doorbell":
-        """A new one: an eventfd where the system has them, else a pipe."""
-        if hasattr(os, "eventfd"):
-            return cls((os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK),))
-        reader, writer = os.pipe()
-        os.set_blocking(reader, False)
-        os.set_blocking(writer, False)
-        return cls((reader, writer))
+        """A new one."""
+        return cls(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
 
     def fileno(self) -> int:
-        """The descriptor that becomes readable when it rings."""
-        return self._wait_fd
+        """The descriptor, which becomes readable when it rings."""
+        return self._fd
 
     def ring(self) -> None:
         """Wake the waiting process; unanswered rings count as one."""
         try:
-            os.write(self._ring_fd, b"\1\0\0\0\0\0\0\0")
+            os.write(self._fd, b"\1\0\0\0\0\0\0\0")
         except BlockingIOError:
             return  # already full of unanswered rings
 
     def answer(self) -> None:
         """Clear all rings so far; the caller must look at the shared memory after this."""
         try:
-            os.read(self._wait_fd, 512)
+            os.read(self._fd, 8)
         except BlockingIOError:
             return
 
@@ -93,7 +86,7 @@ class Doorbell:
         return False
 
     def close(self) -> None:
-        """Close its descriptors."""
-        for fd in self.fds:
-            os.close(fd)
-        self.fds = ()
+        """Close its descriptor; safe to call twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1

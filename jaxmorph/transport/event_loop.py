@@ -4,51 +4,38 @@ import math
 import select
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 Handler = Callable[[int], None]
 
-READ, WRITE = select.POLLIN, select.POLLOUT
+READ, WRITE = select.EPOLLIN, select.EPOLLOUT
+ON_CHANGE = select.EPOLLET
+"""For a doorbell's mask: its handler is called once for each ring, and need not answer it."""
 _TICK_S = 1e-3
 _LONGEST_S = 1e6
 
 
-class _Poll(Protocol):
-    def register(self, fd: int, mask: int) -> None: ...
-    def modify(self, fd: int, mask: int) -> None: ...
-    def unregister(self, fd: int) -> None: ...
-
-
 class EventLoop:
-    """Calls the handler of each descriptor that is ready.
-
-    Attributes:
-        edge: A flag for a doorbell's mask: the handler is then called once for each ring, and need
-            not answer it. 0: this system can't, so the handler must answer.
-    """
+    """Calls the handler of each descriptor that is ready."""
 
     def __init__(self) -> None:
         self._handlers: dict[int, Handler] = {}
         self._masks: dict[int, int] = {}
-        self._epoll = select.epoll() if hasattr(select, "epoll") else None
-        self._poll = None if self._epoll is not None else select.poll()
-        self._selector: _Poll = self._epoll or self._poll  # type: ignore[assignment]
-        self.edge = select.EPOLLET if self._epoll is not None else 0
+        self._epoll = select.epoll()
 
     def add(self, fd: int, mask: int, handler: Handler) -> None:
         """Call the handler with the ready mask whenever the descriptor is ready."""
-        self._selector.register(fd, mask)
+        self._epoll.register(fd, mask)
         self._handlers[fd], self._masks[fd] = handler, mask
 
     def change(self, fd: int, mask: int) -> None:
         """Wait for another mask."""
         if self._masks[fd] != mask:
-            self._selector.modify(fd, mask)
+            self._epoll.modify(fd, mask)
             self._masks[fd] = mask
 
     def remove(self, fd: int) -> None:
         """Forget a descriptor; call this before closing it."""
-        self._selector.unregister(fd)
+        self._epoll.unregister(fd)
         del self._handlers[fd], self._masks[fd]
 
     def turn(self, until_s: float, exact_s: float = math.inf) -> bool:
@@ -72,9 +59,6 @@ class EventLoop:
     def _wait(self, until_s: float, exact_s: float) -> list[tuple[int, int]]:
         now_s = time.monotonic()
         left_s, exactly_s = until_s - now_s, exact_s - now_s
-        if self._epoll is None:
-            assert self._poll is not None
-            return self._poll.poll(1e3 * max(0.0, min(left_s, exactly_s, _LONGEST_S)))
         if left_s <= 0 or exactly_s <= 0:
             return self._epoll.poll(0)
         # `epoll` waits for whole milliseconds, rounded up; `select` waits for microseconds.

@@ -37,9 +37,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxmorph.transport.host import interface_address
 from jaxmorph.transport.incoming import IncomingChunk, Place
 from jaxmorph.transport.lanes import ChecksumError, ChunkHandler, LaneError, TcpLane
-from jaxmorph.transport.network_cards import interface_address
 from jaxmorph.transport.wire import (
     MAX_PART_BYTES,
     TO_WRITER,

@@ -25,7 +25,7 @@ from jaxmorph.progress import (
 )
 from jaxmorph.transport.connecting import Acceptor, Identity
 from jaxmorph.transport.doorbell import Doorbell
-from jaxmorph.transport.event_loop import READ, EventLoop
+from jaxmorph.transport.event_loop import ON_CHANGE, READ, EventLoop
 from jaxmorph.transport.lanes import LaneError, TcpLane
 from jaxmorph.transport.link import NIXL, Lane, prepare_backend
 from jaxmorph.transport.link_emulator import LinkEmulator
@@ -126,8 +126,6 @@ class Sidecar:
             os.kill(self._parent, signal.SIGKILL)
 
     def _rung(self, mask: int) -> None:
-        if not self._loop.edge:
-            self._doorbell.answer()
         self._look()
 
     def _look(self) -> None:
@@ -156,12 +154,12 @@ class Sidecar:
         except LaneError as error:
             sys.exit(f"jaxmorph sidecar of rank {rank}: {error}")
         self._polls = settings["backend"] == NIXL
-        num_listeners, page_fd = len(settings["addresses"]), fds[0]
+        page_fd, doorbell_fd, *listener_fds = fds
         self._page = Page(page_fd)
         os.close(page_fd)
-        self._doorbell = Doorbell(fds[1:-num_listeners])
-        self._listeners = [socket.socket(fileno=fd) for fd in fds[-num_listeners:]]
-        self._loop.add(self._doorbell.fileno(), READ | self._loop.edge, self._rung)
+        self._doorbell = Doorbell(doorbell_fd)
+        self._listeners = [socket.socket(fileno=fd) for fd in listener_fds]
+        self._loop.add(self._doorbell.fileno(), READ | ON_CHANGE, self._rung)
 
     def _do_channel(
         self,
@@ -173,9 +171,9 @@ class Sidecar:
     ) -> None:
         name, slots = ChannelName(*channel), Slots(fds[0], num_slots, slot_bytes)
         if outgoing:
-            self._outgoing[name] = OutgoingChannel(name, slots, Doorbell(fds[1:]))
+            self._outgoing[name] = OutgoingChannel(name, slots, Doorbell(fds[1]))
         else:
-            self._incoming[name] = IncomingChannel(name, slots, Doorbell(fds[1:]))
+            self._incoming[name] = IncomingChannel(name, slots, Doorbell(fds[1]))
 
     def _do_connect(
         self,

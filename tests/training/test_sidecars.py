@@ -15,6 +15,7 @@ from jaxmorph.training.sidecars import (
     SidecarChoice,
     SidecarLoad,
     agree_on_sidecars,
+    busiest_stage_s,
     choose_sidecars,
 )
 
@@ -27,13 +28,14 @@ def timeline(*compute_ms):
     return Timeline(orders, starts, ends)
 
 
-def loads(*step_s, cores=64.0, host="a"):
-    return [SidecarLoad(each, host, cores) for each in step_s]
+def loads(*step_s, cores=64.0, host="a", compute_s=0.1):
+    return [SidecarLoad(each, host, cores, True, compute_s) for each in step_s]
 
 
 def test_the_busiest_rank_decides_by_the_busiest_stage():
     steps = [timeline(300.0, 100.0), timeline(320.0, 100.0)]
-    choice = choose_sidecars(loads(0.1, 0.39, 0.2), steps)
+    compute_s = min(map(busiest_stage_s, steps))
+    choice = choose_sidecars(loads(0.1, 0.39, 0.2, compute_s=compute_s))
     assert (choice.count, choice.busy) == (2, pytest.approx(1.3))
     assert str(choice) == "2 sidecars a rank (one would be busy for 130% of a step)"
 
@@ -50,12 +52,12 @@ def test_the_busiest_rank_decides_by_the_busiest_stage():
     ],
 )
 def test_ranks_of_a_host_share_its_cores(ranks, most, count):
-    assert choose_sidecars(ranks, [timeline(100.0)], most).count == count
+    assert choose_sidecars(ranks, most).count == count
 
 
 def test_without_measurements_there_is_one():
-    assert choose_sidecars(loads(0.0, 0.0), [timeline(100.0)]) == SidecarChoice(1)
-    assert choose_sidecars(loads(0.4), []) == SidecarChoice(1)
+    assert choose_sidecars(loads(0.0, 0.0)) == SidecarChoice(1)
+    assert choose_sidecars(loads(0.4, compute_s=0.0)) == SidecarChoice(1)
     assert str(SidecarChoice(1)) == "1 sidecar a rank"
 
 

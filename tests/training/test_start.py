@@ -1,6 +1,7 @@
 """`jaxmorph train` around the ranks: their logs, and how a cluster's rank ends."""
 
 import signal
+import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +12,14 @@ from written_run import write_run
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.manifest import Manifest, stage_path
 from jaxmorph.config import check_config
-from jaxmorph.errors import UserError
+from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.progress import Stall, StalledError
 from jaxmorph.runtime.rendezvous import RendezvousError, SoleRank
 from jaxmorph.training import start, start_lines
 from jaxmorph.training.resume import RunStart, checkpoint_folder
 from jaxmorph.training.start import TRY_AGAIN, _exit_code, _log_folder
 from jaxmorph.training.start_lines import StartLines
+from jaxmorph.training.train import fail_together
 
 
 def test_each_launch_has_its_own_logs(tmp_path):
@@ -86,7 +88,7 @@ def in_a_job(monkeypatch):
     return trained
 
 
-def test_a_job_whose_run_is_done_verifies_it_together(tmp_path, in_a_job, monkeypatch):
+def test_a_job_whose_run_is_done_verifies_it_together(tmp_path, in_a_job, monkeypatch, capsys):
     """No task reads the whole checkpoint by itself, and all learn when it is damaged."""
     tree = {"run": {"dir": str(tmp_path), "steps": 8}, "model": {"num_layers": 2}}
     config = check_config({**tree, "parallelism": {"stages": 1}})
@@ -102,11 +104,33 @@ def test_a_job_whose_run_is_done_verifies_it_together(tmp_path, in_a_job, monkey
         f"{tmp_path} has done its 8 steps: nothing is left to do (run.steps=N continues to step N)"
     )
     (folder.finished(8) / "virtual_stage_0" / "array").write_text("8 1")
+    monkeypatch.setattr("os._exit", sys.exit)
+    with pytest.raises(SystemExit) as ended:  # there are steps to train, on other data
+        start.resume_training(tmp_path, [])
+    assert ended.value.code == 2
+    assert "the data have changed" in capsys.readouterr().err
+    assert in_a_job == []
+    monkeypatch.setattr(start, "check_data", lambda *_: None)
     assert start.resume_training(tmp_path, []) == ""
     assert in_a_job == [4]
     assert not any(looked)
     with pytest.raises(UserError, match="--launch: got 'nowhere'"):
         start.resume_training(tmp_path, [], "nowhere")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_fail_alike_where_records_cannot_be_written(rank):
+    """Only rank 0 writes them; another exit code of one rank would start the job again."""
+    full = "metrics.jsonl: cannot be written: No space left on device"
+
+    class OneOfTwo(SoleRank):
+        def exchange(self, message, detail=None, addressed=()):
+            assert message == {"value": "" if rank else full}
+            return [{"value": full}, {"value": ""}]
+
+    with pytest.raises(RunFailedError, match=f"^{full}$") as failed:
+        fail_together(OneOfTwo(), "" if rank else full, "", "rank 0: No space left on device")
+    assert _exit_code(check_config({}), [], failed.value) == 1
 
 
 def test_a_job_that_waits_to_start_says_so(tmp_path, in_a_job, monkeypatch):
@@ -125,7 +149,7 @@ def test_a_job_that_waits_to_start_says_so(tmp_path, in_a_job, monkeypatch):
     monkeypatch.setattr(start, "join_cluster", join)
     monkeypatch.setattr(start, "open_reporter", lambda plain: SimpleNamespace(say=say))
     one_stage = check_config({"parallelism": {"stages": 1}})
-    assert start._run_as_rank(RunStart(one_stage, directory=tmp_path)) == ""
+    assert start._run_as_rank(RunStart(one_stage, directory=tmp_path), print) == ""
     assert in_a_job == [0]
 
 
@@ -142,7 +166,7 @@ def runs(monkeypatch):
     """The starts of runs, of which none is run."""
     starts = []
     monkeypatch.setattr(start, "check_run", lambda config: None)
-    monkeypatch.setattr(start, "_run", lambda run, launch: starts.append(run) or "")
+    monkeypatch.setattr(start, "_run", lambda run, *_: starts.append(run) or "")
     return starts
 
 
@@ -211,7 +235,7 @@ def test_a_rank_that_may_not_save_ends_at_sigterm(monkeypatch, capsys):
     monkeypatch.setattr(start.os, "_exit", end)
     config = {"parallelism": {"stages": 1}, "checkpoint": {"on_sigterm": False}}
     with pytest.raises(SystemExit) as ended:
-        start._run_as_rank(RunStart(check_config(config)))
+        start._run_as_rank(RunStart(check_config(config)), print)
     assert ended.value.code == 130
     assert capsys.readouterr().err == "error: interrupted\n"
 

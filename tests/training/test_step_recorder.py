@@ -17,7 +17,6 @@ from jaxmorph.control.path_reports import PathReport
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.control.rank_times import texts_of
 from jaxmorph.control.step_programs import lower_step
-from jaxmorph.errors import RunFailedError
 from jaxmorph.messages import EventEmitted, ProfileUpdated, StepDone, StepTimelines
 from jaxmorph.plain_json import dump
 from jaxmorph.program.instructions import Transfer, instructions_text
@@ -226,10 +225,8 @@ def test_lines_that_cannot_be_written_are_reported():
     recorder = recorder_of(messages.append, lines=FullDisk())
     record_steps(recorder, 0, 1)
     assert isinstance(recorder.on_disk().exception(30), OSError)  # nothing is committed
-    with pytest.raises(
-        RunFailedError, match=r"^out/metrics.jsonl: cannot be written: No space left"
-    ):
-        recorder.__exit__(None)
+    recorder.__exit__(None)
+    assert recorder.unwritten == "out/metrics.jsonl: cannot be written: No space left on device"
     assert len(of_kind(messages, StepDone, "record")) == 2
     (event,) = of_kind(messages, EventEmitted, "event")
     says = "out/metrics.jsonl: cannot be written: No space left on device; its lines wait"

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from jaxmorph.errors import UserError
-from jaxmorph.transport import network_cards
-from jaxmorph.transport.network_cards import (
+from jaxmorph.transport import host
+from jaxmorph.transport.host import (
     address_of_name,
     address_towards,
     addresses_within,
@@ -66,7 +66,7 @@ def test_without_hardware_virtual_interfaces_count(tmp_path):
 def test_addresses_are_configured_found_or_routed(
     monkeypatch, configured, one_loopback, found, chosen
 ):
-    monkeypatch.setattr(network_cards, "card_addresses", lambda: found)
+    monkeypatch.setattr(host, "card_addresses", lambda: found)
     addresses = listening_addresses(
         configured, one_loopback=one_loopback, coordinator_host="127.0.0.1"
     )
@@ -93,7 +93,7 @@ def test_a_name_without_one_reachable_address_has_none(monkeypatch, known_as):
 def test_a_hosts_own_address_is_found_by_its_name(monkeypatch):
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
-    monkeypatch.setattr(network_cards, "ip_address", lambda _: SimpleNamespace(is_loopback=False))
+    monkeypatch.setattr(host, "ip_address", lambda _: SimpleNamespace(is_loopback=False))
     assert address_of_name("node1") == "127.0.0.1"
 
 
@@ -109,7 +109,7 @@ def test_a_subnet_selects_this_hosts_addresses(tmp_path):
 
 
 def test_subnets_and_addresses_may_be_configured_together(monkeypatch):
-    monkeypatch.setattr(network_cards, "addresses_within", lambda subnet: ("10.0.0.1", "10.0.1.1"))
+    monkeypatch.setattr(host, "addresses_within", lambda subnet: ("10.0.0.1", "10.0.1.1"))
     chosen = listening_addresses(
         ["10.0.1.1", "10.0.0.0/16"], one_loopback=False, coordinator_host="127.0.0.1"
     )
@@ -124,7 +124,7 @@ def test_interface_addresses_come_from_the_kernel():
 
 
 def test_a_loopback_belongs_to_one_namespace():
-    asked = "from jaxmorph.transport.network_cards import loopback_identity as i; print(i())"
+    asked = "from jaxmorph.transport.host import loopback_identity as i; print(i())"
     command = [sys.executable, "-c", asked]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 

@@ -1,9 +1,11 @@
-"""The addresses of this host that the data plane listens on, one for each network card."""
+"""This host: the addresses of its network cards, and the processor cores that a process may use."""
 
 import contextlib
+import fcntl
+import math
+import os
 import socket
 import struct
-import sys
 from collections.abc import Callable, Sequence
 from ipaddress import IPv4Network, ip_address
 from itertools import chain
@@ -15,6 +17,7 @@ LOOPBACK = "127.0.0.1"
 _NETWORK_CLASS = Path("/sys/class/net")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = Path("/proc/self/ns/net")
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 _LOOPBACK_FLAG, _UP_FLAG = 0x8, 0x1
 _ADDRESS_AT = slice(20, 24)  # in struct ifreq: 16 bytes of name, then a sockaddr_in
@@ -111,10 +114,6 @@ def addresses_within(
 
 def interface_address(name: str) -> str | None:
     """The IPv4 address of a network interface, if it has one."""
-    if not sys.platform.startswith("linux"):
-        return None
-    import fcntl
-
     request = struct.pack("256s", name.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
         try:
@@ -172,3 +171,27 @@ def _flags(card: Path) -> int:
         return int((card / "flags").read_text(), 16)
     except (OSError, ValueError):  # not an interface, or gone by now
         return 0
+
+
+def num_processors() -> int:
+    """Processors that this process may use: `taskset` or a container may allow only some."""
+    return len(os.sched_getaffinity(0))
+
+
+def cores_by_quota(quota: Path = _QUOTA) -> float:
+    """How many cores a container's quota amounts to; infinity: it has none."""
+    try:
+        share, period = quota.read_text().split()
+        return int(share) / int(period)
+    except (OSError, ValueError):  # "max", or no cgroup with a quota
+        return math.inf
+
+
+def usable_cores(quota: Path = _QUOTA) -> float:
+    """How many cores this process may use, with others of the same `cores_identity`."""
+    return min(float(num_processors()), cores_by_quota(quota))
+
+
+def cores_identity() -> str:
+    """A string that is the same for processes that use the same cores of the same host."""
+    return f"{loopback_identity()} {sorted(os.sched_getaffinity(0))}"
