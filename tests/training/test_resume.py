@@ -2,7 +2,6 @@
 
 import errno
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -297,9 +296,6 @@ def test_a_folder_without_locks_is_used(tmp_path, monkeypatch):
         patch.setattr("fcntl.flock", no_locks)
         with hold([tmp_path]), hold([tmp_path]):
             pass
-    monkeypatch.setitem(sys.modules, "fcntl", None)  # as on Windows
-    with hold([tmp_path]), hold([tmp_path]):
-        pass
 
 
 def edit_config(run, before, after):
