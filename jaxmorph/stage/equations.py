@@ -42,6 +42,22 @@ class Part:
         values = {**self.constants, **dict(zip(self.inputs, arrays, strict=True))}
         return tuple(_evaluate(self.equations, values, self.outputs, inline=False))
 
+    def temporary_bytes(self) -> int:
+        """Estimates the most bytes of results at once, beside the inputs.
+
+        Every equation's result counts as whole; XLA fuses many of them.
+        """
+        last_read = {v: at for at, eqn in enumerate(self.equations) for v in read_variables(eqn)}
+        last_read |= {v: len(self.equations) for v in self.outputs if isinstance(v, Var)}
+        held = most = 0
+        known = {*self.inputs, *self.constants}
+        for at, eqn in enumerate(self.equations):
+            held += sum(size_bytes(v) for v in eqn.outvars if v in last_read)
+            most = max(most, held)
+            read = {v for v in read_variables(eqn) if last_read[v] == at}
+            held -= sum(map(size_bytes, read - known))
+        return most
+
     def count(self, primitive: str) -> int:
         """Counts the equations that apply `primitive`, including those in loops and branches."""
         return sum(eqn.primitive.name == primitive for eqn in walk(self.equations))

@@ -43,6 +43,13 @@ class StageFunctions:
         return {name: piece for name, piece in pieces.items() if piece is not None}
 
     @property
+    def temporary_bytes(self) -> int:
+        """An estimate of the most bytes that an op takes beside what it is given."""
+        pieces = self.pieces.values()
+        parts = [part for each in pieces for part in (each.forward, each.backward)]
+        return max(part.temporary_bytes() for part in parts)
+
+    @property
     def passed_on(self) -> tuple[int, ...]:
         """Positions in the stash of the arrays that W needs too."""
         starts = _starts([piece.num_stash for piece in self.pieces.values()])

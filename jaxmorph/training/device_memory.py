@@ -132,6 +132,7 @@ class StageNeeds:
     Attributes:
         prepared_bytes: What the stage computes from its parameters once a step, such as a copy in
             the compute dtype.
+        temporary_bytes: The most that an op takes beside what it is given: an estimate.
     """
 
     layers: tuple[range, ...]
@@ -139,6 +140,7 @@ class StageNeeds:
     gradient_bytes: int
     optimizer_bytes: int
     prepared_bytes: int
+    temporary_bytes: int
     stashes: tuple[StashMemory, ...]
 
     @property
@@ -199,7 +201,7 @@ def needs_of_step(
 ) -> StepNeeds:
     """Forecast the memory of a run's stages, by tracing alone; `layers: auto` counts as even.
 
-    The temporary buffers of compiled programs come on top; only a compilation shows these.
+    The temporary buffers of compiled programs are an estimate; only a compilation shows these.
 
     Args:
         device_bytes: What JAX may take of each stage's device; None: unknown.
@@ -294,6 +296,7 @@ def _needs(
         gradient_bytes=_bytes_of([chunk.sums for chunk in chunks]),
         optimizer_bytes=_bytes_of(jax.eval_shape(optimizer.init, params)),
         prepared_bytes=_bytes_of([chunk.prepared for chunk in chunks]),
+        temporary_bytes=max(chunk.functions.temporary_bytes for chunk in chunks),
         stashes=tuple(chunk.memory for chunk in chunks),
     )
 

@@ -8,7 +8,7 @@ from jax.extend.core import Var
 
 from jaxmorph.models.gpt2 import build
 from jaxmorph.stage.backward import ValueGraph, split_backward
-from jaxmorph.stage.equations import size_bytes
+from jaxmorph.stage.equations import size_bytes, trace_flat
 
 FLOAT = jnp.float32
 EXPENSIVE = ("dot_general", "scan", "sin", "cos", "exp", "tanh", "logistic", "rsqrt", "reduce_max")
@@ -330,3 +330,8 @@ def reaches(kept, operands, early, late):
         return value in kept or (value not in early and all(map(available, operands[value])))
 
     return all(map(available, late))
+
+
+def test_temporary_bytes_are_those_of_results_until_their_last_use():
+    trace = trace_flat(lambda x: jnp.sin(jnp.cos(jnp.exp(x))), jnp.zeros(8, jnp.float32))
+    assert trace.part(trace.inputs, trace.outputs).temporary_bytes() == 2 * 32
