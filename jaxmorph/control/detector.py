@@ -9,7 +9,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 
-from jaxmorph.control.direction_watch import DirectionState, DirectionWatch
+from jaxmorph.control.direction_watch import (
+    DirectionState,
+    DirectionWatch,
+    after_messages_in_time,
+)
 from jaxmorph.control.link_state import Direction, LinkHealth
 from jaxmorph.control.measurements import LinkSample, StepSamples, by_direction, robust_spread
 from jaxmorph.control.route_record import OTHER_ROUTE_MS, Usual
@@ -41,10 +45,14 @@ class Detector:
         self, step: int, samples: Iterable[LinkSample] | StepSamples
     ) -> tuple["Detector", list[Verdict]]:
         """Judge a step's messages, in the order of sending (see `link_samples`)."""
-        now = dict(self.directions)
+        now, samples = dict(self.directions), by_direction(samples)
+        in_time = after_messages_in_time(now, samples)
         changes: list[Verdict] = []
         measured: list[tuple[Direction, DirectionWatch, bool]] = []
-        for direction, its_samples in sorted(by_direction(samples).items()):
+        for direction, its_samples in sorted(samples.items()):
+            if direction in in_time:
+                now[direction] = in_time[direction]
+                continue
             watch = _watch(now, direction)
             changes += watch.observe(step, its_samples)
             now[direction] = watch.state()

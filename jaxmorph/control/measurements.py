@@ -3,8 +3,9 @@
 from base64 import b64decode, b64encode
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from statistics import median
 from typing import NamedTuple, TypeAlias, cast, overload
 
@@ -56,9 +57,35 @@ def packed(rows: Sequence[Sequence[int]] | np.ndarray) -> str:
     return b64encode(np.ascontiguousarray(rows, "<i4").tobytes()).decode("ascii")
 
 
-def unpacked(text: str, num_rows: int = 3) -> np.ndarray:
-    """The table of `packed`: int32 [num_rows, columns]."""
-    return np.frombuffer(b64decode(text), "<i4").reshape(num_rows, -1)
+def unpacked(text: str) -> np.ndarray:
+    """The table of `packed`: int32 [3, columns]."""
+    return np.frombuffer(b64decode(text), "<i4").reshape(3, -1)
+
+
+_CHARACTERS = 16  # of a column: 12 bytes, so no table is padded and several are read as one text
+
+
+def packed_all(tables: np.ndarray) -> list[str]:
+    """Each of some tables as `packed`: int32 [tables, 3, columns]."""
+    text, length = packed(tables), _CHARACTERS * tables.shape[-1]
+    return [text[at : at + length] for at in range(0, length * len(tables), length)]
+
+
+def unpacked_all(texts: Sequence[str]) -> list[np.ndarray]:
+    """Each table of `packed`: int32 [3, columns]."""
+    values = np.frombuffer(b64decode("".join(texts)), "<i4")
+    ends = accumulate(3 * (len(text) // _CHARACTERS) for text in texts)
+    return [values[begin:end].reshape(3, -1) for begin, end in pairwise([0, *ends])]
+
+
+def stacked(tables: Sequence[np.ndarray]) -> Iterator[tuple[list[int], np.ndarray]]:
+    """Tables of as many columns at once, but for empty ones: their places, and all of them."""
+    alike: dict[int, list[int]] = {}
+    for place, table in enumerate(tables):
+        alike.setdefault(table.shape[-1], []).append(place)
+    for columns, places in alike.items():
+        if columns:
+            yield places, np.stack([tables[place] for place in places])
 
 
 class MessageTimes(NamedTuple):
@@ -86,14 +113,28 @@ MICROBATCHES = 1 << 20
 
 
 class DirectionSamples(Sequence[LinkSample]):
-    """`MessageTimes` as samples, which are made one by one only where someone reads them."""
+    """`MessageTimes` as samples, which are made one by one only where someone reads them.
 
-    def __init__(self, times: MessageTimes) -> None:
+    Attributes:
+        median_ms: Their median time.
+    """
+
+    def __init__(
+        self, times: MessageTimes, table: np.ndarray, durations_ms: list[float], median_ms: float
+    ) -> None:
         self.direction, self.is_direct = times.direction, times.is_direct
-        numbers, began_us, ended_us = unpacked(times.rows)
-        self._numbers = numbers
-        self.durations_ms: list[float] = ((ended_us - began_us) / 1e3).tolist()
-        self._at_ms: list[float] = (ended_us / 1e3).tolist()
+        self._numbers, _, self._ended_us = table
+        self.durations_ms, self.median_ms = durations_ms, median_ms
+
+    @classmethod
+    def of_all(cls, messages: Sequence[MessageTimes]) -> "Iterator[DirectionSamples]":
+        """Those of all directions of a step."""
+        for places, tables in stacked(unpacked_all([each.rows for each in messages])):
+            durations_ms = (tables[:, 2] - tables[:, 1]) / 1e3
+            medians_ms = middles(np.sort(durations_ms)).tolist()
+            columns = zip(places, tables, durations_ms.tolist(), medians_ms, strict=True)
+            for place, table, its_ms, median_ms in columns:
+                yield cls(messages[place], table, its_ms, median_ms)
 
     def __len__(self) -> int:
         return len(self.durations_ms)
@@ -106,13 +147,8 @@ class DirectionSamples(Sequence[LinkSample]):
         if isinstance(index, slice):
             return [self[at] for at in range(*index.indices(len(self)))]
         microbatch = int(self._numbers[index]) % MICROBATCHES
-        times_ms = self.durations_ms[index], self._at_ms[index]
+        times_ms = self.durations_ms[index], int(self._ended_us[index]) / 1e3
         return LinkSample(*self.direction, microbatch, *times_ms, self.is_direct)
-
-    @cached_property
-    def median_ms(self) -> float:
-        """The median time."""
-        return _middle(sorted(self.durations_ms))
 
 
 StepSamples: TypeAlias = dict[tuple[int, int], Sequence[LinkSample]]
@@ -120,7 +156,7 @@ StepSamples: TypeAlias = dict[tuple[int, int], Sequence[LinkSample]]
 
 
 def by_direction(
-    samples: Iterable[LinkSample] | StepSamples, times: Iterable[MessageTimes] = ()
+    samples: Iterable[LinkSample] | StepSamples, messages: Sequence[MessageTimes] = ()
 ) -> StepSamples:
     """All samples of a step by direction; what is that already is returned as it is."""
     if isinstance(samples, dict):
@@ -130,11 +166,10 @@ def by_direction(
     for sample in samples:
         single[sample.direction].append(sample)
     found.update(single)
-    for each in times:
-        own = DirectionSamples(each)
-        if before := found.get(each.direction):  # some of its messages took the other route
-            own = sorted([*before, *own], key=lambda sample: (sample.sent_ms, sample.at_ms))
-        found[each.direction] = own
+    for own in DirectionSamples.of_all(messages):
+        if before := found.get(own.direction):  # some of its messages took the other route
+            both = sorted([*before, *own], key=lambda sample: (sample.sent_ms, sample.at_ms))
+        found[own.direction] = both if before else own
     return found
 
 
@@ -303,6 +338,19 @@ def _distance_of_nearest(ordered: Sequence[float], middle: float, count: int) ->
         key=lambda first: middle - ordered[first] <= ordered[first + count] - middle,
     )
     return max(abs(ordered[at] - middle), abs(ordered[at + count - 1] - middle))
+
+
+def middles(ordered: np.ndarray) -> np.ndarray:
+    """The median of each row, by its values in rising order."""
+    half, odd = divmod(ordered.shape[1], 2)
+    return ordered[:, half] if odd else (ordered[:, half - 1] + ordered[:, half]) / 2
+
+
+def middles_and_spreads(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The median and the `robust_spread` of each row."""
+    middle = middles(np.sort(values))
+    distances = np.sort(np.abs(values - middle[:, None]))
+    return middle, _TO_STANDARD_DEVIATION * middles(distances)
 
 
 def _middle(ordered: Sequence[float]) -> float:

@@ -23,7 +23,10 @@ from jaxmorph.control.measurements import (
     OpTime,
     op_times,
     packed,
+    packed_all,
+    stacked,
     unpacked,
+    unpacked_all,
 )
 from jaxmorph.control.profiler import copy_medians_ms
 from jaxmorph.plain_json import dump
@@ -176,6 +179,16 @@ def _in_order(rows: np.ndarray) -> np.ndarray:
     return rows[:, np.lexsort((rows[2], rows[1]))]
 
 
+def _all_in_order(tables: np.ndarray) -> np.ndarray:
+    """Each of some tables; most are in order already: int32 [tables, 3, columns]."""
+    began, ended = tables[:, 1], tables[:, 2]
+    together = began[:, :-1] == began[:, 1:]
+    is_out = (began[:, :-1] > began[:, 1:]) | together & (ended[:, :-1] > ended[:, 1:])
+    for place in np.flatnonzero(is_out.any(axis=1)):
+        tables[place] = _in_order(tables[place])
+    return tables
+
+
 # --- On rank 0 -----------------------------------------------------------------------------------
 
 
@@ -198,22 +211,28 @@ def joined_messages(ranks: Sequence[RankTimes]) -> tuple[MessageTimes, ...]:
                 found += [each] if rank == each.destination else []
             else:
                 (received if rank == each.destination else sent)[each.direction] = each
-    both = (_joined(sent[at], each) for at, each in received.items() if at in sent)
-    return (*found, *(each for each in both if each is not None))
+    both = [(sent[at], each) for at, each in received.items() if at in sent]
+    return (*found, *_joined(both))
 
 
-def _joined(sent: MessageTimes, received: MessageTimes) -> MessageTimes | None:
-    at_source, at_destination = unpacked(sent.rows), unpacked(received.rows)
-    if not np.array_equal(at_source[0], at_destination[0]):
-        _, here, there = np.intersect1d(at_source[0], at_destination[0], return_indices=True)
-        at_source, at_destination = at_source[:, here], at_destination[:, there]
-    if not at_source.size:
-        return None
-    took_us = np.minimum(at_source[2] - at_source[1], at_destination[2] - at_destination[1])
-    numbers, _, ended_us = at_destination
-    return received._replace(
-        rows=packed(_in_order(np.stack([numbers, ended_us - took_us, ended_us])))
-    )
+def _joined(both: Sequence[tuple[MessageTimes, MessageTimes]]) -> Iterable[MessageTimes]:
+    """The directions of direct messages, from their times at the source and at the destination."""
+    tables = unpacked_all([end.rows for ends in both for end in ends])
+    pairs = zip(tables[::2], tables[1::2], strict=True)
+    for places, ends in stacked([np.concatenate(_of_same(*pair)) for pair in pairs]):
+        numbers, ended_us = ends[:, 3], ends[:, 5]
+        took_us = np.minimum(ends[:, 2] - ends[:, 1], ended_us - ends[:, 4])
+        found = np.stack([numbers, ended_us - took_us, ended_us], axis=1)
+        for place, text in zip(places, packed_all(_all_in_order(found)), strict=True):
+            yield both[place][1]._replace(rows=text)
+
+
+def _of_same(sent: np.ndarray, received: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The columns of messages that both ends have reported."""
+    if np.array_equal(sent[0], received[0]):
+        return sent, received
+    _, here, there = np.intersect1d(sent[0], received[0], return_indices=True)
+    return sent[:, here], received[:, there]
 
 
 def op_times_of(ranks: Sequence[RankTimes]) -> dict[tuple[int, OpKind], OpTime]:

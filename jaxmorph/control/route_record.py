@@ -6,11 +6,13 @@ In order: the numbers of detection, the times of healthy messages (`Usual`), the
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from jaxmorph.control.measurements import LinkSample, RunningEstimate
+import numpy as np
+
+from jaxmorph.control.measurements import LinkSample, RunningEstimate, middles_and_spreads
 
 # A message is late when it exceeds the baseline by more than the largest of SPREADS deviations,
 # FLOOR_MS and SHARE of the baseline. One late message proves nothing: timings have heavy tails, and
@@ -90,6 +92,11 @@ class RouteState:
     most_ms: float = math.inf
     most_spread_ms: float = math.inf
 
+    def fills_window(self, durations_ms: Sequence[float]) -> bool:
+        """Whether there are enough healthy messages for a whole window, with some more."""
+        known = len(self.healthy_ms) + len(self.late_ms)
+        return known + len(durations_ms) >= WINDOW_MESSAGES
+
 
 class HealthyMessages:
     """The last messages of one route of one direction while its link was not slow."""
@@ -140,12 +147,10 @@ class HealthyMessages:
         """
         if not self.are_enough:
             return None
-        baseline_ms = min(self.durations.median, self.most_ms)
-        spread_ms = min(self.durations.spread, self.most_spread_ms)
-        expected = Usual.of(baseline_ms, spread_ms)
-        if math.isinf(self.most_ms) and len(self.last_ms) >= WINDOW_MESSAGES // 4:
-            self.most_ms = expected.threshold_ms
-            self.most_spread_ms = 2 * _excess_ms(baseline_ms, spread_ms) / SPREADS
+        most = self.most_ms, self.most_spread_ms
+        expected, most = _bounded(self.durations.median, self.durations.spread, most)
+        if len(self.last_ms) >= WINDOW_MESSAGES // 4:
+            self.most_ms, self.most_spread_ms = most
         return expected
 
     def run_chance(self, least_ms: float, count: int, threshold_ms: float) -> float:
@@ -177,6 +182,49 @@ class HealthyMessages:
             if count == MOST_RUN or self.run_chance(least_ms, count, threshold_ms) < CHANCE:
                 return tuple(run_ms)[-count:]
         return ()
+
+
+def _bounded(
+    median_ms: float, spread_ms: float, most: tuple[float, float]
+) -> tuple[Usual, tuple[float, float]]:
+    """See `HealthyMessages.usual`: the usual times, and the limits of baseline and spread."""
+    baseline_ms, spread_ms = min(median_ms, most[0]), min(spread_ms, most[1])
+    expected = Usual.of(baseline_ms, spread_ms)
+    if math.isinf(most[0]):
+        most = expected.threshold_ms, 2 * _excess_ms(baseline_ms, spread_ms) / SPREADS
+    return expected, most
+
+
+def after_in_time(routes: Sequence[tuple[RouteState, Sequence[float]]]) -> Iterator[RouteState]:
+    """Routes of healthy links after messages in time: as `RouteRecord.read` and `settle`.
+
+    Args:
+        routes: Each with the times of its messages, which fill its window.
+    """
+    if not routes:
+        return
+    last_ms = [
+        (*state.healthy_ms, *state.late_ms, *durations_ms)[-WINDOW_MESSAGES - 1 :]
+        for state, durations_ms in routes
+    ]
+    windows = np.array([each[-WINDOW_MESSAGES:] for each in last_ms])
+    medians, spreads = middles_and_spreads(windows)
+    by_route = zip(routes, last_ms, medians.tolist(), spreads.tolist(), strict=True)
+    for (state, durations_ms), healthy_ms, median_ms, spread_ms in by_route:
+        usual, most = _bounded(median_ms, spread_ms, (state.most_ms, state.most_spread_ms))
+        calm_ms = _calm_after(state, durations_ms)
+        kept = state.moved_ms, state.recent_ms
+        yield RouteState(usual, (), calm_ms, *kept, healthy_ms, *most)
+
+
+def _calm_after(state: RouteState, durations_ms: Sequence[float]) -> tuple[float, ...]:
+    """The latest run of messages in time."""
+    limit_ms = state.usual.calm_ms if state.usual else math.inf
+    last_ms = durations_ms[-MOST_RUN:]
+    for count, duration_ms in enumerate(reversed(last_ms)):
+        if duration_ms > limit_ms:
+            return tuple(last_ms[len(last_ms) - count :])
+    return (*state.calm_ms, *last_ms)[-MOST_RUN:]
 
 
 class RouteRecord:
@@ -227,17 +275,6 @@ class RouteRecord:
             else:
                 self.calm.clear()
         self._last = sample
-
-    def read_in_time(self, durations_ms: Sequence[float], usual: Usual) -> None:
-        """Read a healthy link's messages, none of them late: as `read` with each of them."""
-        self.healthy.learn([*self.late, *durations_ms])
-        self.late.clear()
-        for at in range(len(durations_ms) - 1, -1, -1):
-            if durations_ms[at] > usual.calm_ms:
-                self.calm.clear()
-                durations_ms = durations_ms[at + 1 :]
-                break
-        self.calm.extend(durations_ms)
 
     def read_level(self, duration_ms: float, level_ms: float, unrest: float) -> None:
         """Extend the run of a slow link's messages at another level, or end it.
