@@ -40,7 +40,7 @@ from jaxmorph.control.detector import Detector
 from jaxmorph.control.orchestrator import Option, Options
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.control.step_programs import lower_step
-from jaxmorph.messages import EventEmitted, ObservationKept
+from jaxmorph.messages import EventEmitted
 from jaxmorph.plain_json import dump, tagged
 from jaxmorph.program.blocking import Disturbance, simulate_blocking
 from jaxmorph.program.instructions import RankInstructions, Transfer, instructions_text
@@ -380,22 +380,24 @@ def opened_rank_0(
     state = first_state(config.adaptation, plan, profile, usual, Detector())
 
     def send(message: Any) -> None:
-        line = dump(tagged(message))  # as `LauncherLink.send` writes it
-        if isinstance(message, ObservationKept):
-            found.kept_bytes += len(line)
-        elif isinstance(message, EventEmitted):
+        dump(tagged(message))  # as `LauncherLink.send` writes it
+        if isinstance(message, EventEmitted):
             found.events.append(message.event.kind)
 
+    def keep(line: str, begins: bool) -> None:
+        found.kept_bytes += len(line)
+        lines.write_observation(line, begins=begins)
+
     with ExitStack() as opened:
+        folder = Path(opened.enter_context(TemporaryDirectory()))
+        lines = opened.enter_context(closing(RunLines(folder)))
         plans = opened.enter_context(closing(PreparedPlans(case)))
         run = RunToPlan(config, 0, plan, profile, usual)
-        log = ObservationLog(lambda line, begins: send(ObservationKept(line, begins)), run)
+        log = ObservationLog(keep, run)
         control = ControlLoop(state, plans, log.record)
         control.start(partial(plans.begin, run, plan))
         opened.callback(lambda: control.close(plans.close))
         in_force = PlanInForce(plan, case.programs[0], 0)
-        folder = Path(opened.enter_context(TemporaryDirectory()))
-        lines = opened.enter_context(closing(RunLines(folder)))
         recorder = opened.enter_context(
             StepRecorder(
                 config,

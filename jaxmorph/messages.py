@@ -72,18 +72,6 @@ class LinksChanged:
 
 
 @dataclass(frozen=True)
-class ObservationKept:
-    """A line of `control/`, from which `jaxmorph replay` repeats the run's decisions.
-
-    Attributes:
-        begins: Whether it begins a new file.
-    """
-
-    line: str
-    begins: bool
-
-
-@dataclass(frozen=True)
 class PhaseEnded:
     """A rank has finished a phase of its start, one of `PHASES`.
 
@@ -102,7 +90,6 @@ RunMessage: TypeAlias = (
     | StepTimelines
     | ProfileUpdated
     | LinksChanged
-    | ObservationKept
     | PhaseEnded
 )
 """All messages of a rank of a run; only `PhaseEnded` comes from other ranks than rank 0."""

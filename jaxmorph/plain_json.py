@@ -18,10 +18,11 @@ This module does not use pydantic, because ranks need it to exchange messages an
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
 from functools import cache
+from itertools import repeat
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 from zlib import crc32
@@ -253,7 +254,7 @@ def _tuple_reader(read: _Read) -> _Read:
     def read_all(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, list | tuple):
             raise _mismatch(value, "a list")
-        return tuple(_read_parts((at, read, each) for at, each in enumerate(value)).values())
+        return tuple(_read_parts(range(len(value)), repeat(read), value))
 
     return read_all
 
@@ -262,7 +263,7 @@ def _places_reader(make: Callable[[Iterable[Any]], Any], reads: Mapping[Any, _Re
     def read_all(value: Any) -> Any:
         if not isinstance(value, list | tuple) or len(value) != len(reads):
             raise _mismatch(value, f"a list of {len(reads)}")
-        return make(_read_parts(zip(reads, reads.values(), value, strict=True)).values())
+        return make(_read_parts(reads, reads.values(), value))
 
     return read_all
 
@@ -272,23 +273,23 @@ def _mapping_reader(keys: Any, values: Any) -> _Read:
     read_pairs = _reader(tuple[tuple[keys, Any], ...])
 
     def read_all(value: Any) -> dict[Any, Any]:
-        if not _is_text(keys):
-            return _read_parts((key, read, each) for key, each in read_pairs(value))
-        if not isinstance(value, Mapping):
+        if _is_text(keys) and not isinstance(value, Mapping):
             raise _mismatch(value, "an object")
-        pairs = value.items() if keys is str else read_pairs([*value.items()])
-        return _read_parts((key, read, each) for key, each in pairs)
+        if keys is not str:
+            value = dict(read_pairs([*value.items()] if _is_text(keys) else value))
+        return dict(zip(value, _read_parts(value, repeat(read), value.values()), strict=True))
 
     return read_all
 
 
-def _read_parts(parts: Iterable[tuple[Any, _Read, Any]]) -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
-    for name, read, value in parts:
-        try:
-            found[name] = read(value)
-        except _MismatchError as error:
-            raise error.within(str(name)) from None
+def _read_parts(names: Iterable[Any], reads: Iterable[_Read], values: Collection[Any]) -> list[Any]:
+    """Reads each value; an error has its name."""
+    found: list[Any] = []
+    try:
+        for read, value in zip(reads, values, strict=False):
+            found.append(read(value))
+    except _MismatchError as error:
+        raise error.within(str([*names][len(found)])) from None
     return found
 
 
@@ -306,8 +307,10 @@ def _dataclass_reader(kind: type) -> _Read:
         for key, _, is_required in parts:
             if is_required and key not in value:
                 raise _MismatchError("missing", key)
-        there = ((key, read, value[key]) for key, read, _ in parts if key in value)
-        return _make(kind, {names[key]: each for key, each in _read_parts(there).items()})
+        there = [(key, read) for key, read, _ in parts if key in value]
+        keys, reads = [key for key, _ in there], [read for _, read in there]
+        found = _read_parts(keys, reads, [value[key] for key in keys])
+        return _make(kind, {names[key]: each for key, each in zip(keys, found, strict=True)})
 
     return read_all
 
@@ -326,6 +329,6 @@ def _union_reader(kinds: Sequence[type]) -> _Read:
         name = value.get("kind") if isinstance(value, Mapping) else None
         if name not in reads:
             raise _mismatch(value, f"one of the kinds {', '.join(reads)}")
-        return _read_parts([(name, reads[name], value)])[name]
+        return _read_parts([name], [reads[name]], [value])[0]
 
     return read_one

@@ -48,7 +48,7 @@ class RecoveryFile:
 
 
 class RunLines:
-    """Appends to `metrics.jsonl` and `events.jsonl`, each line whole.
+    """Appends to `metrics.jsonl`, `events.jsonl` and files in `control/`, each line whole.
 
     Two processes do: rank 0 writes what it measures, before it sends it to anybody, and the process
     that started the ranks writes what it sees of them. A line that can't be written, as on a full
@@ -59,6 +59,8 @@ class RunLines:
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
+        self._control: Path | None = None
         self._metrics, self._events = _Appender(path / METRICS), _Appender(path / EVENTS)
 
     def write_step(self, record: StepRecord) -> None:
@@ -68,6 +70,29 @@ class RunLines:
     def write_event(self, event: Event) -> None:
         """Append an event to `events.jsonl`."""
         self._events.write(_json_line(event.line()))
+
+    def write_observation(self, line: str, *, begins: bool) -> None:
+        """Append a line to the newest file in `control/`, or begin a new file with it.
+
+        The oldest files are removed while all together exceed 32 MiB. After a line that can't be
+        written the next file begins with the next state.
+        """
+        control, self._control = self._control, None
+        if begins:
+            control = self._next_control()
+        if control is not None:
+            with control.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+            self._control = control
+
+    def _next_control(self) -> Path:
+        folder = self._path / CONTROL
+        folder.mkdir(exist_ok=True)
+        files = sorted(folder.glob("*.jsonl"))
+        while len(files) > 1 and _total_bytes(files) > _MOST_CONTROL_BYTES:
+            files.pop(0).unlink()
+        numbers = (int(file.stem) for file in files if file.stem.isdecimal())
+        return folder / f"{max(numbers, default=0) + 1:06d}.jsonl"
 
     def sync(self) -> None:
         """Have all lines so far on disk.
@@ -140,7 +165,6 @@ class RunDirectory:
         self.path, self.damage = path, damage
         self._lines = RunLines(path)
         self._tensorboard = tensorboard
-        self._control: Path | None = None
 
     def write_step(self, record: StepRecord) -> None:
         """Write a step, which no rank has written, and show it."""
@@ -168,24 +192,6 @@ class RunDirectory:
     def write_links(self, values: Mapping[str, Any]) -> None:
         """Replace `links.json`, the degraded links."""
         replace_file(self.path / LINKS, _json_line(values))
-
-    def write_observation(self, line: str, *, begins: bool) -> None:
-        """Append a line to the newest file in `control/`, or begin a new file with it.
-
-        The oldest files are removed while all together exceed 32 MiB.
-        """
-        if begins:
-            folder = self.path / CONTROL
-            folder.mkdir(exist_ok=True)
-            files = sorted(folder.glob("*.jsonl"))
-            while len(files) > 1 and _total_bytes(files) > _MOST_CONTROL_BYTES:
-                files.pop(0).unlink()
-            numbers = (int(file.stem) for file in files if file.stem.isdecimal())
-            number = max(numbers, default=0) + 1
-            self._control = folder / f"{number:06d}.jsonl"
-        if self._control is not None:
-            with self._control.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
 
     def write_recovery(self, values: Mapping[str, Any]) -> None:
         """Replace `recovery.json`, the goodput and the cost of failures."""

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from jaxmorph.errors import UserError
 from jaxmorph.messages import (
     EventEmitted,
     LinksChanged,
-    ObservationKept,
     PhaseEnded,
     ProfileUpdated,
     RunMessage,
@@ -118,8 +116,6 @@ class RunRecord:
                 self._write(self._directory.write_profile, profile)
             case LinksChanged():
                 self._write(self._directory.write_links, as_object(message))
-            case ObservationKept(line, begins):
-                self._write(partial(self._directory.write_observation, begins=begins), line)
             case PhaseEnded(phase):
                 self._take_phase(phase)
 

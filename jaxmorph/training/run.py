@@ -17,10 +17,11 @@ from jaxmorph.control.verdicts import KnownDirection, dead_of
 from jaxmorph.data import Batches
 from jaxmorph.emulation.link_conditions import LinkCondition, untimed
 from jaxmorph.emulation.link_settings import emulated_conditions
-from jaxmorph.messages import ObservationKept, RunMessage
+from jaxmorph.messages import RunMessage
+from jaxmorph.output import write_stderr
 from jaxmorph.program.slots_needed import HostRoom
 from jaxmorph.records import EventKind
-from jaxmorph.report.run_directory import RunLines
+from jaxmorph.report.run_directory import CONTROL, RunLines
 from jaxmorph.runtime.emulated_links import EmulatedLinks, agree_on_origin_s
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.join import own_devices
@@ -237,6 +238,9 @@ def begin_training(
     evaluation = Evaluation(config, runner, first.in_force.programs, held_out)
     skipped, saver = SkippedSteps(config.optimizer.stop_after_skipped), None
     with ExitStack() as opened:
+        lines = None
+        if run.leads and run.checkpoints is not None:
+            lines = opened.enter_context(closing(RunLines(run.checkpoints.directory)))
         control = opened.enter_context(
             open_control_loop(
                 config,
@@ -244,12 +248,9 @@ def begin_training(
                 len(run.model.tied),
                 active=run.leads,
                 to_plan=planned.within.new,
-                keep=None if run.checkpoints is None else partial(_keep, send),
+                keep=lines and partial(_keep, lines),
             )
         )
-        lines = None
-        if run.leads and run.checkpoints is not None:
-            lines = opened.enter_context(closing(RunLines(run.checkpoints.directory)))
         recorder = opened.enter_context(
             StepRecorder(
                 config,
@@ -289,8 +290,12 @@ def begin_training(
         yield Training(loop, recording, skipped, saver, recorder, first.room)
 
 
-def _keep(send: Callable[[RunMessage], None], line: str, begins: bool) -> None:
-    send(ObservationKept(line, begins))
+def _keep(lines: RunLines, line: str, begins: bool) -> None:
+    try:
+        lines.write_observation(line, begins=begins)
+    except OSError as error:  # the run does without
+        why = f"cannot be written: {error.strerror}; its lines are left out"
+        write_stderr(f"error: {error.filename or CONTROL}: {why}")
 
 
 def _known_links(run: Run) -> KnownLinks | None:

@@ -17,7 +17,7 @@ from jaxmorph.control.controller_state import StepObserved
 from jaxmorph.control.events import describe_states
 from jaxmorph.control.measurements import link_medians_ms
 from jaxmorph.control.path_reports import PathReport, join_reports
-from jaxmorph.control.profiler import Profiler
+from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.control.rank_times import (
     RankTimes,
     bubble_rate_of,
@@ -250,7 +250,7 @@ class StepRecorder:
         step_s: float,
         held_out_loss: float | None,
     ) -> None:
-        loop, expected = self._controlled, self._expected or self._expect()
+        loop, expected = self._controlled, self._expected or self._expect(None)
         ranks = [report.timings for report in reports]
         observed = step_observed(step, reports)
         _, paths = controller.paths_of_step(loop.state, observed)
@@ -291,13 +291,14 @@ class StepRecorder:
         self._traced.record(step, expected, [report.detail for report in reports])
         if self._traced.is_sampled(step):
             self._send(ProfileUpdated(self._profiler.profile().to_json()))
-        self._expect()
+        self._expect(None if events else expected)
 
-    def _expect(self) -> Expected:
-        loop = self._controlled
-        profile = controller.expected_profile(loop.state, self._profiler.profile())
-        self._expected = loop.expect(profile, self._simulate)
+    def _expect(self, before: Expected | None) -> Expected:
+        self._expected = self._controlled.expect(before, self._profile, self._simulate)
         return self._expected
+
+    def _profile(self) -> Profile:
+        return controller.expected_profile(self._controlled.state, self._profiler.profile())
 
     def _draw(self, expected: Expected) -> Future[Simulated]:
         return self._controlled.draw(expected)
@@ -324,7 +325,7 @@ class StepRecorder:
         self._plan, self._simulate = morph.plan, morph.simulate
         for event in self._controlled.plan_changed(morph):
             self._emit(step, **vars(event))
-        self._expect()
+        self._expect(None)
 
     def _keep_plan(self, step: int) -> None:
         for event in self._controlled.plan_dropped():

@@ -17,7 +17,7 @@ from jaxmorph.control.controller_state import (
 )
 from jaxmorph.errors import UserError
 from jaxmorph.plain_json import dump, parse, tagged
-from jaxmorph.report.run_directory import RunDirectory
+from jaxmorph.report.run_directory import RunLines
 from jaxmorph.training import replay as replaying
 from jaxmorph.training.planning_client import RunToPlan
 from jaxmorph.training.replay import ObservationLog, replay
@@ -28,17 +28,17 @@ def kept_run(begin_run, tmp_path):
     """A run that has delegated a slow link and restored it, with its files."""
 
     def begin(num_steps=20, *, settings=None):
-        directory = RunDirectory(tmp_path)
+        lines = RunLines(tmp_path)
         adaptation = CONFIG.adaptation.model_copy(update=settings or {})
         run_known = RunToPlan(CONFIG, 0, FIRST, PLANNED_FOR, USUAL)
         log = ObservationLog(
-            lambda line, begins: directory.write_observation(line, begins=begins), run_known
+            lambda line, begins: lines.write_observation(line, begins=begins), run_known
         )
         run = begin_run(PlansHere(), adaptation, keep=log.record)
         run.steps(6)
         run.steps(6, slow_ms=40.0)
         run.steps(num_steps)
-        directory.close()
+        lines.close()
         return run
 
     return begin

@@ -289,8 +289,8 @@ class OneMorph:
         self.calls.append(("observe", seen.step))
         return (ControlEvent(EventKind.STRAGGLER_DETECTED, "late", "0-1", {"n": 1}),)
 
-    def expect(self, profile, simulate):
-        return Expected(0, profile, simulate)
+    def expect(self, before, profile, simulate):
+        return Expected(0, profile(), simulate)
 
     draw, predicted = ControlLoop(_state(PLAN), None).draw, None
 
