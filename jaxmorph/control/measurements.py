@@ -167,9 +167,10 @@ def by_direction(
         single[sample.direction].append(sample)
     found.update(single)
     for own in DirectionSamples.of_all(messages):
+        its: Sequence[LinkSample] = own
         if before := found.get(own.direction):  # some of its messages took the other route
-            both = sorted([*before, *own], key=lambda sample: (sample.sent_ms, sample.at_ms))
-        found[own.direction] = both if before else own
+            its = sorted([*before, *own], key=lambda sample: (sample.sent_ms, sample.at_ms))
+        found[own.direction] = its
     return found
 
 
