@@ -61,7 +61,12 @@ from jaxmorph.training.control_loop import ControlLoop
 from jaxmorph.training.evaluation import NOT_EVALUATED
 from jaxmorph.training.loop import Loop
 from jaxmorph.training.plan_in_force import PlanInForce, plan_step
-from jaxmorph.training.planning_client import Chosen, PlanningProcess, RunToPlan
+from jaxmorph.training.planning_client import (
+    Chosen,
+    PlanningProcess,
+    RunToPlan,
+    Simulated,
+)
 from jaxmorph.training.replay import ObservationLog
 from jaxmorph.training.step_recorder import StepRecorder
 
@@ -271,9 +276,12 @@ class PreparedPlans(PlanningProcess):
         return Options(2e3, 1e3, tuple(options))
 
     def choose(self, chosen: int, number: int) -> Chosen:
-        """All ranks' instructions, which the process gets in place of making them."""
-        self.restart(self._case.plans[1], self._answer.programs, number)
+        """All ranks' instructions."""
         return self._answer
+
+    def simulate(self, number: int, profile: Profile, *, is_drawn: bool = False) -> Simulated:
+        """A step of the first plan, the only one that the process knows."""
+        return super().simulate(0, profile, is_drawn=is_drawn)
 
 
 class Store:

@@ -143,7 +143,7 @@ class ControlLoop:
         keep: Called with the state before each observation, the observation and its outcome.
 
     Attributes:
-        predicted: The latest simulation of a step of the plan that ranks run; None: there is none.
+        predicted: The latest simulation of a step of the plan that ranks run.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class ControlLoop:
         self._keep = keep
         self._programs: tuple[str, ...] | None = None  # of the last morph; None: the first ones
         self._number = self._last_number = 0  # of the plan that ranks run, and of the last chosen
-        self.predicted: Simulated | None = None
+        self.predicted = Simulated(1e3 * state.plan.predicted_step_s)
         self._predicting: Future[None] = Future()
         self._unsimulated, self._every = 0, 0.0  # steps
         self._chosen: Chosen | None = None
@@ -227,11 +227,10 @@ class ControlLoop:
             return before
         self._unsimulated = 0
         expected = Expected(self._number, profile(), simulate)
-        if self.predicted is None or self._plans is None:
-            timeline = simulate(expected.profile)
-            self.predicted = Simulated.of(timeline)
-            most = _OPS_HERE if self._plans is None else _OPS_A_STEP
-            self._every = sum(map(len, timeline.orders)) / most
+        num_ops = sum(map(len, self._state.plan.schedule.orders))
+        self._every = num_ops / (_OPS_HERE if self._plans is None else _OPS_A_STEP)
+        if self._plans is None:
+            self.predicted = expected.in_this_process()
         else:
             self._predicting.cancel()  # at most one request waits behind others
             self._predicting = self._planner.submit(self._predict, expected)

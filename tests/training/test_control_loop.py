@@ -76,6 +76,7 @@ def test_predictions_are_of_the_plan_that_ranks_run(slow_run):
 
 def test_one_prediction_waits_for_planning_and_nothing_for_it(run):
     expect(run)
+    run.settle()
     first = run.loop.predicted
     run.steps(6)
     run.plans.may_answer.clear()
@@ -86,7 +87,7 @@ def test_one_prediction_waits_for_planning_and_nothing_for_it(run):
     assert run.loop.predicted == first
     run.plans.may_answer.set()
     run.settle()
-    assert run.plans.simulated == 1
+    assert run.plans.simulated == 2
     assert run.loop.predicted.step_ms > 5 * first.step_ms
 
 
@@ -106,6 +107,7 @@ def test_a_process_that_dies_between_decisions_is_replaced(run):
 
 def test_a_refused_simulation_is_no_death(run):
     expect(run)
+    run.settle()
     predicted = run.loop.predicted
     run.loop._number = 7
     expect(run)

@@ -31,6 +31,7 @@ from jaxmorph.schedule.simulate import simulate
 from jaxmorph.training.control_loop import ControlLoop, Expected, Morph
 from jaxmorph.training.evaluation import HeldOutLoss
 from jaxmorph.training.plan_in_force import PlanInForce, simulate_step
+from jaxmorph.training.planning_client import Simulated
 from jaxmorph.training.step_recorder import StepRecorder, TracedSteps
 
 TWO = StageCosts.uniform(2, 1.0, 1.0, 1.0)
@@ -292,7 +293,7 @@ class OneMorph:
     def expect(self, before, profile, simulate):
         return Expected(0, profile(), simulate)
 
-    draw, predicted = ControlLoop(_state(PLAN), None).draw, None
+    draw, predicted = ControlLoop(_state(PLAN), None).draw, Simulated(1.0)
 
     def plan_changed(self, morph):
         self.calls.append(("adopted", morph.plan.schedule.name))
