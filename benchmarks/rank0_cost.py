@@ -258,7 +258,8 @@ class Stage:
         """Takes the place of all that has no effect here."""
         return ()
 
-    events = take_link_failures = update = make_room = probe = message_times_ms = nothing
+    events = take_link_failures = update = make_room = give_back = probe = nothing
+    message_times_ms = nothing
 
 
 class PreparedPlans(PlanningProcess):
