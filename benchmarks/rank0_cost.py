@@ -254,7 +254,7 @@ class Stage:
         """Of no gradients."""
         return 1.0
 
-    def nothing(self, *arguments: Any) -> Any:
+    def nothing(self, *arguments: Any, **named: Any) -> Any:
         """Takes the place of all that has no effect here."""
         return ()
 
