@@ -294,7 +294,7 @@ def _keep(lines: RunLines, line: str, begins: bool) -> None:
     try:
         lines.write_observation(line, begins=begins)
     except OSError as error:  # the run does without
-        why = f"cannot be written: {error.strerror}; its lines are left out"
+        why = f"cannot be written: {error.strerror}; the run continues"
         write_stderr(f"error: {error.filename or CONTROL}: {why}")
 
 
