@@ -229,7 +229,8 @@ class ControlLoop:
         expected = Expected(self._number, profile(), simulate)
         num_ops = sum(map(len, self._state.plan.schedule.orders))
         self._every = num_ops / (_OPS_HERE if self._plans is None else _OPS_A_STEP)
-        if self._plans is None:
+        is_first = self._number == 0 and self.predicted.bubble_rate is None
+        if self._plans is None or is_first:  # the first plan may be for declared delays
             self.predicted = expected.in_this_process()
         else:
             self._predicting.cancel()  # at most one request waits behind others
