@@ -123,13 +123,6 @@ class Expected:
     profile: Profile
     simulate: Callable[[Profile], Timeline]
 
-    def drawn(self, drawing: "Future[Simulated]") -> tuple[str, ...]:
-        """The JSON of each rank's `RankTimes`: as drawn, or else simulated in this process."""
-        if drawing.done() and drawing.exception() is None:
-            return drawing.result().drawn
-        drawing.cancel()
-        return self.in_this_process(is_drawn=True).drawn
-
     def in_this_process(self, *, is_drawn: bool = False) -> Simulated:
         """Simulate it here."""
         return Simulated.of(self.simulate(self.profile), is_drawn=is_drawn)
@@ -238,7 +231,7 @@ class ControlLoop:
         return expected
 
     def draw(self, expected: Expected) -> "Future[Simulated]":
-        """Simulate an expected step once more, with all its times (see `Expected.drawn`)."""
+        """Simulate an expected step once more, with all its times."""
         if self._plans is not None:
             return self._planner.submit(self._simulate, expected, is_drawn=True)
         drawing: Future[Simulated] = Future()

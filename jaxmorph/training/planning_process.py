@@ -13,6 +13,7 @@ if __name__ == "__main__":
     os.nice(5)
 
 import math
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -338,4 +339,7 @@ def serve(requests: Iterator[str], answers: IO[str]) -> None:
 
 
 if __name__ == "__main__":
-    serve(iter(sys.stdin), sys.stdout)
+    try:
+        serve(iter(sys.stdin), sys.stdout)
+    except BrokenPipeError:  # rank 0 has ended, and nothing else belongs at the end of its log
+        os._exit(0)

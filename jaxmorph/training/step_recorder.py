@@ -51,6 +51,7 @@ from jaxmorph.training.planning_client import Simulated
 from jaxmorph.training.starting_point import KnownLinks
 
 AROUND = 2
+_MOST_WAITING = 2 * AROUND + 2  # timelines for their drawings
 """How many steps before and after a change leave timelines."""
 
 
@@ -406,7 +407,8 @@ class TracedSteps:
     ) -> None:
         self._config = config
         self._send, self._draw = send, draw
-        self._drawing: deque[tuple[_StepTimelines, bool, Future[Simulated]]] = deque()
+        self._waiting: deque[tuple[_StepTimelines, bool]] = deque()
+        self._drawing: Future[Simulated] | None = None  # of the first that waits
         self._recent: deque[_StepTimelines] = deque(maxlen=AROUND + 1)
         self._until_step = -1
 
@@ -446,18 +448,29 @@ class TracedSteps:
         return step == self._config.run.steps - 1
 
     def finish(self) -> None:
-        """Send the timelines that are still being drawn."""
-        while self._drawing:
-            self._send_next()
+        """Send the timelines that still wait."""
+        while self._waiting:
+            expected = self._waiting[0][0].expected
+            self._send_one(0, expected.in_this_process(is_drawn=True).drawn)
 
     def _send_timelines(self, step: _StepTimelines, *, around_change: bool) -> None:
-        self._drawing.append((step, around_change, self._draw(step.expected)))
+        self._waiting.append((step, around_change))
+        if len(self._waiting) > _MOST_WAITING:  # steps are shorter than drawing one
+            self._send_one(1)
 
     def _send_drawn(self) -> None:
-        while self._drawing and self._drawing[0][-1].done():
-            self._send_next()
+        while self._waiting:
+            # One at a time: a plan that is asked for meanwhile waits for no other.
+            self._drawing = self._drawing or self._draw(self._waiting[0][0].expected)
+            if not self._drawing.done():
+                return
+            drawn, self._drawing = self._drawing, None
+            failed = drawn.cancelled() or drawn.exception() is not None
+            self._send_one(0, () if failed else drawn.result().drawn)
 
-    def _send_next(self) -> None:
-        step, around_change, drawing = self._drawing.popleft()
-        timelines = {"planned": step.expected.drawn(drawing), "measured": tuple(step.measured)}
+    def _send_one(self, at: int, planned: tuple[str, ...] = ()) -> None:
+        step, around_change = self._waiting[at]
+        del self._waiting[at]
+        timelines = {"planned": planned} if planned else {}
+        timelines["measured"] = tuple(step.measured)
         self._send(StepTimelines(step.step, timelines, around_change))

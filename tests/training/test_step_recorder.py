@@ -31,7 +31,7 @@ from jaxmorph.schedule.simulate import simulate
 from jaxmorph.training.control_loop import ControlLoop, Expected, Morph
 from jaxmorph.training.evaluation import HeldOutLoss
 from jaxmorph.training.plan_in_force import PlanInForce, simulate_step
-from jaxmorph.training.planning_client import Simulated
+from jaxmorph.training.planning_client import PlanningError, Simulated
 from jaxmorph.training.step_recorder import StepRecorder, TracedSteps
 
 TWO = StageCosts.uniform(2, 1.0, 1.0, 1.0)
@@ -116,6 +116,32 @@ def test_steps_that_nobody_draws_are_drawn_at_the_end():
     measured = Profile(StageCosts.uniform(1, 1.0, 19.0, 10.0), {})
     assert len(drawn) == 2
     assert drawn[1]["planned"] == texts_of(simulate_step(IN_FORCE.programs, measured, {}))
+
+
+def test_one_step_is_drawn_at_a_time_and_what_waits_for_it_is_bounded():
+    messages, loop, drawings = [], ControlLoop(_state(PLAN), None), []
+
+    def draw(expected):
+        drawings.append(Future())
+        return drawings[-1]
+
+    loop.draw = draw
+    with recorder_of(messages.append, loop=loop, trace={"every_steps": 1}) as recorder:
+        record_steps(recorder, *range(9))
+    assert len(drawings) == 1
+    drawn = of_kind(messages, StepTimelines, "timelines")
+    assert [sorted(each) for each in drawn[:3]] == [["measured"]] * 3
+    assert [sorted(each) for each in drawn[3:]] == [["measured", "planned"]] * 6
+
+
+def test_a_step_whose_drawing_fails_leaves_its_measured_times():
+    messages, loop = [], ControlLoop(_state(PLAN), None)
+    failed = Future()
+    failed.set_exception(PlanningError("the planning process has ended"))
+    loop.draw = lambda expected: failed
+    with recorder_of(messages.append, loop=loop, trace={"every_steps": 1}) as recorder:
+        record_steps(recorder, 0)
+    assert [list(each) for each in of_kind(messages, StepTimelines, "timelines")] == [["measured"]]
 
 
 def test_steps_around_a_change_leave_timelines():
