@@ -143,9 +143,9 @@ def test_the_picture_shows_no_withdrawn_step(directory, record_of, back_to, agai
 def test_the_last_steps_trace_always_stays(directory, record_of, change):
     sections = {"run": {"steps": 10}, "trace": {"keep": 1, "every_steps": 4}}
     run_record, *_ = record_of(**sections)
-    expected: Any = SimpleNamespace(drawn=lambda _: texts_of(TIMELINE))
+    expected: Any = SimpleNamespace()
     drawing = Future()
-    drawing.set_result(None)
+    drawing.set_result(Simulated.of(TIMELINE, is_drawn=True))
     traced = TracedSteps(Config.model_validate(sections), run_record.take, lambda _: drawing)
     for step in range(10):
         traced.record(step, expected, texts_of(TIMELINE))
