@@ -29,6 +29,7 @@ from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
 from jaxmorph.training import record
 from jaxmorph.training.ledger import Goodput
+from jaxmorph.training.planning_client import Simulated
 from jaxmorph.training.step_recorder import TracedSteps
 
 STEP = StepRecord(
