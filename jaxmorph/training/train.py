@@ -112,12 +112,12 @@ def fail_together(rendezvous: Rendezvous, unwritten: str, why_stop: str, unsaved
     Raises:
         RunFailedError: Any of them is not empty.
     """
-    unwritten = agree(rendezvous, str, unwritten)
+    if unwritten := agree(rendezvous, str, unwritten):
+        raise RunFailedError(unwritten)
+    if why_stop:
+        raise RunFailedError(why_stop)
     if unsaved:
-        unsaved = f"the last state could not be saved: {unsaved}"
-    if reasons := [reason for reason in (why_stop, unsaved, unwritten) if reason]:
-        error = CheckpointError if reasons == [unsaved] else RunFailedError
-        raise error("; ".join(reasons))
+        raise CheckpointError(f"the last state could not be saved: {unsaved}")
 
 
 def _send_end_of(phase: str, send: Callable[[RunMessage], None]) -> None:
