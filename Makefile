@@ -108,8 +108,7 @@ docs: setup
 # Long measurements on an otherwise idle machine; none of them runs in CI.
 bench: setup
 	@status=0; \
-	for benchmark in split_cost dispatch pace training_speed blocking all_delegated \
-	    head_of_line delegated_message resume_at_scale; do \
+	for benchmark in split_cost dispatch pace training_speed resume_at_scale; do \
 	    $(BIN)/python -m benchmarks.$$benchmark || status=1; \
 	done; \
 	exit $$status
@@ -146,7 +145,7 @@ bench-chaos: setup
 bench-netns: setup
 	$(BIN)/python -m benchmarks.netns
 
-# The paper's figures 14 to 18 and its trace, about 95 minutes on an idle machine.
+# The paper's figures 14 to 18, its trace and head-of-line blocking, about 100 minutes on an idle machine.
 bench-figures: setup
 	$(BIN)/python -m benchmarks.paper_figures
 

@@ -5,9 +5,7 @@ runtime's own: calling a compiled program, moving a message, keeping the queue.
 """
 
 import argparse
-import json
 import math
-import os
 import sys
 import tempfile
 import time
@@ -16,8 +14,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.results import provenance, write_json
 from jaxmorph.runtime.launcher import run_ranks
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
+from jaxmorph.stage.model import MicrobatchShapes
 
 REPEATS, MICROBATCHES = 200, 16
 
@@ -101,8 +101,7 @@ def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> No
     )
     settings = StageSettings(
         layers=(range(1), range(1, 2)),
-        microbatch_size=1,
-        sequence_length=8,
+        shapes=MicrobatchShapes.of_text(1, 8),
         seed=0,
         kinds=frozenset(OpKind),
         optimizer=OptimizerSettings(1e-3, 0, 10),
@@ -171,16 +170,16 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    load_average = os.getloadavg()[0]
+    values = provenance("benchmarks.dispatch")
     messages: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         run_ranks("benchmarks.dispatch", [], 2, Path(folder), messages.append)
     (figures,) = (message["figures"] for message in messages)
-    print(f"load average before: {load_average:.2f}")
+    print(f"load average before: {values['load_before']:.2f}")
     for name, value_us in figures.items():
         print(f"{name:32}{value_us:8.0f} us")
     if arguments.json:
-        arguments.json.write_text(json.dumps({"load": load_average, **figures}, indent=1))
+        write_json(arguments.json, values | figures)
     return 0
 
 

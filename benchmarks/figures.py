@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.lowering import lower
 from jaxmorph.records import Link
-from jaxmorph.report.draw import save_timelines
+from jaxmorph.report.draw.save import save_timelines
 from jaxmorph.schedule.bubbles import bubble_ms
 from jaxmorph.schedule.costs import NO_LATENCY, Limits, LinkDelay, Links, StageCosts, chain_links
 from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved

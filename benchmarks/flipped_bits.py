@@ -28,12 +28,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.judgement import Computed, computed_by, differences, provenance
-from benchmarks.head_of_line import Bar
+from benchmarks.chaos.judgement import Computed, computed_by, differences
+from benchmarks.results import ROOT, Bar, finish, provenance, write_json
 from jaxmorph.records import Event, EventKind
 from jaxmorph.report.run_directory import EVENTS, METRICS, read_records
 
-ROOT = Path(__file__).parent.parent
 STEPS, SAVED, KILLED = 20, 16, 18
 _PATIENCE_S = 180.0
 _TRACE = "step,links,latency_ms\n6,0-1,25\n"  # so that a slow link is found, and written down
@@ -205,7 +204,7 @@ def reports_of(events: Sequence[Event]) -> Iterator[str]:
 
 
 def judged(wrong: Sequence[str], reported: Sequence[str]) -> str:
-    """`same`, `reported` or `silently other`, by what is different and what events say."""
+    """`same`, `reported` or `silently different`, by what is different and what events say."""
     if not wrong:
         return "same"
     says_changed = any("(was " in line for line in reported)
@@ -213,7 +212,7 @@ def judged(wrong: Sequence[str], reported: Sequence[str]) -> str:
     says_missing = any(f"{METRICS} lacks" in line for line in reported)
     if says_changed or (says_missing and len(missing) == len(wrong)):
         return "reported"
-    return f"silently other: {wrong[0]}"
+    return f"silently different: {wrong[0]}"
 
 
 def _train(words: Sequence[str]) -> tuple[int | None, str]:
@@ -233,12 +232,12 @@ def _train(words: Sequence[str]) -> tuple[int | None, str]:
 def bars(flips: Sequence[Flip]) -> Iterator[Bar]:
     """What should hold of all flips."""
     silent = sum(each.verdict.startswith("silently") for each in flips)
-    yield Bar("silently other results", silent, most=0)
+    yield Bar("silently different results", silent, at_most=0)
     tracebacks = sum(each.verdict.startswith("traceback") for each in flips)
-    yield Bar("tracebacks", tracebacks, most=0)
-    yield Bar("hangs", sum(each.verdict == "hung" for each in flips), most=0)
+    yield Bar("tracebacks", tracebacks, at_most=0)
+    yield Bar("hangs", sum(each.verdict == "hung" for each in flips), at_most=0)
     refused = sum(each.verdict.startswith("exit code") for each in flips)
-    yield Bar("runs that were not resumed", refused, most=0)
+    yield Bar("runs that were not resumed", refused, at_most=0)
 
 
 def main() -> int:
@@ -251,7 +250,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="keeps the undisturbed run for a further go")
     arguments = parser.parse_args()
     flips, goes = _earlier(arguments.json)
-    goes.append(provenance(ROOT, "benchmarks.flipped_bits"))
+    goes.append(provenance("benchmarks.flipped_bits"))
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         whole = whole_run(folder)
@@ -269,12 +268,10 @@ def main() -> int:
             goes[-1] |= {"until": len(flips), "load_after": os.getloadavg()[0]}
             if arguments.json:
                 values = {"goes": goes, "flips": [asdict(each) for each in flips]}
-                arguments.json.write_text(json.dumps(values, indent=1))
-    found = list(bars(flips))
+                write_json(arguments.json, values)
     counts = Counter(each.verdict for each in flips if each.holds)
     print(f"{len(flips)} flips: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
-    print(*found, sep="\n")
-    return 0 if all(bar.holds for bar in found) else 1
+    return finish([*bars(flips)], None, {})
 
 
 def _earlier(path: Path | None) -> tuple[list[Flip], list[dict[str, Any]]]:

@@ -116,6 +116,15 @@ def command(pid: int) -> list[str]:
         return []
 
 
+def resident_bytes(pid: int) -> int:
+    """The memory that a process holds; 0 once it has ended."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def children(pid: int) -> list[int]:
     """The processes that any thread of a process has started, by rising numbers."""
     threads, found = [], []

@@ -18,10 +18,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+from benchmarks.leftovers import children, resident_bytes
+from benchmarks.results import ROOT, provenance, write_json
 from jaxmorph.records import StepRecord
 from jaxmorph.report.run_directory import METRICS, read_records
 
-ROOT = Path(__file__).parent.parent
 BAR_BYTES_PER_STEP = 4096
 _MIB = 2**20
 _POLL_S = 0.05
@@ -97,7 +98,7 @@ def _samples(process: subprocess.Popen, metrics: Path) -> Iterator[Sample]:
     while process.poll() is None:
         if records := read_records(metrics, StepRecord):
             names = names or _processes(process.pid)
-            resident = {name: _resident_bytes(pid) for pid, name in names.items()}
+            resident = {name: resident_bytes(pid) for pid, name in names.items()}
             if all(resident.values()):  # else the first has ended
                 yield records[-1].step + 1, resident
         time.sleep(_POLL_S)
@@ -105,24 +106,10 @@ def _samples(process: subprocess.Popen, metrics: Path) -> Iterator[Sample]:
 
 def _processes(launcher: int) -> dict[int, str]:
     names = {launcher: "launcher"}
-    for rank, pid in enumerate(_children(launcher)):
+    for rank, pid in enumerate(children(launcher)):
         names[pid] = f"rank {rank}"
-        names |= dict.fromkeys(_children(pid), f"sidecar {rank}")
+        names |= dict.fromkeys(children(pid), f"sidecar {rank}")
     return names
-
-
-def _children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return sorted(int(word) for task in tasks for word in (task / "children").read_text().split())
-
-
-def _resident_bytes(pid: int) -> int:
-    """0 once it has ended."""
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _memory(seen: list[Sample], steps: int) -> list[Memory]:
@@ -153,11 +140,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    values = provenance("benchmarks.long_run")
     results = [run(route, arguments.steps) for route in ("direct", "delegated")]
     for result in results:
         _print(result)
     if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+        write_json(arguments.json, values | {"runs": [asdict(result) for result in results]})
     return 0 if all(memory.passes for result in results for memory in result.memory) else 1
 
 

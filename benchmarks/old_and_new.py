@@ -17,12 +17,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from benchmarks.results import ROOT, provenance, write_json
+
 FIRST_STEPS = 4  # left out: caches are still cold
 IDLE_LOAD = 0.5
 PLANS = 7  # of each problem, of which the quickest counts
@@ -133,15 +133,13 @@ def record(options: argparse.Namespace) -> dict[str, Any]:
     """Under which conditions it is measured."""
     cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
     return {
-        "command": ["python", "-m", "benchmarks.old_and_new", *sys.argv[1:]],
+        **provenance("benchmarks.old_and_new"),
         "old": _git("rev-parse", options.commit),
         "new": _git("rev-parse", "HEAD") + (" and changes" if _git("status", "--short") else ""),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{platform.platform()}, {os.cpu_count()} x {cpus[0].partition(': ')[2]}",
         "configs": {
             path: hashlib.sha256((ROOT / path).read_bytes()).hexdigest() for path in (_PACE, _HOL)
         },
-        "load_before": os.getloadavg(),
     }
 
 
@@ -174,10 +172,10 @@ def main() -> int:
     )
     options = parser.parse_args()
     result = record(options)
-    if result["load_before"][0] > IDLE_LOAD and not options.busy:
-        load = result["load_before"][0]
+    if result["load_before"] > IDLE_LOAD and not options.busy:
+        load = result["load_before"]
         parser.error(f"got a load average of {load:.2f}, expected at most {IDLE_LOAD}, or --busy")
-    print(f"load average before: {result['load_before'][0]:.2f}")
+    print(f"load average before: {result['load_before']:.2f}")
     print("case          old      new  new/old  95 % interval", flush=True)
     result["cases"] = {}
     with checked_out(options.commit) as old:
@@ -191,9 +189,9 @@ def main() -> int:
                 f"{case['ratio']:9.3f}  {least:.3f} to {most:.3f}  {unit}",
                 flush=True,
             )
-            result["load_after"] = os.getloadavg()
+            result["load_after"] = os.getloadavg()[0]
             if options.json:
-                options.json.write_text(json.dumps(result, indent=1) + "\n")
+                write_json(options.json, result)
     print(f"load average after: {os.getloadavg()[0]:.2f}")
     return 0
 

@@ -7,18 +7,16 @@ a bar is missed.
 """
 
 import argparse
-import json
-import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
 
 from benchmarks.planner_optima import SolvedProblem, keep_optima, solve_problems
 from benchmarks.planner_problems import Problem, gap_problems, timing_problems
+from benchmarks.results import Bar, finish, provenance
 from jaxmorph.schedule.planner import Plan, plan, require_room
 from jaxmorph.schedule.simulate import simulate
 
@@ -44,33 +42,6 @@ class Held:
     proven: bool
     gaps: dict[str, float]
     planning_ms: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Bar:
-    """Something the planner must keep.
-
-    Args:
-        name: What is measured.
-        measured: Its value.
-        allowed: The most it may be.
-        unit: Of both.
-    """
-
-    name: str
-    measured: float
-    allowed: float
-    unit: str
-
-    @property
-    def passed(self) -> bool:
-        """Whether the bar is kept."""
-        return self.measured <= self.allowed
-
-    def __str__(self) -> str:
-        verdict = "pass" if self.passed else "MISSED"
-        value = f"{self.measured:10.3f} {self.unit:3}(at most {self.allowed:g})"
-        return f"{self.name:42}{value}  {verdict}"
 
 
 def planned(problem: Problem, planner: str) -> tuple[Plan, float]:
@@ -111,11 +82,11 @@ def gap_bars(held: Sequence[Held]) -> list[Bar]:
     ):
         gaps = [100 * row.gaps["adaptive"] for row in held if row.proven and row.capped == capped]
         bars += [
-            Bar(f"{name}: mean gap to the optimum", mean(gaps), mean_allowed, "%"),
-            Bar(f"{name}: worst gap to the optimum", max(gaps), worst_allowed, "%"),
+            Bar(f"{name}: mean gap to the optimum", mean(gaps), at_most=mean_allowed, unit="%"),
+            Bar(f"{name}: worst gap to the optimum", max(gaps), at_most=worst_allowed, unit="%"),
         ]
     above = sum(row.gaps["adaptive"] > row.gaps["paper"] + _ROUNDING for row in held)
-    return [*bars, Bar("plans above the paper's", above, 0, "")]
+    return [*bars, Bar("plans above the paper's", above, at_most=0)]
 
 
 def time_bars() -> list[Bar]:
@@ -129,10 +100,10 @@ def time_bars() -> list[Bar]:
         gap = made.predicted_step_s / made.lower_bound_s - 1
         print(f"{problem.name:16}planned in {planning_ms:.0f} ms, certified gap {100 * gap:.2f} %")
     return [
-        Bar("8 stages x 32 microbatches: mean time", mean(small), 5, "ms"),
-        Bar("8 stages x 32 microbatches: worst time", max(small), 15, "ms"),
-        Bar("16 stages x 256 microbatches: worst time", max(large), 100, "ms"),
-        Bar("64 stages x 512 microbatches: worst time", max(largest), 1000, "ms"),
+        Bar("8 stages x 32 microbatches: mean time", mean(small), at_most=5, unit="ms"),
+        Bar("8 stages x 32 microbatches: worst time", max(small), at_most=15, unit="ms"),
+        Bar("16 stages x 256 microbatches: worst time", max(large), at_most=100, unit="ms"),
+        Bar("64 stages x 512 microbatches: worst time", max(largest), at_most=1000, unit="ms"),
     ]
 
 
@@ -168,7 +139,7 @@ def _groups(held: Sequence[Held]) -> Iterable[tuple[str, list[Held]]]:
 def main() -> int:
     """Solve, compare, time and print."""
     arguments = _arguments()
-    load_average = os.getloadavg()[0]
+    values = provenance("benchmarks.planner_gap")
     problems = gap_problems(arguments.draw)
     solved = solve_problems(
         problems, arguments.time_limit_s, arguments.workers, refresh=arguments.refresh
@@ -176,19 +147,11 @@ def main() -> int:
     if not arguments.draw:
         keep_optima(solved)
     held = [hold(problem, solved[problem.key]) for problem in problems]
-    print(f"load average before: {load_average:.2f}")
+    print(f"load average before: {values['load_before']:.2f}")
     print_table(held)
     bars = [*gap_bars(held), *time_bars()]
-    for bar in bars:
-        print(bar)
-    if arguments.json:
-        answer: dict[str, Any] = {
-            "load": load_average,
-            "problems": [asdict(row) for row in held],
-            "bars": [asdict(bar) | {"passed": bar.passed} for bar in bars],
-        }
-        arguments.json.write_text(json.dumps(answer, indent=1) + "\n", encoding="utf-8")
-    return 0 if all(bar.passed for bar in bars) else 1
+    values["problems"] = [asdict(row) for row in held]
+    return finish(bars, arguments.json, values)
 
 
 def _arguments() -> argparse.Namespace:

@@ -7,7 +7,6 @@ counts little. Draws `--out`, writes `--json FILE`; exit code 1 when a bar is mi
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 import tracemalloc
@@ -18,8 +17,8 @@ from pathlib import Path
 from statistics import linear_regression, median
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.planner_gap import Bar
 from benchmarks.planner_problems import timing_problems
+from benchmarks.results import Bar, finish, provenance
 from jaxmorph.schedule.costs import StageCosts, chain_links
 from jaxmorph.schedule.fixed import FIXED_SCHEDULES
 from jaxmorph.schedule.planner import plan
@@ -145,13 +144,18 @@ def make_bars(simulated: Sequence[Simulated], planned: Sequence[Planned]) -> lis
     growth = exponent([row.ops for row in simulated], [row.peak_bytes for row in simulated])
     sizes = f"{largest.stages} x {largest.microbatches:,}"
     return [
-        Bar(f"simulating {sizes}: time an op", 1e6 * largest.time_s / largest.ops, 1.5, "us"),
-        Bar("simulating: memory grows by ops to the", growth, 1.05, ""),
+        Bar(
+            f"simulating {sizes}: time an op",
+            1e6 * largest.time_s / largest.ops,
+            at_most=1.5,
+            unit="us",
+        ),
+        Bar("simulating: memory grows by ops to the", growth, at_most=1.05),
         Bar(
             f"planning {planned[-1].stages} x {planned[-1].microbatches}: slowest of three",
             planned[-1].time_s,
-            1.0,
-            "s",
+            at_most=1.0,
+            unit="s",
         ),
     ]
 
@@ -227,21 +231,15 @@ def _num_ops(schedule: Schedule) -> int:
 def main() -> int:
     """Measure, print and draw."""
     arguments = _arguments()
+    values = provenance("benchmarks.planner_scale")
     simulated = [measure_simulation(size) for size in SIMULATED]
     planned = [measure_planning(size) for size in PLANNED]
     print_tables(simulated, planned)
     bars = make_bars(simulated, planned)
-    for bar in bars:
-        print(bar)
     draw(simulated, planned, arguments.out)
-    if arguments.json:
-        answer: dict[str, Any] = {
-            "simulated": [asdict(row) for row in simulated],
-            "planned": [asdict(row) for row in planned],
-            "bars": [asdict(bar) | {"passed": bar.passed} for bar in bars],
-        }
-        arguments.json.write_text(json.dumps(answer, indent=1) + "\n", encoding="utf-8")
-    return 0 if all(bar.passed for bar in bars) else 1
+    values["simulated"] = [asdict(row) for row in simulated]
+    values["planned"] = [asdict(row) for row in planned]
+    return finish(bars, arguments.json, values)
 
 
 def _arguments() -> argparse.Namespace:

@@ -83,10 +83,10 @@ _PARTS = (  # what is timed as which part; of nested ones the inner counts
     ("jaxmorph.runtime.step", "StepTimings.of_step", "its own report"),
     ("jaxmorph.runtime.rendezvous", "HostRendezvous._exchange", "exchange"),
     ("jaxmorph.runtime.report", "StepReport.from_json", "parse"),
-    ("jaxmorph.runtime.report", "parse_line", "parse"),
-    ("jaxmorph.training.step_recorder", "measured_timeline", "merge"),
+    ("jaxmorph.runtime.report", "StepTimings.of_detail", "parse"),
     ("jaxmorph.training.step_recorder", "step_observed", "merge"),
-    ("jaxmorph.control.profiler", "Profiler.observe", "profile"),
+    ("jaxmorph.control.controller_state", "by_direction", "merge"),
+    ("jaxmorph.control.profiler", "Profiler.add", "profile"),
     ("jaxmorph.control.profiler", "Profiler.profile", "profile"),
     ("jaxmorph.training.control_loop", "ControlLoop.observe", "detect"),
     ("jaxmorph.training.replay", "ObservationLog.record", "observation log"),
@@ -98,7 +98,6 @@ _PARTS = (  # what is timed as which part; of nested ones the inner counts
     ("jaxmorph.training.step_recorder", "StepRecorder._write", "record"),
     ("jaxmorph.training.step_recorder", "StepRecorder._send_step", "record"),
     ("jaxmorph.training.step_recorder", "StepRecorder._send_link_events", "record"),
-    ("jaxmorph.training.step_recorder", "StepRecorder._send_record", "record"),
     ("jaxmorph.training.step_recorder", "TracedSteps.record", "record"),
 )
 
@@ -135,10 +134,10 @@ class Clock:
             target = import_module(module)
             for each in owner:
                 target = getattr(target, each)
-            found = vars(target).get(name)
+            found = vars(target)[name]
             if isinstance(found, classmethod):
                 setattr(target, name, classmethod(self.timed(found.__func__, part)))
-            elif found is not None:
+            else:
                 setattr(target, name, self.timed(found, part))
 
 
@@ -258,7 +257,7 @@ class Stage:
         """Takes the place of all that has no effect here."""
         return ()
 
-    events = take_link_failures = update = make_room = give_back = probe = nothing
+    events = take_link_failures = update = add_slots = free_slots = probe = nothing
     message_times_ms = nothing
 
 
@@ -403,7 +402,7 @@ def opened_rank_0(
         plans = opened.enter_context(closing(PreparedPlans(case)))
         run = RunToPlan(config, 0, plan, profile, usual)
         log = ObservationLog(keep, run)
-        control = ControlLoop(state, plans, log.record)
+        control = ControlLoop(state, plans, lambda *seen: log.record(*seen))  # it may be watched
         control.start(partial(plans.begin, run, plan))
         opened.callback(lambda: control.close(plans.close))
         in_force = PlanInForce(plan, case.programs[0], 0)

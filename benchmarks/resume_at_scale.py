@@ -28,7 +28,7 @@ from unittest import mock
 import jax
 import numpy as np
 
-from benchmarks.head_of_line import Bar
+from benchmarks.results import Bar, finish
 from jaxmorph.checkpoints import checksums
 from jaxmorph.checkpoints.checksums import FileSum
 from jaxmorph.checkpoints.folder import CheckpointFolder
@@ -205,7 +205,7 @@ class _OneOf(SoleRank):
         self.rank, self.num_ranks = rank, num_ranks
 
     def exchange(
-        self, message: Any, detail: Any = None, addressed: Sequence[Any] = ()
+        self, message: Any, detail: bytes = b"", addressed: Sequence[Any] = ()
     ) -> list[Any]:
         """This rank's message, from every rank."""
         return super().exchange(message, detail, addressed) * self.num_ranks
@@ -290,10 +290,10 @@ def bars(total_bytes: int, reads: Sequence[RankReads], gone_back: RankReads) -> 
     gap_s = max(each.longest_gap_s for each in reads)
     restore_s = Config().timeouts.restore_s
     return [
-        Bar("MB that a rank reads before it joins: lists of files", before / 1e6, most=10),
-        Bar("ranks that verify their own parts alone", own, least=len(reads)),
+        Bar("MB that a rank reads before it joins: lists of files", before / 1e6, at_most=10),
+        Bar("ranks that verify their own parts alone", own, at_least=len(reads)),
         Bar("bytes restored, of those in the checkpoint", again / total_bytes, 1, 1),
-        Bar("seconds between two stamps of progress", gap_s, most=restore_s),
+        Bar("seconds between two stamps of progress", gap_s, at_most=restore_s),
         Bar(
             "the step to which a damaged part leads back", gone_back.first_step, _EARLIER, _EARLIER
         ),
@@ -328,10 +328,7 @@ def main() -> None:
     )
     alone_s = total_bytes / 1e9 / min(2.0, setting.storage_gbps)
     print(f"one rank that verifies all of it by itself, at 2 GB/s at most: {alone_s:.0f} s")
-    judged = bars(total_bytes, reads, gone_back)
-    for bar in judged:
-        print(bar)
-    raise SystemExit(not all(bar.holds for bar in judged))
+    raise SystemExit(finish(bars(total_bytes, reads, gone_back), None, {}))
 
 
 if __name__ == "__main__":

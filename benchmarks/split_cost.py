@@ -9,7 +9,6 @@ the exit code is 1 if one is missed.
 """
 
 import argparse
-import json
 import sys
 import time
 from dataclasses import replace
@@ -18,6 +17,7 @@ from pathlib import Path
 import jax
 
 from benchmarks.gpu.stage import Sizes, StageOps, build_gpt2, build_lone_stage, median_times_s
+from benchmarks.results import Bar, finish, provenance
 
 ON_CPU = {"(B+W)/BW": 1.20, "(F+BW)/plain": 1.10, "B/BW": 0.70, "compile 32/4 layers": 1.50}
 ON_GPU = {**ON_CPU, "(B+W)/BW": 1.10, "(F+BW)/plain": 1.05}
@@ -72,16 +72,12 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     settings = parser.parse_args()
     bars = ON_CPU if jax.default_backend() == "cpu" else ON_GPU
+    values = provenance("benchmarks.split_cost")
     ratios, measured = figures(settings)
     for name, value in measured.items():
         print(f"{name:32} {value:12,.2f}")
-    print(f"\n{'figure':32} {'measured':>12} {'at most':>8}")
-    for name, bar in bars.items():
-        verdict = "pass" if ratios[name] <= bar else "FAIL"
-        print(f"{name:32} {ratios[name]:12.3f} {bar:8.2f}  {verdict}")
-    if settings.json:
-        settings.json.write_text(json.dumps({"ratios": ratios, "bars": bars, **measured}, indent=1))
-    return int(any(ratios[name] > bar for name, bar in bars.items()))
+    found = [Bar(name, ratios[name], at_most=bar) for name, bar in bars.items()]
+    return finish(found, settings.json, values | measured)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from jaxmorph.compare.comparison import TIMELINES
 from jaxmorph.compare.condition_links import declared_states, link_conditions
 from jaxmorph.config import load_config
 from jaxmorph.records import Link
-from jaxmorph.report.draw import save_timelines
+from jaxmorph.report.draw.save import save_timelines
 from jaxmorph.schedule.bubbles import bubble_ms, idle_shares
 from jaxmorph.schedule.costs import LinkDelay
 from jaxmorph.schedule.timeline import Timeline

@@ -25,6 +25,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.leftovers import resident_bytes
+from benchmarks.results import provenance, write_json
 from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.connecting import sign_introduction, transcript
@@ -157,36 +159,102 @@ class FaultyLink:
         self.planes[rank].emulate(conditions)
 
 
-def run(
-    num_messages: int,
-    num_faults: int,
-    seed: int,
-    log: Callable[[str], None],
-    backend: str = TCP,
-) -> Outcome:
-    """Exchange messages, on all channels at once, while faults happen.
+@dataclass
+class Exchange:
+    """Messages on all channels at once, while faults happen.
 
-    Args:
-        num_messages: In all, spread over the channels.
-        num_faults: At least so many happen before the last message is sent.
+    Attributes:
+        count: Of the messages of each channel.
         seed: Of messages and faults.
-        log: Called with a line now and then.
-        backend: What carries long messages.
+        allowed: How many messages of each channel may be sent by now.
     """
-    outcome, link = Outcome(), FaultyLink(seed, backend)
-    began_s = time.monotonic()
-    per_channel = -(-num_messages // len(CHANNELS))
-    allowed = [0]  # how many messages of each channel may be sent by now
-    progress = threading.Condition()
-    threads = []
-    for name in CHANNELS:
-        arguments = (link, name, per_channel, seed, outcome, allowed, progress)
-        threads.append(threading.Thread(target=_send, args=arguments, daemon=True))
-        threads.append(threading.Thread(target=_receive, args=arguments, daemon=True))
+
+    link: FaultyLink
+    count: int
+    seed: int
+    outcome: Outcome = field(default_factory=Outcome)
+    allowed: int = 0
+    progress: threading.Condition = field(default_factory=threading.Condition)
+
+    def harm(self, num_faults: int, log: Callable[[str], None]) -> None:
+        """Let messages be sent in portions, with a fault in the midst of each, healed soon after.
+
+        Args:
+            num_faults: At least so many happen before the last message is sent.
+            log: Called with a line now and then.
+        """
+        rng, link, outcome = random.Random(self.seed), self.link, self.outcome
+        while self.allowed < self.count and not outcome.wrong:
+            faults = link.num_faults
+            share = (faults + 2) / (num_faults + 2)
+            with self.progress:
+                # The portion before this one has arrived for the most part.
+                self.progress.wait_for(
+                    lambda: outcome.wrong or outcome.received >= 0.9 * len(CHANNELS) * self.allowed,
+                    PATIENCE_S,
+                )
+                self.allowed = min(self.count, max(self.allowed + 1, int(share * self.count)))
+                self.progress.notify_all()
+            time.sleep(rng.uniform(0, 0.02))  # anywhere in the middle of a message
+            fault = rng.choice(FAULTS)
+            link.harm(fault)
+            if fault in ("cut", "throttle", "delay"):
+                time.sleep(rng.uniform(0.02, 0.3))
+                link.heal()
+            if faults // 50 != link.num_faults // 50:
+                log(f"{outcome.received} messages, {dict(link.done)}")
+
+    def send(self, name: ChannelName) -> None:
+        """Send a channel's messages as they are allowed."""
+        number = 0
+        try:
+            for number in range(self.count):
+                with self.progress:
+                    self.progress.wait_for(
+                        lambda number=number: number < self.allowed or self.outcome.wrong
+                    )
+                payload = content(name, number, self.seed)
+                _post(self.link.planes[name.source], name, number, payload)
+        except Exception as error:
+            self.outcome.wrong.append(f"sending message {number} of {name}: {error!r}")
+
+    def receive(self, name: ChannelName) -> None:
+        """Receive a channel's messages: each must come once, in order, intact."""
+        plane, last_s, number = self.link.planes[name.destination], None, 0
+        try:
+            for number in range(self.count):
+                slot = plane.take(name, time.monotonic() + PATIENCE_S)
+                payload = content(name, number, self.seed)
+                got = (slot.tag[2], slot.tag[3], _crc(slot.payload), len(slot.payload))
+                expected = (number, _crc(payload), _crc(payload), len(payload))
+                if got != expected:
+                    raise ValueError(f"got {got}, expected {expected} (number, CRC, CRC, bytes)")
+                slot.release()
+                now_s = time.monotonic()
+                gap_s = now_s - (last_s or now_s)
+                self.outcome.longest_gap_s = max(self.outcome.longest_gap_s, gap_s)
+                last_s = now_s
+                with self.progress:
+                    self.outcome.received += 1
+                    self.progress.notify_all()
+            _expect_nothing_more(plane, name)
+        except Exception as error:
+            self.outcome.wrong.append(f"receiving message {number} of {name}: {error!r}")
+
+
+def run(
+    num_messages: int, num_faults: int, seed: int, log: Callable[[str], None], backend: str = TCP
+) -> Outcome:
+    """Exchange so many messages in all, through at least so many faults (`Exchange.harm`)."""
+    link = FaultyLink(seed, backend)
+    exchange = Exchange(link, -(-num_messages // len(CHANNELS)), seed)
+    outcome, began_s = exchange.outcome, time.monotonic()
+    works = [(work, name) for name in CHANNELS for work in (exchange.send, exchange.receive)]
+    threads = [threading.Thread(target=work, args=(name,), daemon=True) for work, name in works]
     for thread in threads:
         thread.start()
     try:
-        _do_harm(link, per_channel, num_faults, seed, outcome, allowed, progress, log)
+        exchange.harm(num_faults, log)
         for thread in threads:
             thread.join(3 * PATIENCE_S)
             if thread.is_alive():
@@ -197,91 +265,11 @@ def run(
     return outcome
 
 
-def _do_harm(
-    link: FaultyLink,
-    per_channel: int,
-    num_faults: int,
-    seed: int,
-    outcome: Outcome,
-    allowed: list[int],
-    progress: threading.Condition,
-    log: Callable[[str], None],
-) -> None:
-    """Let messages be sent in portions, with a fault in the midst of each, healed soon after."""
-    rng = random.Random(seed)
-    while allowed[0] < per_channel and not outcome.wrong:
-        faults = link.num_faults
-        share = (faults + 2) / (num_faults + 2)
-        with progress:
-            # The portion before this one has arrived for the most part.
-            progress.wait_for(
-                lambda: outcome.wrong or outcome.received >= 0.9 * len(CHANNELS) * allowed[0],
-                PATIENCE_S,
-            )
-            allowed[0] = min(per_channel, max(allowed[0] + 1, int(share * per_channel)))
-            progress.notify_all()
-        time.sleep(rng.uniform(0, 0.02))  # anywhere in the middle of a message
-        fault = rng.choice(FAULTS)
-        link.harm(fault)
-        if fault in ("cut", "throttle", "delay"):
-            time.sleep(rng.uniform(0.02, 0.3))
-            link.heal()
-        if faults // 50 != link.num_faults // 50:
-            log(f"{outcome.received} messages, {dict(link.done)}")
-
-
-def _send(
-    link: FaultyLink,
-    name: ChannelName,
-    count: int,
-    seed: int,
-    outcome: Outcome,
-    allowed: list[int],
-    progress: threading.Condition,
-) -> None:
-    plane, number = link.planes[name.source], 0
-    try:
-        for number in range(count):
-            with progress:
-                progress.wait_for(lambda number=number: number < allowed[0] or outcome.wrong)
-            payload = content(name, number, seed)
-            slot = plane.reserve(name, time.monotonic() + PATIENCE_S)
-            slot.payload[: len(payload)] = payload
-            slot.post(len(payload), (0, 0, number, _crc(payload)))
-            slot.complete()
-    except Exception as error:
-        outcome.wrong.append(f"sending message {number} of {name}: {error!r}")
-
-
-def _receive(
-    link: FaultyLink,
-    name: ChannelName,
-    count: int,
-    seed: int,
-    outcome: Outcome,
-    allowed: list[int],
-    progress: threading.Condition,
-) -> None:
-    plane = link.planes[name.destination]
-    last_s, number = None, 0
-    try:
-        for number in range(count):
-            slot = plane.take(name, time.monotonic() + PATIENCE_S)
-            payload = content(name, number, seed)
-            got = (slot.tag[2], slot.tag[3], _crc(slot.payload), len(slot.payload))
-            expected = (number, _crc(payload), _crc(payload), len(payload))
-            if got != expected:
-                raise ValueError(f"got {got}, expected {expected} (number, CRC, CRC, bytes)")
-            slot.release()
-            now_s = time.monotonic()
-            outcome.longest_gap_s = max(outcome.longest_gap_s, now_s - (last_s or now_s))
-            last_s = now_s
-            with progress:
-                outcome.received += 1
-                progress.notify_all()
-        _expect_nothing_more(plane, name)
-    except Exception as error:
-        outcome.wrong.append(f"receiving message {number} of {name}: {error!r}")
+def _post(plane: SidecarPlane, name: ChannelName, number: int, payload: np.ndarray) -> None:
+    slot = plane.reserve(name, time.monotonic() + PATIENCE_S)
+    slot.payload[: len(payload)] = payload
+    slot.post(len(payload), (0, 0, number, _crc(payload)))
+    slot.complete()
 
 
 def _crc(payload: np.ndarray) -> int:
@@ -381,8 +369,8 @@ def fuzz_and_check(connections: int, seed: int) -> tuple[int, list[str]]:
         _exchange(link, 1, seed)
         if link.planes[1].sidecar_pid != pid:
             wrong.append("the sidecar died of tampered frames")
-        if _resident_bytes(pid) > _MOST_BYTES:
-            wrong.append(f"the sidecar takes {_resident_bytes(pid)} bytes, at most {_MOST_BYTES}")
+        if resident_bytes(pid) > _MOST_BYTES:
+            wrong.append(f"the sidecar takes {resident_bytes(pid)} bytes, at most {_MOST_BYTES}")
     finally:
         link.close()
     return members, wrong
@@ -390,20 +378,12 @@ def fuzz_and_check(connections: int, seed: int) -> tuple[int, list[str]]:
 
 def _exchange(link: FaultyLink, number: int, seed: int) -> None:
     for name in CHANNELS:
-        payload, deadline_s = content(name, number, seed), time.monotonic() + PATIENCE_S
-        slot = link.planes[name.source].reserve(name, deadline_s)
-        slot.payload[: len(payload)] = payload
-        slot.post(len(payload), (0, 0, number))
-        slot.complete()
-        taken = link.planes[name.destination].take(name, deadline_s)
+        payload = content(name, number, seed)
+        _post(link.planes[name.source], name, number, payload)
+        taken = link.planes[name.destination].take(name, time.monotonic() + PATIENCE_S)
         if taken.tag[2] != number or not np.array_equal(taken.payload, payload):
             raise ValueError(f"message {number} of {name} is not what was sent")
         taken.release()
-
-
-def _resident_bytes(pid: int) -> int:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def main() -> int:
@@ -418,13 +398,13 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    load = os.getloadavg()
+    values = provenance("benchmarks.transport_faults")
     outcome = run(arguments.messages, arguments.faults, arguments.seed, print, arguments.backend)
     members, wrong = fuzz_and_check(arguments.connections, arguments.seed)
     num_faults = sum(outcome.faults.values()) - outcome.faults["heal"]
     enough = num_faults >= arguments.faults
     result = {
-        "load": load,
+        **values,
         "backend": arguments.backend,
         "messages": outcome.received,
         "faults": dict(outcome.faults),
@@ -437,7 +417,7 @@ def main() -> int:
     }
     print(json.dumps(result, indent=1))
     if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(arguments.out, result)
     return int(bool(result["wrong"]) or not enough)
 
 

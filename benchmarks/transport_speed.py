@@ -1,27 +1,20 @@
 """The data plane's speed beside raw sockets: `python -m benchmarks.transport_speed [--out FILE]`.
 
 Two processes, and a sidecar of each, on one machine. Throughput: messages of 1, 16 and 64 MB, from
-shared memory to shared memory, against Python sockets that do nothing else, iperf3 where it is
-installed, and a copy from memory to memory. Latency: half of the way there and back of 1 to 64 KB.
-All are measured in turn, in rounds, so that other work on the machine slows down all alike.
-
-`chain` is the second yardstick: the same four processes (trainer, relay, relay, trainer) with the
-same shared memory, eventfds and a socket, but relays that only pass messages on (`bare_chain`): a
-lower bound for any sidecar in Python.
+shared memory to shared memory, against Python sockets that do nothing else, and a copy in memory.
+Latency: half of the way there and back of 1 to 64 KB. All are measured in turn, in rounds, so that
+other work on the machine slows down all alike.
 """
 
 import argparse
 import contextlib
-import json
 import multiprocessing
 import os
 import secrets
-import shutil
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -31,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.bare_chain import Chain
+from benchmarks.results import Bar, finish, provenance
 from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.plane import ChannelSpec, PayloadChecks, TransportSettings
@@ -109,7 +102,7 @@ class Planes:
         self.plane.close()
 
 
-End = Raw | Chain | Planes
+End = Raw | Planes
 
 
 @dataclass(frozen=True)
@@ -232,7 +225,6 @@ def _open_peer(link: Connection, listening: Connection) -> dict[str, End]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listening.send(listener.getsockname()[1])
         ends: dict[str, End] = {"raw": Raw(listener.accept()[0])}
-        ends["chain"] = Chain(listener.accept()[0], NUM_SLOTS, LARGEST)
     for kind, checksum in KINDS.items():
         plane = _planes(1, checksum)
         link.send(plane.addresses())
@@ -252,7 +244,6 @@ def peer() -> Any:
     process.start()
     address = ("127.0.0.1", listening.recv())
     ends: dict[str, End] = {"raw": Raw(socket.create_connection(address))}
-    ends["chain"] = Chain(socket.create_connection(address), NUM_SLOTS, LARGEST)
     for kind, checksum in KINDS.items():
         plane, secret = _planes(0, checksum), secrets.token_bytes(32)
         plane.connect({1: link.recv()}, secret)
@@ -279,35 +270,6 @@ def memcpy_bytes_per_s(num_bytes: int) -> float:
     return count * num_bytes / (time.monotonic() - began_s)
 
 
-def iperf_bytes_per_s(num_bytes: int) -> float:
-    """What iperf3 moves through one connection in a second, by writes of that length."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    server = subprocess.Popen(["iperf3", "-s", "-1", "-p", port], stdout=subprocess.DEVNULL)
-    try:
-        _wait_for_listener(int(port))
-        length = str(min(num_bytes, MB))
-        client = ["iperf3", "-c", "127.0.0.1", "-p", port, "-t", "1", "-J", "-l", length]
-        report = json.loads(subprocess.run(client, capture_output=True, check=True).stdout)
-        return report["end"]["sum_received"]["bits_per_second"] / 8
-    finally:
-        server.kill()
-        server.wait()
-
-
-def _wait_for_listener(port: int) -> None:
-    needle, deadline_s = f":{port:04X} 00000000:0000 0A", time.monotonic() + 10
-    while time.monotonic() < deadline_s:
-        tables = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
-        if any(needle[:5] in line and " 0A " in line for t in tables for line in _lines(t)):
-            return
-        time.sleep(0.01)
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
-
-
 def in_rounds(
     rounds: int, sizes: Sequence[int], measures: Measures
 ) -> dict[int, dict[str, list[float]]]:
@@ -323,12 +285,11 @@ def in_rounds(
 
 
 def _summary(values: dict[str, list[float]], scale: float) -> dict[str, dict[str, float]]:
-    """Medians, and medians of the ratios to both yardsticks of the same round."""
+    """Medians, and medians of the ratios to raw sockets in the same round."""
     return {
         name: {
             "median": round(scale * median(each), 3),
             "to_raw": _ratio(each, values["raw"]),
-            "to_chain": _ratio(each, values["chain"]),
         }
         for name, each in values.items()
     }
@@ -342,9 +303,7 @@ def _table(title: str, found: dict[int, dict[str, dict[str, float]]], unit: int)
     names = list(next(iter(found.values())))
     print(f"\n{title}\n{'':>10} " + " ".join(f"{name:>22}" for name in names))
     for size, row in found.items():
-        cells = (
-            "{median:.2f} ({to_raw:.2f}, {to_chain:.2f})".format(**row[name]) for name in names
-        )
+        cells = ("{median:.2f} ({to_raw:.2f})".format(**row[name]) for name in names)
         print(f"{size // unit:>10} " + " ".join(f"{cell:>22}" for cell in cells))
 
 
@@ -377,52 +336,40 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    load = os.getloadavg()
+    result = provenance("benchmarks.transport_speed")
     with peer() as other:
-        kinds = ("raw", "chain", *KINDS)
+        kinds = ("raw", *KINDS)
         large: Measures = {name: partial(other.throughput, name) for name in kinds}
-        if shutil.which("iperf3"):
-            large["iperf3"] = iperf_bytes_per_s
         large["memcpy"] = memcpy_bytes_per_s
         small: Measures = {name: partial(other.latency_s, name) for name in kinds}
         throughput = in_rounds(arguments.rounds, LARGE, large)
         latency = in_rounds(arguments.rounds, SMALL, small)
         parts = _parts(other)
-    result = {
-        "load_before": load,
-        "load_after": os.getloadavg(),
-        "cores": os.cpu_count(),
+    result |= {
+        "load_after": os.getloadavg()[0],
         "gb_per_s": {size: _summary(row, 1e-9) for size, row in throughput.items()},
         "one_way_us": {size: _summary(row, 1e6) for size, row in latency.items()},
         "parts": parts,
     }
-    print(f"load {load[0]:.1f} before, {result['load_after'][0]:.1f} after; {os.cpu_count()} cores")
-    _table("GB/s by message size in MB (ratios to raw and to chain)", result["gb_per_s"], MB)
+    loads = "load {load_before:.1f} before, {load_after:.1f} after; {processors} cores"
+    print(loads.format(**result))
+    _table("GB/s by message size in MB (ratio to raw)", result["gb_per_s"], MB)
     _table(
-        "one-way microseconds by message size in KB (ratios to raw and to chain)",
+        "one-way microseconds by message size in KB (ratio to raw)",
         result["one_way_us"],
         KB,
     )
     _part_table(parts)
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    return _judge(result)
+    return finish([*_bars(result)], arguments.out, result)
 
 
-def _judge(result: dict[str, Any]) -> int:
-    slow = [
-        f"{size // MB} MB: {row['sidecar']['to_raw']} of raw, expected {THROUGHPUT_BAR}"
-        for size, row in result["gb_per_s"].items()
-        if row["sidecar"]["to_raw"] < THROUGHPUT_BAR
-    ]
-    late = [
-        f"{size // KB} KB: {row['sidecar']['to_raw']} times raw, expected {LATENCY_BAR}"
-        for size, row in result["one_way_us"].items()
-        if row["sidecar"]["to_raw"] > LATENCY_BAR
-    ]
-    for line in slow + late:
-        print(f"MISSED {line}")
-    return int(bool(slow + late))
+def _bars(result: dict[str, Any]) -> Iterator[Bar]:
+    for size, row in result["gb_per_s"].items():
+        ratio = row["sidecar"]["to_raw"]
+        yield Bar(f"throughput over raw sockets, {size // MB} MB", ratio, at_least=THROUGHPUT_BAR)
+    for size, row in result["one_way_us"].items():
+        ratio = row["sidecar"]["to_raw"]
+        yield Bar(f"latency over raw sockets, {size // KB} KB", ratio, at_most=LATENCY_BAR)
 
 
 if __name__ == "__main__":

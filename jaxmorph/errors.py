@@ -34,3 +34,9 @@ class RunFailedError(Exception):
     def __init__(self, message: str, *, asked_to_end: bool = False) -> None:
         super().__init__(message)
         self.asked_to_end = asked_to_end
+
+
+def quoted(value: object) -> str:
+    """A value in one line of at most 60 characters, for a message."""
+    line = repr(value)
+    return line if len(line) <= 60 else f"{line[:57]}..."

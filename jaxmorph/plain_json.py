@@ -9,6 +9,7 @@ The type of a field decides how it is written where JSON has no such type:
 - A NamedTuple is a list, and a mapping whose keys are not text is a list of ``[key, value]``.
 - A member of a union of dataclasses has the key ``kind``, the name of its class.
 - A number that is not finite is ``Infinity``, ``-Infinity`` or ``NaN``, as Python reads it.
+- Bytes are their base64 text.
 
 What is kept in files has a checksum (`with_sum`), so that no damaged value is taken for another.
 
@@ -18,6 +19,7 @@ This module does not use pydantic, because ranks need it to exchange messages an
 
 import json
 import math
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
@@ -56,7 +58,11 @@ class _MismatchError(ValueError):
 
 def dump(value: Any) -> str:
     """The JSON of a value that may contain dataclasses and configuration sections."""
-    return json.dumps(value, default=as_object)
+    return json.dumps(value, default=_as_json)
+
+
+def _as_json(value: Any) -> Any:
+    return b64encode(value).decode() if isinstance(value, bytes) else as_object(value)
 
 
 def as_object(value: Any) -> dict[str, Any]:
@@ -149,9 +155,9 @@ def _is_text(kind: Any) -> bool:
 def parse(kind: type[_Value] | UnionType, data: Any, where: str) -> _Value:
     """Reads a value of a type from the result of `json.loads`.
 
-    Types are those of JSON, `float` (null is NaN), enums, tuples, mappings, optional values,
-    dataclasses and NamedTuples of them, unions of dataclasses, and sections of the configuration,
-    which check themselves. `Any` accepts everything.
+    Types are those of JSON, `float` (null is NaN), `bytes`, enums, tuples, mappings, optional
+    values, dataclasses and NamedTuples of them, unions of dataclasses, and sections of the
+    configuration, which check themselves. `Any` accepts everything.
 
     Raises:
         ParseError: The value has another type; the message begins with `where`.
@@ -241,9 +247,19 @@ def _read_number(value: Any) -> float:
     return float(value)
 
 
+def _read_bytes(value: Any) -> bytes:
+    if isinstance(value, bytes):  # of a message that was not JSON as a whole
+        return value
+    try:
+        return b64decode(value, validate=True)
+    except (TypeError, ValueError):
+        raise _mismatch(value, "bytes in base64") from None
+
+
 _PLAIN: Mapping[Any, _Read] = {
     Any: _unchanged,
     bool: _plain_reader(bool, "true or false"),
+    bytes: _read_bytes,
     int: _plain_reader(int, "a whole number"),
     str: _plain_reader(str, "a text"),
     float: _read_number,

@@ -95,7 +95,7 @@ class EventKind(StrEnum):
     CHECKPOINT_FAILED = "checkpoint_failed"
     """a checkpoint could not be written, and why"""
     CHECKPOINT_NOT_REMOVED = "checkpoint_not_removed"
-    """an old checkpoint could not be removed, and why"""
+    """an old checkpoint, or what is left of one, could not be removed, and why"""
     CHECKPOINT_DAMAGED = "checkpoint_damaged"
     """a checkpoint that the run doesn't resume from, and why"""
     FILES_DAMAGED = "files_damaged"
@@ -213,6 +213,9 @@ class StepRecord:
     """links that are not healthy, in a few words; for the terminal only"""
     held_out_loss: float | None = field(default=None, metadata=_IF_KNOWN)
     """after steps that were evaluated: mean loss of a token of held-out text, after the update"""
+    auxiliary: Mapping[str, float] | None = field(default=None, metadata=_IF_KNOWN)
+    """the model's auxiliary losses by name: summed over layers, a mean over microbatches; `loss`
+    has each times its weight"""
     link_ms: Mapping[str, float] | None = field(default=None, metadata=_IF_KNOWN)
     """the median transfer of each direction, such as `{"2>3": 31.2}`, milliseconds; missing if
     nothing was transferred"""

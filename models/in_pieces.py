@@ -1,6 +1,6 @@
 """Turns three Flax NNX modules (embedding, block, head) into pure functions of their parameters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,14 +12,19 @@ Params = dict[str, Any]
 Build = Callable[[Any, nnx.Rngs], Any]
 """Makes a module from the model's configuration and random streams."""
 
+Inputs = jax.Array | Mapping[str, jax.Array]
+"""Tokens, int32 [microbatch, sequence]; of packed documents {"tokens", "positions"}."""
+
 
 class ModelInPieces:
     """A model of repeated blocks, cut where a pipeline cuts it.
 
     Args:
       config: has `num_layers`, `attention` and `attention_sizes`; each module is built from it.
-      embedding: builds a module that maps tokens to activations.
-      block: builds one layer, which keeps shape and dtype.
+      embedding: builds a module that maps tokens, their positions or None (which is from 0 on),
+        and a key or None to activations.
+      block: builds one layer of activations, segments or None, and a key or None, which keeps
+        shape and dtype.
       head: builds a module that maps activations and targets to the summed loss, and has `logits`.
       tied: whether embedding and head share the parameter `token`.
 
@@ -46,13 +51,29 @@ class ModelInPieces:
         """Returns the head's float32 parameters."""
         return self._init("head", key)
 
-    def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
-        """Maps int32 tokens [microbatch, sequence] to activations [microbatch, sequence, width]."""
-        return self._module("embed", params)(tokens)
+    def embed(self, params: Params, inputs: Inputs, *, key: jax.Array | None = None) -> jax.Array:
+        """Maps tokens [microbatch, sequence] to activations [microbatch, sequence, width]."""
+        tokens, positions = inputs, None
+        if isinstance(inputs, Mapping):
+            tokens, positions = inputs["tokens"], inputs["positions"]
+        return self._module("embed", params)(tokens, positions, key)
 
-    def layer(self, params: Params, x: jax.Array) -> jax.Array:
-        """Returns activations of the same shape and dtype."""
-        return self._module("layer", params)(x)
+    def layer(
+        self,
+        params: Params,
+        x: jax.Array,
+        *,
+        key: jax.Array | None = None,
+        extras: Mapping[str, jax.Array] | None = None,
+    ) -> jax.Array:
+        """Returns activations of the same shape and dtype.
+
+        Args:
+          key: for dropout; None for none.
+          extras: of packed documents {"segments"}, int32 [microbatch, sequence]: attention stays
+            within a segment.
+        """
+        return self._module("layer", params)(x, (extras or {}).get("segments"), key)
 
     def head(self, params: Params, x: jax.Array, targets: jax.Array) -> jax.Array:
         """Returns the float32 sum of the tokens' losses, without those of targets below 0."""
@@ -62,22 +83,24 @@ class ModelInPieces:
         """Maps the last layer's activations to float32 [microbatch, sequence, vocabulary]."""
         return self._module("head", params).logits(x)
 
-    def attention(self, microbatch_size: int, sequence_length: int) -> AttentionChoice:
+    def attention(
+        self, microbatch_size: int, sequence_length: int, packed: bool = False
+    ) -> AttentionChoice:
         """Returns which implementation computes attention on the default device.
 
         Raises:
           ValueError: the configuration requests cuDNN, and the device doesn't have it.
         """
-        sizes = self.config.attention_sizes(microbatch_size, sequence_length)
+        sizes = self.config.attention_sizes(microbatch_size, sequence_length, packed)
         return choose_attention(self.config.attention, sizes)
 
-    def on_device(self, microbatch_size: int, sequence_length: int) -> str:
+    def on_device(self, microbatch_size: int, sequence_length: int, *, packed: bool = False) -> str:
         """Describes in a few words what the model uses on the default device; empty on a CPU.
 
         Raises:
           ValueError: the configuration requests cuDNN, and the device doesn't have it.
         """
-        choice = self.attention(microbatch_size, sequence_length)
+        choice = self.attention(microbatch_size, sequence_length, packed)
         if choice.implementation == "cudnn":
             return "attention is cuDNN's"
         if not choice.why_not_cudnn or default_device().platform == "cpu":

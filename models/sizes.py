@@ -15,6 +15,7 @@ class AttentionSizes:
     Attributes:
       num_heads: heads of queries.
       dtype: of queries, keys and values.
+      packed: whether sequences hold several documents, so that a mask is needed.
     """
 
     microbatch_size: int
@@ -23,6 +24,7 @@ class AttentionSizes:
     num_key_value_heads: int
     head_width: int
     dtype: str
+    packed: bool = False
 
 
 def check_counts(sizes: object, names: Sequence[str]) -> None:
@@ -63,6 +65,13 @@ def check_attention(attention: Any, compute_dtype: str) -> None:
             "attention: got 'cudnn', expected auto or xla with compute_dtype=float32: cuDNN's "
             "takes bfloat16 (of a run: precision.compute)"
         )
+
+
+def check_dropout(dropout: Any) -> None:
+    """Raises ValueError unless it is a share below 1."""
+    is_number = isinstance(dropout, int | float) and not isinstance(dropout, bool)
+    if not is_number or not 0 <= dropout < 1:
+        raise ValueError(f"dropout: got {dropout!r}, expected a number from 0 to below 1")
 
 
 def preset_sizes(

@@ -1,7 +1,7 @@
 """How the benchmarks of faults deal their faults, and judge what comes of them."""
 
+import json
 import random
-from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -12,29 +12,52 @@ from benchmarks.chaos.faults import (
     LINK_KINDS,
     MOMENTS,
     Dealer,
-    begun,
     draw_link_faults,
-    kinds_of,
 )
-from benchmarks.chaos.judgement import WHOLE_RUN, Outcome, attribute, missed, table_of
+from benchmarks.chaos.judgement import WHOLE_RUN, Outcome, attribute, missed, table_of, too_few
 from benchmarks.flipped_bits import IN_TURNS, groups_of
 from benchmarks.flipped_bits import KINDS as FILES
+from benchmarks.results import write_json
+
+
+def test_each_kind_is_dealt_as_often_as_it_is_needed():
+    dealer = Dealer(random.Random(3), dict.fromkeys(KINDS, 10))
+    without_ranks = {name for name, kind in KINDS.items() if kind.ends != "ranks"}
+    _deal(dealer, 10 * len(without_ranks), ranks_end=False)
+    assert dealer.counts == dict.fromkeys(without_ranks, 10)
+    _deal(dealer, 10 * (len(KINDS) - len(without_ranks)), ranks_end=True)
+    assert dealer.counts == dict.fromkeys(KINDS, 10)
+    _deal(dealer, 50, ranks_end=True)
+    assert all(KINDS[kind].ends == "nothing" for kind, n in dealer.counts.items() if n > 10)
+
+
+def _deal(dealer, number, *, ranks_end):
+    for _ in range(number):
+        dealer.counts[dealer.deal(ranks_end=ranks_end)] += 1
+
+
+def test_only_the_needed_kinds_are_dealt():
+    dealer = Dealer(random.Random(0), {"rank killed": 2, "link cut": 0})
+    assert dealer.deal(ranks_end=True) == "rank killed"
+    assert dealer.deal(ranks_end=False) is None
+
+
+def test_ranks_may_end_in_a_run_unless_more_cuts_are_missing():
+    dealer = Dealer(random.Random(0), {"rank killed": 10, "link cut": 10})
+    assert dealer.ranks_may_end()
+    dealer.counts["rank killed"] = 1
+    assert not dealer.ranks_may_end()
+    dealer.counts["link cut"] = 9
+    assert dealer.ranks_may_end()
+    assert Dealer(random.Random(0), {"rank killed": 1}).ranks_may_end()
+    assert not Dealer(random.Random(0), {"sidecar killed": 1, "link cut": 0}).ranks_may_end()
 
 
 @pytest.mark.parametrize("ranks_end", [True, False])
-def test_each_kind_is_dealt_as_often_as_it_should_be(ranks_end):
-    dealer, cards = Dealer(random.Random(3), list(KINDS)), kinds_of(ranks_end, list(KINDS))
-    dealt = Counter(dealer.deal(ranks_end=ranks_end) for _ in range(10 * len(cards)))
-    assert dealt == {kind: 10 * number for kind, number in Counter(cards).items()}
-    assert set(dealt) == {name for name, kind in KINDS.items() if ranks_end or kind.ends != "ranks"}
+def test_everything_is_killed_at_each_moment(ranks_end):
+    dealer = Dealer(random.Random(3), {})
     moments = {dealer.moment(ranks_end=ranks_end) for _ in MOMENTS}
     assert moments == {*MOMENTS} - ({"failover"} if ranks_end else set())
-
-
-def test_only_the_wanted_kinds_are_dealt():
-    dealer = Dealer(random.Random(0), ["rank killed", "link cut"])
-    assert dealer.deal(ranks_end=True) == "rank killed"
-    assert dealer.deal(ranks_end=False) is None
 
 
 def test_links_have_all_kinds_of_faults_that_are_wanted():
@@ -45,15 +68,6 @@ def test_links_have_all_kinds_of_faults_that_are_wanted():
     whole = [each for each in LINK_KINDS if each not in CUTS]
     assert {each.kind for each in draw_link_faults(random.Random(0), 3, [], whole)} == {*whole}
     assert draw_link_faults(random.Random(0), 3, [], []) == ()
-
-
-def test_link_faults_count_once_per_launch_of_the_ranks():
-    faults = draw_link_faults(random.Random(0), 3, ["1-2"], LINK_KINDS)
-    second_s = faults[1].begins_s + 0.001
-    assert list(begun(faults, [second_s, 0.0, second_s])) == 2 * [
-        faults[0].kind,
-        faults[1].kind,
-    ]
 
 
 def test_a_wrong_step_is_the_last_fault_before_it():
@@ -74,6 +88,8 @@ def test_the_table_has_all_that_is_wrong():
     assert list(table["rank killed"].values()) == [2, 7.0, 2, 0, 0, 1]
     assert list(table["disk full"].values()) == [1, None, 0, 1, 2, 0]
     assert missed(table) == 6
+    needed = {"rank killed": 2, "disk full": 2, "link cut": 0}
+    assert too_few(table, needed, 4) == ["disk full: 1 of 2", "faults in all: 3 of 4"]
     assert missed(table_of([Outcome(WHOLE_RUN)], [WHOLE_RUN])) == 0
 
 
@@ -87,3 +103,11 @@ def test_flips_that_are_resumed_together_cannot_hide_one_another():
         assert len(set(kinds)) == len(kinds) <= 4
         assert sum(FILES[kind].startswith("checkpoints/") for kind in kinds) <= 1
         assert len(kinds) == 1 or not {"steps", "configuration"} & {*kinds}
+
+
+def test_json_has_one_record_a_line(tmp_path):
+    values = {"load": 1, "runs": [{"seed": 0, "faults": [{"kind": "a", "leaks": []}, {}]}], "b": []}
+    write_json(tmp_path / "values.json", values)
+    text = (tmp_path / "values.json").read_text()
+    assert json.loads(text) == values
+    assert '    {"kind": "a", "leaks": []},\n    {}\n' in text

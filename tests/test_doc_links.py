@@ -41,14 +41,6 @@ def test_every_file_that_is_named_is_there(page):
     assert [path for path in _FILE.findall(_text(page)) if not (ROOT / path).exists()] == []
 
 
-def test_a_dead_link_is_seen(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("# The `one` heading\n[a](none.md) [b](#the-one-heading) [c](page.md#no)\n")
-    assert [target for target in _LINK.findall(_text(page)) if _is_dead(page, target)] == [
-        "none.md", "page.md#no",
-    ]  # fmt: skip
-
-
 def test_a_test_holds_each_row_of_the_table_of_faults():
     page = (ROOT / "docs/how-to/recover.md").read_text(encoding="utf-8")
     section = page.partition("## How a run ends\n")[2]

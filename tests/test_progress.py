@@ -4,7 +4,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -85,7 +84,6 @@ def test_others_leave_a_stalled_process_time_to_end_itself(progress):
     assert looks[-1] == Stall(11.0, "step 5")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_stopped_process_is_known_as_stopped():
     with subprocess.Popen(["sleep", "60"]) as process:
         assert not is_stopped(process.pid)

@@ -5,14 +5,7 @@ from dataclasses import fields
 import pytest
 
 from jaxmorph.records import Event, EventKind, StepRecord
-from tests.reference import (
-    CONFIGURATION,
-    PAGE,
-    configuration_tables,
-    meanings,
-    table,
-    with_tables,
-)
+from tests.reference import CONFIGURATION, PAGE, configuration_tables, meanings, table, with_tables
 
 
 def test_the_pages_have_the_tables_of_the_types():

@@ -9,15 +9,13 @@ at once, N times at moments of all sorts. Linux only.
 """
 
 import argparse
-import json
 import os
 import random
 import signal
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -31,10 +29,11 @@ from benchmarks.chaos.judgement import (
     Table,
     in_words,
     missed,
-    provenance,
     table_of,
+    too_few,
 )
-from benchmarks.chaos.watched_run import ROOT, EndedError, HungError
+from benchmarks.chaos.watched_run import EndedError, HungError
+from benchmarks.results import provenance, write_json
 
 _SHOWN = 12  # lines of what went wrong
 _MOST_FAILED = 5  # runs, then it's over
@@ -45,31 +44,29 @@ def main() -> int:
     arguments = _parsed()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # runs end with it
     own_disk = has_own_mounts()
-    kinds = [kind for kind in (*KINDS, *LINK_KINDS) if kind in arguments.only]
-    if "disk full" in kinds and not own_disk:
-        print("left out: disk full, because this process may not mount one")
-        kinds.remove("disk full")
-    each: int = arguments.each
-    least = dict.fromkeys(kinds, each)
+    needed = {kind: arguments.each for kind in (*KINDS, *LINK_KINDS) if kind in arguments.only}
     if arguments.kill_everything:
-        least = {"everything killed": arguments.kill_everything}
-    values = provenance(ROOT, "benchmarks.chaos")
-    print(f"load {values['load_before']:.2f}; kinds of faults: {', '.join(kinds)}", flush=True)
+        needed = {"everything killed": arguments.kill_everything, **dict.fromkeys(LINK_KINDS, 0)}
+    possible = {kind: n for kind, n in needed.items() if own_disk or kind != "disk full"}
+    values = provenance("benchmarks.chaos")
+    print(f"load {values['load_before']:.2f}; kinds of faults: {', '.join(possible)}", flush=True)
     bad_endings = 0 if arguments.no_endings else _end_in_all_ways()
     runs: list[DisturbedRun] = []
-    for run in _disturbed_runs(arguments, Dealer(random.Random(arguments.seed), kinds), least):
+    dealer = Dealer(random.Random(arguments.seed), possible)
+    for run in _disturbed_runs(arguments, dealer, own_disk=own_disk):
         runs.append(run)
         _print(run)
         if arguments.json:  # after each run, so that one that is ended early has its results
-            values |= {"load_after": os.getloadavg()[0], "table": _table(runs, kinds)}
+            table = _table(runs, [*needed])
+            values |= {"load_after": os.getloadavg()[0], "table": table}
+            values["too_few"] = too_few(table, needed, arguments.faults)
             values["runs"] = [each.to_json() for each in runs]
-            arguments.json.write_text(json.dumps(values, indent=1))
-    table, num_faults = _table(runs, kinds), sum(run.num_faults for run in runs)
-    wanted = {**least, "faults in all": arguments.faults}
-    found = Counter({kind: int(row["count"] or 0) for kind, row in table.items()})
-    found["faults in all"] = num_faults
-    few = [f"{name}: {found[name]} of {n}" for name, n in wanted.items() if found[name] < n]
-    print(*in_words(table), *(f"not reached: {each}" for each in few), sep="\n")
+            write_json(arguments.json, values)
+    table, num_faults = _table(runs, [*needed]), sum(run.num_faults for run in runs)
+    few = too_few(table, needed, arguments.faults)
+    print(*in_words(table), *(f"MISSED: {each}" for each in few), sep="\n")
+    if not own_disk and "disk full" in needed:
+        print("this process may not mount a disk to fill")
     print(f"{num_faults} faults in {len(runs)} runs; {bad_endings} endings leave something")
     return 1 if missed(table) or bad_endings or few else 0
 
@@ -81,7 +78,7 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--each", type=int, default=10, help="at least so many of each kind")
     parser.add_argument("--only", action="append", choices=kinds, metavar="KIND")
     parser.add_argument("--kill-everything", type=int, metavar="N", help="only that, N times")
-    parser.add_argument("--minutes", type=float, default=1e6, help="then no more faults")
+    parser.add_argument("--minutes", type=float, default=60.0, help="then no more faults")
     parser.add_argument("--seed", type=int, default=0, help="of the first run; then one more each")
     parser.add_argument("--steps", type=int, default=400, help="of each run")
     parser.add_argument("--no-endings", action="store_true", help="only the faults")
@@ -89,7 +86,6 @@ def _parsed() -> argparse.Namespace:
     arguments = parser.parse_args()
     arguments.only = arguments.only or kinds
     if arguments.kill_everything:
-        arguments.only = ["everything killed", *LINK_KINDS]
         arguments.no_endings = True
         arguments.faults = 0
     return arguments
@@ -110,14 +106,14 @@ def _end_in_all_ways() -> int:
 
 
 def _disturbed_runs(
-    arguments: argparse.Namespace, dealer: Dealer, least: Mapping[str, int]
+    arguments: argparse.Namespace, dealer: Dealer, *, own_disk: bool
 ) -> Iterator[DisturbedRun]:
     until_s, failed = time.monotonic() + 60 * arguments.minutes, 0
-    expected, own_disk = undisturbed(arguments.steps), "disk full" in dealer.wanted
+    expected = undisturbed(arguments.steps)
 
     def enough() -> bool:
-        reached = all(dealer.counts[kind] >= number for kind, number in least.items())
-        return time.monotonic() > until_s or (reached and dealer.counts.total() >= arguments.faults)
+        reached = not dealer.missing() and dealer.counts.total() >= arguments.faults
+        return reached or time.monotonic() > until_s
 
     for seed in count(arguments.seed):
         if enough() or failed == _MOST_FAILED:

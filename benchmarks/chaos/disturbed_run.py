@@ -115,7 +115,7 @@ def disturbed(
         enough: Whether no more faults are wanted; the run then goes on to its end in peace.
         own_disk: Whether it may be given a disk of its own.
     """
-    result, began_s = DisturbedRun(seed, _ranks_end(seed, dealer)), time.monotonic()
+    result, began_s = DisturbedRun(seed, dealer.ranks_may_end()), time.monotonic()
     link_faults = _link_faults(result, dealer)
     with tempfile.TemporaryDirectory() as name, ExitStack() as opened:
         folder = Path(name)
@@ -150,13 +150,6 @@ def disturbed(
     return result
 
 
-def _ranks_end(seed: int, dealer: Dealer) -> bool:
-    """Ranks end in every other run, and in the others links are cut, where both are wanted."""
-    if not any(KINDS[kind].ends == "ranks" for kind in dealer.wanted if kind in KINDS):
-        return False
-    return seed % 2 == 0 or not any(kind in CUTS for kind in dealer.wanted)
-
-
 def _link_faults(result: DisturbedRun, dealer: Dealer) -> tuple[LinkFault, ...]:
     config = load_config(CONFIG)
     routes, stages = config.routes, config.parallelism.stages
@@ -165,7 +158,7 @@ def _link_faults(result: DisturbedRun, dealer: Dealer) -> tuple[LinkFault, ...]:
     kinds = [
         kind
         for kind in LINK_KINDS
-        if kind in dealer.wanted and not (result.ranks_end and kind in CUTS)
+        if kind in dealer.needed and not (result.ranks_end and kind in CUTS)
     ]
     return draw_link_faults(random.Random(result.seed + 1_000_003), stages, direct, kinds)
 
@@ -202,7 +195,7 @@ def _inject(injector: Injector, kind: str, rank: int, result: DisturbedRun, deal
             result.outcomes.remove(outcome)
             return False
         outcome.detail, outcome.leaks = injected.detail, injected.leaks
-        stays = KINDS[kind].ends != "nothing" or not KINDS[kind].stands_s[1]
+        stays = KINDS[kind].ends != "nothing" or not KINDS[kind].lasts_s[1]
         lasted_s = 0.0 if stays else time.monotonic() - began_s
         _see_through(injector, output, rank, outcome, resumable=resumable)
         outcome.recovered_s = time.monotonic() - began_s - lasted_s
@@ -229,9 +222,9 @@ def _see_through(
     named_s = LIMIT_S + (START_S if kind.ends == "command" else 0.0)
     outcome.unnamed = bool(named) and not output.matches_within(named_s, named)
     resumed = "resumed" if resumable else "(resumed|plan_adopted)"
-    again = {"ranks": "restarted", "command": resumed}.get(kind.ends)
-    if again is not None and not output.matches_within(START_S, f"^{again}: "):
-        raise HungError(f"not {again} within {START_S:g} s\n{run.evidence()}")
+    restart_event = {"ranks": "restarted", "command": resumed}.get(kind.ends)
+    if restart_event and not output.matches_within(START_S, f"^{restart_event}: "):
+        raise HungError(f"no event {restart_event} within {START_S:g} s\n{run.evidence()}")
     seen = outcome.step if kind.ends == "nothing" else run.last_step()
     run.wait_for_step(min(max(seen, outcome.step) + 1, injector.num_steps - 1), LIMIT_S)
 

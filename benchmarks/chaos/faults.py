@@ -1,10 +1,10 @@
-"""The faults of a run; shuffled decks of their kinds have each come as often as it should."""
+"""The kinds of faults, which of them a run has next, and when its links fail."""
 
 import csv
 import io
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
@@ -31,16 +31,14 @@ class Kind:
         named: A pattern of what names its cause: an event's `kind: detail`, or a line of a log or
             of the terminal; {rank} is its rank. Empty: it only slows the run down, and need not be
             named.
-        ends: What ends with it: the ranks, which the command starts again; or the command, which
-            is started again with `--resume auto`.
-        weight: How many a deck has.
-        stands_s: How long it lasts, from and to.
+        ends: What ends with it: the ranks, which the command restarts; or the command, which is
+            restarted with `--resume auto`.
+        lasts_s: The shortest and the longest time until it is undone; zeros: it stays.
     """
 
     named: str
     ends: Ends = "nothing"
-    weight: int = 1
-    stands_s: tuple[float, float] = (0.0, 0.0)
+    lasts_s: tuple[float, float] = (0.0, 0.0)
 
 
 KINDS: Mapping[str, Kind] = {
@@ -49,13 +47,13 @@ KINDS: Mapping[str, Kind] = {
     "queue never ends": Kind(
         "^rank_failed: rank {rank} failed: stalled: .*its queue is at ", "ranks"
     ),
-    "rank stopped": Kind("", weight=2, stands_s=(0.05, 0.8)),
-    "sidecar killed": Kind("^sidecar_restarted: ", weight=2),
-    "sidecar stopped": Kind("", weight=2, stands_s=(0.05, 0.8)),
+    "rank stopped": Kind("", lasts_s=(0.05, 0.8)),
+    "sidecar killed": Kind("^sidecar_restarted: "),
+    "sidecar stopped": Kind("", lasts_s=(0.05, 0.8)),
     "sidecar stopped for ever": Kind("^sidecar_restarted: .*no sign of life"),
-    "planning killed": Kind(""),
-    "planning stopped": Kind("", stands_s=(0.5, 3.0)),
-    "card resets connections": Kind("^lane_(down|closed): ", stands_s=(0.2, 3.0)),
+    "planning killed": Kind("^planning_failed: "),
+    "planning stopped": Kind("", lasts_s=(0.5, 3.0)),
+    "card resets connections": Kind("^lane_(down|closed): ", lasts_s=(0.2, 3.0)),
     "storage failing": Kind("^checkpoint_failed: "),
     "disk full": Kind(NO_ROOM),
     "launcher killed": Kind("", "command"),
@@ -85,35 +83,51 @@ class Deck(Generic[_Card]):
         return self._left.pop()
 
 
-def kinds_of(ranks_end: bool, wanted: Sequence[str]) -> list[str]:
-    """The kinds for a deck of a run in which ranks may end, or of one in which they may not."""
-    return [
-        name
-        for name, kind in KINDS.items()
-        if name in wanted and (ranks_end or kind.ends != "ranks")
-        for _ in range(kind.weight)
-    ]
-
-
 class Dealer:
-    """Deals the faults of all runs.
+    """Chooses the faults of all runs.
+
+    Args:
+        needed: How many of each kind are needed; no other kind is chosen.
 
     Attributes:
-        wanted: The kinds that are wanted.
         counts: How often each has occurred so far.
     """
 
-    def __init__(self, rng: random.Random, wanted: Sequence[str]) -> None:
-        self.wanted, self.counts = wanted, Counter[str]()
-        decks = {ranks_end: kinds_of(ranks_end, wanted) for ranks_end in (True, False)}
-        self._decks = {key: Deck(cards, rng) for key, cards in decks.items() if cards}
+    def __init__(self, rng: random.Random, needed: Mapping[str, int]) -> None:
+        self.needed, self.counts, self._rng = needed, Counter[str](), rng
         moments = {True: [each for each in MOMENTS if each != "failover"], False: MOMENTS}
         self._moments = {key: Deck(cards, rng) for key, cards in moments.items()}
 
+    def missing(self, kinds: Iterable[str] | None = None) -> dict[str, int]:
+        """How many of each kind are still needed, of those that are."""
+        kinds = self.needed if kinds is None else kinds
+        left = {kind: self.needed.get(kind, 0) - self.counts[kind] for kind in kinds}
+        return {kind: number for kind, number in left.items() if number > 0}
+
     def deal(self, *, ranks_end: bool) -> str | None:
-        """The next kind of fault, None if such runs have none."""
-        deck = self._decks.get(ranks_end)
-        return deck.deal() if deck else None
+        """The next kind for a run in which ranks may end, or may not; None: there is none.
+
+        A kind is the likelier the more are missing. Once none is, those come that end nothing.
+        """
+        kinds = [
+            name
+            for name, kind in KINDS.items()
+            if name in self.needed and (ranks_end or kind.ends != "ranks")
+        ]
+        missing = self.missing(kinds)
+        if missing:
+            return self._rng.choices([*missing], [*missing.values()])[0]
+        quick = [name for name in kinds if KINDS[name].ends == "nothing"]
+        return self._rng.choice(quick or kinds) if kinds else None
+
+    def ranks_may_end(self) -> bool:
+        """Whether ranks end in the next run; else cards go down and links are cut in it."""
+        ending = [name for name, kind in KINDS.items() if kind.ends == "ranks"]
+        ending, cuts = ([name for name in each if name in self.needed] for each in (ending, CUTS))
+        if not ending or not cuts:
+            return bool(ending)
+        most = [max(self.missing(each).values(), default=0) for each in (ending, cuts)]
+        return most[0] >= most[1]
 
     def moment(self, *, ranks_end: bool) -> Moment:
         """The moment of the next kill of everything."""

@@ -98,7 +98,7 @@ class Injector:
         self.run.start("--resume", "auto")
 
     def _seconds(self, kind: str) -> float:
-        return self.rng.uniform(*KINDS[kind].stands_s)
+        return self.rng.uniform(*KINDS[kind].lasts_s)
 
     def _signal(self, kind: str, rank: int) -> Injected | None:
         who, what = kind.split(" ", 1)

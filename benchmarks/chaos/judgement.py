@@ -1,15 +1,10 @@
 """What came of runs and of their faults: results bit by bit, and a table of the kinds."""
 
 import hashlib
-import os
 import re
-import subprocess
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -147,14 +142,11 @@ def missed(table: Mapping[str, Mapping[str, float | None]]) -> int:
     return sum(int(row[name] or 0) for row in table.values() for name in COLUMNS[2:])
 
 
-def provenance(root: Path, module: str) -> dict[str, Any]:
-    """Which command runs when, on what."""
-    head = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "command": " ".join([f"python -m {module}", *sys.argv[1:]]),
-        "commit": commit,
-        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "processors": os.cpu_count(),
-        "load_before": os.getloadavg()[0],
-    }
+def too_few(
+    table: Mapping[str, Mapping[str, float | None]], needed: Mapping[str, int], in_all: int
+) -> list[str]:
+    """A line for each kind that came less often than it is needed, and for all of them."""
+    counts = {kind: int(table[kind]["count"] or 0) for kind in needed}
+    compared = [(kind, counts[kind], number) for kind, number in needed.items()]
+    compared.append(("faults in all", sum(counts.values()), in_all))
+    return [f"{kind}: {count} of {number}" for kind, count, number in compared if count < number]

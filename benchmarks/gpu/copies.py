@@ -19,7 +19,7 @@ from benchmarks.gpu.copy_ends import Incoming, Message, Outgoing, Site, wait_unt
 from benchmarks.gpu.stage import is_small
 from jaxmorph.copies.backends import PayloadShape, ReceiveBackend, SendBackend
 from jaxmorph.copies.choosing import UnavailableBackend, copy_backends
-from jaxmorph.pallas_kernels import NoKernelsError
+from jaxmorph.pallas_kernels.mosaic import NoKernelsError
 from jaxmorph.records import in_bytes
 from jaxmorph.transport.names import WRAP
 

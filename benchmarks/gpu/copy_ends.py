@@ -185,7 +185,7 @@ class Outgoing(_End[_Sent]):
         return OutgoingEnd(spec, first, lambda: None)
 
     def _has_room(self) -> bool:
-        return self._end.has_room()
+        return self._end.has_free_slot()
 
     def _start(self, message: Message, *, is_compared: bool = False) -> _Sent:
         slot = self._end.reserve(0.0)

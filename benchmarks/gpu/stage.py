@@ -14,7 +14,7 @@ from jaxmorph.models.gpt2 import build
 from jaxmorph.models.gpt2.stages import GPT2
 from jaxmorph.stage.build import OP_KINDS, StagePrograms, build_stage
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
-from jaxmorph.stage.model import PipelineModel
+from jaxmorph.stage.model import MicrobatchShapes, PipelineModel
 from jaxmorph.stage.parameters import init_stage_params
 
 OP_NAMES = ("F", "B", "W", "BW", "plain")
@@ -95,8 +95,7 @@ def build_lone_stage(
         num_layers=sizes.num_layers,
         is_first=False,
         is_last=False,
-        microbatch_size=sizes.microbatch_size,
-        sequence_length=sizes.sequence_length,
+        shapes=MicrobatchShapes.of_text(sizes.microbatch_size, sizes.sequence_length),
         kinds=kinds,
     )
 

@@ -42,7 +42,7 @@ from jaxmorph.schedule.fixed import FIXED_SCHEDULES
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.simulate import simulate
 from jaxmorph.stage.mesh import make_mesh
-from jaxmorph.stage.model import Params, PipelineModel, cut_layers
+from jaxmorph.stage.model import MicrobatchShapes, Params, PipelineModel, cut_layers
 from jaxmorph.stage.parameters import init_stage_params, leaf_at, with_leaf
 from jaxmorph.transport.secret import inherited_secret
 
@@ -197,8 +197,7 @@ def run_stage(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> 
     model = build_gpt2(sizes, "float32")
     settings = StageSettings(
         layers=cut_layers(sizes.num_layers, _NUM_STAGES),
-        microbatch_size=sizes.microbatch_size,
-        sequence_length=sizes.sequence_length,
+        shapes=MicrobatchShapes.of_text(sizes.microbatch_size, sizes.sequence_length),
         seed=0,
         kinds=frozenset((OpKind.F, OpKind.B, OpKind.W)),
         optimizer=optax.sgd(_RATE),
@@ -215,7 +214,7 @@ def run_stage(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> 
                 trainer = StageTrainer(model, settings, rank, plane=plane, alone=alone)
             with closing(trainer):
                 programs = _stage_programs(len(model.tied), route)
-                trainer.make_room(slots_needed(programs))
+                trainer.add_slots(slots_needed(programs))
                 rendezvous.exchange({})  # so that both have it
                 figures, gradients = _train(trainer, programs[rank], rendezvous, sizes)
                 copies = trainer.delegated.statistics() if trainer.delegated else None

@@ -7,7 +7,6 @@ missed, 0 where all are kept or where namespaces can't be made, with one line th
 
 import argparse
 import itertools
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +16,7 @@ from benchmarks.netns.nic_cases import nic_outcomes
 from benchmarks.netns.outcomes import HEADING
 from benchmarks.netns.stream_cases import stream_outcomes
 from benchmarks.netns.training_cases import training_outcomes
+from benchmarks.results import provenance, write_json
 
 _PARTS = {"streams": stream_outcomes, "training": training_outcomes, "nic": nic_outcomes}
 
@@ -33,6 +33,7 @@ def main() -> int:
     if (why := why_unavailable()) is not None:
         print(f"skipped: {why}")
         return 0
+    values = provenance("benchmarks.netns")
     print(HEADING)
     outcomes = []
     for outcome in itertools.chain(*(_PARTS[part]() for part in arguments.parts or _PARTS)):
@@ -40,7 +41,7 @@ def main() -> int:
         print(outcome.row(), flush=True)
         if arguments.out:
             found = [asdict(each) | {"passes": each.passes} for each in outcomes]
-            arguments.out.write_text(json.dumps(found, indent=1))
+            write_json(arguments.out, values | {"outcomes": found})
     return 0 if all(outcome.passes for outcome in outcomes) else 1
 
 

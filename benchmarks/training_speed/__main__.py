@@ -2,18 +2,19 @@
 
 import argparse
 import importlib.util
-import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.results import ROOT, finish, provenance
 from benchmarks.training_speed.contenders import OF_JAX, OF_TORCH, Contender, commands
-from benchmarks.training_speed.results import HEADER, bars, in_json, speeds
-from benchmarks.training_speed.turns import ROOT, ContenderError, Running, Turn, running
+from benchmarks.training_speed.results import HEADER, bars, speeds
+from benchmarks.training_speed.turns import ContenderError, Running, Turn, running
 from benchmarks.training_speed.worker import WorkerOptions
 from benchmarks.training_speed.workload import Workload, write_batches
 
@@ -26,7 +27,8 @@ def main() -> int:
     workload = Workload(width=options.width, num_layers=options.layers)
     torch_python = options.torch_python or _python_with_torch()
     contenders = [*OF_JAX, *(OF_TORCH if torch_python else ())]
-    print(f"{workload}; load average before: {os.getloadavg()[0]:.2f}", flush=True)
+    values = provenance("benchmarks.training_speed")
+    print(f"{workload}; load average before: {values['load_before']:.2f}", flush=True)
     if not torch_python:
         print("torch is not installed, so it takes no part (or: --torch-python PATH)", flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -34,10 +36,9 @@ def main() -> int:
     ran = [each for each in contenders if each.name in turns]
     rows = speeds(ran, turns, options.steps * workload.tokens_per_step)
     kept = [*bars(ran, turns)]
-    print(HEADER, *rows, "", *kept, sep="\n")
-    if options.json:
-        options.json.write_text(json.dumps(in_json(rows, kept), indent=1))
-    return int(failed or not all(bar.holds for bar in kept))
+    print(HEADER, *rows, "", sep="\n")
+    values |= {"rows": [asdict(row) for row in rows]}
+    return finish(kept, options.json, values) or int(failed)
 
 
 def measure(

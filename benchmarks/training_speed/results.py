@@ -1,11 +1,10 @@
 """From the turns of all contenders to the table and the bars."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
-from benchmarks.head_of_line import Bar
+from benchmarks.results import Bar
 from benchmarks.training_speed import contenders as names
 from benchmarks.training_speed.contenders import Contender
 from benchmarks.training_speed.turns import Turn
@@ -86,21 +85,13 @@ def bars(contenders: Sequence[Contender], turns: Turns) -> Iterator[Bar]:
     by_name = {each.name: each for each in contenders}
     for ours, plain in ((names.STAGE, names.PLAIN), (names.STAGE_TWO, names.PLAIN_TWO)):
         if {ours, plain} <= turns.keys():
-            yield Bar(f"{ours} / {plain}", _ratio(turns, ours, plain), least=LEAST_OF_PLAIN)
+            yield Bar(f"{ours} / {plain}", _ratio(turns, ours, plain), at_least=LEAST_OF_PLAIN)
     pairs = (names.STAGES_1F1B, names.TORCH_1F1B), (names.STAGES_ZB, names.TORCH_ZB)
     for ours, theirs in pairs:
         if {ours, theirs} <= turns.keys():
             over = per_core(by_name[ours], turns) / per_core(by_name[theirs], turns)
-            yield Bar(f"per core of alone: {ours} / {theirs}", over, least=LEAST_OF_TORCH)
-    yield Bar("largest difference between losses of one step", _apart(turns), most=MOST_APART)
-
-
-def in_json(rows: Sequence[Speed], kept: Sequence[Bar]) -> dict[str, Any]:
-    """Rows and bars in JSON's types."""
-    return {
-        "rows": [asdict(row) for row in rows],
-        "bars": [{**asdict(bar), "most": min(bar.most, 1e9), "holds": bar.holds} for bar in kept],
-    }
+            yield Bar(f"per core of alone: {ours} / {theirs}", over, at_least=LEAST_OF_TORCH)
+    yield Bar("largest difference between losses of one step", _apart(turns), at_most=MOST_APART)
 
 
 def _ratio(turns: Turns, ours: str, theirs: str) -> float:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-ROOT = Path(__file__).parents[2]
+from benchmarks.results import ROOT
+
 _START_S, _ROUND_S, _END_S, _LOOK_S = 300.0, 600.0, 10.0, 0.5
 _LOG_TAIL_CHARACTERS = 1500
 

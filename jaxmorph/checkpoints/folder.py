@@ -15,7 +15,8 @@ their checksums (`checksums`).
 import json
 import re
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -45,7 +46,7 @@ from jaxmorph.plain_json import with_sum, without_sum
 
 _FINISHED = re.compile(r"step_(\d+)")
 _UNFINISHED = re.compile(r"step_(\d+)\.unfinished")
-_LEFT_OVER = re.compile(r"step_\d+\.(unfinished|removed)")
+_LEFT_OVER = re.compile(r"step_(\d+)\.(unfinished|removed)")
 _PATTERN = frozenset("*?[\\")
 
 
@@ -228,24 +229,30 @@ class CheckpointFolder:
         shutil.rmtree(self.unfinished(step), ignore_errors=True)
 
     def prune(self, keep: int) -> tuple[str, ...]:
-        """Removes all but the newest `keep` checkpoints.
+        """Removes all but the newest `keep` checkpoints, and what is left of earlier removals.
 
         Checkpoints with a missing or shortened file are neither counted nor removed. Changed bytes
         are not looked for here, because reading every checkpoint after each save takes too long.
 
         Returns:
-            One line for each checkpoint that could not be removed.
+            One line for each folder that could not be removed.
         """
-        remaining = []
+        remaining: list[str] = []
         whole = [step for step in self.steps() if self._seems_whole(step)]
         for step in whole[:-keep]:
-            removed = self.path / f"step_{step}.removed"
-            try:
-                self.finished(step).rename(removed)
-                shutil.rmtree(removed)
-            except OSError as error:
-                remaining.append(" ".join(f"{error}".split()))
+            with _adding_errors(remaining):
+                self.finished(step).rename(self.path / f"step_{step}.removed")
+        # Of later steps other ranks may be writing already.
+        for path in self._left_overs(before=max(whole, default=0)):
+            with _adding_errors(remaining):
+                shutil.rmtree(path)
         return tuple(remaining)
+
+    def _left_overs(self, before: int) -> list[Path]:
+        """Unfinished and half-removed checkpoints of earlier steps than `before`."""
+        folders = (path for path in self.path.iterdir() if path.is_dir())
+        found = ((_LEFT_OVER.fullmatch(path.name), path) for path in folders)
+        return [path for name, path in found if name and int(name[1]) < before]
 
     def _seems_whole(self, step: int) -> bool:
         try:
@@ -263,3 +270,12 @@ class CheckpointFolder:
             elif is_rank_file(path):
                 with suppress(OSError):
                     path.unlink()
+
+
+@contextmanager
+def _adding_errors(lines: list[str]) -> Iterator[None]:
+    """Add the line of an error of the operating system, instead of raising it."""
+    try:
+        yield
+    except OSError as error:
+        lines.append(" ".join(f"{error}".split()))

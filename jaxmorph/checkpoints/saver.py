@@ -117,6 +117,7 @@ class CheckpointSaver:
         self._stuck: Future[None] | None = None  # what was given up and has not ended
         self._save: _Save | None = None
         self._last_failure = ""
+        self._not_removed: tuple[str, ...] = ()
         self._thread = ThreadPoolExecutor(1, "jaxmorph-checkpoint")
 
     def save(self, step: int, parts: Sequence[Tree]) -> None:
@@ -230,8 +231,10 @@ class CheckpointSaver:
             remaining = self._folder.prune(self._keep)
         except OSError as error:
             remaining = (" ".join(f"{error}".split()),)
-        if remaining:
-            self._emit(step - 1, EventKind.CHECKPOINT_NOT_REMOVED, "; ".join(remaining))
+        new = [line for line in remaining if line not in self._not_removed]
+        self._not_removed = remaining
+        if new:
+            self._emit(step - 1, EventKind.CHECKPOINT_NOT_REMOVED, "; ".join(new))
 
     def _abandon(self, save: _Save, reasons: str) -> None:
         self._save, self._last_failure = None, reasons

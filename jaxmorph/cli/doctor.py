@@ -2,14 +2,15 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 if TYPE_CHECKING:  # the command line starts without importing transport
-    from jaxmorph.cli.doctor_host import Fact, Section
+    from jaxmorph.cli.doctor_host import Fact
 
 _WORKS = {None: "", True: "ok", False: "no"}
 _SAYS_NO_MORE = ("yes", "no", "none")
@@ -20,46 +21,30 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> int:
     """Check what works on this machine, and why the rest doesn't."""
-    sections = inspect_machine()
-    if as_json:
-        by_section = {section.about: section.to_json() for section in sections}
-        typer.echo(json.dumps(by_section, indent=1))
-        return 0
-    print_sections(sections, Console(highlight=False, markup=False))
-    return 0
+    from jaxmorph.cli import doctor_host as host
 
-
-def inspect_machine() -> Iterator["Section"]:
-    """All sections of facts about this machine."""
-    from jaxmorph.cli.doctor_host import (
-        cluster_facts,
-        host_facts,
-        network_facts,
-        privilege_facts,
-        run_checks,
-        software_facts,
-    )
-
-    return run_checks(
+    sections = host.run_checks(
         {
-            "software": software_facts,
-            "host": host_facts,
-            "privileges": privilege_facts,
-            "network": network_facts,
-            "cluster and environment": cluster_facts,
+            "software": host.software_facts,
+            "host": host.host_facts,
+            "privileges": host.privilege_facts,
+            "network": host.network_facts,
+            "cluster and environment": host.cluster_facts,
             "devices": _device_facts,
             "settings for GPUs": _setting_facts,
             "copies": _copy_facts,
         }
     )
-
-
-def print_sections(sections: Iterable["Section"], console: Console) -> None:
-    """Print a table, each section as soon as it is known."""
-    for section in sections:
-        console.print(section.about, style="bold", soft_wrap=True)
-        for fact in section.facts:
+    if as_json:
+        by_section = {about: [asdict(fact) for fact in facts] for about, facts in sections}
+        typer.echo(json.dumps(by_section, indent=1))
+        return 0
+    console = Console(highlight=False, markup=False)
+    for about, facts in sections:  # each is printed as soon as it is known
+        console.print(about, style="bold", soft_wrap=True)
+        for fact in facts:
             console.print(_line(fact), soft_wrap=True)
+    return 0
 
 
 def _line(fact: "Fact") -> str:

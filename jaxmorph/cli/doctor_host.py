@@ -10,11 +10,10 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
 
 from jaxmorph.errors import UserError
 from jaxmorph.transport.host import (
@@ -34,7 +33,6 @@ _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _CUDA_LIBRARIES = tuple(
     f"nvidia-{library}-cu{cuda}" for library in ("cudnn", "nccl") for cuda in (13, 12)
 )
-_MEMORY = Path("/proc/meminfo")
 _SHARED = Path("/dev/shm")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -69,25 +67,15 @@ class Fact:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Section:
-    """Facts about one subject."""
+def run_checks(
+    checks: Mapping[str, Callable[[], Iterable[Fact]]],
+) -> Iterator[tuple[str, tuple[Fact, ...]]]:
+    """What each check finds; one that raises becomes a fact, and the others still run.
 
-    about: str
-    facts: tuple[Fact, ...]
-
-    def to_json(self) -> list[dict[str, Any]]:
-        """The facts in JSON's types."""
-        return [asdict(fact) for fact in self.facts]
-
-
-def run_checks(checks: Mapping[str, Callable[[], Iterable[Fact]]]) -> Iterator[Section]:
-    """Run all checks; one that raises becomes a fact, and the others still run.
-
-    Sections come one by one: a check of a hung device may never return.
+    They come one by one: a check of a hung device may never return.
     """
     for about, check in checks.items():
-        yield Section(about, tuple(_checked(check)))
+        yield about, tuple(_checked(check))
 
 
 def _checked(check: Callable[[], Iterable[Fact]]) -> Iterable[Fact]:
@@ -130,7 +118,6 @@ def _installed(name: str) -> str | None:
 
 def host_facts(
     *,
-    memory: Path = _MEMORY,
     shared: Path = _SHARED,
     quota: Path = _QUOTA,
     memory_limit: Path = _MEMORY_LIMIT,
@@ -138,7 +125,8 @@ def host_facts(
 ) -> Iterator[Fact]:
     """The host's size, and the limits of slots and their registration."""
     yield _cores(quota)
-    yield Fact("memory", f"{_total_memory(memory)}{_container_memory(memory_limit)}")
+    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    yield Fact("memory", f"{total_bytes / _GIB:.1f} GiB{_container_memory(memory_limit)}")
     yield _slots()
     yield _sidecar(trial, quota)
     yield Fact("/dev/shm", _free(shared), note="slots don't need it, NCCL does")
@@ -177,14 +165,6 @@ def _sidecar(trial: Callable[[], SidecarTrial], quota: Path) -> Fact:
         True,
         f"a rank that is alone here has at most {most} by transport.sidecars: auto",
     )
-
-
-def _total_memory(memory: Path) -> str:
-    try:
-        lines = dict(line.split(":", 1) for line in memory.read_text().splitlines() if ":" in line)
-        return f"{int(lines['MemTotal'].split()[0]) * 1024 / _GIB:.1f} GiB"
-    except (OSError, KeyError, ValueError):
-        return "unknown"
 
 
 def _container_memory(limit: Path) -> str:

@@ -93,8 +93,8 @@ def _check(path: Path, overrides: Sequence[str]) -> _DryRun:
         parts = check_run(config)
         require_no_checkpoints(config)
         sizes = config.batch.microbatch_size, config.data.sequence_length
-        taken = device_choices(parts.model, *sizes)
-        needs = needs_of_step(config, parts.model, device_bytes)
+        taken = device_choices(parts.model, *sizes, parts.shapes.extras)
+        needs = needs_of_step(config, parts.model, device_bytes, parts.shapes)
     words = "; ".join(filter(None, (f"{device.device_kind}, the device of JAX here", taken)))
     return _DryRun(config, parts, needs, words, device_bytes)
 

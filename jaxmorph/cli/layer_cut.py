@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxmorph.cli.plan_options import numbers
-from jaxmorph.errors import UserError
+from jaxmorph.errors import UserError, quoted
 from jaxmorph.schedule.answer import Answer
 from jaxmorph.schedule.partition import even_cut, partition, stage_times_ms
-from jaxmorph.schedule.problem import count, duration_ms, durations_ms, shown
+from jaxmorph.schedule.problem import count, duration_ms, durations_ms
 
 _KINDS = ("forward_ms", "backward_input_ms", "backward_weight_ms")
 
@@ -101,7 +101,7 @@ def _layer_costs_ms(text: str) -> tuple[float, ...]:
 def _ratios(fields: Mapping[str, Any]) -> tuple[float, ...]:
     for kind in _KINDS:
         if not isinstance(fields[kind], int | float):
-            raise UserError(f"{kind}: got {shown(fields[kind])}, expected one number")
+            raise UserError(f"{kind}: got {quoted(fields[kind])}, expected one number")
     forward_ms = duration_ms("forward_ms", fields["forward_ms"])
     if forward_ms == 0:
         raise UserError("forward_ms: got 0, expected a number of ms above 0")

@@ -1,8 +1,6 @@
 """``jaxmorph plan --profile``: a run's configuration and measurements as a planning problem."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +14,8 @@ from jaxmorph.schedule.costs import LinkDelay
 from jaxmorph.schedule.problem import default_chunks
 
 
-@dataclass(frozen=True)
-class MeasuredRun:
-    """A run's configuration, and the measured costs of its ops and links."""
-
-    path: Path
-    config: Config
-    profile: Profile
-
-
-def read_run(path: Path) -> MeasuredRun:
-    """Read a run directory; the run may still be running.
+def read_run(path: Path) -> tuple[Config, Profile]:
+    """A run's configuration and measured costs; the run may still be running.
 
     Raises:
         UserError: No such directory, or one without a readable configuration or profile.
@@ -40,11 +29,14 @@ def read_run(path: Path) -> MeasuredRun:
             f"profile: {path / PROFILE}: got costs of {profile.costs.num_stages} stages, expected "
             f"parallelism.stages, {config.parallelism.stages}"
         )
-    return MeasuredRun(path, config, profile)
+    return config, profile
 
 
 def run_fields(
-    run: MeasuredRun, schedule: str | None = None, num_chunks: int | None = None
+    config: Config,
+    profile: Profile,
+    schedule: str | None = None,
+    num_chunks: int | None = None,
 ) -> dict[str, Any]:
     """A run as the fields of a problem (``parse_problem``).
 
@@ -53,18 +45,19 @@ def run_fields(
         num_chunks: Virtual stages to plan for; None: the run's, or the usual number for another
             schedule.
     """
-    config, costs, own = run.config, run.profile.costs, run.config.schedule
+    costs, own = profile.costs, config.schedule
     if num_chunks is None:
         other = schedule is not None and schedule != own.name
         num_chunks = default_chunks(schedule or "") if other else config.parallelism.chunks
     stages = config.parallelism.stages
-    links = list(_links(run, num_chunks))
-    return _stash_fields(run) | {
+    # A link that the run has not measured has no delay.
+    links = [profile.links.get(link, LinkDelay()) for link in pipeline_links(stages, num_chunks)]
+    return _stash_fields(config, profile) | {
         "num_stages": stages,
         "num_microbatches": config.batch.microbatches,
         "schedule": schedule or own.name,
         "chunks": num_chunks,
-        "max_live": _listed(own.max_live_per_stage(stages)),
+        "max_live": own.max_live_per_stage(stages),
         "live_until": own.live_until,
         "forward_ms": list(costs.forward_ms),
         "backward_input_ms": list(costs.backward_input_ms),
@@ -74,25 +67,15 @@ def run_fields(
     }
 
 
-def _stash_fields(run: MeasuredRun) -> dict[str, Any]:
-    sizes, own = run.profile.stash_bytes, run.config.schedule
+def _stash_fields(config: Config, profile: Profile) -> dict[str, Any]:
+    sizes, stages = profile.stash_bytes, config.parallelism.stages
     if sizes is None:
         return {}
     return {
         "stash_bytes_after_forward": list(sizes.after_forward),
         "stash_bytes_after_backward": list(sizes.after_backward_input),
-        "max_stash_bytes": _listed(own.max_stash_bytes_per_stage(run.config.parallelism.stages)),
+        "max_stash_bytes": config.schedule.max_stash_bytes_per_stage(stages),
     }
-
-
-def _links(run: MeasuredRun, num_chunks: int) -> Iterator[LinkDelay]:
-    """The pipeline's links; a link that the run has not measured has no delay."""
-    for link in pipeline_links(run.config.parallelism.stages, num_chunks):
-        yield run.profile.links.get(link, LinkDelay())
-
-
-def _listed(values: tuple[int, ...] | None) -> list[int] | None:
-    return None if values is None else list(values)
 
 
 def _read_profile(path: Path) -> Profile:

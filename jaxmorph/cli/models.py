@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxmorph.config import Config
-from jaxmorph.config.sections import short_factory_name
+from jaxmorph.config.sections import Data, short_factory_name
 from jaxmorph.data import Tokenizer, is_token_array, open_tokenizer
 from jaxmorph.errors import UserError
 from jaxmorph.report.text import short_count
@@ -88,7 +88,7 @@ def sample(
     saved = load_saved_model(run_dir, step)
     model = with_logits(saved.model)
     words = _tokenizer(saved.config, tokenizer)
-    ids = _encoded(prompt, words)
+    ids = _encoded(prompt, words, saved.config.data)
     params = join_stages(saved.stages)
     sequence_length = saved.config.data.sequence_length
     _check_ids(ids, _vocab_size(model, params, sequence_length))
@@ -118,7 +118,7 @@ def _tokenizer(config: Config, named: str | None) -> Tokenizer:
     return open_tokenizer(config.data.tokenizer)
 
 
-def _encoded(prompt: str, tokenizer: Tokenizer) -> list[int]:
+def _encoded(prompt: str, tokenizer: Tokenizer, data: Data) -> list[int]:
     try:
         ids = tokenizer.encode([prompt.encode()]).tolist()
     except UnicodeEncodeError as error:
@@ -129,6 +129,11 @@ def _encoded(prompt: str, tokenizer: Tokenizer) -> list[int]:
         raise UserError(
             f"--prompt: got {prompt!r}, expected some text: the tokenizer has no token for the "
             "beginning of a document"
+        )
+    if data.is_packed:
+        raise UserError(
+            f"--prompt: got {prompt!r}, expected some text: with data.packing: segments a model "
+            "learns no beginning of a document"
         )
     return [tokenizer.separator]
 

@@ -210,7 +210,7 @@ def _fields(context: typer.Context, given: Given) -> dict[str, Any]:
         from jaxmorph.cli.measured_run import read_run, run_fields
 
         run = read_run(given["profile"])
-        fields |= run_fields(run, chosen.get("schedule"), chosen.get("chunks"))
+        fields |= run_fields(*run, chosen.get("schedule"), chosen.get("chunks"))
         if "link_ms" in chosen:  # for both directions
             fields |= {"link_forward_ms": None, "link_backward_ms": None}
         if "max_stash_bytes" in chosen:

@@ -1,10 +1,9 @@
 """``jaxmorph replay``: makes a run's decisions again, and prints where they differ."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
 from rich.console import Console
 from rich.text import Text
@@ -22,6 +21,7 @@ from jaxmorph.report.run_directory import (
     open_run_directory,
     read_records,
 )
+from jaxmorph.report.text import longer_than_planned
 from jaxmorph.training.replay import Moment, replay
 
 _DECISIONS = ("plan_changed", "plan_kept")
@@ -112,7 +112,9 @@ def _written(run_dir: Path, config: Config, moments: Sequence[Moment], out: Path
     own = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(out)})})
     simulated = {moment.step: moment for moment in moments if moment.timeline is not None}
     first, last = min(simulated, default=math.inf), max(simulated, default=math.inf)
-    slower = _slower_than_predicted(record for record in records.values() if record.step < first)
+    before = (record for record in records.values() if record.step < first)
+    longer = longer_than_planned((each.step_s, each.predicted_step_s) for each in before)
+    slower = 1.0 + (longer or 0.0)
     with open_run_directory(own) as directory:
         for step, fact in records.items():
             moment = simulated.get(step)
@@ -130,12 +132,6 @@ def _written(run_dir: Path, config: Config, moments: Sequence[Moment], out: Path
                 for event in moment.events:
                     directory.write_event(Event(now_s, moment.step, **vars(event)))
     return write_report(directory.path)
-
-
-def _slower_than_predicted(records: Iterable[StepRecord]) -> float:
-    """The median ratio of measured to predicted steps."""
-    ratios = [each.step_s / each.predicted_step_s for each in records if each.predicted_step_s]
-    return median(ratios) if ratios else 1.0
 
 
 def _simulated(fact: StepRecord, moment: Moment, slower: float, config: Config) -> StepRecord:

@@ -20,10 +20,9 @@ from jaxmorph.compare.whole_runs import RUNS, run_whole, whole_config
 from jaxmorph.config import Config, load_config, located_error, locating_errors
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.errors import RunFailedError, UserError
-from jaxmorph.report import claim_run_directory
 from jaxmorph.report.matrix_table import matrix_markdown
 from jaxmorph.report.page import REPORT, write_report
-from jaxmorph.report.run_directory import plain_json, replace_file
+from jaxmorph.report.run_directory import claim_run_directory, plain_json, replace_file
 from jaxmorph.report.run_matrix import RESULTS, TIMELINES, Matrix, Run
 from jaxmorph.report.terminal import MatrixView
 from jaxmorph.report.text import duration

@@ -18,7 +18,7 @@ from jaxmorph.schedule.bubbles import IdleShares, idle_shares
 from jaxmorph.schedule.ops import LiveUntil
 from jaxmorph.schedule.timeline import peak_on_device
 from jaxmorph.training.loop import Callback, Loop
-from jaxmorph.training.open_stage import make_room
+from jaxmorph.training.open_stage import resize_slots
 from jaxmorph.training.plan_in_force import PlanInForce
 
 
@@ -89,7 +89,7 @@ class ConditionRunner:
             replan: Called before every step; no step's time includes it.
             callback: The adaptation of a system that detects.
         """
-        make_room(self._rendezvous, self._trainer, in_force.slots)
+        resize_slots(self._rendezvous, self._trainer, in_force.slots)
         origin_s = agree_on_origin_s(self._rendezvous)
         self._links.emulate(conditions, origin_s)
         callbacks = [] if callback is None else [callback]
@@ -116,7 +116,7 @@ class ConditionRunner:
     ) -> PlanInForce:
         changed = replan(loop.next_step, agree_on_origin_s(self._rendezvous) - origin_s)
         if changed is not None:
-            make_room(self._rendezvous, self._trainer, changed.slots)
+            resize_slots(self._rendezvous, self._trainer, changed.slots)
             loop.program = changed.program
         self._begin(loop)
         return changed or in_force

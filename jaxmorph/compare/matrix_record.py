@@ -16,9 +16,8 @@ from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Compare, Condition
 from jaxmorph.config.link_sections import Routes
 from jaxmorph.plain_json import Json, parse
-from jaxmorph.report import describe_regime
 from jaxmorph.report.run_matrix import Matrix, PlannedRun, Run, StepTimes
-from jaxmorph.report.text import describe_trace
+from jaxmorph.report.text import describe_regime, describe_trace
 from jaxmorph.schedule.timeline import Timeline
 
 

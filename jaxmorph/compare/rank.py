@@ -45,15 +45,16 @@ def serve(
     rank, healthy = rendezvous.rank, system_config(config, system)
     parts = load_parts(healthy)
     sizes = healthy.batch.microbatch_size, healthy.data.sequence_length
-    device_choices(parts.model, *sizes)
+    device_choices(parts.model, *sizes, parts.shapes.extras)
     measure = partial(measured_on_rank_0, healthy, parts.model, parts.batches)
     cut = choose_layers(healthy, rendezvous, parts.model.num_layers, measure)
-    read = step_reader(healthy, parts.batches, rank)
-    settings = stage_settings(healthy, cut.layers, rank, adapts=system.reroutes)
+    settings = stage_settings(
+        healthy, cut.layers, rank, adapts=system.reroutes, shapes=parts.shapes
+    )
     links, num_tied = EmulatedLinks(), len(parts.model.tied)
     with (
         open_stage(healthy, rendezvous, parts.model, settings, links) as trainer,
-        ReadAhead(read) as inputs,
+        ReadAhead(read := step_reader(healthy, parts.batches, rank, trainer)) as inputs,
     ):
         healthy = with_device_budget(healthy, rendezvous, trainer).first
         links.emulate(())

@@ -18,9 +18,9 @@ from jaxmorph.config.compare_section import Condition
 from jaxmorph.errors import RunFailedError, RunStoppedError
 from jaxmorph.plain_json import parse_line
 from jaxmorph.records import Event, EventKind, RunHeader, RunSummary, StepRecord
-from jaxmorph.report import Reporter
 from jaxmorph.report.run_directory import EVENTS, METRICS, RECOVERY, RecoveryFile, read_records
 from jaxmorph.report.run_matrix import Run, StepTimes
+from jaxmorph.report.terminal import Reporter
 from jaxmorph.training.start import run_here
 
 RUNS = "runs"

@@ -17,9 +17,9 @@ from jaxmorph.errors import UserError
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Reads and checks a run's configuration.
 
-    Three defaults depend on other values: `run.dir` is `runs/` and the file's name,
-    `optimizer.warmup_steps` a tenth of `run.steps`, and `model.folder`, for a factory that does not
-    come with jaxmorph, the file's folder.
+    Some defaults depend on other values: `run.dir` is `runs/` and the file's name,
+    `optimizer.warmup_steps` a tenth of `run.steps`, and `model.folder` and `data.folder`, for a
+    factory that does not come with jaxmorph, the file's folder.
 
     Args:
         path: a YAML file, UTF-8.
@@ -31,7 +31,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     name = printable(str(path))
     parsed = tuple(Override.parse(text) for text in overrides)
     tree = _with_derived_defaults(apply_overrides(_read_tree(path, name), parsed), Path(path).stem)
-    return _checked(_with_model_folder(tree, Path(path).parent, name), Origin(name, parsed))
+    tree = _with_folder(
+        "data", _with_model_folder(tree, Path(path).parent, name), Path(path).parent
+    )
+    return _checked(tree, Origin(name, parsed))
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -132,18 +135,26 @@ def _with_model_folder(tree: Mapping[str, Any], config_folder: Path, name: str) 
     factory = model.get("factory")
     if not isinstance(factory, str):
         return dict(tree)
-    folder = model.get("folder")
-    places = (config_folder, Path.cwd())
     if short_factory_name(factory) in SHIPPED_MODELS:
         if "folder" not in model:  # a saved configuration has the key
-            _refuse_hidden_module(factory, places, name)
+            _refuse_hidden_module(factory, (config_folder, Path.cwd()), name)
         return dict(tree)
+    return _with_folder("model", tree, config_folder)
+
+
+def _with_folder(section: str, tree: Mapping[str, Any], config_folder: Path) -> dict[str, Any]:
+    """Names the folder of the module that is a section's factory."""
+    given = tree.get(section)
+    factory = given.get("factory") if isinstance(given, Mapping) else None
+    if not isinstance(given, Mapping) or not isinstance(factory, str):
+        return dict(tree)
+    folder, places = given.get("folder"), (config_folder, Path.cwd())
     if folder is None:
         # The folder of the module is recorded, since a resume may start in another directory.
         folder = next((each for each in places if _has_module(each, factory)), config_folder)
     elif not isinstance(folder, str) or not folder:
         return dict(tree)  # which is refused
-    return {**tree, "model": {**model, "folder": str(Path(folder).resolve())}}
+    return {**tree, section: {**given, "folder": str(Path(folder).resolve())}}
 
 
 def _refuse_hidden_module(factory: str, places: Iterable[Path], name: str) -> None:

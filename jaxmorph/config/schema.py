@@ -152,9 +152,7 @@ def _disagreements(config: Config) -> Iterator[Problem]:
     if config.optimizer.warmup_steps > config.run.steps:
         expected = f"at most run.steps, which is {config.run.steps}"
         yield mismatch("optimizer.warmup_steps", config.optimizer.warmup_steps, expected)
-    if config.evaluation.every_steps is not None and not config.data.held_out_fraction:
-        expected = "a number above 0, as evaluation.every_steps is given"
-        yield mismatch("data.held_out_fraction", config.data.held_out_fraction, expected)
+    yield from _data_problems(config)
     if config.adaptation.enabled and config.schedule.name not in SPLIT_SCHEDULES:
         others = ", ".join(SPLIT_SCHEDULES)
         expected = f"false, or a schedule.name that can be replaced while a run lasts: {others}"
@@ -192,6 +190,16 @@ def _link_problems(config: Config) -> Iterator[Problem]:
     yield from link_ms_problems(config.schedule, stages)
     yield from emulated_link_problems("emulation.links", config.emulation.links, stages)
     yield from link_trace_problems("emulation.trace", config.emulation.trace)
+
+
+def _data_problems(config: Config) -> Iterator[Problem]:
+    if config.data.factory is not None:
+        if config.data.is_packed:
+            expected = "none, as data.factory is given: only text is packed"
+            yield mismatch("data.packing", config.data.packing, expected)
+    elif config.evaluation.every_steps is not None and not config.data.held_out_fraction:
+        expected = "a number above 0, as evaluation.every_steps is given"
+        yield mismatch("data.held_out_fraction", config.data.held_out_fraction, expected)
 
 
 def _chunk_problems(config: Config) -> Iterator[Problem]:

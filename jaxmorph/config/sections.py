@@ -6,7 +6,7 @@ be a whole one. `Expected` is the text of an error after "expected".
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -76,7 +76,7 @@ class Run(Section):
     taken, a number is appended."""
 
     seed: CountOrZero = 0
-    """Seeds the initial parameters and the order of the data; there is no other randomness."""
+    """Seeds the initial parameters, the order of the data, and the keys of random models."""
 
     steps: Count = 100
     """Optimizer steps. The learning rate's cosine ends here too."""
@@ -131,7 +131,25 @@ class Model(Section):
 
 
 class Data(Section):
-    """The text to train on, and how it becomes tokens."""
+    """The text to train on, and how it becomes tokens; or data of your own."""
+
+    factory: Annotated[
+        str | None,
+        Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"),
+        Expected("null, or a Python module's name"),
+    ] = None
+    """Null: text. Or a Python module with a function `build_data`, an installed one, or one in
+    `folder` or in the current directory, called with `batch_size` (`batch.microbatches` times
+    `batch.microbatch_size`), `sequence_length`, `seed` and `path`. It returns an object with
+    `inputs(step)` and `targets(step)`, and maybe `extras(step)`: each a tree of arrays [batch_size,
+    ...], which follow from the step's number alone. Its `held_out`, an object of these methods, is
+    what `evaluation` uses, and its `digest`, text, tells whether a resumed run has the same data;
+    without one the module's source does."""
+
+    folder: Annotated[
+        str | None, Field(min_length=1), Expected("null, or the folder of the factory's module")
+    ] = None
+    """The folder of `factory`'s module; null: the configuration file's."""
 
     path: Annotated[
         str | None, Field(min_length=1), Expected("a file, a folder, or null for the default text")
@@ -155,10 +173,21 @@ class Data(Section):
     sequence_length: Count = 128
     """Tokens in a sequence."""
 
+    packing: Literal["none", "segments"] = "none"
+    """With `none` a token sees all tokens before it in its sequence; with `segments` only those of
+    its own document, in training and in evaluations. A document ends with the tokenizer's
+    separator. Positions begin again at 0 in each, and a separator has no target. The model's layers
+    must take `extras`, as those of GPT-2 and Llama do."""
+
     held_out_fraction: Annotated[
         float, Field(ge=0, lt=1), Expected("a number from 0 to below 1")
     ] = 0.0
     """The share of the text, at its end, that no step trains on; `evaluation` uses it."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether tokens see only those of their own document."""
+        return self.packing == "segments"
 
 
 class Evaluation(Section):
@@ -259,11 +288,12 @@ class Schedule(Section):
 
     def max_live_per_stage(self, num_stages: int) -> tuple[int, ...] | None:
         """Each stage's cap on live microbatches, or None without one."""
-        return _cap_per_stage(self.max_live, num_stages)
+        return None if self.max_live is None else per_stage(self.max_live, num_stages)
 
     def max_stash_bytes_per_stage(self, num_stages: int) -> tuple[int, ...] | None:
         """Each stage's cap on the bytes of its stash, or None without one."""
-        return _cap_per_stage(self.max_stash_bytes, num_stages)
+        caps = self.max_stash_bytes
+        return None if caps is None else per_stage(caps, num_stages)
 
 
 class Optimizer(Section):
@@ -422,17 +452,9 @@ class Timeouts(Section):
     quarter of `step_s`, and more where emulated ops take longer."""
 
 
-def _cap_per_stage(cap: int | tuple[int, ...] | None, num_stages: int) -> tuple[int, ...] | None:
-    return (cap,) * num_stages if isinstance(cap, int) else cap
+_Number = TypeVar("_Number", int, float)
 
 
-def per_stage(value: float | tuple[float, ...], num_stages: int) -> tuple[float, ...]:
-    """Repeats one number for each stage; a tuple stays as it is.
-
-    Raises:
-        ValueError: the tuple's length is not `num_stages`.
-    """
-    numbers = value if isinstance(value, tuple) else (value,) * num_stages
-    if len(numbers) != num_stages:
-        raise ValueError(f"got {len(numbers)} numbers, expected one for each of {num_stages}")
-    return numbers
+def per_stage(value: _Number | tuple[_Number, ...], num_stages: int) -> tuple[_Number, ...]:
+    """Repeats one number for each stage; a tuple stays as it is."""
+    return value if isinstance(value, tuple) else (value,) * num_stages

@@ -62,15 +62,25 @@ class WatchedOp:
     @property
     def margin_ms(self) -> float:
         """The distance from the expected time that is no change."""
-        return max(_SHARE * self.expected_ms, _FLOOR_MS, _SPREADS * self.spread_ms)
+        return max(self._least_margin_ms, _SPREADS * self.spread_ms)
+
+    @property
+    def _least_margin_ms(self) -> float:
+        return max(_SHARE * self.expected_ms, _FLOOR_MS)
+
+    def _side(self, time: OpTime, margin_ms: float) -> int:
+        """1 if it took longer than expected, -1 if less, 0 if neither."""
+        is_slower = time.low_ms > self.expected_ms + margin_ms
+        return is_slower - (time.high_ms < self.expected_ms - margin_ms)
 
     def read(self, time: OpTime) -> "WatchedOp":
         """The op after a step, which extends the run of changed steps or ends it."""
-        margin_ms = self.margin_ms
-        is_slower = time.low_ms > self.expected_ms + margin_ms
-        if not (is_slower or time.high_ms < self.expected_ms - margin_ms):
+        # Most ops are within the least margin, for which no spread is needed.
+        side = self._side(time, self._least_margin_ms) and self._side(time, self.margin_ms)
+        if side == 0:
             medians_ms = (*self.medians_ms, time.median_ms)[-_WINDOW_STEPS:]
             return WatchedOp(self.expected_ms, medians_ms)
+        is_slower = side > 0
         before_ms = self.away_ms if is_slower is self.is_slower else ()
         return replace(self, away_ms=(*before_ms, time.median_ms), is_slower=is_slower)
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+import numpy as np
+
 from jaxmorph.control.link_state import SENTENCES, TRANSITIONS, Direction, LinkHealth, Trigger
 from jaxmorph.control.measurements import LinkSample, StepSamples, durations_by_route
 from jaxmorph.control.route_record import (
@@ -83,22 +85,26 @@ def after_messages_in_time(
 
 def _in_time(
     state: DirectionState, samples: Sequence[LinkSample]
-) -> tuple[RouteState, Sequence[float]] | None:
+) -> tuple[RouteState, np.ndarray] | None:
     """The current route and its messages' times, if they may be read together."""
     route = state.direct if state.is_direct else state.delegated
     if route is None or route.usual is None or state.verdict.health is not LinkHealth.HEALTHY:
         return None
-    durations_ms = durations_by_route(samples).get(state.is_direct is True, ())
-    if len(durations_ms) < len(samples) or max(durations_ms) > route.usual.threshold_ms:
+    durations_ms = np.asarray(durations_by_route(samples).get(state.is_direct is True, ()))
+    if len(durations_ms) < len(samples) or durations_ms.max() > route.usual.threshold_ms:
         return None
-    return (route, durations_ms) if route.fills_window(durations_ms) else None
+    return (route, durations_ms) if route.fills_window(len(durations_ms)) else None
 
 
 def _with_route(state: DirectionState, route: RouteState) -> DirectionState:
     usual = route.usual or Usual.of(0.0)
-    verdict = replace(state.verdict, latency_ms=usual.baseline_ms, jitter_ms=usual.spread_ms)
-    now = replace(state, verdict=verdict, unrest=_CALMING * state.unrest)
-    return replace(now, direct=route) if state.is_direct else replace(now, delegated=route)
+    return replace(
+        state,
+        verdict=replace(state.verdict, latency_ms=usual.baseline_ms, jitter_ms=usual.spread_ms),
+        direct=route if state.is_direct else state.direct,
+        delegated=state.delegated if state.is_direct else route,
+        unrest=_CALMING * state.unrest,
+    )
 
 
 class DirectionWatch:

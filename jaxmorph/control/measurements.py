@@ -1,13 +1,11 @@
 """The time of each message and op of a step, and medians that no spike can move."""
 
-from base64 import b64decode, b64encode
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise
 from statistics import median
-from typing import NamedTuple, TypeAlias, cast, overload
+from typing import Any, NamedTuple, TypeAlias, cast, overload
 
 import numpy as np
 
@@ -52,30 +50,14 @@ class LinkSample(NamedTuple):
         return "direct" if self.is_direct else "delegated"
 
 
-def packed(rows: Sequence[Sequence[int]] | np.ndarray) -> str:
-    """A table of whole numbers (`int32`) as text, which processes can pass on unread."""
-    return b64encode(np.ascontiguousarray(rows, "<i4").tobytes()).decode("ascii")
+def packed(rows: Sequence[Sequence[int]] | np.ndarray) -> bytes:
+    """A table of whole numbers (`int32`), which processes can pass on unread."""
+    return np.ascontiguousarray(rows, "<i4").tobytes()
 
 
-def unpacked(text: str) -> np.ndarray:
+def unpacked(data: bytes) -> np.ndarray:
     """The table of `packed`: int32 [3, columns]."""
-    return np.frombuffer(b64decode(text), "<i4").reshape(3, -1)
-
-
-_CHARACTERS = 16  # of a column: 12 bytes, so no table is padded and several are read as one text
-
-
-def packed_all(tables: np.ndarray) -> list[str]:
-    """Each of some tables as `packed`: int32 [tables, 3, columns]."""
-    text, length = packed(tables), _CHARACTERS * tables.shape[-1]
-    return [text[at : at + length] for at in range(0, length * len(tables), length)]
-
-
-def unpacked_all(texts: Sequence[str]) -> list[np.ndarray]:
-    """Each table of `packed`: int32 [3, columns]."""
-    values = np.frombuffer(b64decode("".join(texts)), "<i4")
-    ends = accumulate(3 * (len(text) // _CHARACTERS) for text in texts)
-    return [values[begin:end].reshape(3, -1) for begin, end in pairwise([0, *ends])]
+    return np.frombuffer(data, "<i4").reshape(3, -1)
 
 
 def stacked(tables: Sequence[np.ndarray]) -> Iterator[tuple[list[int], np.ndarray]]:
@@ -99,7 +81,7 @@ class MessageTimes(NamedTuple):
     source: int
     destination: int
     is_direct: bool
-    rows: str
+    rows: bytes
     is_tied: bool = False
 
     @property
@@ -116,11 +98,12 @@ class DirectionSamples(Sequence[LinkSample]):
     """`MessageTimes` as samples, which are made one by one only where someone reads them.
 
     Attributes:
+        durations_ms: float64.
         median_ms: Their median time.
     """
 
     def __init__(
-        self, times: MessageTimes, table: np.ndarray, durations_ms: list[float], median_ms: float
+        self, times: MessageTimes, table: np.ndarray, durations_ms: np.ndarray, median_ms: float
     ) -> None:
         self.direction, self.is_direct = times.direction, times.is_direct
         self._numbers, _, self._ended_us = table
@@ -129,10 +112,10 @@ class DirectionSamples(Sequence[LinkSample]):
     @classmethod
     def of_all(cls, messages: Sequence[MessageTimes]) -> "Iterator[DirectionSamples]":
         """Those of all directions of a step."""
-        for places, tables in stacked(unpacked_all([each.rows for each in messages])):
+        for places, tables in stacked([unpacked(each.rows) for each in messages]):
             durations_ms = (tables[:, 2] - tables[:, 1]) / 1e3
-            medians_ms = middles(np.sort(durations_ms)).tolist()
-            columns = zip(places, tables, durations_ms.tolist(), medians_ms, strict=True)
+            medians_ms = middles(durations_ms).tolist()
+            columns = zip(places, tables, durations_ms, medians_ms, strict=True)
             for place, table, its_ms, median_ms in columns:
                 yield cls(messages[place], table, its_ms, median_ms)
 
@@ -147,7 +130,7 @@ class DirectionSamples(Sequence[LinkSample]):
         if isinstance(index, slice):
             return [self[at] for at in range(*index.indices(len(self)))]
         microbatch = int(self._numbers[index]) % MICROBATCHES
-        times_ms = self.durations_ms[index], int(self._ended_us[index]) / 1e3
+        times_ms = float(self.durations_ms[index]), int(self._ended_us[index]) / 1e3
         return LinkSample(*self.direction, microbatch, *times_ms, self.is_direct)
 
 
@@ -174,11 +157,11 @@ def by_direction(
     return found
 
 
-def durations_by_route(samples: Sequence[LinkSample]) -> dict[bool, list[float]]:
+def durations_by_route(samples: Sequence[LinkSample]) -> dict[bool, Sequence[float] | np.ndarray]:
     """The times of a direction's messages, by whether they were direct."""
     if isinstance(samples, DirectionSamples):
         return {samples.is_direct: samples.durations_ms}
-    found: dict[bool, list[float]] = {}
+    found: dict[bool, Any] = {}
     for sample in samples:
         found.setdefault(sample.is_direct, []).append(sample.duration_ms)
     return found
@@ -341,17 +324,19 @@ def _distance_of_nearest(ordered: Sequence[float], middle: float, count: int) ->
     return max(abs(ordered[at] - middle), abs(ordered[at + count - 1] - middle))
 
 
-def middles(ordered: np.ndarray) -> np.ndarray:
-    """The median of each row, by its values in rising order."""
-    half, odd = divmod(ordered.shape[1], 2)
-    return ordered[:, half] if odd else (ordered[:, half - 1] + ordered[:, half]) / 2
+def middles(values: np.ndarray) -> np.ndarray:
+    """The median of each row."""
+    half, odd = divmod(values.shape[1], 2)
+    if odd:
+        return np.partition(values, half)[:, half]
+    parted = np.partition(values, (half - 1, half))
+    return (parted[:, half - 1] + parted[:, half]) / 2
 
 
 def middles_and_spreads(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The median and the `robust_spread` of each row."""
-    middle = middles(np.sort(values))
-    distances = np.sort(np.abs(values - middle[:, None]))
-    return middle, _TO_STANDARD_DEVIATION * middles(distances)
+    middle = middles(values)
+    return middle, _TO_STANDARD_DEVIATION * middles(np.abs(values - middle[:, None]))
 
 
 def _middle(ordered: Sequence[float]) -> float:

@@ -2,13 +2,15 @@
 
 At 64 stages and 256 microbatches a step has 50,000 ops and 65,000 ends of messages: far too many
 for one process to read one by one beside training. So each rank reduces the times of its own ops.
-Those of messages, by which links are judged, travel as tables in text (`measurements.packed`), and
-rank 0 puts both ends of direct messages together. What only pictures need travels in the same form:
-what draws them reads it, and all others pass it on unread.
+Those of messages, by which links are judged, travel as tables (`measurements.packed`), and rank 0
+puts both ends of direct messages together. What only pictures need travels in the same form: what
+draws them reads it, and all others pass it on unread.
 
 All times are rounded to a microsecond, as a replay reads them, so decisions use the same.
 """
 
+import math
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -23,13 +25,11 @@ from jaxmorph.control.measurements import (
     OpTime,
     op_times,
     packed,
-    packed_all,
     stacked,
     unpacked,
-    unpacked_all,
 )
 from jaxmorph.control.profiler import copy_medians_ms
-from jaxmorph.plain_json import dump
+from jaxmorph.plain_json import ParseError, dump
 from jaxmorph.program.instructions import Payload, Transfer
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan, peak_on_device
@@ -38,6 +38,9 @@ _US = 1e3  # in a millisecond
 _LONGEST_US = (1 << 31) - 1  # 36 minutes
 _CHUNKS = 1 << 8
 _KINDS, _PAYLOADS, _COPIES = tuple(OpKind), tuple(Payload), ("offload", "fetch")
+_NO_TIME = OpTime(math.nan, math.nan, math.nan)
+_BEGIN = struct.Struct(f"<3I2d4I{len(_COPIES) + 3 * len(_KINDS)}d")
+_MESSAGES = struct.Struct("<2I2?I")
 
 MessageSpan: TypeAlias = tuple[Transfer, float, float]
 """A message, its start and its end: milliseconds since the step began."""
@@ -73,9 +76,9 @@ class RankTimes:
         peak_on_device: Of those on its device.
     """
 
-    ops: str = ""
+    ops: bytes = b""
     messages: tuple[MessageTimes, ...] = ()
-    copies: str = ""
+    copies: bytes = b""
     op_times: Mapping[OpKind, OpTime] = field(default_factory=dict)
     copies_ms: Mapping[str, float] = field(default_factory=dict)
     busy_ms: float = 0.0
@@ -119,7 +122,65 @@ class RankTimes:
             **more,
         )
 
+    def to_bytes(self) -> bytes:
+        """For rank 0, which reads as many of them in a step as there are ranks: no JSON."""
+        begin = _BEGIN.pack(
+            *map(len, (self.messages, self.ops, self.copies)),
+            self.busy_ms,
+            self.end_ms,
+            *self.peak_live,
+            *self.peak_on_device,
+            *(self.copies_ms.get(kind, math.nan) for kind in _COPIES),
+            *(each for kind in _KINDS for each in self.op_times.get(kind, _NO_TIME)),
+        )
+        heads = (
+            _MESSAGES.pack(*each.direction, each.is_direct, each.is_tied, len(each.rows))
+            for each in self.messages
+        )
+        rows = (each.rows for each in self.messages)
+        return b"".join((begin, *heads, self.ops, self.copies, *rows))
 
+    @classmethod
+    def of_bytes(cls, data: bytes, **more: Any) -> Self:
+        """What `to_bytes` wrote; a `ParseError` says that it is something else."""
+        try:
+            begin = _BEGIN.unpack_from(data)
+            num_messages, *lengths, busy_ms, end_ms = begin[:5]
+            peaks, times_ms = begin[5:9], begin[9:]
+            at = _BEGIN.size + num_messages * _MESSAGES.size
+            heads = [*_MESSAGES.iter_unpack(data[_BEGIN.size : at])]
+        except struct.error:
+            raise ParseError(f"got {len(data)} bytes, expected a rank's times") from None
+        tables: list[bytes] = []
+        for length in (*lengths, *(head[-1] for head in heads)):
+            tables.append(data[at : at + length])
+            at += length
+        if at != len(data):
+            raise ParseError(f"got {len(data)} bytes of a rank's times, expected {at}")
+        ops, copies, *rows = tables
+        copies_ms = zip(_COPIES, times_ms, strict=False)
+        op_times_ms = times_ms[len(_COPIES) :]
+        by_kind = zip(_KINDS, *(op_times_ms[part::3] for part in range(3)), strict=True)
+        return cls(
+            ops,
+            tuple(
+                MessageTimes(source, destination, is_direct, of, is_tied)
+                for (source, destination, is_direct, is_tied, _), of in zip(
+                    heads, rows, strict=True
+                )
+            ),
+            copies,
+            {kind: OpTime(*each) for kind, *each in by_kind if not math.isnan(each[0])},
+            {kind: each for kind, each in copies_ms if not math.isnan(each)},
+            busy_ms,
+            end_ms,
+            Peaks(*peaks[:2]),
+            Peaks(*peaks[2:]),
+            **more,
+        )
+
+
+@lru_cache(maxsize=1 << 14)  # the same messages come in every step
 def number_of(transfer: Transfer) -> int:
     """A message's number in tables: payload, chunk and microbatch."""
     return _number(_PAYLOADS.index(transfer.payload), transfer.chunk, transfer.microbatch)
@@ -217,14 +278,13 @@ def joined_messages(ranks: Sequence[RankTimes]) -> tuple[MessageTimes, ...]:
 
 def _joined(both: Sequence[tuple[MessageTimes, MessageTimes]]) -> Iterable[MessageTimes]:
     """The directions of direct messages, from their times at the source and at the destination."""
-    tables = unpacked_all([end.rows for ends in both for end in ends])
-    pairs = zip(tables[::2], tables[1::2], strict=True)
+    pairs = ((unpacked(sent.rows), unpacked(received.rows)) for sent, received in both)
     for places, ends in stacked([np.concatenate(_of_same(*pair)) for pair in pairs]):
         numbers, ended_us = ends[:, 3], ends[:, 5]
         took_us = np.minimum(ends[:, 2] - ends[:, 1], ended_us - ends[:, 4])
         found = np.stack([numbers, ended_us - took_us, ended_us], axis=1)
-        for place, text in zip(places, packed_all(_all_in_order(found)), strict=True):
-            yield both[place][1]._replace(rows=text)
+        for place, rows in zip(places, _all_in_order(found), strict=True):
+            yield both[place][1]._replace(rows=packed(rows))
 
 
 def _of_same(sent: np.ndarray, received: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

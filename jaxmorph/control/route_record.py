@@ -37,6 +37,7 @@ OTHER_ROUTE_MS = 2.0  # the assumed difference of an unmeasured route
 
 _FOLLOWS = 1 / 3  # how often a late message follows another on a busy machine, at least
 _PRIOR = 8.0  # the weight of that, in late messages
+_FLOAT_BYTES = 8
 _TOGETHER = 0.25  # of the time between two sends: messages that end within it end together
 
 
@@ -77,8 +78,8 @@ class RouteState:
         calm_ms: Of the latest run of messages in time.
         moved_ms: Of the latest run of late messages that differ clearly from a slow link's level.
         recent_ms: Of the last messages since the link was last judged.
-        healthy_ms: Of the last messages before the link turned slow: one more than the baseline
-            needs, because each message is paired with the one before it.
+        healthy_ms: Of the last messages before the link turned slow, float64: one more than the
+            baseline needs, because each message is paired with the one before it.
         most_ms: The upper limit of the baseline.
         most_spread_ms: The upper limit of the spread.
     """
@@ -88,14 +89,14 @@ class RouteState:
     calm_ms: tuple[float, ...] = ()
     moved_ms: tuple[float, ...] = ()
     recent_ms: tuple[float, ...] = ()
-    healthy_ms: tuple[float, ...] = ()
+    healthy_ms: bytes = b""
     most_ms: float = math.inf
     most_spread_ms: float = math.inf
 
-    def fills_window(self, durations_ms: Sequence[float]) -> bool:
+    def fills_window(self, num_more: int) -> bool:
         """Whether there are enough healthy messages for a whole window, with some more."""
-        known = len(self.healthy_ms) + len(self.late_ms)
-        return known + len(durations_ms) >= WINDOW_MESSAGES
+        known = len(self.healthy_ms) // _FLOAT_BYTES + len(self.late_ms)
+        return known + num_more >= WINDOW_MESSAGES
 
 
 class HealthyMessages:
@@ -195,7 +196,7 @@ def _bounded(
     return expected, most
 
 
-def after_in_time(routes: Sequence[tuple[RouteState, Sequence[float]]]) -> Iterator[RouteState]:
+def after_in_time(routes: Sequence[tuple[RouteState, np.ndarray]]) -> Iterator[RouteState]:
     """Routes of healthy links after messages in time: as `RouteRecord.read` and `settle`.
 
     Args:
@@ -204,23 +205,26 @@ def after_in_time(routes: Sequence[tuple[RouteState, Sequence[float]]]) -> Itera
     if not routes:
         return
     last_ms = [
-        (*state.healthy_ms, *state.late_ms, *durations_ms)[-WINDOW_MESSAGES - 1 :]
+        np.concatenate((np.frombuffer(state.healthy_ms), state.late_ms, durations_ms))
         for state, durations_ms in routes
     ]
-    windows = np.array([each[-WINDOW_MESSAGES:] for each in last_ms])
+    windows = np.stack([each[-WINDOW_MESSAGES:] for each in last_ms])
     medians, spreads = middles_and_spreads(windows)
     by_route = zip(routes, last_ms, medians.tolist(), spreads.tolist(), strict=True)
     for (state, durations_ms), healthy_ms, median_ms, spread_ms in by_route:
         usual, most = _bounded(median_ms, spread_ms, (state.most_ms, state.most_spread_ms))
-        calm_ms = _calm_after(state, durations_ms)
+        calm_ms = _calm_after(state, durations_ms[-MOST_RUN:].tolist())
         kept = state.moved_ms, state.recent_ms
-        yield RouteState(usual, (), calm_ms, *kept, healthy_ms, *most)
+        yield RouteState(usual, (), calm_ms, *kept, _newest(healthy_ms), *most)
 
 
-def _calm_after(state: RouteState, durations_ms: Sequence[float]) -> tuple[float, ...]:
+def _newest(healthy_ms: np.ndarray) -> bytes:
+    return healthy_ms[-WINDOW_MESSAGES - 1 :].tobytes()
+
+
+def _calm_after(state: RouteState, last_ms: Sequence[float]) -> tuple[float, ...]:
     """The latest run of messages in time."""
     limit_ms = state.usual.calm_ms if state.usual else math.inf
-    last_ms = durations_ms[-MOST_RUN:]
     for count, duration_ms in enumerate(reversed(last_ms)):
         if duration_ms > limit_ms:
             return tuple(last_ms[len(last_ms) - count :])
@@ -236,7 +240,8 @@ class RouteRecord:
         self.calm = deque(state.calm_ms, MOST_RUN)
         self.moved = deque(state.moved_ms, MOST_RUN)
         self.recent = RunningEstimate(RECENT_MESSAGES, state.recent_ms)
-        self.healthy = HealthyMessages(state.healthy_ms, state.most_ms, state.most_spread_ms)
+        healthy_ms = np.frombuffer(state.healthy_ms).tolist()
+        self.healthy = HealthyMessages(healthy_ms, state.most_ms, state.most_spread_ms)
         self._last: LinkSample | None = None  # of this step
 
     def state(self) -> RouteState:
@@ -247,7 +252,7 @@ class RouteRecord:
             tuple(self.calm),
             tuple(self.moved),
             self.recent.last(RECENT_MESSAGES),
-            tuple(self.healthy.last_ms),
+            np.array(self.healthy.last_ms).tobytes(),
             self.healthy.most_ms,
             self.healthy.most_spread_ms,
         )

@@ -32,15 +32,9 @@ from jaxmorph.copies.backends import (
 )
 from jaxmorph.copies.cuda_driver import RegisteredMemory, signal_on_device
 from jaxmorph.copies.registered_receive import ReleasingReceive, WholeArrival
-from jaxmorph.pallas_kernels import (
-    CONTROL_WORDS,
-    SlotControl,
-    copy_from_host,
-    copy_to_host,
-    new_arrivals,
-    pack,
-    require_kernels,
-)
+from jaxmorph.pallas_kernels.control import CONTROL_WORDS, SlotControl, new_arrivals, pack
+from jaxmorph.pallas_kernels.kernels import copy_from_host, copy_to_host
+from jaxmorph.pallas_kernels.mosaic import require_kernels
 from jaxmorph.transport.plane import IncomingSlot, OutgoingSlot
 
 Kernel = Callable[..., Any]

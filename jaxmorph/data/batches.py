@@ -5,8 +5,8 @@ process that only checks its data does not need.
 """
 
 import sys
-from collections.abc import Callable
-from typing import Generic, Self, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,25 @@ from jaxmorph.errors import UserError
 _STEPS_AHEAD = 2
 
 T = TypeVar("T")
+
+
+class StepData(Protocol):
+    """The data of any step: trees of arrays [microbatches, microbatch size, ...].
+
+    They follow from the step's number alone, which counts from 0, on every process alike.
+    """
+
+    def inputs(self, step: int, /) -> Any:
+        """What the first stage reads."""
+        ...
+
+    def targets(self, step: int, /) -> Any:
+        """What the last stage reads."""
+        ...
+
+    def extras(self, step: int, /) -> Mapping[str, Any]:
+        """What a stage reads whose functions take extras."""
+        ...
 
 
 class Batches:
@@ -28,6 +47,8 @@ class Batches:
 
     Args:
         seed: of the shuffling, 0 to 2**32 - 1.
+        separator: the token that ends a document. A window is then packed documents, each computed
+            as if it stood alone. None: a window is one text, whatever it holds.
 
     Raises:
         UserError: there are fewer tokens than one batch needs.
@@ -41,28 +62,42 @@ class Batches:
         microbatch_size: int,
         sequence_length: int,
         seed: int,
+        separator: int | None = None,
     ):
         import grain
 
         self._shape = (microbatches, microbatch_size, sequence_length)
-        self._tokens = tokens
+        self._tokens, self._separator = tokens, separator
         _check_length(tokens, self._shape)
         windows = grain.MapDataset.source(_Windows(tokens.ids, sequence_length))
         self._windows = windows.shuffle(seed=seed).repeat().batch(microbatches * microbatch_size)
 
-    def inputs(self, step: int) -> np.ndarray:
+    def inputs(self, step: int) -> Any:
         """The first stage's inputs: int32 [microbatches, microbatch_size, sequence_length].
 
-        Steps count from 0.
+        Steps count from 0. Inputs of packed documents are {"tokens", "positions"}.
 
         Raises:
             UserError: a token is not in the vocabulary.
         """
-        return self._part(self._ids(step)[:, :-1])
+        ids = self._ids(step)
+        tokens = self._part(ids[:, :-1])
+        if self._separator is None:
+            return tokens
+        positions = pack(ids, self._separator).positions
+        return {"tokens": tokens, "positions": self._part(positions)}
 
     def targets(self, step: int) -> np.ndarray:
         """The last stage's targets, the token after each input; see `inputs`."""
-        return self._part(self._ids(step)[:, 1:])
+        ids = self._ids(step)
+        after = ids[:, 1:] if self._separator is None else pack(ids, self._separator).targets
+        return self._part(after)
+
+    def extras(self, step: int) -> Mapping[str, np.ndarray]:
+        """What every layer may read: of packed documents {"segments"}, else nothing."""
+        if self._separator is None:
+            return {}
+        return {"segments": self._part(pack(self._ids(step), self._separator).segments)}
 
     def _ids(self, step: int) -> np.ndarray:
         ids = np.asarray(self._windows[step])
@@ -105,6 +140,33 @@ class ReadAhead(Generic[T]):
     def close(self) -> None:
         """Ends the thread; safe to call twice."""
         self._steps.close()
+
+
+class Packed(NamedTuple):
+    """Windows as documents, each array [windows, sequence_length] of integers.
+
+    Attributes:
+        segments: the number of the document that holds an input, from 0 in each window.
+        positions: the number of inputs before it in that document and window.
+        targets: the token after each input; -1 for a separator, which ends its document.
+    """
+
+    segments: np.ndarray
+    positions: np.ndarray
+    targets: np.ndarray
+
+
+def pack(ids: np.ndarray, separator: int) -> Packed:
+    """Cuts each window [windows, sequence_length + 1] into the documents that separators end."""
+    inputs = ids[:, :-1]
+    ends = inputs == separator
+    begins = np.concatenate([np.ones_like(ends[:, :1]), ends[:, :-1]], 1)
+    at = np.arange(inputs.shape[1])
+    return Packed(
+        segments=np.cumsum(begins, 1) - 1,
+        positions=at - np.maximum.accumulate(np.where(begins, at, 0), 1),
+        targets=np.where(ends, -1, ids[:, 1:].astype(np.int64)),
+    )
 
 
 class _Windows:

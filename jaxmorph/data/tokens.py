@@ -81,6 +81,26 @@ def is_token_array(path: str | None) -> bool:
     return path is not None and path.endswith(".bin") and not Path(path).is_dir()
 
 
+def separator_of(path: str | None, tokenizer: str) -> int:
+    """Returns the token that separates the documents of a text, which packing needs.
+
+    Raises:
+        UserError: the tokenizer has none, or the text is a token array without a tokenizer.
+    """
+    if is_token_array(path) and tokenizer == _BYTES:
+        raise UserError(
+            f"data.packing: got segments, but no tokenizer says which token of {path} ends a "
+            "document: expected data.tokenizer, the path of its tokenizer.json"
+        )
+    separator = open_tokenizer(tokenizer).separator
+    if separator is None:
+        raise UserError(
+            "data.packing: got segments, expected a tokenizer with a token that ends documents, "
+            f"such as <|endoftext|>: {tokenizer} has none"
+        )
+    return separator
+
+
 def hold_out(tokens: Tokens, fraction: float) -> tuple[Tokens, Tokens | None]:
     """Splits off the end of a text.
 

@@ -141,19 +141,8 @@ def _bursty_ms(count: int, random: np.random.Generator) -> np.ndarray:
     return np.concatenate(runs)
 
 
-@dataclass(frozen=True)
-class EventRanges:
-    """The least and the most of each property of events; the defaults are like Table 3.
-
-    Attributes:
-        gap_steps: Healthy steps before an event, at least 1.
-        latency_ms: Whole milliseconds, the same on all of an event's links.
-    """
-
-    gap_steps: tuple[int, int] = (20, 60)
-    duration_steps: tuple[int, int] = (40, 80)
-    num_links: tuple[int, int] = (1, 3)
-    latency_ms: tuple[int, int] = (20, 60)
+# The least and the most of each property of an event; latencies are whole milliseconds.
+_GAP_STEPS, _EVENT_STEPS, _EVENT_LINKS, _EVENT_MS = (20, 60), (40, 80), (1, 3), (20, 60)
 
 
 @dataclass(frozen=True)
@@ -166,26 +155,23 @@ class DelayEvent:
     latency_ms: float
 
 
-def draw_events(
-    links: Sequence[Link], num_steps: int, seed: int, ranges: EventRanges | None = None
-) -> tuple[DelayEvent, ...]:
+def draw_events(links: Sequence[Link], num_steps: int, seed: int) -> tuple[DelayEvent, ...]:
     """Draws successive events of slow links, with healthy steps between them, before ``num_steps``.
 
     Source: the paper's preprint ("Adaptra"), Table 3, whose nine events begin 15 to 50 steps after
     the previous one, last 70 steps, and delay 1 to 3 of 7 links by 20 to 60 ms.
     """
-    ranges = ranges or EventRanges()
     random = np.random.default_rng((seed, len(REGIMES)))
     events: list[DelayEvent] = []
     while True:
         begin = events[-1].to_step if events else 0
-        begin += _between(random, ranges.gap_steps)
-        end = begin + _between(random, ranges.duration_steps)
+        begin += _between(random, _GAP_STEPS)
+        end = begin + _between(random, _EVENT_STEPS)
         if end > num_steps:
             return tuple(events)
-        count = min(_between(random, ranges.num_links), len(links))
+        count = min(_between(random, _EVENT_LINKS), len(links))
         chosen = sorted(random.choice(len(links), count, replace=False).tolist())
-        latency_ms = float(_between(random, ranges.latency_ms))
+        latency_ms = float(_between(random, _EVENT_MS))
         events.append(DelayEvent(begin, end, tuple(links[at] for at in chosen), latency_ms))
 
 

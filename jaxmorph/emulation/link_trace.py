@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jaxmorph.config.link_problems import possible_links
 from jaxmorph.emulation.link_conditions import AffectedRoute, LinkCondition
-from jaxmorph.errors import UserError
+from jaxmorph.errors import UserError, quoted
 from jaxmorph.records import Link
 
 TIME, STEP = "time_s", "step"
@@ -28,7 +28,6 @@ _ROUTES: Mapping[str, AffectedRoute] = {
 _CUT = {"": False, "0": False, "false": False, "1": True, "true": True}
 _COMMENT = "#"
 _AROUND_SIGN = re.compile(r"\s*([->])\s*")
-_LONGEST_VALUE = 60  # characters of a value quoted in an error
 
 Row = Mapping[str, str]
 Directions = tuple[tuple[int, int], int | None]
@@ -45,10 +44,8 @@ class _Place:
     line: int
 
     def error(self, column: str, got: str, expected: str) -> UserError:
-        shown = repr(got if len(got) <= _LONGEST_VALUE else got[: _LONGEST_VALUE - 3] + "...")
-        return UserError(
-            f"{self.path}: line {self.line}: {column}: got {shown}, expected {expected}"
-        )
+        where = f"{self.path}: line {self.line}: {column}"
+        return UserError(f"{where}: got {quoted(got)}, expected {expected}")
 
 
 def read_link_trace(path: str | Path) -> list[LinkCondition]:

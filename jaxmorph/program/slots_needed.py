@@ -110,18 +110,30 @@ class HostRoom:
         least = self.taken_bytes(self.slots({}), len(self.rank_bytes))
         return tuple(taken - own for taken, own in zip(least, self.rank_bytes, strict=True))
 
-    def within(self, needed: Mapping[Channel, int]) -> dict[Channel, int]:
+    def slots_that_fit(
+        self, needed: Mapping[Channel, int], also: Mapping[Channel, int] | None = None
+    ) -> dict[Channel, int]:
         """The slots of all channels: as many as needed, or as fit.
 
         The channel with the most bytes on the rank that lacks the most is halved until all fit, or
         have the fewest.
+
+        Args:
+            needed: By training steps.
+            also: By evaluations, for example: only what training steps leave.
         """
-        slots = self.slots(needed)
+        slots = self._halved(self.slots(needed), self.slots({}))
+        return slots if also is None else self._halved(self.slots(most_slots(slots, also)), slots)
+
+    def _halved(
+        self, slots: dict[Channel, int], least: Mapping[Channel, int]
+    ) -> dict[Channel, int]:
+        """The slots, fewer where they don't fit, but nowhere fewer than `least`."""
         while self.rank_bytes is not None:
             taken = self.taken_bytes(slots, len(self.rank_bytes))
             short = [used - own for used, own in zip(taken, self.rank_bytes, strict=True)]
             rank = max(range(len(short)), key=short.__getitem__)
-            own = [each for each in slots if rank in each.link and slots[each] > FIRST_SLOTS]
+            own = [each for each in slots if rank in each.link and slots[each] > least[each]]
             if short[rank] <= 0 or not own:
                 break
             slots[max(own, key=lambda each: slots[each] * self.slot_bytes[each])] //= 2

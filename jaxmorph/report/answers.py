@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from jaxmorph.report.draw import save_timelines
+from jaxmorph.report.draw.save import save_timelines
 from jaxmorph.report.draw.text import fitting_width, styled_gantt
 from jaxmorph.schedule.answer import Answer
 from jaxmorph.schedule.problem import Problem

@@ -5,7 +5,7 @@ rank these names lead to one that waits for nobody: that one has failed. Or they
 then the link between its ranks carries nothing.
 
 The launcher follows the reports of failed ranks (`cause_of`). Where links fail over, ranks also
-pass on to each other which long waits they know of (`LongWaits`), so that each rank's own error
+send each other the long waits they know of (`LongWaits`), so that each rank's own error
 names the cause, on several hosts too.
 """
 
@@ -22,7 +22,7 @@ from jaxmorph.records import Link
 
 _PLACE_TAKEN = re.compile(rb"(\d+) unexpectedly tried to connect with a different incarnation")
 _END_OF_LOG_BYTES = 1 << 16
-_LONG = 1 / 4  # of the time that a wait has
+_LONG_SHARE = 1 / 4  # of the time that a wait has
 
 Found = TypeVar("Found")
 
@@ -113,23 +113,24 @@ def rank_of_stranger(log_of_rank_0: Path) -> int | None:
 
 
 class LongWaits:
-    """The long waits that this rank knows of: its own, and those that others passed on.
+    """The long waits that this rank knows of: its own, and those that others have sent.
 
     Any thread: all methods. Lock: the waits.
 
     Attributes:
         rank: This one.
-        pass_on: Sends a wait to the other end of a link, by link.
+        forward: Sends a wait to the other end of a link, by link.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.pass_on: Mapping[Link, Callable[[Wait], object]] = {}
+        self.forward: Mapping[Link, Callable[[Wait], object]] = {}
         self._latest: dict[int, Wait] = {}
+        self._own: list[Wait] = []  # those of this rank's threads, the oldest first
         self._lock = threading.Lock()
 
     def add(self, wait: Wait, came_over: Link | None = None) -> bool:
-        """Keep a rank's latest report of its waiting, and pass it on.
+        """Record a rank's latest report of its waiting, and forward it.
 
         Args:
             came_over: The link whose other end has sent it; None: it is this rank's own.
@@ -142,45 +143,57 @@ class LongWaits:
             if known is not None and wait.number <= known.number:
                 return False
             self._latest[wait.rank] = wait
-        for link, send in self.pass_on.items():
+        self._forward(wait, came_over)
+        return True
+
+    def _forward(self, wait: Wait, came_over: Link | None = None) -> None:
+        for link, send in self.forward.items():
             if link != came_over:
                 send(wait)
-        return True
 
     def wait(
         self,
         attempt: Callable[[float], Found | None],
         deadline_s: float,
         peer: int,
-        in_vain: Callable[[float], str],
+        describe: Callable[[float], str],
     ) -> Found:
         """Wait for a rank; the others learn of it before their own time is over, if it is long.
 
         Args:
-            attempt: Waits until a time, by the monotonic clock; None: in vain.
-            in_vain: What was in vain, in words, after so many seconds.
+            attempt: Waits until a time, by the monotonic clock; None: nothing came by then.
+            describe: What has not come, in words, after so many seconds.
 
         Raises:
             WaitedInVainError: The deadline is over; it names the cause.
         """
         began_s = time.monotonic()
         all_s = max(deadline_s - began_s, 0.0)
-        found = attempt(began_s + _LONG * all_s)
+        found = attempt(began_s + _LONG_SHARE * all_s)
         if found is None:
-            is_reported = self._report(peer, in_vain(_LONG * all_s))
+            own = Wait(self.rank, peer, describe(_LONG_SHARE * all_s))
+            self._change_own(lambda: self._own.append(own))
             found = attempt(deadline_s)
             if found is None:
-                raise self.error(in_vain(all_s), peer)
-            if is_reported:
-                self._report(None)
+                raise self.error(describe(all_s), peer)
+            self._change_own(lambda: self._own.remove(own))
         return found
 
-    def _report(self, peer: int | None, what: str = "") -> bool:
-        """Report this rank's wait, unless it waits in another thread as well, or its end."""
+    def _change_own(self, change: Callable[[], None]) -> None:
+        """Change this rank's own waits; if another one is the oldest now, report that.
+
+        Others follow one wait of a rank. Its threads may wait for several ranks at once.
+        """
         with self._lock:
-            own = self._latest.get(self.rank, Wait(self.rank, None, number=0))
-        is_new = own.peer is None or peer is None
-        return is_new and self.add(Wait(self.rank, peer, what, own.number + 1))
+            before = self._own[:1]
+            change()
+            if self._own[:1] == before:
+                return
+            oldest = self._own[0] if self._own else Wait(self.rank, None)
+            known = self._latest.get(self.rank)
+            report = replace(oldest, number=1 if known is None else known.number + 1)
+            self._latest[self.rank] = report
+        self._forward(report)
 
     def error(self, message: str, peer: int) -> WaitedInVainError:
         """The error of this rank, which has waited for `peer` until its time was over."""

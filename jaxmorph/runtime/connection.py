@@ -38,7 +38,7 @@ _HELLO = struct.Struct(f"!8sH{NONCE_BYTES}s")
 _CALL = struct.Struct(f"!I{NONCE_BYTES}s{PROOF_BYTES}s")
 _NAME = b"jaxmorph"
 _LARGEST_BYTES = 1 << 28
-_PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 6}
 
 
 class ConnectionLostError(RuntimeError):
@@ -112,9 +112,8 @@ class Connection:
         For connections that carry nothing. After 70 s of silence, or when a host that has started
         again answers that it knows no such connection, it counts as closed.
         """
-        for option, value in _PROBES.items():
-            if hasattr(socket, option):
-                self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        for option, value in _KEEPALIVE.items():
+            self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def is_open(self) -> bool:
         """Whether the peer still has it open, without waiting; it must have no deadline."""

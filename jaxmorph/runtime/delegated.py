@@ -77,7 +77,7 @@ class DelegatedRoute:
     """Carries messages over the data plane; see `routes.Route`.
 
     Training thread: all methods. Queue thread: postings. For links that fail over the queue's
-    thread also calls `post`, `has_room` and `take`, and a link's own thread calls `post`. A
+    thread also calls `post`, `has_free_slot` and `take`, and a link's own thread calls `post`. A
     channel belongs to one thread at a time. Lock: running copies, and writes to counts.
 
     Args:
@@ -136,14 +136,20 @@ class DelegatedRoute:
         ends = [*self._senders.items(), *self._receivers.items()]
         return sum(self._num_slots[channel] * end.use.slot_bytes for channel, end in ends)
 
-    def give_back(
-        self, needed: Mapping[Channel, int], *, sending: bool, keep: Collection[str] = ()
+    def free_slots(
+        self,
+        needed: Mapping[Channel, int],
+        timeout_s: float,
+        *,
+        sending: bool,
+        keep: Collection[str] = (),
     ) -> tuple[str, ...]:
         """Free the slots that a plan doesn't need; no message may be on its way.
 
         Sending ends are first, on all ranks: a receiver must not have fewer slots than its sender.
 
         Args:
+            timeout_s: How long all channels together may take to come to rest.
             sending: Whether to free those of sending ends, or of receiving ends.
             keep: Channels to leave as they are, by their texts.
 
@@ -151,28 +157,41 @@ class DelegatedRoute:
             The channels that keep theirs, as they are not at rest.
         """
         self._receive_backend.settle()
-        kept = []
+        deadline_s, kept = time.monotonic() + timeout_s, []
         for channel, end in (self._senders if sending else self._receivers).items():
             wanted = end.use.slots_for(max(FIRST_SLOTS, needed.get(channel, 0)))
             if wanted < self._num_slots[channel] and str(channel) not in keep:
                 try:
-                    self._plane.resize(end.name, wanted, _REST_S)
+                    self._plane.resize(end.name, wanted, max(0.0, deadline_s - time.monotonic()))
                     self._num_slots[channel] = wanted
                 except (NotAtRestError, PeerGoneError):
                     kept.append(str(channel))
         return tuple(kept)
 
-    def make_room(self, needed: Mapping[Channel, int], timeout_s: float = 60.0) -> None:
+    def add_slots(
+        self,
+        needed: Mapping[Channel, int],
+        timeout_s: float = 60.0,
+        *,
+        sending: bool | None = None,
+    ) -> None:
         """Give channels the slots that a plan needs; no message may be on its way.
+
+        Best give them to sending ends first, on all ranks. When a receiver reports more slots than
+        its sender has, the sender uses the others only after its next message.
 
         Args:
             timeout_s: How long a channel may take to come to rest: see `DataPlane.resize`.
+            sending: Whether to give them to sending or to receiving ends; None: to both.
         """
         self._reported, self._has_reported_waits = replace(self.counts), False
         self._receive_backend.settle()
-        for channel, end in [*self._senders.items(), *self._receivers.items()]:
+        ends = [] if sending is False else [*self._senders.items()]
+        ends += [] if sending else [*self._receivers.items()]
+        for channel, end in ends:
             wanted = end.use.slots_for(needed.get(channel, 1))
-            if wanted > self._num_slots[channel]:
+            # Also if it has as many: `free_slots` may have failed half-way (`SeveralSidecars`).
+            if wanted >= self._num_slots[channel]:
                 progress.stamp(f"more slots for {end.name}")
                 self._plane.resize(end.name, wanted, timeout_s)
                 self._num_slots[channel] = wanted
@@ -213,9 +232,9 @@ class DelegatedRoute:
             arrival.add(part, slot)
         return Moved(arrival.value(), posted_s, received_s)
 
-    def has_room(self, identity: TransferIdentity) -> bool:
+    def has_free_slot(self, identity: TransferIdentity) -> bool:
         """Whether `reserve` would return at once; raises if the receiver is gone."""
-        return self._plane.has_room(self._senders[self._live_channel(identity)].name)
+        return self._plane.has_free_slot(self._senders[self._live_channel(identity)].name)
 
     def abandon(self, epoch: int) -> None:
         """Refuse the rest of an epoch, and drop its messages that still arrive."""
@@ -238,7 +257,7 @@ class DelegatedRoute:
         self._receive_backend.settle()
 
     def events(self) -> list[dict[str, Any]]:
-        """An event if sends had to wait for slots, once for each plan: see `make_room`.
+        """An event if sends had to wait for slots, once for each plan: see `add_slots`.
 
         Plans avoid that unless host memory is limited.
         """
@@ -352,9 +371,9 @@ class DelegatedRoute:
                         return None
 
         peer = sum(identity.transfer.link) - self._waits.rank
-        return self._waits.wait(attempt, deadline_s, peer, partial(self._in_vain, identity))
+        return self._waits.wait(attempt, deadline_s, peer, partial(self._describe_wait, identity))
 
-    def _in_vain(self, identity: TransferIdentity, waited_s: float) -> str:
+    def _describe_wait(self, identity: TransferIdentity, waited_s: float) -> str:
         """What this rank has waited for, in words."""
         link = identity.transfer.link
         is_sender = identity.transfer.source == self._waits.rank
@@ -365,7 +384,6 @@ class DelegatedRoute:
 
 
 _CHECK_EVERY_S = 0.5
-_REST_S = 0.25  # for the last acknowledgement of a step; where it is late, slots are just kept
 
 
 @dataclass(frozen=True)

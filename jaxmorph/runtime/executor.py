@@ -44,6 +44,7 @@ from jaxmorph.runtime.routes import Moved, Posting, Route, TransferIdentity
 from jaxmorph.runtime.tied import TiedGradients
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.stage.build import StagePrograms
+from jaxmorph.stage.model import key_numbers
 from jaxmorph.transport.names import PeerGoneError
 
 Tree = Any
@@ -54,19 +55,35 @@ _FIRST_EPOCH = 0  # a failover route replaces it by the link's own epoch
 
 @dataclass(frozen=True)
 class StepInputs:
-    """One rank's inputs of a step.
+    """One rank's data of a step: trees of arrays [microbatches, microbatch size, ...].
 
     Attributes:
-        tokens: int32 [microbatches, microbatch size, sequence]; only the first stage reads them.
-        targets: The same shape; only the last stage reads them. Negative targets don't count.
-        loss_weight: The weight of each counted token's loss, e.g. one over their number.
+        inputs: Only the first stage reads them; text is int32 [.., sequence]. None: not given.
+        targets: Only the last stage reads them. None: not given.
+        loss_weight: The weight of each counted loss, e.g. one over `count_targets`.
+        extras: By name; only stages read them whose functions take any.
         first_microbatch: The instructions' number of the first of these microbatches.
+        evaluates: Whether forwards alone run, without randomness.
     """
 
-    tokens: np.ndarray | None
-    targets: np.ndarray | None
+    inputs: Tree
+    targets: Tree
     loss_weight: float
+    extras: Mapping[str, Tree] = field(default_factory=dict)
     first_microbatch: int = 0
+    evaluates: bool = False
+
+
+def count_targets(targets: Tree) -> int:
+    """How many losses count: of the integers in one array those of 0 or more, else all examples.
+
+    Args:
+        targets: A tree of arrays [microbatches, microbatch size, ...]; None: 0.
+    """
+    leaves = jax.tree.leaves(targets)
+    if isinstance(targets, np.ndarray) and targets.dtype.kind in "iu":
+        return int(np.count_nonzero(targets >= 0))
+    return leaves[0].shape[0] * leaves[0].shape[1] if leaves else 0
 
 
 @dataclass(frozen=True)
@@ -74,11 +91,13 @@ class StepOutcome:
     """One rank's results of a step.
 
     Attributes:
-        loss: Mean loss of the counted tokens on the last stage, 0 elsewhere.
+        loss: Mean loss of the targets that count, on the last stage, 0 elsewhere; and what the
+            stage's auxiliary losses add, which evaluations leave out.
         accumulators: Gradients, float32, of each chunk's parameters.
         stamps: When each op and transfer ran on the queue; labels are `Op` and `Transfer`.
         arrivals: When each message received beside the queue was sent and had come.
         copies: When stashes went to host memory and came back; labels are `CopyLabel`.
+        aux: The stage's auxiliary losses by name, without weights: a mean over microbatches.
     """
 
     loss: float
@@ -86,6 +105,7 @@ class StepOutcome:
     stamps: list[Stamp]
     arrivals: list[Stamp] = field(default_factory=list)
     copies: list[Stamp] = field(default_factory=list)
+    aux: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -104,6 +124,8 @@ class _Step:
     step: int
     buffers: dict[Buffer, Any] = field(default_factory=dict)
     losses: list[jax.Array] = field(default_factory=list)
+    aux: dict[tuple[int, int], jax.Array] = field(default_factory=dict)
+    aux_gradient: tuple[jax.Array, ...] = ()
     arrivals: list[Stamp] = field(default_factory=list)
     away: dict[Buffer, AwayStash] = field(default_factory=dict)
 
@@ -141,6 +163,9 @@ class Executor:
         transfer_timeout_s: How long to wait for a transfer.
         tied: Sums the gradients of tied parameters; None where the stage holds none.
         copies: Moves stashes to host memory and back.
+        seed: Of the keys of random models.
+        first_layers: The number of each chunk's first layer.
+        aux_weights: The weights of auxiliary losses, in the order of their names.
     """
 
     chunks: Sequence[StagePrograms]
@@ -151,6 +176,9 @@ class Executor:
     transfer_timeout_s: float
     tied: TiedGradients | None = None
     copies: HostCopies = field(default_factory=HostCopies)
+    seed: int = 0
+    first_layers: Sequence[int] = (0,)
+    aux_weights: Mapping[str, float] = field(default_factory=dict)
 
     def execute(
         self,
@@ -164,7 +192,8 @@ class Executor:
         """Run a step's ops and transfers, but not its update.
 
         Args:
-            weights: What each chunk's `prepare` made of its parameters.
+            weights: What each chunk's `prepare` made of its parameters; to evaluate, the parameters
+                themselves of a chunk that is random.
             accumulators: Each chunk's zeroed gradient accumulators; they are donated.
             step: The step's number, part of every message's identity.
 
@@ -176,6 +205,10 @@ class Executor:
         """
         loss_weight = jax.device_put(np.float32(inputs.loss_weight), self.placement)
         state = _Step(program, weights, list(accumulators), inputs, loss_weight, step)
+        if self.aux_weights:
+            share = np.float32(1 / _num_microbatches(program))
+            gradient = share * np.array([*self.aux_weights.values()], np.float32)
+            state.aux_gradient = (jax.device_put(gradient, self.placement),)
         try:
             for instruction in program.instructions:
                 progress.stamp(instruction)
@@ -195,9 +228,19 @@ class Executor:
                 raise StalledError(stall) from error
             raise
         loss_sum = sum(float(loss) for loss in state.losses)  # in microbatch order
+        aux = self._mean_aux(state)
         loss = loss_sum * inputs.loss_weight
+        loss += sum(self.aux_weights[name] * value for name, value in aux.items())
         copies = [of.result() for away in state.away.values() for of in (away.gone, away.back)]
-        return StepOutcome(loss, tuple(state.accumulators), stamps, state.arrivals, copies)
+        return StepOutcome(loss, tuple(state.accumulators), stamps, state.arrivals, copies, aux)
+
+    def _mean_aux(self, state: _Step) -> dict[str, float]:
+        """The stage's auxiliary losses: summed over its layers, a mean over microbatches."""
+        if not state.aux:
+            return {}
+        total = np.sum([np.float64(state.aux[at]) for at in sorted(state.aux)], axis=0)
+        means = total / _num_microbatches(state.program)
+        return dict(zip(self.aux_weights, means.tolist(), strict=True))
 
     def _own_stall(self, error: BaseException) -> Stall | None:
         """What this rank's device has stalled at, if that is why a wait for another was in vain."""
@@ -310,26 +353,44 @@ class Executor:
 
     def _run_forward(self, op: Op, state: _Step) -> Any:
         x = (
-            self._from_host(state.inputs.tokens, op, state)
+            self._from_host(state.inputs.inputs, op, state)
             if state.is_first(op)
             else state.buffer(BufferKind.INPUT, op)
         )
-        chunk, weights = self.chunks[op.chunk], state.weights[op.chunk]
-        if state.is_last(op):
-            targets = self._from_host(state.inputs.targets, op, state)
-            output, stash, done = chunk.forward_with_done(weights, x, targets)
+        is_last = state.is_last(op)
+        targets = self._from_host(state.inputs.targets, op, state) if is_last else None
+        output, stash, aux, done = self._forward(op, state, x, targets)
+        if aux:
+            (state.aux[op.chunk, op.microbatch],) = aux
+        if is_last:
             state.losses.append(output)
         else:
-            output, stash, done = chunk.forward_with_done(weights, x)
             state.keep_result(op, output)
         state.keep(BufferKind.STASH, op, stash)
         return done
+
+    def _forward(self, op: Op, state: _Step, x: Tree, targets: Tree) -> Any:
+        """Dispatch the program of a forward; returns what `forward_with_done` does."""
+        chunk, weights = self.chunks[op.chunk], state.weights[op.chunk]
+        functions, extras = chunk.functions, state.inputs.extras
+        if state.inputs.evaluates and functions.evaluates_apart:
+            every = self._from_host(extras, op, state) if functions.takes_extras else {}
+            output, done = chunk.evaluate_with_done(weights, x, targets, every)
+            return output, (), (), done
+        read = functions.with_extras(extras)
+        own = self._from_host(read, op, state) if read else ()
+        if not functions.reads_keys:
+            return chunk.forward_with_done(weights, x, targets, extras=own)
+        first_layer = self.first_layers[op.chunk]
+        numbers = key_numbers(self.seed, state.step, op.microbatch, first_layer)
+        return chunk.forward_with_done(weights, x, targets, numbers, own)
 
     def _run_backward_input(self, op: Op, state: _Step) -> Any:
         gradient, weight_stash, done = self.chunks[op.chunk].backward_input_with_done(
             state.weights[op.chunk],
             state.buffer(BufferKind.STASH, op),
             self._output_gradient(op, state),
+            *state.aux_gradient,
         )
         state.keep_result(op, gradient)
         state.keep(BufferKind.WEIGHT_STASH, op, weight_stash)
@@ -349,6 +410,7 @@ class Executor:
             state.buffer(BufferKind.STASH, op),
             self._output_gradient(op, state),
             state.accumulators[op.chunk],
+            *state.aux_gradient,
         )
         state.keep_result(op, gradient)
         return done
@@ -358,11 +420,16 @@ class Executor:
             return state.loss_weight
         return state.buffer(BufferKind.OUTPUT_GRADIENT, op)
 
-    def _from_host(self, values: np.ndarray | None, op: Op, state: _Step) -> jax.Array | np.ndarray:
+    def _from_host(self, values: Tree, op: Op, state: _Step) -> Tree:
         if values is None:
             raise ValueError(f"{op} reads its microbatch from the host: none given")
         at = op.microbatch - state.inputs.first_microbatch
-        return for_program(values[at], self.placement)
+        return jax.tree.map(lambda array: for_program(array[at], self.placement), values)
+
+
+def _num_microbatches(program: RankInstructions) -> int:
+    runs = (each.op for each in program.instructions if isinstance(each, Run))
+    return sum(op.kind is OpKind.F and op.chunk == 0 for op in runs)
 
 
 def _arrival(transfer: Transfer, moved: Moved) -> Stamp:

@@ -83,7 +83,7 @@ class FailoverRoute:
             )
             for link, to_peer in connections.items()
         }
-        self._waits.pass_on = {link: end.pass_on for link, end in self._ends.items()}
+        self._waits.forward = {link: end.forward for link, end in self._ends.items()}
         self._communicators = communicators
         self._compiled: dict[tuple[Link, int], Future[Programs]] = {}
         direct.peer_has_left = lambda link: self._ends[link].peer_has_left
@@ -239,9 +239,9 @@ class FailoverRoute:
     ) -> Moved:
         identity = identity._replace(epoch=end.await_switch(str(identity)))
         progress.stamp_queue(identity.transfer)
-        has_room = self._delegated.has_room(identity)
+        is_free = self._delegated.has_free_slot(identity)
         moved = self._delegated.post(identity, value, arrived_s, self._timeout_s)
-        return moved if has_room else replace(moved, over_s=time.monotonic())
+        return moved if is_free else replace(moved, over_s=time.monotonic())
 
     def _path_failure(self, link: Link) -> str:
         return self._ends[link].path_failure if link in self._ends else ""

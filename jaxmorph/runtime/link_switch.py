@@ -265,8 +265,8 @@ class LinkEnd:
             self._arrived_s = None
             return self.epoch
 
-    def pass_on(self, wait: Wait) -> None:
-        """Send a long wait to the peer, which passes it on."""
+    def forward(self, wait: Wait) -> None:
+        """Send a long wait to the peer, which forwards it."""
         with self._changed:
             self._send(self._connections.states, dump(as_object(wait)).encode())
 
@@ -329,10 +329,10 @@ class LinkEnd:
             self._send(self._connections.ready, ready.to_bytes())
             return ready
 
-    def _wait(self, attempt: Callable[[float], bool], in_vain: Callable[[float], str]) -> None:
+    def _wait(self, attempt: Callable[[float], bool], describe: Callable[[float], str]) -> None:
         """Wait for the peer until an attempt succeeds or the link is lost."""
         deadline_s = time.monotonic() + self._timeout_s
-        self._waits.wait(lambda until_s: attempt(until_s) or None, deadline_s, self.peer, in_vain)
+        self._waits.wait(lambda until_s: attempt(until_s) or None, deadline_s, self.peer, describe)
 
     def _await_change(self, condition: Callable[[], bool], until_s: float) -> bool:
         with self._changed:

@@ -11,7 +11,8 @@ from jaxmorph.copies.backends import PayloadShape, SlotUse
 from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.program.slots_needed import FIRST_SLOTS
 from jaxmorph.records import Link
-from jaxmorph.stage.model import PipelineModel
+from jaxmorph.stage.activations import with_one_activation
+from jaxmorph.stage.model import PipelineModel, Tree
 from jaxmorph.stage.parameters import leaf_at
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.plane import ChannelSpec
@@ -61,15 +62,19 @@ def channel_payloads(
     model: PipelineModel,
     num_ranks: int,
     num_chunks: int,
-    microbatch_size: int,
-    sequence_length: int,
+    inputs: Tree,
 ) -> dict[Channel, PayloadShape]:
-    """Every channel of a pipeline, with the payload of one message."""
+    """Every channel of a pipeline, with the payload of one message.
+
+    Args:
+        inputs: The shapes of one microbatch's inputs.
+    """
     last = num_ranks - 1
     hops = [(lower, lower + 1) for lower in range(last)]
     if num_chunks > 1 and last > 0:
         hops.append((last, 0))  # from a chunk of the last rank to the next one of the first
-    activation = _activation_shape(model, microbatch_size, sequence_length)
+    _, shape = with_one_activation(model, inputs)
+    activation = PayloadShape(shape.shape, shape.dtype)
     channels: dict[Channel, PayloadShape] = {}
     for rank, next_rank in hops:
         channels[Channel(Payload.ACTIVATION, rank, next_rank)] = activation
@@ -78,17 +83,6 @@ def channel_payloads(
         channels[Channel(Payload.TIED, 0, last, index)] = shape
         channels[Channel(Payload.TIED, last, 0, index)] = shape
     return channels
-
-
-def _activation_shape(
-    model: PipelineModel, microbatch_size: int, sequence_length: int
-) -> PayloadShape:
-    def embed(key: jax.Array, tokens: jax.Array) -> jax.Array:
-        return model.embed(model.init_embed(key), tokens)
-
-    tokens = jax.ShapeDtypeStruct((microbatch_size, sequence_length), jnp.int32)
-    shape = jax.eval_shape(embed, jax.random.key(0), tokens)
-    return PayloadShape(shape.shape, shape.dtype)
 
 
 def _tied_shapes(model: PipelineModel) -> Sequence[PayloadShape]:

@@ -36,7 +36,7 @@ _RENDEZVOUS = "the rendezvous"
 _GRACE_S = 2.0
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
-_THEN_OWN = b"\n"  # after all ranks' messages, what one rank alone gets; JSON escapes its own
+_THEN_OWN = b"\n"  # after JSON, which escapes its own: what rank 0 alone or one rank alone gets
 _NOTE = b"\0"  # begins a note; what ranks exchange is text
 _NOTE_EVERY_S = 5.0
 
@@ -92,13 +92,13 @@ class Rendezvous(Protocol):
     secret: bytes
 
     def exchange(
-        self, message: Json, detail: Any = None, addressed: Sequence[Json] = ()
+        self, message: Json, detail: bytes = b"", addressed: Sequence[Json] = ()
     ) -> list[Json]:
         """All ranks' messages, in rank order, this rank's own included; also a barrier.
 
         Args:
             message: For all ranks; anything that `plain_json.dump` takes.
-            detail: For rank 0 alone, which finds it as JSON text under `DETAIL`.
+            detail: For rank 0 alone, which finds it under `DETAIL`.
             addressed: From rank 0, for each rank alone: keys that it finds in rank 0's message.
 
         Raises:
@@ -156,11 +156,11 @@ class SoleRank:
         self.secret = new_nonce()
 
     def exchange(
-        self, message: Json, detail: Any = None, addressed: Sequence[Json] = ()
+        self, message: Json, detail: bytes = b"", addressed: Sequence[Json] = ()
     ) -> list[Json]:
         """This rank's message, as the network would return it."""
         own = json.loads(dump(addressed[0])) if addressed else {}
-        return [{**json.loads(dump(message)), **own, DETAIL: dump(detail)}]
+        return [{**json.loads(dump(message)), **own, DETAIL: detail}]
 
     def limit(self, deadline_s: float, *, starts: bool = False) -> None:
         """There is no other rank to wait for."""
@@ -229,7 +229,7 @@ class HostRendezvous:
 
     def notify(self, doing: str, *, has_stalled: bool = False) -> None:
         """Send a note to all ranks, through rank 0."""
-        self._pass_on(Note(self.rank, doing, has_stalled))
+        self._forward(Note(self.rank, doing, has_stalled))
 
     def _notify_regularly(self) -> None:
         """Send notes while this rank starts, as long as its watchdog lets it."""
@@ -237,7 +237,7 @@ class HostRendezvous:
             if progress.limit_s > 0 and not self._exchanges:  # else it only waits for the others
                 self.notify(progress.in_words())
 
-    def _pass_on(self, note: Note) -> None:
+    def _forward(self, note: Note) -> None:
         message = _NOTE + dump(as_object(note)).encode()
         for rank, peer in self._peers.items():
             if rank != note.rank:
@@ -245,7 +245,7 @@ class HostRendezvous:
                     peer.send(message)
 
     def exchange(
-        self, message: Json, detail: Any = None, addressed: Sequence[Json] = ()
+        self, message: Json, detail: bytes = b"", addressed: Sequence[Json] = ()
     ) -> list[Json]:
         """All ranks' messages, in rank order; also a barrier (see `Rendezvous`)."""
         self._exchanges = True
@@ -255,20 +255,19 @@ class HostRendezvous:
         finally:
             self._exchanges = False
 
-    def _exchange(self, message: Json, detail: Any, addressed: Sequence[Json]) -> list[Json]:
-        own = dump(message).encode(), dump(detail).encode()
+    def _exchange(self, message: Json, detail: bytes, addressed: Sequence[Json]) -> list[Json]:
+        own = dump(message).encode() + _THEN_OWN + detail
         if self.rank != 0:
-            for each in own:
-                self._send(0, each)
+            self._send(0, own)
             return _with_own(*self._receive(0).partition(_THEN_OWN))
         others = range(1, self.num_ranks)
-        received = [own, *((self._receive(rank), self._receive(rank)) for rank in others)]
-        messages = b"[" + b",".join(message for message, _ in received) + b"]"
+        received = [each.partition(_THEN_OWN) for each in (own, *map(self._receive, others))]
+        messages = b"[" + b",".join(message for message, _, _ in received) + b"]"
         own_keys = [_THEN_OWN + dump(each).encode() for each in addressed]
         for rank in others:
             self._send(rank, messages + own_keys[rank] if own_keys else messages)
         found = _with_own(messages, b"", own_keys[0][1:] if own_keys else b"")
-        details = ({DETAIL: detail.decode()} for _, detail in received)
+        details = ({DETAIL: detail} for _, _, detail in received)
         return [each | detail for each, detail in zip(found, details, strict=True)]
 
     def close(self) -> None:
@@ -294,7 +293,7 @@ class HostRendezvous:
         self._last_notes[rank] = note
         progress.stamp(f"waits for {note}")
         if self.rank == 0:
-            self._pass_on(note)
+            self._forward(note)
 
     @contextlib.contextmanager
     def _naming(self, rank: int) -> Any:

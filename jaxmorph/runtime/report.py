@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from jaxmorph.control.rank_times import RankTimes, timeline_of
-from jaxmorph.plain_json import Json, as_object, parse, parse_line
+from jaxmorph.plain_json import Json, as_object, dump, parse, parse_line
 from jaxmorph.program.instructions import Channel, Transfer, channel_of
 from jaxmorph.records import EventKind
 from jaxmorph.runtime.executor import StepOutcome
@@ -24,6 +24,7 @@ from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.timeline import CopySpan, Timeline
 
 _Part = TypeVar("_Part")
+_THEN = b"\n"  # after JSON, which escapes its own
 _NOT_FOR_ALL = frozenset({DETAIL, "own_parts"})
 
 
@@ -71,6 +72,17 @@ class StepTimings(RankTimes):
             events=tuple(replace(event, time_s=event.time_s - began_s) for event in events),
         )
 
+    def detail(self) -> bytes:
+        """What a rank sends rank 0 alone."""
+        return (dump(self.events) if self.events else "").encode() + _THEN + self.to_bytes()
+
+    @classmethod
+    def of_detail(cls, detail: bytes) -> Self:
+        """What `detail` wrote; a `ParseError` says that it is something else."""
+        events, _, times = detail.partition(_THEN)
+        read = parse_line(tuple[LinkEvent, ...], events.decode(), "events") if events else ()
+        return cls.of_bytes(times, events=read)
+
 
 def _span(stamp: Stamp, began_s: float) -> tuple[Any, float, float]:
     return stamp.label, 1e3 * (stamp.start_s - began_s), 1e3 * (stamp.end_s - began_s)
@@ -95,7 +107,7 @@ class StepReport:
         peak_device_bytes: Peak memory in use on its device; None where the device doesn't report.
         parts: What callbacks add, by the names of their dataclasses: see `parts_of`.
         own_parts: In rank 0's report, what callbacks add for the reading rank alone (`Addressed`).
-        detail: The timings as JSON text; only rank 0 has those of other ranks.
+        detail: The timings; only rank 0 has those of other ranks.
     """
 
     loss: float
@@ -106,7 +118,7 @@ class StepReport:
     peak_device_bytes: int | None = None
     parts: Mapping[str, Json] = field(default_factory=dict)
     own_parts: Mapping[str, Json] = field(default_factory=dict)
-    detail: str = "{}"
+    detail: bytes = b""
 
     def to_json(self) -> Json:
         """What goes to all ranks."""
@@ -123,8 +135,8 @@ class StepReport:
 
     @cached_property
     def timings(self) -> StepTimings:
-        """The timings, parsed from `detail`; a `ParseError` names the wrong field."""
-        return parse_line(StepTimings, self.detail, "the timings of a step")
+        """The timings in `detail`, with a `ParseError` if it is something else."""
+        return StepTimings.of_detail(self.detail)
 
 
 @dataclass(frozen=True)
@@ -171,6 +183,22 @@ class ProbeTimes:
     """The label and milliseconds of each message of a probe, at one end."""
 
     took_ms: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class AuxiliaryLosses:
+    """A rank's auxiliary losses by name: see `StepOutcome.aux`."""
+
+    means: Mapping[str, float] = field(default_factory=dict)
+
+
+def total_auxiliary(reports: Sequence[StepReport]) -> dict[str, float]:
+    """The step's auxiliary losses by name, summed in stage order; {} for a model without any."""
+    totals: dict[str, float] = {}
+    for part in parts_of(reports, AuxiliaryLosses):
+        for name, mean in part.means.items():
+            totals[name] = totals.get(name, 0.0) + mean
+    return totals
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from jaxmorph.runtime.optimizer import OptimizerSettings
 from jaxmorph.runtime.payloads import channel_payloads
 from jaxmorph.runtime.queue import Pace
 from jaxmorph.schedule.ops import OpKind
-from jaxmorph.stage.model import PipelineModel
+from jaxmorph.stage.model import MicrobatchShapes, PipelineModel
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class StageSettings:
 
     Attributes:
         layers: The layers of every virtual stage, in the order of the pipeline.
+        shapes: The data of one microbatch.
         seed: Of the initial parameters, which don't depend on the number of stages.
         stash: Whether F keeps what B needs, or B computes it again.
         kinds: The kinds of op to compile.
@@ -38,11 +39,12 @@ class StageSettings:
         direct_timeout_s: How long an emulated direct transfer may take once both ends have come to
             it; None: `transfer_timeout_s`.
         copies: How payloads are copied into slots: a backend's name, or "auto".
+        free_slots_s: How long to wait, when a plan needs fewer slots, until channels are at rest
+            and the others can be freed; None: keep them.
     """
 
     layers: tuple[range, ...]
-    microbatch_size: int
-    sequence_length: int
+    shapes: MicrobatchShapes
     seed: int
     kinds: frozenset[OpKind]
     optimizer: OptimizerSettings | optax.GradientTransformation
@@ -56,6 +58,7 @@ class StageSettings:
     fails_over: bool = False
     direct_timeout_s: float | None = None
     copies: str = AUTO
+    free_slots_s: float | None = None
 
     @property
     def failing_over(self) -> frozenset[Link]:
@@ -89,6 +92,5 @@ class StageSettings:
             model,
             num_ranks=self.num_ranks,
             num_chunks=self.num_chunks,
-            microbatch_size=self.microbatch_size,
-            sequence_length=self.sequence_length,
+            inputs=self.shapes.inputs,
         )

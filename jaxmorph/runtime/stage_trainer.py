@@ -33,7 +33,7 @@ from jaxmorph.runtime.stage_state import from_parts, stage_parts
 from jaxmorph.runtime.tied import HEAD, TiedGradients
 from jaxmorph.stage.build import StagePrograms, build_stage
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
-from jaxmorph.stage.model import Params, PipelineModel
+from jaxmorph.stage.model import Params, PipelineModel, aux_weights_of
 from jaxmorph.stage.parameters import LeafPath, compile_init, read_stage_params
 from jaxmorph.stage.stage_functions import StashMemory
 from jaxmorph.transport.plane import DataPlane
@@ -97,6 +97,7 @@ class StageTrainer:
         self.delegated: DelegatedRoute | None = None
         self._failover: FailoverRoute | None = None
         self._slot_copies: StageCopies | None = None
+        self._free_slots_s = settings.free_slots_s
         with ExitStack() as opened:
             self._queue = AsynchronousQueue() if settings.pace is None else PacedQueue()
             opened.callback(self._queue.close)
@@ -112,6 +113,9 @@ class StageTrainer:
             transfer_timeout_s=settings.transfer_timeout_s,
             tied=TiedGradients(model.tied, self._accumulators) if model.tied else None,
             copies=HostCopies(pace.host_copy_bytes_per_s),
+            seed=settings.seed,
+            aux_weights=aux_weights_of(model),
+            first_layers=[settings.layers[i].start for i in settings.own_stages(rank)],
         )
 
     def _open_routes(
@@ -170,6 +174,13 @@ class StageTrainer:
         return {"direct": self._failover, "delegated": self.delegated}
 
     @property
+    def reads_extras(self) -> bool:
+        """Whether a program of this rank takes some of the data's extras."""
+        own = [programs.functions for programs in self.programs]
+        apart = any(each.evaluates_apart and each.takes_extras for each in own)
+        return apart or any(each.extras for each in own)
+
+    @property
     def stash_memory(self) -> StashMemory:
         """Bytes that one microbatch's stash takes on this stage, in all chunks together."""
         parts = [programs.memory for programs in self.programs]
@@ -186,12 +197,20 @@ class StageTrainer:
     def run(self, program: RankInstructions, inputs: StepInputs, step: int) -> StepOutcome:
         """Run a step's ops and transfers; `update` or `discard` must follow."""
         self._step = step
-        outcome = self.executor.execute(
-            program, self._weights, self._accumulators, inputs, step=step
-        )
+        weights = self._evaluated if inputs.evaluates else self._weights
+        outcome = self.executor.execute(program, weights, self._accumulators, inputs, step=step)
         self._accumulators = outcome.accumulators
         self._messages = outcome.stamps, outcome.arrivals
         return outcome
+
+    @property
+    def _evaluated(self) -> Chunks:
+        """The weights that evaluations use: parameters as they are, where it `evaluates_apart`."""
+        chunks = zip(self.programs, self.params, self._weights, strict=True)
+        return tuple(
+            params if programs.functions.evaluates_apart else weights
+            for programs, params, weights in chunks
+        )
 
     def message_times_ms(self) -> list[tuple[Transfer, float]]:
         """How long each message of the last run took, as this end saw it, in order."""
@@ -202,18 +221,24 @@ class StageTrainer:
             if isinstance(stamp.label, Transfer)
         ]
 
-    def give_back(
+    def free_slots(
         self, slots: Mapping[Channel, int], *, sending: bool, keep: Collection[str] = ()
     ) -> tuple[str, ...]:
-        """Free the slots that a plan doesn't need: see `DelegatedRoute.give_back`."""
-        if self.delegated is None:
+        """Free the slots that a plan doesn't need: see `DelegatedRoute.free_slots`."""
+        if self.delegated is None or self._free_slots_s is None:
             return ()
-        return self.delegated.give_back(slots, sending=sending, keep=keep)
+        return self.delegated.free_slots(slots, self._free_slots_s, sending=sending, keep=keep)
 
-    def make_room(self, slots: Mapping[Channel, int]) -> None:
-        """Give delegated links the slots that a plan needs; no message may be on its way."""
+    def add_slots(self, slots: Mapping[Channel, int], *, sending: bool | None = None) -> None:
+        """Give links the slots that a plan needs: see `DelegatedRoute.add_slots`."""
         if self.delegated is not None:
-            self.delegated.make_room(slots, self.executor.transfer_timeout_s)
+            self.delegated.add_slots(slots, self.executor.transfer_timeout_s, sending=sending)
+
+    def await_registered_slots(self) -> None:
+        """Wait until the device's driver knows all slots: until then copies take another way."""
+        memory = self._slot_copies and self._slot_copies.available.memory
+        if memory:
+            memory.settle()
 
     @property
     def sidecar_s(self) -> float | None:
@@ -408,8 +433,7 @@ def _build_programs(
             num_layers=num_layers,
             is_first=is_first,
             is_last=is_last,
-            microbatch_size=settings.microbatch_size,
-            sequence_length=settings.sequence_length,
+            shapes=settings.shapes,
             stash=settings.stash,
             kinds=settings.kinds,
         )

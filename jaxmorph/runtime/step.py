@@ -6,7 +6,7 @@ Training, comparisons and first measurements all run their steps here.
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
@@ -14,12 +14,13 @@ import numpy as np
 
 from jaxmorph.program.instructions import RankInstructions
 from jaxmorph.progress import progress
-from jaxmorph.runtime.executor import StepInputs
+from jaxmorph.runtime.executor import StepInputs, count_targets
 from jaxmorph.runtime.kept_programs import CompilationCounter
 from jaxmorph.runtime.optimizer import clip_scale
 from jaxmorph.runtime.rank_process import reporting_failures
 from jaxmorph.runtime.rendezvous import Rendezvous, gather
 from jaxmorph.runtime.report import (
+    AuxiliaryLosses,
     LinkEvent,
     StepReport,
     StepTimings,
@@ -71,8 +72,8 @@ class ForwardTotals:
     """The results of forwards alone, on all ranks together.
 
     Attributes:
-        loss: The weighted sum of the counted tokens' losses.
-        counted: How many tokens counted.
+        loss: The weighted sum of the losses that count.
+        counted: How many targets count.
     """
 
     loss: float
@@ -141,7 +142,7 @@ class StepRunner:
         # Steps for timings leave the events to the first step of training.
         events = tuple(map(LinkEvent.of, stage.events())) if updates else ()
         timings = StepTimings.of_step(outcome, began_s, events)
-        parts = [*report(step)]
+        parts = [*report(step), AuxiliaryLosses(outcome.aux)]
         own = StepReport(
             loss=outcome.loss,
             squared_norm=squared_norm,
@@ -151,7 +152,8 @@ class StepRunner:
             peak_device_bytes=peak_bytes(stage.device),
             parts=named_parts(parts),
         )
-        of_ranks = self.rendezvous.exchange(own.to_json(), timings, addressed_parts(parts))
+        own_parts = addressed_parts(parts)
+        of_ranks = self.rendezvous.exchange(own.to_json(), timings.detail(), own_parts)
         ended_s = time.monotonic()
         progress.stamp("updates its parameters")
         reports = tuple(StepReport.from_json(each, rank) for rank, each in enumerate(of_ranks))
@@ -164,11 +166,10 @@ class StepRunner:
 
     def forwards(self, program: RankInstructions, inputs: StepInputs, step: int) -> ForwardTotals:
         """Run forwards alone, for an evaluation."""
-        targets = inputs.targets
-        counted = 0 if targets is None else int(np.count_nonzero(targets >= 0))
+        counted = count_targets(inputs.targets)
         doing = f"evaluation after step {step}"
         with reporting_failures(), progress.within(self.timeout_s, doing):
-            outcome = self.stage.run(program, inputs, step)
+            outcome = self.stage.run(program, replace(inputs, evaluates=True), step)
             own = ForwardTotals(outcome.loss, counted)
             of_ranks = gather(self.rendezvous, ForwardTotals, own)
         return ForwardTotals(

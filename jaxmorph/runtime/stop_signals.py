@@ -59,22 +59,17 @@ def signals_ask(
     Args:
         within_s: Seconds from the request until the process ends anyway; None: a signal interrupts
             at once instead.
-        asked: Set by the first signal, and also by one whose interrupt Python drops.
+        asked: Set by the first signal that asks.
 
     Yields:
         A function: the signal that has asked the process to end, if any.
     """
     # Both replace the handler that JAX installs in a distributed process, which ends nothing.
-    asked = asked or threading.Event()
     if within_s is None:
-
-        def interrupt(number: signal.Signals) -> None:
-            asked.set()
-            _interrupt(number)
-
-        with handled(interrupt):
+        with handled(_interrupt):
             yield lambda: None
         return
+    asked = asked or threading.Event()
     first: list[signal.Signals] = []
     overdue = threading.Timer(within_s, lambda: _end(first[0]))
     overdue.daemon = True

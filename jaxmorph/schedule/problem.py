@@ -1,12 +1,11 @@
 """Reads one planning problem from a JSON object and checks it field by field."""
 
 import difflib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
-from jaxmorph.errors import UserError
+from jaxmorph.errors import UserError, quoted
 from jaxmorph.records import Link, pipeline_links
 from jaxmorph.schedule.costs import (
     JITTER_MARGIN,
@@ -122,12 +121,12 @@ def default_chunks(schedule: str) -> int:
 
 def _known_fields(data: object) -> Mapping[str, Any]:
     if not isinstance(data, dict):
-        raise UserError(f"got {shown(data)}, expected a JSON object")
+        raise UserError(f"got {quoted(data)}, expected a JSON object")
     for field in data:
         if field not in _REQUIRED + _OPTIONAL:
             near = difflib.get_close_matches(field, _REQUIRED + _OPTIONAL, n=1)
             hint = f", did you mean {near[0]}?" if near else ""
-            raise UserError(f"{shown(field)}: unknown field{hint}")
+            raise UserError(f"{quoted(field)}: unknown field{hint}")
     for field in _REQUIRED:
         if field not in data:
             raise UserError(f"{field}: missing, expected a value")
@@ -166,7 +165,7 @@ def _chunks(value: object, schedule: str, orders: Schedule | None) -> int:
     """The number of chunks: that of the orders, the given one, or the schedule's default."""
     if orders is not None:
         if value is not None and value != orders.num_chunks:
-            raise UserError(f"chunks: got {shown(value)}, but orders have {orders.num_chunks}")
+            raise UserError(f"chunks: got {quoted(value)}, but orders have {orders.num_chunks}")
         return orders.num_chunks
     chunks = default_chunks(schedule) if value is None else count("chunks", value)
     if chunks > 1 and schedule != "interleaved":
@@ -182,7 +181,7 @@ def _time_step_ms(value: object, link_model: str) -> float | None:
     step_ms = duration_ms("time_step_ms", value)
     if step_ms < _SHORTEST_TIME_STEP_MS:
         expected = f"expected a number of ms above 0, at least {_SHORTEST_TIME_STEP_MS:g}"
-        raise UserError(f"time_step_ms: got {shown(value)}, {expected}")
+        raise UserError(f"time_step_ms: got {quoted(value)}, {expected}")
     return step_ms
 
 
@@ -210,7 +209,7 @@ def _orders(value: object, stages: int, microbatches: int) -> Schedule | None:
 
 def _order(field: str, row: object) -> tuple[Op, ...]:
     if not isinstance(row, list):
-        raise UserError(f"{field}: got {shown(row)}, expected a list of ops such as 'F3'")
+        raise UserError(f"{field}: got {quoted(row)}, expected a list of ops such as 'F3'")
     try:
         return tuple(Op.parse(text(field, op)) for op in row)
     except ValueError as error:
@@ -306,12 +305,12 @@ def _require_no_bytes(fields: Mapping[str, Any]) -> None:
 # Readers of single values. Each raises a UserError that names the field, got and expected.
 
 
-def listed(field: str, value: object, length: int, per: str) -> list[Any]:
+def listed(field: str, value: object, length: int, per: str) -> Sequence[Any]:
     """A list of one value per stage or link; a single number stands for all of them."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return [value] * length
-    if not isinstance(value, list):
-        raise UserError(f"{field}: got {shown(value)}, expected one number or a list of {length}")
+    if not isinstance(value, list | tuple):
+        raise UserError(f"{field}: got {quoted(value)}, expected one number or a list of {length}")
     if len(value) != length:
         raise UserError(f"{field}: got {len(value)} values, expected {length} (one per {per})")
     return value
@@ -328,7 +327,7 @@ def duration_ms(field: str, value: object) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LONGEST_MS:
         return float(value)
     raise UserError(
-        f"{field}: got {shown(value)}, expected a number of ms from 0 to {_LONGEST_MS:g}"
+        f"{field}: got {quoted(value)}, expected a number of ms from 0 to {_LONGEST_MS:g}"
     )
 
 
@@ -344,14 +343,14 @@ def count(field: str, value: object, least: int = 1) -> int:
     """A whole number, at least ``least``."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return value
-    raise UserError(f"{field}: got {shown(value)}, expected a whole number, at least {least}")
+    raise UserError(f"{field}: got {quoted(value)}, expected a whole number, at least {least}")
 
 
 def text(field: str, value: object) -> str:
     """A text."""
     if isinstance(value, str):
         return value
-    raise UserError(f"{field}: got {shown(value)}, expected text")
+    raise UserError(f"{field}: got {quoted(value)}, expected text")
 
 
 def one_of(field: str, value: object, choices: Sequence[str]) -> str:
@@ -359,12 +358,4 @@ def one_of(field: str, value: object, choices: Sequence[str]) -> str:
     if isinstance(value, str) and value in choices:
         return value
     *most, last = map(repr, choices)
-    raise UserError(f"{field}: got {shown(value)}, expected {', '.join(most)} or {last}")
-
-
-def shown(value: object) -> str:
-    """A value in one line of at most 60 characters, for an error."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    line = repr(value)
-    return line if len(line) <= 60 else f"{line[:57]}..."
+    raise UserError(f"{field}: got {quoted(value)}, expected {', '.join(most)} or {last}")

@@ -10,7 +10,7 @@ reductions and transcendentals never run twice.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -31,9 +31,12 @@ from jaxmorph.stage.equations import (
     weights_of,
     without_repeats,
 )
+from jaxmorph.stage.model import takes_extras, takes_key
 
 _PRICE_OF_A_BYTE = 1024
 """A repeated equation or an additional array costs 1, so it only decides between equal sizes."""
+
+_PRICE_OF_A_KEY = 2**40
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,12 +46,16 @@ class SplitBackward:
     Attributes:
       prepare: params -> prepared; runs once a step.
       weight_sources: position of each weight in (*params, *prepared).
-      forward: (*weights, *inputs) -> (output, *stash).
-      backward_input: (*weights, *stash, output gradient) -> (*input gradients, *new).
+      forward: (*weights, *inputs, *extras, *key) -> (*outputs, *stash).
+      backward_input: (*weights, *stash, *output gradients) -> (*input gradients, *new).
       backward_weight: (*weights, *passed on, *new) -> param gradients.
-      backward: (*weights, *stash, output gradient) -> (*input gradients, *param gradients).
+      backward: (*weights, *stash, *output gradients) -> (*input gradients, *param gradients).
       passed_on: positions in the stash of the arrays that W needs too.
+      num_outputs: number of the function's results.
       num_input_gradients: number of inputs that have a gradient.
+      reads_key: whether the function reads its key; else no part takes one.
+      extras: the extras' leaves that the function reads, by number; no part takes the others.
+      shared: those of them that the stash begins with.
     """
 
     prepare: Part
@@ -58,7 +65,11 @@ class SplitBackward:
     backward_weight: Part
     backward: Part
     passed_on: tuple[int, ...]
+    num_outputs: int
     num_input_gradients: int
+    reads_key: bool
+    extras: tuple[int, ...]
+    shared: tuple[int, ...]
 
     @property
     def num_weights(self) -> int:
@@ -68,7 +79,12 @@ class SplitBackward:
     @property
     def num_stash(self) -> int:
         """Number of arrays that F keeps for the backward."""
-        return len(self.forward.outputs) - 1
+        return len(self.forward.outputs) - self.num_outputs
+
+    @property
+    def num_shared_in_weight_stash(self) -> int:
+        """Number of extras that the weight stash begins with."""
+        return sum(at < len(self.shared) for at in self.passed_on)
 
     @property
     def num_new(self) -> int:
@@ -76,18 +92,37 @@ class SplitBackward:
         return len(self.backward_input.outputs) - self.num_input_gradients
 
 
-def split_backward(function: Callable, params: Any, *inputs: Any) -> SplitBackward:
+def split_backward(
+    function: Callable,
+    params: Any,
+    *inputs: Any,
+    data: Sequence[Any] = (),
+    extras: Mapping[str, Any] | None = None,
+    recompute: bool = False,
+) -> SplitBackward:
     """Splits a function and its backward; nothing in the stash depends on the parameters alone.
 
     Args:
-      function: pure; takes params and the inputs, returns one array.
+      function: pure; takes params, the inputs and the data, returns an array or a tree of arrays.
+        A key, of a function that names `key` and reads it, is a further input, in raw form.
       params: a pytree of floating-point arrays or `jax.ShapeDtypeStruct`.
       *inputs: arrays or `jax.ShapeDtypeStruct`; integer inputs have no gradient.
+      data: further inputs, without gradients: trees of arrays, whose leaves the parts take.
+      extras: what a function that names `extras` is passed, also without gradients.
+      recompute: whether to keep the inputs alone, and compute the rest again.
     """
-    joint = _trace_joint(function, params, inputs)
+    flat = _Flat.of(function, len(inputs), data, extras or {})
+    joint = _trace_joint(flat, params, inputs, recompute=recompute)
+    read = _read_by(joint)
+    reads_key = flat.takes_key and joint.inputs[-1] in read
+    read_extras = [v for v in joint.extras if v in read]
+    num_before = len(joint.inputs) - flat.takes_key - len(joint.extras)
+    key = joint.inputs[-1:] if reads_key else ()
+    part_inputs = [*joint.inputs[:num_before], *read_extras, *key]
     origin = origins(joint)
     weights = weights_of(joint, origin)
     stash = _cut_after_forward(joint, origin)
+    stash.sort(key=lambda value: value not in joint.extras)
     weight_stash = _cut_before_weights(joint, origin, stash)
     new = [v for v in weight_stash if v not in stash]
     passed_on = [v for v in stash if v in weight_stash]
@@ -97,22 +132,77 @@ def split_backward(function: Callable, params: Any, *inputs: Any) -> SplitBackwa
     return SplitBackward(
         prepare=part(joint.params, prepared),
         weight_sources=tuple(pool.index(w) for w in weights),
-        forward=part([*weights, *joint.inputs], [joint.output, *stash]),
-        backward_input=part([*weights, *stash, joint.gradient], [*input_gradients, *new]),
+        forward=part([*weights, *part_inputs], [*joint.outputs, *stash]),
+        backward_input=part([*weights, *stash, *joint.output_gradients], [*input_gradients, *new]),
         backward_weight=part([*weights, *passed_on, *new], joint.param_gradients),
         backward=part(
-            [*weights, *stash, joint.gradient], [*input_gradients, *joint.param_gradients]
+            [*weights, *stash, *joint.output_gradients],
+            [*input_gradients, *joint.param_gradients],
         ),
         passed_on=tuple(stash.index(v) for v in passed_on),
+        num_outputs=len(joint.outputs),
         num_input_gradients=len(input_gradients),
+        reads_key=reads_key,
+        extras=tuple(joint.extras.index(v) for v in read_extras),
+        shared=tuple(joint.extras.index(v) for v in stash if v in joint.extras),
     )
 
 
-def _trace_joint(function: Callable, params: Any, inputs: Sequence[Any]) -> JointTrace:
-    has_gradient = [jnp.issubdtype(x.dtype, jnp.inexact) for x in inputs]
+def raw_key() -> jax.ShapeDtypeStruct:
+    """Returns the shape of a key as numbers, the form in which keys enter and leave programs."""
+    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
 
-    def joint(params: Any, inputs: Sequence[Any], gradient: jax.Array) -> Any:
-        def of_floats(params: Any, floats: list[jax.Array]) -> jax.Array:
+
+@dataclass(frozen=True, eq=False)
+class _Flat:
+    """A model's function of (params, *inputs, *leaves of data and extras, *raw key)."""
+
+    function: Callable
+    num_inputs: int
+    structure: Any
+    leaves: tuple[Any, ...]
+    num_extras: int
+    takes_key: bool
+    takes_extras: bool
+
+    @classmethod
+    def of(
+        cls, function: Callable, num_inputs: int, data: Sequence[Any], extras: Mapping[str, Any]
+    ) -> "_Flat":
+        with_key, with_extras = takes_key(function), takes_extras(function)
+        extras = extras if with_extras else {}
+        leaves, structure = jax.tree.flatten((data, extras))
+        leaves += [raw_key()] * with_key
+        num_extras = len(jax.tree.leaves(extras))
+        return cls(
+            function, num_inputs, structure, tuple(leaves), num_extras, with_key, with_extras
+        )
+
+    def __call__(self, params: Any, *arrays: Any) -> Any:
+        inputs, leaves = arrays[: self.num_inputs], list(arrays[self.num_inputs :])
+        by_name = {}
+        if self.takes_key:
+            by_name["key"] = jax.random.wrap_key_data(leaves.pop())
+        data, extras = self.structure.unflatten(leaves)
+        if self.takes_extras:
+            by_name["extras"] = extras
+        return self.function(params, *inputs, *data, **by_name)
+
+
+def _read_by(joint: JointTrace) -> set[Var]:
+    """The values that the function or its gradients need."""
+    read = {v for eqn in joint.needed(joint.results) for v in read_variables(eqn)}
+    return read.union(atom for atom in joint.results if isinstance(atom, Var))
+
+
+def _trace_joint(flat: _Flat, params: Any, inputs: Sequence[Any], *, recompute: bool) -> JointTrace:
+    function = jax.checkpoint(flat) if recompute else flat
+    has_gradient = [jnp.issubdtype(x.dtype, jnp.inexact) for x in inputs]
+    has_gradient += [False] * len(flat.leaves)
+    inputs = (*inputs, *flat.leaves)
+
+    def joint(params: Any, inputs: Sequence[Any], gradient: Any) -> Any:
+        def of_floats(params: Any, floats: list[jax.Array]) -> Any:
             rest = iter(floats)
             merged = [next(rest) if g else x for g, x in zip(has_gradient, inputs, strict=True)]
             return function(params, *merged)
@@ -123,17 +213,21 @@ def _trace_joint(function: Callable, params: Any, inputs: Sequence[Any]) -> Join
         return output, input_gradients, jax.tree.leaves(param_gradients)
 
     output = jax.eval_shape(function, params, *inputs)
+    num_outputs = len(jax.tree.leaves(output))
     num_params, num_gradients = len(jax.tree.leaves(params)), sum(has_gradient)
     trace = trace_flat(joint, params, tuple(inputs), output)
     trace = without_repeats(trace, trace.inputs[:num_params])
+    flat_inputs = trace.inputs[num_params:-num_outputs]
+    extras_end = len(flat_inputs) - flat.takes_key
     return JointTrace(
         trace,
         params=trace.inputs[:num_params],
-        inputs=trace.inputs[num_params:-1],
-        gradient=trace.inputs[-1],
-        output=trace.outputs[0],
-        input_gradients=trace.outputs[1 : 1 + num_gradients],
-        param_gradients=trace.outputs[1 + num_gradients :],
+        inputs=flat_inputs,
+        extras=flat_inputs[extras_end - flat.num_extras : extras_end],
+        output_gradients=trace.inputs[-num_outputs:],
+        outputs=trace.outputs[:num_outputs],
+        input_gradients=trace.outputs[num_outputs : num_outputs + num_gradients],
+        param_gradients=trace.outputs[num_outputs + num_gradients :],
     )
 
 
@@ -224,10 +318,10 @@ def _cut_after_forward(joint: JointTrace, origin: dict[Var, Origin]) -> list[Var
     What F computes for the output stays in F, but the backward may repeat cheap equations. What
     only the backward uses, and what needs no output gradient, may run on either side.
     """
-    of_output = set(map(id, joint.needed([joint.output])))
+    of_output = set(map(id, joint.needed(joint.outputs)))
     graph, known = ValueGraph[Var](), set(joint.inputs)
     for value in joint.inputs:
-        graph.add(value, _price(value))
+        graph.add(value, _price_on_stage(value, joint))
         graph.made_early(value)
     for eqn in joint.needed(joint.results):
         operands = [v for v in read_variables(eqn) if v in known]
@@ -265,10 +359,10 @@ def _cut_before_weights(
     when they run in B: the gradient of a norm's scale is one row, its operands are whole arrays.
     """
     of_input = set(map(id, joint.needed(joint.input_gradients, stash)))
-    graph, known, late = ValueGraph[Var](), {*stash, joint.gradient}, set()
+    graph, known, late = ValueGraph[Var](), {*stash, *joint.output_gradients}, set()
     for value in known:
         # Of two equal sizes, keep the one that the stash holds already: it needs no new array.
-        graph.add(value, _price(value) + (value not in stash))
+        graph.add(value, _price_on_stage(value, joint) + (value not in stash))
         graph.made_early(value)
     for eqn in joint.needed(joint.results, stash):
         operands = [v for v in read_variables(eqn) if v in known]
@@ -294,5 +388,12 @@ def _place_around_backward(
             graph.made_early(value)
 
 
+def _price_on_stage(value: Var, joint: JointTrace) -> int:
+    # A stage keeps a leaf of the extras once, whatever the number of its layers.
+    return 1 if value in joint.extras else _price(value)
+
+
 def _price(value: Var) -> int:
-    return size_bytes(value) * _PRICE_OF_A_BYTE
+    # Keys are made again from their raw form instead: few things can be done to arrays of them.
+    times = _PRICE_OF_A_KEY if jnp.issubdtype(value.aval.dtype, jax.dtypes.prng_key) else 1  # pyright: ignore[reportAttributeAccessIssue]
+    return size_bytes(value) * _PRICE_OF_A_BYTE * times

@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from jaxmorph.progress import progress
 from jaxmorph.stage.compiling import compiled
 from jaxmorph.stage.mesh import DATA
-from jaxmorph.stage.model import Params, PipelineModel
+from jaxmorph.stage.model import MicrobatchShapes, Params, PipelineModel, Tree
 from jaxmorph.stage.stage_functions import (
     Arrays,
     StageFunctions,
@@ -34,13 +34,16 @@ BATCH = PartitionSpec(DATA)
 OP_KINDS = ("F", "B", "W", "BW")
 """Forward, backward-input, backward-weight, and both backwards in one program."""
 
+EVALUATE = "evaluate"
+"""The forward of a stage that `evaluates_apart`; other stages evaluate with F."""
+
 
 @dataclass(frozen=True, eq=False)
 class StagePrograms:
     """One stage's programs, compiled ahead of time; every call dispatches one of them.
 
-    Arrays lie on the stage's submesh. Tokens, targets, activations and output gradients may be
-    numpy arrays; the caller must not write to them afterwards, because a CPU uses them in place.
+    Arrays lie on the stage's submesh. Inputs, targets, extras, activations and output gradients may
+    be numpy arrays; the caller must not write to them afterwards, because a CPU uses them in place.
 
     An op `f` also exists as `f_with_done`, which returns `done` as well: a scalar that is ready
     when the op has run. Waiting on `done` keeps none of the op's results alive, and still works
@@ -48,7 +51,8 @@ class StagePrograms:
 
     Attributes:
       functions: what the programs compute, before compilation.
-      compiled: the programs by name: "prepare", "zero", and the kinds of op requested.
+      compiled: the programs by name: "prepare", "zero", the kinds of op requested, and of a
+        stage that `evaluates_apart` "evaluate".
       weight_sources: position of each weight in (*leaves of params, *prepared).
       passed_on: positions in the stash of the arrays that W needs too.
     """
@@ -69,47 +73,75 @@ class StagePrograms:
         return tuple([pool[source] for source in self.weight_sources])
 
     def forward(
-        self, weights: Arrays, x: ArrayLike, targets: ArrayLike | None = None
+        self,
+        weights: Arrays,
+        x: Tree,
+        targets: Tree = None,
+        key_numbers: ArrayLike | None = None,
+        extras: Tree = (),
     ) -> tuple[jax.Array, Arrays]:
         """Runs F on one microbatch.
 
         Args:
-          x: int32 tokens [microbatch, sequence] on the first stage, else activations [microbatch,
-            sequence, width].
-          targets: int32 [microbatch, sequence]; only on the last stage.
+          x: the inputs on the first stage, such as int32 tokens [microbatch, sequence], else
+            activations, such as [microbatch, sequence, width].
+          targets: only on the last stage.
+          key_numbers: of the microbatch (`model.key_numbers`); only if functions `reads_keys`.
+          extras: the leaves that functions `with_extras` returns.
 
         Returns:
-          (activations, or on the last stage the float32 sum of the tokens' losses; stash).
+          (activations, or on the last stage the float32 sum of the losses; stash).
         """
-        return self.forward_with_done(weights, x, targets)[:2]
+        return self.forward_with_done(weights, x, targets, key_numbers, extras)[:2]
 
     def forward_with_done(
-        self, weights: Arrays, x: ArrayLike, targets: ArrayLike | None = None
-    ) -> tuple[jax.Array, Arrays, jax.Array]:
-        """Runs F; returns what `forward` returns, and `done`."""
+        self,
+        weights: Arrays,
+        x: Tree,
+        targets: Tree = None,
+        key_numbers: ArrayLike | None = None,
+        extras: Tree = (),
+    ) -> tuple[jax.Array, Arrays, Arrays, jax.Array]:
+        """Runs F; returns what `forward` returns, the vector of auxiliary losses, and `done`.
+
+        The vector is float32, in the order of the losses' names, in a tuple: () without any.
+        """
+        given = (each for each in (targets, extras, key_numbers) if each is not None)
+        (output, stash, *aux), done = self.compiled["F"](weights, x, *given)
+        return output, stash, tuple(aux), done
+
+    def evaluate_with_done(
+        self, params: Params, x: Tree, targets: Tree = None, extras: Tree = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Runs the forward of a stage that `evaluates_apart`; returns its output, and `done`.
+
+        Args:
+          extras: all of them, if functions `takes_extras`.
+        """
         batch = (x,) if targets is None else (x, targets)
-        (output, stash), done = self.compiled["F"](weights, *batch)
-        return output, stash, done
+        return self.compiled[EVALUATE](params, *batch, extras or {})
 
     def backward_input(
-        self, weights: Arrays, stash: Arrays, output_gradient: ArrayLike
+        self, weights: Arrays, stash: Arrays, output_gradient: ArrayLike, *aux_gradient: ArrayLike
     ) -> tuple[jax.Array | None, Arrays]:
         """Runs B on one microbatch.
 
         Args:
           output_gradient: of the activations; on the last stage the float32 weight of the loss.
+          *aux_gradient: of the vector of auxiliary losses, if there are any.
 
         Returns:
           (gradient of the stage's input, None on the first stage; weight stash). The weight stash
           begins with the arrays of the stash that W needs too, not copied.
         """
-        return self.backward_input_with_done(weights, stash, output_gradient)[:2]
+        return self.backward_input_with_done(weights, stash, output_gradient, *aux_gradient)[:2]
 
     def backward_input_with_done(
-        self, weights: Arrays, stash: Arrays, output_gradient: ArrayLike
+        self, weights: Arrays, stash: Arrays, output_gradient: ArrayLike, *aux_gradient: ArrayLike
     ) -> tuple[jax.Array | None, Arrays, jax.Array]:
         """Runs B; returns what `backward_input` returns, and `done`."""
-        (input_gradient, new), done = self.compiled["B"](weights, stash, output_gradient)
+        arguments = (weights, stash, output_gradient, *aux_gradient)
+        (input_gradient, new), done = self.compiled["B"](*arguments)
         return input_gradient, (*[stash[i] for i in self.passed_on], *new), done
 
     def backward_weight(
@@ -129,19 +161,31 @@ class StagePrograms:
         return self.compiled["W"](weights, weight_stash, accumulators)
 
     def backward(
-        self, weights: Arrays, stash: Arrays, output_gradient: ArrayLike, accumulators: Params
+        self,
+        weights: Arrays,
+        stash: Arrays,
+        output_gradient: ArrayLike,
+        accumulators: Params,
+        *aux_gradient: ArrayLike,
     ) -> tuple[jax.Array | None, Params]:
         """Runs BW: B and W in one program, without a weight stash.
 
         Arguments and results are those of `backward_input` and `backward_weight`.
         """
-        return self.backward_with_done(weights, stash, output_gradient, accumulators)[:2]
+        arguments = (weights, stash, output_gradient, accumulators, *aux_gradient)
+        return self.backward_with_done(*arguments)[:2]
 
     def backward_with_done(
-        self, weights: Arrays, stash: Arrays, output_gradient: ArrayLike, accumulators: Params
+        self,
+        weights: Arrays,
+        stash: Arrays,
+        output_gradient: ArrayLike,
+        accumulators: Params,
+        *aux_gradient: ArrayLike,
     ) -> tuple[jax.Array | None, Params, jax.Array]:
         """Runs BW; returns what `backward` returns, and `done`."""
-        (gradient, sums), done = self.compiled["BW"](weights, stash, output_gradient, accumulators)
+        arguments = (weights, stash, output_gradient, accumulators, *aux_gradient)
+        (gradient, sums), done = self.compiled["BW"](*arguments)
         return gradient, sums, done
 
     def zero_accumulators(self) -> Params:
@@ -156,8 +200,7 @@ def build_stage(
     num_layers: int,
     is_first: bool,
     is_last: bool,
-    microbatch_size: int,
-    sequence_length: int,
+    shapes: MicrobatchShapes,
     stash: StashPolicy = "full",
     kinds: Collection[str] = OP_KINDS,
 ) -> StagePrograms:
@@ -177,12 +220,11 @@ def build_stage(
         num_layers=num_layers,
         is_first=is_first,
         is_last=is_last,
-        microbatch_size=microbatch_size,
-        sequence_length=sequence_length,
+        shapes=shapes,
         stash=stash,
     )
     functions = traced.functions
-    names, programs = ("prepare", "zero", *kinds), {}
+    names, programs = ["prepare", "zero", *kinds, *([EVALUATE] * functions.evaluates_apart)], {}
     for number, name in enumerate(names, start=1):
         progress.stamp(f"compiling {number} of {len(names)} programs of its stage")
         programs[name] = _compile(_program(name, traced), submesh)
@@ -210,19 +252,28 @@ def _program(name: str, traced: TracedStage) -> _Program:
     functions, weights, stash = traced.functions, traced.weights, traced.stash
     gradient, sums = traced.gradient, traced.sums
     gradient_spec = WHOLE if functions.head else BATCH
-    batch_specs = (BATCH,) * len(traced.batch)
+    batch_specs, aux_specs = (BATCH,) * len(traced.batch), (WHOLE,) * len(traced.aux)
     match name:
         case "prepare":
             return _Program(functions.prepare, (traced.params,), (WHOLE,), WHOLE)
         case "zero":
             return _Program(partial(_zeros, sums), (), (), WHOLE)
         case "F":
-            forward, arguments = _with_done(functions.forward), (weights, *traced.batch)
-            results = ((gradient_spec, WHOLE), WHOLE)
-            return _Program(forward, arguments, (WHOLE, *batch_specs), results)
+            forward = _with_done(functions.forward)
+            extras = functions.with_extras(traced.extras)
+            arguments = (weights, *traced.batch, extras, *traced.key_numbers)
+            specs = (WHOLE, *batch_specs, BATCH, *(WHOLE for _ in traced.key_numbers))
+            results = ((gradient_spec, WHOLE, *aux_specs), WHOLE)
+            return _Program(forward, arguments, specs, results)
+        case "evaluate":
+            forward = _with_done(functions.evaluate)
+            arguments = (traced.params, *traced.batch, traced.extras)
+            specs = (WHOLE, *batch_specs, BATCH)
+            return _Program(forward, arguments, specs, (gradient_spec, WHOLE))
         case "B":
-            backward, arguments = _with_done(functions.backward_input), (weights, stash, gradient)
-            specs = (WHOLE, WHOLE, gradient_spec)
+            backward = _with_done(functions.backward_input)
+            arguments = (weights, stash, gradient, *traced.aux)
+            specs = (WHOLE, WHOLE, gradient_spec, *aux_specs)
             return _Program(backward, arguments, specs, ((BATCH, WHOLE), WHOLE))
         case "W":
             backward = _with_done(functions.backward_weight)
@@ -230,8 +281,8 @@ def _program(name: str, traced: TracedStage) -> _Program:
             return _Program(backward, arguments, (WHOLE, WHOLE, WHOLE), WHOLE, donated=(2,))
         case "BW":
             backward = _with_done(functions.backward)
-            arguments = (weights, stash, gradient, sums)
-            specs = (WHOLE, WHOLE, gradient_spec, WHOLE)
+            arguments = (weights, stash, gradient, sums, *traced.aux)
+            specs = (WHOLE, WHOLE, gradient_spec, WHOLE, *aux_specs)
             return _Program(backward, arguments, specs, ((BATCH, WHOLE), WHOLE), donated=(3,))
     raise ValueError(f"kinds: got {name!r}, expected some of {', '.join(OP_KINDS)}")
 

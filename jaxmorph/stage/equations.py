@@ -197,16 +197,19 @@ class JointTrace:
     """A function's forward and backward as one flat list of equations.
 
     Attributes:
-      trace: from (params, inputs, output gradient) to (output, input gradients, param gradients).
-      gradient: the gradient of the output.
-      input_gradients: one for each floating-point input, in order.
+      trace: from (params, inputs, output gradients) to (outputs, input gradients, param
+        gradients).
+      extras: those of the inputs that all layers of a stage share.
+      output_gradients: one for each output.
+      input_gradients: one for each input that has a gradient, in order.
     """
 
     trace: FlatTrace
     params: tuple[Var, ...]
     inputs: tuple[Var, ...]
-    gradient: Var
-    output: Var | Literal
+    extras: tuple[Var, ...]
+    output_gradients: tuple[Var, ...]
+    outputs: tuple[Var | Literal, ...]
     input_gradients: tuple[Var | Literal, ...]
     param_gradients: tuple[Var | Literal, ...]
 
@@ -217,8 +220,8 @@ class JointTrace:
 
     @property
     def results(self) -> tuple[Var | Literal, ...]:
-        """The output, then the gradients."""
-        return (self.output, *self.gradients)
+        """The outputs, then the gradients."""
+        return (*self.outputs, *self.gradients)
 
     def needed(
         self, outputs: Iterable[Var | Literal], known: Iterable[Var] = ()
@@ -232,7 +235,7 @@ def origins(joint: JointTrace) -> dict[Var, Origin]:
     found = dict.fromkeys(joint.trace.constants, Origin.CONSTANT)
     found |= dict.fromkeys(joint.params, Origin.PARAMS)
     found |= dict.fromkeys(joint.inputs, Origin.INPUTS)
-    found[joint.gradient] = Origin.GRADIENT
+    found |= dict.fromkeys(joint.output_gradients, Origin.GRADIENT)
     for eqn in joint.trace.equations:
         origin = Origin.CONSTANT
         for variable in read_variables(eqn):
@@ -336,6 +339,7 @@ _ARITHMETIC = frozenset(
         "add",
         "add_any",
         "and",
+        "bitcast_convert_type",
         "clamp",
         "concatenate",
         "convert_element_type",
@@ -365,6 +369,11 @@ _ARITHMETIC = frozenset(
 )
 """Primitives of a few machine instructions per element: no product, reduction, transcendental."""
 
+_OF_KEYS = frozenset(
+    {"random_clone", "random_fold_in", "random_split", "random_unwrap", "random_wrap"}
+)
+"""Primitives that make a few numbers for keys, but no array of random ones."""
+
 _REDUCTIONS = frozenset({"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"})
 
 
@@ -375,7 +384,7 @@ def is_view(eqn: JaxprEqn) -> bool:
 
 def is_cheap(eqn: JaxprEqn) -> bool:
     """Whether running an equation twice costs less than keeping its result."""
-    return is_view(eqn) or eqn.primitive.name in _ARITHMETIC
+    return is_view(eqn) or eqn.primitive.name in _ARITHMETIC | _OF_KEYS
 
 
 def is_light(eqn: JaxprEqn) -> bool:

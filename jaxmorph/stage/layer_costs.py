@@ -1,18 +1,26 @@
 """Measures how long the embedding, a layer and the head take, on one device without a pipeline."""
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
+from jaxmorph.stage.activations import with_one_activation
 from jaxmorph.stage.backward import split_backward
 from jaxmorph.stage.build import OP_KINDS, build_stage
-from jaxmorph.stage.model import PipelineModel
+from jaxmorph.stage.model import (
+    MicrobatchShapes,
+    PipelineModel,
+    Tree,
+    key_numbers,
+    without_randomness,
+)
 from jaxmorph.stage.parameters import init_stage_params
 from jaxmorph.stage.stage_functions import StashPolicy
 
@@ -38,8 +46,7 @@ class LayerCosts:
 def measure_layer_costs(
     model: PipelineModel,
     submesh: Mesh,
-    tokens: Any,
-    targets: Any,
+    microbatch: MicrobatchShapes,
     *,
     stash: StashPolicy = "full",
     kinds: Collection[str] = OP_KINDS,
@@ -51,26 +58,31 @@ def measure_layer_costs(
 
     Args:
       submesh: one device, from `stage_submesh`.
-      tokens: int32 [microbatch, sequence], of one microbatch.
-      targets: the same shape.
+      microbatch: its arrays in place of their shapes.
       kinds: the kinds of op that the schedule runs; backwards are split if "W" is among them.
     """
     key, is_split = jax.random.key(0), "W" in kinds
     with jax.default_device(submesh.devices.flat[0]):
-        tokens, targets = jnp.asarray(tokens), jnp.asarray(targets)
+        trees = (microbatch.inputs, microbatch.targets, microbatch.extras)
+        microbatch = MicrobatchShapes(*jax.tree.map(jnp.asarray, trees))
+        model, _ = with_one_activation(model, microbatch.inputs)
         embed_params = jax.jit(model.init_embed)(key)
-        activations = jax.jit(model.embed)(embed_params, tokens)
-        embed_ms = _part_ms(model.embed, embed_params, tokens, is_split=is_split)
+        activations = jax.jit(without_randomness(model.embed))(embed_params, microbatch.inputs)
+        embed_ms = _part_ms(model.embed, embed_params, (microbatch.inputs,), is_split=is_split)
         del embed_params
-        layer_ms = _layer_ms(model, submesh, activations, stash, kinds)
+        layer_ms = _layer_ms(model, submesh, microbatch, activations, stash, kinds)
         head_params = jax.jit(model.init_head)(key)
-        head_ms = _part_ms(model.head, head_params, activations, targets, is_split=is_split)
+        data, extras = (microbatch.targets,), microbatch.extras
+        head_ms = _part_ms(
+            model.head, head_params, data, activations, extras=extras, is_split=is_split
+        )
     return LayerCosts(embed_ms, layer_ms, head_ms)
 
 
 def _layer_ms(
     model: PipelineModel,
     submesh: Mesh,
+    microbatch: MicrobatchShapes,
     activations: jax.Array,
     stash: StashPolicy,
     kinds: Collection[str],
@@ -83,36 +95,48 @@ def _layer_ms(
         num_layers=num_layers,
         is_first=False,
         is_last=False,
-        microbatch_size=activations.shape[0],
-        sequence_length=activations.shape[1],
+        shapes=microbatch,
         stash=stash,
         kinds=kinds,
     )
     params = init_stage_params(model, jax.random.key(0), range(num_layers), False, False)
     weights = stage.prepare(params)
+    numbers = key_numbers(0, 0, 0, 0) if stage.functions.reads_keys else None
+    extras = stage.functions.with_extras(microbatch.extras)
+    aux_gradient = [np.ones(count, np.float32)] if (count := stage.functions.num_aux) else []
 
     def run(sums: Sums) -> Sums:
-        output, kept = stage.forward(weights, activations)
+        output, kept = stage.forward(weights, activations, key_numbers=numbers, extras=extras)
         if "W" not in kinds:
-            return stage.backward(weights, kept, output, sums)[1]
-        _, weight_stash = stage.backward_input(weights, kept, output)
+            return stage.backward(weights, kept, output, sums, *aux_gradient)[1]
+        _, weight_stash = stage.backward_input(weights, kept, output, *aux_gradient)
         return stage.backward_weight(weights, weight_stash, sums)
 
     return _median_ms(run, stage.zero_accumulators()) / num_layers
 
 
-def _part_ms(function: Callable, params: Any, *inputs: jax.Array, is_split: bool) -> float:
+def _part_ms(
+    function: Callable,
+    params: Any,
+    data: tuple[Tree],
+    *inputs: jax.Array,
+    extras: Mapping[str, Tree] | None = None,
+    is_split: bool,
+) -> float:
     """The time of the embedding or the head by itself."""
-    split = split_backward(function, params, *inputs)
+    split = split_backward(function, params, *inputs, data=data, extras=extras)
+    all_extras = jax.tree.leaves(extras)
+    inputs = (*inputs, *jax.tree.leaves(data), *(all_extras[at] for at in split.extras))
     leaves = jax.tree.leaves(params)
     pool = [*leaves, *jax.jit(split.prepare)(*leaves)]
     weights = [pool[source] for source in split.weight_sources]
+    key = (jax.random.key_data(jax.random.key(0)),) if split.reads_key else ()
     forward, backward_input = jax.jit(split.forward), jax.jit(split.backward_input)
     backward_weight = _adding(split.backward_weight, skip=0)
     backward = _adding(split.backward, skip=split.num_input_gradients)
 
     def run(sums: Sums) -> Sums:
-        output, *kept = forward(*weights, *inputs)
+        output, *kept = forward(*weights, *inputs, *key)
         if not is_split:
             return backward(sums, *weights, *kept, output)
         new = backward_input(*weights, *kept, output)[split.num_input_gradients :]

@@ -1,6 +1,33 @@
-"""What a model must and may provide to be pipelined, and how its layers are cut into stages."""
+"""What a model must and may provide to be pipelined, and how its layers are cut into stages.
 
-from collections.abc import Iterable, Sequence
+A model is an embedding, layers of one structure, and a head: pure functions of their parameters.
+One whose signature names `key` is also passed a key of `jax.random`, for dropout and the like, and
+one that names `extras` what the data has beside inputs and targets:
+
+    embed(params, inputs, *, key)
+    layer(params, x, *, key, extras)
+    head(params, x, targets, *, key, extras)
+
+Each call of a step has a key of its own, which follows from the run's seed, the step, the
+microbatch and the layer alone (`step_keys`). So it is the same under every schedule, route and cut
+into stages, after a failure or a resume, and where B computes a layer again. Where nothing may be
+random, in evaluations and samples, `key` is None. Only programs whose functions read their keys
+take the four numbers, as values, so that no step compiles anything.
+
+Inputs and targets are arrays, or trees of them, such as dictionaries; extras are a dictionary of
+arrays, maybe nested, such as masks. Their arrays have any dtype, begin with the microbatch's size,
+and have no gradient. Extras are not sent from stage to stage: each stage's programs take those that
+its functions read, from the data.
+
+A model with auxiliary losses, such as one that balances experts, has `aux_weights`, a dictionary of
+numbers by name, and its layers return (x, aux): aux has a scalar of each name. The step's loss then
+has weight times aux of every layer, as a mean over microbatches.
+"""
+
+import inspect
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Literal, Protocol, TypeGuard
 
@@ -16,11 +43,41 @@ Params = dict[str, Any]
 
 Path = tuple[str, ...]
 
+Tree = Any
+"""Arrays in nested dictionaries, tuples and lists, or one array."""
+
+
+@dataclass(frozen=True)
+class MicrobatchShapes:
+    """One microbatch: trees of `jax.ShapeDtypeStruct`, or of arrays, [microbatch, ...]."""
+
+    inputs: Tree
+    targets: Tree
+    extras: dict[str, Tree] = field(default_factory=dict)
+
+    @classmethod
+    def of_text(cls, microbatch_size: int, sequence_length: int) -> "MicrobatchShapes":
+        """Returns those of tokens: int32 [microbatch, sequence] as inputs and as targets."""
+        tokens = jax.ShapeDtypeStruct((microbatch_size, sequence_length), jnp.int32)
+        return cls(tokens, tokens)
+
+    @classmethod
+    def of_step(cls, inputs: Tree, targets: Tree, extras: Mapping[str, Tree]) -> "MicrobatchShapes":
+        """Returns those of a step's arrays, [microbatches, microbatch, ...]."""
+        return cls(
+            *jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype),
+                (inputs, targets, dict(extras)),
+            )
+        )
+
 
 class PipelineModel(Protocol):
     """An embedding, layers of one structure, and a head, as pure functions of their parameters.
 
-    A model knows nothing of stages or schedules, and need not import this class.
+    A model knows nothing of stages or schedules, and need not import this class. Its functions may
+    also take `key` and `extras`, by name. Text is the usual case: inputs and targets are then int32
+    [microbatch, sequence], and activations [microbatch, sequence, width].
     """
 
     @property
@@ -48,16 +105,19 @@ class PipelineModel(Protocol):
         """Returns the head's parameters."""
         ...
 
-    def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
-        """Returns activations [microbatch, sequence, width] of int32 [microbatch, sequence]."""
+    def embed(self, params: Params, inputs: Tree, /) -> jax.Array:
+        """Returns activations [microbatch, ...] of a microbatch's inputs."""
         ...
 
-    def layer(self, params: Params, x: jax.Array) -> jax.Array:
+    def layer(self, params: Params, x: jax.Array, /) -> jax.Array:
         """Returns activations of the same shape and dtype."""
         ...
 
-    def head(self, params: Params, x: jax.Array, targets: jax.Array) -> jax.Array:
-        """Returns the float32 sum of the tokens' losses, without those of targets below 0."""
+    def head(self, params: Params, x: jax.Array, targets: Tree, /) -> jax.Array:
+        """Returns the float32 sum of the losses of the microbatch's tokens or examples.
+
+        Where targets are one array of integers, those below 0 don't count.
+        """
         ...
 
 
@@ -121,11 +181,63 @@ def _even_counts(num_layers: int, num_stages: int) -> list[int]:
     return [share + (first <= stage < first + left_over) for stage in range(num_stages)]
 
 
+def aux_weights_of(model: PipelineModel) -> Mapping[str, float]:
+    """Returns the weight of each auxiliary loss in the order of their names; {} if it has none."""
+    return dict(sorted(getattr(model, "aux_weights", {}).items()))
+
+
+def takes_key(function: Callable[..., Any]) -> bool:
+    """Whether a model's function names `key` in its signature."""
+    return "key" in inspect.signature(function).parameters
+
+
+def takes_extras(function: Callable[..., Any]) -> bool:
+    """Whether a model's function names `extras` in its signature."""
+    return "extras" in inspect.signature(function).parameters
+
+
+def without_randomness(
+    function: Callable[..., Any], extras: Mapping[str, Tree] | None = None
+) -> Callable[..., Any]:
+    """Returns a model's function as evaluations and samples call it: with no key.
+
+    Args:
+      extras: what it is passed if it takes any; None: an empty dictionary.
+    """
+    if takes_extras(function):
+        function = partial(function, extras=extras or {})
+    return partial(function, key=None) if takes_key(function) else function
+
+
+NUM_KEY_NUMBERS = 4
+_OF_STEPS = 3  # initial parameters have the keys folded from 0, 1 and 2
+
+
+def key_numbers(seed: int, step: int, microbatch: int, first_layer: int) -> np.ndarray:
+    """Returns what a stage's keys follow from, for `step_keys`: uint32 [4]."""
+    numbers = (seed, step, microbatch, first_layer)
+    # The steps that are run only for their timings have negative numbers.
+    return np.array([number & 0xFFFFFFFF for number in numbers], np.uint32)
+
+
+def step_keys(numbers: jax.Array, num_layers: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the keys of the embedding, of a stage's layers (one each), and of the head."""
+    seed, step, microbatch, first_layer = numbers
+    key = jax.random.key(seed)
+    for number in (_OF_STEPS, step, microbatch):
+        key = jax.random.fold_in(key, number)
+    embed_key, layers_key, head_key = (jax.random.fold_in(key, part) for part in range(3))
+    layers = first_layer + jnp.arange(num_layers, dtype=first_layer.dtype)
+    return embed_key, jax.vmap(partial(jax.random.fold_in, layers_key))(layers), head_key
+
+
 class ChoosesByDevice(PipelineModel, Protocol):
     """A model that picks an implementation, such as cuDNN's attention, by the device."""
 
     def on_device(self, microbatch_size: int, sequence_length: int) -> str:
         """Describes in a few words what the model uses on the default device; may be empty.
+
+        It may also take `packed`, by name: whether sequences are packed documents.
 
         Raises:
           ValueError: the configuration names what the device doesn't have; one line.
@@ -133,8 +245,13 @@ class ChoosesByDevice(PipelineModel, Protocol):
         ...
 
 
-def device_choices(model: PipelineModel, microbatch_size: int, sequence_length: int) -> str:
+def device_choices(
+    model: PipelineModel, microbatch_size: int, sequence_length: int, extras: Container[str] = ()
+) -> str:
     """Describes what a model uses on the default device; empty if it has no `on_device`.
+
+    Args:
+      extras: the names of the data's; packed documents have "segments".
 
     Raises:
       UserError: the configuration names what the device doesn't have.
@@ -142,7 +259,9 @@ def device_choices(model: PipelineModel, microbatch_size: int, sequence_length: 
     if not _chooses(model):
         return ""
     try:
-        return model.on_device(microbatch_size, sequence_length)
+        names_it = "packed" in inspect.signature(model.on_device).parameters
+        by_name = {"packed": "segments" in extras} if names_it else {}
+        return model.on_device(microbatch_size, sequence_length, **by_name)
     except ValueError as error:
         raise UserError(f"model.{error}") from error
 
@@ -199,7 +318,8 @@ def vocabulary_of(model: PipelineModel, sequence_length: int) -> int | None:
 
     def logits() -> jax.Array:
         key = jax.random.key(0)
-        x = model.embed(model.init_embed(key), jnp.zeros((1, sequence_length), jnp.int32))
+        tokens = jnp.zeros((1, sequence_length), jnp.int32)
+        x = without_randomness(model.embed)(model.init_embed(key), tokens)
         return model.logits(model.init_head(key), x)
 
     try:
@@ -215,6 +335,24 @@ def model_logits(model: GivesLogits, params: Params, tokens: jax.Array) -> jax.A
       params: as `join_stages` returns them.
       tokens: int32 [microbatch, sequence].
     """
-    x = model.embed(params["embed"], tokens)
-    x, _ = lax.scan(lambda x, layer: (model.layer(layer, x), None), x, params["layers"])
-    return model.logits(params["head"], x)
+    return model.logits(params["head"], last_activations(model, params, tokens))
+
+
+def last_activations(
+    model: PipelineModel, params: Params, x: Tree, extras: Mapping[str, Tree] | None = None
+) -> jax.Array:
+    """Returns the activations after a stage's layers, without randomness.
+
+    Args:
+      params: a stage's, or the whole model's.
+      x: the inputs where the parameters have the embedding's, else activations.
+    """
+    layer, has_aux = without_randomness(model.layer, extras), bool(aux_weights_of(model))
+    if "embed" in params:
+        x = without_randomness(model.embed)(params["embed"], x)
+
+    def one_layer(x: jax.Array, params: Params) -> tuple[jax.Array, None]:
+        result = layer(params, x)
+        return (result[0] if has_aux else result), None
+
+    return lax.scan(one_layer, x, params["layers"])[0]

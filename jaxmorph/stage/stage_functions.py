@@ -7,7 +7,7 @@ not grow with depth. `trace_stage` finds the shapes of all arguments and results
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial, wraps
 from itertools import islice
 from typing import Any, Literal
 
@@ -15,8 +15,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxmorph.stage.activations import with_one_activation
 from jaxmorph.stage.backward import SplitBackward, split_backward
-from jaxmorph.stage.model import Params, PipelineModel
+from jaxmorph.stage.model import (
+    NUM_KEY_NUMBERS,
+    MicrobatchShapes,
+    Params,
+    PipelineModel,
+    Tree,
+    aux_weights_of,
+    last_activations,
+    step_keys,
+    takes_extras,
+    without_randomness,
+)
 from jaxmorph.stage.parameters import init_stage_params
 
 Arrays = tuple[jax.Array, ...]
@@ -29,18 +41,48 @@ class StageFunctions:
 
     A flat tuple holds the embedding's arrays (first stage only), then the layers' stacked ones,
     then the head's (last stage only).
+
+    Attributes:
+      evaluate: what F computes but without randomness and auxiliary losses: (params, *batch,
+        all extras) -> output.
+      takes_extras: whether a function on the stage names `extras`.
+      num_aux: the number of auxiliary losses. F then returns a vector of their sums over the
+        stage's layers as well, and B and BW take the gradient of that as a last argument.
     """
 
     embed: SplitBackward | None
     layer: SplitBackward
     head: SplitBackward | None
     num_layers: int
+    evaluate: Callable[..., jax.Array]
+    takes_extras: bool
+    num_aux: int = 0
 
     @property
     def pieces(self) -> dict[str, SplitBackward]:
         """The stage's parts by the names of their parameters, in the order of flat tuples."""
         pieces = {"embed": self.embed, "layers": self.layer, "head": self.head}
         return {name: piece for name, piece in pieces.items() if piece is not None}
+
+    @property
+    def reads_keys(self) -> bool:
+        """Whether something on the stage is random, so that F takes key numbers."""
+        return any(piece.reads_key for piece in self.pieces.values())
+
+    @cached_property
+    def extras(self) -> tuple[int, ...]:
+        """The extras' leaves that F takes, by number; the stage reads no others to train."""
+        return tuple(sorted({at for piece in self.pieces.values() for at in piece.extras}))
+
+    def with_extras(self, extras: Tree) -> Arrays:
+        """Returns F's extras: the leaves that it takes."""
+        leaves = jax.tree.leaves(extras) if self.extras else []
+        return tuple(leaves[at] for at in self.extras)
+
+    @property
+    def evaluates_apart(self) -> bool:
+        """Whether training has what evaluations lack: randomness, or auxiliary losses."""
+        return self.reads_keys or self.num_aux > 0
 
     @property
     def temporary_bytes(self) -> int:
@@ -78,37 +120,60 @@ class StageFunctions:
             prepared_start += len(piece.prepare.outputs)
         return tuple(sources)
 
-    def forward(
-        self, weights: Arrays, x: jax.Array, *targets: jax.Array
-    ) -> tuple[jax.Array, Arrays]:
-        """Returns (activations, or on the last stage the loss sum; stash)."""
+    def forward(self, weights: Arrays, x: Tree, *more: Any) -> tuple[jax.Array, Arrays, *Arrays]:
+        """Returns (activations, or on the last stage the loss sum; stash; auxiliary losses if any).
+
+        Args:
+          x: activations; on the first stage inputs.
+          *more: targets on the last stage; the leaves of `extras`; key numbers if it `reads_keys`.
+        """
+        num_targets = 1 if self.head else 0
+        targets, (leaves, *key_numbers) = more[:num_targets], more[num_targets:]
+        extras = dict(zip(self.extras, leaves, strict=True))
+        embed_key, layer_keys, head_key = self._keys(*key_numbers)
         embed_weights, layer_weights, head_weights = self._weights(weights)
         embed_stash = head_stash = ()
         if self.embed:
-            x, *embed_stash = self.embed.forward(*embed_weights, x)
+            x, *embed_stash = self.embed.forward(*embed_weights, *jax.tree.leaves(x), *embed_key)
+        layer_extras = [extras[at] for at in self.layer.extras]
 
-        def one_layer(x: jax.Array, weights: Arrays) -> tuple[jax.Array, list[jax.Array]]:
-            x, *stash = self.layer.forward(*weights, x)
-            return x, stash
+        def one_layer(x: jax.Array, xs: Any) -> tuple[jax.Array, Any]:
+            weights, key = xs
+            x, *rest = self.layer.forward(*weights, x, *layer_extras, *key)
+            return x, (rest[:num_aux], rest[num_aux + len(self.layer.shared) :])
 
-        x, layer_stash = lax.scan(one_layer, x, layer_weights, length=self.num_layers)
+        num_aux = self.layer.num_outputs - 1
+        xs = (layer_weights, layer_keys)
+        x, (aux, layer_stash) = lax.scan(one_layer, x, xs, self.num_layers)
+        shared = [extras[at] for at in self.layer.shared]
         if self.head:
-            x, *head_stash = self.head.forward(*head_weights, x, *targets)
-        return x, (*embed_stash, *layer_stash, *head_stash)
+            arguments = *jax.tree.leaves(targets), *(extras[at] for at in self.head.extras)
+            x, *head_stash = self.head.forward(*head_weights, x, *arguments, *head_key)
+        stash = (*embed_stash, *shared, *layer_stash, *head_stash)
+        return x, stash, *(each.sum(0) for each in aux)
+
+    def _keys(self, *key_numbers: jax.Array) -> Iterator[Arrays]:
+        """Yields the raw keys of embedding, layers and head; () for one that reads none."""
+        keys = step_keys(key_numbers[0], self.num_layers) if key_numbers else ()
+        for at, piece in enumerate((self.embed, self.layer, self.head)):
+            reads = piece is not None and piece.reads_key
+            yield (jax.random.key_data(keys[at]),) if reads else ()
 
     def backward_input(
-        self, weights: Arrays, stash: Arrays, gradient: jax.Array
+        self, weights: Arrays, stash: Arrays, gradient: jax.Array, *aux_gradient: jax.Array
     ) -> tuple[jax.Array | None, Arrays]:
         """Returns (gradient of the stage's input, None on the first stage; B's new arrays)."""
         embed_weights, layer_weights, head_weights = self._weights(weights)
         embed_stash, layer_stash, head_stash = self._stash(stash)
+        shared, layer_stash = _parted(layer_stash, len(self.layer.shared))
         embed_new = head_new = ()
         if self.head:
             gradient, *head_new = self.head.backward_input(*head_weights, *head_stash, gradient)
 
         def one_layer(gradient: jax.Array, xs: Any) -> tuple[jax.Array, list[jax.Array]]:
             weights, stash = xs
-            gradient, *new = self.layer.backward_input(*weights, *stash, gradient)
+            arguments = (*weights, *shared, *stash, gradient, *aux_gradient)
+            gradient, *new = self.layer.backward_input(*arguments)
             return gradient, new
 
         xs = (layer_weights, layer_stash)
@@ -123,6 +188,8 @@ class StageFunctions:
         """Returns the accumulators with one microbatch's gradients added."""
         embed_weights, layer_weights, head_weights = self._weights(weights)
         embed_stash, layer_stash, head_stash = self._weight_stash(weight_stash)
+        num_shared = self.layer.num_shared_in_weight_stash
+        shared, layer_stash = _parted(layer_stash, num_shared)
         sums = dict(accumulators)
         if self.embed:
             sums["embed"] = _add(
@@ -133,18 +200,25 @@ class StageFunctions:
 
         def one_layer(sums: Params, xs: Any) -> tuple[Params, None]:
             layer, weights, stash = xs
-            return _add_at(sums, layer, self.layer.backward_weight(*weights, *stash)), None
+            gradients = self.layer.backward_weight(*weights, *shared, *stash)
+            return _add_at(sums, layer, gradients), None
 
         xs = (jnp.arange(self.num_layers), layer_weights, layer_stash)
         sums["layers"], _ = lax.scan(one_layer, sums["layers"], xs)
         return sums
 
     def backward(
-        self, weights: Arrays, stash: Arrays, gradient: jax.Array, accumulators: Params
+        self,
+        weights: Arrays,
+        stash: Arrays,
+        gradient: jax.Array,
+        accumulators: Params,
+        *aux_gradient: jax.Array,
     ) -> tuple[jax.Array | None, Params]:
         """Returns (gradient of the stage's input, None on the first stage; accumulators)."""
         embed_weights, layer_weights, head_weights = self._weights(weights)
         embed_stash, layer_stash, head_stash = self._stash(stash)
+        shared, layer_stash = _parted(layer_stash, len(self.layer.shared))
         sums = dict(accumulators)
         if self.head:
             gradient, *gradients = self.head.backward(*head_weights, *head_stash, gradient)
@@ -152,7 +226,8 @@ class StageFunctions:
 
         def one_layer(carry: Any, xs: Any) -> tuple[Any, None]:
             (gradient, sums), (layer, weights, stash) = carry, xs
-            gradient, *gradients = self.layer.backward(*weights, *stash, gradient)
+            arguments = (*weights, *shared, *stash, gradient, *aux_gradient)
+            gradient, *gradients = self.layer.backward(*arguments)
             return (gradient, _add_at(sums, layer, gradients)), None
 
         carry = (gradient, sums["layers"])
@@ -185,7 +260,7 @@ class StageFunctions:
 def split_stage(
     model: PipelineModel,
     params: Params,
-    tokens: jax.ShapeDtypeStruct,
+    shapes: MicrobatchShapes,
     activations: jax.ShapeDtypeStruct,
     stash: StashPolicy,
 ) -> StageFunctions:
@@ -193,21 +268,60 @@ def split_stage(
 
     Args:
       params: the stage's, as shapes.
-      tokens: int32 [microbatch, sequence]; targets have the same shape.
       activations: what `model.layer` takes and returns.
       stash: "recompute" applies to layers; embedding and head always keep what they need.
     """
     layer_params = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"]
     )
-    layer = jax.checkpoint(model.layer) if stash == "recompute" else model.layer
+    extras = shapes.extras
     embed = head = None
     if "embed" in params:
-        embed = split_backward(model.embed, params["embed"], tokens)
+        embed = split_backward(model.embed, params["embed"], data=(shapes.inputs,))
     if "head" in params:
-        head = split_backward(model.head, params["head"], activations, tokens)
+        head = split_backward(
+            model.head, params["head"], activations, data=(shapes.targets,), extras=extras
+        )
+    aux = tuple(aux_weights_of(model))
+    function = _with_aux_vector(model.layer, aux) if aux else model.layer
+    layer = split_backward(
+        function, layer_params, activations, extras=extras, recompute=stash == "recompute"
+    )
     num_layers = jax.tree.leaves(params["layers"])[0].shape[0]
-    return StageFunctions(embed, split_backward(layer, layer_params, activations), head, num_layers)
+    own = (model.layer, model.head) if head else (model.layer,)
+    return StageFunctions(
+        embed,
+        layer,
+        head,
+        num_layers,
+        evaluate=partial(_evaluate, model),
+        takes_extras=any(map(takes_extras, own)),
+        num_aux=len(aux),
+    )
+
+
+def _with_aux_vector(layer: Callable, names: Sequence[str]) -> Callable:
+    """The layer with its auxiliary losses as one float32 vector, in the order of the names."""
+
+    @wraps(layer)
+    def with_aux_vector(params: Params, x: jax.Array, **by_name: Any) -> Any:
+        x, aux = layer(params, x, **by_name)
+        return x, jnp.stack([jnp.asarray(aux[name], jnp.float32) for name in names])
+
+    return with_aux_vector
+
+
+def _evaluate(
+    model: PipelineModel, params: Params, x: Tree, *targets_and_extras: Tree
+) -> jax.Array:
+    *targets, extras = targets_and_extras
+    x = last_activations(model, params, x, extras)
+    return without_randomness(model.head, extras)(params["head"], x, *targets) if targets else x
+
+
+def _parted(arrays: Arrays, count: int) -> tuple[Arrays, Arrays]:
+    """The extras that a stash begins with, one for all layers; the arrays stacked over layers."""
+    return arrays[:count], arrays[count:]
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
@@ -255,7 +369,10 @@ class TracedStage:
     Attributes:
       weights: what the ops take in place of `params`.
       prepared: the weights that aren't parameters themselves.
-      batch: (tokens or activations; targets, on the last stage).
+      batch: (inputs or activations; targets, on the last stage).
+      extras: the tree of all extras; {} where no function on the stage takes any.
+      key_numbers: (what a random stage's keys follow from,), else ().
+      aux: (auxiliary losses,), and also their gradients; () if the model has none.
       stash: from F to B.
       gradient: of the stage's output.
       weight_stash: from B to W, including the arrays of the stash that W needs.
@@ -267,6 +384,9 @@ class TracedStage:
     weights: Any
     prepared: Any
     batch: Any
+    extras: Any
+    key_numbers: Any
+    aux: Any
     stash: Any
     gradient: Any
     weight_stash: Any
@@ -284,8 +404,7 @@ def trace_stage(
     num_layers: int,
     is_first: bool,
     is_last: bool,
-    microbatch_size: int,
-    sequence_length: int,
+    shapes: MicrobatchShapes,
     stash: StashPolicy = "full",
 ) -> TracedStage:
     """Traces one stage; the arguments are those of `build_stage`.
@@ -296,23 +415,39 @@ def trace_stage(
     key = jax.eval_shape(jax.random.key, 0)
     init = partial(init_stage_params, model, layers=range(num_layers), is_first=is_first)
     params = jax.eval_shape(partial(init, is_last=is_last), key)
-    tokens = jax.ShapeDtypeStruct((microbatch_size, sequence_length), jnp.int32)
-    activations = jax.eval_shape(model.embed, jax.eval_shape(model.init_embed, key), tokens)
-    functions = split_stage(model, params, tokens, activations, stash)
-    return _with_shapes(functions, params, tokens, activations)
+    model, activations = with_one_activation(model, shapes.inputs)
+    functions = split_stage(model, params, shapes, activations, stash)
+    return _with_shapes(functions, params, shapes, activations)
 
 
 def _with_shapes(
-    functions: StageFunctions, params: Params, tokens: Any, activations: Any
+    functions: StageFunctions, params: Params, shapes: MicrobatchShapes, activations: Any
 ) -> TracedStage:
     prepared = jax.eval_shape(functions.prepare, params)
     pool = (*jax.tree.leaves(params), *prepared)
     weights = tuple(pool[source] for source in functions.weight_sources(params))
-    batch = (tokens if functions.embed else activations, *((tokens,) if functions.head else ()))
-    gradient, stash = jax.eval_shape(functions.forward, weights, *batch)
-    _, new = jax.eval_shape(functions.backward_input, weights, stash, gradient)
+    first = shapes.inputs if functions.embed else activations
+    batch = (first, *((shapes.targets,) if functions.head else ()))
+    extras = shapes.extras if functions.takes_extras else {}
+    own_extras = functions.with_extras(extras)
+    numbers = jax.ShapeDtypeStruct((NUM_KEY_NUMBERS,), jnp.uint32)
+    key_numbers = (numbers,) if functions.reads_keys else ()
+    arguments = (weights, *batch, own_extras, *key_numbers)
+    gradient, stash, *aux = jax.eval_shape(functions.forward, *arguments)
+    _, new = jax.eval_shape(functions.backward_input, weights, stash, gradient, *aux)
     weight_stash = (*(stash[i] for i in functions.passed_on), *new)
     sums = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
     return TracedStage(
-        functions, params, weights, prepared, batch, stash, gradient, weight_stash, sums
+        functions=functions,
+        params=params,
+        weights=weights,
+        prepared=prepared,
+        batch=batch,
+        extras=extras,
+        key_numbers=key_numbers,
+        aux=tuple(aux),
+        stash=stash,
+        gradient=gradient,
+        weight_stash=weight_stash,
+        sums=sums,
     )

@@ -27,7 +27,7 @@ from jaxmorph.runtime.step import StepResult
 from jaxmorph.training.control_loop import ControlLoop, Morph
 from jaxmorph.training.first_plan import FirstPlan
 from jaxmorph.training.loop import GOES_ON, Callback, Effect
-from jaxmorph.training.open_stage import make_room
+from jaxmorph.training.open_stage import resize_slots
 from jaxmorph.training.planning_client import PlanningProcess, RunToPlan
 from jaxmorph.training.replay import ObservationLog
 from jaxmorph.training.starting_point import starting_point
@@ -203,7 +203,7 @@ class Adaptation(Callback):
         if not announced.program:
             return None
         program = parse_instructions(announced.program)
-        make_room(self._rendezvous, self._trainer, announced.slots)
+        resize_slots(self._rendezvous, self._trainer, announced.slots)
         if self._morph is not None:
             self._recorder.adopt(self._morph, step + 1)
         return program

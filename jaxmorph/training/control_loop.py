@@ -31,6 +31,7 @@ from jaxmorph.control.controller_state import (
     PlanningFailed,
     ProbeLinks,
     RequestCandidates,
+    Retries,
     StepObserved,
 )
 from jaxmorph.control.events import ControlEvent, PlanChange
@@ -153,6 +154,7 @@ class ControlLoop:
         self.predicted = Simulated(1e3 * state.plan.predicted_step_s)
         self._predicting: Future[None] = Future()
         self._unsimulated, self._every = 0, 0.0  # steps
+        self._simulations = Retries()  # after those that the planning process died of
         self._chosen: Chosen | None = None
         self._unreported: tuple[ControlEvent, ...] = ()  # of answers; reported with the next step
         self._due: Morph | ProbeLinks | None = None
@@ -246,15 +248,21 @@ class ControlLoop:
                     self.predicted = predicted
 
     def _simulate(self, expected: Expected, *, is_drawn: bool = False) -> Simulated:
+        step = self._state.step
         if self._state.must_restart_planner:
             raise PlanningError("the planning process is going to be restarted")
+        if not self._simulations.may_begin(step, turned_slow=False):
+            raise PlanningError("the planning process has died of the last simulation")
         plans = self._require_plans()
         try:
-            return plans.simulate(expected.number, expected.profile, is_drawn=is_drawn)
+            simulated = plans.simulate(expected.number, expected.profile, is_drawn=is_drawn)
         except PlanningError as error:
             if plans.has_died:
+                self._simulations = self._simulations.after_failure(step)
                 self._has_died(str(error))
             raise
+        self._simulations = Retries()
+        return simulated
 
     def _has_died(self, error: str) -> None:
         """Have the controller restart the planning process, unless a request of its own fails."""

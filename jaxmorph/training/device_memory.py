@@ -23,7 +23,7 @@ from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.costs import StashBytes
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES, Plan
-from jaxmorph.stage.model import PipelineModel, cut_layers
+from jaxmorph.stage.model import MicrobatchShapes, PipelineModel, cut_layers
 from jaxmorph.stage.parameters import parameter_count
 from jaxmorph.stage.stage_functions import StashMemory, TracedStage, total_bytes, trace_stage
 from jaxmorph.training.host_memory import HostForecast, copy_bytes, forecast, host_room
@@ -197,7 +197,10 @@ class StepNeeds:
 
 
 def needs_of_step(
-    config: Config, model: PipelineModel, device_bytes: int | None = None
+    config: Config,
+    model: PipelineModel,
+    device_bytes: int | None = None,
+    shapes: MicrobatchShapes | None = None,
 ) -> StepNeeds:
     """Forecast the memory of a run's stages, by tracing alone; `layers: auto` counts as even.
 
@@ -205,6 +208,7 @@ def needs_of_step(
 
     Args:
         device_bytes: What JAX may take of each stage's device; None: unknown.
+        shapes: The data of one microbatch; None: the configured text's.
 
     Raises:
         UserError: A stage can't keep its cap, or the model can't be traced.
@@ -212,7 +216,10 @@ def needs_of_step(
     cut = config.parallelism
     layers = cut_layers(model.num_layers, cut.stages, cut.layers, cut.chunks)
     adapts = config.adapts
-    ranks = [stage_settings(config, layers, rank, adapts=adapts) for rank in range(cut.stages)]
+    ranks = [
+        stage_settings(config, layers, rank, adapts=adapts, shapes=shapes)
+        for rank in range(cut.stages)
+    ]
     stages = _needs_of_stages(model, ranks)
     config = _within_devices(config, stages, device_bytes)
     profile = unmeasured_profile(config, _stash_sizes(stages))
@@ -272,8 +279,7 @@ def _traced(
             num_layers=num_layers,
             is_first=is_first,
             is_last=is_last,
-            microbatch_size=settings.microbatch_size,
-            sequence_length=settings.sequence_length,
+            shapes=settings.shapes,
             stash=settings.stash,
         )
     except (TypeError, ValueError) as error:

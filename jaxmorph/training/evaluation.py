@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 
 from jaxmorph.config import Config
-from jaxmorph.data import Batches, Tokens
+from jaxmorph.data import Batches, StepData, Tokens
 from jaxmorph.errors import UserError
 from jaxmorph.program.check import check
 from jaxmorph.program.instructions import RankInstructions
@@ -40,8 +40,14 @@ class HeldOutLoss(NamedTuple):
 NOT_EVALUATED = HeldOutLoss(None, 0.0)
 
 
-def held_out_batches(config: Config, held_out: Tokens | None) -> Batches | None:
-    """The batches that each evaluation computes; None if the run evaluates nothing."""
+def held_out_batches(
+    config: Config, held_out: Tokens | None, separator: int | None = None
+) -> Batches | None:
+    """The batches that each evaluation computes; None if the run evaluates nothing.
+
+    Args:
+        separator: The token that ends a document, for packed ones.
+    """
     if held_out is None or config.evaluation.every_steps is None:
         return None
     batch, length = config.batch, config.data.sequence_length
@@ -59,6 +65,7 @@ def held_out_batches(config: Config, held_out: Tokens | None) -> Batches | None:
         microbatch_size=batch.microbatch_size,
         sequence_length=length,
         seed=_SEED,
+        separator=separator,
     )
 
 
@@ -88,7 +95,7 @@ class Evaluation(Callback):
         config: Config,
         runner: StepRunner,
         programs: Sequence[RankInstructions],
-        batches: Batches | None,
+        batches: StepData | None,
     ) -> None:
         self._config = config
         self._runner = runner
@@ -136,14 +143,16 @@ class Evaluation(Callback):
         return every is not None and (is_last or (step + 1) % every == 0)
 
     def _run(
-        self, batches: Batches, index: int, first: int, program: RankInstructions, step: int
+        self, batches: StepData, index: int, first: int, program: RankInstructions, step: int
     ) -> ForwardTotals:
         rank = self._rendezvous.rank
         is_last = rank == self._rendezvous.num_ranks - 1
+        reads_extras = self._runner.stage.reads_extras
         inputs = StepInputs(
-            tokens=batches.inputs(index) if rank == 0 else None,
+            inputs=batches.inputs(index) if rank == 0 else None,
             targets=batches.targets(index) if is_last else None,
             loss_weight=1.0,
+            extras=batches.extras(index) if reads_extras else {},
             first_microbatch=first,
         )
         return self._runner.forwards(program, inputs, step)

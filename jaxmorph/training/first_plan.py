@@ -22,7 +22,7 @@ from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepRunner
 from jaxmorph.schedule.costs import LinkDelay, Links, StashBytes
 from jaxmorph.schedule.timeline import Timeline
-from jaxmorph.training.open_stage import make_room
+from jaxmorph.training.open_stage import resize_slots
 from jaxmorph.training.plan_in_force import (
     PlanInForce,
     agree_on_plan,
@@ -114,9 +114,9 @@ def plan_by_timings(
     in_force, profile = agree_on_routes(
         config, rendezvous, profile, usual, delegable, num_tied, room
     )
-    in_force = with_slots(in_force).within(room)
+    in_force = with_slots(in_force).with_slots_that_fit(room)
     sidecars = agree_on_sidecars(config, rendezvous, trainer, loads_s, timelines)
-    slots = make_room(rendezvous, trainer, in_force.slots)
+    slots = resize_slots(rendezvous, trainer, in_force.slots)
     deadline = too_short_deadline(config, timelines)
     equipped = "; ".join(filter(None, (slots, sidecars, deadline)))
     return FirstPlan(
@@ -244,7 +244,8 @@ def _warm_up(
     in_force = agree_on_plan(config, rendezvous, unmeasured, num_tied, room)
     if config.offload.enabled:
         in_force = replace(in_force, programs=with_sampled_copies(in_force.programs))
-    make_room(rendezvous, trainer, in_force.slots)
+    resize_slots(rendezvous, trainer, in_force.slots)
+    trainer.await_registered_slots()  # copies into others take longer, and count as slow links
     runner = StepRunner(trainer, rendezvous, timeout_s=config.timeouts.step_s)
     before_s: float | None = None
     for step in range(first_step, first_step + _WARM_UP_STEPS):

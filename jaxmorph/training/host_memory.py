@@ -132,7 +132,7 @@ def forecast(
         made = plan_step(config, profile, num_tied, room)
         programs = lower_step(made.schedule, profile, made.routes, num_tied, made.offloading)
         needed = slots_needed(programs)
-        given = room.within(needed)
+        given = room.slots_that_fit(needed)
         step_ms = step_in_slots_ms(programs, profile, scarce_slots(given, needed))
         return rank_memories(programs, profile, given, room, copies), step_ms
 
@@ -147,7 +147,9 @@ def room_in_words(in_force: PlanInForce, room: HostRoom | None) -> str:
         return ""
     num_ranks = len(in_force.programs)
     enough = room.slots(slots_needed(in_force.programs))
-    most = [max(room.taken_bytes(slots, num_ranks)) for slots in (in_force.slots, enough)]
+    # Some slots may be there for evaluations alone.
+    used = {channel: min(number, enough[channel]) for channel, number in in_force.slots.items()}
+    most = [max(room.taken_bytes(slots, num_ranks)) for slots in (used, enough)]
     return (
         f"within limits.host_gib a rank has at most {in_bytes(most[0])} of slots, where its plan "
         f"would use {in_bytes(most[1])}: sends may wait, as the predicted step says"

@@ -54,25 +54,27 @@ def for_any_device(config: Config) -> Config:
 
 
 def load_factory(name: str, folder: str | None = None, where: str = "model.factory") -> Any:
-    """Import the module that makes a model; it has a function `build`.
+    """Import the module that makes a model, with `build`, or data, with `build_data`.
 
     Args:
-        name: `gpt2`, `llama`, or a module, looked for among the installed packages, then in
-            `folder`, then in the current directory.
-        where: Where the name comes from, for errors.
+        name: `gpt2` or `llama` for a model, or a module, looked for among the installed packages,
+            then in `folder`, then in the current directory.
+        where: Where the name comes from, for errors; `data.factory` makes data.
 
     Raises:
         UserError: There is no such module, or it has no such function.
     """
+    makes_data = where == "data.factory"
+    function, shipped = ("build_data", ()) if makes_data else ("build", SHIPPED_MODELS)
     short = short_factory_name(name)
-    if short in SHIPPED_MODELS:
+    if short in shipped:
         return _import_shipped(short, where)
     here = str(Path.cwd())
     places = [here] if folder in (None, here) else [folder, here]
     _search_last(places)
     expected = (
-        f"expected {', '.join(SHIPPED_MODELS)}, or a module with a function 'build' among the "
-        f"installed packages or in {' or '.join(places)}"
+        f"expected {''.join(f'{each}, ' for each in shipped)}{'or ' if shipped else ''}a module "
+        f"with a function {function!r} among the installed packages or in {' or '.join(places)}"
     )
     try:
         module = importlib.import_module(name)
@@ -80,8 +82,8 @@ def load_factory(name: str, folder: str | None = None, where: str = "model.facto
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module exists, but something that it imports doesn't
         raise UserError(f"{where}: got {name!r}, {expected}") from error
-    if not hasattr(module, "build"):
-        raise UserError(f"{where}: got {name!r} without a function 'build', {expected}")
+    if not hasattr(module, function):
+        raise UserError(f"{where}: got {name!r} without a function {function!r}, {expected}")
     return module
 
 

@@ -21,29 +21,36 @@ from jaxmorph.runtime.queue import Pace
 from jaxmorph.runtime.rendezvous import Rendezvous, gather
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
-from jaxmorph.stage.model import PipelineModel
+from jaxmorph.stage.model import MicrobatchShapes, PipelineModel
 from jaxmorph.training.plan_in_force import op_kinds, possible_routes
 from jaxmorph.transport.host import listening_addresses, loopback_identity
 from jaxmorph.transport.plane import TransportSettings
 
 # A sidecar is replaced while others still wait for its messages, but not because it is slow.
 _SILENT_S, _LEAST_SILENT_S = 15.0, 3.0
+_REST_S = 0.25  # for the last acknowledgement of a step; where it is late, slots are just kept
 
 
 def stage_settings(
-    config: Config, layers: tuple[range, ...], rank: int, *, adapts: bool = False
+    config: Config,
+    layers: tuple[range, ...],
+    rank: int,
+    *,
+    adapts: bool = False,
+    shapes: MicrobatchShapes | None = None,
 ) -> StageSettings:
     """The settings that a rank's stage is built from.
 
     Args:
         adapts: Whether routes may change, so that every link needs both.
+        shapes: The data of one microbatch; None: the configured text's.
     """
     optimizer = config.optimizer
+    text = MicrobatchShapes.of_text(config.batch.microbatch_size, config.data.sequence_length)
     direct, delegated = possible_routes(config, adapts=adapts)
     return StageSettings(
         layers=layers,
-        microbatch_size=config.batch.microbatch_size,
-        sequence_length=config.data.sequence_length,
+        shapes=shapes or text,
         seed=config.run.seed,
         kinds=op_kinds(config),
         optimizer=OptimizerSettings(
@@ -65,7 +72,18 @@ def stage_settings(
         direct_timeout_s=config.direct_timeout_s,
         weights=config.model.weights,
         copies=config.transport.copies,
+        free_slots_s=free_slots_s(config),
     )
+
+
+def free_slots_s(config: Config) -> float | None:
+    """How long to wait until slots that a plan doesn't need can be freed; None: keep them."""
+    if config.limits.host_bytes is not None:
+        # The next plan's slots must fit. Other ranks wait for this one as long as `step_s`.
+        return config.timeouts.step_s / 2
+    if config.transport.backend == "nixl":
+        return None  # an end that gets other memory loses its connections
+    return _REST_S
 
 
 def stage_pace(config: Config, rank: int) -> Pace | None:
@@ -158,7 +176,9 @@ class _Slots:
     num_bytes: int = 0
 
 
-def make_room(rendezvous: Rendezvous, trainer: StageTrainer, slots: Mapping[Channel, int]) -> str:
+def resize_slots(
+    rendezvous: Rendezvous, trainer: StageTrainer, slots: Mapping[Channel, int]
+) -> str:
     """Give channels the slots that a plan needs, and free others; all ranks call it between steps.
 
     Args:
@@ -167,9 +187,9 @@ def make_room(rendezvous: Rendezvous, trainer: StageTrainer, slots: Mapping[Chan
     Returns:
         The copy backends and the slots' bytes, in words; "" if no link is delegated.
     """
-    kept = gather(rendezvous, tuple[str, ...], trainer.give_back(slots, sending=True))
-    trainer.give_back(slots, sending=False, keep=frozenset(chain(*kept)))
-    trainer.make_room(slots)
+    kept = gather(rendezvous, tuple[str, ...], trainer.free_slots(slots, sending=True))
+    trainer.free_slots(slots, sending=False, keep=frozenset(chain(*kept)))
+    add_slots(rendezvous, trainer, slots)
     own = trainer.delegated
     mine = _Slots(own.send_backend, own.slot_bytes) if own else _Slots()
     slots_of_ranks = [each for each in gather(rendezvous, _Slots, mine) if each.backend]
@@ -178,6 +198,13 @@ def make_room(rendezvous: Rendezvous, trainer: StageTrainer, slots: Mapping[Chan
     backends = " and ".join(sorted({each.backend for each in slots_of_ranks}))
     slot_bytes = sum(each.num_bytes for each in slots_of_ranks)
     return f"delegated messages are copied by {backends}; slots for them: {slot_bytes:,} bytes"
+
+
+def add_slots(rendezvous: Rendezvous, trainer: StageTrainer, slots: Mapping[Channel, int]) -> None:
+    """Give channels the slots that a plan needs; an exchange must follow before a rank sends."""
+    trainer.add_slots(slots, sending=True)
+    rendezvous.exchange({})
+    trainer.add_slots(slots, sending=False)
 
 
 def transport_settings(

@@ -55,12 +55,13 @@ class PlanInForce:
         """The step under a profile; direct transfers hold queues, delegated ones don't."""
         return simulate_step(self.programs, profile, self.scarce)
 
-    def within(self, room: HostRoom | None) -> "PlanInForce":
-        """The plan with the slots that fit."""
+    def with_slots_that_fit(self, room: HostRoom | None) -> "PlanInForce":
+        """The plan with the slots that fit: those of its steps before any others that it has."""
         if room is None or room.rank_bytes is None:
             return self
-        given = room.within(self.slots)
-        return replace(self, slots=given, scarce={**self.scarce, **scarce_slots(given, self.slots)})
+        needed = slots_needed(self.programs)
+        given = room.slots_that_fit(needed, self.slots)
+        return replace(self, slots=given, scarce=scarce_slots(given, needed))
 
 
 def simulate_step(
@@ -138,7 +139,7 @@ def agree_on_plan(
     made, agreed = answer.plan, answer.profile
     programs = lower_step(made.schedule, agreed, made.routes, num_tied, made.offloading)
     in_force = PlanInForce(made, programs, rendezvous.rank, slots_needed(programs))
-    return in_force.within(room)
+    return in_force.with_slots_that_fit(room)
 
 
 def plan_step(

@@ -164,8 +164,9 @@ class CandidatePlanner:
         """The slots of a plan within limited host memory, and those that are scarce."""
         if self._room is None or self._room.rank_bytes is None:
             return None, {}
-        given = self._room.within(self._needed(programs))
-        return given, scarce_slots(given, slots_needed(programs))
+        needed = slots_needed(programs)
+        given = self._room.slots_that_fit(needed, self._needed(programs))
+        return given, scarce_slots(given, needed)
 
     def simulate(self, number: int, profile: Profile, *, is_drawn: bool = False) -> Simulated:
         """A step of one of the last plans in force."""

@@ -28,8 +28,12 @@ from jaxmorph.messages import (
 from jaxmorph.output import write_stderr
 from jaxmorph.plain_json import Json, as_object, parse_line, with_sum
 from jaxmorph.records import COMPILE, RESTORE, START, Event, EventKind, RunHeader, StepRecord
-from jaxmorph.report import Reporter, RunDirectory, RunHistory, describe_regime
-from jaxmorph.report.draw import chrome_trace, save_timelines
+from jaxmorph.report.draw.save import save_timelines
+from jaxmorph.report.draw.trace import chrome_trace
+from jaxmorph.report.history import RunHistory
+from jaxmorph.report.run_directory import RunDirectory
+from jaxmorph.report.terminal import Reporter
+from jaxmorph.report.text import describe_regime
 from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.training.ledger import Goodput
 from jaxmorph.training.start_lines import StartLines

@@ -9,8 +9,9 @@ from there on `replay` makes plans itself and simulates steps with the measured 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
+
+import numpy as np
 
 from jaxmorph.config.sections import Adaptation
 from jaxmorph.control.compute_watch import with_op_ms
@@ -57,7 +58,7 @@ from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.training.planning_client import Begin, RunToPlan
 from jaxmorph.training.planning_process import planner_of
 
-SEGMENT_STEPS, SEGMENT_BYTES = 200, 4 << 20
+SEGMENT_STEPS, SEGMENT_BYTES = 200, 16 << 20
 """The length of a file of observations, whichever is reached first."""
 
 
@@ -85,14 +86,14 @@ class ObservationLog:
     """
 
     def __init__(self, write: Callable[[str, bool], None], run: RunToPlan) -> None:
-        self._write, self._run = write, run
+        self._write, self._run = write, dump(run)  # at 64 stages it takes as long as ten steps
         self._num_steps, self._num_bytes = SEGMENT_STEPS, 0
 
     def record(self, before: ControllerState, observation: Observation, result: Advance) -> None:
         """Write an observation and its outcome."""
         if self._num_steps >= SEGMENT_STEPS or self._num_bytes >= SEGMENT_BYTES:
             self._num_steps = self._num_bytes = 0
-            self._write(with_sum(dump(_Head(before, self._run))), True)
+            self._write(with_sum(f'{{"state": {dump(before)}, "run": {self._run}}}'), True)
         line = with_sum(dump(_Line(observation, _outcome(result))))
         self._num_steps += isinstance(observation, StepObserved)
         self._num_bytes += len(line)
@@ -170,14 +171,16 @@ def replay(run_dir: Path, settings: Adaptation | None = None) -> Iterator[Moment
     files = sorted((run_dir / CONTROL).glob("*.jsonl"))
     if not files:
         raise UserError(f"{run_dir}: got no {CONTROL}/*.jsonl, expected what `train` keeps there")
-    simulated, state = None, None
+    simulated, state, recorded = None, None, None
     for file in files:
         lines = _lines(file)
         head = next(lines, None)
         if head is None:  # its writer was killed
             continue
+        # Where ranks started again, or lines could not be written, go on from the file's state.
+        is_gap = recorded is None or dump(recorded) != dump(head.state)
         recorded = head.state
-        if state is None or recorded.step < 0:  # ranks started again, so the simulation ends
+        if state is None or is_gap:
             simulated = None
             state = recorded if settings is None else with_settings(recorded, settings)
         for line in lines:
@@ -352,14 +355,16 @@ def _undecided(state: ControllerState) -> ControllerState:
 
 def _added_ms(fact: StepObserved, recorded: ControllerState) -> dict[Direction, float]:
     """The delay of each direction in the run: its median time minus the usual of the route."""
-    took_ms: dict[tuple[Direction, Route], list[float]] = {}
+    took_ms: dict[tuple[Direction, Route], Any] = {}
     for direction, samples in fact.by_direction.items():
         for is_direct, durations_ms in durations_by_route(samples).items():
             took_ms[direction, "direct" if is_direct else "delegated"] = durations_ms
     added_ms: dict[Direction, float] = {}
     for (direction, route), durations_ms in took_ms.items():
         usual = usual_delay(recorded.usual, route, link_of(direction))
-        added_ms[direction] = max(0.0, median(durations_ms) - latency_ms_of(usual, direction))
+        added_ms[direction] = max(
+            0.0, float(np.median(durations_ms)) - latency_ms_of(usual, direction)
+        )
     return added_ms
 
 

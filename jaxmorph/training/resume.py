@@ -14,8 +14,13 @@ from jaxmorph.config import Config, check_config, load_config, located_error, ov
 from jaxmorph.data.tokens import DataDigest
 from jaxmorph.errors import UserError
 from jaxmorph.records import EventKind
-from jaxmorph.report import Reporter, RunDirectory, open_reporter, open_run_directory
-from jaxmorph.report.run_directory import CONFIG, reopen_run_directory
+from jaxmorph.report.run_directory import (
+    CONFIG,
+    RunDirectory,
+    open_run_directory,
+    reopen_run_directory,
+)
+from jaxmorph.report.terminal import Reporter, open_reporter
 from jaxmorph.training.cluster import started_by_cluster
 from jaxmorph.training.model_factory import device_options
 from jaxmorph.training.record import RunRecord
@@ -377,13 +382,22 @@ def check_vocabulary(manifest: Manifest, vocab_size: int) -> None:
 def check_data(manifest: Manifest, config: Config, data: DataDigest) -> None:
     """Require the data that the checkpoint was trained on, unless other data are named."""
     now, then = config.data, manifest.config.data
-    names = [(section.path, section.tokenizer, section.token_dtype) for section in (now, then)]
-    if manifest.data is not None and names[0] == names[1] and data != manifest.data:
+    names = [
+        (section.factory, section.path, section.tokenizer, section.token_dtype)
+        for section in (now, then)
+    ]
+    if manifest.data is None or names[0] != names[1] or data == manifest.data:
+        return
+    if config.data.factory is not None:
         raise UserError(
-            f"data.path: got {data.num_tokens:,} tokens, expected the {manifest.data.num_tokens:,} "
-            "that the checkpoint was trained on: the data have changed (to continue with these, "
-            "give them another data.path)"
+            f"data.factory: {config.data.factory}: got other data, or another module, than the "
+            "checkpoint was trained on (to continue with these, give them another data.path)"
         )
+    raise UserError(
+        f"data.path: got {data.num_tokens:,} tokens, expected the {manifest.data.num_tokens:,} "
+        "that the checkpoint was trained on: the data have changed (to continue with these, "
+        "give them another data.path)"
+    )
 
 
 def _disagreements(

@@ -11,12 +11,13 @@ from typing import Any
 
 import optax
 
-from jaxmorph.checkpoints.saver import CheckpointSaver
+from jaxmorph.checkpoints.saver import CheckpointError, CheckpointSaver
 from jaxmorph.config import Config
 from jaxmorph.control.verdicts import KnownDirection, dead_of
-from jaxmorph.data import Batches
+from jaxmorph.data import StepData
 from jaxmorph.emulation.link_conditions import LinkCondition, untimed
 from jaxmorph.emulation.link_settings import emulated_conditions
+from jaxmorph.errors import RunFailedError
 from jaxmorph.messages import RunMessage
 from jaxmorph.output import write_stderr
 from jaxmorph.program.slots_needed import HostRoom
@@ -26,12 +27,13 @@ from jaxmorph.runtime.emulated_links import EmulatedLinks, agree_on_origin_s
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.join import own_devices
 from jaxmorph.runtime.kept_programs import CompilationCounter
-from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.runtime.rendezvous import Rendezvous, agree
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepRunner
 from jaxmorph.runtime.xla_settings import settings_in_force
-from jaxmorph.stage.model import PipelineModel, device_choices
+from jaxmorph.stage.layer_costs import LayerCosts
+from jaxmorph.stage.model import MicrobatchShapes, PipelineModel, device_choices
 from jaxmorph.stage.parameters import parameter_count
 from jaxmorph.training.adaptation import Adaptation, open_control_loop
 from jaxmorph.training.callbacks import Recording, SaveTimes, Saving, SkippedSteps, Skipping
@@ -105,7 +107,8 @@ def load_run(
     model: PipelineModel,
     checkpoints: RunCheckpoints | None,
     *,
-    batches: Batches | None = None,
+    batches: StepData | None = None,
+    shapes: MicrobatchShapes | None = None,
     optimizer: optax.GradientTransformation | None = None,
     restarts: int = 0,
 ) -> Run:
@@ -113,16 +116,21 @@ def load_run(
 
     Args:
         batches: What layers are measured on; None: zeros.
+        shapes: The data of one microbatch; None: the configured text's.
         optimizer: None: the configuration's AdamW.
         restarts: How often the run was restarted; emulated cuts end with a restart.
     """
     sizes = config.batch.microbatch_size, config.data.sequence_length
-    taken = device_choices(model, *sizes)
+    extras = {} if shapes is None else shapes.extras
+    taken = device_choices(model, *sizes, extras)
     if checkpoints is not None:
         checkpoints.require_shared(rendezvous)
     kept = None if checkpoints is None else checkpoints.cut
-    cut = kept or _choose_layers(config, rendezvous, model, checkpoints, batches)
-    settings = stage_settings(config, cut.layers, rendezvous.rank, adapts=config.adapts)
+    measure = partial(measured_on_rank_0, config, model, batches, shapes)
+    cut = kept or _choose_layers(config, rendezvous, model, checkpoints, measure)
+    settings = stage_settings(
+        config, cut.layers, rendezvous.rank, adapts=config.adapts, shapes=shapes
+    )
     if optimizer is not None:
         settings = replace(settings, optimizer=optimizer)
     conditions = emulated_conditions(config, restarts)
@@ -135,10 +143,9 @@ def _choose_layers(
     rendezvous: Rendezvous,
     model: PipelineModel,
     checkpoints: RunCheckpoints | None,
-    batches: Batches | None,
+    measure: Callable[[], LayerCosts],
 ) -> LayerChoice:
     """The cut that an earlier launch of the run chose, or else a new one."""
-    measure = partial(measured_on_rank_0, config, model, batches)
     if checkpoints is None or rendezvous.rank != 0:
         return choose_layers(config, rendezvous, model.num_layers, measure)
     chosen = chosen_before(checkpoints.directory, config, model.num_layers)
@@ -195,10 +202,24 @@ class Training:
         """Wait for the save that is under way; why the last save failed, or ""."""
         return "" if self.saver is None else self.saver.finish()
 
-    @property
-    def unwritten(self) -> str:
-        """Which file of the run can't be written, and why, once all has ended; or ""."""
-        return self.recorder.unwritten
+
+def fail_together(rendezvous: Rendezvous, unwritten: str, why_stop: str, unsaved: str) -> None:
+    """Raise what failed, on all ranks; none ends before rank 0 has reported it.
+
+    Args:
+        unwritten: Rank 0's file that can't be written, and why; "" if all are.
+        why_stop: Why the run gave up, the same on all ranks; "" if it didn't.
+        unsaved: Why the last state was not saved, the same on all ranks; "" if it was.
+
+    Raises:
+        RunFailedError: Any of them is not empty.
+    """
+    if unwritten := agree(rendezvous, str, unwritten):
+        raise RunFailedError(unwritten)
+    if why_stop:
+        raise RunFailedError(why_stop)
+    if unsaved:
+        raise CheckpointError(f"the last state could not be saved: {unsaved}")
 
 
 def never() -> bool:
@@ -216,7 +237,7 @@ def begin_training(
     *,
     num_steps: int | None,
     trained_on: TrainedOn,
-    held_out: Batches | None = None,
+    held_out: StepData | None = None,
     compilations: CompilationCounter | None = None,
     stop_asked: Callable[[], bool] = never,
 ) -> Iterator[Training]:
@@ -316,9 +337,9 @@ def _announce(
         budget_in_words(run.config, planned.within),
         room_in_words(planned.first.in_force, planned.first.room),
     )
-    equipped = "; ".join(filter(None, words))
+    resources = "; ".join(filter(None, words))
     num_parameters = parameter_count(run.model)
-    recorder.start(source, num_parameters, cut.layers, cut.reason, equipped)
+    recorder.start(source, num_parameters, cut.layers, cut.reason, resources)
     if run.checkpoints is not None and run.first_step > 0:
         origin = run.checkpoints.origin(cut.layers, trained_on)
         recorder.emit(run.first_step, EventKind.RESUMED, origin)

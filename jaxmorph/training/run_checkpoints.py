@@ -142,7 +142,12 @@ def _changes(manifest: Manifest, config: Config, data: DataDigest | None) -> Ite
     if changed:
         yield f"changed: {', '.join(changed)}"
     if data is not None and manifest.data is not None and data != manifest.data:
-        yield f"other data: {data.num_tokens:,} tokens (was {manifest.data.num_tokens:,})"
+        own = config.data.factory is not None
+        yield (
+            "other data"
+            if own
+            else f"other data: {data.num_tokens:,} tokens (was {manifest.data.num_tokens:,})"
+        )
 
 
 def _keys(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

@@ -3,16 +3,17 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from jaxmorph.config import Config
-from jaxmorph.data import Batches, hold_out, load_tokens
+from jaxmorph.data import Batches, StepData, hold_out, load_tokens, separator_of
 from jaxmorph.data.tokens import DataDigest, digest_of
-from jaxmorph.runtime.executor import StepInputs
-from jaxmorph.stage.model import PipelineModel, cut_layers
+from jaxmorph.errors import UserError
+from jaxmorph.runtime.executor import StepInputs, count_targets
+from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.stage.model import MicrobatchShapes, PipelineModel, cut_layers, takes_extras
 from jaxmorph.stage.parameters import check_weights
 from jaxmorph.training.evaluation import held_out_batches
 from jaxmorph.training.model_factory import build_model
+from jaxmorph.training.own_data import load_own_data
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,15 @@ class RunParts:
 
     Attributes:
         held_out: The batches to evaluate, if any.
+        shapes: The data of one microbatch.
         source: Where the data come from, in words.
         data: Identifies the data when the run resumes.
     """
 
     model: PipelineModel
-    batches: Batches
-    held_out: Batches | None
+    batches: StepData
+    held_out: StepData | None
+    shapes: MicrobatchShapes
     source: str
     vocab_size: int
     data: DataDigest
@@ -39,36 +42,57 @@ def load_parts(config: Config) -> RunParts:
     Raises:
         UserError: They can't be loaded, or don't fit each other or the stages.
     """
-    data, batch, cut = config.data, config.batch, config.parallelism
-    whole = load_tokens(data.path, data.tokenizer, data.token_dtype, data.vocab_size)
-    tokens, held_out = hold_out(whole, data.held_out_fraction)
-    model = build_model(config, tokens.vocab_size)
+    cut = config.parallelism
+    if config.data.factory is None:
+        batches, held_out, source, vocab_size, digest = _text_of(config)
+    else:
+        batches, held_out, vocab_size, digest = load_own_data(config)
+        source = f"data of {config.data.factory}"
+    model = build_model(config, vocab_size)
     if config.model.weights is not None:
         check_weights(model, config.model.weights)
+    if config.data.is_packed and not takes_extras(model.layer):
+        raise UserError(
+            f"data.packing: got segments, expected none: the layer of model.factory, "
+            f"{config.model.factory}, takes no extras"
+        )
+    cut_layers(model.num_layers, cut.stages, cut.layers, cut.chunks)  # raises if they don't fit
+    shapes = MicrobatchShapes.of_step(batches.inputs(0), batches.targets(0), batches.extras(0))
+    return RunParts(model, batches, held_out, shapes, source, vocab_size, digest)
+
+
+def _text_of(config: Config) -> tuple[Batches, Batches | None, str, int, DataDigest]:
+    """The text's batches, held-out ones, source and vocabulary, and its digest."""
+    data, batch = config.data, config.batch
+    whole = load_tokens(data.path, data.tokenizer, data.token_dtype, data.vocab_size)
+    tokens, held_out = hold_out(whole, data.held_out_fraction)
+    separator = separator_of(data.path, data.tokenizer) if data.is_packed else None
     batches = Batches(
         tokens,
         microbatches=batch.microbatches,
         microbatch_size=batch.microbatch_size,
         sequence_length=data.sequence_length,
         seed=config.run.seed,
+        separator=separator,
     )
-    cut_layers(model.num_layers, cut.stages, cut.layers, cut.chunks)  # raises if they don't fit
-    held_out = held_out_batches(config, held_out)
-    data_digest = digest_of(whole.ids)
-    return RunParts(model, batches, held_out, tokens.source, tokens.vocab_size, data_digest)
+    held_out = held_out_batches(config, held_out, separator)
+    source = tokens.source + f", packed: token {separator} ends a document" * data.is_packed
+    return batches, held_out, source, tokens.vocab_size, digest_of(whole.ids)
 
 
-def step_reader(config: Config, batches: Batches, rank: int) -> Callable[[int], StepInputs]:
-    """A function from a step's number to a rank's inputs: tokens, targets, or neither."""
+def step_reader(
+    config: Config, batches: StepData, rank: int, stage: StageTrainer
+) -> Callable[[int], StepInputs]:
+    """A function from a step's number to what the rank's stage reads of its data."""
     is_last = rank == config.parallelism.stages - 1
 
     def read(step: int) -> StepInputs:
         targets = batches.targets(step) if is_last else None
-        counted = 1 if targets is None else int(np.count_nonzero(targets >= 0))
         return StepInputs(
-            tokens=batches.inputs(step) if rank == 0 else None,
+            inputs=batches.inputs(step) if rank == 0 else None,
             targets=targets,
-            loss_weight=1.0 / max(counted, 1),
+            loss_weight=1.0 / max(count_targets(targets), 1),
+            extras=batches.extras(step) if stage.reads_extras else {},
         )
 
     return read

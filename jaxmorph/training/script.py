@@ -9,18 +9,19 @@ from types import TracebackType
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxmorph.config import Config, check_config, read_config
 from jaxmorph.config.sections import Run
 from jaxmorph.errors import UserError
-from jaxmorph.runtime.executor import StepInputs
+from jaxmorph.runtime.executor import StepInputs, count_targets
 from jaxmorph.runtime.join import join_run, rendezvous_of_joined
 from jaxmorph.runtime.launcher import threads_for
 from jaxmorph.runtime.rendezvous import Rendezvous, SoleRank
 from jaxmorph.runtime.watchdog import watch_over
 from jaxmorph.runtime.xla_settings import have_spare_device, have_threads, limit_collectives
+from jaxmorph.stage.model import MicrobatchShapes
 from jaxmorph.training.cluster import join_cluster, num_tasks, started_by_cluster
+from jaxmorph.training.own_data import ROWS, cut_tree, parts_of, shapes_of
 from jaxmorph.training.script_launch import launch_arguments
 from jaxmorph.transport.secret import run_secret
 
@@ -271,34 +272,58 @@ def _with_stages(tree: Mapping[str, Any], num_stages: int) -> dict[str, Any]:
 
 
 def cut_batch(
-    batch: Sequence[Any], config: Config, rank: int, vocab_size: int | None = None
+    batch: Sequence[Any],
+    config: Config,
+    rank: int,
+    vocab_size: int | None = None,
+    shapes: MicrobatchShapes | None = None,
+    *,
+    reads_extras: bool = False,
 ) -> StepInputs:
-    """Cut a batch into microbatches; returns a rank's inputs: tokens, targets, or neither.
+    """Cut a batch into microbatches; returns what a rank reads of it.
 
     Args:
-        batch: Tokens and targets, integers [batch, sequence] each, or already cut:
-            [microbatches, microbatch size, sequence]. Targets below 0 don't count.
+        batch: Tokens and targets, integers [batch, sequence] each, or already cut: [microbatches,
+            microbatch size, sequence]; or trees of `shapes`: inputs, targets, and maybe extras.
+            Where targets are one array of integers, those below 0 don't count.
         vocab_size: Of the model, whose embedding would take other ids for some of its own; None:
             not known.
+        shapes: The data of one microbatch; None: the configured text's.
+        reads_extras: Whether the rank's stage takes some.
     """
-    try:
-        tokens, targets = batch
-    except (TypeError, ValueError) as error:
-        got = type(batch).__name__
-        raise UserError(f"batch: got {got}, expected a pair of tokens and targets") from error
-    tokens, targets = (
-        _microbatches("tokens", tokens, config),
-        _microbatches("targets", targets, config),
-    )
-    if vocab_size is not None:
-        _check_ids("tokens", int(tokens.min()), int(tokens.max()), vocab_size)
+    inputs, targets, extras = parts_of(batch)
+    sizes = config.batch
+    is_text, name, rows = shapes is None, "inputs", ROWS
+    if shapes is None:
+        shapes = MicrobatchShapes.of_text(sizes.microbatch_size, config.data.sequence_length)
+        name, rows = "tokens", f"{ROWS}, and data.sequence_length"
+    cut = partial(cut_tree, "batch", microbatches=sizes.microbatches, rows=rows)
+    inputs = cut(name, inputs, shapes.inputs)
+    targets = cut("targets", targets, shapes.targets)
+    extras = cut("extras", extras, shapes.extras)
+    if vocab_size is not None and is_text:
+        _check_ids("tokens", int(inputs.min()), int(inputs.max()), vocab_size)
         _check_ids("targets", 0, int(targets.max()), vocab_size)
     is_last = rank == config.parallelism.stages - 1
     return StepInputs(
-        tokens=tokens if rank == 0 else None,
+        inputs=inputs if rank == 0 else None,
         targets=targets if is_last else None,
-        loss_weight=1.0 / max(1, np.count_nonzero(targets >= 0)),
+        loss_weight=1.0 / max(1, count_targets(targets)),
+        extras=extras if reads_extras else {},
     )
+
+
+def example_shapes(example: Sequence[Any] | None, config: Config) -> MicrobatchShapes | None:
+    """The shapes of one microbatch of batches like an example; None without one.
+
+    Raises:
+        UserError: The example is no batch, or of another size than the configured one.
+    """
+    if example is None:
+        return None
+    sizes = config.batch
+    num_examples = sizes.microbatches * sizes.microbatch_size
+    return shapes_of("example", parts_of(example), num_examples, sizes.microbatch_size)
 
 
 def _check_ids(name: str, smallest: int, largest: int, vocab_size: int) -> None:
@@ -307,18 +332,3 @@ def _check_ids(name: str, smallest: int, largest: int, vocab_size: int) -> None:
             f"batch: got {name} from {smallest:,} to {largest:,}, expected ids from 0 to below "
             f"{vocab_size:,}, the model's vocabulary"
         )
-
-
-def _microbatches(name: str, values: Any, config: Config) -> np.ndarray:
-    array = np.asarray(values)
-    if array.dtype.kind not in "iu":
-        raise UserError(f"batch: got {name} of {array.dtype}, expected whole numbers")
-    sizes, length = config.batch, config.data.sequence_length
-    cut = (sizes.microbatches, sizes.microbatch_size, length)
-    whole = (sizes.microbatches * sizes.microbatch_size, length)
-    if array.shape not in (whole, cut):
-        raise UserError(
-            f"batch: got {name} of shape {list(array.shape)}, expected {list(whole)}: "
-            "batch.microbatches times batch.microbatch_size, and data.sequence_length"
-        )
-    return array.astype(np.int32).reshape(cut)

@@ -33,6 +33,7 @@ from jaxmorph.messages import (
     StepDone,
     StepTimelines,
 )
+from jaxmorph.plain_json import dump
 from jaxmorph.records import CHANGES, Event, EventKind, Link, StepRecord
 from jaxmorph.report.run_directory import RunLines
 from jaxmorph.runtime.report import (
@@ -42,6 +43,7 @@ from jaxmorph.runtime.report import (
     peaks_of,
     probe_times,
     reported_events,
+    total_auxiliary,
     total_compilations,
 )
 from jaxmorph.training.control_loop import ControlLoop, Expected, Morph
@@ -266,6 +268,7 @@ class StepRecorder:
             step=step,
             loss=totals.loss,
             held_out_loss=held_out_loss,
+            auxiliary=total_auxiliary(reports) or None,
             grad_norm=totals.grad_norm,
             step_s=step_s,
             tokens_per_s=self._config.tokens_per_step / step_s,
@@ -289,7 +292,7 @@ class StepRecorder:
         if not totals.is_finite:
             evidence = _evidence(totals)
             self._emit(step, EventKind.STEP_SKIPPED, totals.in_words(), evidence=evidence)
-        self._traced.record(step, expected, [report.detail for report in reports])
+        self._traced.record(step, expected, ranks)
         if self._traced.is_sampled(step):
             self._send(ProfileUpdated(self._profiler.profile().to_json()))
         self._expect(None if events else expected)
@@ -387,7 +390,7 @@ def _link_name(rank: int, peer: int | None) -> str | None:
 class _StepTimelines:
     step: int
     expected: Expected
-    measured: Sequence[str]
+    measured: Sequence[RankTimes]
 
 
 class TracedSteps:
@@ -424,12 +427,8 @@ class TracedSteps:
             self._recent.clear()
             self._send_drawn()
 
-    def record(self, step: int, expected: Expected, measured: Sequence[str]) -> None:
-        """Send a step's timelines, or keep them in case a change follows.
-
-        Args:
-            measured: The JSON of each rank's `RankTimes`, as it reported them.
-        """
+    def record(self, step: int, expected: Expected, measured: Sequence[RankTimes]) -> None:
+        """Send a step's timelines, or keep them in case a change follows."""
         timelines = _StepTimelines(step, expected, measured)
         is_around = step <= self._until_step
         if is_around or self.is_sampled(step):
@@ -472,5 +471,5 @@ class TracedSteps:
         step, around_change = self._waiting[at]
         del self._waiting[at]
         timelines = {"planned": planned} if planned else {}
-        timelines["measured"] = tuple(step.measured)
+        timelines["measured"] = tuple(map(dump, step.measured))
         self._send(StepTimelines(step.step, timelines, around_change))

@@ -8,10 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from jaxmorph.checkpoints.saver import CheckpointError
 from jaxmorph.config import Config, load_config
 from jaxmorph.data import ReadAhead
-from jaxmorph.errors import RunFailedError
 from jaxmorph.messages import PhaseEnded, RunMessage
 from jaxmorph.plain_json import tagged
 from jaxmorph.progress import progress
@@ -19,11 +17,11 @@ from jaxmorph.records import COMPILE, PLAN, RESTORE, START
 from jaxmorph.runtime.join import join_run
 from jaxmorph.runtime.kept_programs import CompilationCounter, keep_compiled
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
-from jaxmorph.runtime.rendezvous import Rendezvous, agree
+from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stop_signals import signals_ask
 from jaxmorph.training.evaluation import with_room_to_evaluate
 from jaxmorph.training.first_plan import settle_garbage
-from jaxmorph.training.run import begin_training, load_run, never, plan_run
+from jaxmorph.training.run import begin_training, fail_together, load_run, never, plan_run
 from jaxmorph.training.run_checkpoints import RunCheckpoints, TrainedOn
 from jaxmorph.training.run_parts import load_parts, step_reader
 
@@ -58,16 +56,23 @@ def train(
     checkpoints = RunCheckpoints(config, directory, first_step)
     config = checkpoints.starting_config
     parts = load_parts(config)
-    read = step_reader(config, parts.batches, rendezvous.rank)
     run = load_run(
-        config, rendezvous, parts.model, checkpoints, batches=parts.batches, restarts=restarts
+        config,
+        rendezvous,
+        parts.model,
+        checkpoints,
+        batches=parts.batches,
+        shapes=parts.shapes,
+        restarts=restarts,
     )
     _send_end_of(START, send)
     progress.phase("starts", timeouts.compile_s)
     with (
         keep_compiled(config, directory, rendezvous.rank) as programs_ran,
         run.open_stage() as stage,
-        ReadAhead(read, first_step) as inputs,
+        ReadAhead(
+            read := step_reader(config, parts.batches, rendezvous.rank, stage), first_step
+        ) as inputs,
     ):
         _send_end_of(COMPILE, send)
         progress.phase("restores the checkpoint", timeouts.restore_s)
@@ -96,28 +101,9 @@ def train(
             is_done = training.loop.run(inputs, config.run.steps)
             progress.phase("waits for the last save", timeouts.step_s)
             failure = training.finish()
-        fail_together(rendezvous, training.unwritten, training.skipped.why_stop, failure)
+        fail_together(rendezvous, training.recorder.unwritten, training.skipped.why_stop, failure)
     progress.phase("ends", 0.0)
     return is_done
-
-
-def fail_together(rendezvous: Rendezvous, unwritten: str, why_stop: str, unsaved: str) -> None:
-    """Raise what failed, on all ranks; none ends before rank 0 has reported it.
-
-    Args:
-        unwritten: Rank 0's file that can't be written, and why; "" if all are.
-        why_stop: Why the run gave up, the same on all ranks; "" if it didn't.
-        unsaved: Why the last state was not saved, the same on all ranks; "" if it was.
-
-    Raises:
-        RunFailedError: Any of them is not empty.
-    """
-    if unwritten := agree(rendezvous, str, unwritten):
-        raise RunFailedError(unwritten)
-    if why_stop:
-        raise RunFailedError(why_stop)
-    if unsaved:
-        raise CheckpointError(f"the last state could not be saved: {unsaved}")
 
 
 def _send_end_of(phase: str, send: Callable[[RunMessage], None]) -> None:

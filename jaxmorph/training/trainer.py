@@ -12,7 +12,6 @@ from typing import Any, Self
 
 import optax
 
-from jaxmorph.checkpoints.saver import CheckpointError
 from jaxmorph.config import Config
 from jaxmorph.control.link_state import FailedPaths, PathFailure
 from jaxmorph.control.path_reports import PathReport, join_reports
@@ -34,13 +33,15 @@ from jaxmorph.stage.model import Params, PipelineModel, vocabulary_of
 from jaxmorph.stage.parameters import check_weights
 from jaxmorph.training.cluster import require_one_host
 from jaxmorph.training.evaluation import with_room_for_forwards
+from jaxmorph.training.open_stage import add_slots
 from jaxmorph.training.plan_in_force import plan_step, unmeasured_profile
-from jaxmorph.training.run import Training, begin_training, load_run, plan_run
+from jaxmorph.training.run import Training, begin_training, fail_together, load_run, plan_run
 from jaxmorph.training.run_checkpoints import RunCheckpoints, TrainedOn
 from jaxmorph.training.script import (
     configure,
     cut_batch,
     end_if_failed,
+    example_shapes,
     leave,
     script_directory,
     sections_without_effect,
@@ -91,6 +92,8 @@ class Trainer:
             about the model, the data (except `sequence_length`) and evaluation have no effect.
         optimizer: An Optax transformation that updates each number by itself; None: the
             configuration's AdamW. Gradients are clipped to `optimizer.clip_norm` first.
+        example: A batch for `step`, of which only shapes and dtypes count, where inputs and targets
+            are not tokens of text, or the model takes extras.
         resume: Resume from the last whole checkpoint in `run.dir`, if there is one; the first batch
             is then that of `next_step`.
 
@@ -108,6 +111,7 @@ class Trainer:
         config: Config | Mapping[str, Any] | str | Path | None = None,
         *,
         optimizer: optax.GradientTransformation | None = None,
+        example: Sequence[Any] | None = None,
         resume: bool = False,
     ) -> None:
         _check_optimizer(optimizer)
@@ -122,12 +126,18 @@ class Trainer:
         if self.config.model.weights is not None:
             check_weights(model, self.config.model.weights)
         self._compilations = CompilationCounter() if directory else None
+        self._shapes = example_shapes(example, self.config)
         self._vocab_size = vocabulary_of(model, self.config.data.sequence_length)
         self._take: Callable[[RunMessage], None] | None = None
         with ExitStack() as opening:
             checkpoints = self._open_directory(opening, directory, resume)
             self._run = load_run(
-                self.config, self._rendezvous, model, checkpoints, optimizer=optimizer
+                self.config,
+                self._rendezvous,
+                model,
+                checkpoints,
+                shapes=self._shapes,
+                optimizer=optimizer,
             )
             if self._run.taken:
                 _log.info("rank %d: %s", self.rank, self._run.taken)
@@ -140,7 +150,7 @@ class Trainer:
         self.layers = tuple(self._run.own_layers)
         self._training: Training | None = None
         self._next_step, self._first_microbatch = self._run.first_step, 0
-        self._has_room: RankInstructions | None = None
+        self._has_slots_for: RankInstructions | None = None
         self._last: StepResult | None = None
         self._failed = FailedPaths()
 
@@ -198,14 +208,15 @@ class Trainer:
 
         Args:
             batch: Tokens and targets, the same on every rank: integers [batch.microbatches *
-                batch.microbatch_size, data.sequence_length] each. Targets below 0 don't count.
+                batch.microbatch_size, data.sequence_length] each. Targets below 0 don't count. Or
+                inputs, targets, and a dictionary of extras if there are any, like the `example`.
 
         Raises:
-            UserError: The batch is no such pair; nothing has changed.
+            UserError: The batch is no such thing; nothing has changed.
             RunFailedError: Too many steps in a row were not finite
                 (`optimizer.stop_after_skipped`); parameters are those after the last finite step.
         """
-        inputs = cut_batch(batch, self.config, self.rank, self._vocab_size)
+        inputs = self._cut(batch)
         training = self._begun(inputs)
         loop = training.loop
         # The step begins with the last rank's call, not with the end of the step before.
@@ -236,9 +247,9 @@ class Trainer:
         Raises:
             UserError: As for `step`.
         """
-        inputs = cut_batch(batch, self.config, self.rank, self._vocab_size)
+        inputs = self._cut(batch)
         loop = self._begun(inputs).loop
-        self._make_room(loop.program)
+        self._add_slots_for_forwards(loop.program)
         # A message carries its step and microbatch. Higher microbatch numbers keep these messages
         # apart from those of the next step.
         self._first_microbatch += self.config.batch.microbatches
@@ -246,26 +257,35 @@ class Trainer:
         inputs = replace(inputs, first_microbatch=self._first_microbatch)
         return loop.runner.forwards(program, inputs, self._next_step).loss
 
+    def _cut(self, batch: Sequence[Any]) -> StepInputs:
+        return cut_batch(
+            batch,
+            self.config,
+            self.rank,
+            self._vocab_size,
+            self._shapes,
+            reads_extras=self._stage.reads_extras,
+        )
+
     def close(self) -> None:
         """Stop everything that the trainer has started; then a script may make another one.
 
-        All ranks first wait for the save that is under way.
+        With `run.dir` all ranks wait for one another and for the save that is under way.
 
         Raises:
-            RunFailedError: The last save has failed.
+            RunFailedError: On all ranks, if rank 0 can't write a file of the run; or the last save
+                has failed.
         """
         training, self._training = self._training, None
         try:
             failure = "" if training is None else training.finish()
+            self._opened.close()
         except BaseException:
             leave()
             self._opened.__exit__(*sys.exc_info())  # with the error: nothing waits
             raise
-        self._opened.close()
-        if training is not None and training.unwritten:
-            raise RunFailedError(training.unwritten)
-        if failure:
-            raise CheckpointError(f"the last state could not be saved: {failure}")
+        if training is not None and training.saver is not None:  # else no rank writes files
+            fail_together(self._rendezvous, training.recorder.unwritten, "", failure)
 
     def __enter__(self) -> Self:
         return self
@@ -323,7 +343,7 @@ class Trainer:
                     compilations=self._compilations,
                 )
             )
-            self._has_room = self._training.loop.program
+            self._has_slots_for = self._training.loop.program
         return self._training
 
     def _receive(self, message: RunMessage) -> None:
@@ -345,19 +365,20 @@ class Trainer:
         self._failed = self._failed.restore(joined.restored)
         return failures
 
-    def _make_room(self, program: RankInstructions) -> None:
+    def _add_slots_for_forwards(self, program: RankInstructions) -> None:
         """Allocate the slots that the forwards of a new plan need when no backward frees any.
 
         Where host memory is limited they wait for those of the plan.
         """
         room = None if self._training is None else self._training.room
-        if program is self._has_room or (room is not None and room.rank_bytes is not None):
+        if program is self._has_slots_for or (room is not None and room.rank_bytes is not None):
             return
-        self._has_room = program
+        self._has_slots_for = program
         moves = (each for each in program.instructions if isinstance(each, Send | Receive))
         delegated = (each.transfer for each in moves if each.route == "delegated")
         most = power_of_two(self.config.batch.microbatches)
-        self._stage.make_room({channel_of(each): most for each in delegated})
+        slots = {channel_of(each): most for each in delegated}
+        add_slots(self._rendezvous, self._stage, slots)
         self._rendezvous.exchange({})  # no rank sends before both ends have them
 
 

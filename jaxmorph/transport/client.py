@@ -157,14 +157,6 @@ class SidecarPlane(DataPlane):
         self._undo.close()
 
     def _resize(self, end: OutgoingEnd | IncomingEnd, num_slots: int, deadline_s: float) -> None:
-        # The sidecar may have yet to count a delivery; releases are counted in this process.
-        rest_s = deadline_s if isinstance(end, OutgoingEnd) else time.monotonic()
-        try:
-            end.wait(end.at_rest, rest_s, "it is not at rest")
-        except TimeoutError as error:
-            raise NotAtRestError(
-                f"{end.name} is not at rest: its slots can't change now"
-            ) from error
         new = Slots.create(num_slots, end.slots.slot_bytes, end.slots.consumed)
         with self._sidecar.changing:
             record = {"kind": "resize", **_channel_record(end, new)}

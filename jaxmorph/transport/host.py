@@ -55,11 +55,17 @@ def loopback_identity() -> str:
 
     A host name is not enough (two hosts may share one, and containers of a host have several),
     nor is the machine: a network namespace has a loopback of its own.
+
+    Raises:
+        UserError: If the system doesn't say.
     """
     try:
         return f"{_BOOT.read_text().strip()} {_NAMESPACE.readlink()}"
-    except OSError:  # not Linux
-        return socket.gethostname()
+    except OSError as error:
+        raise UserError(
+            f"{socket.gethostname()}: {error.filename} can't be read ({error.strerror}), expected "
+            "Linux with /proc, by which ranks find out whether they share a loopback"
+        ) from error
 
 
 def card_addresses(

@@ -18,6 +18,7 @@ from jaxmorph.transport.names import (
     MASK,
     TAG_WORDS,
     ChannelName,
+    NotAtRestError,
     PeerGoneError,
     Tag,
     TransportError,
@@ -99,7 +100,7 @@ class _End:
         self.name, self.slot_bytes, self.peer = spec.name, spec.slot_bytes, peer
         self.slots = Slots.create(spec.num_slots, spec.slot_bytes, first_sequence)
         self.doorbell = Doorbell.create()
-        self._ring_mover = ring_mover
+        self.ring_mover = ring_mover
         self._lock = threading.Lock()
         self._error: TransportError | None = None
         self._registry: MemoryRegistry | None = None
@@ -163,29 +164,21 @@ class OutgoingEnd(_End):
 
     def reserve(self, deadline_s: float) -> "OutgoingSlot":
         """The next message's slot; see `DataPlane.reserve`."""
-        self.wait(self.has_room, deadline_s, "no slot became free")
+        self.wait(self.has_free_slot, deadline_s, "no slot became free")
         with self._lock:
             sequence, self._reserved = self._reserved, add(self._reserved, 1)
         return OutgoingSlot(self, sequence)
 
-    def has_room(self) -> bool:
+    def has_free_slot(self) -> bool:
         """Whether a slot is free now."""
         return distance(self._reserved, self.slots.consumed) < self.slots.num_slots
 
-    def has_room_or_raise(self) -> bool:
+    def has_free_slot_or_raise(self) -> bool:
         """Whether a slot is free now; raises if none is and the end has failed."""
-        if self.has_room():
-            return True
-        if self._error is not None:
+        is_free = self.has_free_slot()
+        if not is_free and self._error is not None:
             raise self._error
-        return False
-
-    def withdraw(self, sequence: int) -> None:
-        """Make an announced message arrive empty, unless its payload is complete."""
-        slots = self.slots
-        if not slots.is_complete(sequence):
-            slots.write_info(sequence, slots.read_info(sequence)._replace(num_bytes=0))
-            slots.mark_complete(sequence)
+        return is_free
 
     def at_rest(self) -> bool:
         """Whether every reserved message has been delivered."""
@@ -202,10 +195,6 @@ class OutgoingEnd(_End):
                 self._posted.remove(count)
                 count = add(count, 1)
             slots.produced = count
-
-    def ring(self) -> None:
-        """Wake the mover."""
-        self._ring_mover()
 
 
 class OutgoingSlot:
@@ -234,7 +223,7 @@ class OutgoingSlot:
         """
         self._signals_itself = True
         if self.is_posted:
-            self._end.ring()
+            self._end.ring_mover()
         return self._slots.signal_address(self.sequence)
 
     def post(self, num_bytes: int, tag: Sequence[int]) -> None:
@@ -254,21 +243,24 @@ class OutgoingSlot:
         self.is_posted = True
         # The mover is not woken twice for one message: `complete` rings if it comes later.
         if self._signals_itself or self._slots.is_complete(self.sequence):
-            self._end.ring()
+            self._end.ring_mover()
 
     def complete(self) -> None:
         """Mark the payload complete; from any thread."""
         self._slots.mark_complete(self.sequence)
         if self.is_posted:
-            self._end.ring()
+            self._end.ring_mover()
 
     def withdraw(self) -> None:
         """Make an announced message arrive empty, because its payload won't come.
 
         Changes nothing if the payload is complete after all.
         """
-        self._end.withdraw(self.sequence)
-        self._end.ring()
+        slots, sequence = self._slots, self.sequence
+        if not slots.is_complete(sequence):
+            slots.write_info(sequence, slots.read_info(sequence)._replace(num_bytes=0))
+            slots.mark_complete(sequence)
+        self._end.ring_mover()
 
 
 class IncomingEnd(_End):
@@ -283,8 +275,9 @@ class IncomingEnd(_End):
 
     def take(self, deadline_s: float) -> "IncomingSlot":
         """The next message; see `DataPlane.take`."""
-        self.wait(self._has_next, deadline_s, "the next message has not come")
-        sequence, self._taken = self._taken, add(self._taken, 1)
+        slots, sequence = self.slots, self._taken
+        self.wait(lambda: slots.produced != sequence, deadline_s, "the next message has not come")
+        self._taken = add(sequence, 1)
         return IncomingSlot(self, sequence)
 
     def at_rest(self) -> bool:
@@ -305,10 +298,7 @@ class IncomingEnd(_End):
         # While fewer than half of the slots are in use, the sender has room until the next
         # acknowledgement reports the count.
         if 2 * in_use >= slots.num_slots:
-            self._ring_mover()
-
-    def _has_next(self) -> bool:
-        return self.slots.produced != self._taken
+            self.ring_mover()
 
 
 class IncomingSlot:
@@ -429,29 +419,21 @@ class DataPlane(ABC):
 
         Raises:
             TimeoutError: If no slot is free by then.
-            PeerGoneError: If the receiver is gone.
+            PeerGoneError: If the rank at the other end is gone.
         """
         return self._outgoing_end(channel).reserve(deadline_s)
 
     def take(self, channel: ChannelName, deadline_s: float) -> IncomingSlot:
-        """Wait for the channel's next message.
-
-        Args:
-            deadline_s: When to give up, by the monotonic clock.
-
-        Raises:
-            TimeoutError: If it hasn't come by then.
-            PeerGoneError: If the sender is gone.
-        """
+        """Wait for the channel's next message; with the errors of `reserve`."""
         return self._incoming_end(channel).take(deadline_s)
 
-    def has_room(self, channel: ChannelName) -> bool:
+    def has_free_slot(self, channel: ChannelName) -> bool:
         """Whether a slot of an outgoing channel is free now.
 
         Raises:
             PeerGoneError: If none is and the receiver is gone.
         """
-        return self._outgoing_end(channel).has_room_or_raise()
+        return self._outgoing_end(channel).has_free_slot_or_raise()
 
     def resize(self, channel: ChannelName, num_slots: int, timeout_s: float = 60.0) -> None:
         """Give this rank's end of a channel at rest another number of slots.
@@ -460,16 +442,34 @@ class DataPlane(ABC):
         message may be sent meanwhile.
 
         Args:
-            channel: Nothing posted on it may be undelivered, nothing received unreleased.
             num_slots: A power of two.
             timeout_s: How long to wait for the last deliveries and for the mover.
 
         Raises:
-            NotAtRestError: The channel is not at rest by then; it keeps its slots.
+            NotAtRestError: See `await_rest`; the channel keeps its slots.
         """
-        end = self._outgoing.get(channel) or self._incoming_end(channel)
-        if num_slots != end.slots.num_slots:
-            self._resize(end, num_slots, time.monotonic() + timeout_s)
+        deadline_s = time.monotonic() + timeout_s
+        if num_slots != self.num_slots(channel):
+            self.await_rest(channel, deadline_s)
+            self._resize(self._end(channel), num_slots, deadline_s)
+
+    def num_slots(self, channel: ChannelName) -> int:
+        """The slots that this rank's end of a channel has."""
+        return self._end(channel).slots.num_slots
+
+    def await_rest(self, channel: ChannelName, deadline_s: float) -> None:
+        """Wait until nothing posted on a channel is undelivered, nothing received unreleased.
+
+        Raises:
+            NotAtRestError: Some of it still is by then.
+        """
+        end = self._end(channel)
+        # The mover may have yet to count a delivery; releases are counted in this process.
+        rest_s = deadline_s if isinstance(end, OutgoingEnd) else time.monotonic()
+        try:
+            end.wait(end.at_rest, rest_s, "it is not at rest")
+        except TimeoutError as error:
+            raise NotAtRestError(f"{channel} is not at rest: its slots can't change now") from error
 
     def report_memory(self, registry: MemoryRegistry) -> None:
         """Add the memory of all slots to a registry, and keep it up to date."""
@@ -488,6 +488,9 @@ class DataPlane(ABC):
 
     def _ends(self) -> list[OutgoingEnd | IncomingEnd]:
         return [*self._outgoing.values(), *self._incoming.values()]
+
+    def _end(self, channel: ChannelName) -> OutgoingEnd | IncomingEnd:
+        return self._outgoing.get(channel) or self._incoming_end(channel)
 
     def _outgoing_end(self, channel: ChannelName) -> OutgoingEnd:
         if channel not in self._outgoing:

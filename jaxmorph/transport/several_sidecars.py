@@ -127,16 +127,22 @@ class SeveralSidecars(DataPlane):
         self._turns[channel] += 1
         return slot
 
-    def has_room(self, channel: ChannelName) -> bool:
-        """Whether a slot for the next message is free now; see `DataPlane.has_room`."""
-        return self._next(channel).has_room(channel)
+    def has_free_slot(self, channel: ChannelName) -> bool:
+        """Whether a slot for the next message is free now; see `DataPlane.has_free_slot`."""
+        return self._next(channel).has_free_slot(channel)
 
     def resize(self, channel: ChannelName, num_slots: int, timeout_s: float = 60.0) -> None:
-        """Give this rank's end of a channel other slots, shared among its sidecars."""
-        until_s = time.monotonic() + timeout_s
-        for plane in self.planes:
-            own = _slots_each(num_slots, len(self.planes))
-            plane.resize(channel, own, max(0.0, until_s - time.monotonic()))
+        """Give this rank's end of a channel other slots, shared among its sidecars.
+
+        If that fails half-way, for which all but a few messages must be at rest, try it again.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        own = _slots_each(num_slots, len(self.planes))
+        others = [plane for plane in self.planes if plane.num_slots(channel) != own]
+        for plane in others:
+            plane.await_rest(channel, deadline_s)
+        for plane in others:
+            plane.resize(channel, own, max(0.0, deadline_s - time.monotonic()))
         self._num_slots[channel] = num_slots
 
     def report_memory(self, registry: MemoryRegistry) -> None:

@@ -30,7 +30,6 @@ _HEAD = struct.Struct("=II")
 _MAX_RECORD_BYTES = 1 << 26  # three links' conditions by a long trace are 30 MB or so
 _MAX_DESCRIPTORS = 64
 _READ_BYTES = 1 << 16
-_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 Record = dict[str, Any]
 RecordWithFds = tuple[Record, tuple[int, ...]]
@@ -60,7 +59,7 @@ class RecordReader:
         """
         try:
             data, ancillary, _, _ = link.recvmsg(
-                _READ_BYTES, socket.CMSG_SPACE(4 * _MAX_DESCRIPTORS), _CLOSE_ON_EXEC
+                _READ_BYTES, socket.CMSG_SPACE(4 * _MAX_DESCRIPTORS), socket.MSG_CMSG_CLOEXEC
             )
         except ConnectionError as error:
             raise EOFError("the other end is gone") from error

@@ -28,8 +28,8 @@ def build(
       sequence_length: the number of learned positions.
       vocab_size: of the tokenizer.
       compute_dtype: "float32" or "bfloat16".
-      **overrides: width, num_layers, num_heads and tied, in place of the preset's; and attention:
-        "auto", "xla" or "cudnn".
+      **overrides: width, num_layers, num_heads and tied, in place of the preset's; attention:
+        "auto", "xla" or "cudnn"; and dropout, from 0 to below 1.
 
     Raises:
       ValueError: an unknown preset or override, or sizes that do not fit each other.

@@ -9,6 +9,7 @@ from ..sizes import (
     check_attention,
     check_compute_dtype,
     check_counts,
+    check_dropout,
     check_multiple,
     check_tied,
     preset_sizes,
@@ -26,6 +27,8 @@ class GPT2Config:
       tied: whether the token embedding is also the output projection.
       compute_dtype: of activations and matrix products; parameters are always float32.
       attention: "xla", "cudnn", or "auto": cuDNN if the device has it.
+      dropout: the share of the embedding's output, and of what each branch adds to the residual
+        stream, that a training step sets to zero.
     """
 
     vocab_size: int
@@ -36,6 +39,7 @@ class GPT2Config:
     tied: bool = True
     compute_dtype: str = "float32"
     attention: str = "auto"
+    dropout: float = 0.0
 
     def __post_init__(self):
         check_counts(self, ("vocab_size", "sequence_length", "width", "num_layers", "num_heads"))
@@ -43,8 +47,11 @@ class GPT2Config:
         check_tied(self.tied)
         check_compute_dtype(self.compute_dtype)
         check_attention(self.attention, self.compute_dtype)
+        check_dropout(self.dropout)
 
-    def attention_sizes(self, microbatch_size: int, sequence_length: int) -> AttentionSizes:
+    def attention_sizes(
+        self, microbatch_size: int, sequence_length: int, packed: bool = False
+    ) -> AttentionSizes:
         """Returns the sizes that decide which implementations can compute attention."""
         return AttentionSizes(
             microbatch_size,
@@ -53,6 +60,7 @@ class GPT2Config:
             self.num_heads,
             self.width // self.num_heads,
             self.compute_dtype,
+            packed,
         )
 
 
@@ -76,7 +84,7 @@ The vocabulary is the tokenizer's, and is not padded. (With GPT-2's own of 50,25
 positions, 124M has exactly 124,439,808 parameters.)
 """
 
-OVERRIDES = ("width", "num_layers", "num_heads", "tied", "attention")
+OVERRIDES = ("width", "num_layers", "num_heads", "tied", "attention", "dropout")
 """What a run may set in place of its preset's value."""
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..attention import causal_attention
+from ..dropout import branch_keys, dropout
 from ..loss import summed_loss
 from .config import GPT2Config
 
@@ -28,11 +29,19 @@ class Embedding(nnx.Module):
         self.token = nnx.Param(normal(rngs.params(), (config.vocab_size, config.width)))
         self.position = nnx.Param(normal(rngs.params(), (config.sequence_length, config.width)))
         self._dtype = jnp.dtype(config.compute_dtype)
+        self._dropout = config.dropout
 
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None = None,
+        key: jax.Array | None = None,
+    ) -> jax.Array:
         """Returns [B, T, W]; T may be shorter than the learned positions."""
         token_BTW = self.token[...][tokens_BT]
-        return (token_BTW + self.position[: tokens_BT.shape[1]]).astype(self._dtype)
+        rows = slice(tokens_BT.shape[1]) if positions_BT is None else positions_BT
+        x_BTW = (token_BTW + self.position[rows]).astype(self._dtype)
+        return dropout(x_BTW, self._dropout, key)
 
 
 class LayerNorm(nnx.Module):
@@ -77,12 +86,12 @@ class Attention(nnx.Module):
         self._num_heads = config.num_heads
         self._implementation = config.attention
 
-    def __call__(self, x_BTW: jax.Array) -> jax.Array:
-        """Returns [B, T, W]."""
+    def __call__(self, x_BTW: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
+        """Returns [B, T, W]; attends within segments."""
         B, T, W = x_BTW.shape
         qkv_BTSHK = self.qkv(x_BTW).reshape(B, T, 3, self._num_heads, W // self._num_heads)
         q_BHTK, k_BHTK, v_BHTK = (qkv_BTSHK[:, :, i].swapaxes(1, 2) for i in range(3))
-        context_BHTK = causal_attention(q_BHTK, k_BHTK, v_BHTK, self._implementation)
+        context_BHTK = causal_attention(q_BHTK, k_BHTK, v_BHTK, self._implementation, segments_BT)
         return self.out(context_BHTK.swapaxes(1, 2).reshape(B, T, W))
 
 
@@ -96,12 +105,20 @@ class Block(nnx.Module):
         self.mlp_norm = LayerNorm(width)
         self.expand = Linear(width, 4 * width, _INIT_SCALE, config, rngs)
         self.contract = Linear(4 * width, width, _residual_scale(config), config, rngs)
+        self._dropout = config.dropout
 
-    def __call__(self, x_BTW: jax.Array) -> jax.Array:
+    def __call__(
+        self,
+        x_BTW: jax.Array,
+        segments_BT: jax.Array | None = None,
+        key: jax.Array | None = None,
+    ) -> jax.Array:
         """Returns [B, T, W]."""
-        x_BTW = x_BTW + self.attention(self.attention_norm(x_BTW))
+        attention_key, mlp_key = branch_keys(key)
+        added_BTW = self.attention(self.attention_norm(x_BTW), segments_BT)
+        x_BTW = x_BTW + dropout(added_BTW, self._dropout, attention_key)
         hidden_BTM = jax.nn.gelu(self.expand(self.mlp_norm(x_BTW)), approximate=True)
-        return x_BTW + self.contract(hidden_BTM)
+        return x_BTW + dropout(self.contract(hidden_BTM), self._dropout, mlp_key)
 
 
 class Head(nnx.Module):

@@ -29,7 +29,8 @@ def build(
       vocab_size: of the tokenizer.
       compute_dtype: "float32" or "bfloat16".
       **overrides: width, num_layers, num_heads, num_key_value_heads, hidden_width, rotary_base and
-        tied, in place of the preset's; and attention: "auto", "xla" or "cudnn".
+        tied, in place of the preset's; attention: "auto", "xla" or "cudnn"; and dropout, from 0
+        to below 1.
 
     Raises:
       ValueError: an unknown preset or override, or sizes that do not fit each other.

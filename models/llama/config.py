@@ -10,6 +10,7 @@ from ..sizes import (
     check_attention,
     check_compute_dtype,
     check_counts,
+    check_dropout,
     check_multiple,
     check_tied,
     preset_sizes,
@@ -39,6 +40,8 @@ class LlamaConfig:
       tied: whether the token embedding is also the output projection.
       compute_dtype: of activations and matrix products; parameters are always float32.
       attention: "xla", "cudnn", or "auto": cuDNN if the device has it.
+      dropout: the share of the embedding's output, and of what each branch adds to the residual
+        stream, that a training step sets to zero.
     """
 
     vocab_size: int
@@ -51,6 +54,7 @@ class LlamaConfig:
     tied: bool = False
     compute_dtype: str = "float32"
     attention: str = "auto"
+    dropout: float = 0.0
 
     def __post_init__(self):
         check_counts(self, _COUNTS)
@@ -65,13 +69,16 @@ class LlamaConfig:
         check_tied(self.tied)
         check_compute_dtype(self.compute_dtype)
         check_attention(self.attention, self.compute_dtype)
+        check_dropout(self.dropout)
 
     @property
     def head_width(self) -> int:
         """The width of one head."""
         return self.width // self.num_heads
 
-    def attention_sizes(self, microbatch_size: int, sequence_length: int) -> AttentionSizes:
+    def attention_sizes(
+        self, microbatch_size: int, sequence_length: int, packed: bool = False
+    ) -> AttentionSizes:
         """Returns the sizes that decide which implementations can compute attention."""
         return AttentionSizes(
             microbatch_size,
@@ -80,6 +87,7 @@ class LlamaConfig:
             self.num_key_value_heads,
             self.head_width,
             self.compute_dtype,
+            packed,
         )
 
     @property
@@ -125,6 +133,7 @@ OVERRIDES = (
     "rotary_base",
     "tied",
     "attention",
+    "dropout",
 )
 """What a run may set in place of its preset's value."""
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..attention import causal_attention
+from ..dropout import branch_keys, dropout
 from ..loss import summed_loss
 from .config import LlamaConfig
 
@@ -27,10 +28,19 @@ class Embedding(nnx.Module):
         normal = nnx.initializers.normal(_INIT_SCALE)
         self.token = nnx.Param(normal(rngs.params(), (config.vocab_size, config.width)))
         self._dtype = jnp.dtype(config.compute_dtype)
+        self._dropout = config.dropout
 
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        """Returns [B, T, W]."""
-        return self.token[...][tokens_BT].astype(self._dtype)
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None = None,
+        key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns [B, T, W]; positions are the blocks' matter."""
+        # Nor do the blocks need those of packed documents: a score depends on the difference of
+        # two positions (see `rotate`), which is the same counted from the document's start.
+        del positions_BT
+        return dropout(self.token[...][tokens_BT].astype(self._dtype), self._dropout, key)
 
 
 class RMSNorm(nnx.Module):
@@ -72,8 +82,8 @@ class Attention(nnx.Module):
         self.out = Linear(width, width, _residual_scale(config), config, rngs)
         self._config = config
 
-    def __call__(self, x_BTW: jax.Array) -> jax.Array:
-        """Returns [B, T, W]."""
+    def __call__(self, x_BTW: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
+        """Returns [B, T, W]; attends within segments."""
         config = self._config
         width, key_value_width = config.width, config.key_value_width
         parts = jnp.split(self.qkv(x_BTW), (width, width + key_value_width), -1)
@@ -81,7 +91,7 @@ class Attention(nnx.Module):
         q_BHTK, k_BGTK = (rotate(heads, config.rotary_base) for heads in (q_BHTK, k_BGTK))
         B, G, T, K = k_BGTK.shape
         q_BGRTK = q_BHTK.reshape(B, G, -1, T, K)
-        context_BGRTK = causal_attention(q_BGRTK, k_BGTK, v_BGTK, config.attention)
+        context_BGRTK = causal_attention(q_BGRTK, k_BGTK, v_BGTK, config.attention, segments_BT)
         context_BHTK = context_BGRTK.reshape(q_BHTK.shape)
         return self.out(context_BHTK.swapaxes(1, 2).reshape(x_BTW.shape))
 
@@ -97,12 +107,21 @@ class Block(nnx.Module):
         # One product for the gate and the gated values, in this order.
         self.expand = Linear(width, 2 * hidden, _INIT_SCALE, config, rngs)
         self.contract = Linear(hidden, width, _residual_scale(config), config, rngs)
+        self._dropout = config.dropout
 
-    def __call__(self, x_BTW: jax.Array) -> jax.Array:
+    def __call__(
+        self,
+        x_BTW: jax.Array,
+        segments_BT: jax.Array | None = None,
+        key: jax.Array | None = None,
+    ) -> jax.Array:
         """Returns [B, T, W]."""
-        x_BTW = x_BTW + self.attention(self.attention_norm(x_BTW))
+        attention_key, mlp_key = branch_keys(key)
+        added_BTW = self.attention(self.attention_norm(x_BTW), segments_BT)
+        x_BTW = x_BTW + dropout(added_BTW, self._dropout, attention_key)
         gate_BTM, hidden_BTM = jnp.split(self.expand(self.mlp_norm(x_BTW)), 2, -1)
-        return x_BTW + self.contract(jax.nn.silu(gate_BTM) * hidden_BTM)
+        added_BTW = self.contract(jax.nn.silu(gate_BTM) * hidden_BTM)
+        return x_BTW + dropout(added_BTW, self._dropout, mlp_key)
 
 
 class Head(nnx.Module):

@@ -398,14 +398,13 @@ def test_only_a_failed_last_save_is_a_failure_of_the_run(tmp_path):
 def test_a_checkpoint_that_cannot_be_removed_is_an_event(tmp_path):
     disk, events = Disk(), []
     disk.free.set()
-    (tmp_path / "step_1.removed").mkdir()
-    (tmp_path / "step_1.removed" / "in_the_way").touch()
+    (tmp_path / "step_1.removed").touch()  # in the way
     with alone(tmp_path, disk.write, events) as saver:
         for step in (1, 2, 3, 4):
             saver.save(step, [{"array": jnp.zeros(1)}])
         assert saver.finish() == ""
     found = [(step, detail) for step, kind, detail in events if kind == "checkpoint_not_removed"]
-    assert [step for step, _ in found] == [2, 3]
+    assert [step for step, _ in found] == [2]  # the same of a later save is not repeated
     assert "step_1.removed" in found[0][1]
     assert CheckpointFolder(tmp_path).steps() == (1, 3, 4)
 
@@ -417,7 +416,7 @@ class Thread(SoleRank):
         self.rank, self.num_ranks = rank, len(messages)
         self._messages, self._barrier = messages, barrier
 
-    def exchange(self, message, detail=None, addressed=()):
+    def exchange(self, message, detail=b"", addressed=()):
         self._messages[self.rank] = message
         self._barrier.wait(LIMIT_S)
         everything = list(self._messages)

@@ -73,7 +73,9 @@ def test_automatic_layers_and_offload_are_explained(run):
     _, out, _ = run(
         "tiny.yaml", "--dry-run", "parallelism={stages: 4, layers: auto}", "model.num_layers=8",
         "batch.microbatches=8", "schedule={name: adaptive, max_live: 2}", "offload.enabled=true",
+        "data.packing=segments",
     )  # fmt: skip
+    assert "data      the Python standard library's sources, packed: token 0 ends a document" in out
     assert "layers    cut evenly here; a run times them first" in out
     assert "wait in host memory" in out
     assert "total" not in out  # two kinds of memory
@@ -89,6 +91,16 @@ def test_a_model_that_cannot_be_traced_is_one_line(run, monkeypatch):
     assert error == (
         "error: tiny.yaml: model.factory: its model can't be traced: TypeError: dot_general "
         "requires equal sizes\n"
+    )
+
+
+def test_packing_needs_layers_that_take_segments(run, monkeypatch):
+    monkeypatch.setattr(GPT2, "layer", lambda self, params, x: x)
+    code, _, error = run("tiny.yaml", "--dry-run", "data.packing=segments")
+    assert code == 2
+    assert error == (
+        "error: data.packing=segments (command line): got segments, expected none: the layer of "
+        "model.factory, gpt2, takes no extras\n"
     )
 
 

@@ -27,7 +27,7 @@ def run_directory(tmp_path):
 
 
 def test_a_run_becomes_a_planning_problem(run_directory):
-    problem = parse_problem({"name": "run", "link_ms": 0, **run_fields(read_run(run_directory))})
+    problem = parse_problem({"name": "run", "link_ms": 0, **run_fields(*read_run(run_directory))})
     assert (problem.num_microbatches, problem.schedule, problem.num_chunks) == (6, "zb-h1", 1)
     assert problem.costs == COSTS
     assert problem.links == {Link(0, 1): LinkDelay(1.5, 2.5), Link(1, 2): LinkDelay()}
@@ -40,13 +40,13 @@ def test_a_run_gives_its_stash_sizes(run_directory):
     (run_directory / "profile.json").write_text(json.dumps(profile.to_json()))
     config = Config.model_validate(CONFIG | {"schedule": {"max_stash_bytes": 90}})
     (run_directory / "config.yaml").write_text(dump_config(config))
-    fields = run_fields(read_run(run_directory))
+    fields = run_fields(*read_run(run_directory))
     limits = parse_problem({"name": "run", "link_ms": 0, **fields}).limits
     assert (limits.max_stash_bytes, limits.stash_bytes) == ((90, 90, 90), sizes)
 
 
 def test_another_schedule_may_need_the_wrap_around_link(run_directory):
-    fields = run_fields(read_run(run_directory), "interleaved")
+    fields = run_fields(*read_run(run_directory), "interleaved")
     problem = parse_problem({"name": "run", "link_ms": 0, **fields})
     assert (problem.schedule, problem.num_chunks) == ("interleaved", 2)
     assert problem.links[Link(0, 2)] == LinkDelay(9.0, 9.5)
@@ -58,8 +58,8 @@ def test_an_interleaved_run_keeps_its_chunks(run_directory):
     (run_directory / "config.yaml").write_text(dump_config(config))
     run = read_run(run_directory)
     for asked in (None, "interleaved"):
-        assert run_fields(run, asked)["chunks"] == 4
-    assert run_fields(run, "zb-h2")["chunks"] == 1
+        assert run_fields(*run, asked)["chunks"] == 4
+    assert run_fields(*run, "zb-h2")["chunks"] == 1
 
 
 def test_a_directory_without_a_run_is_named(run_directory, tmp_path):

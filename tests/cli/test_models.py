@@ -16,14 +16,13 @@ from jaxmorph.cli import models
 from jaxmorph.config import Config
 from jaxmorph.errors import UserError
 from jaxmorph.models.gpt2 import build
-from jaxmorph.stage.model import cut_layers
 from jaxmorph.stage.parameters import init_stage_params
 from jaxmorph.training.saved_model import SamplingSettings, SavedModel
 
 LENGTH, LAYERS = 8, 3
 
 
-def saved(num_stages=1, vocab_size=256, never=(), **data):
+def saved(vocab_size=256, never=(), **data):
     """A saved model with random parameters that draws any token except some."""
     config = Config.model_validate({"data": {"sequence_length": LENGTH, **data}})
     model = build(
@@ -37,12 +36,7 @@ def saved(num_stages=1, vocab_size=256, never=(), **data):
     # A token's logit is its row times an activation that has this bias.
     params["head"]["norm"]["bias"][:] = 1.0
     params["head"]["token"][list(never)] = -100.0
-    stages = []
-    for layers in cut_layers(LAYERS, num_stages):
-        own = jax.tree.map(lambda leaf, own=layers: leaf[own.start : own.stop], params["layers"])
-        stages.append((layers, {"layers": own}))
-    stages[0][1]["embed"], stages[-1][1]["head"] = params["embed"], params["head"]
-    return SavedModel(config=config, model=model, step=7, stages=tuple(stages))
+    return SavedModel(config=config, model=model, step=7, stages=((range(LAYERS), params),))
 
 
 @pytest.fixture
@@ -78,13 +72,6 @@ def test_a_sample_is_the_prompt_and_more_tokens(load):
     assert asked[1] == (Path("runs/a"), None)
 
 
-def test_any_number_of_stages_gives_the_same_sample(load):
-    load(saved(1))
-    alone = text()
-    load(saved(3))
-    assert text() == alone
-
-
 def test_a_sample_ends_with_the_document(load, monkeypatch):
     load(saved(never=range(1, 256)))
     assert text() == "def "
@@ -115,6 +102,13 @@ def test_the_tokenizer_joins_words(load, words):
     assert found.startswith("a  b ")
     assert set(found[4:].split()) <= {"?", "a", "b", "c"}
     assert len(found[4:].split()) == 12
+
+
+def test_packed_documents_begin_with_their_prompt(load):
+    load(saved(packing="segments", never=[0, *range(128, 256)]))
+    assert len(text("def")) == 3 + 12
+    with pytest.raises(UserError, match=r"^--prompt: got '', expected some text: with data"):
+        text("")
 
 
 def test_prompts_that_cannot_be_encoded_are_one_line(load, words):

@@ -62,7 +62,7 @@ class Stage:
 def reports(*of_ranks):
     """Both ranks' reports of a step in which one message held both queues."""
     held = [(Transfer(Payload.ACTIVATION, 0, 1, 0), 1.0, 2.0)]
-    timings = dump(StepTimings.of([(Op(OpKind.F, 0), 0.0, 1.0)], held))
+    timings = StepTimings.of([(Op(OpKind.F, 0), 0.0, 1.0)], held).detail()
     return [
         StepReport(1.0, 1.0, parts=json.loads(dump(named_parts(parts))), detail=timings)
         for parts in of_ranks or ((), ())

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from example_step import STEP
 
 from jaxmorph.compare import comparison, whole_runs
 from jaxmorph.compare.matrix_record import MatrixRecord
@@ -15,7 +16,7 @@ from jaxmorph.compare.whole_runs import Progress, read_whole, run_whole, whole_c
 from jaxmorph.config import check_config, dump_config, load_config
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.errors import RunFailedError, RunStoppedError
-from jaxmorph.records import Event, EventKind, RunSummary, StepRecord
+from jaxmorph.records import Event, EventKind, RunSummary
 from jaxmorph.report.matrix_figure import save_recovery_figure
 from jaxmorph.report.matrix_table import WHOLE_COLUMNS, matrix_markdown, whole_rows
 from jaxmorph.report.page.comparison_page import comparison_page
@@ -45,11 +46,7 @@ RECOVERY = {
     "restart": 1, "reason": "rank 2 failed", "step": 12, "from_step": 10, "steps_again": 2,
     "cut_off": False, "total_s": 22.5, "phases_s": {"detect": 15.0, "start": 5.5, "replay": 2.0},
 }  # fmt: skip
-STEP = StepRecord(
-    step=0, loss=5.0, grad_norm=1.5, step_s=0.5, tokens_per_s=10_240.0, schedule="zb-h2",
-    warmup_forwards=(1,), routes={}, predicted_step_s=None, bubble_rate=0.25, peak_live=(1,),
-    compilations=0,
-)  # fmt: skip
+STEP = replace(STEP, step_s=0.5, planned_bubble_rate=None)
 SUMMARY = RunSummary((5.0,), 4.0, 0.5, None, None, None, 100.0, Path("run"))
 FULL = "rank 1 failed: disk full"
 

@@ -83,10 +83,7 @@ def test_every_configuration_loads(path):
     [
         ("compare.systems=[zbb]", "got [zbb], expected a list of systems among gpipe, 1f1b, inter"),
         ("compare.systems=[falcon]", "(falcon is not available yet)"),
-        (
-            "compare.systems=[restart, adaptive]",
-            "expected only gpipe, 1f1b, zb, zb-delegated",
-        ),
+        ("compare.systems=[restart, adaptive]", "expected only gpipe, 1f1b, zb, zb-delegated"),
         ("compare.systems=[]", "got [], expected a list of systems among"),
         ("compare.systems=[zb, zb]", "got [zb, zb], expected each system once"),
         ("compare.conditions=[]", "got [], expected a list of conditions"),

@@ -1,9 +1,7 @@
 """Delays of links on other routes than the judged ones, and outlying links."""
 
-import json
-
 import pytest
-from verdict_examples import both_ways, healthy, verdict
+from verdict_examples import verdict
 
 from jaxmorph.control.conditions import (
     UsualLinks,
@@ -13,7 +11,6 @@ from jaxmorph.control.conditions import (
     with_typical_latencies,
 )
 from jaxmorph.control.link_state import LinkHealth, PathState
-from jaxmorph.control.verdicts import Verdict, degraded_links
 from jaxmorph.records import Link
 from jaxmorph.schedule.costs import LinkDelay, StageCosts, chain_links
 
@@ -54,12 +51,6 @@ def test_latencies_stay_between_the_usual_and_a_finite_most():
     assert under({}, dead).forward_latency_ms == 10_000.0
 
 
-def test_whatever_is_not_healthy_is_degraded():
-    recovering = both_ways(2, 3, 1.0, LinkHealth.RECOVERING)
-    verdicts = (*healthy(4, [(2, 3)]), verdict(0, 1, 30.0), *recovering)
-    assert degraded_links(verdicts) == {Link(0, 1), Link(2, 3)}
-
-
 ONE_WAY = {**chain_links((0.5, 0.5, 0.5)), Link(0, 1): LinkDelay(0.5, 30.0)}
 
 
@@ -90,11 +81,6 @@ def test_an_outlying_direction_gets_the_typical_latency():
     assert directions == {(1, 2)}
     assert with_typical_latencies(links, directions)[Link(1, 2)] == LinkDelay(0.5, 0.9)
     assert with_typical_latencies(links, set()) == links
-
-
-def test_a_verdict_reads_back_from_its_json():
-    made = verdict(1, 2, 30.5, jitter=1.5)
-    assert Verdict.from_json(json.loads(json.dumps(made.to_json()))) == made
 
 
 def test_costs_differ_by_a_tenth_of_any_op():

@@ -4,6 +4,7 @@ import os
 import random
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -221,56 +222,16 @@ def test_invariants_hold_under_any_observations(seed):
     assert len(harness.changes) <= 1 + 40 // 2  # one change takes at least two steps
 
 
-def test_a_slow_link_is_delegated_and_restored():
-    state, asked = begun(), []
-    for step in range(40):
-        slow_ms = {LINKS[1]: 40.0} if 6 <= step < 12 else {}
-        result = advance(state, step_of(state, step, slow_ms))
-        commands, state = [*result.commands], result.state
-        while commands:
-            command = commands.pop(0)
-            asked.append(type(command))
-            match command:
-                case RequestCandidates(verdicts=verdicts, staying=staying):
-                    degraded = {each.link for each in verdicts if each.health != "healthy"}
-                    answer = CandidatesReceived(offered(state, degraded | set(staying)))
-                case ChooseCandidate():
-                    answer = CandidateChosen()
-                case ChangePlan():
-                    answer = PlanChanged()
-                case ProbeLinks(links):
-                    probes_ms = {probe_of(link): 0.5 for link in links}
-                    answer = step_of(state, step, probes_ms=probes_ms)
-                case _:
-                    continue
-            result = advance(state, answer)
-            commands += result.commands
-            state = result.state
-    kinds = [each for each in asked if each in (RequestCandidates, ProbeLinks, ChangePlan)]
-    assert kinds == [RequestCandidates, ChangePlan, RequestCandidates, ProbeLinks, ChangePlan]
-    assert state.plan.routes == FIRST.routes
-
-
 def until_change(state, slow_steps):
     """A run up to its first `ChangePlan`: the state, the command and the observed step."""
-    for step in range(20):
-        slow_ms = {LINKS[1]: 250.0} if step in slow_steps else {}
-        result = advance(state, step_of(state, step, slow_ms))
-        commands, state = [*result.commands], result.state
-        while commands:
-            match commands.pop(0):
-                case RequestCandidates(verdicts=verdicts, staying=staying):
-                    degraded = {each.link for each in verdicts if each.health != "healthy"}
-                    answer = CandidatesReceived(offered(state, degraded | set(staying)))
-                case ChooseCandidate():
-                    answer = CandidateChosen()
-                case ChangePlan() as change:
-                    return state, change, step
-                case _:
-                    continue
-            result = advance(state, answer)
-            commands += result.commands
-            state = result.state
+    harness, planning_works = Harness(state), SimpleNamespace(random=lambda: 1.0)
+    for harness.step in range(20):
+        slow_ms = {LINKS[1]: 250.0} if harness.step in slow_steps else {}
+        harness.advance(step_of(harness.state, harness.step, slow_ms))
+        while harness.asked is not None:
+            harness.answer(planning_works)
+        if isinstance(harness.due, ChangePlan):
+            return harness.state, harness.due, harness.step
     raise AssertionError("no change of plan")
 
 
@@ -324,19 +285,6 @@ def test_an_unexpected_answer_changes_nothing(answer):
     state = begun()
     assert advance(state, answer).state == state
     assert isinstance(state.phase, Idle)
-
-
-def test_planning_that_always_fails_keeps_the_plan():
-    state, failures = begun(), 0
-    for step in range(200):
-        slow_ms = {LINKS[1]: 40.0} if step >= 6 else {}
-        result = advance(state, step_of(state, step, slow_ms))
-        state = result.state
-        if result.commands:
-            state, failures = advance(state, PlanningFailed("it has died")).state, failures + 1
-    assert failures == 7
-    assert isinstance(state.phase, Idle)
-    assert state.plan == FIRST
 
 
 @pytest.mark.long

@@ -2,7 +2,6 @@
 
 import json
 import random
-from copy import deepcopy
 from itertools import chain
 
 import pytest
@@ -369,16 +368,6 @@ def test_verdicts_follow_the_table_with_evidence(messages_ms, drawn):
         assert verdict.reason.startswith("link 2>3 ")
         before = now
     assert (steps.now.health, steps.now.path) == before
-
-
-def test_a_detector_is_immutable():
-    steps = Steps()
-    before, kept = steps.detector, deepcopy(steps.detector)
-    steps.run(LATE)
-    steps.fail(7)
-    steps.return_path(27)
-    assert before == kept != steps.detector
-    assert before.observe(6, messages(LATE))[1] == steps.changes
 
 
 @given(st.floats(6.1, 200.0), st.floats(1.01, 3.0))

@@ -21,7 +21,6 @@ from jaxmorph.control.link_state import (
     diagram,
     word,
 )
-from jaxmorph.control.measurements import LinkSample, by_direction
 from jaxmorph.records import Link, Routes
 
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "detection.md"
@@ -30,31 +29,6 @@ DIRECT: Routes = {OTHER: "direct", LINK: "direct"}
 DELEGATED: Routes = {OTHER: "direct", LINK: "delegated"}
 FAILURE = PathFailure(LINK, "no answer in 3 s")
 UP, DOWN, SILENT = {LINK: True}, {LINK: False}, {}
-
-TRANSITIONS_BY_WORD = """
-healthy     ROSE     -> slow
-healthy     KNOWN    -> slow
-healthy     FAILED   -> dead
-slow        MOVED    -> slow
-slow        FELL     -> recovering
-slow        FAILED   -> dead
-dead        SHIFTED  -> dead
-dead        RETURNED -> recovering
-recovering  ROSE     -> slow
-recovering  LASTED     -> healthy
-recovering  RETURNED -> healthy
-recovering  FAILED   -> dead
-"""
-"""The transitions of named states."""
-
-
-def test_the_table_agrees_with_the_named_states():
-    by_word = {}
-    for state, turns in TRANSITIONS.items():
-        for trigger, to in turns.items():
-            by_word.setdefault((word(*state), trigger.name), set()).add(word(*to))
-    rows = (row.replace("->", "").split() for row in TRANSITIONS_BY_WORD.strip().splitlines())
-    assert by_word == {(since, trigger): {to} for since, trigger, to in rows}
 
 
 def test_states_of_one_word_take_the_same_signs():
@@ -203,16 +177,3 @@ def test_a_link_is_restored_with_its_first_direct_step():
     links, restored = links.take_restored(DIRECT)
     assert restored == (LINK,)
     assert links.take_restored(DIRECT) == (links, ())
-
-
-def test_failover_messages_are_no_samples():
-    undelivered = LinkSample(1, 2, 0, 0.0, 10.0, is_direct=True)
-    back = LinkSample(2, 1, 0, 3000.0, 3100.0, is_direct=True)
-    delegated = LinkSample(1, 2, 1, 1.5, 12.0, is_direct=False)
-    other = LinkSample(0, 1, 0, 0.5, 10.0, is_direct=True)
-    samples = by_direction((undelivered, back, delegated, other))
-    links = FailedPaths()
-    assert links.valid_samples(samples) == samples
-    links = after_failures(links, FAILURE)
-    assert links.valid_samples(samples) == by_direction((delegated, other))
-    assert links.restore([LINK]).valid_samples(samples) == samples

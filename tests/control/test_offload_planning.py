@@ -53,11 +53,7 @@ def simulated(plan: Plan, known: Profile) -> tuple[Timeline, int]:
 
 @pytest.mark.parametrize(
     ("costs", "slow"),
-    [
-        (SEVEN_B, Link(2, 3)),
-        (SEVEN_B, Link(0, 1)),
-        (FOURTEEN_B, Link(6, 7)),
-    ],
+    [(SEVEN_B, Link(2, 3)), (SEVEN_B, Link(0, 1)), (FOURTEEN_B, Link(6, 7))],
     ids=["7B 2-3", "7B 0-1", "14B 6-7"],
 )
 def test_a_cap_of_2s_minus_1_costs_3_percent(costs, slow):

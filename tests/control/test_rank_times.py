@@ -60,7 +60,9 @@ def step_of(seed, num_chunks=1, num_tied=1, delegated: tuple[Link, ...] = ()) ->
 
 
 def reported(timeline):
-    return [parse_line(RankTimes, text, "a rank") for text in texts_of(timeline)]
+    read = [parse_line(RankTimes, text, "a rank") for text in texts_of(timeline)]
+    assert [RankTimes.of_bytes(each.to_bytes()) for each in read] == read
+    return read
 
 
 def times_of(samples):

@@ -183,10 +183,6 @@ def test_kernels_for_other_devices_are_refused_with_the_reason(plane, opened, el
     assert library.registered == {}
 
 
-def test_pinned_memory_opens_no_driver(plane, opened, elsewhere):
-    assert opened(plane, "pinned_host", never).outgoing.name == "pinned_host"
-
-
 def test_unregistrable_slots_rule_out_the_drivers_backends(plane, opened, elsewhere, caplog):
     library = FakeLibrary(failing={"cuMemHostRegister_v2": 304})
     copies = opened(plane, "auto", lambda number: CudaDriver(library, number))

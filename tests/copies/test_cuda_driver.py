@@ -97,12 +97,6 @@ def test_the_version_is_that_of_cuda():
     assert CudaDriver(FakeLibrary(), 0).version() == "13.0"
 
 
-def test_closing_releases_the_context():
-    library = FakeLibrary()
-    CudaDriver(library, 0).close()
-    assert library.names()[-1] == "cuDevicePrimaryCtxRelease_v2"
-
-
 PAGE, LIMIT_S = 4096, 20.0
 
 

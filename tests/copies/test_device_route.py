@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
-from oracles.fake_gpu import LIMIT_S, FakeGpu, FakeKernels, LaterDevice, placed_here, view_here
+from oracles.fake_gpu import LIMIT_S, FakeGpu, FakeKernels, placed_here, view_here
 from oracles.loopback import LoopbackNetwork
 
 from jaxmorph.copies.backends import PayloadShape, SlotUse
@@ -20,7 +20,7 @@ from jaxmorph.copies.copy_engine import CopyEngineSend
 from jaxmorph.copies.cuda_driver import CudaDriver, CudaError, RegisteredMemory
 from jaxmorph.copies.dlpack_memory import CPU
 from jaxmorph.copies.host_memory import HostReceive, PinnedHostSend
-from jaxmorph.copies.kernels import KernelProgram, KernelReceive, KernelSend
+from jaxmorph.copies.kernels import KernelReceive, KernelSend
 from jaxmorph.copies.registered_receive import RegisteredReceive
 from jaxmorph.program.instructions import Payload, Transfer, channel_of
 from jaxmorph.runtime.delegated import DelegatedRoute
@@ -176,14 +176,6 @@ def test_a_failed_copy_raises_at_both_ends_and_blocks_nothing(ends, device):
     ends.receiver.settle()
 
 
-@pytest.fixture
-def later(monkeypatch):
-    """Kernels run when the test asks."""
-    device = LaterDevice(KernelProgram.compile)
-    monkeypatch.setattr(KernelProgram, "compile", lambda program: device.compile(program))
-    return device
-
-
 @pytest.mark.parametrize("backend_name", ["pallas"])
 def test_a_failed_kernel_raises_at_both_ends_and_blocks_nothing(later, ends, device):
     device.go.set()
@@ -209,8 +201,8 @@ def test_a_failed_kernel_raises_at_both_ends_and_blocks_nothing(later, ends, dev
 def test_added_slots_are_registered(ends, device):
     device.go.set()
     needed = {channel_of(activation(0).transfer): 8}
-    ends.sender.make_room(needed)
-    ends.receiver.make_room(needed)
+    ends.sender.add_slots(needed)
+    ends.receiver.add_slots(needed)
     ends.memory.settle()
     for microbatch in range(8):
         ends.send(activation(microbatch), values(microbatch))

@@ -16,19 +16,16 @@ from oracles.fake_gpu import (
     STREAM,
     FakeKernels,
     FakeLibrary,
-    LaterDevice,
     on_a_stream,
     view_here,
 )
 
 from jaxmorph.copies.backends import PayloadShape, SlotUse, is_ready
-from jaxmorph.copies.choosing import failure_reason
 from jaxmorph.copies.copy_engine import CopyEngineSend, StreamCallbackSend
 from jaxmorph.copies.cuda_driver import CudaDriver, CudaError, RegisteredMemory
 from jaxmorph.copies.host_memory import PinnedHostSend
-from jaxmorph.copies.kernels import KernelProgram, KernelSend
-from jaxmorph.copies.trial import try_send
-from jaxmorph.pallas_kernels import SlotControl
+from jaxmorph.copies.kernels import KernelSend
+from jaxmorph.pallas_kernels.control import SlotControl
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.plane import ChannelSpec, OutgoingEnd
 
@@ -96,14 +93,6 @@ def make():
     yield make
     for sender in made:
         sender.close()
-
-
-@pytest.fixture
-def later(monkeypatch):
-    """Programs compiled from now on run when the test asks."""
-    device = LaterDevice(KernelProgram.compile)
-    monkeypatch.setattr(KernelProgram, "compile", lambda program: device.compile(program))
-    return device
 
 
 def values(seed=0, payload=FLOATS):
@@ -435,12 +424,6 @@ def test_closing_waits_for_running_copies(later, make, error):
 def test_empty_payloads_compile_nothing(make):
     use = SlotUse(PayloadShape((0, 4), jnp.dtype("float32")), 4)
     make(KERNELS).backend.compile(use, PLACEMENT)
-
-
-def test_missing_kernels_are_reported_with_the_reason():
-    backend = KernelSend(RegisteredMemory(CudaDriver(FakeLibrary(), 0)), PinnedHostSend())
-    reason = failure_reason(backend, partial(try_send, placement=PLACEMENT))
-    assert reason == "NoKernelsError('got cpu (cpu), expected a CUDA GPU')"
 
 
 def test_arrays_on_several_devices_are_refused(make):

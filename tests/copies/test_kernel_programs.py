@@ -7,8 +7,12 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxmorph.copies.backends import PayloadShape, SlotUse
 from jaxmorph.copies.kernels import program_from_host, program_to_host
-from jaxmorph.pallas_kernels import copy_from_host, copy_to_host
-from jaxmorph.pallas_kernels.kernels import from_host_assembly, to_host_assembly
+from jaxmorph.pallas_kernels.kernels import (
+    copy_from_host,
+    copy_to_host,
+    from_host_assembly,
+    to_host_assembly,
+)
 from jaxmorph.pallas_kernels.tuning import FROM_HOST, TO_HOST, tile
 
 PLACEMENT = SingleDeviceSharding(jax.devices()[0])

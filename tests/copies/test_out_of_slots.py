@@ -1,7 +1,6 @@
 """Receiving from registered slots: what arrives, and when slots are released."""
 
 import threading
-from functools import partial
 from typing import Any
 
 import jax
@@ -9,17 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
-from oracles.fake_gpu import AWAY, LIMIT_S, FakeKernels, FakeLibrary, LaterDevice
+from oracles.fake_gpu import AWAY, LIMIT_S, FakeKernels, FakeLibrary
 
 from jaxmorph.copies.backends import PayloadShape, SlotUse
-from jaxmorph.copies.choosing import failure_reason
 from jaxmorph.copies.cuda_driver import CudaDriver, RegisteredMemory
 from jaxmorph.copies.dlpack_memory import CPU
 from jaxmorph.copies.host_memory import HostReceive
-from jaxmorph.copies.kernels import KernelProgram, KernelReceive
+from jaxmorph.copies.kernels import KernelReceive
 from jaxmorph.copies.registered_receive import RegisteredReceive
 from jaxmorph.copies.trial import try_receive
-from jaxmorph.pallas_kernels import SlotControl
+from jaxmorph.pallas_kernels.control import SlotControl
 from jaxmorph.transport.names import TAG_WORDS, ChannelName, add
 from jaxmorph.transport.plane import ChannelSpec, IncomingEnd
 from jaxmorph.transport.slots import MessageInfo
@@ -97,14 +95,6 @@ def make():
     yield make
     for receiver in made:
         receiver.close()
-
-
-@pytest.fixture
-def later(monkeypatch):
-    """Programs compiled from now on run when the test asks."""
-    device = LaterDevice(KernelProgram.compile)
-    monkeypatch.setattr(KernelProgram, "compile", lambda program: device.compile(program))
-    return device
 
 
 def values(seed=0, use=USE):
@@ -224,10 +214,3 @@ def test_a_failed_launch_raises(make):
     receiver.fake.error = ZeroDivisionError("no launch")
     with pytest.raises(Exception, match="no launch"):
         receiver.receive(values())
-
-
-def test_missing_kernels_are_reported_with_the_reason():
-    memory = RegisteredMemory(CudaDriver(FakeLibrary(), 0))
-    backend = KernelReceive(memory, HostReceive())
-    reason = failure_reason(backend, partial(try_receive, placement=PLACEMENT))
-    assert reason == "NoKernelsError('got cpu (cpu), expected a CUDA GPU')"

@@ -1,5 +1,3 @@
-import subprocess
-import sys
 import threading
 from itertools import islice
 
@@ -7,6 +5,7 @@ import numpy as np
 import pytest
 
 from jaxmorph.data import Batches, ReadAhead, Tokens
+from jaxmorph.data.batches import pack
 from jaxmorph.errors import UserError
 
 
@@ -57,6 +56,29 @@ def test_too_short_a_text_is_refused_with_both_counts():
     )
 
 
+def test_windows_are_packed_by_their_separators():
+    ids = np.array([[5, 6, 0, 7, 0, 0, 8, 9, 4], [0, 5, 6, 7, 8, 9, 9, 0, 3]], np.uint8)
+    packed = pack(ids, separator=0)
+    assert packed.segments.tolist() == [[0, 0, 0, 1, 1, 2, 3, 3], [0, 1, 1, 1, 1, 1, 1, 1]]
+    assert packed.positions.tolist() == [[0, 1, 2, 0, 1, 0, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6]]
+    assert packed.targets.tolist() == [[6, 0, -1, 0, -1, -1, 9, 4], [-1, 6, 7, 8, 9, 9, 0, -1]]
+
+
+def test_packed_batches_are_those_without_packing_and_segments():
+    plain, packed = make_batches(), make_batches(separator=7)
+    assert plain.extras(0) == {}
+    for step in range(4):
+        inputs, targets, extras = packed.inputs(step), packed.targets(step), packed.extras(step)
+        np.testing.assert_array_equal(inputs["tokens"], plain.inputs(step))
+        is_end = inputs["tokens"] == 7
+        np.testing.assert_array_equal(targets, np.where(is_end, -1, plain.targets(step)))
+        # Each window begins a segment, and in those without an end there is no other.
+        ends_before = np.cumsum(is_end, -1) - is_end
+        np.testing.assert_array_equal(extras["segments"], ends_before)
+        arrays = (*inputs.values(), targets, *extras.values())
+        assert {(each.shape, each.dtype.name) for each in arrays} == {((2, 3, 4), "int32")}
+
+
 def test_reading_ahead_raises_the_readers_errors():
     batches = make_batches(vocab_size=96)
     with ReadAhead(batches.inputs) as steps, pytest.raises(UserError, match="got token 96, exp"):
@@ -88,10 +110,3 @@ def test_reading_ahead_uses_a_thread_until_closed():
     for reader in readers:
         reader.join(10)
     assert not readers & set(threading.enumerate())
-
-
-def test_loading_data_imports_no_jax():
-    program = "import sys, jaxmorph.data, jaxmorph.config, jaxmorph.report; " \
-        "jaxmorph.data.load_tokens(None); print('jax' in sys.modules)"  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    assert done.stdout.strip() == b"False"

@@ -8,7 +8,14 @@ import tokenizers
 from tokenizers.models import WordLevel
 
 from jaxmorph.data.batches import Batches
-from jaxmorph.data.tokens import Tokens, digest_of, hold_out, is_token_array, load_tokens
+from jaxmorph.data.tokens import (
+    Tokens,
+    digest_of,
+    hold_out,
+    is_token_array,
+    load_tokens,
+    separator_of,
+)
 from jaxmorph.errors import UserError
 
 IDS = np.random.default_rng(0).integers(0, 256, 100_000).astype(np.uint16)
@@ -58,6 +65,27 @@ def test_a_token_array_takes_the_tokenizers_vocabulary(array_file, tmp_path):
     other = array_file([0, 3], "uint16")
     with pytest.raises(UserError, match=r"^data.tokenizer: .* got a vocabulary of 3, .* the 4 of"):
         load_tokens(other, words)
+
+
+def test_documents_end_with_their_tokenizers_separator(array_file, tmp_path):
+    assert separator_of(None, "bytes") == 0
+    path = array_file([0, 1], "uint16")
+    with pytest.raises(UserError) as caught:
+        separator_of(path, "bytes")
+    assert str(caught.value) == (
+        f"data.packing: got segments, but no tokenizer says which token of {path} ends a document: "
+        "expected data.tokenizer, the path of its tokenizer.json"
+    )
+    words = str(tmp_path / "tokenizer.json")
+    tokenizers.Tokenizer(WordLevel({"?": 0, "</s>": 1}, unk_token="?")).save(words)
+    assert separator_of(path, words) == 1
+    tokenizers.Tokenizer(WordLevel({"?": 0, "a": 1}, unk_token="?")).save(words)
+    with pytest.raises(UserError) as caught:
+        separator_of(None, words)
+    assert str(caught.value) == (
+        "data.packing: got segments, expected a tokenizer with a token that ends documents, such "
+        f"as <|endoftext|>: {words} has none"
+    )
 
 
 @pytest.mark.long

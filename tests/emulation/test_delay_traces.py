@@ -1,21 +1,16 @@
 import math
 from itertools import pairwise
 from pathlib import Path
-from statistics import NormalDist
 
 import numpy as np
 import pytest
 
 from jaxmorph.emulation.delay_traces import (
-    CALM,
-    CONGESTED,
-    CONGESTED_SHARE,
     REDRAWN_S,
     REGIMES,
     DelayChange,
     DelayEvent,
     DelayTrace,
-    EventRanges,
     draw_events,
     draw_regime,
     events_trace,
@@ -66,22 +61,6 @@ def test_an_invalid_duration_is_refused(duration_s):
         draw_regime("A", LINKS, duration_s, seed=1)
 
 
-def test_bursty_parameters_give_the_published_statistics():
-    normal = NormalDist()
-
-    def share_below(delay_ms: float) -> float:
-        calm, congested = (
-            normal.cdf(math.log(delay_ms / part.median) / part.sigma) for part in (CALM, CONGESTED)
-        )
-        return (1 - CONGESTED_SHARE) * calm + CONGESTED_SHARE * congested
-
-    means = [part.median * math.exp(part.sigma**2 / 2) for part in (CALM, CONGESTED)]
-    mean_ms = (1 - CONGESTED_SHARE) * means[0] + CONGESTED_SHARE * means[1]
-    assert mean_ms == pytest.approx(22.3, abs=0.05)
-    assert share_below(13.0) == pytest.approx(0.5, abs=0.001)
-    assert share_below(79.3) == pytest.approx(0.99, abs=0.0002)
-
-
 def test_bursty_delays_come_in_bursts():
     trace = draw_regime("bursty", LINKS, duration_s=15_000.0, seed=3)
     delays_ms = np.array([change.latency_ms for change in trace.changes])
@@ -100,22 +79,19 @@ def test_a_trace_round_trips_through_its_table(regime, tmp_path):
 
 
 def test_events_keep_their_ranges_and_gaps():
-    ranges = EventRanges((3, 9), (4, 6), (1, 2), (25, 50))
-    events = [
-        event for seed in range(40) for event in _spaced(draw_events(LINKS, 200, seed, ranges), 3)
-    ]
-    assert {event.to_step - event.from_step for event in events} == {4, 5, 6}
-    assert {len(event.links) for event in events} == {1, 2}
+    events = [event for seed in range(200) for event in _spaced(draw_events(LINKS, 400, seed), 20)]
+    assert {event.to_step - event.from_step for event in events} == set(range(40, 81))
+    assert {len(event.links) for event in events} == {1, 2, 3}
     assert {link for event in events for link in event.links} == set(LINKS)
     assert all(list(event.links) == sorted(set(event.links)) for event in events)
     delays_ms = [event.latency_ms for event in events]
-    assert (min(delays_ms), max(delays_ms)) == (25.0, 50.0)
+    assert (min(delays_ms), max(delays_ms)) == (20.0, 60.0)
 
 
 def _spaced(events: tuple[DelayEvent, ...], least_gap: int) -> tuple[DelayEvent, ...]:
-    """The events, known to be over by step 200 and apart."""
+    """The events, known to be over by step 400 and apart."""
     assert events
-    assert events[-1].to_step <= 200
+    assert events[-1].to_step <= 400
     for before, after in pairwise(events):
         assert after.from_step - before.to_step >= least_gap
     return events

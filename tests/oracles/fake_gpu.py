@@ -18,10 +18,10 @@ from jaxmorph.copies.cuda_driver import CudaDriver, RegisteredMemory
 from jaxmorph.copies.dlpack_memory import CPU, view_on_device
 from jaxmorph.copies.host_memory import HostReceive, PinnedHostSend
 from jaxmorph.copies.registered_receive import RegisteredReceive
-from jaxmorph.pallas_kernels import SlotControl
 from jaxmorph.pallas_kernels.control import (
     ARRIVAL_WORDS,
     CONTROL_WORDS,
+    SlotControl,
     check_words,
     checked_bytes,
 )

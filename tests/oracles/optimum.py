@@ -23,7 +23,7 @@ from jaxmorph.schedule.costs import (
     neighbour_links,
 )
 from jaxmorph.schedule.ops import Op, OpKind
-from jaxmorph.schedule.planner import plan, require_room
+from jaxmorph.schedule.planner import plan
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
 
@@ -51,7 +51,6 @@ def optimal_schedule(
     limits: Limits,
     num_microbatches: int,
     time_limit_s: float,
-    hint: Schedule | None = None,
     *,
     num_workers: int = 2,
     random_seed: int = 0,
@@ -62,23 +61,17 @@ def optimal_schedule(
     Times are rounded to whole nanoseconds; the proof holds for those.
 
     Args:
-        hint: A split schedule within the caps to start from, which the result is never worse than;
-            the ``paper`` plan when None.
         random_seed: A proven makespan does not depend on it, though its schedule may.
         trust_lower_bound: Whether the search may use ``bound.lower_bound_ms``. Otherwise it proves
             everything by itself, which takes longer.
 
     Raises:
-        UserError: OR-tools is not installed, or a cap that the hint or any schedule breaks.
-        ValueError: The hint does not split its backwards, or has several chunks.
+        UserError: OR-tools is not installed, or no schedule fits the caps.
 
     Source: section 7.4 holds its planner against a mixed-integer program; memory caps and a
     latency for each direction of a link are additions.
     """
-    hint = hint or plan(costs, links, limits, num_microbatches, "paper").schedule
-    if not hint.splits_backward or hint.num_chunks > 1:
-        raise ValueError(f"hint: got {hint.name}, expected B and W of one chunk")
-    require_room(hint, limits)
+    hint = plan(costs, links, limits, num_microbatches, "paper").schedule
     problem = _in_whole_units(costs, links, limits, num_microbatches)
     schedule, bound = hint, problem.lower_bound() if trust_lower_bound else 0
     if bound < problem.makespan(hint):

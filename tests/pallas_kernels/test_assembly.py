@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from oracles.ptx_machine import Machine, Memory
 
-from jaxmorph.pallas_kernels import FROM_HOST, TO_HOST, CopyTuning, SlotControl, pack
+from jaxmorph.pallas_kernels.control import SlotControl, pack
 from jaxmorph.pallas_kernels.kernels import from_host_assembly, to_host_assembly
-from jaxmorph.pallas_kernels.tuning import Tiling, tile
+from jaxmorph.pallas_kernels.tuning import FROM_HOST, TO_HOST, CopyTuning, Tiling, tile
 
 pytestmark = pytest.mark.one_jax
 

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 from oracles.fake_gpu import unpack
 
-from jaxmorph.pallas_kernels import CopyTuning, SlotControl, pack
-from jaxmorph.pallas_kernels.control import NUMBER_AT, PAYLOAD_AT, SIGNAL_AT
-from jaxmorph.pallas_kernels.tuning import tile
+from jaxmorph.pallas_kernels.control import NUMBER_AT, PAYLOAD_AT, SIGNAL_AT, SlotControl, pack
+from jaxmorph.pallas_kernels.tuning import CopyTuning, tile
 
 pytestmark = pytest.mark.one_jax
 

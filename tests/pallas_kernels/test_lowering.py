@@ -6,9 +6,14 @@ import numpy as np
 import pytest
 from jax import export
 
-from jaxmorph.pallas_kernels import CopyTuning, copy_from_host, copy_to_host, new_arrivals
-from jaxmorph.pallas_kernels.kernels import from_host_assembly, to_host_assembly
-from jaxmorph.pallas_kernels.tuning import tile
+from jaxmorph.pallas_kernels.control import new_arrivals
+from jaxmorph.pallas_kernels.kernels import (
+    copy_from_host,
+    copy_to_host,
+    from_host_assembly,
+    to_host_assembly,
+)
+from jaxmorph.pallas_kernels.tuning import CopyTuning, tile
 
 CONTROL = jax.ShapeDtypeStruct((5,), jnp.uint32)
 ARRIVALS = jax.ShapeDtypeStruct((1,), jnp.uint32)

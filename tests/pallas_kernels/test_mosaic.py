@@ -11,7 +11,8 @@ import jax
 import pytest
 
 import jaxmorph.pallas_kernels
-from jaxmorph.pallas_kernels import NoKernelsError, mosaic, require_kernels
+from jaxmorph.pallas_kernels import mosaic
+from jaxmorph.pallas_kernels.mosaic import NoKernelsError, require_kernels
 
 pytestmark = pytest.mark.one_jax
 
@@ -71,7 +72,8 @@ def test_copies_on_a_cpu_import_no_pallas():
 def test_without_mosaic_the_error_names_what_is_missing():
     code = (
         "import sys, jax.numpy as jnp\n"
-        "from jaxmorph.pallas_kernels import copy_to_host, new_arrivals\n"
+        "from jaxmorph.pallas_kernels.control import new_arrivals\n"
+        "from jaxmorph.pallas_kernels.kernels import copy_to_host\n"
         "sys.modules['jax.experimental.pallas.mosaic_gpu'] = None\n"
         "try:\n"
         "    copy_to_host(jnp.zeros(4), jnp.zeros(5, jnp.uint32), new_arrivals(), slot_bytes=16)\n"

@@ -10,7 +10,6 @@ from jaxmorph.program.instructions import (
     BufferKind,
     Fetch,
     Offload,
-    Payload,
     Pipeline,
     Place,
     RankInstructions,
@@ -38,12 +37,6 @@ def test_a_bad_transfer_text_is_refused(text):
         Transfer.parse(text)
 
 
-def test_both_directions_of_a_link_are_one_link():
-    up = Transfer(Payload.GRADIENT, 3, 2, 0)
-    down = Transfer(Payload.ACTIVATION, 2, 3, 0)
-    assert up.link == down.link == Link(2, 3)
-
-
 @pytest.mark.parametrize(
     ("text", "chunk"),
     [
@@ -59,11 +52,6 @@ def test_a_wrapped_transfer_is_for_the_next_chunk(text, chunk):
     transfer = Transfer.parse(text)
     assert transfer.destination_chunk == chunk
     assert transfer.goes_around == (chunk != transfer.chunk)
-
-
-def test_a_buffer_text_names_its_chunk():
-    assert str(Buffer(BufferKind.STASH, 3)) == "stash[3]"
-    assert str(Buffer(BufferKind.STASH, 3, 1)) == "1.stash[3]"
 
 
 @pytest.mark.parametrize(

@@ -186,15 +186,22 @@ def test_the_largest_channels_of_the_shortest_rank_get_fewer_slots():
     assert room.slots({THERE: 16}) == {THERE: 16, BACK: 2, TIED: 2}
     assert room.taken_bytes({THERE: 16, BACK: 2, TIED: 2}, 3) == (182, 180, 2)
     # Four each are 82 on rank 0; eight of one would be 102.
-    assert room.within({THERE: 16, BACK: 2}) == {THERE: 4, BACK: 2, TIED: 2}
-    assert room.within({THERE: 8, BACK: 8, TIED: 1}) == {THERE: 4, BACK: 4, TIED: 2}
-    assert room.within({THERE: 2}) == {THERE: 2, BACK: 2, TIED: 2}
+    assert room.slots_that_fit({THERE: 16, BACK: 2}) == {THERE: 4, BACK: 2, TIED: 2}
+    assert room.slots_that_fit({THERE: 8, BACK: 8, TIED: 1}) == {THERE: 4, BACK: 4, TIED: 2}
+    assert room.slots_that_fit({THERE: 2}) == {THERE: 2, BACK: 2, TIED: 2}
     assert room.short_bytes() == (42 - 101, 40 - 122, 2 - 100)
     more = HostRoom(room.slot_bytes, (122, 122, 100))
-    assert more.within({THERE: 16, BACK: 16}) == {THERE: 4, BACK: 8, TIED: 2}
-    assert more.within({THERE: 16}) == {THERE: 8, BACK: 2, TIED: 2}  # what another doesn't need
+    assert more.slots_that_fit({THERE: 16, BACK: 16}) == {THERE: 4, BACK: 8, TIED: 2}
+    assert more.slots_that_fit({THERE: 16}) == {
+        THERE: 8,
+        BACK: 2,
+        TIED: 2,
+    }  # what another doesn't need
+    # Evaluations get what training steps leave, and never take from them.
+    assert more.slots_that_fit({THERE: 8}, {THERE: 16, BACK: 16}) == {THERE: 8, BACK: 4, TIED: 2}
+    assert room.slots_that_fit({THERE: 4}, {BACK: 16}) == {THERE: 4, BACK: 4, TIED: 2}
     unlimited = HostRoom(room.slot_bytes)
-    assert unlimited.within({THERE: 16}) == room.slots({THERE: 16})
+    assert unlimited.slots_that_fit({THERE: 16}) == room.slots({THERE: 16})
     assert unlimited.short_bytes() == ()
     assert unlimited.holds((10**12,))
     assert [HostRoom({}, stash_bytes=(5, 5)).holds(away) for away in ((5, 5), (5, 6))] == [

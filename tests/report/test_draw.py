@@ -10,15 +10,11 @@ import pytest
 
 from jaxmorph.errors import UserError
 from jaxmorph.records import Link
-from jaxmorph.report.draw import (
-    chrome_trace,
-    gantt_text,
-    read_chrome_trace,
-    save_timelines,
-    styled_gantt,
-)
 from jaxmorph.report.draw.gantt import Panel, Sizes, gantt_figure
 from jaxmorph.report.draw.palette import COLOURS, shade
+from jaxmorph.report.draw.save import save_timelines
+from jaxmorph.report.draw.text import gantt_text, styled_gantt
+from jaxmorph.report.draw.trace import chrome_trace, read_chrome_trace
 from jaxmorph.schedule.bubbles import find_bubbles
 from jaxmorph.schedule.costs import NO_LATENCY, LinkDelay, Links, StageCosts, chain_links
 from jaxmorph.schedule.fixed import interleaved, one_forward_one_backward, zb_h2

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxmorph.report import Event, RunHistory, RunSummary
-from jaxmorph.report.history import RECENT
+from jaxmorph.records import Event, RunSummary
+from jaxmorph.report.history import RECENT, RunHistory
 from jaxmorph.report.text import longer_than_planned, summary_rows
 
 

@@ -40,19 +40,6 @@ def test_a_bar_in_a_name_is_escaped(made_up):
     assert rows(page)[0] == "|  | a\\|b | c |"
 
 
-@pytest.mark.parametrize(
-    ("key", "cell"),
-    [
-        (("zb", "healthy"), "402 1.00x"),
-        (("zb", "slow"), "1,150 2.86x noisy"),
-        (("adaptive", "healthy"), "FAILED"),
-        (("adaptive", "slow"), "…"),
-    ],
-)
-def test_short_cells_summarize_runs(made_up, key, cell):
-    assert short_cell(made_up.runs.get(key)) == cell
-
-
 def test_a_failed_run_shows_its_measurements(made_up):
     half = replace(made_up.runs["zb", "healthy"], failed="5 of 20 steps measured: no memory")
     page = matrix_markdown(replace(made_up, runs={("zb", "healthy"): half}))

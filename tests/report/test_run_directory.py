@@ -14,9 +14,9 @@ import pytest
 from jaxmorph.config import Config, load_config
 from jaxmorph.errors import UserError
 from jaxmorph.records import Event, EventKind, StepRecord
-from jaxmorph.report import open_run_directory
 from jaxmorph.report.run_directory import (
     RunLines,
+    open_run_directory,
     read_records,
     reopen_run_directory,
     replace_file,
@@ -284,6 +284,10 @@ def test_a_missing_tensorboard_library_changes_no_file(stopped, monkeypatch):
     with pytest.raises(UserError, match=r"without tensorboardX, expected"):
         reopen_run_directory(stopped, Config.model_validate(wanted), 2)
     assert {path.name: path.read_bytes() for path in stopped.iterdir()} == before
+    new = wanted | {"run": {"dir": str(stopped / "new")}}
+    with pytest.raises(UserError, match=r"without tensorboardX, expected"):
+        open_run_directory(Config.model_validate(new))
+    assert not (stopped / "new").exists()
 
 
 def test_going_back_keeps_events_about_failures(directory, step):

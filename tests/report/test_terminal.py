@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 
 from jaxmorph import output
-from jaxmorph.report import Event, RunHeader, RunHistory, open_reporter
+from jaxmorph.records import Event, RunHeader
+from jaxmorph.report.history import RunHistory
 from jaxmorph.report.terminal import (
     LiveReporter,
     MatrixView,
@@ -21,6 +22,7 @@ from jaxmorph.report.terminal import (
     header_panel,
     live_view,
     matrix_view,
+    open_reporter,
 )
 
 HEADER = RunHeader(

@@ -4,8 +4,9 @@ from pathlib import Path
 import pytest
 
 from jaxmorph.config.link_sections import Emulation
-from jaxmorph.report import RunSummary, describe_regime
+from jaxmorph.records import RunSummary
 from jaxmorph.report.text import (
+    describe_regime,
     describe_routes,
     duration,
     percent,

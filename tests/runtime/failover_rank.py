@@ -31,7 +31,7 @@ from jaxmorph.schedule.costs import Limits, StageCosts
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import plan
 from jaxmorph.schedule.simulate import simulate
-from jaxmorph.stage.model import cut_layers
+from jaxmorph.stage.model import MicrobatchShapes, cut_layers
 from tests.oracles.switch_check import check_every_switch
 
 COLLECTIVE_S, CUT_S, STOPPED_S = 2, 0.5, 5
@@ -129,8 +129,7 @@ def opened(rendezvous, link, queue):
     links = frozenset({Link(0, 1), Link(1, 2), Link(0, 2)})
     settings = StageSettings(
         layers=cut_layers(model.num_layers, rendezvous.num_ranks),
-        microbatch_size=MICROBATCH_SIZE,
-        sequence_length=SEQUENCE,
+        shapes=MicrobatchShapes.of_text(MICROBATCH_SIZE, SEQUENCE),
         seed=3,
         kinds=frozenset({OpKind.F, OpKind.B, OpKind.W}),
         optimizer=OptimizerSettings(learning_rate=1e-2, warmup_steps=0, total_steps=10),

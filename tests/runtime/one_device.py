@@ -49,11 +49,31 @@ def untie(model, params):
     return params
 
 
-def loss_sum(model, params, tokens, targets):
+def loss_sum(model, params, tokens, targets, key=None, aux_scale=0.0):
+    """The loss of one microbatch of GPT-2 or Llama; `key` is the microbatch's."""
+    aux_weights = getattr(model, "aux_weights", {})
     params = untie(model, params)  # so that the tied parameter's gradient is the sum of both uses
-    x = model.embed(params["embed"], tokens)
-    x, _ = jax.lax.scan(lambda x, layer: (model.layer(layer, x), None), x, params["layers"])
-    return model.head(params["head"], x, targets)
+    fold_in = lambda key, number: None if key is None else jax.random.fold_in(key, number)  # noqa: E731
+    x = model.embed(params["embed"], tokens, key=fold_in(key, 0))
+    layers_key = fold_in(key, 1)
+    by_name = {"extras": model.extras_of(tokens)} if hasattr(model, "extras_of") else {}
+
+    def one_layer(x, xs):
+        number, layer = xs
+        result = model.layer(layer, x, key=fold_in(layers_key, number), **by_name)
+        return result if aux_weights else (result, {})
+
+    x, aux = jax.lax.scan(one_layer, x, (np.arange(model.num_layers), params["layers"]))
+    added = sum(weight * aux[name].sum() for name, weight in aux_weights.items())
+    return model.head(params["head"], x, targets) + aux_scale * added
+
+
+def microbatch_key(seed, step, microbatch):
+    """The key of one microbatch, made independently of the stages' code."""
+    key = jax.random.key(seed)
+    for number in (3, step, microbatch):
+        key = jax.random.fold_in(key, number)
+    return key
 
 
 class OneDevice:
@@ -61,16 +81,24 @@ class OneDevice:
 
     def __init__(self, model, seed):
         self.model = model
-        self.params = initial_params(model, seed)
+        self.params, self.seed = initial_params(model, seed), seed
         self._gradients = jit(
-            jax.value_and_grad(lambda p, tokens, targets: loss_sum(model, p, tokens, targets))
+            jax.value_and_grad(
+                lambda p, tokens, targets, key, aux_scale: loss_sum(
+                    model, p, tokens, targets, key, aux_scale
+                )
+            )
         )
 
-    def loss_and_gradients(self, tokens, targets):
+    def loss_and_gradients(self, tokens, targets, random_step=None):
+        """Mean loss and gradients of a batch; as in step `random_step`, or without randomness."""
         weight = 1.0 / np.count_nonzero(targets >= 0)
         total, gradients = 0.0, jax.tree.map(np.zeros_like, self.params)
-        for microbatch_tokens, microbatch_targets in zip(tokens, targets, strict=True):
-            loss, gradient = self._gradients(self.params, microbatch_tokens, microbatch_targets)
+        for microbatch, batch in enumerate(zip(tokens, targets, strict=True)):
+            is_random = random_step is not None
+            key = microbatch_key(self.seed, random_step, microbatch) if is_random else None
+            aux_scale = np.float32(1 / len(tokens) / weight)  # a mean over microbatches
+            loss, gradient = self._gradients(self.params, *batch, key, aux_scale)
             total += float(loss) * weight
             gradients = jax.tree.map(
                 lambda sum_, part: sum_ + np.float64(part) * weight, gradients, gradient

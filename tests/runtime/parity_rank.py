@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -33,7 +33,7 @@ from jaxmorph.schedule.costs import Limits, StageCosts, chain_links
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
 from jaxmorph.schedule.simulate import simulate
-from jaxmorph.stage.model import cut_layers
+from jaxmorph.stage.model import MicrobatchShapes, cut_layers
 from jaxmorph.stage.stage_functions import StashPolicy
 from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.plane import TransportSettings
@@ -94,8 +94,7 @@ class Parity:
         self.layers = self._cut(num_chunks)
         settings = StageSettings(
             layers=self.layers,
-            microbatch_size=MICROBATCH_SIZE,
-            sequence_length=SEQUENCE,
+            shapes=self._shapes(),
             seed=SEED,
             kinds=frozenset(kinds),
             optimizer=optimizer,
@@ -111,6 +110,16 @@ class Parity:
             plane = self._opened.enter_context(opened)
         self.trainer = StageTrainer(self.model, settings, self.rank, plane=plane)
         self.reference = reference or SharedReference(self.model, SEED, rendezvous)
+
+    def _shapes(self):
+        text = MicrobatchShapes.of_text(MICROBATCH_SIZE, SEQUENCE)
+        extras = self.extras(np.zeros(text.inputs.shape))
+        return replace(text, extras=jax.eval_shape(lambda: extras))
+
+    def extras(self, tokens):
+        """What the model's layers take beside activations."""
+        extras_of = getattr(self.model, "extras_of", lambda tokens: {})
+        return jax.tree.map(np.asarray, extras_of(tokens))
 
     @property
     def links(self):
@@ -141,19 +150,20 @@ class Parity:
             narrowed_to,
         )
         if routes:
-            self.trainer.make_room(slots)
+            self.trainer.add_slots(slots)
             self.rendezvous.exchange({})
         return programs[self.rank]
 
     def run(self, schedule_name, tokens, targets, step=0, routes=None):
         """One step's loss and norm over all ranks; the gradients stay on the trainer."""
-        inputs = StepInputs(tokens, targets, 1.0 / np.count_nonzero(targets >= 0))
+        weight = 1.0 / np.count_nonzero(targets >= 0)
+        inputs = StepInputs(tokens, targets, weight, self.extras(tokens))
         program = self.program(schedule_name, len(tokens), routes)
         outcome = self.trainer.run(program, inputs, step)
         squared_norm = self.trainer.squared_norm()
         not_finite = not_finite_in_words(self.trainer, outcome.loss, squared_norm)
         report = StepReport(outcome.loss, squared_norm, not_finite=not_finite)
-        reports = self.rendezvous.exchange(report.to_json(), {})
+        reports = self.rendezvous.exchange(report.to_json())
         return total([StepReport.from_json(each, rank) for rank, each in enumerate(reports)])
 
     def own_part(self, tree):
@@ -176,9 +186,11 @@ class Parity:
     def report(self, test, **figures):
         self.link.send({"kind": "result", "test": test, "rank": self.rank, **self.case, **figures})
 
-    def check_gradients(self, schedule_name, tokens, targets, test="gradients"):
-        totals = self.run(schedule_name, tokens, targets)
-        loss, gradients = self.reference.initial_loss_and_gradients(tokens, targets)
+    def check_gradients(
+        self, schedule_name, tokens, targets, test="gradients", random_step=None, routes=None
+    ):
+        totals = self.run(schedule_name, tokens, targets, random_step or 0, routes)
+        loss, gradients = self.reference.initial_loss_and_gradients(tokens, targets, random_step)
         self.report(
             test,
             schedule=schedule_name,
@@ -342,6 +354,105 @@ def check_recomputing(rendezvous, link, reference):
         parity.close()
 
 
+class Auxiliary:
+    """GPT-2 with dropout, whose layers have two auxiliary losses."""
+
+    aux_weights: ClassVar = {"size": 3.0, "expanded": 0.5}
+
+    def __init__(self, **sizes):
+        self._model = build(dropout=0.3, **sizes)
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+    def layer(self, params, x, *, key):
+        expanded = x @ params["expand"]["kernel"]
+        aux = {"expanded": jax.nn.softplus(expanded).mean(), "size": (x**2).mean()}
+        return self._model.layer(params, x, key=key), aux
+
+
+def check_auxiliary(rendezvous, link):
+    """Auxiliary losses of every layer are in the loss, and differentiated on every stage."""
+    reference = None
+    for stash in ("full", "recompute"):
+        parity = Parity(
+            rendezvous,
+            link,
+            tied=True,
+            stash=stash,
+            build_model=Auxiliary,
+            reference=reference,
+        )
+        reference = parity.reference
+        for schedule_name in ("gpipe", "1f1b", "zb-h2", "adaptive"):
+            parity.check_gradients(schedule_name, *batch(4, 4), "auxiliary", random_step=5)
+        parity.close()
+
+
+def packed_and_dropping(**sizes):
+    """GPT-2 with dropout, whose tokens attend within the documents that some of them begin."""
+    model: Any = build(dropout=0.3, **sizes)
+    model.extras_of = lambda tokens: {"segments": (tokens < VOCABULARY // 4).cumsum(-1, np.int32)}
+    return model
+
+
+def check_dropout(rendezvous, link, compilations):
+    """Every step, microbatch and layer has masks of its own: those of one device."""
+    reference, dropping = None, packed_and_dropping
+    for stash in ("full", "recompute"):
+        parity = Parity(
+            rendezvous,
+            link,
+            tied=True,
+            stash=stash,
+            build_model=dropping,
+            reference=reference,
+            delegated=stash == "full",
+        )
+        reference, before = parity.reference, None
+        for step, schedule_name in enumerate(("gpipe", "1f1b", "zb-h2", "adaptive")):
+            batch_ = batch(4, 4)
+            parity.check_gradients(schedule_name, *batch_, "dropout", random_step=step)
+            before = before or compilations.count
+        compiled = compilations.count - before
+        parity.report("dropout compilations", count=compiled)
+        if stash == "full":
+            check_dropout_routes(parity)
+            check_dropout_evaluates(parity)
+        parity.close()
+
+
+def check_dropout_routes(parity):
+    """The bits are the same on both routes, and in a step that is run again; not in another."""
+    tokens, targets = batch(4, 4)
+    everywhere = dict.fromkeys(parity.links, "delegated") if parity.num_ranks > 1 else None
+    first, again, delegated, other = (
+        gradients_of(parity, schedule, tokens, targets, routes, step)
+        for schedule, routes, step in (
+            ("zb-h1", None, 7),
+            ("adaptive", None, 7),
+            ("zb-h2", everywhere, 7),
+            ("zb-h1", None, 8),
+        )
+    )
+    same = [
+        all(jax.tree.leaves(jax.tree.map(np.array_equal, first, each)))
+        for each in (again, delegated, other)
+    ]
+    parity.report("dropout bits", same=same)
+
+
+def check_dropout_evaluates(parity):
+    """Forwards alone drop nothing."""
+    tokens, targets = batch(4, 4)
+    extras = parity.extras(tokens)
+    inputs = StepInputs(tokens, targets, 1.0 / targets.size, extras, first_microbatch=4)
+    program = parity.program("1f1b", 4, narrowed_to=4)
+    totals = StepRunner(parity.trainer, parity.rendezvous).forwards(program, inputs, 0)
+    loss, _ = parity.reference.initial_loss_and_gradients(tokens, targets)
+    parity.report("dropout evaluates", loss_error=abs(totals.loss / loss - 1))
+
+
 def check_forwards_alone(parity, schedules, compilations):
     """Forwards alone give the step's loss bit by bit, and no gradients."""
     tokens, targets = batch(8, 17)
@@ -378,8 +489,8 @@ def mixed_routes(links):
         }
 
 
-def gradients_of(parity, schedule_name, tokens, targets, routes):
-    parity.run(schedule_name, tokens, targets, routes=routes)
+def gradients_of(parity, schedule_name, tokens, targets, routes, step=0):
+    parity.run(schedule_name, tokens, targets, step, routes=routes)
     gradients = jax.tree.map(np.asarray, parity.trainer.gradients)
     parity.trainer.discard()
     return gradients
@@ -447,6 +558,8 @@ def main(arguments, link, rest):
         check_variants(bfloat16)
         bfloat16.close()
         check_recomputing(rendezvous, link, references[True])
+        check_dropout(rendezvous, link, compilations)
+        check_auxiliary(rendezvous, link)
     if rest != ["without chunks"]:
         for tied, reference in references.items():
             check_chunked_stages(rendezvous, link, tied, reference, compilations)

@@ -16,12 +16,12 @@ class SharedReference:
         self._one_device = OneDevice(model, seed) if rendezvous.rank == 0 else None
         self._initial = {}
 
-    def initial_loss_and_gradients(self, tokens, targets):
+    def initial_loss_and_gradients(self, tokens, targets, random_step=None):
         """Those of the initial parameters; each batch is computed only once."""
-        batch = (tokens.tobytes(), targets.tobytes())
+        batch = (tokens.tobytes(), targets.tobytes(), random_step)
         if batch not in self._initial:
             self._initial[batch] = self._share(
-                lambda one_device: one_device.loss_and_gradients(tokens, targets)
+                lambda one_device: one_device.loss_and_gradients(tokens, targets, random_step)
             )
         return self._initial[batch]
 

@@ -1,7 +1,9 @@
 """Whose failure it is, by the reports of ranks that waited for each other."""
 
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -23,6 +25,8 @@ from jaxmorph.runtime.rank_process import _failure, reporting_failures
 from jaxmorph.runtime.rendezvous import RendezvousError
 from jaxmorph.runtime.routes import TransferIdentity
 from jaxmorph.transport.names import PeerGoneError
+
+LIMIT_S = 30.0
 
 
 def waited(time_s, rank, peer, reason="it did not come"):
@@ -136,7 +140,7 @@ class Chain:
     def __init__(self, num_ranks):
         self.waits = [LongWaits(rank) for rank in range(num_ranks)]
         for rank, own_waits in enumerate(self.waits):
-            own_waits.pass_on = {
+            own_waits.forward = {
                 Link(*sorted((rank, peer))): self._to(rank, peer)
                 for peer in (rank - 1, rank + 1)
                 if 0 <= peer < num_ranks
@@ -180,7 +184,7 @@ class Attempts:
         self.found, self.count, self.reports = found, 0, []
         self.waits = LongWaits(0)
         self.within: Callable[[], object] = list
-        self.waits.pass_on = {Link(0, 1): self.reports.append}
+        self.waits.forward = {Link(0, 1): self.reports.append}
 
     def attempt(self, until_s):
         self.count += 1
@@ -215,6 +219,28 @@ def test_a_rank_that_waits_in_two_threads_withdraws_the_first_wait_alone():
     rank.within = lambda: other.wait() and rank.reports.append("the other is over")
     assert rank.wait() == "a message"
     assert rank.reports == [Wait(0, 1, "250 s", 1), "the other is over", Wait(0, None, "", 2)]
+
+
+def test_a_wait_of_another_thread_is_reported_once_the_older_one_is_over():
+    waits, reports = LongWaits(0), []
+    waits.forward = {Link(0, 1): reports.append}
+    older_is_over, younger_is_over = threading.Event(), threading.Event()
+
+    def wait_for(peer, is_over, has_begun):
+        attempts = iter([lambda: False, lambda: has_begun.set() or is_over.wait(LIMIT_S)])
+        deadline_s = time.monotonic() + 1000.0
+        return waits.wait(lambda _: next(attempts)() or None, deadline_s, peer, lambda _: f"{peer}")
+
+    with ThreadPoolExecutor(2) as threads:
+        waiting = []
+        for peer, is_over in ((1, older_is_over), (2, younger_is_over)):
+            has_begun = threading.Event()
+            waiting.append(threads.submit(wait_for, peer, is_over, has_begun))
+            assert has_begun.wait(LIMIT_S)
+        for is_over, thread in zip((older_is_over, younger_is_over), waiting, strict=True):
+            is_over.set()
+            assert thread.result(LIMIT_S)
+    assert reports == [Wait(0, 1, "1", 1), Wait(0, 2, "2", 2), Wait(0, None, "", 3)]
 
 
 def test_ranks_that_wait_in_a_circle_name_no_link_that_may_be_whole():

@@ -14,7 +14,6 @@ from oracles.loopback import LoopbackNetwork
 from jaxmorph.copies.backends import PayloadShape, SlotUse
 from jaxmorph.copies.host_memory import ImmediateSend, host_callback_backends
 from jaxmorph.program.instructions import Channel, Payload, Transfer, channel_of
-from jaxmorph.runtime import delegated
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.payloads import channel_name
 from jaxmorph.runtime.routes import AbandonedEpochError, TransferIdentity, TransferMismatchError
@@ -172,7 +171,7 @@ def test_a_wait_for_a_slot_is_counted(pair):
     with pytest.raises(TimeoutError):
         pair.reserve(2, wait_s=0.0)
     assert pair.sender.events() == []  # once is enough until another plan makes room
-    pair.sender.make_room({})
+    pair.sender.add_slots({})
     assert pair.sender.events() == []
     with pytest.raises(TimeoutError):
         pair.reserve(2, wait_s=0.0)
@@ -183,8 +182,8 @@ def test_a_wait_for_a_slot_is_counted(pair):
 
 
 def test_no_send_waits_with_the_planned_slots(pair):
-    pair.sender.make_room({channel_of(activation(0).transfer): 8})
-    pair.receiver.make_room({channel_of(activation(0).transfer): 8})
+    pair.sender.add_slots({channel_of(activation(0).transfer): 8})
+    pair.receiver.add_slots({channel_of(activation(0).transfer): 8})
     for microbatch in range(8):
         pair.send(activation(microbatch), values(microbatch))
     assert pair.sender.counts.slot_waits == 0
@@ -193,20 +192,19 @@ def test_no_send_waits_with_the_planned_slots(pair):
     assert pair.sender.slot_bytes == (8 + 2) * 60
 
 
-def test_slots_that_a_plan_does_not_need_are_given_back(pair, monkeypatch):
+def test_slots_that_a_plan_does_not_need_are_freed(pair):
     channel = channel_of(activation(0).transfer)
     for route in (pair.sender, pair.receiver):
-        route.make_room({channel: 8})
+        route.add_slots({channel: 8})
     held = pair.reserve(0)
-    assert pair.sender.give_back({channel: 8}, sending=True) == ()  # it needs them
-    assert pair.sender.give_back({}, sending=True) == (str(channel),)  # one isn't sent yet
+    assert pair.sender.free_slots({channel: 8}, 0.0, sending=True) == ()  # it needs them
+    assert pair.sender.free_slots({}, 0.05, sending=True) == (str(channel),)  # one isn't sent yet
     held(values(0), 0.0)
     pair.expect(activation(0), values(0))
-    assert pair.receiver.give_back({}, sending=False, keep=[str(channel)]) == ()
+    assert pair.receiver.free_slots({}, 0.0, sending=False, keep=[str(channel)]) == ()
     assert pair.sender.slot_bytes == pair.receiver.slot_bytes == (8 + 2) * 60
-    monkeypatch.setattr(delegated, "_REST_S", LIMIT_S)
-    assert pair.sender.give_back({}, sending=True) == ()
-    assert pair.receiver.give_back({}, sending=False) == ()
+    assert pair.sender.free_slots({}, LIMIT_S, sending=True) == ()
+    assert pair.receiver.free_slots({}, LIMIT_S, sending=False) == ()
     assert pair.sender.slot_bytes == pair.receiver.slot_bytes == (2 + 2) * 60
     for microbatch in range(1, 6):
         pair.send(activation(microbatch), values(microbatch))
@@ -348,18 +346,18 @@ def test_wrong_messages_are_errors_and_late_ones_skipped(pair):
 def test_has_room_does_not_wait(pair):
     held = []
     for microbatch in range(2):
-        assert pair.sender.has_room(activation(microbatch))
+        assert pair.sender.has_free_slot(activation(microbatch))
         held.append(pair.reserve(microbatch))
-    assert not pair.sender.has_room(activation(2))
+    assert not pair.sender.has_free_slot(activation(2))
     for microbatch, posting in enumerate(held):
         posting(values(microbatch), 0.0)
         pair.take(activation(microbatch))
-    until(lambda: pair.sender.has_room(activation(2)))
+    until(lambda: pair.sender.has_free_slot(activation(2)))
 
 
 def test_has_room_raises_if_the_receiver_is_gone(pair):
     held = [pair.reserve(microbatch) for microbatch in range(2)]
     pair.planes[1].close()
     with pytest.raises(PeerGoneError, match="rank 1 is gone"):
-        until(lambda: pair.sender.has_room(activation(2)))
+        until(lambda: pair.sender.has_free_slot(activation(2)))
     del held

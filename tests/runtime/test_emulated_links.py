@@ -1,9 +1,13 @@
-"""Emulation at one end of a link; `test_emulated_direct_links` has both ends."""
+"""Emulated direct links, at one end and at both."""
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
+import jax.numpy as jnp
 import pytest
+from two_ends import TwoEnds, payload_of, up
 
 from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.program.instructions import Transfer
@@ -120,3 +124,46 @@ def test_a_link_cut_after_the_meeting_delivers_once_healed():
     links.emulate([cut, LinkCondition((0, 1), latency_ms=500.0)], origin_s)
     over_s = links.over_s(identity(), 100, origin_s + 2.0, time.monotonic() + LIMIT_S)
     assert over_s == pytest.approx(origin_s + 4.5)
+
+
+MICROSECOND = 1.1e-6  # times go to the peer in whole ones
+
+
+@pytest.fixture
+def late_by():
+    """How long both ends of a direct link hold a message once the later end has come to it."""
+
+    def late_by(microbatch, *conditions):
+        transfer = up(microbatch)
+
+        def move(rank):
+            direct, now_s = ends.routes[rank]._direct, time.monotonic()
+            ends.links[rank].emulate(conditions, 0.0)
+            message = TransferIdentity(0, 0, transfer)
+            if rank == transfer.source:
+                moved = direct.post(message, jnp.asarray(payload_of(transfer)), now_s)
+            else:
+                moved = direct.take(message, now_s, now_s + LIMIT_S)
+            assert moved.peer_arrived_s is not None
+            return moved.over_s, max(now_s, moved.peer_arrived_s)
+
+        (over_s, met_s), (there_s, _) = threads.map(move, range(2))
+        assert over_s == pytest.approx(there_s, abs=MICROSECOND)
+        return over_s - met_s
+
+    with closing(TwoEnds()) as ends, ThreadPoolExecutor(2) as threads:
+        yield late_by
+
+
+def test_both_ends_hold_their_queues_for_as_long(late_by):
+    assert late_by(0, LinkCondition((0, 1), latency_ms=30.0)) == pytest.approx(
+        0.03, abs=MICROSECOND
+    )
+    bits = 8 * payload_of(up(1)).nbytes
+    assert late_by(1, LinkCondition((0, 1), bandwidth_mbps=bits / 20e3)) == pytest.approx(
+        0.02, abs=MICROSECOND
+    )
+    unsteady = LinkCondition((0, 1), latency_ms=30.0, jitter_ms=3.0)
+    drawn_s = [late_by(microbatch, unsteady) for microbatch in range(2, 5)]
+    assert all(0.015 < delay_s < 0.045 for delay_s in drawn_s)
+    assert len({round(delay_s, 5) for delay_s in drawn_s}) == 3

@@ -312,15 +312,6 @@ def test_the_next_communicator_compiles_on_a_daemon_thread(make_ends):
     assert list(ends.routes[0]._compiled) == [(LINK, 1)]
 
 
-def test_a_cut_link_compiles_nothing(make_ends):
-    ends = make_ends(Collectives())
-    for links in ends.links:
-        links.emulate([CUT])
-    move(ends)
-    failures_of_both(ends)
-    assert not ends.routes[0]._compiled
-
-
 def test_the_end_restored_first_waits(make_ends):
     ends = make_ends(Collectives(fails_at=0), Collectives())
     move(ends)

@@ -31,7 +31,7 @@ from jaxmorph.schedule.fixed import FIXED_SCHEDULES
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.simulate import simulate
 from jaxmorph.stage.mesh import make_mesh
-from jaxmorph.stage.model import cut_layers
+from jaxmorph.stage.model import MicrobatchShapes, cut_layers
 from jaxmorph.transport.names import PeerGoneError
 
 LINK, MICROBATCHES = Link(0, 1), 3
@@ -40,8 +40,7 @@ TOKENS = np.arange(4 * MICROBATCHES, dtype=np.int32).reshape(MICROBATCHES, 1, 4)
 INPUTS = StepInputs(TOKENS, TOKENS[::-1], 1 / TOKENS.size)
 SETTINGS = StageSettings(
     layers=cut_layers(2, 2),
-    microbatch_size=1,
-    sequence_length=4,
+    shapes=MicrobatchShapes.of_text(1, 4),
     seed=0,
     kinds=frozenset((OpKind.F, OpKind.BW)),
     optimizer=OptimizerSettings(1e-3, 0, 1),
@@ -109,7 +108,7 @@ def open_stages(compiled, monkeypatch):
             monkeypatch.setattr(stage_trainer, "open_copies", gpu.open_copies)
             trainer = StageTrainer(MODEL, settings, rank, plane=plane, alone=make_mesh(1))
             opened.callback(trainer.close)
-            trainer.make_room(slots_needed(PROGRAMS))
+            trainer.add_slots(slots_needed(PROGRAMS))
             made.append(Stage(trainer, gpu, plane))
         return made
 
@@ -127,11 +126,11 @@ def open_stages(compiled, monkeypatch):
 
 @contextmanager
 def running(stages):
-    """Run a step on both stages; afterwards both have ended."""
+    """Run a step on both stages, in a thread each; afterwards both have ended."""
     threads = [threading.Thread(target=stage.run, daemon=True) for stage in stages]
     for thread in threads:
         thread.start()
-    yield
+    yield threads
     for thread in threads:
         thread.join(2 * LIMIT_S)
         assert not thread.is_alive()
@@ -159,8 +158,12 @@ def test_no_memory_for_an_op_is_its_ranks_own_error(open_stages):
     first, second = open_stages()
     item = first.gpu.items[Op(OpKind.F, 1)] = Item(out_of_memory())
     item.may_end.set()
-    with running((first, second)):
-        pass
+    # Else the first rank might send its last forward, which ends the second one's step, before the
+    # thread that watches its queue has run.
+    gradient = second.gpu.items[Op(OpKind.BW, 0)] = Item()
+    with running((first, second)) as (of_first, _):
+        of_first.join(LIMIT_S)
+        gradient.may_end.set()
     assert isinstance(first.error, jax.errors.JaxRuntimeError)
     assert str(first.error) == OUT_OF_MEMORY
     assert isinstance(second.error, PeerGoneError), repr(second.error)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from test_stage_trainer import trainer_of
 
-from jaxmorph.plain_json import dump
 from jaxmorph.program.check import check
 from jaxmorph.program.instructions import Buffer, BufferKind, Fetch, RankInstructions
 from jaxmorph.program.lowering import lower
@@ -67,7 +66,7 @@ class Result:
     def timeline(self) -> Timeline:
         began_s = min(stamp.start_s for stamp in self.outcome.stamps)
         timings = StepTimings.of_step(self.outcome, began_s)
-        return measured_timeline([StepReport(0.0, self.norm, detail=dump(timings))])
+        return measured_timeline([StepReport(0.0, self.norm, detail=timings.detail())])
 
 
 def program_of(row: str, room: int | None) -> RankInstructions:

@@ -15,6 +15,7 @@ from jaxmorph.runtime.kept_programs import CompilationCounter, KeptPrograms, kee
 from jaxmorph.stage.build import OP_KINDS, build_stage
 from jaxmorph.stage.compiling import compile_by
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
+from jaxmorph.stage.model import MicrobatchShapes
 from jaxmorph.stage.parameters import init_stage_params
 
 X = jnp.linspace(0.0, 1.0, 1024).reshape(32, 32)
@@ -128,8 +129,7 @@ def one_step(model):
         num_layers=2,
         is_first=True,
         is_last=True,
-        microbatch_size=2,
-        sequence_length=8,
+        shapes=MicrobatchShapes.of_text(2, 8),
     )
     params = init_stage_params(model, jax.random.key(3), range(2), is_first=True, is_last=True)
     tokens = jnp.arange(16, dtype=jnp.int32).reshape(2, 8)

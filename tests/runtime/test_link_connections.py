@@ -1,6 +1,5 @@
 """Connections between the ends of links; ranks are threads here."""
 
-import socket
 import threading
 import time
 
@@ -50,29 +49,6 @@ def test_a_rank_without_such_links_has_no_connections():
             return len(connections)
 
     assert in_threads(3, count) == [1, 1, 0]
-
-
-def test_a_stranger_is_refused():
-    def talk(rendezvous):
-        if rendezvous.rank == 0:
-            with open_peer_connections(rendezvous, LINKS[:1], HOST, LIMIT_S) as connections:
-                return connections[LINKS[0]].ready.receive()
-        # Rank 1 knows the secret; a stranger calls first, who doesn't.
-        exchange = rendezvous.exchange
-
-        def exchange_and_let_in(message):
-            messages = exchange(message)
-            address = tuple(messages[0]["value"]["at"][0])
-            with socket.create_connection(address, LIMIT_S) as stranger:
-                stranger.sendall(b"\0\0\0\4nope")
-            return messages
-
-        rendezvous.exchange = exchange_and_let_in
-        with open_peer_connections(rendezvous, LINKS[:1], HOST, LIMIT_S) as connections:
-            connections[LINKS[0]].ready.send(b"hello")
-        return None
-
-    assert in_threads(2, talk)[0] == b"hello"
 
 
 def test_a_missing_end_is_named():

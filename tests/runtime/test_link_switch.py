@@ -243,7 +243,7 @@ def test_a_wait_for_a_direct_transfers_peer_is_passed_on(make_end):
     reports = []
     for leaves in (False, True):
         waits = LongWaits(0)
-        waits.pass_on = {Link(0, 9): reports.append}
+        waits.forward = {Link(0, 9): reports.append}
         one = make_end(waits=waits, timeout_s=0.04)
         if leaves:
             one.end.leave_path("its cable", retires_communicator=False)
@@ -256,7 +256,7 @@ def test_a_wait_for_a_direct_transfers_peer_is_passed_on(make_end):
 
 
 def test_a_long_wait_for_a_direct_transfers_peer_is_withdrawn(make_end, monkeypatch):
-    monkeypatch.setattr(causes, "_LONG", 0.001)
+    monkeypatch.setattr(causes, "_LONG_SHARE", 0.001)
     reports, waits = [], LongWaits(0)
     one = make_end(waits=waits)
 
@@ -265,6 +265,6 @@ def test_a_long_wait_for_a_direct_transfers_peer_is_withdrawn(make_end, monkeypa
             one.peer.ready.send(Ready(0, 1).to_bytes())
         reports.append(wait.peer)
 
-    waits.pass_on = {Link(0, 9): report}
+    waits.forward = {Link(0, 9): report}
     assert one.end.await_peer("a transfer")
     assert reports == [1, None]

@@ -218,6 +218,29 @@ def test_recomputing_the_stash_changes_no_gradient(two_stages, schedule):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.parametrize("stash", ["full", "recompute"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h2", "adaptive"])
+@pytest.mark.parametrize("case", ["dropout", "auxiliary"])
+def test_gradients_of_random_models_match_one_device(two_stages, case, schedule, stash):
+    for result in only(two_stages, case, stash=stash, schedule=schedule):
+        assert result["loss_error"] <= SINGLE
+        assert result["norm_error"] <= SINGLE
+        assert result["worst_leaf"][0] <= SINGLE, result["worst_leaf"]
+
+
+@pytest.mark.multiprocess
+def test_dropout_follows_from_the_step_alone(two_stages):
+    for result in only(two_stages, "dropout bits"):
+        assert result["same"] == [True, True, False]
+    assert {result["count"] for result in only(two_stages, "dropout compilations")} == {0}
+
+
+@pytest.mark.multiprocess
+def test_an_evaluation_drops_nothing(two_stages):
+    assert all(r["loss_error"] <= SINGLE for r in only(two_stages, "dropout evaluates"))
+
+
+@pytest.mark.multiprocess
 def test_flipped_bits_are_found_and_change_nothing(two_stages):
     found = only(two_stages, "corruption")
     assert all(result["same"] for result in found)

@@ -19,6 +19,7 @@ from jaxmorph.runtime.payloads import (
     slot_use,
     unseal,
 )
+from jaxmorph.stage.model import MicrobatchShapes
 
 ACTIVATION = Channel(Payload.ACTIVATION, 0, 1)
 TIED = Channel(Payload.TIED, 0, 1)
@@ -34,7 +35,7 @@ def payloads(num_ranks, num_chunks=1, *, tied=True):
         num_heads=1,
         num_layers=4,
     )
-    return channel_payloads(model, num_ranks, num_chunks, microbatch_size=2, sequence_length=4)
+    return channel_payloads(model, num_ranks, num_chunks, MicrobatchShapes.of_text(2, 4).inputs)
 
 
 def test_each_payload_and_direction_has_a_channel():

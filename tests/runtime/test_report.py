@@ -8,19 +8,25 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from jaxmorph.plain_json import ParseError
+from jaxmorph.program.instructions import Payload, Transfer
 from jaxmorph.records import EventKind, Link
 from jaxmorph.runtime.direct_probe import probe_transfers
 from jaxmorph.runtime.report import (
+    AuxiliaryLosses,
     LinkEvent,
     ProbeTimes,
     StepReport,
+    StepTimings,
     named_parts,
     parts_of,
     peak_bytes,
     peaks_of,
     probe_times,
     total,
+    total_auxiliary,
 )
+from jaxmorph.schedule.ops import Op, OpKind
 
 LINK = Link(1, 2)
 
@@ -47,10 +53,6 @@ def test_a_probe_takes_later_ends_and_medians():
     assert sorted(took_ms.values()) == [0.7, 20.0]
     first_up, first_down = map(str, probe_transfers(LINK, 1))
     assert took_ms == {first_up: 0.7, first_down: 20.0}
-
-
-def test_without_a_probe_there_are_no_times():
-    assert probe_times(reports((), ())) == {}
 
 
 def device(**stats):
@@ -103,11 +105,14 @@ def test_a_malformed_report_names_its_field(change, message):
         StepReport.from_json(StepReport(1.0, 1.0).to_json() | change, 2)
 
 
-def test_malformed_timings_name_their_field():
-    report = StepReport(1.0, 1.0, detail='{"messages": [["F0", 0.0]]}')
-    message = r"^the timings of a step: messages\.0: got .*, expected a list of 5"
-    with pytest.raises(ValueError, match=message):
-        _ = report.timings
+def test_timings_arrive_whole_or_not_at_all():
+    event = LinkEvent(0.5, EventKind.LANE_DOWN, "a\nb", 1)
+    messages = [(Transfer(Payload.ACTIVATION, 0, 1, 2), 0.5, 3.25)]
+    sent = StepTimings.of([(Op(OpKind.F, 0), 0.0, 1.0)], messages, messages, events=(event,))
+    assert StepReport(1.0, 1.0, detail=sent.detail()).timings == sent
+    for detail in (b"", sent.detail()[:-1], sent.detail() + b"x"):
+        with pytest.raises(ParseError, match=r"^got \d+ bytes.* a rank's times"):
+            _ = StepReport(1.0, 1.0, detail=detail).timings
 
 
 @pytest.mark.parametrize(
@@ -128,3 +133,11 @@ def test_totals_name_the_stage_that_is_not_finite():
     assert totals.in_words() == "loss inf, gradient norm 3; stage 1: loss inf"
     assert not totals.is_finite
     assert total([StepReport(0.0, 4.0), StepReport(2.0, 4.0)]).is_finite
+
+
+def test_auxiliary_losses_are_summed_by_name_and_absent_without_any():
+    parts = [named_parts([AuxiliaryLosses(of)]) for of in ({"a": 1.0, "b": 2.0}, {"a": 0.5}, {})]
+    assert not parts[2]
+    reports = [StepReport(1.0, 1.0, parts=each) for each in parts]
+    assert total_auxiliary(reports) == {"a": 1.5, "b": 2.0}
+    assert total_auxiliary(reports[2:]) == {}

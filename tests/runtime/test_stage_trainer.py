@@ -22,14 +22,13 @@ from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
-from jaxmorph.stage.model import cut_layers
+from jaxmorph.stage.model import MicrobatchShapes, cut_layers
 
 
 def settings_of(num_layers, num_stages, num_chunks, kinds=()):
     return StageSettings(
         layers=cut_layers(num_layers, num_stages, num_chunks=num_chunks),
-        microbatch_size=1,
-        sequence_length=4,
+        shapes=MicrobatchShapes.of_text(1, 4),
         seed=0,
         kinds=frozenset(kinds),
         optimizer=OptimizerSettings(1e-3, 0, 1),

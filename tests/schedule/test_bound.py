@@ -21,11 +21,6 @@ def test_one_microbatch_is_bounded_by_its_path():
     assert lower_bound_ms(costs, 1, {Link(0, 1): LinkDelay(0.5, 0.25)}) == 15.75
 
 
-def test_a_cap_of_one_makes_microbatches_take_turns():
-    costs = StageCosts.uniform(4, 10.0, 10.0, 0.0)
-    assert lower_bound_ms(costs, 12, {}, Limits((1, 4, 4, 4))) == 12 * 80.0
-
-
 # A microbatch takes 12 from its F on stage 0 to the end of its B there: 1 + 3 + 1 + 2 + 3 + 2.
 FAR = {Link(0, 1): LinkDelay(3.0, 3.0)}
 

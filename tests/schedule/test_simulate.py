@@ -5,7 +5,7 @@ import pytest
 
 from jaxmorph.records import Link
 from jaxmorph.schedule.costs import LinkDelay, StageCosts, chain_links
-from jaxmorph.schedule.fixed import gpipe, interleaved, one_forward_one_backward, zb_h2
+from jaxmorph.schedule.fixed import gpipe, interleaved, zb_h2
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import (
     in_whole_steps,
@@ -35,15 +35,6 @@ def test_a_full_backward_sends_its_gradient_at_its_end():
     timeline = simulate(schedule, StageCosts.uniform(2, 1.0, 2.0, 3.0))
     assert timeline.start_ms[0].tolist() == [0.0, 7.0]
     assert timeline.makespan_ms == 12.0
-
-
-def test_1f1b_pays_a_latency_every_turn():
-    costs = StageCosts.uniform(2, 10.0, 10.0, 10.0)
-    healthy = simulate(one_forward_one_backward(2, 10), costs).makespan_ms
-    slow = simulate(one_forward_one_backward(2, 10), costs, chain_links([20.0])).makespan_ms
-    # Two microbatches share a turn of F, latency, F, BW, latency, BW: 5 turns of 100 ms, and the
-    # second microbatch of the last turn 30 ms later.
-    assert (healthy, slow) == (330.0, 530.0)
 
 
 def test_chunks_wrap_around_over_the_first_last_link():

@@ -12,7 +12,6 @@ from jaxmorph.schedule.costs import NO_LATENCY, Limits, LinkDelay, StageCosts, c
 from jaxmorph.schedule.fixed import one_forward_one_backward, zb_h2
 from jaxmorph.schedule.paper import select_ops
 from jaxmorph.schedule.planner import plan
-from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
 from tests.oracles.theory import (
     delayed_round_trips,
@@ -43,15 +42,6 @@ def _delay_ms(schedule, stage: int, latency_ms: float) -> float:
 def _growth(schedule, stage: int) -> float:
     """Growth of the step for each ms of latency, well beyond what slackness absorbs."""
     return (_delay_ms(schedule, stage, 600.0) - _delay_ms(schedule, stage, 500.0)) / 100.0
-
-
-def test_evenly_slack_schedules_alternate_after_warm_up():
-    rows = [
-        "F0 F1 F2 B0 F3 B1 W0 B2 W1 B3 W2 W3",
-        "F0 F1 B0 F2 B1 F3 B2 W0 B3 W1 W2 W3",
-        "F0 B0 F1 B1 F2 B2 F3 B3 W0 W1 W2 W3",
-    ]
-    assert evenly_slack_schedule(3, 4, 1) == Schedule.from_rows("slackness 1", rows)
 
 
 def test_evenly_slack_schedules_are_optimal_when_healthy():

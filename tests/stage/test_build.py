@@ -8,7 +8,7 @@ import pytest
 
 from jaxmorph.stage.build import OP_KINDS, build_stage
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
-from jaxmorph.stage.model import cut_layers
+from jaxmorph.stage.model import MicrobatchShapes, cut_layers
 from jaxmorph.stage.stage_functions import StashPolicy
 from tests.stage.in_turn import Pipeline, expected_gradients, joined, largest_error, split_backward
 
@@ -38,8 +38,7 @@ def stage_of(model_of):
             num_layers=num_layers,
             is_first=is_first,
             is_last=is_last,
-            microbatch_size=BATCH,
-            sequence_length=LENGTH,
+            shapes=MicrobatchShapes.of_text(BATCH, LENGTH),
             stash=stash,
             kinds=kinds,
         )
@@ -100,15 +99,6 @@ def test_bfloat16_gradients_are_within_two_percent_of_float32(bfloat16_pipeline,
     assert {leaf.dtype for leaf in jax.tree.leaves(sums)} == {jnp.dtype("float32")}
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-3)
     assert largest_error(joined(sums), expected) < 0.02
-
-
-def test_two_runs_are_bitwise_equal(pipeline_of):
-    pipeline = pipeline_of(3)
-    (_, first), (_, second) = (
-        pipeline.gradients(True, TOKENS, TARGETS),
-        pipeline.gradients(True, TOKENS, TARGETS),
-    )
-    jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
 def test_a_microbatch_without_targets_adds_nothing(pipeline_of):

@@ -4,6 +4,7 @@ Nothing runs on a GPU: JAX's check of cuDNN's version is patched, and programs a
 """
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,10 +14,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmorph.models import attention, gpt2, llama
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
+from jaxmorph.stage.model import MicrobatchShapes
 from jaxmorph.stage.stage_functions import StashPolicy, split_stage, total_bytes
 
 BATCH, LENGTH, HEADS, WIDTH, LAYERS = 2, 64, 4, 64, 2
-FORWARD, BACKWARD = "__cudnn$fmhaSoftmax(", "__cudnn$fmhaSoftmaxBackward("
+FORWARD, BACKWARD = "Softmax(", "SoftmaxBackward("
+CALLS = {False: "__cudnn$fmha", True: "__cudnn$fmhaScaleBias"}  # by whether documents are packed
+SEGMENTS = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
 SIZES: dict[str, Any] = {
     "preset": "tiny",
     "sequence_length": LENGTH,
@@ -43,20 +47,20 @@ def build(module, by):
     return module.build(**SIZES, **groups, attention=by)
 
 
-def split(model, stash: StashPolicy = "full"):
+def split(model, stash: StashPolicy = "full", extras=None):
     """The functions of a middle stage, and the shapes of its arguments."""
     layer = jax.eval_shape(model.init_layer, jax.random.key(0))
     stack = lambda leaf: jax.ShapeDtypeStruct((LAYERS, *leaf.shape), leaf.dtype)  # noqa: E731
     params = {"layers": jax.tree.map(stack, layer)}
-    tokens = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
+    shapes = replace(MicrobatchShapes.of_text(BATCH, LENGTH), extras=extras or {})
     x = jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), jnp.bfloat16)
-    return split_stage(model, params, tokens, x, stash), params, x
+    return split_stage(model, params, shapes, x, stash), params, x
 
 
-def shapes_of(functions, params, x):
+def shapes_of(functions, params, x, extras=()):
     pool = (*jax.tree.leaves(params), *jax.eval_shape(functions.prepare, params))
     weights = tuple(pool[source] for source in functions.weight_sources(params))
-    _, stash = jax.eval_shape(functions.forward, weights, x)
+    _, stash = jax.eval_shape(functions.forward, weights, x, extras)
     _, new = jax.eval_shape(functions.backward_input, weights, stash, x)
     sums = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
     return weights, stash, (*(stash[i] for i in functions.passed_on), *new), sums
@@ -78,21 +82,24 @@ def lowered_for_cuda(function, *arguments):
     return jax.jit(sharded).trace(*placed).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("module", [gpt2, llama])
+@pytest.mark.parametrize(("module", "packed"), [(gpt2, False), (llama, False), (gpt2, True)])
 @pytest.mark.parametrize(
     ("stash", "forwards_in_b"), [("full", 0), ("recompute", 1)], ids=["full", "recompute"]
 )
-def test_cudnn_runs_its_forward_in_f_and_backward_in_b(module, stash, forwards_in_b, cudnn):
-    functions, params, x = split(build(module, "cudnn"), stash)
-    weights, kept, weight_stash, sums = shapes_of(functions, params, x)
+def test_cudnn_runs_its_forward_in_f_and_backward_in_b(module, packed, stash, forwards_in_b, cudnn):
+    extras = {"segments": SEGMENTS} if packed else {}
+    functions, params, x = split(build(module, "cudnn"), stash, extras)
+    own = functions.with_extras(extras)
+    weights, kept, weight_stash, sums = shapes_of(functions, params, x, own)
     programs = {
-        "F": (functions.forward, weights, x),
+        "F": (functions.forward, weights, x, own),
         "B": (functions.backward_input, weights, kept, x),
         "W": (functions.backward_weight, weights, weight_stash, sums),
         "BW": (functions.backward, weights, kept, x, sums),
     }
     text = {name: lowered_for_cuda(*program) for name, program in programs.items()}
-    calls = {name: (text[name].count(FORWARD), text[name].count(BACKWARD)) for name in text}
+    by = CALLS[packed]
+    calls = {name: (t.count(by + FORWARD), t.count(by + BACKWARD)) for name, t in text.items()}
     assert calls == {"F": (1, 0), "B": (forwards_in_b, 1), "W": (0, 0), "BW": (forwards_in_b, 1)}
 
 
@@ -101,9 +108,13 @@ def test_cudnn_keeps_no_attention_matrix(cudnn):
     squares = LAYERS * BATCH * HEADS * LENGTH * LENGTH * 2  # probabilities, in bfloat16
     sums = LAYERS * BATCH * HEADS * LENGTH * 4  # the logarithm of each row's sum, in float32
     assert kept["xla"] - kept["cudnn"] == squares - sums
+    extras = {"segments": SEGMENTS}
+    functions, params, x = split(build(gpt2, "cudnn"), extras=extras)
+    _, packed, *_ = shapes_of(functions, params, x, functions.with_extras(extras))
+    assert total_bytes(packed) - kept["cudnn"] == total_bytes([SEGMENTS])  # and no mask
 
 
 def test_a_stage_without_cudnn_does_not_call_it():
     functions, params, x = split(build(gpt2, "auto"))
     weights, *_ = shapes_of(functions, params, x)
-    assert "__cudnn" not in lowered_for_cuda(functions.forward, weights, x)
+    assert "__cudnn" not in lowered_for_cuda(functions.forward, weights, x, ())

@@ -8,6 +8,7 @@ import pytest
 from jaxmorph.models.gpt2 import build
 from jaxmorph.stage.layer_costs import measure_layer_costs
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
+from jaxmorph.stage.model import MicrobatchShapes
 
 SIZES = {"preset": "tiny", "sequence_length": 8, "width": 16, "num_heads": 2, "num_layers": 3}
 
@@ -16,7 +17,10 @@ def measured(vocab_size, **settings):
     tokens, targets = np.random.default_rng(1).integers(vocab_size, size=(2, 2, 8), dtype=np.int32)
     submesh = stage_submesh(make_mesh(1), 0)
     return measure_layer_costs(
-        build(vocab_size=vocab_size, **SIZES), submesh, tokens, targets, **settings
+        build(vocab_size=vocab_size, **SIZES),
+        submesh,
+        MicrobatchShapes(tokens, targets),
+        **settings,
     )
 
 

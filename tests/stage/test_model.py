@@ -98,12 +98,6 @@ def test_on_a_gpu_the_choice_of_attention_is_described(monkeypatch, requested, w
     assert device_choices(build(attention=requested), 2, 8) == described
 
 
-def test_requesting_absent_cudnn_is_a_user_error():
-    says = r"^model\.attention: got 'cudnn', expected auto or xla here: JAX computes on cpu"
-    with pytest.raises(UserError, match=says):
-        device_choices(build(attention="cudnn"), 2, 8)
-
-
 def test_a_trainer_refuses_absent_cudnn_before_compiling():
     config = {"data": {"sequence_length": 8}, "precision": {"compute": "bfloat16"}}
     with pytest.raises(UserError, match=r"^model\.attention: got 'cudnn'"):

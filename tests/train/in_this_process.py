@@ -1,6 +1,7 @@
 """Runs the `jaxmorph` command in this process, which saves the import of JAX."""
 
 import io
+import json
 from collections.abc import Callable
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxmorph.checkpoints.folder import CheckpointFolder, stage_path
+from jaxmorph.checkpoints.tree_files import TreeFiles
 from jaxmorph.cli.app import main
 from jaxmorph.messages import StepDone
 from jaxmorph.runtime import launcher
@@ -36,6 +39,50 @@ def jaxmorph(*words: object, cwd: Path = ROOT) -> Done:
             code = ended.code
     assert isinstance(code, int)
     return Done(code, out.getvalue(), err.getvalue())
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def states(directory, step):
+    """Parameters and optimizer state of each stage, saved after a step."""
+    folder = CheckpointFolder(directory / "checkpoints")
+    checkpoint, num_stages = folder.finished(step), len(folder.manifest(step).layers)
+    return [TreeFiles().read(stage_path(checkpoint, stage)) for stage in range(num_stages)]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The files of a run."""
+
+    out: Path
+
+    @property
+    def steps(self):
+        return read_lines(self.out / "metrics.jsonl")
+
+    def events(self, *kinds):
+        return [each for each in read_lines(self.out / "events.jsonl") if each["kind"] in kinds]
+
+    def results(self):
+        return [(line["loss"], line["grad_norm"]) for line in self.steps]
+
+
+@dataclass(frozen=True)
+class Finished(Run):
+    """A run that has come to its end, and its output."""
+
+    shown: str
+
+
+def train(folder: Path, config: str, *overrides: object) -> Finished:
+    """A run of a configuration in its own folder, from its start to its end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (path := folder / "run.yaml").write_text(config)
+    done = jaxmorph("train", path, f"run.dir={folder / 'out'}", *overrides)
+    assert done.returncode == 0, done.stderr
+    return Finished(folder / "out", done.stdout)
 
 
 def on_each_step(patch: pytest.MonkeyPatch, react: Callable[[int, list[StartedRank]], None]):

@@ -11,12 +11,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from in_this_process import ROOT, jaxmorph
+from in_this_process import ROOT, Run, train
 from processes import children
 
+from jaxmorph.report.draw.trace import read_chrome_trace
 from jaxmorph.schedule.bubbles import idle_shares
-from jaxmorph.schedule.ops import Op
-from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan, peak_on_device
+from jaxmorph.schedule.timeline import peak_on_device
 
 LIMIT_S = 150
 CONFIG = """
@@ -31,44 +31,18 @@ trace: {every_steps: 0}
 """
 PACED = "emulation.accelerator={forward_ms: 12, backward_input_ms: 12, backward_weight_ms: 12}"
 
-OFFLOADED = (PACED, "schedule.max_live=2", "offload.enabled=true")
-
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long]
 
 
-class Written:
-    """The files of a run."""
-
-    def __init__(self, out):
-        self.out = out
-
-    def lines(self, name):
-        path = self.out / name
-        if not path.exists():
-            return []
-        text = path.read_text()
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-
-    def losses(self):
-        return [(line["loss"], line["grad_norm"]) for line in self.lines("metrics.jsonl")]
-
-
-def arguments_of(folder, *overrides):
-    """The arguments of a run of CONFIG in its own folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "run.yaml"
-    path.write_text(CONFIG)
-    return ["train", str(path), f"run.dir={folder / 'out'}", *overrides]
-
-
-class Training(Written):
+class Training(Run):
     """A run of CONFIG that a test observes."""
 
     def __init__(self, folder, *overrides):
         super().__init__(folder / "out")
-        self.sidecars = []
+        (path := folder / "run.yaml").write_text(CONFIG)
+        words = ("train", path, f"run.dir={folder / 'out'}", *overrides)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "jaxmorph", *arguments_of(folder, *overrides)],
+            [sys.executable, "-m", "jaxmorph", *words],
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         self._watchdog = threading.Timer(LIMIT_S, self.process.kill)
@@ -82,7 +56,8 @@ class Training(Written):
 
     def wait_for_step(self, step):
         """Wait until that step is written."""
-        while len(self.lines("metrics.jsonl")) <= step:
+        metrics = self.out / "metrics.jsonl"
+        while not metrics.exists() or metrics.read_text().count("\n") <= step:
             if self.process.poll() is not None:
                 pytest.fail(f"it has ended: {self.finish()}")
             time.sleep(0.01)
@@ -95,28 +70,24 @@ class Training(Written):
 
 @pytest.fixture(scope="module")
 def direct(tmp_path_factory):
+    """A run without delegated links, and the sidecars that it had."""
     training = Training(tmp_path_factory.mktemp("direct"))
     training.wait_for_step(0)
-    training.sidecars = training.processes()[1]
-    return finished(training)
+    _, sidecars = training.processes()
+    return finished(training), sidecars
 
 
 @pytest.fixture(scope="module")
 def delegated(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("delegated")
-    done = jaxmorph(*arguments_of(folder, "routes.default=delegated"))
-    assert done.returncode == 0, done.stderr
-    return Written(folder / "out")
+    return train(tmp_path_factory.mktemp("delegated"), CONFIG, "routes.default=delegated")
 
 
 @pytest.fixture(scope="module")
 def offloaded(tmp_path_factory):
     """Paced, with room for two stashes on each device; stage 0 needs five."""
     folder = tmp_path_factory.mktemp("offloaded")
-    paced = (*OFFLOADED, "emulation.host_copy_gbps=0.01")
-    done = jaxmorph(*arguments_of(folder, "routes.default=delegated", *paced))
-    assert done.returncode == 0, done.stderr
-    return Written(folder / "out")
+    capped = ("schedule.max_live=2", "offload.enabled=true", "emulation.host_copy_gbps=0.01")
+    return train(folder, CONFIG, "routes.default=delegated", PACED, *capped)
 
 
 def finished(training):
@@ -125,42 +96,11 @@ def finished(training):
     return training
 
 
-def in_ms(time_us):
-    """To the nanosecond, as it was written: what ended when another began does so again."""
-    return round(time_us / 1e3, 6)
-
-
-def timeline_of(training, step, which="measured"):
-    """A step of a Chrome trace, as it was measured or planned."""
-    text = (training.out / "trace" / f"step_{step}.json").read_text()
-    events = json.loads(text)["traceEvents"]
-    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    measured = [e for e in events if e["ph"] == "X" and names[e["pid"]].startswith(which)]
-    ops = [e for e in measured if e["cat"] == "op"]
-    stages = sorted({e["tid"] for e in ops})
-    rows = [sorted((e["ts"], e["dur"], e["name"]) for e in ops if e["tid"] == s) for s in stages]
-    transfers = tuple(
-        TransferSpan(
-            next(n for n, s in reversed(list(enumerate(stages))) if s < e["tid"]),
-            e["name"], in_ms(e["ts"]), in_ms(e["ts"] + e["dur"]),
-            e["args"]["holds_queue"],
-        )
-        for e in measured if e["cat"] == "transfer"
-    )  # fmt: skip
-    return Timeline(
-        tuple(tuple(Op.parse(name) for _, _, name in row) for row in rows),
-        tuple(np.array([in_ms(at) for at, _, _ in row]) for row in rows),
-        tuple(np.array([in_ms(at + took) for at, took, _ in row]) for row in rows),
-        transfers,
-        tuple(
-            CopySpan(
-                next(n for n, s in reversed(list(enumerate(stages))) if s < e["tid"]),
-                e["name"].split()[0], e["args"]["microbatch"], e["args"]["chunk"],
-                in_ms(e["ts"]), in_ms(e["ts"] + e["dur"]),
-            )
-            for e in measured if e["cat"] == "copy"
-        ),
-    )  # fmt: skip
+def timeline_of(run, step):
+    """A step as it was measured."""
+    trace = json.loads((run.out / "trace" / f"step_{step}.json").read_text())
+    found = read_chrome_trace(trace).items()
+    return next(each for name, each in found if name.startswith("measured"))
 
 
 def waits_of_ready_ops_ms(timeline, stage):
@@ -176,12 +116,13 @@ def waits_of_ready_ops_ms(timeline, stage):
 
 
 def test_delegation_changes_no_bit(direct, delegated):
-    assert delegated.losses() == direct.losses()
-    assert len(delegated.losses()) == 14
-    last = delegated.lines("metrics.jsonl")[-1]
-    assert last["routes"] == {"0-1": "delegated", "1-2": "delegated", "0-2": "delegated"}
-    assert direct.lines("metrics.jsonl")[-1]["routes"] == {"0-1": "direct", "1-2": "direct"}
-    assert direct.sidecars == []  # without delegated links none starts
+    run, sidecars = direct
+    assert delegated.results() == run.results()
+    assert len(delegated.results()) == 14
+    routes = dict.fromkeys(("0-1", "1-2", "0-2"), "delegated")
+    assert delegated.steps[-1]["routes"] == routes
+    assert run.steps[-1]["routes"] == {"0-1": "direct", "1-2": "direct"}
+    assert sidecars == []  # without delegated links none starts
 
 
 def test_delegated_messages_hold_no_queue(delegated):
@@ -195,8 +136,8 @@ def test_delegated_messages_hold_no_queue(delegated):
 
 
 def test_offload_changes_no_loss_and_keeps_caps(direct, offloaded):
-    assert offloaded.losses() == direct.losses()
-    lines = offloaded.lines("metrics.jsonl")
+    assert offloaded.results() == direct[0].results()
+    lines = offloaded.steps
     assert {tuple(line["peak_live"]) for line in lines} == {(5, 3, 1)}
     assert max(max(line["peak_on_device"]) for line in lines) == 2
     assert len({line["compilations"] for line in lines}) == 1
@@ -225,7 +166,7 @@ def test_a_slow_delegated_link_blocks_no_ready_op(tmp_path):
     # Stage 0's link is direct: it may wait there. Stage 2 has no queue that anything could hold.
     assert idle_shares(timeline)[2].blocking == 0
     assert np.median(waits_of_ready_ops_ms(timeline, 2)) < 5
-    predicted_ms = 1e3 * training.lines("metrics.jsonl")[-1]["predicted_step_s"]
+    predicted_ms = 1e3 * training.steps[-1]["predicted_step_s"]
     ops_ms, messages_ms = 3 * 6 * 12, 2 * 6 * 40
     assert predicted_ms < ops_ms + messages_ms / 2  # not one message after another
 
@@ -240,7 +181,7 @@ def test_killed_sidecars_are_replaced(tmp_path, delegated):
         assert len(sidecars) == 6
         os.kill(sidecars[step % 6], signal.SIGKILL)
     finished(training)
-    assert training.losses() == delegated.losses()
-    restarts = [e for e in training.lines("events.jsonl") if e["kind"] == "sidecar_restarted"]
+    assert training.results() == delegated.results()
+    restarts = training.events("sidecar_restarted")
     assert len(restarts) == 3
     assert all(e["detail"].startswith("rank ") and e["step"] >= 1 for e in restarts)

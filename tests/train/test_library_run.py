@@ -8,7 +8,7 @@ import sys
 
 import library_run
 import pytest
-from in_this_process import ROOT, jaxmorph
+from in_this_process import ROOT, Run, jaxmorph
 
 STAGES, LIMIT_S = 3, 150
 EXAMPLE = ROOT / "docs" / "examples" / "resumed_loop.py"
@@ -38,10 +38,6 @@ def found(folder, what):
     return [json.loads((folder / f"{what}_rank_{rank}.json").read_text()) for rank in range(STAGES)]
 
 
-def lines(folder, name):
-    return [json.loads(line) for line in (folder / "run" / name).read_text().splitlines()]
-
-
 def bits(metrics):
     return [(each["step"], each["loss"], each["grad_norm"]) for each in metrics]
 
@@ -54,10 +50,9 @@ def test_an_adapting_run_has_the_bits_of_a_static_one(folder):
 
 
 def test_the_slow_link_is_delegated(folder):
-    changed = [each for each in lines(folder, "events.jsonl") if each["kind"] == "plan_changed"]
-    assert changed
-    assert changed[0]["step"] > library_run.SLOW_FROM
-    routes = [each["routes"]["1-2"] for each in lines(folder, "metrics.jsonl")]
+    run = Run(folder / "run")
+    assert run.events("plan_changed")[0]["step"] > library_run.SLOW_FROM
+    routes = [each["routes"]["1-2"] for each in run.steps]
     assert (routes[0], routes[-1]) == ("direct", "delegated")
 
 
@@ -70,9 +65,10 @@ def test_a_resumed_run_has_the_same_bits(folder):
 
 
 def test_run_files_have_every_step_once(folder):
-    assert [each["step"] for each in lines(folder, "metrics.jsonl")] == [*range(library_run.STEPS)]
-    kinds = {each["kind"] for each in lines(folder, "events.jsonl")}
-    assert {"plan_adopted", "checkpoint_saved", "resumed", "straggler_detected"} <= kinds
+    run = Run(folder / "run")
+    assert [each["step"] for each in run.steps] == [*range(library_run.STEPS)]
+    for kind in ("plan_adopted", "checkpoint_saved", "resumed", "straggler_detected"):
+        assert run.events(kind)
 
 
 def test_the_model_of_a_script_is_not_exported(folder):

@@ -53,6 +53,18 @@ def test_a_stopped_rank_is_named(train):
     assert said.startswith("error: rank 1 failed: ")
 
 
+@pytest.fixture
+def interruptible():
+    """Ranks that take SIGINT even where a shell started the tests as a background job.
+
+    Such a job inherits SIGINT as ignored, and ranks leave ignored signals alone.
+    """
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_rank_ends_the_run_with_a_save(train):
     # Long ops: reports of steps may be seconds late on a busy machine, and the run over by then.
     long = "emulation.accelerator={forward_ms: 25, backward_input_ms: 25, backward_weight_ms: 25}"

@@ -5,13 +5,9 @@ import os
 import signal
 import time
 
-import jax
 import pytest
-from in_this_process import jaxmorph, on_each_step
-from stopped_run import read_lines
-
-from jaxmorph.checkpoints.folder import CheckpointFolder, stage_path
-from jaxmorph.checkpoints.tree_files import TreeFiles
+from in_this_process import on_each_step, read_lines, train
+from stopped_run import require_same_bits
 
 CONFIG = """
 run: {steps: 40, seed: 5}
@@ -33,17 +29,11 @@ pytestmark = pytest.mark.multiprocess
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Where a run was left in peace, where one lost rank 0, and when the latter's steps came."""
-    folder = tmp_path_factory.mktemp("runs")
-    (folder / "run.yaml").write_text(CONFIG)
-    whole, disturbed = folder / "whole", folder / "disturbed"
-    taken = []
-    for out in (whole, disturbed):
-        with pytest.MonkeyPatch.context() as patch:
-            if out is disturbed:
-                kill_once(patch, taken)
-            done = jaxmorph("train", folder / "run.yaml", f"run.dir={out}")
-        assert done.returncode == 0, done.stderr
-    return whole, disturbed, taken
+    whole, taken = train(tmp_path_factory.mktemp("whole"), CONFIG), []
+    with pytest.MonkeyPatch.context() as patch:
+        kill_once(patch, taken)
+        disturbed = train(tmp_path_factory.mktemp("disturbed"), CONFIG)
+    return whole.out, disturbed.out, taken
 
 
 def kill_once(patch, taken):
@@ -57,22 +47,9 @@ def kill_once(patch, taken):
     on_each_step(patch, record_and_kill)
 
 
-def states(directory):
-    """Parameters and optimizer state of both stages after the last step."""
-    checkpoint = CheckpointFolder(directory / "checkpoints").finished(STEPS)
-    return [TreeFiles().read(stage_path(checkpoint, stage)) for stage in range(2)]
-
-
 def test_a_restarted_run_has_the_same_bits(runs):
     whole, disturbed, _ = runs
-    once, again = (read_lines(path / "metrics.jsonl") for path in (whole, disturbed))
-    assert [line["step"] for line in again] == list(range(STEPS))
-    for name in ("loss", "grad_norm"):
-        assert [line[name] for line in again] == [line[name] for line in once]
-    expected, got = states(whole), states(disturbed)
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert one.tobytes() == other.tobytes()
+    require_same_bits(whole, disturbed, last=STEPS)
 
 
 def test_events_report_failure_and_cost(runs):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from hanging_rank import QUEUES_HANG, RANK_STOPS, SIDECAR_STOPS, STOPPED
-from in_this_process import jaxmorph
-from stopped_run import read_lines
+from in_this_process import train
+from stopped_run import require_same_bits
 
 from jaxmorph.training import start
 
@@ -37,64 +37,50 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.long]
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Where a quiet run was written, and one whose launches stand still."""
-    folder = tmp_path_factory.mktemp("runs")
-    (folder / "run.yaml").write_text(CONFIG)
-    run_ranks = start.run_ranks
-    for name in ("quiet", "stalled"):
-        with pytest.MonkeyPatch.context() as patch:
-            if name == "stalled":
-                here = f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
-                patch.setenv("PYTHONPATH", here)
-                patch.setattr(
-                    start,
-                    "run_ranks",
-                    lambda module, *args, **options: run_ranks("hanging_rank", *args, **options),
-                )
-            done = jaxmorph("train", folder / "run.yaml", f"run.dir={folder / name}")
-        assert done.returncode == 0, done.stderr
-    return folder / "quiet", folder / "stalled"
+    quiet, run_ranks = train(tmp_path_factory.mktemp("quiet"), CONFIG), start.run_ranks
 
+    def run_hanging(module, *args, **options):
+        return run_ranks("hanging_rank", *args, **options)
 
-def events(run, *kinds):
-    return [each for each in read_lines(run / "events.jsonl") if each["kind"] in kinds]
+    with pytest.MonkeyPatch.context() as patch:
+        here = f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
+        patch.setenv("PYTHONPATH", here)
+        patch.setattr(start, "run_ranks", run_hanging)
+        return quiet, train(tmp_path_factory.mktemp("stalled"), CONFIG)
 
 
 def test_the_run_ends_with_the_quiet_runs_bits(runs):
-    quiet, stalled = (read_lines(run / "metrics.jsonl") for run in runs)
-    assert [line["step"] for line in stalled] == list(range(STEPS))
-    for name in ("loss", "grad_norm"):
-        assert [line[name] for line in stalled] == [line[name] for line in quiet]
+    require_same_bits(*(run.out for run in runs), last=STEPS)
 
 
 def test_events_say_what_stood_still(runs):
-    found = events(runs[1], "stalled")
+    found = runs[1].events("stalled")
     assert {each["step"] for each in found} == {QUEUES_HANG, RANK_STOPS}
     of_queues = [each["detail"] for each in found if each["step"] == QUEUES_HANG]
     assert all(", waits for its queue, its queue is at " in each for each in of_queues)
     (of_rank,) = (each["detail"] for each in found if each["step"] == RANK_STOPS)
     assert of_rank.startswith(f"rank {STOPPED} stalled: no progress for ")
     assert of_rank.endswith("its process is stopped, as by SIGSTOP")
-    failures = [each["detail"] for each in events(runs[1], "rank_failed")]
+    failures = [each["detail"] for each in runs[1].events("rank_failed")]
     assert len(failures) == 2
     assert failures[1].startswith(f"rank {STOPPED} failed: stalled: ")
 
 
 def test_a_stopped_sidecar_costs_no_restart(runs):
-    (replaced,) = events(runs[1], "sidecar_restarted")
+    (replaced,) = runs[1].events("sidecar_restarted")
     assert replaced["step"] in (SIDECAR_STOPS, SIDECAR_STOPS + 1)
     assert "no sign of life" in replaced["detail"]
 
 
 def test_nothing_stands_still_beyond_its_deadline(runs):
-    costs = [each["evidence"]["phases_s"] for each in events(runs[1], "restarted")]
+    costs = [each["evidence"]["phases_s"] for each in runs[1].events("restarted")]
     assert len(costs) == 2
     assert all(cost["detect"] + cost["tear_down"] < MOST_S for cost in costs)
-    slowest = max(line["step_s"] for line in read_lines(runs[1] / "metrics.jsonl"))
-    assert slowest < MOST_S
+    assert max(line["step_s"] for line in runs[1].steps) < MOST_S
 
 
 def test_stacks_of_all_threads_are_in_the_logs(runs):
-    logs = [path.read_text() for path in (runs[1] / "logs").rglob("rank_*.log")]
+    logs = [path.read_text() for path in (runs[1].out / "logs").rglob("rank_*.log")]
     assert any("in block_until_ready" in log for log in logs)  # the queue's own thread
     assert any("in run_or_stand_still" in log for log in logs)  # of the rank that was stopped
     assert any("in _watch" in log for log in logs)

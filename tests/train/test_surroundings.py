@@ -8,9 +8,8 @@ import time
 
 import pytest
 from four_stages import JAXMORPH, LIMIT_S, arguments_of
-from in_this_process import ROOT
+from in_this_process import ROOT, Run
 from processes import is_running
-from stopped_run import read_lines
 
 from jaxmorph.checkpoints.folder import CheckpointFolder
 
@@ -92,8 +91,7 @@ def test_a_closed_terminal_ends_in_a_save(tmp_path):
     finally:
         run.kill()
     (saved,) = CheckpointFolder(tmp_path / "out" / "checkpoints").steps()
-    assert len(read_lines(metrics)) == saved
-    (stopped,) = [each for each in read_lines(metrics.with_name("events.jsonl"))
-                  if each["kind"] == "stopped"]  # fmt: skip
+    assert len(Run(metrics.parent).steps) == saved
+    (stopped,) = Run(metrics.parent).events("stopped")
     assert stopped["detail"].startswith(f"asked to end after {saved} of 100000 steps")
     assert not is_running(run.pid)

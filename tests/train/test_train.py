@@ -12,9 +12,11 @@ import time
 from dataclasses import fields
 
 import pytest
-from four_stages import JAXMORPH, LIMIT_S, arguments_of
-from in_this_process import ROOT, jaxmorph
+from four_stages import CONFIG, JAXMORPH, LIMIT_S, arguments_of
+from in_this_process import ROOT, Run, jaxmorph, read_lines
+from in_this_process import train as train_config
 from processes import children, is_running
+from stopped_run import require_close
 
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.config import load_config
@@ -26,16 +28,8 @@ METRICS = {item.name for item in fields(StepRecord) if not item.metadata} | {"li
 pytestmark = pytest.mark.multiprocess
 
 
-def train(folder, *overrides, check=True):
-    """A finished run of CONFIG in its own folder; its output and directory."""
-    done = jaxmorph(*arguments_of(folder, *overrides))
-    if check:
-        assert done.returncode == 0, done.stderr
-    return done, folder / "out"
-
-
-def read_lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def train(folder, *overrides):
+    return train_config(folder, CONFIG, *overrides)
 
 
 def test_metrics_have_a_line_for_each_step(four_stages):
@@ -79,16 +73,8 @@ def one_stage(tmp_path_factory):
     return train(tmp_path_factory.mktemp("alone"), *ONE_STAGE)
 
 
-def require_same_losses(out, alone):
-    """Require another run's losses and norms, up to rounding."""
-    runs = (read_lines(path / "metrics.jsonl") for path in (out, alone))
-    for line, one in zip(*runs, strict=True):
-        assert line["loss"] == pytest.approx(one["loss"], rel=1e-5)
-        assert line["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
-
-
 def test_the_losses_are_those_of_one_stage(four_stages, one_stage):
-    require_same_losses(four_stages[1], one_stage[1])
+    require_close(one_stage.out, four_stages[1])
 
 
 @pytest.mark.long
@@ -98,67 +84,40 @@ def test_the_losses_of_interleaved_chunks_are_those_of_one_stage(
     one_stage, tmp_path, stages, chunks
 ):
     parallelism = f"parallelism={{stages: {stages}, chunks: {chunks}}}"
-    _, out = train(tmp_path, "schedule.name=interleaved", parallelism)
-    require_same_losses(out, one_stage[1])
-    assert {line["schedule"] for line in read_lines(out / "metrics.jsonl")} == {"interleaved"}
+    run = train(tmp_path, "schedule.name=interleaved", parallelism)
+    require_close(one_stage.out, run.out)
+    assert {line["schedule"] for line in run.steps} == {"interleaved"}
 
 
 @pytest.mark.long
 @pytest.mark.one_jax
 def test_a_costly_head_gets_fewer_layers(tmp_path, four_stages):
-    alone_in, auto_in = tmp_path / "alone", tmp_path / "auto"
-    alone_in.mkdir()
-    auto_in.mkdir()
     few = ("run.steps=4", "optimizer.warmup_steps=0", "data.vocab_size=8192")
-    _, alone = train(alone_in, *ONE_STAGE, *few)
-    done, auto = train(auto_in, "parallelism={stages: 2, layers: auto}", *few)
-    require_same_losses(auto, alone)
-    (event,) = [e for e in read_lines(auto / "events.jsonl") if e["kind"] == "layers_cut"]
+    alone = train(tmp_path / "alone", *ONE_STAGE, *few)
+    auto = train(tmp_path / "auto", "parallelism={stages: 2, layers: auto}", *few)
+    require_close(alone.out, auto.out)
+    (event,) = auto.events("layers_cut")
     assert event["detail"].startswith("3 1: slowest stage ")
     assert "under the even cut 2 2" in event["detail"]
-    assert "2, layers 3 1 (slowest stage " in done.stdout
-    _, even = four_stages
-    assert "layers_cut" not in (even / "events.jsonl").read_text()
+    assert "2, layers 3 1 (slowest stage " in auto.shown
+    assert Run(four_stages[1]).events("layers_cut") == []
 
 
-@pytest.fixture(scope="module")
-def under_a_cap(four_stages, tmp_path_factory):
-    """CONFIG with a planned schedule, and at most three live microbatches on each stage."""
+@pytest.mark.long
+@pytest.mark.one_jax
+def test_a_cap_in_bytes_holds_and_changes_no_bit(four_stages, tmp_path):
+    """A planned schedule, with at most three live microbatches on each stage."""
     _, out = four_stages
     stash = Profile.from_json(json.loads((out / "profile.json").read_text())).stash_bytes
     assert stash is not None
     caps = [3 * size for size in stash.after_forward]
     assert min(caps) > 0
     capped = ("schedule.name=adaptive", f"schedule.max_stash_bytes={caps}")
-    return train(tmp_path_factory.mktemp("capped"), *capped)
-
-
-@pytest.mark.long
-@pytest.mark.one_jax
-def test_split_schedules_repeat_the_same_bits(four_stages, under_a_cap):
-    (_, out), (_, again) = four_stages, under_a_cap
-    first, second = (read_lines(path / "metrics.jsonl") for path in (out, again))
-    assert {line["schedule"] for line in first} != {line["schedule"] for line in second}
-    assert [(m["loss"], m["grad_norm"]) for m in first] == [
-        (m["loss"], m["grad_norm"]) for m in second
-    ]
-
-
-@pytest.mark.long
-@pytest.mark.one_jax
-def test_a_cap_in_bytes_holds(four_stages, under_a_cap):
-    (_, out), (_, less) = four_stages, under_a_cap
-    assert max(read_lines(out / "metrics.jsonl")[-1]["peak_live"]) == 7
-    assert max(read_lines(less / "metrics.jsonl")[-1]["peak_live"]) <= 3
-
-
-@pytest.mark.long
-@pytest.mark.one_jax
-def test_too_low_a_cap_is_a_users_mistake(tmp_path):
-    too_low = ("schedule.max_stash_bytes=1000", "parallelism.stages=2")
-    done, _ = train(tmp_path, "schedule.name=adaptive", *too_low, check=False)
-    assert done.returncode == 2
-    assert "schedule.max_stash_bytes[0]: got 1,000 bytes, expected at least" in done.stderr
+    first, second = Run(out), train(tmp_path, *capped)
+    assert first.steps[-1]["schedule"] != second.steps[-1]["schedule"]
+    assert first.results() == second.results()
+    assert max(first.steps[-1]["peak_live"]) == 7
+    assert max(second.steps[-1]["peak_live"]) <= 3
 
 
 @pytest.mark.parametrize(
@@ -171,6 +130,10 @@ def test_too_low_a_cap_is_a_users_mistake(tmp_path):
         ),
         ("parallelism.layers=[1,1,1,2]", "got [1, 1, 1, 2], expected 4 positive counts"),
         ("model.preset=huge", "got 'huge', expected one of tiny, "),
+        (
+            "model.weights=nowhere",
+            "nowhere: no such file or folder, expected a folder with mod",
+        ),
         ("model.factory=models.none", "got 'models.none', expected gpt2, llama, or a module"),
         ("data.path=nowhere.txt", "nowhere.txt: no such file"),
         ("batch.microbatchs=3", "unknown key; did you mean 'microbatches'?"),
@@ -182,11 +145,11 @@ def test_too_low_a_cap_is_a_users_mistake(tmp_path):
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path, override, line):
-    done, out = train(tmp_path, override, check=False)
+    done = jaxmorph(*arguments_of(tmp_path, override))
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {override} (command line): {line}")
     assert done.stderr.count("\n") == 1
-    assert not out.exists()
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -197,7 +160,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path, override, line):
     ],
 )
 def test_a_late_mistake_names_file_and_key(tmp_path, override, line):
-    done, _ = train(tmp_path, override, check=False)
+    done = jaxmorph(*arguments_of(tmp_path, override))
     assert done.returncode == 2
     assert line in done.stderr
     assert done.stderr.count("\n") == 1
@@ -229,16 +192,6 @@ def finish(run):
     _, stderr = run.communicate()
     watchdog.cancel()
     return stderr
-
-
-def test_ctrl_c_ends_everything(tmp_path):
-    run, ranks = start_training(tmp_path, "parallelism.stages=2")
-    assert len(ranks) == 2
-    run.send_signal(signal.SIGINT)
-    stderr = finish(run)
-    assert run.returncode == 130, stderr
-    assert "Traceback" not in stderr
-    assert not any(map(is_running, ranks))
 
 
 SAVES = "checkpoint.every_steps=null"  # by minutes, after the last step, and when asked to end
@@ -322,12 +275,9 @@ def finished(task):
     return out, err, task.returncode
 
 
-def as_tasks_of_open_mpi(folder, num_tasks):
-    return [finished(task) for task in start_tasks_of_open_mpi(folder, num_tasks)]
-
-
 def test_tasks_of_a_cluster_job_are_ranks_of_one_run(tmp_path):
-    (out, _, first), (silent, _, second) = as_tasks_of_open_mpi(tmp_path, 2)
+    tasks = start_tasks_of_open_mpi(tmp_path, 2)
+    (out, _, first), (silent, _, second) = map(finished, tasks)
     assert (first, second) == (0, 0)
     assert "2, layers 2 2" in out
     assert "layers" not in silent
@@ -368,7 +318,7 @@ def test_a_taken_coordinators_port_is_one_line(tmp_path):
     """JAX derives it from the job's number, and serves there without looking."""
     port = (1 << 16) - (1 << 12) + os.getpid() % (1 << 12)
     with socket.create_server(("127.0.0.1", port)):
-        ((_, stderr, code),) = as_tasks_of_open_mpi(tmp_path, 1)
+        _, stderr, code = finished(*start_tasks_of_open_mpi(tmp_path, 1))
     assert code == 2
     assert f"error: --launch: got the coordinator's port {port}, on which" in stderr
     assert stderr.count("\n") == 1
@@ -376,7 +326,6 @@ def test_a_taken_coordinators_port_is_one_line(tmp_path):
 
 @pytest.mark.one_jax
 def test_a_job_of_the_wrong_size_is_refused(tmp_path):
-    results = as_tasks_of_open_mpi(tmp_path, 1)
-    ((_, stderr, code),) = results
+    _, stderr, code = finished(*start_tasks_of_open_mpi(tmp_path, 1))
     assert code == 2
     assert "parallelism.stages: got 2, expected the job's number of tasks, 1" in stderr

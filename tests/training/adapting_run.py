@@ -24,11 +24,7 @@ from jaxmorph.training.planning_process import CandidatePlanner
 _ANSWERS = 4  # of the planning process, one after another, until a plan is ready
 COSTS = StageCosts.uniform(3, 10.0, 10.0, 10.0)
 USUAL: UsualLinks = {"direct": chain_links((0.5, 0.5)), "delegated": chain_links((1.5, 1.5))}
-SIZES = {
-    "parallelism": {"stages": 3},
-    "batch": {"microbatches": 8},
-    "schedule": {"name": "zb-h2"},
-}
+SIZES = {"parallelism": {"stages": 3}, "batch": {"microbatches": 8}, "schedule": {"name": "zb-h2"}}
 CONFIG = Config.model_validate({**SIZES, "adaptation": {"enabled": True}})
 PLANNED_FOR = Profile(COSTS, USUAL["direct"])
 FIRST = plan_step(CONFIG, PLANNED_FOR)

@@ -107,10 +107,10 @@ class Stage:
             return []
         return [Stamp(transfer, 0.0, 0.5e-3) for transfer in probe_transfers(link, 1)]
 
-    def give_back(self, slots, *, sending, keep=()):
+    def free_slots(self, slots, *, sending, keep=()):
         return ()
 
-    def make_room(self, slots):
+    def add_slots(self, slots, *, sending):
         pass
 
     def message_times_ms(self):
@@ -125,7 +125,7 @@ class Mirror:
     def __init__(self, rank):
         self.rank, self.num_ranks, self.exchanges = rank, 3, 0
 
-    def exchange(self, message, detail=None, addressed=()):
+    def exchange(self, message, detail=b"", addressed=()):
         self.exchanges += 1
         return [message] * 3
 
@@ -272,7 +272,7 @@ class FailingRun:
         )
         own = StepReport(1.0, 1.0, parts=named_parts(parts))
         message = json.loads(dump(own.to_json()))
-        return StepReport.from_json(message | {DETAIL: dump(timings)}, rank)
+        return StepReport.from_json(message | {DETAIL: timings.detail()}, rank)
 
 
 def _times(span, waited_ms):

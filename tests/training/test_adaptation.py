@@ -38,14 +38,15 @@ class Stage:
     delegated = None
 
     def __init__(self, *failures):
-        self.room, self.failures, self.done, self.is_up = [], [*failures], [], True
+        self.slots, self.failures, self.done, self.is_up = [], [*failures], [], True
         self.took_ms = [0.5] * 5
 
-    def give_back(self, slots, *, sending, keep=()):
+    def free_slots(self, slots, *, sending, keep=()):
         return ()
 
-    def make_room(self, slots):
-        self.room.append(dict(slots))
+    def add_slots(self, slots, *, sending):
+        if sending:
+            self.slots.append(dict(slots))
 
     def take_link_failures(self):
         failures, self.failures = self.failures, []
@@ -118,7 +119,7 @@ def test_every_rank_swaps_once_all_have_made_room(rank):
     adaptation, rendezvous, stage, _ = on_rank(rank)
     assert adaptation.apply(7, [paths, SILENT, SILENT], announced) == PROGRAMS[rank]
     # Once when all senders have given slots back, once when all ranks have theirs.
-    assert (stage.room, rendezvous.exchanges) == ([SLOTS], 2)
+    assert (stage.slots, rendezvous.exchanges) == ([SLOTS], 3)
 
 
 def test_rank_0_records_a_morph_once():
@@ -162,7 +163,7 @@ def test_all_ranks_drop_a_morph_for_a_link_that_is_in_time_again(last_ms):
         result: Any = Result(7, *([seen_by(rank, part) for part in of_rank] for of_rank in parts))
         effect = adaptation.after(result)
         assert effect.program == (None if is_dropped else PROGRAMS[rank])
-        assert (stage.room, rendezvous.exchanges) == (([], 0) if is_dropped else ([SLOTS], 2))
+        assert (stage.slots, rendezvous.exchanges) == (([], 0) if is_dropped else ([SLOTS], 3))
     recorder = ranks[0][3]
     assert recorder.dropped == ([8] if is_dropped else [])
     assert recorder.adopted == ([] if is_dropped else [(LATE_ONCE, 8)])
@@ -260,10 +261,3 @@ def test_ends_report_their_failed_path_until_its_restore(rank, how):
     own.apply([RESTORE, UP, UP])
     assert (own.failed, own.report()) == (frozenset(), SILENT)
     assert stage.done == ([*done, ("restore", "1-2")] if is_end else [])
-
-
-def test_unwatched_paths_are_not_reported():
-    ends: Any = Stage(FAILURE)
-    own = OwnEnds(1, ends, is_watched=False)
-    assert own.report() == FAILED
-    assert own.report() == SILENT

@@ -223,8 +223,7 @@ def test_each_chunk_counts_its_own_stash():
     twice_the_first = [Op.parse(word) for word in ["F0", "F1", "BW0", "1.F0", "BW1", "1.BW0"]]
     for stage in (few, many):
         assert stage.peak_stash_bytes(twice_the_first) == max(
-            2 * stage.stashes[0].after_forward_bytes,
-            stage.stash.after_forward_bytes,
+            2 * stage.stashes[0].after_forward_bytes, stage.stash.after_forward_bytes
         )
     assert few.peak_stash_bytes(twice_the_first) < many.peak_stash_bytes(twice_the_first)
 
@@ -252,9 +251,3 @@ def test_a_plan_fits_beside_the_state():
     assert bounded.stash_bytes[0] <= room
     fixed = config_of(2)
     assert needs_of_step(fixed, model, device_bytes=1).plan == needs_of_step(fixed, model).plan
-
-
-def test_an_impossible_cap_is_a_users_mistake():
-    config = config_of(2, max_stash_bytes=1000)
-    with pytest.raises(UserError, match=r"schedule\.max_stash_bytes\[0\]: got 1,000 bytes"):
-        needs_of_step(config, build_model(config, VOCABULARY))

@@ -63,7 +63,7 @@ class FakeTrainer:
     """Records its runs; the losses of a batch sum to the number of runs so far."""
 
     def __init__(self):
-        self.params, self.ran = {}, []
+        self.params, self.ran, self.reads_extras = {}, [], False
 
     def run(self, program, inputs, step):
         self.ran.append((program, inputs, step))
@@ -94,7 +94,7 @@ def test_the_loss_is_the_mean_of_all_tokens():
     assert second.loss == (3.0 + 4.0) / (2 * MICROBATCHES * 2 * 4)
     assert 0 < first.took_s + second.took_s <= time.monotonic() - began_s
     for at, (_, inputs, _) in enumerate(trainer.ran):
-        np.testing.assert_array_equal(inputs.tokens, batches.inputs(at % 2))
+        np.testing.assert_array_equal(inputs.inputs, batches.inputs(at % 2))
         np.testing.assert_array_equal(inputs.targets, batches.targets(at % 2))
         assert inputs.loss_weight == 1.0
     assert batches.inputs(0).min() >= 49  # the other half is for training

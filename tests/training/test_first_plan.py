@@ -1,5 +1,8 @@
 """The links that an adapting run may delegate before its first step."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from test_sidecars import timeline
 
@@ -8,6 +11,7 @@ from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.records import Link
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.schedule.costs import LinkDelay, chain_links
+from jaxmorph.training import first_plan
 from jaxmorph.training.first_plan import _agree_on_delegable, planned_links, too_short_deadline
 
 FOUR = (0.5, 30.0, 0.4)
@@ -59,3 +63,35 @@ def test_links_are_planned_as_measured_unless_named():
         Link(1, 2): LinkDelay(30.0, 30.0),
         Link(2, 3): LinkDelay(5.0, 5.0),
     }
+
+
+def test_steps_are_measured_once_slots_are_registered(monkeypatch):
+    done = []
+
+    def run(*_, **__):
+        done.append("step")
+        return SimpleNamespace(reports=())
+
+    in_force = SimpleNamespace(slots={}, program=None)
+    monkeypatch.setattr(first_plan, "agree_on_plan", lambda *_: in_force)
+    monkeypatch.setattr(first_plan, "resize_slots", lambda *_: done.append("slots"))
+    monkeypatch.setattr(first_plan, "StepRunner", lambda *_, **__: SimpleNamespace(run=run))
+    monkeypatch.setattr(first_plan, "measured_timeline", lambda _: timeline(1.0, 1.0))
+    trainer: Any = SimpleNamespace(
+        await_registered_slots=lambda: done.append("registered"), sidecar_s=0.0
+    )
+    config = check_config({"parallelism": {"stages": 2}})
+    inputs: Any = None
+    stash: Any = None
+    noted: list[Any] = []
+    first_plan._warm_up(
+        config,
+        SoleRank(),
+        trainer,
+        inputs,
+        0,
+        stash,
+        noted.append,
+        noted.append,
+    )
+    assert done == ["slots", "registered", "step", "step", "step"]

@@ -23,6 +23,7 @@ from jaxmorph.records import Link, in_bytes
 from jaxmorph.runtime.rendezvous import Rendezvous, SoleRank
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.costs import CopyCosts, LinkDelay, StageCosts, StashBytes, chain_links
+from jaxmorph.training.evaluation import with_room_for_forwards
 from jaxmorph.training.host_memory import agree_on_host_room, forecast, host_room, room_in_words
 from jaxmorph.training.plan_in_force import agree_on_plan, offloaded_bytes, plan_step
 from jaxmorph.training.planning_process import CandidatePlanner
@@ -64,7 +65,7 @@ def slow_in_the_middle(stages, latency_ms) -> Profile:
 def most_taken(plan, profile, room):
     needed = slots_needed(lower_step(plan.schedule, profile, plan.routes))
     stages = plan.schedule.num_stages
-    return [max(room.taken_bytes(slots, stages)) for slots in (needed, room.within(needed))]
+    return [max(room.taken_bytes(slots, stages)) for slots in (needed, room.slots_that_fit(needed))]
 
 
 def test_sixteen_stages_keep_within_four_gib_a_rank():
@@ -93,13 +94,25 @@ def test_the_cost_of_few_slots_is_predicted_and_told():
     assert f"{1e3 * free.predicted_step_s:.1f} with " in limited.reason
     in_force = agree_on_plan(asked, SoleRank(), profile, 0, room)
     assert in_force.scarce
-    assert in_force.slots == room.within(in_force.slots)
+    assert in_force.slots == room.slots_that_fit(in_force.slots)
     simulated = in_force.simulate(profile).makespan_ms
     assert simulated == pytest.approx(1e3 * in_force.plan.predicted_step_s)
     assert simulated > replace(in_force, scarce={}).simulate(profile).makespan_ms
     assert room_in_words(in_force, room).startswith(
         "within limits.host_gib a rank has at most 512.0 MiB of slots, where its plan would use "
     )
+
+
+def test_evaluations_take_no_slots_that_training_steps_need():
+    asked = config(4, 24, host_gib=0.6, routes={"default": "delegated"})
+    profile, room = slow_in_the_middle(4, 60.0), room_of(asked)
+    trains = agree_on_plan(asked, SoleRank(), profile, 0, room)
+    both = with_room_for_forwards(trains).with_slots_that_fit(room)
+    assert both.scarce == trains.scarce
+    assert all(both.slots[channel] >= slots for channel, slots in trains.slots.items())
+    assert both.slots != with_room_for_forwards(trains).slots  # they don't fit
+    assert max(room.taken_bytes(both.slots, 4)) <= 0.6 * GIB
+    assert room_in_words(both, room) == room_in_words(trains, room)
 
 
 def test_without_a_limit_plans_are_the_same():

@@ -8,8 +8,7 @@ from jaxmorph.config import check_config
 from jaxmorph.control.link_state import LinkHealth, PathState
 from jaxmorph.control.verdicts import Evidence, KnownDirection, Verdict
 from jaxmorph.plain_json import as_object
-from jaxmorph.report import open_run_directory
-from jaxmorph.report.run_directory import LINKS
+from jaxmorph.report.run_directory import LINKS, open_run_directory
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.training.starting_point import KnownLinks, known_links
 
@@ -89,7 +88,7 @@ class Follower(SoleRank):
     def __init__(self, message):
         self._message = message
 
-    def exchange(self, message, detail=None, addressed=()):
+    def exchange(self, message, detail=b"", addressed=()):
         assert message == {"value": ()}
         return [self._message, message]
 

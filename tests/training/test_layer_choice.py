@@ -5,17 +5,12 @@ import pytest
 
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.manifest import Manifest
-from jaxmorph.config import Config, check_config
+from jaxmorph.config import check_config
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.stage.layer_costs import LayerCosts
 from jaxmorph.training import run
-from jaxmorph.training.layer_choice import (
-    choose_layers,
-    chosen_before,
-    cut_by_costs,
-    keep_choice,
-)
+from jaxmorph.training.layer_choice import choose_layers, chosen_before, cut_by_costs, keep_choice
 from jaxmorph.training.run_checkpoints import RunCheckpoints
 from jaxmorph.training.run_parts import load_parts
 
@@ -30,17 +25,20 @@ class Rank(SoleRank):
         self.rank, self.num_ranks = rank, 2
         self.sent, self._received = [], list(received)
 
-    def exchange(self, message, detail=None, addressed=()):
+    def exchange(self, message, detail=b"", addressed=()):
         self.sent.append(message)
         return [message if self.rank == 0 else self._received.pop(0), {}]
 
 
-def config_of(stages=2, accelerator=None, schedule="zb-h2", **parallelism):
-    return Config.model_validate(
+def config_of(layers: Any = "auto", stages=2, chunks=1, schedule="zb-h2", accelerator=None):
+    return check_config(
         {
-            "parallelism": {"stages": stages, "layers": "auto"} | parallelism,
+            "model": {"preset": "tiny", "width": 16, "num_heads": 2, "num_layers": 8},
+            "data": {"sequence_length": 8},
+            "parallelism": {"stages": stages, "chunks": chunks, "layers": layers},
             "emulation": {"accelerator": accelerator},
             "schedule": {"name": schedule},
+            "checkpoint": {"every_steps": 0},
         }
     )
 
@@ -113,28 +111,16 @@ HEAVY_EMBEDDING = LayerCosts(5.0, 2.0, 0.0)
 LAYERS = (range(5), range(5, 8))
 
 
-def kept_config_of(layers: Any = "auto", stages=2, chunks=1, schedule="zb-h2"):
-    return check_config(
-        {
-            "model": {"preset": "tiny", "width": 16, "num_heads": 2, "num_layers": 8},
-            "data": {"sequence_length": 8},
-            "parallelism": {"stages": stages, "chunks": chunks, "layers": layers},
-            "schedule": {"name": schedule},
-            "checkpoint": {"every_steps": 0},
-        }
-    )
-
-
 @pytest.mark.parametrize("first_step", [0, 7])
 def test_a_restart_keeps_the_measured_cut(tmp_path, monkeypatch, first_step):
     """With a checkpoint of one stage to resume from, or none."""
-    manifest = Manifest(7, (range(8),), 256, (), kept_config_of(stages=1))
+    manifest = Manifest(7, (range(8),), 256, (), config_of(stages=1))
     monkeypatch.setattr(CheckpointFolder, "manifest", lambda folder, step: manifest)
     measured = [HEAVY_HEAD, HEAVY_EMBEDDING]
     monkeypatch.setattr(run, "measured_on_rank_0", lambda *_: measured.pop(0))
 
     def launch(restarts):
-        checkpoints = RunCheckpoints(kept_config_of(), tmp_path, first_step)
+        checkpoints = RunCheckpoints(config_of(), tmp_path, first_step)
         config = checkpoints.starting_config
         model = load_parts(config).model
         return run.load_run(config, SoleRank(), model, checkpoints, restarts=restarts)
@@ -145,24 +131,24 @@ def test_a_restart_keeps_the_measured_cut(tmp_path, monkeypatch, first_step):
 
 
 def test_only_a_chosen_cut_is_kept(tmp_path):
-    keep_choice(tmp_path, kept_config_of(layers=[5, 3]), LAYERS)
-    assert chosen_before(tmp_path, kept_config_of(), 8) is None
-    keep_choice(tmp_path, kept_config_of(), LAYERS)
-    assert chosen_before(tmp_path, kept_config_of(), 8) == (5, 3)
+    keep_choice(tmp_path, config_of(layers=[5, 3]), LAYERS)
+    assert chosen_before(tmp_path, config_of(), 8) is None
+    keep_choice(tmp_path, config_of(), LAYERS)
+    assert chosen_before(tmp_path, config_of(), 8) == (5, 3)
     assert [path.name for path in tmp_path.iterdir()] == ["layers.json"]
 
 
 @pytest.mark.parametrize(
     ("config", "num_layers"),
     [
-        (kept_config_of(stages=4), 8),
-        (kept_config_of(stages=1), 8),
-        (kept_config_of(stages=1, chunks=2, schedule="interleaved"), 8),
-        (kept_config_of(), 9),
+        (config_of(stages=4), 8),
+        (config_of(stages=1), 8),
+        (config_of(stages=1, chunks=2, schedule="interleaved"), 8),
+        (config_of(), 9),
     ],
 )
 def test_other_stages_get_a_new_cut(tmp_path, config, num_layers):
-    keep_choice(tmp_path, kept_config_of(), LAYERS)
+    keep_choice(tmp_path, config_of(), LAYERS)
     assert chosen_before(tmp_path, config, num_layers) is None
 
 
@@ -171,4 +157,4 @@ def test_other_stages_get_a_new_cut(tmp_path, config, num_layers):
 )
 def test_an_unreadable_cut_is_replaced(tmp_path, text):
     (tmp_path / "layers.json").write_text(text)
-    assert chosen_before(tmp_path, kept_config_of(), 8) is None
+    assert chosen_before(tmp_path, config_of(), 8) is None

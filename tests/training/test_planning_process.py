@@ -157,18 +157,18 @@ def test_new_plans_keep_the_caps():
 
 
 def test_new_plans_keep_caps_that_home_exceeds():
-    """A fixed schedule may exceed the memory that devices report."""
-    sizes = StashBytes((10,) * 4, (5,) * 4)
+    """A fixed schedule may exceed the memory that devices report, tens of gigabytes."""
+    sizes = StashBytes((10**10,) * 4, (5 * 10**9,) * 4)
     profile = Profile(COSTS, USUAL["direct"], stash_bytes=sizes)
     first = plan_step(config(), profile, 0)
-    assert held_bytes(first, sizes) > 60
-    capped = config(schedule={"name": "zb-h2", "max_stash_bytes": 60})
+    assert held_bytes(first, sizes) > 6 * 10**10
+    capped = config(schedule={"name": "zb-h2", "max_stash_bytes": 6 * 10**10})
     for run, keeps in ((config(), False), (capped, True)):
         plans = CandidatePlanner(run, 0, first, profile, USUAL)
         *same, new = plans.make_candidates(profile, verdicts(2, 3, 60.0)).candidates
         assert all(each.plan.schedule == first.schedule for each in same)
         assert new.plan.schedule.name == "adaptive"
-        assert (held_bytes(new.plan, sizes) <= 60) is keeps
+        assert (held_bytes(new.plan, sizes) <= 6 * 10**10) is keeps
 
 
 def held_bytes(plan, sizes):
@@ -282,23 +282,6 @@ def test_a_process_that_died_is_reported_and_replaced():
         process.close()
     with pytest.raises(PlanningError, match="has been closed"):
         process.restart(FIRST)
-
-
-@pytest.mark.multiprocess
-@pytest.mark.timeout(60)
-def test_plans_keep_within_tens_of_gigabytes():
-    capped = config(schedule={"name": "zb-h2", "max_stash_bytes": [60 * 10**9] * 4})
-    profile = replace(PROFILE, stash_bytes=StashBytes((8 * 10**9,) * 4, (4 * 10**9,) * 4))
-    first = plan_step(RUN, profile)
-    process = PlanningProcess()
-    try:
-        process.begin(RunToPlan(capped, 0, first, profile, USUAL))
-        candidates = process.make_candidates(profile, SLOW).candidates
-    finally:
-        process.close()
-    new = candidates[-1].plan.schedule
-    assert new.name == "adaptive"
-    assert max(new.peak_live("B")) <= 60 // 8
 
 
 def test_a_server_survives_wrong_requests():

@@ -1,7 +1,5 @@
-import errno
 import io
 import json
-import os
 import shutil
 from concurrent.futures import Future
 from dataclasses import replace
@@ -9,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from example_step import STEP
 
 from jaxmorph.config import Config
 from jaxmorph.control.rank_times import texts_of
@@ -21,8 +20,8 @@ from jaxmorph.messages import (
     StepDone,
     StepTimelines,
 )
-from jaxmorph.records import COMPILE, PLAN, RESTORE, START, Event, EventKind, StepRecord
-from jaxmorph.report import open_run_directory
+from jaxmorph.records import COMPILE, PLAN, RESTORE, START, Event, EventKind
+from jaxmorph.report.run_directory import open_run_directory
 from jaxmorph.report.terminal import PlainReporter
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.schedule import Schedule
@@ -32,11 +31,6 @@ from jaxmorph.training.ledger import Goodput
 from jaxmorph.training.planning_client import Simulated
 from jaxmorph.training.step_recorder import TracedSteps
 
-STEP = StepRecord(
-    step=0, loss=5.0, grad_norm=1.5, step_s=0.4, tokens_per_s=10_240.0, schedule="zb-h2",
-    warmup_forwards=(1,), routes={}, predicted_step_s=0.39, bubble_rate=0.125, peak_live=(1,),
-    compilations=0,
-)  # fmt: skip
 STARTED = RunStarted("some text", 1, (1,), "zb-h2", (1,))
 TIMELINE = simulate(Schedule.from_rows("hand", ["F0 B0 W0"]), StageCosts.uniform(1, 1.0, 1.0, 1.0))
 
@@ -102,13 +96,6 @@ def test_a_run_without_samples_has_no_picture(record_of):
     assert pictures == []
 
 
-def test_a_profile_is_written(directory, record_of):
-    run_record, *_ = record_of()
-    run_record.take(ProfileUpdated({"costs": {}, "links": {}}))
-    profile = json.loads((directory.path / "profile.json").read_text())
-    assert (profile["costs"], profile["links"]) == ({}, {})
-
-
 def _timelines(step: int, around_change: bool = False) -> StepTimelines:
     return StepTimelines(step, {"planned": texts_of(TIMELINE)}, around_change)
 
@@ -149,7 +136,7 @@ def test_the_last_steps_trace_always_stays(directory, record_of, change):
     drawing.set_result(Simulated.of(TIMELINE, is_drawn=True))
     traced = TracedSteps(Config.model_validate(sections), run_record.take, lambda _: drawing)
     for step in range(10):
-        traced.record(step, expected, texts_of(TIMELINE))
+        traced.record(step, expected, ())
         if step == change:
             traced.send(EventEmitted(Event(0.0, step, EventKind.PLAN_CHANGED)))
     assert list(directory.traces()) == [9]
@@ -209,23 +196,6 @@ def test_a_picture_that_cannot_be_written_is_reported(directory, capsys):
     run_record.finish()
     assert "png: Is a directory" in capsys.readouterr().err
     assert record.PICTURE not in shown.getvalue()
-
-
-def test_a_full_disk_is_reported_once_a_file(directory, record_of, monkeypatch, capsys):
-    path = directory.path / "profile.json"
-
-    def write(profile):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-    monkeypatch.setattr(directory, "write_profile", write)
-    run_record, shown, _ = record_of()
-    for number in range(3):
-        run_record.take(ProfileUpdated({"costs": {}, "links": {}}))
-        run_record.take(_step(number))
-    assert capsys.readouterr().err == (
-        f"error: {path}: cannot be written: No space left on device; the run continues\n"
-    )
-    assert shown.getvalue().count("10,240") == 3
 
 
 def test_a_removed_directory_is_reported_once_a_file(directory, record_of, capsys):

@@ -14,7 +14,7 @@ from jaxmorph.checkpoints.manifest import stage_path
 from jaxmorph.config import Config, load_config
 from jaxmorph.data.tokens import DataDigest
 from jaxmorph.errors import UserError
-from jaxmorph.report import Reporter
+from jaxmorph.report.terminal import Reporter
 from jaxmorph.training import resume
 from jaxmorph.training.resume import (
     RunStart,

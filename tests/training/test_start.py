@@ -15,11 +15,12 @@ from jaxmorph.config import check_config
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.progress import Stall, StalledError
 from jaxmorph.runtime.rendezvous import RendezvousError, SoleRank
-from jaxmorph.training import start, start_lines
+from jaxmorph.training import job, start, start_lines
+from jaxmorph.training.job import TRY_AGAIN, _exit_code
 from jaxmorph.training.resume import RunStart, checkpoint_folder
-from jaxmorph.training.start import TRY_AGAIN, _exit_code, _log_folder
+from jaxmorph.training.run import fail_together
+from jaxmorph.training.start import _log_folder
 from jaxmorph.training.start_lines import StartLines
-from jaxmorph.training.train import fail_together
 
 
 def test_each_launch_has_its_own_logs(tmp_path):
@@ -82,9 +83,9 @@ def in_a_job(monkeypatch):
         return True, run.directory
 
     monkeypatch.setattr(start, "started_by_cluster", lambda: True)
-    monkeypatch.setattr(start, "watch_over", lambda report: None)
-    monkeypatch.setattr(start, "join_cluster", lambda *_: SoleRank())
-    monkeypatch.setattr(start, "_train_as_rank", train)
+    monkeypatch.setattr(job, "watch_over", lambda report: None)
+    monkeypatch.setattr(job, "join_cluster", lambda *_: SoleRank())
+    monkeypatch.setattr(job, "_train_as_rank", train)
     return trained
 
 
@@ -124,7 +125,7 @@ def test_all_ranks_fail_alike_where_records_cannot_be_written(rank):
     full = "metrics.jsonl: cannot be written: No space left on device"
 
     class OneOfTwo(SoleRank):
-        def exchange(self, message, detail=None, addressed=()):
+        def exchange(self, message, detail=b"", addressed=()):
             assert message == {"value": "" if rank else full}
             return [{"value": full}, {"value": ""}]
 
@@ -146,10 +147,10 @@ def test_a_job_that_waits_to_start_says_so(tmp_path, in_a_job, monkeypatch):
 
     monkeypatch.setattr(start_lines, "_LOOK_S", 0.001)
     monkeypatch.setattr(start_lines, "_EVERY_S", 0.0)
-    monkeypatch.setattr(start, "join_cluster", join)
-    monkeypatch.setattr(start, "open_reporter", lambda plain: SimpleNamespace(say=say))
+    monkeypatch.setattr(job, "join_cluster", join)
+    monkeypatch.setattr(job, "open_reporter", lambda plain: SimpleNamespace(say=say))
     one_stage = check_config({"parallelism": {"stages": 1}})
-    assert start._run_as_rank(RunStart(one_stage, directory=tmp_path), print) == ""
+    assert job.run_as_rank(RunStart(one_stage, directory=tmp_path), print) == ""
     assert in_a_job == [0]
 
 
@@ -229,13 +230,13 @@ def test_a_rank_that_may_not_save_ends_at_sigterm(monkeypatch, capsys):
         signal.raise_signal(signal.SIGTERM)
         return True, None
 
-    monkeypatch.setattr(start, "watch_over", lambda report: None)
-    monkeypatch.setattr(start, "join_cluster", lambda *_: SoleRank())
-    monkeypatch.setattr(start, "_train_as_rank", train)
-    monkeypatch.setattr(start.os, "_exit", end)
+    monkeypatch.setattr(job, "watch_over", lambda report: None)
+    monkeypatch.setattr(job, "join_cluster", lambda *_: SoleRank())
+    monkeypatch.setattr(job, "_train_as_rank", train)
+    monkeypatch.setattr(job.os, "_exit", end)
     config = {"parallelism": {"stages": 1}, "checkpoint": {"on_sigterm": False}}
     with pytest.raises(SystemExit) as ended:
-        start._run_as_rank(RunStart(check_config(config)), print)
+        job.run_as_rank(RunStart(check_config(config)), print)
     assert ended.value.code == 130
     assert capsys.readouterr().err == "error: interrupted\n"
 
@@ -245,10 +246,7 @@ def test_a_rank_that_may_not_save_ends_at_sigterm(monkeypatch, capsys):
     [
         (ZeroDivisionError("upside down"), [("failed: ZeroDivisionError: upside down", False)]),
         (RendezvousError("rank 2 is gone", rank=2), []),
-        (
-            StalledError(Stall(65.0, "step 5")),
-            [("stalled: no progress for 65 s, step 5", True)],
-        ),
+        (StalledError(Stall(65.0, "step 5")), [("stalled: no progress for 65 s, step 5", True)]),
     ],
 )
 def test_other_ranks_learn_why_one_fails(monkeypatch, capsys, error, notes):
@@ -259,8 +257,8 @@ def test_other_ranks_learn_why_one_fails(monkeypatch, capsys, error, notes):
         def notify(self, doing, *, has_stalled=False):
             sent.append((doing, has_stalled))
 
-    monkeypatch.setattr(start.os, "_exit", left.append)
-    with start._leaving_at_once([Joined()], lambda error: 75):
+    monkeypatch.setattr(job.os, "_exit", left.append)
+    with job._leaving_at_once([Joined()], lambda error: 75):
         raise error
     assert (sent, left) == (notes, [75])
     assert f"{error}" in capsys.readouterr().err

@@ -232,7 +232,7 @@ def begin(monkeypatch, run_on):
 
     now: dict = {}
     monkeypatch.setattr(first_plan, "agree_on_stash", lambda *_: None)
-    monkeypatch.setattr(first_plan, "make_room", lambda *_: "")
+    monkeypatch.setattr(first_plan, "resize_slots", lambda *_: "")
     monkeypatch.setattr(first_plan, "agree_on_sidecars", lambda *_: "")
     monkeypatch.setattr(first_plan, "_warm_up", warm_up)
 

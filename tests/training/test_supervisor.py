@@ -5,22 +5,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from example_step import STEP
 
 from jaxmorph.config.checkpoint_section import RestartPolicy
 from jaxmorph.errors import UserError
 from jaxmorph.messages import PhaseEnded, StepDone
-from jaxmorph.records import StepRecord
 from jaxmorph.runtime.launcher import PlaceTakenError, RankFailedError
 from jaxmorph.training.ledger import Goodput
 from jaxmorph.training.supervisor import Supervisor
 
 KILLED = "rank 1 failed: ended by SIGKILL\nits log: logs/rank_1.log\n  | last words"
 NUM_STEPS = 40
-STEP = StepRecord(
-    step=0, loss=5.0, grad_norm=1.5, step_s=1.0, tokens_per_s=10_240.0, schedule="zb-h2",
-    warmup_forwards=(1,), routes={}, predicted_step_s=None, bubble_rate=None, peak_live=(1,),
-    compilations=0,
-)  # fmt: skip
 
 
 class Record:

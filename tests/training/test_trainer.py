@@ -20,17 +20,14 @@ from jaxmorph.runtime.executor import StepOutcome
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rank_process import RankArguments
 from jaxmorph.runtime.rendezvous import RendezvousError, SoleRank
+from jaxmorph.runtime.report import StepTimings
 from jaxmorph.runtime.step import StepRunner
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.training import script
 from jaxmorph.training.adaptation import Adaptation
 from jaxmorph.training.callbacks import SkippedSteps, Skipping
 from jaxmorph.training.loop import Loop
-from jaxmorph.training.script import (
-    configure,
-    script_directory,
-    sections_without_effect,
-)
+from jaxmorph.training.script import configure, script_directory, sections_without_effect
 from jaxmorph.training.trainer import Trainer
 
 MODEL: Any = SimpleNamespace(num_layers=2, tied=())
@@ -189,6 +186,34 @@ def test_a_lost_peer_closes_the_trainer(monkeypatch):
     assert (closed, left) == ([RendezvousError], [True])
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_of_a_script_fail_where_a_file_cannot_be_written(rank):
+    """Only rank 0 writes; the others would begin their next trainer, and wait for it."""
+    full = "metrics.jsonl: cannot be written: No space left on device"
+
+    class OneOfTwo(SoleRank):
+        def exchange(self, message, detail=b"", addressed=()):
+            assert message == {"value": "" if rank else full}
+            return [{"value": full}, {"value": ""}]
+
+    recorder, closed = SimpleNamespace(unwritten=""), []
+    trainer: Any = Trainer.__new__(Trainer)
+    trainer._rendezvous, trainer._opened = OneOfTwo(), ExitStack()
+    trainer._training = SimpleNamespace(finish=str, recorder=recorder, saver=object())
+
+    def close():  # the recorder may find it as late as this
+        closed.append(True)
+        recorder.unwritten = "" if rank else full
+
+    trainer._opened.callback(close)
+    with pytest.raises(RunFailedError, match=f"^{full}$"):
+        trainer.close()
+    assert closed == [True]
+    # Without a directory a script's ranks don't wait for one another at the end.
+    trainer._training = SimpleNamespace(finish=str, recorder=recorder, saver=None)
+    trainer.close()
+
+
 def test_values_per_stage_need_no_stage_count(tmp_path, monkeypatch):
     monkeypatch.setattr(script, "meet", lambda *_: SimpleNamespace(num_ranks=3))
     path = tmp_path / "mine.yaml"
@@ -258,12 +283,19 @@ def trainer_of(monkeypatch):
     def trainer_of(rendezvous, next_step=0, stop_after=None, **stage):
         device = SimpleNamespace(memory_stats=lambda: None)
         whole = {"squared_norm": lambda: 4.0, "update": lambda scale: None, "events": list}
-        given = {**whole, "take_link_failures": list, "device": device, **stage}
+        given = {
+            **whole,
+            "reads_extras": False,
+            "take_link_failures": list,
+            "device": device,
+            **stage,
+        }
         own: Any = SimpleNamespace(**given)
         trainer: Any = Trainer.__new__(Trainer)
         trainer.config, trainer.rank, trainer._next_step = check_config({}), 0, next_step
         trainer._rendezvous, trainer._failed = rendezvous, FailedPaths()
-        trainer._vocab_size = None
+        trainer._stage = own
+        trainer._vocab_size = trainer._shapes = None
         skipped, none = SkippedSteps(stop_after), cast(Any, None)
         ends = Adaptation(rendezvous, own, none, None, last_step=99, adapts=False)
         runner = StepRunner(own, rendezvous, clip_norm=1.0)
@@ -271,7 +303,7 @@ def trainer_of(monkeypatch):
         trainer._training = SimpleNamespace(loop=loop, skipped=skipped)
         return trainer
 
-    monkeypatch.setattr("jaxmorph.training.trainer.cut_batch", lambda *_: None)
+    monkeypatch.setattr("jaxmorph.training.trainer.cut_batch", lambda *_, **named: None)
     return trainer_of
 
 
@@ -281,7 +313,7 @@ def test_a_step_begins_when_all_ranks_have_called(monkeypatch, trainer_of):
     def wait_for_the_last_rank():
         clock_s[0] = max(clock_s[0], 5.0)
 
-    def exchange(message, detail=None, addressed=()):
+    def exchange(message, detail=b"", addressed=()):
         wait_for_the_last_rank()
         details.append(detail)
         return [message]
@@ -298,7 +330,7 @@ def test_a_step_begins_when_all_ranks_have_called(monkeypatch, trainer_of):
     metrics = trainer_of(rendezvous, 7, run=run).step(None)
     assert (metrics.step, metrics.grad_norm, metrics.step_s) == (7, 2.0, 1.0)
     assert metrics.failed_links == ()
-    (span,) = timeline_of([details[-1]]).spans()
+    (span,) = timeline_of([StepTimings.of_detail(details[-1])]).spans()
     assert (str(span.op), span.start_ms, span.end_ms) == ("F0", 750.0, 1000.0)
 
 
@@ -358,12 +390,12 @@ def test_a_trainer_after_jax_is_refused(monkeypatch):
 def test_forwards_have_slots_for_any_number_of_microbatches():
     asked = []
     trainer: Any = SimpleNamespace(
-        _has_room=None,
+        _has_slots_for=None,
         _training=None,
-        _stage=SimpleNamespace(make_room=asked.append),
+        _stage=SimpleNamespace(add_slots=lambda slots, sending: asked.append(slots)),
         _rendezvous=SoleRank(),
         config=check_config({"batch": {"microbatches": 6}}),
     )
     sends = Send(Transfer(Payload.ACTIVATION, 0, 1, 0), "delegated")
-    Trainer._make_room(trainer, cast(Any, SimpleNamespace(instructions=[sends])))
-    assert asked == [{channel_of(sends.transfer): 8}]  # slots are a power of two
+    Trainer._add_slots_for_forwards(trainer, cast(Any, SimpleNamespace(instructions=[sends])))
+    assert asked == [{channel_of(sends.transfer): 8}] * 2  # slots are a power of two

@@ -19,7 +19,7 @@ class OneOfTwo(SoleRank):
     def __init__(self, rank):
         self.rank = rank
 
-    def exchange(self, message, detail=None, addressed=()):
+    def exchange(self, message, detail=b"", addressed=()):
         (own,) = super().exchange(message, detail)
         whole = {"value": {"file": "", "got": "", "expected": ""}}
         other = whole if isinstance(message["value"], dict) else own

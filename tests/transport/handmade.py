@@ -6,13 +6,11 @@ from typing import Any
 
 from exchanges import SECRET
 
-from jaxmorph.transport.connecting import sign_introduction, sign_welcome, transcript
+from jaxmorph.transport.connecting import sign_introduction, transcript
 from jaxmorph.transport.plane import TransportSettings
 from jaxmorph.transport.secret import new_nonce, plain_check, seals
 from jaxmorph.transport.wire import (
     TO_DIALLER,
-    TO_LISTENER,
-    TO_RECEIVER,
     TO_SENDER,
     Challenge,
     FrameReader,
@@ -97,17 +95,3 @@ class Guest(Handmade):
         assert isinstance(answer, Welcome)
         self._reader.accept(TO_SENDER)
         self.authenticate(self.challenge, introduction, answer, is_caller=True)
-
-
-class HandmadeReceiver(Handmade):
-    """Rank 1's end of the lane that rank 0's sidecar dials next."""
-
-    def __init__(self, listener):
-        super().__init__(listener.accept()[0], TO_LISTENER)
-        challenge = Challenge(new_nonce())
-        self.send(challenge)
-        self.introduction = self.receive_next(Introduce)
-        answer = Welcome(rank=1, generation=1, algorithm=2)
-        self.send(sign_welcome(SECRET, challenge, self.introduction, answer))
-        self.authenticate(challenge, self.introduction, answer, is_caller=False)
-        self._reader.accept(TO_RECEIVER)

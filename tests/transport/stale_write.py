@@ -1,4 +1,4 @@
-"""A write that is stuck in a network until its slot is reused; argument: `fenced` or not.
+"""A write that is stuck in a network until its slot is reused.
 
 Two lanes lead to one slot. The first lane's write is stuck, because its receiving agent is not
 polled, as if its network had failed; the second lane brings the chunk, and then the slot's next
@@ -8,7 +8,6 @@ libraries of network cards may crash.)
 
 import json
 import socket
-import sys
 import time
 
 import numpy as np
@@ -18,7 +17,7 @@ from jaxmorph.transport.event_loop import EventLoop
 from jaxmorph.transport.lanes import LaneError, TcpLane
 from jaxmorph.transport.message_states import ProtocolError
 from jaxmorph.transport.names import ChannelName
-from jaxmorph.transport.nixl_lanes import NixlReceivingLane, NixlSendingLane
+from jaxmorph.transport.nixl_lanes import NixlSendingLane
 from jaxmorph.transport.receiving_link import IncomingChannel, ReceivingLink
 from jaxmorph.transport.slots import Slots
 from jaxmorph.transport.wire import (
@@ -99,9 +98,7 @@ class Ranks:
         return values
 
 
-def main(fenced):
-    if not fenced:
-        NixlReceivingLane.fence = lambda self, chunk: None
+def main():
     ranks = Ranks()
     ranks.bring(STUCK, 0, 10)
     first = ranks.take()
@@ -127,4 +124,4 @@ def main(fenced):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] == "fenced")
+    main()

@@ -145,12 +145,22 @@ def test_closing_waits_for_what_can_be_delivered(rank, clock, happens, ends_s):
     assert (rank._sidecar.ended, clock.now_s) == ("closed", ends_s)
 
 
+def met(rank):
+    """The peers that a new sidecar would learn were connected."""
+    (peers,) = (record["peers"] for record, _ in rank._set_up(2) if record["kind"] == "met")
+    return peers
+
+
 def test_reports_on_peers_of_an_earlier_connect_change_nothing(rank):
-    gone = {"kind": "peer_gone", "peer": 1, "reason": "it has ended"}
+    up, gone = {"kind": "lane_up", "peer": 1}, {"kind": "peer_gone", "peer": 1, "reason": "ended"}
     rank.connect({1: [("127.0.0.1", 10)]}, SECRET)
-    rank._sidecar.received({**gone, "connect_number": 1})
+    for late in (up, gone):
+        rank._sidecar.received({**late, "connect_number": 1})
+    assert met(rank) == []
     for _ in range(3):
         post(rank)
+    rank._sidecar.received({**up, "connect_number": 2})
+    assert met(rank) == [1]
     rank._sidecar.received({**gone, "connect_number": 2})
     with pytest.raises(PeerGoneError):
         post(rank)

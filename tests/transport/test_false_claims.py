@@ -1,27 +1,20 @@
 """A member of the run that sends impossible claims loses its connection; no data is lost."""
 
 import contextlib
-import queue
-import socket
 import time
 from typing import Any, cast
 
 import pytest
-from exchanges import BACK, PATIENCE_S, SECRET, THERE, send, spec
-from handmade import HandmadeReceiver
 from hostile_peer import Connection, Loop
 from lone_sender import CHUNK_BYTES, NAME, NUM_SLOTS, SLOT_BYTES, LoneSender
 
-from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.event_loop import READ
 from jaxmorph.transport.lanes import TcpLane
 from jaxmorph.transport.names import add, distance
-from jaxmorph.transport.plane import TransportSettings
 from jaxmorph.transport.receiving_link import ReceivingLink
 from jaxmorph.transport.wire import (
     TO_RECEIVER,
     Acknowledge,
-    Chunk,
     Credit,
     FrameReader,
     Gone,
@@ -174,75 +167,3 @@ def test_senders_are_refused_the_same_lies(frame):
     assert connection.is_closed
     assert [report["kind"] for report in reports] == ["lane_closed"]
     assert link.statistics()["violations"] == 1
-
-
-@pytest.fixture
-def dialling():
-    """Rank 0, and a listener of the test's for it to dial."""
-    with contextlib.ExitStack() as closing:
-        settings = TransportSettings(lanes=1)
-        plane = SidecarPlane.start(0, [spec(THERE)], [spec(BACK)], settings)
-        closing.callback(plane.close, flush=False)
-        listener = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
-        listener.settimeout(PATIENCE_S)
-        yield plane, listener
-
-
-def test_a_sidecar_survives_impossible_counts(dialling):
-    plane, listener = dialling
-    plane.connect({1: [listener.getsockname()]}, SECRET)
-    with HandmadeReceiver(listener) as receiver:
-        receiver.send(Resume(THERE, 1, 5))
-        assert receiver.is_dropped()
-    with HandmadeReceiver(listener) as receiver:
-        receiver.send(Resume(THERE, 0, 4))
-        send(plane, THERE, 0, 10)
-        assert receiver.receive_next(Chunk).sequence == 0
-        receiver.send(Acknowledge(THERE, 0, 0, 1, 5))
-        for number in range(1, 5):  # the last has the slot of the first
-            send(plane, THERE, number, 10)
-        assert plane.statistics()["peers"]["1"]["sending"]["violations"] == 1
-
-
-class InterceptedRecords:
-    """Intercepts a sidecar's records and passes them on when the test asks."""
-
-    def __init__(self, plane):
-        self._plane, self._records = plane, queue.SimpleQueue()
-        plane._sidecar._received = self._records.put
-
-    def next_of(self, kind):
-        while (record := self._records.get(timeout=PATIENCE_S))["kind"] != kind:
-            pass
-        return record
-
-    def pass_on(self, record):
-        self._plane._handle(record)
-
-
-def met(plane):
-    """The peers that a new sidecar would learn were connected."""
-    (peers,) = (record["peers"] for record, _ in plane._set_up(2) if record["kind"] == "met")
-    return peers
-
-
-def test_reports_of_an_earlier_connect_are_ignored(dialling):
-    plane, listener = dialling
-    records = InterceptedRecords(plane)
-    plane.connect({1: [listener.getsockname()]}, SECRET)
-    with HandmadeReceiver(listener) as receiver:
-        late = [records.next_of("lane_up")]
-        receiver.send(Gone(1, "its trainer has ended"))
-        late.append(records.next_of("peer_gone"))
-        first_generation = receiver.introduction.generation
-    plane.connect({1: [listener.getsockname()]}, SECRET)
-    for record in late:
-        records.pass_on(record)
-    assert met(plane) == []
-    with pytest.raises(TimeoutError):
-        plane.take(BACK, time.monotonic())
-    with HandmadeReceiver(listener) as receiver:
-        # New engines don't know chunks that were acknowledged before.
-        assert receiver.introduction.generation > first_generation
-        records.pass_on(records.next_of("lane_up"))
-    assert met(plane) == [1]

@@ -23,7 +23,7 @@ from processes import is_running
 
 from jaxmorph.progress import Page, progress
 from jaxmorph.transport.client import SidecarPlane
-from jaxmorph.transport.names import PeerGoneError, TransportError
+from jaxmorph.transport.names import NotAtRestError, PeerGoneError, TransportError
 from jaxmorph.transport.plane import TransportSettings
 from jaxmorph.transport.several_sidecars import SeveralSidecars, sidecars_needed
 from jaxmorph.transport.sidecar_trial import try_sidecars
@@ -74,6 +74,10 @@ def test_a_stopped_sidecar_is_replaced_though_another_lives():
         wait_for(lambda: plane.sidecar_pids[1] != stopped, "a restart")
         assert not is_running(stopped)
         assert plane.sidecar_pids[0] == other
+        found = []
+        wait_for(lambda: found.extend(plane.events()) or found, "its event")
+        assert [each["kind"] for each in found] == ["sidecar_restarted"]
+        assert "no sign of life" in found[0]["reason"]
     page.close()
 
 
@@ -117,6 +121,18 @@ def test_other_sidecars_take_over_between_steps():
             send(planes[0], THERE, number, 10)
         for number in range(1, 9):
             receive(planes[1], THERE, number, 10)
+        # One reserved message keeps the slots of all, and later they get others.
+        exchange(planes, 9)
+        slot = planes[0].reserve(THERE, soon())
+        with pytest.raises(NotAtRestError):
+            planes[0].resize(THERE, 16, 0.05)
+        planes[0].resize(THERE, 8, 0.0)  # it has these, so nothing must be at rest
+        assert [each._outgoing[THERE].slots.num_slots for each in planes[0].planes] == [2] * 4
+        slot.post(0, ())
+        slot.complete()
+        planes[1].take(THERE, soon()).release()
+        planes[0].resize(THERE, 16)
+        assert [each._outgoing[THERE].slots.num_slots for each in planes[0].planes] == [4] * 4
         assert [len(plane.planes) for plane in planes] == [4, 4]
         assert isinstance(planes[0].planes[3], SidecarPlane)
 

@@ -11,7 +11,7 @@ from jaxmorph.config import Config, load_config
 from jaxmorph.errors import UserError
 from jaxmorph.plain_json import parse, without_sum
 from jaxmorph.records import Event, StepRecord
-from jaxmorph.report.draw import read_chrome_trace
+from jaxmorph.report.draw.trace import read_chrome_trace
 from jaxmorph.report.run_directory import (
     CONFIG,
     EVENTS,

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from jaxmorph.config import Config, dump_config
-from jaxmorph.report.draw import chrome_trace
+from jaxmorph.report.draw.trace import chrome_trace
+from jaxmorph.report.run_directory import plain_json
 from jaxmorph.schedule.costs import StageCosts, chain_links
 from jaxmorph.schedule.fixed import zb_h2
 from jaxmorph.schedule.simulate import simulate
@@ -94,6 +95,17 @@ def make_run(tmp_path) -> Callable[..., Path]:
 def morphed_run(make_run) -> Path:
     """A run that morphed because of a slow link."""
     return make_run(morphing_steps(), EVENTS, traced=[0, 10, 18, 19, 20, 21, 22, 23, 24, 39])
+
+
+@pytest.fixture
+def compared(tmp_path, made_up) -> Path:
+    """The directory of a comparison with timelines."""
+    (path := tmp_path / "compared").mkdir()
+    timeline = simulate(zb_h2(2, 3), StageCosts.uniform(2, 10.0, 10.0, 10.0)).to_json()
+    timelines = {"healthy": {"zb": timeline | {"step_ms": 125.0}}, "slow": {"zb": timeline}}
+    (path / "results.json").write_text(json.dumps(plain_json(made_up.to_json())))
+    (path / "timelines.json").write_text(json.dumps(timelines))
+    return path
 
 
 class PageFacts(HTMLParser):

@@ -1,18 +1,9 @@
 from dataclasses import replace
 
-from jaxmorph.records import Event, StepRecord
-from jaxmorph.report.page.changes import (
-    count_morphs,
-    find_changes,
-    is_decision,
-    steps_to_show,
-)
+from example_step import STEP
 
-STEP = StepRecord(
-    step=0, loss=5.0, grad_norm=1.5, step_s=0.1, tokens_per_s=10_240.0, schedule="",
-    warmup_forwards=(1,), routes={}, predicted_step_s=None, bubble_rate=None, peak_live=(1,),
-    compilations=0,
-)  # fmt: skip
+from jaxmorph.records import Event, StepRecord
+from jaxmorph.report.page.changes import count_morphs, find_changes, is_decision, steps_to_show
 
 
 def _steps(plans: str) -> list[StepRecord]:

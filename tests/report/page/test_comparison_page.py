@@ -7,20 +7,12 @@ from jaxmorph.report.page.comparison_page import comparison_page, result_sentenc
 from jaxmorph.report.page.files import read_comparison_files
 from jaxmorph.report.run_directory import plain_json
 from jaxmorph.report.run_matrix import Matrix
-from jaxmorph.schedule.costs import StageCosts
-from jaxmorph.schedule.fixed import zb_h2
-from jaxmorph.schedule.simulate import simulate
-
-TIMELINE = simulate(zb_h2(2, 3), StageCosts.uniform(2, 10.0, 10.0, 10.0)).to_json()
 
 
 @pytest.fixture
-def page(tmp_path, made_up, parse):
+def page(compared, parse):
     """The parsed page of a comparison's directory."""
-    (tmp_path / "results.json").write_text(json.dumps(plain_json(made_up.to_json())))
-    timelines = {"healthy": {"zb": TIMELINE | {"step_ms": 125.0}}, "slow": {"zb": TIMELINE}}
-    (tmp_path / "timelines.json").write_text(json.dumps(timelines))
-    return parse(comparison_page(read_comparison_files(tmp_path)))
+    return parse(comparison_page(read_comparison_files(compared)))
 
 
 def test_a_matrix_survives_json(made_up):

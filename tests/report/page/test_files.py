@@ -18,15 +18,6 @@ def test_a_run_is_read_with_its_steps_events_and_traces(morphed_run):
     assert files.num_unreadable == 0
 
 
-def test_a_truncated_line_is_skipped_and_counted(morphed_run):
-    for name in ("metrics.jsonl", "events.jsonl"):
-        text = (morphed_run / name).read_text()
-        (morphed_run / name).write_text(text[:-30])
-    files = read_run_files(morphed_run)
-    assert (files.steps[-1].step, files.events[-1].kind) == (38, "plan_changed")
-    assert files.num_unreadable == 2
-
-
 def test_invalid_lines_are_skipped_but_unknown_numbers_stay(make_run):
     unknown = {"step": 3, "step_s": 0.5, "later": "version"}
     known = {"step": 1, "step_s": 0.5, "link_ms": {"0>1": None, "1>0": 2}}

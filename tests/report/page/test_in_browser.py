@@ -10,10 +10,6 @@ from pathlib import Path
 import pytest
 
 from jaxmorph.report.page import write_report
-from jaxmorph.report.run_directory import plain_json
-from jaxmorph.schedule.costs import StageCosts
-from jaxmorph.schedule.fixed import zb_h2
-from jaxmorph.schedule.simulate import simulate
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -65,17 +61,7 @@ def _laid_out(page: Path, profile: Path) -> list[dict]:
     return json.loads(unescape(found[1]))
 
 
-@pytest.fixture
-def comparison(tmp_path, made_up) -> Path:
-    path = tmp_path / "compared"
-    path.mkdir()
-    timeline = simulate(zb_h2(2, 3), StageCosts.uniform(2, 10.0, 10.0, 10.0)).to_json()
-    (path / "results.json").write_text(json.dumps(plain_json(made_up.to_json())))
-    (path / "timelines.json").write_text(json.dumps({"slow": {"zb": timeline}}))
-    return path
-
-
-@pytest.mark.parametrize("kind", ["morphed_run", "comparison"])
+@pytest.mark.parametrize("kind", ["morphed_run", "compared"])
 def test_no_page_is_wider_than_its_window(kind, request, tmp_path):
     page = write_report(request.getfixturevalue(kind))
     measured = _laid_out(page, tmp_path / "profile")

@@ -4,7 +4,6 @@ import pytest
 
 from jaxmorph.cli.app import main
 from jaxmorph.config import Config, dump_config
-from jaxmorph.report.run_directory import plain_json
 
 
 def _main(capsys, *words: str) -> tuple[int | str | None, str, str]:
@@ -35,11 +34,11 @@ def test_invalid_unicode_is_replaced(make_run, capsys):
 @pytest.mark.parametrize(
     ("name", "shown"), [("made up", "made up"), ("$ \ud800<i>\u6587", "$ ?&lt;i&gt;\u6587")]
 )
-def test_a_comparison_has_a_page(tmp_path, made_up, capsys, name, shown):
-    text = json.dumps(plain_json(made_up.to_json()))
-    (tmp_path / "results.json").write_text(text.replace('"made up"', json.dumps(name)))
-    assert _main(capsys, str(tmp_path))[0] == 0
-    assert f"<title>Comparison {shown}</title>" in (tmp_path / "report.html").read_text()
+def test_a_comparison_has_a_page(compared, capsys, name, shown):
+    results = compared / "results.json"
+    results.write_text(results.read_text().replace('"made up"', json.dumps(name)))
+    assert _main(capsys, str(compared))[0] == 0
+    assert f"<title>Comparison {shown}</title>" in (compared / "report.html").read_text()
 
 
 COMPARES = Config.model_validate({"compare": {"conditions": [{"name": "healthy"}]}})

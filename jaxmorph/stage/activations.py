@@ -1,0 +1,181 @@
+"""Activations of several arrays, which programs carry and ranks send as one.
+
+A model's `embed` may return a tuple or a dictionary of arrays, which its layers take and return and
+its head takes. Programs, routes, slots and checks of payloads know one array of one type, so the
+tree is packed into [microbatch, elements] where one of these functions returns it, and unpacked
+where one takes it.
+
+Floats are packed in the type to which all of them convert without loss. An integer or a bool is
+packed as the digits of its bits, small whole numbers that such a float holds exactly: as numbers
+they would be rounded, and as raw bits they could be a NaN, which a device may change. They have no
+gradient.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce, wraps
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmorph.errors import UserError
+from jaxmorph.stage.model import PipelineModel, aux_weights_of, without_randomness
+
+_BITS_OF_A_DIGIT = {7: 8, 10: 8, 23: 16, 52: 16}
+"""By a float's bits of mantissa, which must hold a digit."""
+
+
+def with_one_activation(
+    model: PipelineModel, inputs: Any
+) -> tuple[PipelineModel, jax.ShapeDtypeStruct]:
+    """Returns the model with activations of one array, and that array's shape.
+
+    A model whose activations are one array is returned as it is.
+
+    Args:
+      inputs: what `embed` takes of one microbatch, as shapes.
+
+    Raises:
+      UserError: the activations can't be packed.
+    """
+    params = jax.eval_shape(model.init_embed, jax.eval_shape(jax.random.key, 0))
+    activations = jax.eval_shape(without_randomness(model.embed), params, inputs)
+    if isinstance(activations, jax.ShapeDtypeStruct):
+        return model, activations
+    microbatch_size = jax.tree.leaves(inputs)[0].shape[0]
+    layout = _Layout.of(activations, microbatch_size)
+    packing: Any = _Packing(model, layout)
+    return packing, jax.eval_shape(layout.pack, activations)
+
+
+class _Packing:
+    """A model's embedding, layers and head with packed activations; the rest is the model's own."""
+
+    def __init__(self, model: PipelineModel, layout: "_Layout"):
+        has_aux = bool(aux_weights_of(model))
+        self._model = model
+
+        @wraps(model.embed)  # so its signature still says what it takes by name
+        def embed(params: Any, inputs: Any, **named: Any) -> jax.Array:
+            return layout.pack(model.embed(params, inputs, **named))
+
+        @wraps(model.layer)
+        def layer(params: Any, x: jax.Array, **named: Any) -> Any:
+            result: Any = model.layer(params, layout.unpack(x), **named)
+            return (layout.pack(result[0]), *result[1:]) if has_aux else layout.pack(result)
+
+        @wraps(model.head)
+        def head(params: Any, x: jax.Array, targets: Any, **named: Any) -> jax.Array:
+            return model.head(params, layout.unpack(x), targets, **named)
+
+        self.embed: Callable[..., Any] = embed
+        self.layer: Callable[..., Any] = layer
+        self.head: Callable[..., Any] = head
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """Where the leaves of a tree lie in a row of the packed array.
+
+    Attributes:
+      leaves: the type and the shape of each leaf without its first axis, the microbatch.
+      dtype: of the packed array.
+    """
+
+    structure: Any
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+    dtype: Any
+
+    @staticmethod
+    def of(activations: Any, microbatch_size: int) -> "_Layout":
+        leaves, structure = jax.tree.flatten(activations)
+        for path, leaf in jax.tree.leaves_with_path(activations):
+            _check(f"activations{jax.tree_util.keystr(path)}", leaf, microbatch_size)
+        floats = [_wide(leaf.dtype) for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+        if not floats:
+            raise UserError(
+                f"embed: got activations {_shapes(activations)}, expected an array of floats among "
+                "them, by which gradients reach the embedding"
+            )
+        rows = tuple(jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in leaves)
+        return _Layout(structure, rows, reduce(jnp.promote_types, floats))
+
+    def pack(self, activations: Any) -> jax.Array:
+        """Returns the array [microbatch, elements] of a tree of this layout."""
+        leaves, structure = jax.tree.flatten(activations)
+        rows = tuple((np.shape(leaf)[1:], jnp.result_type(leaf)) for leaf in leaves)
+        if structure != self.structure or rows != tuple((r.shape, r.dtype) for r in self.leaves):
+            expected = jax.tree.unflatten(self.structure, self.leaves)
+            raise UserError(
+                f"layer: got activations {_shapes(activations, 1)} of each example, expected what "
+                f"embed returns: {_shapes(expected)}"
+            )
+        flat = [self._floats(leaf).reshape(leaf.shape[0], -1) for leaf in leaves if leaf.size]
+        return jnp.concatenate(flat, axis=1)
+
+    def unpack(self, packed: jax.Array) -> Any:
+        """Returns the tree that `pack` was given."""
+        sizes = [math.prod(self._float_shape(row)) for row in self.leaves]
+        parts = jnp.split(packed, np.cumsum(sizes)[:-1], axis=1)
+        leaves = [self._leaf(*pair) for pair in zip(parts, self.leaves, strict=True)]
+        return jax.tree.unflatten(self.structure, leaves)
+
+    def _floats(self, leaf: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            leaf = leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
+            leaf = lax.bitcast_convert_type(leaf, self._digit(leaf.dtype))
+        return leaf.astype(self.dtype)
+
+    def _leaf(self, part: jax.Array, row: jax.ShapeDtypeStruct) -> jax.Array:
+        part = part.reshape(part.shape[0], *self._float_shape(row))
+        if jnp.issubdtype(row.dtype, jnp.floating):
+            return part.astype(row.dtype)
+        digits = part.astype(self._digit(row.dtype))
+        if row.dtype == jnp.bool_:
+            return digits.astype(jnp.bool_)
+        return lax.bitcast_convert_type(digits, row.dtype)
+
+    def _float_shape(self, row: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+        if jnp.issubdtype(row.dtype, jnp.floating):
+            return row.shape
+        digits = row.dtype.itemsize // self._digit(row.dtype).itemsize
+        return row.shape if digits == 1 else (*row.shape, digits)
+
+    def _digit(self, dtype: Any) -> np.dtype:
+        """The type of an integer's digits: bitcasts to it add an axis if there are several."""
+        bits = min(_BITS_OF_A_DIGIT[jnp.finfo(self.dtype).nmant], 8 * dtype.itemsize)
+        return np.dtype(f"uint{bits}")
+
+
+def _wide(dtype: Any) -> Any:
+    """Types of 8 bits convert without loss to bfloat16, but to no common one of their own."""
+    return jnp.bfloat16 if dtype.itemsize == 1 else dtype
+
+
+def _check(name: str, leaf: jax.ShapeDtypeStruct, microbatch_size: int) -> None:
+    is_sent = any(jnp.issubdtype(leaf.dtype, kind) for kind in (jnp.floating, jnp.integer, bool))
+    if not is_sent or leaf.dtype.name.endswith(("int2", "int4")):
+        raise UserError(
+            f"embed: {name}: got {leaf.dtype}, expected floats, bools or integers of 8 bits or more"
+        )
+    if leaf.shape[:1] != (microbatch_size,):
+        raise UserError(
+            f"embed: {name}: got the shape {list(leaf.shape)}, expected [{microbatch_size}, ...]: "
+            "the microbatch is the first axis of every array"
+        )
+
+
+def _shapes(activations: Any, skip: int = 0) -> str:
+    """A tree's types and shapes, without the first axes."""
+    pairs = jax.tree.leaves_with_path(activations)
+    names = ((jax.tree_util.keystr(path) or "one array", leaf) for path, leaf in pairs)
+    return ", ".join(
+        f"{name} {jnp.result_type(leaf)}{list(np.shape(leaf)[skip:])}" for name, leaf in names
+    )

@@ -1,0 +1,203 @@
+"""Batches of a user's own: trees of arrays, checked and cut into microbatches."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmorph.config import Config
+from jaxmorph.data.tokens import DataDigest
+from jaxmorph.errors import UserError
+from jaxmorph.stage.model import MicrobatchShapes, Tree
+from jaxmorph.training.model_factory import load_factory
+
+ROWS = "batch.microbatches times batch.microbatch_size"
+
+
+def parts_of(batch: Sequence[Any]) -> tuple[Tree, Tree, Mapping[str, Tree]]:
+    """A batch's inputs, targets and extras.
+
+    Raises:
+        UserError: It is no sequence of two or three.
+    """
+    try:
+        inputs, targets, *extras = batch
+        if len(extras) > 1:
+            raise ValueError(batch)
+    except (TypeError, ValueError) as error:
+        got = type(batch).__name__
+        raise UserError(
+            f"batch: got {got}, expected a pair of tokens and targets, or inputs, targets and "
+            "a dictionary of extras"
+        ) from error
+    return inputs, targets, extras[0] if extras else {}
+
+
+def shapes_of(
+    where: str, trees: tuple[Tree, Tree, Mapping[str, Tree]], num_examples: int, size: int
+) -> MicrobatchShapes:
+    """The shapes of one microbatch of a step's inputs, targets and extras.
+
+    Args:
+        where: What errors begin with.
+        num_examples: Those of a step, by which every array begins.
+        size: The examples of a microbatch.
+
+    Raises:
+        UserError: An array begins otherwise, or there is none among inputs or among targets.
+    """
+
+    def shape(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        array = np.asarray(leaf)
+        name = _name(path)
+        if array.dtype == object:
+            raise UserError(f"{where}: got {name} of {type(leaf).__name__}, expected arrays")
+        if array.shape[:1] != (num_examples,):
+            raise UserError(
+                f"{where}: got {name} of shape {list(array.shape)}, expected [{num_examples}, "
+                f"...]: {ROWS}"
+            )
+        dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+        return jax.ShapeDtypeStruct((size, *array.shape[1:]), dtype)
+
+    inputs, targets, extras = trees
+    named = {"inputs": inputs, "targets": targets, "extras": extras}
+    if not isinstance(extras, Mapping):
+        got = type(extras).__name__
+        raise UserError(f"{where}: got extras of {got}, expected a dictionary of arrays by name")
+    for name in ("inputs", "targets"):
+        if not jax.tree.leaves(named[name]):
+            raise UserError(f"{where}: got {name} without arrays, expected at least one")
+    found = jax.tree.map_with_path(shape, named)
+    return MicrobatchShapes(found["inputs"], found["targets"], dict(found["extras"]))
+
+
+def cut_tree(
+    where: str, name: str, tree: Tree, expected: Tree, microbatches: int, rows: str = ROWS
+) -> Tree:
+    """A step's tree as arrays [microbatches, microbatch size, ...].
+
+    Args:
+        where: What errors begin with.
+        name: Of the tree, in errors.
+        expected: The shapes of one microbatch.
+        rows: Why arrays have the shape that is expected.
+
+    Raises:
+        UserError: The tree has another structure, or an array another shape or dtype.
+    """
+    got, wanted = jax.tree.structure(tree), jax.tree.structure(expected)
+    if got != wanted:
+        named = f"{got}".removeprefix("PyTreeDef"), f"{wanted}".removeprefix("PyTreeDef")
+        raise UserError(f"{where}: got {name} as {named[0]}, expected {named[1]}")
+
+    def cut(path: Any, leaf: Any, shape: jax.ShapeDtypeStruct) -> np.ndarray:
+        array, full = np.asarray(leaf), f"{name}{jax.tree_util.keystr(path)}"
+        if not _is_like(array.dtype, shape.dtype):
+            wanted = "whole numbers" if shape.dtype.kind in "iu" else str(shape.dtype)
+            raise UserError(f"{where}: got {full} of {array.dtype}, expected {wanted}")
+        in_parts = (microbatches, *shape.shape)
+        whole = (microbatches * shape.shape[0], *shape.shape[1:])
+        if array.shape not in (whole, in_parts):
+            got, expected = list(array.shape), list(whole)
+            raise UserError(f"{where}: got {full} of shape {got}, expected {expected}: {rows}")
+        return array.astype(shape.dtype, copy=False).reshape(in_parts)
+
+    return jax.tree.map_with_path(cut, tree, expected)
+
+
+def _is_like(got: Any, expected: Any) -> bool:
+    """Whether numbers of one type stand for those of the other: both whole, or both floats."""
+    kinds = (jnp.integer, jnp.floating, jnp.bool_)
+    return any(jnp.issubdtype(got, kind) and jnp.issubdtype(expected, kind) for kind in kinds)
+
+
+def _name(path: Any) -> str:
+    root, *rest = path
+    return f"{root.key}{jax.tree_util.keystr(tuple(rest))}"
+
+
+class OwnBatches:
+    """The batches of an object that `data.factory` made, cut into microbatches.
+
+    Its shapes are those of step 0.
+
+    Raises:
+        UserError: A batch of another structure, shape or dtype.
+    """
+
+    def __init__(self, config: Config, source: Any, name: str = "build_data") -> None:
+        self._source, self._sizes = source, config.batch
+        self._where = f"data.factory: {config.data.factory}"
+        lacking = [each for each in ("inputs", "targets") if not callable(getattr(source, each, 0))]
+        if lacking:
+            raise UserError(
+                f"{self._where}: got {type(source).__name__} of {name} without "
+                f"{' and '.join(lacking)}, expected an object with inputs(step) and targets(step)"
+            )
+
+    def inputs(self, step: int) -> Tree:
+        """What the first stage reads."""
+        return self._part("inputs", step, self.shapes.inputs)
+
+    def targets(self, step: int) -> Tree:
+        """What the last stage reads."""
+        return self._part("targets", step, self.shapes.targets)
+
+    def extras(self, step: int) -> Mapping[str, Tree]:
+        """What a stage reads whose functions take extras."""
+        return self._part("extras", step, self.shapes.extras)
+
+    @cached_property
+    def shapes(self) -> MicrobatchShapes:
+        """The data of one microbatch."""
+        first = (self._read("inputs", 0), self._read("targets", 0), self._read("extras", 0))
+        sizes = self._sizes
+        num_examples = sizes.microbatches * sizes.microbatch_size
+        return shapes_of(f"{self._where}: step 0", first, num_examples, sizes.microbatch_size)
+
+    def _part(self, name: str, step: int, expected: Tree) -> Tree:
+        where, why = f"{self._where}: step {step}", "as in step 0"
+        tree = self._read(name, step)
+        return cut_tree(where, name, tree, expected, self._sizes.microbatches, why)
+
+    def _read(self, name: str, step: int) -> Tree:
+        if name == "extras" and not hasattr(self._source, name):
+            return {}
+        return getattr(self._source, name)(step)
+
+
+def load_own_data(config: Config) -> tuple[OwnBatches, OwnBatches | None, int, DataDigest]:
+    """The batches of `data.factory`, the held-out ones, the vocabulary (0: none), and a digest.
+
+    Raises:
+        UserError: There is no such module, or it makes no batches.
+    """
+    data, batch = config.data, config.batch
+    name = str(data.factory)
+    module = load_factory(name, data.folder, "data.factory")
+    source = module.build_data(
+        batch_size=batch.microbatches * batch.microbatch_size,
+        sequence_length=data.sequence_length,
+        seed=config.run.seed,
+        path=data.path,
+    )
+    batches, held_out = OwnBatches(config, source), getattr(source, "held_out", None)
+    if config.evaluation.every_steps is None:
+        held_out = None
+    elif held_out is None:
+        raise UserError(
+            f"evaluation.every_steps: got {config.evaluation.every_steps}, expected null, or "
+            f"`held_out` of the object that build_data of {name} returns"
+        )
+    else:
+        held_out = OwnBatches(config, held_out, "held_out")
+    digest = getattr(source, "digest", None) or inspect.getsource(module)
+    hashed = blake2b(str(digest).encode(), digest_size=16).hexdigest()
+    vocab_size = data.vocab_size or getattr(source, "vocab_size", 0)
+    return batches, held_out, vocab_size, DataDigest(0, hashed)

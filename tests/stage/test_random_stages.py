@@ -1,0 +1,138 @@
+"""Stages of a model with dropout: the gradients of one device, by keys that no cut changes."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmorph.models import gpt2, llama
+from jaxmorph.stage.backward import split_backward
+from jaxmorph.stage.build import build_stage
+from jaxmorph.stage.mesh import make_mesh, stage_submesh
+from jaxmorph.stage.model import MicrobatchShapes, cut_layers, key_numbers, step_keys
+from jaxmorph.stage.parameters import init_stage_params
+from jaxmorph.stage.stage_functions import StashPolicy
+from tests.runtime.one_device import loss_sum, microbatch_key
+from tests.stage.in_turn import joined, largest_error, part_of
+from tests.stage.in_turn import split_backward as by_b_and_w
+
+LAYERS, BATCH, LENGTH, VOCAB, SEED, STEP, MICROBATCH = 3, 2, 8, 32, 5, 6, 2
+SIZES = {"preset": "tiny", "sequence_length": LENGTH, "vocab_size": VOCAB, "num_layers": LAYERS}
+TOKENS, TARGETS = np.random.default_rng(1).integers(VOCAB, size=(2, BATCH, LENGTH), dtype="i4")
+MODELS = {"gpt2": gpt2, "llama": llama}
+
+
+def model_of(name, dropout=0.3):
+    return MODELS[name].build(**SIZES, width=16, num_heads=2, tied=False, dropout=dropout)
+
+
+def stages_of(model, num_stages, stash: StashPolicy = "full"):
+    return [
+        (
+            layers,
+            build_stage(
+                model,
+                stage_submesh(make_mesh(1), 0),
+                num_layers=len(layers),
+                is_first=layers.start == 0,
+                is_last=layers.stop == LAYERS,
+                shapes=MicrobatchShapes.of_text(BATCH, LENGTH),
+                stash=stash,
+            ),
+        )
+        for layers in cut_layers(LAYERS, num_stages)
+    ]
+
+
+@pytest.mark.long  # `make test` runs it on two ranks: tests/runtime/test_parity.py
+@pytest.mark.parametrize(
+    ("name", "num_stages", "stash"),
+    [
+        ("gpt2", 2, "full"),
+        ("gpt2", 3, "recompute"),
+        pytest.param("llama", 2, "recompute", marks=pytest.mark.one_jax),
+    ],
+)
+def test_gradients_are_those_of_one_device_with_the_same_keys(name, num_stages, stash):
+    model = model_of(name)
+    whole = init_stage_params(model, jax.random.key(7), range(LAYERS), True, True)
+    key = microbatch_key(SEED, STEP, MICROBATCH)
+    expected_loss, expected = jax.value_and_grad(partial(loss_sum, model))(
+        whole, TOKENS, TARGETS, key
+    )
+    stages = stages_of(model, num_stages, stash)
+    done, x = [], TOKENS
+    for layers, stage in stages:
+        weights = stage.prepare(part_of(whole, layers, LAYERS))
+        numbers = key_numbers(SEED, STEP, MICROBATCH, layers.start)
+        targets = TARGETS if layers.stop == LAYERS else None
+        reads = stage.functions.reads_keys
+        x, kept = stage.forward(weights, x, targets, numbers if reads else None)
+        assert not [a for a in kept if jnp.issubdtype(a.dtype, jax.dtypes.prng_key)]
+        done.append((stage, weights, kept))
+    np.testing.assert_allclose(x, expected_loss, rtol=1e-6)
+    for backward in (by_b_and_w, type(stages[0][1]).backward):
+        gradient: Any = jnp.float32(1)
+        sums = []
+        for stage, weights, kept in reversed(done):
+            gradient, own = backward(stage, weights, kept, gradient, stage.zero_accumulators())
+            sums.insert(0, own)
+        assert largest_error(joined(sums), expected) < 1e-5
+
+
+@pytest.mark.long
+def test_an_evaluation_drops_nothing():
+    model = model_of("gpt2")
+    whole = init_stage_params(model, jax.random.key(7), range(LAYERS), True, True)
+    ((_, stage),) = stages_of(model, 1)
+    loss, _ = stage.evaluate_with_done(whole, TOKENS, TARGETS)
+    np.testing.assert_allclose(loss, loss_sum(model, whole, TOKENS, TARGETS), rtol=1e-6)
+
+
+def test_every_seed_step_microbatch_and_layer_has_its_own_keys():
+    cases = [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, -1, 0, 0), (0, 0, 0, 2)]
+    found = set()
+    for case in cases:
+        embed, layers, head = step_keys(jnp.asarray(key_numbers(*case)), 2)
+        of_layers = [bytes(np.asarray(jax.random.key_data(key))) for key in layers]
+        if case[3]:  # another stage of the same microbatch: the ends' keys are the same
+            assert bytes(np.asarray(jax.random.key_data(embed))) in found
+        ends = [bytes(np.asarray(jax.random.key_data(key))) for key in (embed, head)]
+        before = len(found)
+        found.update(of_layers if case[3] else [*of_layers, *ends])
+        assert len(found) == before + (2 if case[3] else 4)
+
+
+def test_a_key_that_is_not_read_leaves_the_programs_as_they_were():
+    model = model_of("gpt2", dropout=0.0)
+    params = jax.eval_shape(model.init_layer, jax.random.key(0))
+    x = jax.ShapeDtypeStruct((BATCH, LENGTH, 16), jnp.float32)
+    with_key = split_backward(model.layer, params, x)
+    without = split_backward(lambda params, x: model.layer(params, x), params, x)
+    assert not with_key.reads_key
+    for name in ("forward", "backward_input", "backward_weight", "backward"):
+        parts = [getattr(split, name) for split in (with_key, without)]
+        assert len({(len(p.inputs), len(p.outputs)) for p in parts}) == 1
+        assert len({tuple(e.primitive.name for e in p.equations) for p in parts}) == 1
+
+
+def test_random_bits_are_drawn_once_and_recomputed_from_the_key():
+    model = model_of("gpt2")
+    params = jax.eval_shape(model.init_layer, jax.random.key(0))
+    x = jax.ShapeDtypeStruct((BATCH, LENGTH, 16), jnp.float32)
+    drawn = [
+        [part.count("random_bits") for part in (s.forward, s.backward_input, s.backward_weight)]
+        for s in (
+            split_backward(model.layer, params, x, recompute=again) for again in (False, True)
+        )
+    ]
+    assert drawn == [[2, 0, 0], [2, 2, 0]]
+
+
+@pytest.mark.parametrize("rate", [1, -0.1, True, "0.1", float("nan")])
+def test_an_impossible_rate_is_refused(rate):
+    with pytest.raises(ValueError, match=r"^dropout: got .* expected a number from 0 to below 1"):
+        model_of("llama", dropout=rate)

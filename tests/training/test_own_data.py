@@ -1,0 +1,114 @@
+"""Data of a user's own: cut into microbatches, and refused where a step isn't like the first."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxmorph.config import check_config
+from jaxmorph.errors import UserError
+from jaxmorph.training.own_data import OwnBatches
+from jaxmorph.training.run_parts import load_parts
+
+MODULE = """
+import jax.numpy as jnp
+import numpy as np
+
+
+class Source:
+    def __init__(self, given):
+        self.given = given
+
+    def inputs(self, step):
+        return {"x": np.full((6, 5), step + 0.5)}
+
+    def targets(self, step):
+        return np.arange(6) - 1
+
+
+def build_data(**given):
+    source = Source(given)
+    source.held_out = Source(given)
+    return source
+
+
+def build(**options):
+    return MODEL
+
+
+class MODEL:
+    num_layers, tied = 3, ()
+"""
+
+
+def config_of(**data):
+    sizes = {"microbatches": 3, "microbatch_size": 2}
+    given = {"batch": sizes, "data": {"factory": "own", **data}, "evaluation": {"every_steps": 1}}
+    return check_config(given)
+
+
+def batches_of(**functions):
+    source = {"inputs": lambda step: np.zeros((6, 5)), "targets": lambda step: np.zeros((6, 1))}
+    return OwnBatches(config_of(), SimpleNamespace(**{**source, **functions}))
+
+
+def test_a_module_makes_batches_of_any_shape(tmp_path):
+    (tmp_path / "own_data_module.py").write_text(MODULE)
+    own = {"factory": "own_data_module", "folder": str(tmp_path)}
+    config = config_of(**own, vocab_size=9)
+    parts = load_parts(config.model_copy(update={"model": config.model.model_copy(update=own)}))
+    assert (parts.shapes.inputs["x"].shape, parts.shapes.inputs["x"].dtype) == ((2, 5), np.float32)
+    assert parts.batches.inputs(4)["x"][2, 1].tolist() == [4.5] * 5
+    assert parts.batches.targets(4).tolist() == [[-1, 0], [1, 2], [3, 4]]
+    assert parts.batches.extras(4) == {}
+    assert parts.held_out is not None
+    source: Any = parts.batches
+    given = {"batch_size": 6, "sequence_length": 128, "seed": 0, "path": None}
+    assert source._source.given == given
+    assert parts.vocab_size == 9
+    assert parts.data.digest
+    for name, says in (
+        ("jaxmorph.errors", "got 'jaxmorph.errors' without a function 'build_data', expected a mo"),
+        ("no_such_module", "got 'no_such_module', expected a module with a function 'build_data' "),
+    ):
+        with pytest.raises(UserError, match=f"^data.factory: {says}"):
+            load_parts(config_of(factory=name))
+
+
+def by_step(first, later):
+    return lambda step: later if step else first
+
+
+@pytest.mark.parametrize(
+    ("functions", "says"),
+    [
+        (
+            {"inputs": lambda step: np.zeros((5, 5))},
+            "step 0: got inputs of shape [5, 5], expected [6, ...]: batch.microbatches times "
+            "batch.microbatch_size",
+        ),
+        (
+            {"inputs": by_step(np.zeros((6, 5)), np.zeros((6, 4)))},
+            "step 3: got inputs of shape [6, 4], expected [6, 5]: as in step 0",
+        ),
+        (
+            {"extras": by_step({"mask": np.zeros(6, bool)}, {"mask": np.zeros(6, int)})},
+            "step 3: got extras['mask'] of int64, expected bool",
+        ),
+        ({"targets": lambda step: ()}, "step 0: got targets without arrays, expected at least one"),
+        (
+            {"targets": None},
+            "got SimpleNamespace of build_data without targets, expected an object with "
+            "inputs(step) and targets(step)",
+        ),
+    ],
+)
+def test_a_step_unlike_the_first_is_refused_by_name(functions, says):
+    def read():
+        batches = batches_of(**functions)
+        return batches.inputs(3), batches.targets(3), batches.extras(3)
+
+    with pytest.raises(UserError) as caught:
+        read()
+    assert str(caught.value) == f"data.factory: own: {says}"
