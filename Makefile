@@ -46,7 +46,7 @@ test-others: setup
 	    $(call MARKED,not ($(SEVERAL_PROCESSES))) $(TESTS) >$(VENV)/others.log 2>&1; \
 	status=$$?; echo "all other tests:"; cat $(VENV)/others.log; exit $$status
 
-# The rest: whole runs of half a minute and more, properties with 300 examples in place of 25, and what
+# The rest: whole runs of half a minute and more, properties with 100 examples in place of 25, and what
 # needs `make extras`.
 test-rest: setup
 	@HYPOTHESIS_PROFILE=thorough $(MAKE) test ONLY='long or hypothesis or extras' WITHOUT=

@@ -144,6 +144,10 @@ class StashBytes:
         if any(size < 0 for size in (*self.after_forward, *self.after_backward_input)):
             raise ValueError(f"stash_bytes: got {self}, expected sizes of at least 0 bytes")
 
+    def of_whole_backwards(self) -> "StashBytes":
+        """The sizes where B and W are one op, so that nothing is kept for W."""
+        return StashBytes(self.after_forward, (0,) * len(self.after_forward))
+
 
 class StageMemory(NamedTuple):
     """One stage's memory, in microbatches or in bytes.

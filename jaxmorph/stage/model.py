@@ -228,7 +228,8 @@ def step_keys(numbers: jax.Array, num_layers: int) -> tuple[jax.Array, jax.Array
         key = jax.random.fold_in(key, number)
     embed_key, layers_key, head_key = (jax.random.fold_in(key, part) for part in range(3))
     layers = first_layer + jnp.arange(num_layers, dtype=first_layer.dtype)
-    return embed_key, jax.vmap(partial(jax.random.fold_in, layers_key))(layers), head_key
+    # One by one: batched by `vmap`, some generators' keys depend on the layers' number.
+    return embed_key, lax.map(partial(jax.random.fold_in, layers_key), layers), head_key
 
 
 class ChoosesByDevice(PipelineModel, Protocol):

@@ -55,8 +55,8 @@ def _init(
     params = {}
     if is_first:
         params["embed"] = model.init_embed(embed_key)
-    # `lax.map` draws layer by layer: batched by `vmap`, values could depend on the layers' number.
-    layer_keys = jax.vmap(partial(jax.random.fold_in, layers_key))(layers)
+    # Layer by layer: batched by `vmap`, keys and values could depend on the layers' number.
+    layer_keys = jax.lax.map(partial(jax.random.fold_in, layers_key), layers)
     params["layers"] = jax.lax.map(model.init_layer, layer_keys)
     if is_last:
         params["head"] = _tie(model, model.init_head(head_key), embed_key)

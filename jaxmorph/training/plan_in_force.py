@@ -209,7 +209,10 @@ def limits_of(config: Config, profile: Profile) -> Limits:
     stages, schedule = config.parallelism.stages, config.schedule
     max_bytes = schedule.max_stash_bytes_per_stage(stages)
     if max_bytes is not None and profile.stash_bytes is not None:
-        return Limits(max_stash_bytes=max_bytes, stash_bytes=profile.stash_bytes)
+        sizes = profile.stash_bytes
+        if OpKind.BW in op_kinds(config):
+            sizes = sizes.of_whole_backwards()
+        return Limits(max_stash_bytes=max_bytes, stash_bytes=sizes)
     return Limits(schedule.max_live_per_stage(stages), schedule.live_until)
 
 

@@ -11,6 +11,8 @@ import pytest
 SINGLE, HALF = 1e-5, 3e-2  # relative, for float32 and bfloat16 compute
 AS_USERS = "2 as users compile"
 MORE_STAGES = [pytest.mark.long, pytest.mark.one_jax]
+# Its first test of a number of stages waits for all that ranks compile: minutes on a busy machine.
+pytestmark = pytest.mark.timeout(1200)
 ALONE, FOUR = (pytest.param(stages, marks=MORE_STAGES) for stages in ("1", "4"))
 TWO = ["2", pytest.param(AS_USERS, marks=pytest.mark.long)]
 
@@ -26,7 +28,7 @@ def launch(run_as_ranks):
             if stages == AS_USERS:
                 patch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
                 patch.delenv("XLA_FLAGS", raising=False)
-                arguments = ["without chunks"]
+                arguments = ["schedules"]
             return run_as_ranks("parity_rank", int(stages[0]), arguments)
 
     return launched
@@ -55,6 +57,11 @@ def several_with_chunks(request, launch):
 @pytest.fixture(scope="module", params=TWO)
 def two_stages(request, launch):
     return launch(request.param)
+
+
+@pytest.fixture(scope="module")
+def random_models(launch):
+    return launch("2")
 
 
 def only(results, test, **case):
@@ -221,23 +228,23 @@ def test_recomputing_the_stash_changes_no_gradient(two_stages, schedule):
 @pytest.mark.parametrize("stash", ["full", "recompute"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h2", "adaptive"])
 @pytest.mark.parametrize("case", ["dropout", "auxiliary"])
-def test_gradients_of_random_models_match_one_device(two_stages, case, schedule, stash):
-    for result in only(two_stages, case, stash=stash, schedule=schedule):
+def test_gradients_of_random_models_match_one_device(random_models, case, schedule, stash):
+    for result in only(random_models, case, stash=stash, schedule=schedule):
         assert result["loss_error"] <= SINGLE
         assert result["norm_error"] <= SINGLE
         assert result["worst_leaf"][0] <= SINGLE, result["worst_leaf"]
 
 
 @pytest.mark.multiprocess
-def test_dropout_follows_from_the_step_alone(two_stages):
-    for result in only(two_stages, "dropout bits"):
+def test_dropout_follows_from_the_step_alone(random_models):
+    for result in only(random_models, "dropout bits"):
         assert result["same"] == [True, True, False]
-    assert {result["count"] for result in only(two_stages, "dropout compilations")} == {0}
+    assert {result["count"] for result in only(random_models, "dropout compilations")} == {0}
 
 
 @pytest.mark.multiprocess
-def test_an_evaluation_drops_nothing(two_stages):
-    assert all(r["loss_error"] <= SINGLE for r in only(two_stages, "dropout evaluates"))
+def test_an_evaluation_drops_nothing(random_models):
+    assert all(r["loss_error"] <= SINGLE for r in only(random_models, "dropout evaluates"))
 
 
 @pytest.mark.multiprocess

@@ -17,6 +17,8 @@ from jaxmorph.stage.parameters import init_stage_params
 from jaxmorph.stage.stage_functions import StashPolicy
 from tests.stage.in_turn import joined, largest_error, part_of, split_backward
 
+pytestmark = pytest.mark.one_jax
+
 LAYERS, LENGTH, VOCAB, SEPARATOR = 3, 8, 32, 0
 SIZES = {"preset": "tiny", "sequence_length": LENGTH, "vocab_size": VOCAB, "num_layers": LAYERS}
 WINDOWS = np.array([[5, 6, 0, 7, 8, 9, 7, 5, 6], [3, 4, 3, 4, 8, 2, 9, 0, 2]], np.int32)

@@ -136,3 +136,16 @@ def test_random_bits_are_drawn_once_and_recomputed_from_the_key():
 def test_an_impossible_rate_is_refused(rate):
     with pytest.raises(ValueError, match=r"^dropout: got .* expected a number from 0 to below 1"):
         model_of("llama", dropout=rate)
+
+
+@pytest.mark.parametrize("generator", ["threefry2x32", "unsafe_rbg"])
+def test_a_layers_key_does_not_depend_on_the_cut(generator):
+    with jax.default_prng_impl(generator):
+        numbers = [key_numbers(SEED, STEP, MICROBATCH, first) for first in (0, 2)]
+        keys = [
+            step_keys(jnp.asarray(each), size)[1]
+            for each, size in zip(numbers, (4, 2), strict=True)
+        ]
+        whole, part = (np.asarray(jax.random.key_data(each)) for each in keys)
+    assert (whole[2:] == part).all()
+    assert len(np.unique(whole, axis=0)) == 4

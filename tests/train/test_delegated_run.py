@@ -115,6 +115,18 @@ def waits_of_ready_ops_ms(timeline, stage):
     ]
 
 
+def quickest_offload_ms(run, stage):
+    """The shortest of all offloads of a stage in the steps that have traces."""
+    steps = sorted((run.out / "trace").glob("step_*.json"))
+    timelines = [timeline_of(run, int(path.stem.removeprefix("step_"))) for path in steps]
+    copies = [copy for timeline in timelines for copy in timeline.copies]
+    return min(
+        copy.end_ms - copy.start_ms
+        for copy in copies
+        if copy.stage == stage and copy.kind == "offload"
+    )
+
+
 def test_delegation_changes_no_bit(direct, delegated):
     run, sidecars = direct
     assert delegated.results() == run.results()
@@ -146,7 +158,13 @@ def test_offload_changes_no_loss_and_keeps_caps(direct, offloaded):
     assert max(peak_on_device(timeline)) == 2
     profile = json.loads((offloaded.out / "profile.json").read_text())
     at_10_mb_per_s = [size / 1e4 for size in profile["stash_bytes"]["after_forward"]]
-    assert profile["copies"]["offload_ms"] == pytest.approx(at_10_mb_per_s, rel=0.5)
+    # Nothing is quicker than its link; a busy machine makes some copies slower, and never all.
+    rounding_ms = 0.001
+    assert all(np.array(profile["copies"]["offload_ms"]) >= np.array(at_10_mb_per_s) - rounding_ms)
+    for stage in (0, 1):
+        assert quickest_offload_ms(offloaded, stage) == pytest.approx(
+            at_10_mb_per_s[stage], rel=0.5
+        )
 
 
 @pytest.mark.one_jax

@@ -102,3 +102,16 @@ def test_delegated_links_hold_no_queues():
             assert step_ms == pytest.approx(1e3 * plan.predicted_step_s)
         else:
             assert step_ms > 1.2 * 1e3 * plan.lower_bound_s
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_whole_backwards_keep_nothing_for_w(name):
+    # On stage 1 a microbatch keeps 200 bytes after F and would keep 150 after B, until W.
+    sizes = StashBytes((100, 200, 100), (500, 900, 500))
+    peaks = {"gpipe": 1800, "1f1b": 400}
+    capped = config(max_stash_bytes=peaks[name], name=name)
+    made = plan_step(capped, unmeasured_profile(capped, sizes))
+    assert made.schedule.name == name
+    tighter = config(max_stash_bytes=peaks[name] - 1, name=name)
+    with pytest.raises(UserError, match=rf"{name} holds {peaks[name]:,} bytes on stage 1, 1 more"):
+        plan_step(tighter, unmeasured_profile(tighter, sizes))
