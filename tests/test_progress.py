@@ -75,7 +75,8 @@ def test_a_page_taken_over_keeps_what_is_due(progress):
 
 
 def test_others_leave_a_stalled_process_time_to_end_itself(progress):
-    page, now_s = Page(progress.fd), time.monotonic()
+    # Whole seconds: sums of others are rounded.
+    page, now_s = Page(progress.fd), float(math.ceil(time.monotonic()))
     progress.phase("step 5", 1.0)
     page.look(now_s)
     looks = [page.stalled(os.getpid(), now_s + seconds) for seconds in range(1, 12)]

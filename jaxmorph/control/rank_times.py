@@ -41,6 +41,7 @@ _KINDS, _PAYLOADS, _COPIES = tuple(OpKind), tuple(Payload), ("offload", "fetch")
 _NO_TIME = OpTime(math.nan, math.nan, math.nan)
 _BEGIN = struct.Struct(f"<3I2d4I{len(_COPIES) + 3 * len(_KINDS)}d")
 _MESSAGES = struct.Struct("<2I2?I")
+_COLUMN_BYTES = 12  # of a `packed` table
 
 MessageSpan: TypeAlias = tuple[Transfer, float, float]
 """A message, its start and its end: milliseconds since the step began."""
@@ -157,6 +158,8 @@ class RankTimes:
             at += length
         if at != len(data):
             raise ParseError(f"got {len(data)} bytes of a rank's times, expected {at}")
+        if any(len(table) % _COLUMN_BYTES for table in tables):
+            raise ParseError("got a part of a column in a rank's times, expected whole ones")
         ops, copies, *rows = tables
         copies_ms = zip(_COPIES, times_ms, strict=False)
         op_times_ms = times_ms[len(_COPIES) :]

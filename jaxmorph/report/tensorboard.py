@@ -36,8 +36,10 @@ class TensorBoardEvents:
     def write_step(self, record: StepRecord) -> None:
         """Add a step's scalars, without those that are None."""
         self._writer = self._writer or self._open(record.step)
-        for name in _SCALARS:
-            value = getattr(record, name)
+        scalars = {name: getattr(record, name) for name in _SCALARS}
+        auxiliary = record.auxiliary or {}
+        scalars |= {f"auxiliary/{name}": value for name, value in auxiliary.items()}
+        for name, value in scalars.items():
             if value is not None:
                 self._writer.add_scalar(name, value, record.step)
 

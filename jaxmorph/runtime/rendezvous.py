@@ -37,7 +37,7 @@ _GRACE_S = 2.0
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 _THEN_OWN = b"\n"  # after JSON, which escapes its own: what rank 0 alone or one rank alone gets
-_NOTE = b"\0"  # begins a note; what ranks exchange is text
+_NOTE = b"\0"  # begins a note; what ranks exchange begins with text
 _NOTE_EVERY_S = 5.0
 
 

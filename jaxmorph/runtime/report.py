@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from jaxmorph.control.rank_times import RankTimes, timeline_of
-from jaxmorph.plain_json import Json, as_object, dump, parse, parse_line
+from jaxmorph.plain_json import Json, ParseError, as_object, dump, parse, parse_line
 from jaxmorph.program.instructions import Channel, Transfer, channel_of
 from jaxmorph.records import EventKind
 from jaxmorph.runtime.executor import StepOutcome
@@ -80,7 +80,8 @@ class StepTimings(RankTimes):
     def of_detail(cls, detail: bytes) -> Self:
         """What `detail` wrote; a `ParseError` says that it is something else."""
         events, _, times = detail.partition(_THEN)
-        read = parse_line(tuple[LinkEvent, ...], events.decode(), "events") if events else ()
+        line = events.decode(errors="replace")
+        read = parse_line(tuple[LinkEvent, ...], line, "events") if line else ()
         return cls.of_bytes(times, events=read)
 
 
@@ -234,17 +235,32 @@ def total(reports: Sequence[StepReport]) -> StepTotals:
     return StepTotals(loss, float(np.sqrt(squared_norm)), not_finite)
 
 
+def timings_of(reports: Sequence[StepReport]) -> list[StepTimings]:
+    """Each rank's timings; only rank 0 has those of others.
+
+    Raises:
+        ParseError: A rank sent something else; the error names the rank.
+    """
+    timings = []
+    for rank, report in enumerate(reports):
+        try:
+            timings.append(report.timings)
+        except ParseError as error:
+            raise ParseError(f"rank {rank}'s timings of a step: {error}") from None
+    return timings
+
+
 def measured_timeline(reports: Sequence[StepReport]) -> Timeline:
     """When ops, transfers and copies ran; each rank's times start with its own step.
 
     Only rank 0 has other ranks' timings.
     """
-    return timeline_of([report.timings for report in reports])
+    return timeline_of(timings_of(reports))
 
 
 def reported_events(reports: Sequence[StepReport]) -> list[tuple[int, LinkEvent]]:
     """The events of ranks' delegated links in a step, with their ranks; seconds since it began."""
-    return [(rank, event) for rank, each in enumerate(reports) for event in each.timings.events]
+    return [(rank, event) for rank, each in enumerate(timings_of(reports)) for event in each.events]
 
 
 def probe_times(reports: Sequence[StepReport]) -> dict[str, float]:

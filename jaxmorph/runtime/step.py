@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxmorph.program.instructions import RankInstructions
 from jaxmorph.progress import progress
-from jaxmorph.runtime.executor import StepInputs, count_targets
+from jaxmorph.runtime.executor import StepInputs, StepOutcome, count_targets
 from jaxmorph.runtime.kept_programs import CompilationCounter
 from jaxmorph.runtime.optimizer import clip_scale
 from jaxmorph.runtime.rank_process import reporting_failures
@@ -148,7 +148,7 @@ class StepRunner:
             squared_norm=squared_norm,
             compilations=0 if self.compilations is None else self.compilations.count,
             took_s=took_s,
-            not_finite=not_finite_in_words(stage, outcome.loss, squared_norm) if updates else "",
+            not_finite=not_finite_in_words(stage, outcome, squared_norm) if updates else "",
             peak_device_bytes=peak_bytes(stage.device),
             parts=named_parts(parts),
         )
@@ -190,10 +190,16 @@ def apply_gradients(stage: StageTrainer, totals: StepTotals, clip_norm: float | 
     return True
 
 
-def not_finite_in_words(stage: StageTrainer, loss: float, squared_norm: float) -> str:
-    """Which of a rank's loss and gradients are not finite; empty if all are finite."""
+def not_finite_in_words(stage: StageTrainer, outcome: StepOutcome, squared_norm: float) -> str:
+    """Which of a rank's losses and gradients are not finite; empty if all are finite."""
+    found = [
+        f"auxiliary loss {name} {mean}"
+        for name, mean in outcome.aux.items()
+        if not math.isfinite(mean)
+    ]
+    if not found and not math.isfinite(outcome.loss):  # which has the auxiliary losses in it
+        found = [f"loss {outcome.loss}"]
     # Gradients are checked only if their norm is not finite, and on the host, to compile nothing.
-    found = [] if math.isfinite(loss) else [f"loss {loss}"]
     if not math.isfinite(squared_norm):
         found.append(_gradients_in_words(stage.gradients))
     return ", ".join(found)

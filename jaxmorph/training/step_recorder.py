@@ -43,6 +43,7 @@ from jaxmorph.runtime.report import (
     peaks_of,
     probe_times,
     reported_events,
+    timings_of,
     total_auxiliary,
     total_compilations,
 )
@@ -254,7 +255,7 @@ class StepRecorder:
         held_out_loss: float | None,
     ) -> None:
         loop, expected = self._controlled, self._expected or self._expect(None)
-        ranks = [report.timings for report in reports]
+        ranks = timings_of(reports)
         observed = step_observed(step, reports)
         _, paths = controller.paths_of_step(loop.state, observed)
         # A step in which a path fails measures nothing: its timings include the stall.
@@ -363,7 +364,7 @@ class StepRecorder:
 
 def step_observed(step: int, reports: Sequence[StepReport]) -> StepObserved:
     """A step as the controller observes it, from all ranks' reports."""
-    ranks = [report.timings for report in reports]
+    ranks = timings_of(reports)
     return StepObserved(
         step,
         ops=op_times_of(ranks),

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,7 +25,7 @@ from jaxmorph.records import CHANGES, EventKind
 from jaxmorph.report.terminal import PlainReporter
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.kept_programs import CompilationCounter
-from jaxmorph.runtime.report import measured_timeline
+from jaxmorph.runtime.report import measured_timeline, total_auxiliary
 from jaxmorph.runtime.step import StepResult
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.schedule.timeline import Timeline
@@ -65,6 +65,8 @@ class StepMetrics:
         tokens_per_s: Tokens of the batch, divided by `step_s`.
         failed_links: Links, such as "1-2", whose direct path failed in this step. From then on
             they are delegated to the hosts; no bit of the results changes (`failover.enabled`).
+        auxiliary: The model's auxiliary losses by name, without weights: summed over layers, a mean
+            over microbatches.
     """
 
     step: int
@@ -74,6 +76,7 @@ class StepMetrics:
     step_s: float
     tokens_per_s: float
     failed_links: tuple[str, ...] = ()
+    auxiliary: Mapping[str, float] = field(default_factory=dict)
 
 
 class Trainer:
@@ -237,6 +240,7 @@ class Trainer:
             step_s,
             self.config.tokens_per_step / step_s,
             tuple(str(failure.link) for failure in failures),
+            total_auxiliary(result.reports),
         )
 
     def evaluate(self, batch: Sequence[Any]) -> float:

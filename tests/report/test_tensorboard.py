@@ -39,6 +39,7 @@ def test_each_measured_number_is_a_scalar(tmp_path):
     events = TensorBoardEvents(tmp_path)
     events.write_step(STEP)
     events.write_step(replace(STEP, step=4, grad_norm=0.0, held_out_loss=None, bubble_rate=None))
+    events.write_step(replace(STEP, step=5, auxiliary={"balance": 0.75}))
     events.close()
     events.close()
     found = scalars(tmp_path)
@@ -49,6 +50,7 @@ def test_each_measured_number_is_a_scalar(tmp_path):
     assert {tag for step, tag, _ in found if step == 4} == {
         "loss", "grad_norm", "step_s", "tokens_per_s", "predicted_step_s",
     }  # fmt: skip
+    assert (5, "auxiliary/balance", 0.75) in found
 
 
 def test_a_nan_loss_is_written(tmp_path):

@@ -1,5 +1,6 @@
 """The reference: the same model on one device, by `jax.grad` and Optax."""
 
+import inspect
 from copy import copy
 from functools import partial
 from importlib.metadata import version
@@ -49,23 +50,39 @@ def untie(model, params):
     return params
 
 
+def data_of(model, tokens, targets):
+    """The inputs, targets and extras that a model makes of tokens, where it takes others."""
+    return (
+        getattr(model, "inputs_of", lambda tokens: tokens)(tokens),
+        getattr(model, "targets_of", lambda targets: targets)(targets),
+        getattr(model, "extras_of", lambda tokens: {})(tokens),
+    )
+
+
 def loss_sum(model, params, tokens, targets, key=None, aux_scale=0.0):
-    """The loss of one microbatch of GPT-2 or Llama; `key` is the microbatch's."""
+    """The loss of one microbatch; `key` is the microbatch's."""
+    inputs, targets, extras = data_of(model, tokens, targets)
+
+    def given(function, key):
+        names = inspect.signature(function).parameters
+        by_name = {"key": key, "extras": extras}
+        return partial(function, **{name: by_name[name] for name in by_name if name in names})
+
     aux_weights = getattr(model, "aux_weights", {})
     params = untie(model, params)  # so that the tied parameter's gradient is the sum of both uses
     fold_in = lambda key, number: None if key is None else jax.random.fold_in(key, number)  # noqa: E731
-    x = model.embed(params["embed"], tokens, key=fold_in(key, 0))
+    x = given(model.embed, fold_in(key, 0))(params["embed"], inputs)
     layers_key = fold_in(key, 1)
-    by_name = {"extras": model.extras_of(tokens)} if hasattr(model, "extras_of") else {}
 
     def one_layer(x, xs):
         number, layer = xs
-        result = model.layer(layer, x, key=fold_in(layers_key, number), **by_name)
+        result = given(model.layer, fold_in(layers_key, number))(layer, x)
         return result if aux_weights else (result, {})
 
     x, aux = jax.lax.scan(one_layer, x, (np.arange(model.num_layers), params["layers"]))
     added = sum(weight * aux[name].sum() for name, weight in aux_weights.items())
-    return model.head(params["head"], x, targets) + aux_scale * added
+    loss = given(model.head, fold_in(key, 2))(params["head"], x, targets)
+    return loss + aux_scale * added
 
 
 def microbatch_key(seed, step, microbatch):
@@ -92,7 +109,7 @@ class OneDevice:
 
     def loss_and_gradients(self, tokens, targets, random_step=None):
         """Mean loss and gradients of a batch; as in step `random_step`, or without randomness."""
-        weight = 1.0 / np.count_nonzero(targets >= 0)
+        weight = 1.0 / np.count_nonzero(data_of(self.model, tokens, targets)[1] >= 0)
         total, gradients = 0.0, jax.tree.map(np.zeros_like, self.params)
         for microbatch, batch in enumerate(zip(tokens, targets, strict=True)):
             is_random = random_step is not None

@@ -1,16 +1,19 @@
 """One rank of the parity test: runs every schedule and reports its errors."""
 
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
+from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
 from compiled_once import compile_alike_once
-from one_device import untie
+from one_device import data_of, untie
 from shared_reference import SharedReference, norm
 
 from jaxmorph.models.gpt2 import build
@@ -112,14 +115,12 @@ class Parity:
         self.reference = reference or SharedReference(self.model, SEED, rendezvous)
 
     def _shapes(self):
-        text = MicrobatchShapes.of_text(MICROBATCH_SIZE, SEQUENCE)
-        extras = self.extras(np.zeros(text.inputs.shape))
-        return replace(text, extras=jax.eval_shape(lambda: extras))
+        tokens = np.zeros((1, MICROBATCH_SIZE, SEQUENCE), np.int32)
+        return MicrobatchShapes.of_step(*data_of(self.model, tokens, tokens))
 
     def extras(self, tokens):
         """What the model's layers take beside activations."""
-        extras_of = getattr(self.model, "extras_of", lambda tokens: {})
-        return jax.tree.map(np.asarray, extras_of(tokens))
+        return data_of(self.model, tokens, tokens)[2]
 
     @property
     def links(self):
@@ -156,12 +157,13 @@ class Parity:
 
     def run(self, schedule_name, tokens, targets, step=0, routes=None):
         """One step's loss and norm over all ranks; the gradients stay on the trainer."""
+        arrays, targets, extras = data_of(self.model, tokens, targets)
         weight = 1.0 / np.count_nonzero(targets >= 0)
-        inputs = StepInputs(tokens, targets, weight, self.extras(tokens))
+        inputs = StepInputs(arrays, targets, weight, extras)
         program = self.program(schedule_name, len(tokens), routes)
         outcome = self.trainer.run(program, inputs, step)
         squared_norm = self.trainer.squared_norm()
-        not_finite = not_finite_in_words(self.trainer, outcome.loss, squared_norm)
+        not_finite = not_finite_in_words(self.trainer, outcome, squared_norm)
         report = StepReport(outcome.loss, squared_norm, not_finite=not_finite)
         reports = self.rendezvous.exchange(report.to_json())
         return total([StepReport.from_json(each, rank) for rank, each in enumerate(reports)])
@@ -396,6 +398,49 @@ def packed_and_dropping(**sizes):
     return model
 
 
+def moe_decoder(*, tied, **sizes):
+    """The example: experts are chosen by a router, with a loss that balances their load."""
+    return import_module("moe_decoder").build(**sizes)
+
+
+def patch_encoder(*, tied, vocab_size, **sizes):
+    """The example, with patches of an image, some of them missing, made of tokens."""
+    model = import_module("patch_encoder").build(vocab_size=8, **sizes)
+    divisors = np.arange(2, 18, dtype=np.int32)
+    model.inputs_of = lambda tokens: {
+        "patches": (tokens[..., None] % divisors).astype(np.float32) / 8
+    }
+    model.targets_of = lambda targets: targets[..., 0] % 8
+    model.extras_of = lambda tokens: {"is_patch": (tokens > 20) | (np.arange(SEQUENCE) == 0)}
+    return model
+
+
+def check_examples(rendezvous, link):
+    """The models of docs/examples that use most of what a model may use."""
+    sys.path.append(str(Path(__file__).parents[2] / "docs" / "examples"))
+    for build_model in (moe_decoder, patch_encoder):
+        reference = None
+        for stash in ("full", "recompute"):
+            parity = Parity(
+                rendezvous,
+                link,
+                tied=False,
+                stash=stash,
+                build_model=build_model,
+                reference=reference,
+                delegated=True,
+            )
+            reference = parity.reference
+            everywhere = dict.fromkeys(parity.links, "delegated")
+            for schedule_name in ("gpipe", "1f1b", "zb-h2", "adaptive"):
+                for routes in (None, everywhere):
+                    test, batch_ = build_model.__name__, batch(4, 4)
+                    parity.check_gradients(
+                        schedule_name, *batch_, test, random_step=5, routes=routes
+                    )
+            parity.close()
+
+
 def check_dropout(rendezvous, link, compilations):
     """Every step, microbatch and layer has masks of its own: those of one device."""
     reference, dropping = None, packed_and_dropping
@@ -548,6 +593,9 @@ def check_chunks(parity, expected):
 
 def main(arguments, link, rest):
     rendezvous = join_run(arguments, start_timeout_s=60, step_timeout_s=60)
+    if rest == ["examples"]:
+        check_examples(rendezvous, link)
+        return
     compilations = CompilationCounter()
     compile_alike_once()  # the tied and the untied model's stages compute the same
     references = {

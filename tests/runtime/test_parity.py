@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 SINGLE, HALF = 1e-5, 3e-2  # relative, for float32 and bfloat16 compute
-AS_USERS = "2 as users compile"
+AS_USERS, EXAMPLES = "2 as users compile", "2 of examples"
 MORE_STAGES = [pytest.mark.long, pytest.mark.one_jax]
 # Its first test of a number of stages waits for all that ranks compile: minutes on a busy machine.
 pytestmark = pytest.mark.timeout(1200)
@@ -29,6 +29,8 @@ def launch(run_as_ranks):
                 patch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
                 patch.delenv("XLA_FLAGS", raising=False)
                 arguments = ["schedules"]
+            if stages == EXAMPLES:
+                arguments = ["examples"]
             return run_as_ranks("parity_rank", int(stages[0]), arguments)
 
     return launched
@@ -230,6 +232,20 @@ def test_recomputing_the_stash_changes_no_gradient(two_stages, schedule):
 @pytest.mark.parametrize("case", ["dropout", "auxiliary"])
 def test_gradients_of_random_models_match_one_device(random_models, case, schedule, stash):
     for result in only(random_models, case, stash=stash, schedule=schedule):
+        assert result["loss_error"] <= SINGLE
+        assert result["norm_error"] <= SINGLE
+        assert result["worst_leaf"][0] <= SINGLE, result["worst_leaf"]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.long
+@pytest.mark.parametrize("stash", ["full", "recompute"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h2", "adaptive"])
+@pytest.mark.parametrize("model", ["moe_decoder", "patch_encoder"])
+def test_gradients_of_the_examples_match_one_device(launch, model, schedule, stash):
+    results = only(launch(EXAMPLES), model, stash=stash, schedule=schedule)
+    assert len(results) == 4  # of two ranks, on both routes
+    for result in results:
         assert result["loss_error"] <= SINGLE
         assert result["norm_error"] <= SINGLE
         assert result["worst_leaf"][0] <= SINGLE, result["worst_leaf"]

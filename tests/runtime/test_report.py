@@ -23,6 +23,7 @@ from jaxmorph.runtime.report import (
     peak_bytes,
     peaks_of,
     probe_times,
+    timings_of,
     total,
     total_auxiliary,
 )
@@ -103,6 +104,14 @@ def test_a_malformed_part_names_its_rank():
 def test_a_malformed_report_names_its_field(change, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         StepReport.from_json(StepReport(1.0, 1.0).to_json() | change, 2)
+
+
+def test_timings_that_cannot_be_read_name_their_rank():
+    sound = StepReport(1.0, 1.0, detail=StepTimings.of([], [], [], []).detail())
+    assert timings_of([sound]) == [sound.timings]
+    for detail in (b"", b"\xff" + sound.detail):
+        with pytest.raises(ParseError, match=r"^rank 1's timings of a step: "):
+            timings_of([sound, StepReport(1.0, 1.0, detail=detail)])
 
 
 def test_timings_arrive_whole_or_not_at_all():

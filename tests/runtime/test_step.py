@@ -106,7 +106,7 @@ def arrays(**values):
 
 def test_gradients_of_a_finite_norm_are_not_read():
     unread: Any = SimpleNamespace()
-    assert not_finite_in_words(unread, 2.5, 1.0) == ""
+    assert not_finite_in_words(unread, StepOutcome(2.5, (), []), 1.0) == ""
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,14 @@ def test_gradients_of_a_finite_norm_are_not_read():
 )
 def test_gradients_that_are_not_finite_are_named(loss, chunks, message):
     stage: Any = Stage(*({"layers": chunk} for chunk in chunks))
-    assert not_finite_in_words(stage, loss, math.inf) == message
+    assert not_finite_in_words(stage, StepOutcome(loss, (), []), math.inf) == message
+
+
+def test_an_auxiliary_loss_that_is_not_finite_is_named_in_place_of_the_loss():
+    stage: Any = Stage({"layers": arrays(a=math.nan)})
+    outcome = StepOutcome(math.nan, (), [], aux={"balance": math.inf, "size": 1.0})
+    words = not_finite_in_words(stage, outcome, math.nan)
+    assert words == "auxiliary loss balance inf, gradients of 1 of 1 arrays (layers/a)"
 
 
 @pytest.mark.parametrize(
