@@ -4,20 +4,27 @@
 
 Times one stage of GPT-2 layers: F, B, W and BW as compiled by `build_stage`, and a plain jitted
 `jax.value_and_grad` of the same layers. Every backward adds its gradients into donated float32
-accumulators. Repeats of all programs are interleaved, and medians are compared with the bars;
+accumulators. Then the split of every other model that comes with jaxmorph, and of those of
+docs/examples. Repeats of all programs are interleaved, and medians are compared with the bars;
 the exit code is 1 if one is missed.
 """
 
 import argparse
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from benchmarks.gpu.stage import Sizes, StageOps, build_gpt2, build_lone_stage, median_times_s
-from benchmarks.results import Bar, finish, provenance
+from benchmarks.results import ROOT, Bar, finish, provenance
+from jaxmorph.models import gpt2, llama
+from jaxmorph.stage.build import OP_KINDS
+from jaxmorph.stage.model import MicrobatchShapes
 
 ON_CPU = {"(B+W)/BW": 1.20, "(F+BW)/plain": 1.10, "B/BW": 0.70, "compile 32/4 layers": 1.50}
 ON_GPU = {**ON_CPU, "(B+W)/BW": 1.10, "(F+BW)/plain": 1.05}
@@ -31,15 +38,20 @@ def compile_s(sizes: Sizes, dtype: str) -> float:
     return time.perf_counter() - start_s
 
 
-def figures(settings: argparse.Namespace) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns (figures that have a bar, what they were computed from)."""
-    sizes = Sizes(
+def sizes_of(settings: argparse.Namespace) -> Sizes:
+    """Returns what the command line asks for."""
+    return Sizes(
         width=settings.width,
         num_heads=settings.width // 64,
         num_layers=settings.layers,
         sequence_length=settings.sequence,
         microbatch_size=settings.microbatch,
     )
+
+
+def figures(settings: argparse.Namespace) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns (figures that have a bar, what they were computed from)."""
+    sizes = sizes_of(settings)
     model = build_gpt2(sizes, settings.dtype)
     programs = build_lone_stage(model, sizes)
     times_s = median_times_s(StageOps(model, programs, sizes), settings.repeats)
@@ -56,6 +68,52 @@ def figures(settings: argparse.Namespace) -> tuple[dict[str, float], dict[str, f
     measured |= {f"compile_{n}_layers_s": value for n, value in seconds.items()}
     measured |= vars(programs.memory)
     return ratios, measured
+
+
+def other_models(settings: argparse.Namespace) -> Iterator[tuple[str, Any, MicrobatchShapes]]:
+    """Yields names, models as large as the GPT-2, and microbatches of theirs."""
+    sys.path.append(str(ROOT / "docs" / "examples"))
+    sizes = {"width": settings.width, "num_layers": settings.layers}
+    own = {"preset": "tiny", "compute_dtype": settings.dtype, **sizes}
+    text: dict[str, Any] = {**own, "sequence_length": settings.sequence, "vocab_size": 256}
+    heads = {"num_heads": settings.width // 64}
+    microbatch = MicrobatchShapes.of_text(settings.microbatch, settings.sequence)
+    tokens = microbatch.inputs
+    packed = MicrobatchShapes({"tokens": tokens, "positions": tokens}, tokens, {"segments": tokens})
+    mixer, experts, encoder = map(import_module, ("causal_mixer", "moe_decoder", "patch_encoder"))
+    yield "gpt2, dropout 0.1", gpt2.build(**text, **heads, dropout=0.1), microbatch
+    yield "gpt2, packed", gpt2.build(**text, **heads), packed
+    yield (
+        "llama",
+        llama.build(**text, **heads, num_key_value_heads=max(1, settings.width // 256)),
+        microbatch,
+    )
+    yield "causal_mixer", mixer.build(**text), microbatch
+    yield "moe_decoder", experts.build(**text, **heads, num_experts=4), microbatch
+    patches = encoder.MOST_PATCHES
+    images = encoder.build_data(
+        batch_size=settings.microbatch * settings.sequence // patches, sequence_length=patches,
+        seed=0,
+    )  # fmt: skip
+    data = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
+        (images.inputs(0), images.targets(0), images.extras(0)),
+    )
+    classifier = encoder.build(
+        **own, **heads, sequence_length=patches, vocab_size=images.vocab_size
+    )
+    yield "patch_encoder", classifier, MicrobatchShapes(*data)
+
+
+def other_figures(settings: argparse.Namespace, sizes: Sizes) -> dict[str, dict[str, float]]:
+    """Returns the milliseconds of F, B, W and BW of a middle stage of every other model."""
+    found = {}
+    for name, model, shapes in other_models(settings):
+        programs = build_lone_stage(model, sizes, shapes=shapes)
+        ops = StageOps(model, programs, sizes, shapes)
+        times_s = median_times_s(ops, settings.repeats, names=OP_KINDS)
+        found[name] = {kind: 1e3 * time_s for kind, time_s in times_s.items()}
+    return found
 
 
 def main() -> int:
@@ -77,7 +135,12 @@ def main() -> int:
     for name, value in measured.items():
         print(f"{name:32} {value:12,.2f}")
     found = [Bar(name, ratios[name], at_most=bar) for name, bar in bars.items()]
-    return finish(found, settings.json, values | measured)
+    others = other_figures(settings, sizes_of(settings))
+    found += [
+        Bar(f"(B+W)/BW of {name}", (ms["B"] + ms["W"]) / ms["BW"], at_most=bars["(B+W)/BW"])
+        for name, ms in others.items()
+    ]
+    return finish(found, settings.json, values | measured | {"others_ms": others})
 
 
 if __name__ == "__main__":

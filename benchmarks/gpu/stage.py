@@ -14,7 +14,12 @@ from jaxmorph.models.gpt2 import build
 from jaxmorph.models.gpt2.stages import GPT2
 from jaxmorph.stage.build import OP_KINDS, StagePrograms, build_stage
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
-from jaxmorph.stage.model import MicrobatchShapes, PipelineModel
+from jaxmorph.stage.model import (
+    MicrobatchShapes,
+    PipelineModel,
+    key_numbers,
+    without_randomness,
+)
 from jaxmorph.stage.parameters import init_stage_params
 
 OP_NAMES = ("F", "B", "W", "BW", "plain")
@@ -86,16 +91,23 @@ def build_gpt2(sizes: Sizes, compute_dtype: str, attention: str = "auto") -> GPT
 
 
 def build_lone_stage(
-    model: PipelineModel, sizes: Sizes, kinds: Collection[str] = OP_KINDS
+    model: PipelineModel,
+    sizes: Sizes,
+    kinds: Collection[str] = OP_KINDS,
+    shapes: MicrobatchShapes | None = None,
 ) -> StagePrograms:
-    """The compiled programs of a stage of layers alone on this process's first device."""
+    """The compiled programs of a stage of layers alone on this process's first device.
+
+    Args:
+        shapes: A microbatch; None: tokens of text.
+    """
     return build_stage(
         model,
         stage_submesh(make_mesh(1), 0),
         num_layers=sizes.num_layers,
         is_first=False,
         is_last=False,
-        shapes=MicrobatchShapes.of_text(sizes.microbatch_size, sizes.sequence_length),
+        shapes=shapes or MicrobatchShapes.of_text(sizes.microbatch_size, sizes.sequence_length),
         kinds=kinds,
     )
 
@@ -121,22 +133,39 @@ def plain_step(model: PipelineModel) -> Callable[..., Any]:
 
 
 class StageOps:
-    """A middle stage's programs on one microbatch, each of which can be timed."""
+    """A middle stage's programs on one microbatch, each of which can be timed.
 
-    def __init__(self, model: PipelineModel, programs: StagePrograms, sizes: Sizes) -> None:
+    Args:
+        shapes: The microbatch, of whose extras all are one; None: tokens of text.
+    """
+
+    def __init__(
+        self,
+        model: PipelineModel,
+        programs: StagePrograms,
+        sizes: Sizes,
+        shapes: MicrobatchShapes | None = None,
+    ) -> None:
+        shapes = shapes or MicrobatchShapes.of_text(sizes.microbatch_size, sizes.sequence_length)
+        functions = programs.functions
+        extras = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), shapes.extras)
+        key = key_numbers(0, 0, 0, 0) if functions.reads_keys else None
+        more = (None, key, functions.with_extras(extras))
+        self._aux = (jnp.ones(functions.num_aux),) if functions.num_aux else ()
         layers = range(sizes.num_layers)
         self._params = init_stage_params(
             model, jax.random.key(0), layers, is_first=False, is_last=False
         )
         self._programs, self._weights = programs, programs.prepare(self._params)
-        self._x = _random_activations(model, sizes)
+        self._x = _random_activations(model, shapes)
         self._plain = plain_step(model)
         self._sums = programs.zero_accumulators()
-        _, self._stash = programs.forward(self._weights, self._x)
-        _, self._weight_stash = programs.backward_input(self._weights, self._stash, self._x)
+        _, self._stash = programs.forward(self._weights, self._x, *more)
+        given = (self._weights, self._stash, self._x, *self._aux)
+        _, self._weight_stash = programs.backward_input(*given)
         self._calls = {
-            "F": lambda: programs.forward(self._weights, self._x),
-            "B": lambda: programs.backward_input(self._weights, self._stash, self._x),
+            "F": lambda: programs.forward(self._weights, self._x, *more),
+            "B": lambda: programs.backward_input(*given),
             "W": self._backward_weight,
             "BW": self._backward,
             "plain": self._forward_and_backward,
@@ -151,7 +180,7 @@ class StageOps:
 
     def _backward(self) -> Any:
         gradient, self._sums, done = self._programs.backward_with_done(
-            self._weights, self._stash, self._x, self._sums
+            self._weights, self._stash, self._x, self._sums, *self._aux
         )
         return gradient, done
 
@@ -184,11 +213,10 @@ def median_times_s(
     return {name: median(each[name] for each in rounds[_WARM_UPS:]) for name in names}
 
 
-def _random_activations(model: PipelineModel, sizes: Sizes) -> jax.Array:
+def _random_activations(model: PipelineModel, shapes: MicrobatchShapes) -> jax.Array:
     """Of the shape and dtype that the model's layers take."""
-    key = jax.random.key(0)
-    tokens = jax.ShapeDtypeStruct((sizes.microbatch_size, sizes.sequence_length), jnp.int32)
-    shape = jax.eval_shape(model.embed, jax.eval_shape(model.init_embed, key), tokens)
+    key, embed = jax.random.key(0), without_randomness(model.embed)
+    shape = jax.eval_shape(embed, jax.eval_shape(model.init_embed, key), shapes.inputs)
     return jax.random.normal(key, shape.shape).astype(shape.dtype)
 
 
