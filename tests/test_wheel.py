@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -100,7 +99,7 @@ def test_the_source_distribution_builds_the_same_wheel(built, tmp_path):
 
 
 def test_a_new_environment_trains_the_demo(command, tmp_path):
-    call(command, "init", "new", cwd=tmp_path)
+    call(command, "init", "demo", "new", cwd=tmp_path)
     quickly = ("run.steps=2", "emulation.accelerator=null", "parallelism.stages=2")
     call(command, "train", "new/demo.yaml", *quickly, cwd=tmp_path)
     lines = (tmp_path / "runs/demo/metrics.jsonl").read_text().splitlines()
@@ -111,7 +110,7 @@ def test_a_new_environment_trains_the_demo(command, tmp_path):
 def test_a_model_beside_its_configuration_trains_and_samples_from_elsewhere(command, tmp_path):
     project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
     elsewhere.mkdir()
-    shutil.copytree(ROOT / "docs/examples", project)
+    call(command, "init", "own-model", project, cwd=elsewhere)
     end = ("run.steps=2", f"run.dir={tmp_path / 'run'}", "checkpoint.every_steps=2")
     call(command, "train", project / "causal_mixer.yaml", *end, cwd=elsewhere)
     said = call(command, "sample", tmp_path / "run", "--prompt", "def", "--tokens", 2, cwd="/")

@@ -23,7 +23,12 @@ from jaxmorph.output import write_stderr
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 _Abort: type[Exception] = typer.Abort  # Typer turns Ctrl-C into this
 
-_STARTERS = Path(__file__).parent / "configs"  # links to the repository's, files in a wheel
+_STARTERS_FOLDER = Path(__file__).parent / "configs"  # links to the repository's, files in a wheel
+_STARTERS = {
+    "demo": ("demo.yaml",),
+    "llama": ("llama.yaml",),
+    "own-model": ("causal_mixer.yaml", "causal_mixer.py"),
+}
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -102,28 +107,31 @@ app.command()(doctor)
 
 @app.command()
 def init(
+    name: Annotated[
+        str, typer.Argument(metavar="[NAME]", help=f"What to begin with: {', '.join(_STARTERS)}.")
+    ] = "demo",
     folder: Annotated[
-        Path, typer.Argument(metavar="[DIR]", help="Folder of the new file; made if missing.")
+        Path, typer.Argument(metavar="[DIR]", help="Folder of the new files; made if missing.")
     ] = Path(),
-    name: Annotated[str, typer.Option(help="The configuration: demo or llama.")] = "demo",
 ) -> int:
-    """Write a configuration to start from: DIR/demo.yaml."""
-    names = sorted(path.stem for path in _STARTERS.glob("*.yaml"))
-    if name not in names:
-        raise UserError(f"--name: got {name!r}, expected one of {', '.join(names)}")
-    path = folder / f"{name}.yaml"
-    text = (_STARTERS / path.name).read_text(encoding="utf-8")
+    """Write a configuration to start from, such as DIR/demo.yaml; own-model: with a module."""
+    if name not in _STARTERS:
+        raise UserError(f"NAME: got {name!r}, expected one of {', '.join(_STARTERS)}")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"DIR: got {folder}, expected a folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError as error:
-        raise UserError(f"DIR: got {folder}, expected a folder without {path.name}") from error
-    except OSError as error:
-        raise UserError(f"DIR: {path}: cannot be written: {error.strerror}") from error
-    typer.echo(f"wrote {path}: jaxmorph train {shlex.quote(str(path))}")
+    files = [(folder / file, (_STARTERS_FOLDER / file).read_bytes()) for file in _STARTERS[name]]
+    for path, _ in files:
+        if path.exists():
+            raise UserError(f"DIR: got {folder}, expected a folder without {path.name}")
+    for path, content in files:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        except OSError as error:
+            raise UserError(f"DIR: {path}: cannot be written: {error.strerror}") from error
+    config, *others = (path for path, _ in files)
+    written = " and ".join(map(str, (config, *others)))
+    typer.echo(f"wrote {written}: jaxmorph train {shlex.quote(str(config))}")
     return 0
 
 

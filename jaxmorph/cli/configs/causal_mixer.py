@@ -1,0 +1,1 @@
+../../../docs/examples/causal_mixer.py
