@@ -96,7 +96,7 @@ def test_a_message_is_completed_after_its_payload(backend):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_large_results_arrive_while_others_are_being_computed():
     """A callback that waited for JAX's thread pool would hang in its only thread."""
     path = f"{LARGE_COPIES.parents[1]}:{os.environ.get('PYTHONPATH', '')}"

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 SINGLE, HALF = 1e-5, 3e-2  # relative, for float32 and bfloat16 compute
-AS_USERS, EXAMPLES = "2 as users compile", "2 of examples"
+AS_USERS, EXAMPLES, RANDOM = "2 as users compile", "2 of examples", "2 of random models"
 MORE_STAGES = [pytest.mark.long, pytest.mark.one_jax]
 # Its first test of a number of stages waits for all that ranks compile: minutes on a busy machine.
 pytestmark = pytest.mark.timeout(1200)
@@ -29,8 +29,8 @@ def launch(run_as_ranks):
                 patch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
                 patch.delenv("XLA_FLAGS", raising=False)
                 arguments = ["schedules"]
-            if stages == EXAMPLES:
-                arguments = ["examples"]
+            if stages in (EXAMPLES, RANDOM):
+                arguments = [stages.removeprefix("2 of ")]
             return run_as_ranks("parity_rank", int(stages[0]), arguments)
 
     return launched
@@ -63,7 +63,7 @@ def two_stages(request, launch):
 
 @pytest.fixture(scope="module")
 def random_models(launch):
-    return launch("2")
+    return launch(RANDOM)
 
 
 def only(results, test, **case):
@@ -227,6 +227,8 @@ def test_recomputing_the_stash_changes_no_gradient(two_stages, schedule):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.long
+@pytest.mark.one_jax
 @pytest.mark.parametrize("stash", ["full", "recompute"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h2", "adaptive"])
 @pytest.mark.parametrize("case", ["dropout", "auxiliary"])
@@ -239,6 +241,7 @@ def test_gradients_of_random_models_match_one_device(random_models, case, schedu
 
 @pytest.mark.multiprocess
 @pytest.mark.long
+@pytest.mark.one_jax
 @pytest.mark.parametrize("stash", ["full", "recompute"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h2", "adaptive"])
 @pytest.mark.parametrize("model", ["moe_decoder", "patch_encoder"])
@@ -252,6 +255,8 @@ def test_gradients_of_the_examples_match_one_device(launch, model, schedule, sta
 
 
 @pytest.mark.multiprocess
+@pytest.mark.long
+@pytest.mark.one_jax
 def test_dropout_follows_from_the_step_alone(random_models):
     for result in only(random_models, "dropout bits"):
         assert result["same"] == [True, True, False]
@@ -259,6 +264,8 @@ def test_dropout_follows_from_the_step_alone(random_models):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.long
+@pytest.mark.one_jax
 def test_an_evaluation_drops_nothing(random_models):
     assert all(r["loss_error"] <= SINGLE for r in only(random_models, "dropout evaluates"))
 

@@ -14,6 +14,8 @@ from jaxmorph.stage.parameters import init_stage_params
 from jaxmorph.stage.stage_functions import StashPolicy
 from tests.stage.in_turn import joined, largest_error, part_of, split_backward
 
+pytestmark = pytest.mark.one_jax
+
 LAYERS, BATCH, LENGTH, WIDTH, PATCH, CLASSES = 3, 4, 6, 8, 5, 7
 
 
