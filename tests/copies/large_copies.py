@@ -16,7 +16,7 @@ from oracles.fake_gpu import Slot
 from jaxmorph.copies.backends import PayloadShape, SlotUse
 from jaxmorph.copies.host_memory import host_callback_backends
 
-LIMIT_S = 60
+LIMIT_S = 300
 WIDTH = 128
 LONGEST_ROUNDS = 4096
 AT_ONCE = 6
