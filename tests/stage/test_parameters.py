@@ -17,6 +17,7 @@ from jaxmorph.stage.parameters import (
 from tests.stage.in_turn import joined
 
 
+@pytest.mark.one_jax
 def test_initial_values_do_not_depend_on_the_cut(model_of, initial_params):
     stages = [
         init_stage_params(
