@@ -20,10 +20,15 @@ pytestmark = pytest.mark.timeout(60)
 def pipe():
     """The reading end, and a stream that writes to the other one."""
     reading, writing = os.pipe()
-    yield reading, BestEffortOutput(writing, "utf-8")
-    for fd in (reading, writing):
-        with contextlib.suppress(OSError):
-            os.close(fd)
+    stream = BestEffortOutput(writing, "utf-8")
+    yield reading, stream
+    with contextlib.suppress(OSError):
+        os.close(reading)
+    # Its thread would write what waits to the next file of this number.
+    stream.drain(patience_s=30.0)
+    assert stream._num_pending_bytes == 0
+    with contextlib.suppress(OSError):
+        os.close(writing)
 
 
 def test_all_arrives_in_its_order(pipe):
