@@ -17,6 +17,7 @@ from jaxmorph.config.compare_section import Compare
 from jaxmorph.config.link_problems import possible_links
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.data import ReadAhead
+from jaxmorph.errors import UserError
 from jaxmorph.plain_json import tagged
 from jaxmorph.records import Link, Route
 from jaxmorph.runtime.emulated_links import EmulatedLinks
@@ -44,9 +45,14 @@ def serve(
     """Run one system under every condition, as one rank."""
     rank, healthy = rendezvous.rank, system_config(config, system)
     parts = load_parts(healthy)
+    if parts.shapes.shorter:
+        raise UserError(
+            f"data.factory: {config.data.factory}: got steps of several lengths, expected one: a "
+            "comparison compares steps that compute the same"
+        )
     sizes = healthy.batch.microbatch_size, healthy.data.sequence_length
     device_choices(parts.model, *sizes, parts.shapes.extras)
-    measure = partial(measured_on_rank_0, healthy, parts.model, parts.batches)
+    measure = partial(measured_on_rank_0, healthy, parts.model, parts.microbatch)
     cut = choose_layers(healthy, rendezvous, parts.model.num_layers, measure)
     settings = stage_settings(
         healthy, cut.layers, rank, adapts=system.reroutes, shapes=parts.shapes

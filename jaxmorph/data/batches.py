@@ -36,6 +36,10 @@ class StepData(Protocol):
         """What a stage reads whose functions take extras."""
         ...
 
+    def length(self, step: int, /) -> int:
+        """Which of a few lengths the step has; 0 is the longest."""
+        ...
+
 
 class Batches:
     """Random access to the batch of any step.
@@ -98,6 +102,11 @@ class Batches:
         if self._separator is None:
             return {}
         return {"segments": self._part(pack(self._ids(step), self._separator).segments)}
+
+    def length(self, step: int) -> int:
+        """All steps have one length."""
+        del step
+        return 0
 
     def _ids(self, step: int) -> np.ndarray:
         ids = np.asarray(self._windows[step])

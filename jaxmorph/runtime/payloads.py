@@ -11,8 +11,8 @@ from jaxmorph.copies.backends import PayloadShape, SlotUse
 from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.program.slots_needed import FIRST_SLOTS
 from jaxmorph.records import Link
-from jaxmorph.stage.activations import with_one_activation
-from jaxmorph.stage.model import PipelineModel, Tree
+from jaxmorph.stage.activations import sent_activations
+from jaxmorph.stage.model import MicrobatchShapes, PipelineModel
 from jaxmorph.stage.parameters import leaf_at
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.plane import ChannelSpec
@@ -62,18 +62,18 @@ def channel_payloads(
     model: PipelineModel,
     num_ranks: int,
     num_chunks: int,
-    inputs: Tree,
+    shapes: MicrobatchShapes,
 ) -> dict[Channel, PayloadShape]:
     """Every channel of a pipeline, with the payload of one message.
 
     Args:
-        inputs: The shapes of one microbatch's inputs.
+        shapes: The data of one microbatch.
     """
     last = num_ranks - 1
     hops = [(lower, lower + 1) for lower in range(last)]
     if num_chunks > 1 and last > 0:
         hops.append((last, 0))  # from a chunk of the last rank to the next one of the first
-    _, shape = with_one_activation(model, inputs)
+    shape = sent_activations(model, shapes)
     activation = PayloadShape(shape.shape, shape.dtype)
     channels: dict[Channel, PayloadShape] = {}
     for rank, next_rank in hops:

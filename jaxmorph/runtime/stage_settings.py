@@ -92,5 +92,5 @@ class StageSettings:
             model,
             num_ranks=self.num_ranks,
             num_chunks=self.num_chunks,
-            inputs=self.shapes.inputs,
+            shapes=self.shapes,
         )

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -80,7 +82,8 @@ class StageTrainer:
         submesh = stage_submesh(mesh, rank) if alone is None else alone
         progress.stamp("making or reading its first parameters")
         self.params = _initial_params(model, settings, rank)
-        self.programs = _build_programs(model, settings, rank, submesh)
+        self._programs_by_length = _build_programs(model, settings, rank, submesh)
+        self._length = 0
         progress.stamp("compiling its optimizer")
         self.optimizer = StageOptimizer(
             settings.optimizer, self.params, _uncounted(model, self.params)
@@ -174,16 +177,22 @@ class StageTrainer:
         return {"direct": self._failover, "delegated": self.delegated}
 
     @property
+    def programs(self) -> tuple[StagePrograms, ...]:
+        """Each chunk's programs, for steps of the length of the last one, at first the longest."""
+        return self._programs_by_length[self._length]
+
+    @property
     def reads_extras(self) -> bool:
         """Whether a program of this rank takes some of the data's extras."""
-        own = [programs.functions for programs in self.programs]
+        every = chain.from_iterable(self._programs_by_length)
+        own = [programs.functions for programs in every]
         apart = any(each.evaluates_apart and each.takes_extras for each in own)
         return apart or any(each.extras for each in own)
 
     @property
     def stash_memory(self) -> StashMemory:
         """Bytes that one microbatch's stash takes on this stage, in all chunks together."""
-        parts = [programs.memory for programs in self.programs]
+        parts = [programs.memory for programs in self._programs_by_length[0]]
         return StashMemory(
             sum(part.after_forward_bytes for part in parts),
             sum(part.after_backward_input_bytes for part in parts),
@@ -197,6 +206,11 @@ class StageTrainer:
     def run(self, program: RankInstructions, inputs: StepInputs, step: int) -> StepOutcome:
         """Run a step's ops and transfers; `update` or `discard` must follow."""
         self._step = step
+        if inputs.length != self._length:
+            # What follows from parameters alone may depend on the length, as a slice of them.
+            self._length = inputs.length
+            self._weights = self._prepare()
+            self.executor = replace(self.executor, chunks=self.programs)
         weights = self._evaluated if inputs.evaluates else self._weights
         outcome = self.executor.execute(program, weights, self._accumulators, inputs, step=step)
         self._accumulators = outcome.accumulators
@@ -422,11 +436,11 @@ def _compiled_init(model: PipelineModel, seed: int) -> Callable[[range, bool, bo
 
 def _build_programs(
     model: PipelineModel, settings: StageSettings, rank: int, submesh: Mesh
-) -> tuple[StagePrograms, ...]:
-    """The programs of a rank's chunks; chunks of equal size and place share them."""
+) -> list[tuple[StagePrograms, ...]]:
+    """For each length the programs of a rank's chunks; those of equal size and place share them."""
 
     @cache
-    def build(num_layers: int, is_first: bool, is_last: bool) -> StagePrograms:
+    def build(length: int, num_layers: int, is_first: bool, is_last: bool) -> StagePrograms:
         return build_stage(
             model,
             submesh,
@@ -434,14 +448,17 @@ def _build_programs(
             is_first=is_first,
             is_last=is_last,
             shapes=settings.shapes,
+            length=length,
             stash=settings.stash,
             kinds=settings.kinds,
         )
 
-    return tuple(
-        build(len(settings.layers[stage]), stage == 0, settings.is_last(stage))
+    own = [
+        (len(settings.layers[stage]), stage == 0, settings.is_last(stage))
         for stage in settings.own_stages(rank)
-    )
+    ]
+    lengths = range(len(settings.shapes.lengths))
+    return [tuple(build(length, *chunk) for chunk in own) for length in lengths]
 
 
 def _uncounted(model: PipelineModel, params: Chunks) -> tuple[LeafPath, ...]:

@@ -142,6 +142,8 @@ class StepRunner:
         # Steps for timings leave the events to the first step of training.
         events = tuple(map(LinkEvent.of, stage.events())) if updates else ()
         timings = StepTimings.of_step(outcome, began_s, events)
+        if inputs.length:  # a shorter step's ops say nothing of those that plans are made for
+            timings = replace(timings, op_times={}, copies_ms={})
         parts = [*report(step), AuxiliaryLosses(outcome.aux)]
         own = StepReport(
             loss=outcome.loss,

@@ -9,6 +9,9 @@ Floats are packed in the type to which all of them convert without loss. An inte
 packed as the digits of its bits, small whole numbers that such a float holds exactly: as numbers
 they would be rounded, and as raw bits they could be a NaN, which a device may change. They have no
 gradient.
+
+Steps may have a few lengths. All messages have the longest's shape, so routes, slots and plans
+don't depend on the length: activations of shorter steps are sent with zeros behind (`Padding`).
 """
 
 import math
@@ -23,7 +26,12 @@ import numpy as np
 from jax import lax
 
 from jaxmorph.errors import UserError
-from jaxmorph.stage.model import PipelineModel, aux_weights_of, without_randomness
+from jaxmorph.stage.model import (
+    MicrobatchShapes,
+    PipelineModel,
+    aux_weights_of,
+    without_randomness,
+)
 
 _BITS_OF_A_DIGIT = {7: 8, 10: 8, 23: 16, 52: 16}
 """By a float's bits of mantissa, which must hold a digit."""
@@ -50,6 +58,46 @@ def with_one_activation(
     layout = _Layout.of(activations, microbatch_size)
     packing: Any = _Packing(model, layout)
     return packing, jax.eval_shape(layout.pack, activations)
+
+
+@dataclass(frozen=True)
+class Padding:
+    """The activations of steps of one length, as a stage computes them and as they are sent."""
+
+    computed: jax.ShapeDtypeStruct
+    sent: jax.ShapeDtypeStruct
+
+    def add(self, array: jax.Array) -> jax.Array:
+        """Returns activations, or their gradient, as they are sent."""
+        sizes = zip(self.computed.shape, self.sent.shape, strict=True)
+        padding = [(0, sent - computed, 0) for computed, sent in sizes]
+        return lax.pad(array, jnp.zeros((), array.dtype), padding) if self._differs else array
+
+    def remove(self, array: jax.Array) -> jax.Array:
+        """Returns what `add` was given."""
+        start = (0,) * len(self.computed.shape)
+        return lax.slice(array, start, self.computed.shape) if self._differs else array
+
+    @property
+    def _differs(self) -> bool:
+        return self.computed.shape != self.sent.shape
+
+
+def sent_activations(model: PipelineModel, shapes: MicrobatchShapes) -> jax.ShapeDtypeStruct:
+    """Returns what stages send one another, whatever a step's length.
+
+    Raises:
+      UserError: the activations can't be packed, or a shorter step's don't fit in the longest's.
+    """
+    sent, *shorter = (with_one_activation(model, each.inputs)[1] for each in shapes.lengths)
+    for each in shorter:
+        same = (each.dtype, len(each.shape)) == (sent.dtype, len(sent.shape))
+        if not same or any(a > b for a, b in zip(each.shape, sent.shape, strict=True)):
+            raise UserError(
+                f"embed: got activations {each.dtype}{list(each.shape)} of a shorter step, "
+                f"expected {sent.dtype}{list(sent.shape)}, the longest's, or fewer along some axes"
+            )
+    return sent
 
 
 class _Packing:

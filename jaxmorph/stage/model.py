@@ -49,11 +49,26 @@ Tree = Any
 
 @dataclass(frozen=True)
 class MicrobatchShapes:
-    """One microbatch: trees of `jax.ShapeDtypeStruct`, or of arrays, [microbatch, ...]."""
+    """One microbatch: trees of `jax.ShapeDtypeStruct`, or of arrays, [microbatch, ...].
+
+    Attributes:
+      shorter: those of steps whose arrays are shorter, longest first.
+    """
 
     inputs: Tree
     targets: Tree
     extras: dict[str, Tree] = field(default_factory=dict)
+    shorter: tuple["MicrobatchShapes", ...] = ()
+
+    @property
+    def lengths(self) -> tuple["MicrobatchShapes", ...]:
+        """One microbatch of each length, longest first; `StepInputs.length` counts these."""
+        return (self, *self.shorter)
+
+    def zeros(self) -> "MicrobatchShapes":
+        """Returns arrays of zeros of the longest length."""
+        trees = self.inputs, self.targets, self.extras
+        return MicrobatchShapes(*jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), trees))
 
     @classmethod
     def of_text(cls, microbatch_size: int, sequence_length: int) -> "MicrobatchShapes":

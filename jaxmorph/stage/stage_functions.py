@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmorph.stage.activations import with_one_activation
+from jaxmorph.stage.activations import Padding, sent_activations, with_one_activation
 from jaxmorph.stage.backward import SplitBackward, split_backward
 from jaxmorph.stage.model import (
     NUM_KEY_NUMBERS,
@@ -54,6 +54,7 @@ class StageFunctions:
     layer: SplitBackward
     head: SplitBackward | None
     num_layers: int
+    padding: Padding
     evaluate: Callable[..., jax.Array]
     takes_extras: bool
     num_aux: int = 0
@@ -135,6 +136,8 @@ class StageFunctions:
         embed_stash = head_stash = ()
         if self.embed:
             x, *embed_stash = self.embed.forward(*embed_weights, *jax.tree.leaves(x), *embed_key)
+        else:
+            x = self.padding.remove(x)
         layer_extras = [extras[at] for at in self.layer.extras]
 
         def one_layer(x: jax.Array, xs: Any) -> tuple[jax.Array, Any]:
@@ -149,6 +152,8 @@ class StageFunctions:
         if self.head:
             arguments = *jax.tree.leaves(targets), *(extras[at] for at in self.head.extras)
             x, *head_stash = self.head.forward(*head_weights, x, *arguments, *head_key)
+        else:
+            x = self.padding.add(x)
         stash = (*embed_stash, *shared, *layer_stash, *head_stash)
         return x, stash, *(each.sum(0) for each in aux)
 
@@ -169,6 +174,8 @@ class StageFunctions:
         embed_new = head_new = ()
         if self.head:
             gradient, *head_new = self.head.backward_input(*head_weights, *head_stash, gradient)
+        else:
+            gradient = self.padding.remove(gradient)
 
         def one_layer(gradient: jax.Array, xs: Any) -> tuple[jax.Array, list[jax.Array]]:
             weights, stash = xs
@@ -180,7 +187,10 @@ class StageFunctions:
         gradient, layer_new = lax.scan(one_layer, gradient, xs, self.num_layers, reverse=True)
         if self.embed:
             embed_new = self.embed.backward_input(*embed_weights, *embed_stash, gradient)
-        return None if self.embed else gradient, (*embed_new, *layer_new, *head_new)
+        return self._input_gradient(gradient), (*embed_new, *layer_new, *head_new)
+
+    def _input_gradient(self, gradient: jax.Array) -> jax.Array | None:
+        return None if self.embed else self.padding.add(gradient)
 
     def backward_weight(
         self, weights: Arrays, weight_stash: Arrays, accumulators: Params
@@ -223,6 +233,8 @@ class StageFunctions:
         if self.head:
             gradient, *gradients = self.head.backward(*head_weights, *head_stash, gradient)
             sums["head"] = _add(sums["head"], gradients)
+        else:
+            gradient = self.padding.remove(gradient)
 
         def one_layer(carry: Any, xs: Any) -> tuple[Any, None]:
             (gradient, sums), (layer, weights, stash) = carry, xs
@@ -236,7 +248,7 @@ class StageFunctions:
         if self.embed:
             gradients = self.embed.backward(*embed_weights, *embed_stash, gradient)
             sums["embed"] = _add(sums["embed"], gradients)
-        return None if self.embed else gradient, sums
+        return self._input_gradient(gradient), sums
 
     def _weights(self, flat: Arrays) -> Iterator[Arrays]:
         return self._by_piece(flat, lambda piece: piece.num_weights)
@@ -261,20 +273,20 @@ def split_stage(
     model: PipelineModel,
     params: Params,
     shapes: MicrobatchShapes,
-    activations: jax.ShapeDtypeStruct,
+    padding: Padding,
     stash: StashPolicy,
 ) -> StageFunctions:
     """Splits the stage that has these parameters.
 
     Args:
       params: the stage's, as shapes.
-      activations: what `model.layer` takes and returns.
+      padding: of the activations that `model.layer` takes and returns.
       stash: "recompute" applies to layers; embedding and head always keep what they need.
     """
     layer_params = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"]
     )
-    extras = shapes.extras
+    activations, extras = padding.computed, shapes.extras
     embed = head = None
     if "embed" in params:
         embed = split_backward(model.embed, params["embed"], data=(shapes.inputs,))
@@ -294,7 +306,8 @@ def split_stage(
         layer,
         head,
         num_layers,
-        evaluate=partial(_evaluate, model),
+        padding,
+        evaluate=partial(_evaluate, model, padding),
         takes_extras=any(map(takes_extras, own)),
         num_aux=len(aux),
     )
@@ -312,11 +325,14 @@ def _with_aux_vector(layer: Callable, names: Sequence[str]) -> Callable:
 
 
 def _evaluate(
-    model: PipelineModel, params: Params, x: Tree, *targets_and_extras: Tree
+    model: PipelineModel, padding: Padding, params: Params, x: Tree, *targets_and_extras: Tree
 ) -> jax.Array:
     *targets, extras = targets_and_extras
+    x = x if "embed" in params else padding.remove(x)
     x = last_activations(model, params, x, extras)
-    return without_randomness(model.head, extras)(params["head"], x, *targets) if targets else x
+    if not targets:
+        return padding.add(x)
+    return without_randomness(model.head, extras)(params["head"], x, *targets)
 
 
 def _parted(arrays: Arrays, count: int) -> tuple[Arrays, Arrays]:
@@ -405,6 +421,7 @@ def trace_stage(
     is_first: bool,
     is_last: bool,
     shapes: MicrobatchShapes,
+    length: int = 0,
     stash: StashPolicy = "full",
 ) -> TracedStage:
     """Traces one stage; the arguments are those of `build_stage`.
@@ -415,18 +432,19 @@ def trace_stage(
     key = jax.eval_shape(jax.random.key, 0)
     init = partial(init_stage_params, model, layers=range(num_layers), is_first=is_first)
     params = jax.eval_shape(partial(init, is_last=is_last), key)
+    sent, shapes = sent_activations(model, shapes), shapes.lengths[length]
     model, activations = with_one_activation(model, shapes.inputs)
-    functions = split_stage(model, params, shapes, activations, stash)
-    return _with_shapes(functions, params, shapes, activations)
+    functions = split_stage(model, params, shapes, Padding(activations, sent), stash)
+    return _with_shapes(functions, params, shapes)
 
 
 def _with_shapes(
-    functions: StageFunctions, params: Params, shapes: MicrobatchShapes, activations: Any
+    functions: StageFunctions, params: Params, shapes: MicrobatchShapes
 ) -> TracedStage:
     prepared = jax.eval_shape(functions.prepare, params)
     pool = (*jax.tree.leaves(params), *prepared)
     weights = tuple(pool[source] for source in functions.weight_sources(params))
-    first = shapes.inputs if functions.embed else activations
+    first = shapes.inputs if functions.embed else functions.padding.sent
     batch = (first, *((shapes.targets,) if functions.head else ()))
     extras = shapes.extras if functions.takes_extras else {}
     own_extras = functions.with_extras(extras)

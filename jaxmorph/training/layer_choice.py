@@ -3,13 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import jax
-import numpy as np
 
 from jaxmorph.config import Config
-from jaxmorph.data import StepData
 from jaxmorph.plain_json import dump, parse_line, with_sum
 from jaxmorph.report.run_directory import LAYERS, replace_file
 from jaxmorph.runtime.rendezvous import Rendezvous, agree
@@ -109,30 +104,16 @@ def cut_by_costs(
 def measured_on_rank_0(
     config: Config,
     model: PipelineModel,
-    batches: StepData | None = None,
-    shapes: MicrobatchShapes | None = None,
+    microbatch: Callable[[], MicrobatchShapes],
 ) -> LayerCosts:
-    """Measure the layers' costs on this process's device, on the run's first microbatch.
-
-    A script has no batches before its first step: then the microbatch is zeros.
-    """
-    if batches is None:
-        text = MicrobatchShapes.of_text(config.batch.microbatch_size, config.data.sequence_length)
-        microbatch = _each_array(shapes or text, lambda leaf: np.zeros(leaf.shape, leaf.dtype))
-    else:
-        step = MicrobatchShapes(batches.inputs(0), batches.targets(0), dict(batches.extras(0)))
-        microbatch = _each_array(step, lambda array: array[0])
+    """Measure the layers' costs on this process's device, on arrays of a microbatch."""
     return measure_layer_costs(
         model,
         stage_submesh(make_mesh(config.parallelism.stages), 0),
-        microbatch,
+        microbatch(),
         stash=config.stash,
         kinds=op_kinds(config),
     )
-
-
-def _each_array(of: MicrobatchShapes, change: Callable[[Any], Any]) -> MicrobatchShapes:
-    return MicrobatchShapes(*jax.tree.map(change, (of.inputs, of.targets, of.extras)))
 
 
 @dataclass(frozen=True)

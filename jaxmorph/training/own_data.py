@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
@@ -17,6 +18,7 @@ from jaxmorph.stage.model import MicrobatchShapes, Tree
 from jaxmorph.training.model_factory import load_factory
 
 ROWS = "batch.microbatches times batch.microbatch_size"
+_MOST_LENGTHS = 8
 
 
 def parts_of(batch: Sequence[Any]) -> tuple[Tree, Tree, Mapping[str, Tree]]:
@@ -125,15 +127,27 @@ def _name(path: Any) -> str:
 class OwnBatches:
     """The batches of an object that `data.factory` made, cut into microbatches.
 
-    Its shapes are those of step 0.
+    If the object has `bucket(step)`, a whole number that grows with the length of the step's
+    arrays, then all steps of one number are like the first one; else all steps are like step 0.
+
+    Args:
+        name: Where the object comes from, in errors.
+        like: The batches that it must be like; None: its own.
 
     Raises:
         UserError: A batch of another structure, shape or dtype.
     """
 
-    def __init__(self, config: Config, source: Any, name: str = "build_data") -> None:
+    def __init__(
+        self,
+        config: Config,
+        source: Any,
+        name: str = "build_data",
+        like: "OwnBatches | None" = None,
+    ) -> None:
         self._source, self._sizes = source, config.batch
         self._where = f"data.factory: {config.data.factory}"
+        self._num_steps, self._like = config.run.steps, self if like is None else like
         lacking = [each for each in ("inputs", "targets") if not callable(getattr(source, each, 0))]
         if lacking:
             raise UserError(
@@ -143,27 +157,73 @@ class OwnBatches:
 
     def inputs(self, step: int) -> Tree:
         """What the first stage reads."""
-        return self._part("inputs", step, self.shapes.inputs)
+        return self._part("inputs", step)
 
     def targets(self, step: int) -> Tree:
         """What the last stage reads."""
-        return self._part("targets", step, self.shapes.targets)
+        return self._part("targets", step)
 
     def extras(self, step: int) -> Mapping[str, Tree]:
         """What a stage reads whose functions take extras."""
-        return self._part("extras", step, self.shapes.extras)
+        return self._part("extras", step)
+
+    def length(self, step: int) -> int:
+        """Which of `shapes.lengths` the step has."""
+        bucket, known = self._bucket(step), list(self._like._buckets)
+        if bucket not in known:
+            some = ", ".join(map(str, known))
+            raise UserError(f"{self._where}: bucket({step}): got {bucket}, expected one of {some}")
+        return known.index(bucket)
+
+    @cached_property
+    def first_steps(self) -> tuple[int, ...]:
+        """The first step of each length, the longest first."""
+        return tuple(self._buckets.values())
 
     @cached_property
     def shapes(self) -> MicrobatchShapes:
         """The data of one microbatch."""
-        first = (self._read("inputs", 0), self._read("targets", 0), self._read("extras", 0))
-        sizes = self._sizes
-        num_examples = sizes.microbatches * sizes.microbatch_size
-        return shapes_of(f"{self._where}: step 0", first, num_examples, sizes.microbatch_size)
+        if self._like is not self:
+            return self._like.shapes
+        longest, *shorter = map(self._shapes_of, self.first_steps)
+        return replace(longest, shorter=tuple(shorter))
 
-    def _part(self, name: str, step: int, expected: Tree) -> Tree:
-        where, why = f"{self._where}: step {step}", "as in step 0"
-        tree = self._read(name, step)
+    @cached_property
+    def _buckets(self) -> dict[int, int]:
+        """The first step of each bucket of the run, the longest first."""
+        found: dict[int, int] = {}
+        for step in range(self._num_steps):
+            found.setdefault(self._bucket(step), step)
+            if len(found) > _MOST_LENGTHS:
+                raise UserError(
+                    f"{self._where}: bucket(step): got {len(found)} numbers in steps 0 to {step}, "
+                    f"expected at most {_MOST_LENGTHS}: each has programs of its own"
+                )
+            if not hasattr(self._source, "bucket"):
+                break
+        return dict(sorted(found.items(), reverse=True))
+
+    def _bucket(self, step: int) -> int:
+        bucket = self._source.bucket(step) if hasattr(self._source, "bucket") else 0
+        if not isinstance(bucket, int | np.integer):
+            got = type(bucket).__name__
+            raise UserError(f"{self._where}: bucket({step}): got {got}, expected a whole number")
+        return int(bucket)
+
+    def _shapes_of(self, step: int) -> MicrobatchShapes:
+        inputs, targets, extras = (
+            self._read(each, step) for each in ("inputs", "targets", "extras")
+        )
+        size = self._sizes.microbatch_size
+        num_examples = self._sizes.microbatches * size
+        where = f"{self._where}: step {step}"
+        return shapes_of(where, (inputs, targets, extras), num_examples, size)
+
+    def _part(self, name: str, step: int) -> Tree:
+        length = self.length(step)
+        expected = getattr(self.shapes.lengths[length], name)
+        where, first = f"{self._where}: step {step}", self._like.first_steps[length]
+        tree, why = self._read(name, step), f"as in step {first}"
         return cut_tree(where, name, tree, expected, self._sizes.microbatches, why)
 
     def _read(self, name: str, step: int) -> Tree:
@@ -196,7 +256,7 @@ def load_own_data(config: Config) -> tuple[OwnBatches, OwnBatches | None, int, D
             f"`held_out` of the object that build_data of {name} returns"
         )
     else:
-        held_out = OwnBatches(config, held_out, "held_out")
+        held_out = OwnBatches(config, held_out, "held_out", like=batches)
     digest = getattr(source, "digest", None) or inspect.getsource(module)
     hashed = blake2b(str(digest).encode(), digest_size=16).hexdigest()
     vocab_size = data.vocab_size or getattr(source, "vocab_size", 0)

@@ -107,7 +107,7 @@ def load_run(
     model: PipelineModel,
     checkpoints: RunCheckpoints | None,
     *,
-    batches: StepData | None = None,
+    microbatch: Callable[[], MicrobatchShapes],
     shapes: MicrobatchShapes | None = None,
     optimizer: optax.GradientTransformation | None = None,
     restarts: int = 0,
@@ -115,7 +115,7 @@ def load_run(
     """Cut the model into stages; all ranks agree on the cut.
 
     Args:
-        batches: What layers are measured on; None: zeros.
+        microbatch: Arrays that layers are measured on.
         shapes: The data of one microbatch; None: the configured text's.
         optimizer: None: the configuration's AdamW.
         restarts: How often the run was restarted; emulated cuts end with a restart.
@@ -126,7 +126,7 @@ def load_run(
     if checkpoints is not None:
         checkpoints.require_shared(rendezvous)
     kept = None if checkpoints is None else checkpoints.cut
-    measure = partial(measured_on_rank_0, config, model, batches, shapes)
+    measure = partial(measured_on_rank_0, config, model, microbatch)
     cut = kept or _choose_layers(config, rendezvous, model, checkpoints, measure)
     settings = stage_settings(
         config, cut.layers, rendezvous.rank, adapts=config.adapts, shapes=shapes
@@ -171,7 +171,7 @@ def plan_run(
     """Measure a few steps and plan; degraded links known from an earlier launch are planned for.
 
     Args:
-        inputs: The data of each of these steps; they update nothing.
+        inputs: The data of each of these steps, of the longest length; they update nothing.
         with_slots: Adds the slots that evaluations need.
     """
     within = with_device_budget(run.config, run.rendezvous, stage)

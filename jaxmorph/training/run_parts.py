@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import jax
+
 from jaxmorph.config import Config
 from jaxmorph.data import Batches, StepData, hold_out, load_tokens, separator_of
 from jaxmorph.data.tokens import DataDigest, digest_of
@@ -23,6 +25,7 @@ class RunParts:
     Attributes:
         held_out: The batches to evaluate, if any.
         shapes: The data of one microbatch.
+        longest_step: A step of the longest of the lengths that steps may have.
         source: Where the data come from, in words.
         data: Identifies the data when the run resumes.
     """
@@ -31,9 +34,16 @@ class RunParts:
     batches: StepData
     held_out: StepData | None
     shapes: MicrobatchShapes
+    longest_step: int
     source: str
     vocab_size: int
     data: DataDigest
+
+    def microbatch(self) -> MicrobatchShapes:
+        """Arrays of a microbatch of the longest step."""
+        step, of = self.longest_step, self.batches
+        trees = of.inputs(step), of.targets(step), dict(of.extras(step))
+        return MicrobatchShapes(*jax.tree.map(lambda array: array[0], trees))
 
 
 def load_parts(config: Config) -> RunParts:
@@ -43,11 +53,16 @@ def load_parts(config: Config) -> RunParts:
         UserError: They can't be loaded, or don't fit each other or the stages.
     """
     cut = config.parallelism
+    longest_step = 0
     if config.data.factory is None:
         batches, held_out, source, vocab_size, digest = _text_of(config)
+        first = (batches.inputs(0), batches.targets(0), batches.extras(0))
+        shapes = MicrobatchShapes.of_step(*first)
     else:
         batches, held_out, vocab_size, digest = load_own_data(config)
-        source = f"data of {config.data.factory}"
+        shapes, longest_step = batches.shapes, batches.first_steps[0]
+        lengths = len(shapes.lengths)
+        source = f"data of {config.data.factory}" + f", in {lengths} lengths" * (lengths > 1)
     model = build_model(config, vocab_size)
     if config.model.weights is not None:
         check_weights(model, config.model.weights)
@@ -57,8 +72,7 @@ def load_parts(config: Config) -> RunParts:
             f"{config.model.factory}, takes no extras"
         )
     cut_layers(model.num_layers, cut.stages, cut.layers, cut.chunks)  # raises if they don't fit
-    shapes = MicrobatchShapes.of_step(batches.inputs(0), batches.targets(0), batches.extras(0))
-    return RunParts(model, batches, held_out, shapes, source, vocab_size, digest)
+    return RunParts(model, batches, held_out, shapes, longest_step, source, vocab_size, digest)
 
 
 def _text_of(config: Config) -> tuple[Batches, Batches | None, str, int, DataDigest]:
@@ -93,6 +107,7 @@ def step_reader(
             targets=targets,
             loss_weight=1.0 / max(count_targets(targets), 1),
             extras=batches.extras(step) if stage.reads_extras else {},
+            length=batches.length(step),
         )
 
     return read

@@ -3,12 +3,14 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxmorph.config import Config, check_config, read_config
 from jaxmorph.config.sections import Run
@@ -19,7 +21,7 @@ from jaxmorph.runtime.launcher import threads_for
 from jaxmorph.runtime.rendezvous import Rendezvous, SoleRank
 from jaxmorph.runtime.watchdog import watch_over
 from jaxmorph.runtime.xla_settings import have_spare_device, have_threads, limit_collectives
-from jaxmorph.stage.model import MicrobatchShapes
+from jaxmorph.stage.model import MicrobatchShapes, Tree
 from jaxmorph.training.cluster import join_cluster, num_tasks, started_by_cluster
 from jaxmorph.training.own_data import ROWS, cut_tree, parts_of, shapes_of
 from jaxmorph.training.script_launch import launch_arguments
@@ -291,12 +293,14 @@ def cut_batch(
         shapes: The data of one microbatch; None: the configured text's.
         reads_extras: Whether the rank's stage takes some.
     """
-    inputs, targets, extras = parts_of(batch)
+    inputs, targets, extras = trees = parts_of(batch)
     sizes = config.batch
     is_text, name, rows = shapes is None, "inputs", ROWS
     if shapes is None:
         shapes = MicrobatchShapes.of_text(sizes.microbatch_size, config.data.sequence_length)
         name, rows = "tokens", f"{ROWS}, and data.sequence_length"
+    length = _length_of(trees, shapes)
+    shapes = shapes.lengths[length]
     cut = partial(cut_tree, "batch", microbatches=sizes.microbatches, rows=rows)
     inputs = cut(name, inputs, shapes.inputs)
     targets = cut("targets", targets, shapes.targets)
@@ -310,20 +314,44 @@ def cut_batch(
         targets=targets if is_last else None,
         loss_weight=1.0 / max(1, count_targets(targets)),
         extras=extras if reads_extras else {},
+        length=length,
     )
 
 
-def example_shapes(example: Sequence[Any] | None, config: Config) -> MicrobatchShapes | None:
-    """The shapes of one microbatch of batches like an example; None without one.
+def _length_of(trees: tuple[Tree, Tree, Mapping[str, Tree]], shapes: MicrobatchShapes) -> int:
+    """The length whose arrays end in the same axes as a batch's; else 0, by which errors speak."""
+
+    def ends_alike(array: Any, shape: jax.ShapeDtypeStruct) -> bool:
+        axes = shape.shape[1:]
+        return np.shape(array)[np.ndim(array) - len(axes) :] == axes
+
+    for number, each in enumerate(shapes.lengths):
+        of_length = each.inputs, each.targets, each.extras
+        leaves, expected = jax.tree.leaves(trees), jax.tree.leaves(of_length)
+        if len(leaves) == len(expected) and all(map(ends_alike, leaves, expected)):
+            return number
+    return 0
+
+
+def example_shapes(
+    example: Sequence[Any] | None, config: Config, shorter: Sequence[Sequence[Any]] = ()
+) -> MicrobatchShapes | None:
+    """The shapes of one microbatch of batches like the examples; None without one.
 
     Raises:
-        UserError: The example is no batch, or of another size than the configured one.
+        UserError: An example is no batch, or of another size than the configured one.
     """
     if example is None:
+        if shorter:
+            raise UserError("shorter: got examples, expected one of the longest batch as `example`")
         return None
     sizes = config.batch
     num_examples = sizes.microbatches * sizes.microbatch_size
-    return shapes_of("example", parts_of(example), num_examples, sizes.microbatch_size)
+    longest, *others = [
+        shapes_of(name, parts_of(each), num_examples, sizes.microbatch_size)
+        for name, each in [("example", example), *(("shorter", each) for each in shorter)]
+    ]
+    return replace(longest, shorter=tuple(others))
 
 
 def _check_ids(name: str, smallest: int, largest: int, vocab_size: int) -> None:

@@ -61,7 +61,7 @@ def train(
         rendezvous,
         parts.model,
         checkpoints,
-        batches=parts.batches,
+        microbatch=parts.microbatch,
         shapes=parts.shapes,
         restarts=restarts,
     )
@@ -79,7 +79,8 @@ def train(
         run.restore(stage)
         _send_end_of(RESTORE, send)
         progress.phase("measures steps and plans", timeouts.start_s)
-        planned = plan_run(run, stage, read(0), partial(with_room_to_evaluate, config))
+        longest = read(parts.longest_step)
+        planned = plan_run(run, stage, longest, partial(with_room_to_evaluate, config))
         settle_garbage()
         stage.events()  # drop those of the start
         _send_end_of(PLAN, send)

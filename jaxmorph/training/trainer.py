@@ -10,6 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import jax
+import numpy as np
 import optax
 
 from jaxmorph.config import Config
@@ -29,7 +31,7 @@ from jaxmorph.runtime.report import measured_timeline, total_auxiliary
 from jaxmorph.runtime.step import StepResult
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.schedule.timeline import Timeline
-from jaxmorph.stage.model import Params, PipelineModel, vocabulary_of
+from jaxmorph.stage.model import MicrobatchShapes, Params, PipelineModel, vocabulary_of
 from jaxmorph.stage.parameters import check_weights
 from jaxmorph.training.cluster import require_one_host
 from jaxmorph.training.evaluation import with_room_for_forwards
@@ -96,7 +98,8 @@ class Trainer:
         optimizer: An Optax transformation that updates each number by itself; None: the
             configuration's AdamW. Gradients are clipped to `optimizer.clip_norm` first.
         example: A batch for `step`, of which only shapes and dtypes count, where inputs and targets
-            are not tokens of text, or the model takes extras.
+            are not tokens of text, the model takes extras, or batches have a few lengths.
+        shorter: A batch of each other length, longest first; `example` is then the longest.
         resume: Resume from the last whole checkpoint in `run.dir`, if there is one; the first batch
             is then that of `next_step`.
 
@@ -115,6 +118,7 @@ class Trainer:
         *,
         optimizer: optax.GradientTransformation | None = None,
         example: Sequence[Any] | None = None,
+        shorter: Sequence[Sequence[Any]] = (),
         resume: bool = False,
     ) -> None:
         _check_optimizer(optimizer)
@@ -129,7 +133,9 @@ class Trainer:
         if self.config.model.weights is not None:
             check_weights(model, self.config.model.weights)
         self._compilations = CompilationCounter() if directory else None
-        self._shapes = example_shapes(example, self.config)
+        self._shapes = example_shapes(example, self.config, shorter)
+        sizes = self.config.batch.microbatch_size, self.config.data.sequence_length
+        self._zeros = (self._shapes or MicrobatchShapes.of_text(*sizes)).zeros
         self._vocab_size = vocabulary_of(model, self.config.data.sequence_length)
         self._take: Callable[[RunMessage], None] | None = None
         with ExitStack() as opening:
@@ -139,6 +145,7 @@ class Trainer:
                 self._rendezvous,
                 model,
                 checkpoints,
+                microbatch=self._zeros,
                 shapes=self._shapes,
                 optimizer=optimizer,
             )
@@ -271,6 +278,18 @@ class Trainer:
             reads_extras=self._stage.reads_extras,
         )
 
+    def _longest(self, inputs: StepInputs) -> StepInputs:
+        """The inputs, or zeros of the longest length: plans are made for it."""
+        if inputs.length == 0:
+            return inputs
+        zeros, microbatches = self._zeros(), self.config.batch.microbatches
+        return self._cut(
+            jax.tree.map(
+                lambda leaf: np.broadcast_to(leaf, (microbatches, *leaf.shape)),
+                (zeros.inputs, zeros.targets, zeros.extras),
+            )
+        )
+
     def close(self) -> None:
         """Stop everything that the trainer has started; then a script may make another one.
 
@@ -334,7 +353,9 @@ class Trainer:
         """On the first call, measure a few steps over a batch, plan, and begin training."""
         if self._training is None:
             with progress.within(self.config.timeouts.start_s, "measures steps and plans"):
-                planned = plan_run(self._run, self._stage, inputs, with_room_for_forwards)
+                planned = plan_run(
+                    self._run, self._stage, self._longest(inputs), with_room_for_forwards
+                )
             self._training = self._opened.enter_context(
                 begin_training(
                     self._run,

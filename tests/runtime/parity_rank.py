@@ -19,6 +19,7 @@ from shared_reference import SharedReference, norm
 from jaxmorph.models.gpt2 import build
 from jaxmorph.program.check import check
 from jaxmorph.program.lowering import forward_only, lower
+from jaxmorph.program.offload import count_offloads, offload
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.records import Link
 from jaxmorph.runtime.executor import StepInputs
@@ -32,7 +33,7 @@ from jaxmorph.runtime.report import StepReport, total
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepRunner, apply_gradients, not_finite_in_words
-from jaxmorph.schedule.costs import Limits, StageCosts, chain_links
+from jaxmorph.schedule.costs import Limits, StageCosts, StageMemory, chain_links
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
 from jaxmorph.schedule.simulate import simulate
@@ -74,10 +75,13 @@ class Parity:
         reference: SharedReference | None = None,
         delegated: bool = False,
         start: Start | None = None,
+        counts: Sequence[int] | None = None,
+        lengths: Sequence[int] = (SEQUENCE,),
+        room: int | None = None,
     ):
         self.rendezvous, self.link = rendezvous, link
         self.rank, self.num_ranks = rendezvous.rank, rendezvous.num_ranks
-        self.num_chunks = num_chunks
+        self.num_chunks, self.lengths, self.room = num_chunks, lengths, room
         self.case = {
             "tied": tied,
             "compute": compute_dtype,
@@ -94,7 +98,7 @@ class Parity:
             num_heads=2,
             tied=tied,
         )
-        self.layers = self._cut(num_chunks)
+        self.layers = self._cut(num_chunks, counts)
         settings = StageSettings(
             layers=self.layers,
             shapes=self._shapes(),
@@ -115,7 +119,11 @@ class Parity:
         self.reference = reference or SharedReference(self.model, SEED, rendezvous)
 
     def _shapes(self):
-        tokens = np.zeros((1, MICROBATCH_SIZE, SEQUENCE), np.int32)
+        longest, *shorter = (self._shapes_of(length) for length in self.lengths)
+        return replace(longest, shorter=tuple(shorter))
+
+    def _shapes_of(self, length):
+        tokens = np.zeros((1, MICROBATCH_SIZE, length), np.int32)
         return MicrobatchShapes.of_step(*data_of(self.model, tokens, tokens))
 
     def extras(self, tokens):
@@ -132,10 +140,10 @@ class Parity:
         self.trainer.close()
         self._opened.close()
 
-    def _cut(self, num_chunks):
+    def _cut(self, num_chunks, counts):
         """The layers of each virtual stage; the first takes the remainder."""
         if num_chunks == 1:
-            return cut_layers(self.model.num_layers, self.num_ranks)
+            return cut_layers(self.model.num_layers, self.num_ranks, counts or "even")
         others = num_chunks * self.num_ranks - 1
         counts = [self.model.num_layers - others, *[1] * others]
         return cut_layers(self.model.num_layers, self.num_ranks, counts, num_chunks)
@@ -153,13 +161,18 @@ class Parity:
         if routes:
             self.trainer.add_slots(slots)
             self.rendezvous.exchange({})
-        return programs[self.rank]
+        if self.room is None:
+            return programs[self.rank]
+        placed = offload(programs[self.rank], StageMemory(1, 0, self.room), ahead=2)
+        assert count_offloads([placed]) > 0
+        return placed
 
     def run(self, schedule_name, tokens, targets, step=0, routes=None):
         """One step's loss and norm over all ranks; the gradients stay on the trainer."""
         arrays, targets, extras = data_of(self.model, tokens, targets)
         weight = 1.0 / np.count_nonzero(targets >= 0)
-        inputs = StepInputs(arrays, targets, weight, extras)
+        length = self.lengths.index(tokens.shape[-1])
+        inputs = StepInputs(arrays, targets, weight, extras, length=length)
         program = self.program(schedule_name, len(tokens), routes)
         outcome = self.trainer.run(program, inputs, step)
         squared_norm = self.trainer.squared_norm()
@@ -439,6 +452,36 @@ def check_examples(rendezvous, link):
                         schedule_name, *batch_, test, random_step=5, routes=routes
                     )
             parity.close()
+        lengths = (SEQUENCE, 7, 4) if build_model is moe_decoder else (SEQUENCE,)
+        check_cuts(rendezvous, link, build_model, reference, lengths)
+
+
+def check_cuts(rendezvous, link, build_model, reference, lengths):
+    """The same gradients on other cuts, from offloaded stashes, and in shorter steps."""
+    for schedule_name, more in (
+        ("gpipe", {"counts": (1, 4), "room": 1}),
+        ("1f1b", {"counts": (4, 1), "stash": "recompute", "lengths": lengths}),
+        ("interleaved", {"num_chunks": CHUNKS, "lengths": lengths}),
+    ):
+        parity = Parity(
+            rendezvous,
+            link,
+            tied=False,
+            build_model=build_model,
+            reference=reference,
+            delegated=True,
+            **more,
+        )
+        test = f"{build_model.__name__} otherwise"
+        everywhere = dict.fromkeys(parity.links, "delegated")
+        for routes, length in itertools.product(
+            (None, everywhere), (*parity.lengths, *parity.lengths)
+        ):
+            tokens, targets = (array[..., :length] for array in batch(4, 4))
+            parity.check_gradients(
+                schedule_name, tokens, targets, test, random_step=5, routes=routes
+            )
+        parity.close()
 
 
 def check_dropout(rendezvous, link, compilations):

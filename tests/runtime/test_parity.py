@@ -257,6 +257,21 @@ def test_gradients_of_the_examples_match_one_device(launch, model, schedule, sta
 @pytest.mark.multiprocess
 @pytest.mark.long
 @pytest.mark.one_jax
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("model", ["moe_decoder", "patch_encoder"])
+def test_cuts_offloads_and_lengths_change_no_gradient(launch, model, schedule):
+    results = only(launch(EXAMPLES), f"{model} otherwise", schedule=schedule)
+    num_lengths = 3 if model == "moe_decoder" and schedule != "gpipe" else 1
+    assert len(results) == 2 * 2 * 2 * num_lengths  # on two ranks and both routes, each twice
+    for result in results:
+        assert result["loss_error"] <= SINGLE
+        assert result["norm_error"] <= SINGLE
+        assert result["worst_leaf"][0] <= SINGLE, result["worst_leaf"]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.long
+@pytest.mark.one_jax
 def test_dropout_follows_from_the_step_alone(random_models):
     for result in only(random_models, "dropout bits"):
         assert result["same"] == [True, True, False]

@@ -35,7 +35,7 @@ def payloads(num_ranks, num_chunks=1, *, tied=True):
         num_heads=1,
         num_layers=4,
     )
-    return channel_payloads(model, num_ranks, num_chunks, MicrobatchShapes.of_text(2, 4).inputs)
+    return channel_payloads(model, num_ranks, num_chunks, MicrobatchShapes.of_text(2, 4))
 
 
 def test_each_payload_and_direction_has_a_channel():

@@ -141,7 +141,7 @@ def test_packed_values_are_the_same_bits(dtype):
 
 
 def test_a_hop_carries_the_packed_array_and_one_array_stays_as_it_is():
-    (payload,) = set(channel_payloads(Twofold(), 2, 1, INPUTS).values())
+    (payload,) = set(channel_payloads(Twofold(), 2, 1, MicrobatchShapes(INPUTS, INPUTS)).values())
     assert payload.shape == (BATCH, LENGTH * WIDTH + WIDTH)
     assert payload.dtype == np.float32
     plain = SimpleNamespace(init_embed=lambda key: {}, embed=lambda params, tokens: tokens)

@@ -122,8 +122,15 @@ def test_a_restart_keeps_the_measured_cut(tmp_path, monkeypatch, first_step):
     def launch(restarts):
         checkpoints = RunCheckpoints(config_of(), tmp_path, first_step)
         config = checkpoints.starting_config
-        model = load_parts(config).model
-        return run.load_run(config, SoleRank(), model, checkpoints, restarts=restarts)
+        parts = load_parts(config)
+        return run.load_run(
+            config,
+            SoleRank(),
+            parts.model,
+            checkpoints,
+            microbatch=parts.microbatch,
+            restarts=restarts,
+        )
 
     launches = [launch(restarts) for restarts in (0, 1)]
     assert [launch.cut.layers for launch in launches] == [LAYERS, LAYERS]
