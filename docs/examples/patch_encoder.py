@@ -1,7 +1,8 @@
 """An encoder of images that says what they show, and images to train it on.
 
 Train it from this folder with `jaxmorph train patch_encoder.yaml`. Inputs are floats, targets are
-one class for each image, and a mask says which patches an image has: images differ in height.
+one class for each image, and a mask says which patches an image has: images differ in height. Steps
+of low images have fewer patches, and compute as many.
 """
 
 from collections.abc import Mapping
@@ -81,7 +82,8 @@ class PatchEncoder:
 
     def embed(self, params: Params, inputs: Mapping[str, jax.Array]) -> jax.Array:
         """Returns activations [microbatch, patch, width] of float32 [microbatch, patch, pixel]."""
-        x = inputs["patches"] @ params["pixels"] + params["places"]
+        patches = inputs["patches"]
+        x = patches @ params["pixels"] + params["places"][: patches.shape[1]]
         return x.astype(self._dtype)
 
     def layer(self, params: Params, x: jax.Array, *, extras: Mapping[str, jax.Array]) -> jax.Array:
@@ -131,6 +133,10 @@ class StripedImages:
     def __init__(self, batch_size: int, seed: int, of_training: bool = True):
         self._batch_size, self._seed = batch_size, (seed, int(of_training))
 
+    def bucket(self, step: int) -> int:
+        """Returns the rows of patches of the highest images of a step: fewer in every third."""
+        return SIDE // PATCH - (step % 3 == 2)
+
     def inputs(self, step: int) -> dict[str, np.ndarray]:
         """Returns the images' patches, float32 [batch, patch, pixel]."""
         random, shape = self._random(step, 1), (self._batch_size, 1, 1)
@@ -144,6 +150,7 @@ class StripedImages:
         patches = patches.reshape(self._batch_size, MOST_PATCHES, PATCH * PATCH)
         # Nothing is where an image has no patch.
         is_patch = self.extras(step)["is_patch"][..., None]
+        patches = patches[:, : is_patch.shape[1]]
         return {"patches": np.where(is_patch, patches, 0).astype(np.float32)}
 
     def targets(self, step: int) -> np.ndarray:
@@ -151,10 +158,10 @@ class StripedImages:
         return self._random(step, 0).integers(NUM_CLASSES, size=self._batch_size, dtype=np.int32)
 
     def extras(self, step: int) -> dict[str, np.ndarray]:
-        """Returns which patches the images have, bool [batch, patch]: those of 2 to 4 rows."""
-        along = SIDE // PATCH
-        rows = self._random(step, 2).integers(2, along, size=self._batch_size, endpoint=True)
-        return {"is_patch": np.arange(MOST_PATCHES) < along * rows[:, None]}
+        """Returns which patches the images have, bool [batch, patch]: those of 2 rows or more."""
+        along, most = SIDE // PATCH, self.bucket(step)
+        rows = self._random(step, 2).integers(2, most, size=self._batch_size, endpoint=True)
+        return {"is_patch": np.arange(along * most) < along * rows[:, None]}
 
     def _random(self, step: int, what: int) -> np.random.Generator:
         return np.random.default_rng((*self._seed, step, what))

@@ -1,7 +1,7 @@
 """A step's update and report, and its message where values are not finite."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,6 +90,15 @@ def test_a_timing_step_discards_and_keeps_events():
     result = run(stage, updates=False)
     assert stage.done == ["step 3", "discarded"]
     assert (result.updated, result.events) == (False, ())
+
+
+def test_ops_of_a_shorter_step_are_shown_but_not_measured():
+    stage: Any = Stage()
+    runner = StepRunner(stage, SoleRank())
+    longest, shorter = (runner.run(PROGRAM, replace(INPUTS, length=each), 3) for each in (0, 1))
+    assert [*longest.timings.op_times] == [OpKind.F]
+    assert shorter.timings.op_times == {}
+    assert shorter.timings.ops == longest.timings.ops
 
 
 def test_a_timing_step_reads_no_gradients():

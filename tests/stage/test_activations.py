@@ -1,5 +1,6 @@
 """Activations of several arrays: gradients, and every value, are those of the unpacked ones."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,7 +59,7 @@ class Positioned(Twofold):
     """Each layer moves numbers by what is carried along: positions, and which are odd."""
 
     def embed(self, params, tokens):
-        positions = jnp.arange(LENGTH) * jnp.ones_like(tokens) - 2**30
+        positions = jnp.arange(tokens.shape[1]) * jnp.ones_like(tokens) - 2**30
         x = params["table"][tokens]
         return {"x": x, "at": positions, "is_odd": positions % 2 == 1, "none": x[:, :0]}
 
@@ -72,17 +73,20 @@ class Positioned(Twofold):
 
 
 @pytest.mark.parametrize(
-    ("model", "stash", "tolerance"),
+    ("model", "stash", "tolerance", "length"),
     [
-        (Positioned(), "full", 1e-5),
-        pytest.param(Twofold(), "recompute", 5e-3, marks=pytest.mark.long),
+        (Positioned(), "full", 1e-5, LENGTH),
+        pytest.param(Positioned(), "full", 1e-5, 5, marks=pytest.mark.long),
+        pytest.param(Twofold(), "recompute", 5e-3, LENGTH, marks=pytest.mark.long),
     ],
-    ids=["dictionary", "tuple"],
+    ids=["dictionary", "shorter", "tuple"],
 )
-def test_gradients_are_those_of_one_jax_grad(model, stash: StashPolicy, tolerance):
+def test_gradients_are_those_of_one_jax_grad(model, stash: StashPolicy, tolerance, length):
+    longest, own = (MicrobatchShapes.of_text(BATCH, each) for each in (LENGTH, length))
+    tokens, targets = TOKENS[..., :length], TARGETS[..., :length]
     whole = init_stage_params(model, jax.random.key(7), range(LAYERS), True, True)
     whole = jax.tree.map(np.asarray, whole)
-    expected_loss, expected = expected_gradients(model, whole, TOKENS, TARGETS, LOSS_WEIGHT)
+    expected_loss, expected = expected_gradients(model, whole, tokens, targets, LOSS_WEIGHT)
     cut = cut_layers(LAYERS, STAGES)
     stages = [
         build_stage(
@@ -91,14 +95,15 @@ def test_gradients_are_those_of_one_jax_grad(model, stash: StashPolicy, toleranc
             num_layers=len(layers),
             is_first=layers.start == 0,
             is_last=layers.stop == LAYERS,
-            shapes=MicrobatchShapes.of_text(BATCH, LENGTH),
+            shapes=replace(longest, shorter=(own,)),
+            length=int(length < LENGTH),
             stash=stash,
         )
         for layers in cut
     ]
     pipeline = Pipeline(stages, [part_of(whole, layers, LAYERS) for layers in cut], LOSS_WEIGHT)
     for split in (True, False):
-        loss, sums = pipeline.gradients(split, TOKENS, TARGETS)
+        loss, sums = pipeline.gradients(split, tokens, targets)
         np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
         assert largest_error(joined(sums), expected) < tolerance
 
@@ -144,6 +149,10 @@ def test_a_hop_carries_the_packed_array_and_one_array_stays_as_it_is():
     (payload,) = set(channel_payloads(Twofold(), 2, 1, MicrobatchShapes(INPUTS, INPUTS)).values())
     assert payload.shape == (BATCH, LENGTH * WIDTH + WIDTH)
     assert payload.dtype == np.float32
+    longer = jax.ShapeDtypeStruct((BATCH, LENGTH + 1), jnp.int32)
+    shapes = MicrobatchShapes(INPUTS, INPUTS, shorter=(MicrobatchShapes(longer, longer),))
+    with pytest.raises(UserError, match=r"^embed: got activations float32\[2, 160\] of a shorter"):
+        channel_payloads(Twofold(), 2, 1, shapes)
     plain = SimpleNamespace(init_embed=lambda key: {}, embed=lambda params, tokens: tokens)
     model: Any = plain
     assert with_one_activation(model, INPUTS) == (plain, INPUTS)

@@ -112,3 +112,53 @@ def test_a_step_unlike_the_first_is_refused_by_name(functions, says):
     with pytest.raises(UserError) as caught:
         read()
     assert str(caught.value) == f"data.factory: own: {says}"
+
+
+LENGTHS = (4, 9, 4, 6, 9)
+
+
+def in_lengths(lengths=LENGTHS, **functions):
+    """Data whose steps have these lengths, again and again."""
+    of = lambda step: lengths[step % len(lengths)]  # noqa: E731
+    return SimpleNamespace(
+        **{
+            "bucket": of,
+            "inputs": lambda step: np.full((6, of(step)), float(step)),
+            "targets": lambda step: np.zeros((6, 1)),
+            **functions,
+        }
+    )
+
+
+def test_steps_may_have_a_few_lengths():
+    batches = OwnBatches(config_of(), in_lengths())
+    assert [each.inputs.shape for each in batches.shapes.lengths] == [(2, 9), (2, 6), (2, 4)]
+    assert batches.first_steps == (1, 3, 0)
+    assert [batches.length(step) for step in range(6)] == [2, 0, 2, 1, 0, 2]
+    assert batches.inputs(3).shape == (3, 2, 6)
+    held_out = OwnBatches(config_of(), in_lengths((6, 8)), "held_out", like=batches)
+    assert (held_out.length(0), held_out.inputs(0).shape) == (1, (3, 2, 6))
+    with pytest.raises(UserError, match=r"bucket\(1\): got 8, expected one of 9, 6, 4$"):
+        held_out.inputs(1)
+
+
+@pytest.mark.parametrize(
+    ("functions", "says"),
+    [
+        (
+            {"bucket": lambda step: step},
+            "bucket(step): got 9 numbers in steps 0 to 8, expected at most 8: each has programs of "
+            "its own",
+        ),
+        ({"bucket": lambda step: "long"}, "bucket(3): got str, expected a whole number"),
+        (
+            {"bucket": lambda step: LENGTHS[step % 5] // 6},
+            "step 3: got inputs of shape [6, 6], expected [6, 9]: as in step 1",
+        ),
+    ],
+)
+def test_lengths_that_are_none_are_refused(functions, says):
+    batches = OwnBatches(config_of(), in_lengths(**functions))
+    with pytest.raises(UserError) as caught:
+        batches.inputs(3)
+    assert str(caught.value) == f"data.factory: own: {says}"

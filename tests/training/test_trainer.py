@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,15 +15,17 @@ from jaxmorph.config import check_config
 from jaxmorph.control.link_state import FailedPaths, PathFailure
 from jaxmorph.control.rank_times import timeline_of
 from jaxmorph.errors import RunFailedError, UserError
+from jaxmorph.models.gpt2 import build
 from jaxmorph.program.instructions import Payload, Send, Transfer, channel_of
 from jaxmorph.records import Link
-from jaxmorph.runtime.executor import StepOutcome
+from jaxmorph.runtime.executor import StepInputs, StepOutcome
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rank_process import RankArguments
 from jaxmorph.runtime.rendezvous import RendezvousError, SoleRank
 from jaxmorph.runtime.report import StepTimings
 from jaxmorph.runtime.step import StepRunner
 from jaxmorph.schedule.ops import Op, OpKind
+from jaxmorph.stage.model import last_activations
 from jaxmorph.training import script
 from jaxmorph.training.adaptation import Adaptation
 from jaxmorph.training.callbacks import SkippedSteps, Skipping
@@ -276,6 +279,29 @@ def test_a_trainer_after_an_error_is_refused(monkeypatch, num_ranks):
         Trainer(MODEL, {})
 
 
+def test_a_script_takes_batches_of_a_few_lengths():
+    """The first one is short, but steps are measured and planned for the longest."""
+
+    def batch(length):
+        ids = np.random.default_rng(length).integers(9, size=(4, length + 1))
+        return ids[:, :-1], ids[:, 1:]
+
+    model = build(
+        preset="tiny", sequence_length=6, vocab_size=9, width=8, num_layers=2, num_heads=2
+    )
+    config = {"batch": {"microbatches": 2, "microbatch_size": 2}, "data": {"sequence_length": 6}}
+    with Trainer(model, config, example=batch(6), shorter=[batch(3)]) as trainer:
+        for step, length in enumerate((3, 6, 3)):
+            (params,), (tokens, targets) = jax.device_get(trainer.params), batch(length)
+            x = last_activations(model, params, tokens)
+            sum_ = model.head(params["head"], x, jnp.asarray(targets))
+            loss = float(sum_) / targets.size
+            np.testing.assert_allclose(trainer.evaluate((tokens, targets)), loss, rtol=1e-5)
+            metrics = trainer.step((tokens, targets))
+            assert (metrics.step, metrics.updated) == (step, True)
+            np.testing.assert_allclose(metrics.loss, loss, rtol=1e-5)
+
+
 @pytest.fixture
 def trainer_of(monkeypatch):
     """A trainer with a given stage and rendezvous, without batches and updates."""
@@ -303,7 +329,8 @@ def trainer_of(monkeypatch):
         trainer._training = SimpleNamespace(loop=loop, skipped=skipped)
         return trainer
 
-    monkeypatch.setattr("jaxmorph.training.trainer.cut_batch", lambda *_, **named: None)
+    inputs = StepInputs(None, None, 1.0)
+    monkeypatch.setattr("jaxmorph.training.trainer.cut_batch", lambda *_, **named: inputs)
     return trainer_of
 
 
