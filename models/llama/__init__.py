@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DEVICE_OPTIONS", "PRESETS", "build"]
 
-DEVICE_OPTIONS = ("attention",)
-"""Options that choose how to compute on a device and do not change the model."""
+DEVICE_OPTIONS = ("attention", "dropout")
+"""Options that say how to compute or to train, not which model it is."""
 
 
 def build(

@@ -456,7 +456,7 @@ def check_examples(rendezvous, link):
         check_cuts(rendezvous, link, build_model, reference, lengths)
 
 
-def check_cuts(rendezvous, link, build_model, reference, lengths):
+def check_cuts(rendezvous, link, build_model, reference, lengths, *, tied=False):
     """The same gradients on other cuts, from offloaded stashes, and in shorter steps."""
     for schedule_name, more in (
         ("gpipe", {"counts": (1, 4), "room": 1}),
@@ -466,7 +466,7 @@ def check_cuts(rendezvous, link, build_model, reference, lengths):
         parity = Parity(
             rendezvous,
             link,
-            tied=False,
+            tied=tied,
             build_model=build_model,
             reference=reference,
             delegated=True,
@@ -508,6 +508,7 @@ def check_dropout(rendezvous, link, compilations):
             check_dropout_routes(parity)
             check_dropout_evaluates(parity)
         parity.close()
+    check_cuts(rendezvous, link, dropping, reference, (SEQUENCE,), tied=True)
 
 
 def check_dropout_routes(parity):

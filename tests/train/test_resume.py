@@ -101,6 +101,36 @@ def test_other_stages_resume_from_the_checkpoint(four_stages, tmp_path, monkeypa
     assert f"step_{last}, the last that is whole by its checksums; layers 2 2 are" in resumed[1]
 
 
+def resumed_after_three(folder, *words):
+    """The directories of a run of six steps, and of one that has the first three and resumed."""
+    whole, again = folder / "whole", folder / "again"
+    run("train", *words, f"run.dir={whole}", "run.steps=6", "checkpoint={every_steps: 3}")
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoints/step_6")
+    return whole, again
+
+
+@pytest.mark.long
+def test_own_data_of_two_lengths_resume_to_the_same_bits(tmp_path):
+    whole, again = resumed_after_three(tmp_path, "docs/examples/patch_encoder.yaml")
+    run("train", "--resume", again)
+    require_same_bits(whole, again, last=6, arrays=4)
+
+
+@pytest.mark.long
+def test_dropout_in_packed_documents_resumes_on_another_cut(tmp_path):
+    (tmp_path / "text").write_bytes(b"\0".join(b"ab" * (n % 23) for n in range(400)))
+    whole, again = resumed_after_three(
+        tmp_path, "configs/demo.yaml",
+        "model={width: 32, num_layers: 4, num_heads: 2, dropout: 0.2}",
+        f"data={{path: {tmp_path / 'text'}, packing: segments, sequence_length: 16}}",
+        "batch={microbatches: 2, microbatch_size: 2}", "parallelism={stages: 2}",
+        "emulation.accelerator=null",
+    )  # fmt: skip
+    run("train", "--resume", again, "parallelism.layers=[1, 3]")
+    require_close(whole, again)
+
+
 def test_a_run_starts_from_an_exported_model(both, tmp_path):
     _, stopped = both
     done = run("export", stopped, "--to", tmp_path / "model")

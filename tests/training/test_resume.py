@@ -131,7 +131,7 @@ def test_a_run_without_a_checkpoint_begins_in_its_directory(tmp_path, before):
 def test_options_that_keep_the_model_may_change(tmp_path):
     run = write_run(tmp_path, [7])
     overrides = ["model.weights=null", "parallelism.layers=auto", "checkpoint.every_steps=3"]
-    overrides += ["model.attention=xla"]
+    overrides += ["model.attention=xla", "model.dropout=0.1"]
     assert find_resumption(run, overrides).manifest.step == 7
 
 
