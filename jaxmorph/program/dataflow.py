@@ -25,8 +25,9 @@ from jaxmorph.program.instructions import (
 )
 from jaxmorph.schedule.ops import Op, OpKind
 
-# All plans of a run share their ops, and lowering looks each of them up many times.
-_cached = lru_cache(maxsize=1 << 14)
+# Looked up many times in every plan. The keys leave out the rank: almost all ranks' ops are alike.
+_cached = lru_cache(maxsize=1 << 16)
+_buffer = _cached(Buffer)
 
 
 def reads(instruction: Instruction, rank: int, pipeline: Pipeline) -> tuple[Buffer, ...]:
@@ -36,7 +37,8 @@ def reads(instruction: Instruction, rank: int, pipeline: Pipeline) -> tuple[Buff
     """
     match instruction:
         case Run(op):
-            return _op_reads(op, rank, pipeline)
+            before, after = _neighbours(rank, op.chunk, pipeline)
+            return _op_reads(op, before is None, after is None)
         case Send(transfer) if transfer.payload is not Payload.TIED:
             return (sent_buffer(transfer),)
         case Free(buffer) | Offload(buffer) | Fetch(buffer):
@@ -51,7 +53,7 @@ def writes(instruction: Instruction, rank: int, pipeline: Pipeline) -> tuple[Buf
     """The buffers an instruction fills."""
     match instruction:
         case Run(op):
-            return _op_writes(op, rank, pipeline)
+            return _op_writes(op, result_buffer(op, rank, pipeline))
         case Receive(transfer):
             return (received_buffer(transfer),)
         case _:
@@ -59,73 +61,71 @@ def writes(instruction: Instruction, rank: int, pipeline: Pipeline) -> tuple[Buf
 
 
 @_cached
-def _op_reads(op: Op, rank: int, pipeline: Pipeline) -> tuple[Buffer, ...]:
-    place, microbatch, chunk = Place(rank, op.chunk), op.microbatch, op.chunk
+def _op_reads(op: Op, is_first: bool, is_last: bool) -> tuple[Buffer, ...]:
+    of = op.microbatch, op.chunk
     if op.kind is OpKind.F:
-        is_first = pipeline.before(place) is None
-        return () if is_first else (Buffer(BufferKind.INPUT, microbatch, chunk),)
+        return () if is_first else (_buffer(BufferKind.INPUT, *of),)
     if op.kind is OpKind.W:
-        return (Buffer(BufferKind.WEIGHT_STASH, microbatch, chunk),)
-    stash = Buffer(BufferKind.STASH, microbatch, chunk)
-    if pipeline.after(place) is None:
-        return (stash,)
-    return (stash, Buffer(BufferKind.OUTPUT_GRADIENT, microbatch, chunk))
+        return (_buffer(BufferKind.WEIGHT_STASH, *of),)
+    stash = _buffer(BufferKind.STASH, *of)
+    return (stash,) if is_last else (stash, _buffer(BufferKind.OUTPUT_GRADIENT, *of))
 
 
 @_cached
-def _op_writes(op: Op, rank: int, pipeline: Pipeline) -> tuple[Buffer, ...]:
-    made: list[Buffer] = []
+def _op_writes(op: Op, result: Buffer | None) -> tuple[Buffer, ...]:
+    made = () if result is None else (result,)
     if op.kind is OpKind.F:
-        made.append(Buffer(BufferKind.STASH, op.microbatch, op.chunk))
-    if (result := result_buffer(op, rank, pipeline)) is not None:
-        made.append(result)
+        return (_buffer(BufferKind.STASH, op.microbatch, op.chunk), *made)
     if op.kind is OpKind.B:
-        made.append(Buffer(BufferKind.WEIGHT_STASH, op.microbatch, op.chunk))
-    return tuple(made)
-
-
-def _consumer(op: Op, rank: int, pipeline: Pipeline) -> Place | None:
-    """The virtual stage that needs an op's result."""
-    if op.kind is OpKind.W:
-        return None
-    place = Place(rank, op.chunk)
-    return pipeline.after(place) if op.kind is OpKind.F else pipeline.before(place)
+        return (*made, _buffer(BufferKind.WEIGHT_STASH, op.microbatch, op.chunk))
+    return made
 
 
 @_cached
+def _neighbours(rank: int, chunk: int, pipeline: Pipeline) -> tuple[Place | None, Place | None]:
+    """The virtual stages before and after a rank's chunk."""
+    place = Place(rank, chunk)
+    return pipeline.before(place), pipeline.after(place)
+
+
+def consumer(op: Op, rank: int, pipeline: Pipeline) -> Place | None:
+    """The virtual stage that needs an op's result."""
+    before, after = _neighbours(rank, op.chunk, pipeline)
+    return None if op.kind is OpKind.W else after if op.kind is OpKind.F else before
+
+
 def feeder(op: Op, rank: int, pipeline: Pipeline) -> tuple[int, Op] | None:
     """The rank and the op whose result an op needs, or None."""
-    if op.kind is OpKind.W:
+    before, after = _neighbours(rank, op.chunk, pipeline)
+    source = None if op.kind is OpKind.W else before if op.kind is OpKind.F else after
+    if source is None:
         return None
-    place = Place(rank, op.chunk)
-    source = pipeline.before(place) if op.kind is OpKind.F else pipeline.after(place)
-    return None if source is None else (source.rank, op._replace(chunk=source.chunk))
+    return source.rank, op if source.chunk == op.chunk else op._replace(chunk=source.chunk)
 
 
 def result_buffer(op: Op, rank: int, pipeline: Pipeline) -> Buffer | None:
     """The buffer of an F's activations or a B's input gradient; None at an end of the chain."""
-    consumer = _consumer(op, rank, pipeline)
-    if consumer is None:
+    there = consumer(op, rank, pipeline)
+    if there is None:
         return None
     is_forward = op.kind is OpKind.F
-    if consumer.rank == rank:  # a single rank sends nothing: the result is the next chunk's input
+    if there.rank == rank:  # a single rank sends nothing: the result is the next chunk's input
         kind = BufferKind.INPUT if is_forward else BufferKind.OUTPUT_GRADIENT
-        return Buffer(kind, op.microbatch, consumer.chunk)
+        return _buffer(kind, op.microbatch, there.chunk)
     kind = BufferKind.OUTPUT if is_forward else BufferKind.INPUT_GRADIENT
-    return Buffer(kind, op.microbatch, op.chunk)
+    return _buffer(kind, op.microbatch, op.chunk)
 
 
-@_cached
 def output_transfer(op: Op, rank: int, pipeline: Pipeline) -> Transfer | None:
     """The message that carries an op's result, or None if it stays on the rank.
 
     The same op of the destination needs it: F3 the next stage's F3, B3 the previous stage's B3.
     """
-    consumer = _consumer(op, rank, pipeline)
-    if consumer is None or consumer.rank == rank:
+    there = consumer(op, rank, pipeline)
+    if there is None or there.rank == rank:
         return None
     payload = Payload.ACTIVATION if op.kind is OpKind.F else Payload.GRADIENT
-    return Transfer(payload, rank, consumer.rank, op.microbatch, op.chunk)
+    return Transfer(payload, rank, there.rank, op.microbatch, op.chunk)
 
 
 _SENT = {Payload.ACTIVATION: BufferKind.OUTPUT, Payload.GRADIENT: BufferKind.INPUT_GRADIENT}
@@ -153,13 +153,11 @@ def most_payloads(program: RankInstructions) -> int:
     return most
 
 
-@_cached
 def sent_buffer(transfer: Transfer) -> Buffer:
     """The buffer that an activation or gradient transfer sends."""
-    return Buffer(_SENT[transfer.payload], transfer.microbatch, transfer.chunk)
+    return _buffer(_SENT[transfer.payload], transfer.microbatch, transfer.chunk)
 
 
-@_cached
 def received_buffer(transfer: Transfer) -> Buffer:
     """The buffer that a transfer fills on its destination."""
-    return Buffer(_RECEIVED[transfer.payload], transfer.microbatch, transfer.destination_chunk)
+    return _buffer(_RECEIVED[transfer.payload], transfer.microbatch, transfer.destination_chunk)

@@ -56,6 +56,8 @@ class BufferKind(StrEnum):
     WEIGHT_STASH = "weight-stash"
     TIED_GRADIENT = "tied-gradient"
 
+    __hash__ = str.__hash__  # as `OpKind`'s
+
 
 class Buffer(NamedTuple):
     """One value of one microbatch of one of a rank's chunks; printed as ``1.stash[3]``."""
@@ -74,6 +76,8 @@ class Payload(StrEnum):
     ACTIVATION = "activation"
     GRADIENT = "gradient"
     TIED = "tied"
+
+    __hash__ = str.__hash__  # as `OpKind`'s
 
 
 _TRANSFER_TEXT = re.compile(r"(?:(\d+)\.)?(activation|gradient|tied)\[(\d+)\] (\d+)>(\d+)")

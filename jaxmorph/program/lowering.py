@@ -10,13 +10,23 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import lru_cache
+from itertools import count, islice
 from operator import attrgetter
 from typing import NamedTuple, TypeGuard
 
 import numpy as np
 
 from jaxmorph.program.blocking import simulate_blocking
-from jaxmorph.program.dataflow import feeder, output_transfer, reads, received_buffer, writes
+from jaxmorph.program.dataflow import (
+    consumer,
+    feeder,
+    output_transfer,
+    reads,
+    received_buffer,
+    sent_buffer,
+    writes,
+)
 from jaxmorph.program.instructions import (
     Buffer,
     BufferKind,
@@ -38,6 +48,9 @@ from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
 from jaxmorph.schedule.timeline import Timeline
+
+# Ranks share what is alike on them: so large plans have a fifth of the objects.
+_run, _free = lru_cache(maxsize=1 << 14)(Run), lru_cache(maxsize=1 << 14)(Free)
 
 
 def lower(
@@ -161,8 +174,8 @@ def global_order(schedule: Schedule, planned: Timeline, routes: Routes) -> list[
     placed: list[Placed] = []
     for rank, order in enumerate(schedule.orders):
         _, start_us, end_us = times[rank]
-        for op, start, end in zip(order, start_us, end_us, strict=True):
-            made = Key(start, True, 0, ties[rank, op])
+        for op, start, end, tie in zip(order, start_us, end_us, ties[rank], strict=True):
+            made = Key(start, True, 0, tie)
             placed.append(Placed(made, rank, op))
             transfer = output_transfer(op, rank, pipeline)
             if transfer is not None:
@@ -208,28 +221,26 @@ def _nearer_boundary(time_us: int, there: _Planned) -> int | None:
     return start_us if time_us - start_us < end_us - time_us else None
 
 
-def _topological_index(schedule: Schedule, pipeline: Pipeline) -> dict[tuple[int, Op], int]:
-    """Positions of all ops in one order that respects each stage's order and the dependencies."""
-    index: dict[tuple[int, Op], int] = {}
-    remaining = [deque(order) for order in schedule.orders]
+def _topological_index(schedule: Schedule, pipeline: Pipeline) -> list[list[int]]:
+    """Positions of each rank's ops in one order that respects ranks' orders and dependencies."""
+    index: list[list[int]] = [[] for _ in schedule.orders]
+    made: list[set[Op]] = [set() for _ in schedule.orders]
+    numbers = count()
     ready = deque(range(schedule.num_stages))
     while ready:
         rank = ready.popleft()
-        while remaining[rank] and _input_made(remaining[rank][0], rank, pipeline, index):
-            op = remaining[rank].popleft()
-            index[rank, op] = len(index)
-            transfer = output_transfer(op, rank, pipeline)
-            if transfer is not None:
-                ready.append(transfer.destination)
-    if any(remaining):
+        for op in islice(schedule.orders[rank], len(index[rank]), None):
+            source = feeder(op, rank, pipeline)
+            if source is not None and source[1] not in made[source[0]]:
+                break
+            made[rank].add(op)
+            index[rank].append(next(numbers))
+            there = consumer(op, rank, pipeline)
+            if there is not None and there.rank != rank:
+                ready.append(there.rank)
+    if [*map(len, index)] != [*map(len, schedule.orders)]:
         raise ValueError(f"schedule {schedule.name!r} cannot run to completion:\n{schedule}")
     return index
-
-
-def _input_made(op: Op, rank: int, pipeline: Pipeline, made: dict[tuple[int, Op], int]) -> bool:
-    """Whether the op's input, if any, has been made."""
-    source = feeder(op, rank, pipeline)
-    return source is None or source in made
 
 
 def _rows(order: list[Placed], num_ranks: int, routes: Routes) -> list[list[Instruction]]:
@@ -237,7 +248,7 @@ def _rows(order: list[Placed], num_ranks: int, routes: Routes) -> list[list[Inst
     rows: list[list[Instruction]] = [[] for _ in range(num_ranks)]
     for _, rank, op, transfer in order:
         if transfer is None:
-            rows[rank].append(Run(op))
+            rows[rank].append(_run(op))
             continue
         route = routes.get(transfer.link, "direct")
         rows[transfer.source].append(Send(transfer, route))
@@ -255,16 +266,17 @@ def _place_delegated(program: RankInstructions) -> RankInstructions:
     moved = [step for step in program.instructions if _is_delegated(step)]
     if not moved:
         return program
-    sends = {step.transfer: step for step in moved if isinstance(step, Send)}
+    sends = {sent_buffer(step.transfer): step for step in moved if isinstance(step, Send)}
     receives = _Receives(step for step in moved if isinstance(step, Receive))
     placed: list[Instruction] = []
+    pipeline = program.pipeline
     for step in program.instructions:
         if isinstance(step, Run):
-            for buffer in reads(step, program.rank, program.pipeline):
+            for buffer in reads(step, program.rank, pipeline):
                 placed += receives.up_to(buffer)
             placed.append(step)
-            made = output_transfer(step.op, program.rank, program.pipeline)
-            placed += [sends[made]] if made is not None and made in sends else []
+            made = writes(step, program.rank, pipeline)
+            placed += [sends[buffer] for buffer in made if buffer in sends]
         elif not _is_delegated(step):
             placed.append(step)
     return replace(program, instructions=tuple(placed))
@@ -333,7 +345,7 @@ def insert_frees(program: RankInstructions) -> RankInstructions:
     freed: list[Instruction] = []
     for position, step in enumerate(steps):
         freed.append(step)
-        freed.extend(Free(buffer) for buffer in freed_at.get(position, ()))
+        freed.extend(map(_free, freed_at.get(position, ())))
     return replace(program, instructions=tuple(freed))
 
 

@@ -22,6 +22,8 @@ class OpKind(StrEnum):
     W = "W"
     BW = "BW"
 
+    __hash__ = str.__hash__  # an enumeration's own runs in Python, and ops are looked up often
+
 
 _OP_TEXT = re.compile(r"(?:(\d+)\.)?(BW|F|B|W)(\d+)", re.ASCII)
 
