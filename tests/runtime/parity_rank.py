@@ -460,8 +460,8 @@ def check_cuts(rendezvous, link, build_model, reference, lengths, *, tied=False)
     """The same gradients on other cuts, from offloaded stashes, and in shorter steps."""
     for schedule_name, more in (
         ("gpipe", {"counts": (1, 4), "room": 1}),
-        ("1f1b", {"counts": (4, 1), "stash": "recompute", "lengths": lengths}),
-        ("interleaved", {"num_chunks": CHUNKS, "lengths": lengths}),
+        ("zb-h2", {"counts": (4, 1), "stash": "recompute", "lengths": lengths}),
+        ("interleaved", {"num_chunks": CHUNKS}),
     ):
         parity = Parity(
             rendezvous,
