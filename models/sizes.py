@@ -42,36 +42,25 @@ def check_multiple(sizes: object, name: str, divisor_name: str) -> None:
         raise ValueError(f"{name}: got {size}, expected a multiple of {divisor_name}={divisor}")
 
 
-def check_tied(tied: Any) -> None:
-    """Raises ValueError unless it is true or false."""
-    if not isinstance(tied, bool):
-        raise ValueError(f"tied: got {tied!r}, expected true or false")
-
-
-def check_compute_dtype(compute_dtype: Any) -> None:
-    """Raises ValueError unless it is one of `COMPUTE_DTYPES`."""
-    if compute_dtype not in COMPUTE_DTYPES:
+def check_options(config: Any) -> None:
+    """Raises ValueError unless `tied`, `compute_dtype`, `attention` and `dropout` are valid."""
+    if not isinstance(config.tied, bool):
+        raise ValueError(f"tied: got {config.tied!r}, expected true or false")
+    if config.compute_dtype not in COMPUTE_DTYPES:
         expected = " or ".join(COMPUTE_DTYPES)
-        raise ValueError(f"compute_dtype: got {compute_dtype!r}, expected {expected}")
-
-
-def check_attention(attention: Any, compute_dtype: str) -> None:
-    """Raises ValueError unless it is one of `ATTENTIONS`, and not cuDNN with float32."""
-    if attention not in ATTENTIONS:
+        raise ValueError(f"compute_dtype: got {config.compute_dtype!r}, expected {expected}")
+    if config.attention not in ATTENTIONS:
         *others, last = ATTENTIONS
-        raise ValueError(f"attention: got {attention!r}, expected {', '.join(others)} or {last}")
-    if attention == "cudnn" and compute_dtype == "float32":
+        expected = f"{', '.join(others)} or {last}"
+        raise ValueError(f"attention: got {config.attention!r}, expected {expected}")
+    if config.attention == "cudnn" and config.compute_dtype == "float32":
         raise ValueError(
             "attention: got 'cudnn', expected auto or xla with compute_dtype=float32: cuDNN's "
             "takes bfloat16 (of a run: precision.compute)"
         )
-
-
-def check_dropout(dropout: Any) -> None:
-    """Raises ValueError unless it is a share below 1."""
-    is_number = isinstance(dropout, int | float) and not isinstance(dropout, bool)
-    if not is_number or not 0 <= dropout < 1:
-        raise ValueError(f"dropout: got {dropout!r}, expected a number from 0 to below 1")
+    is_number = isinstance(config.dropout, int | float) and not isinstance(config.dropout, bool)
+    if not is_number or not 0 <= config.dropout < 1:
+        raise ValueError(f"dropout: got {config.dropout!r}, expected a number from 0 to below 1")
 
 
 def preset_sizes(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from benchmarks.gpu.child import Row
 from jaxmorph.models.gpt2 import build
-from jaxmorph.models.gpt2.stages import GPT2
+from jaxmorph.models.gpt2.model import GPT2
 from jaxmorph.stage.build import OP_KINDS, StagePrograms, build_stage
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.stage.model import (

@@ -16,8 +16,7 @@ from flax import nnx
 
 from benchmarks.training_speed.workload import VOCAB_SIZE, Workload
 from jaxmorph.models.gpt2.config import GPT2Config
-from jaxmorph.models.gpt2.model import Block, Embedding, Head
-from jaxmorph.models.gpt2.stages import GPT2
+from jaxmorph.models.gpt2.model import GPT2, Block, Embedding, Head
 from jaxmorph.stage.parameters import init_stage_params
 
 

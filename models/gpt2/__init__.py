@@ -2,10 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .config import PRESETS, preset_config
+from ..sizes import preset_sizes
+from .config import OVERRIDES, PRESETS, GPT2Config
 
 if TYPE_CHECKING:
-    from .stages import GPT2
+    from .model import GPT2
 
 __all__ = ["DEVICE_OPTIONS", "PRESETS", "build"]
 
@@ -34,14 +35,9 @@ def build(
     Raises:
       ValueError: an unknown preset or override, or sizes that do not fit each other.
     """
-    sizes = preset_config(
-        preset,
-        sequence_length=sequence_length,
-        vocab_size=vocab_size,
-        compute_dtype=compute_dtype,
-        **overrides,
-    )
+    sizes = preset_sizes(PRESETS, preset, OVERRIDES, overrides)
+    config = GPT2Config(vocab_size, sequence_length, compute_dtype=compute_dtype, **sizes)
     # Imported here so that the sizes are available without JAX, whose import takes a second.
-    from .stages import GPT2
+    from .model import GPT2
 
-    return GPT2(sizes)
+    return GPT2(config)

@@ -2,17 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ..sizes import (
     AttentionSizes,
-    check_attention,
-    check_compute_dtype,
     check_counts,
-    check_dropout,
     check_multiple,
-    check_tied,
-    preset_sizes,
+    check_options,
 )
 
 
@@ -44,10 +39,7 @@ class GPT2Config:
     def __post_init__(self):
         check_counts(self, ("vocab_size", "sequence_length", "width", "num_layers", "num_heads"))
         check_multiple(self, "width", "num_heads")
-        check_tied(self.tied)
-        check_compute_dtype(self.compute_dtype)
-        check_attention(self.attention, self.compute_dtype)
-        check_dropout(self.dropout)
+        check_options(self)
 
     def attention_sizes(
         self, microbatch_size: int, sequence_length: int, packed: bool = False
@@ -86,20 +78,3 @@ positions, 124M has exactly 124,439,808 parameters.)
 
 OVERRIDES = ("width", "num_layers", "num_heads", "tied", "attention", "dropout")
 """What a run may set in place of its preset's value."""
-
-
-def preset_config(
-    preset: str,
-    *,
-    sequence_length: int,
-    vocab_size: int,
-    compute_dtype: str = "float32",
-    **overrides: Any,
-) -> GPT2Config:
-    """Returns the sizes of a preset with overrides.
-
-    Raises:
-      ValueError: an unknown preset or override, or sizes that do not fit each other.
-    """
-    sizes = preset_sizes(PRESETS, preset, OVERRIDES, overrides)
-    return GPT2Config(vocab_size, sequence_length, compute_dtype=compute_dtype, **sizes)

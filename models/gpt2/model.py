@@ -6,18 +6,17 @@ normalisation, the softmax and the loss are in float32. Parts are separate modul
 a pipeline stage runs some of the blocks, and the first and last stage the ends.
 """
 
-import math
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from ..attention import causal_attention
-from ..dropout import branch_keys, dropout
-from ..loss import summed_loss
+from ..in_pieces import ModelInPieces, Params
+from ..layers import INIT_SCALE, OutputHead, branch_keys, dropout, residual_scale
 from .config import GPT2Config
 
-_INIT_SCALE = 0.02
 _EPSILON = 1e-5
 
 
@@ -25,7 +24,7 @@ class Embedding(nnx.Module):
     """Tokens and their positions to activations."""
 
     def __init__(self, config: GPT2Config, rngs: nnx.Rngs):
-        normal = nnx.initializers.normal(_INIT_SCALE)
+        normal = nnx.initializers.normal(INIT_SCALE)
         self.token = nnx.Param(normal(rngs.params(), (config.vocab_size, config.width)))
         self.position = nnx.Param(normal(rngs.params(), (config.sequence_length, config.width)))
         self._dtype = jnp.dtype(config.compute_dtype)
@@ -81,8 +80,10 @@ class Attention(nnx.Module):
     """Causal self-attention."""
 
     def __init__(self, config: GPT2Config, rngs: nnx.Rngs):
-        self.qkv = Linear(config.width, 3 * config.width, _INIT_SCALE, config, rngs)
-        self.out = Linear(config.width, config.width, _residual_scale(config), config, rngs)
+        self.qkv = Linear(config.width, 3 * config.width, INIT_SCALE, config, rngs)
+        self.out = Linear(
+            config.width, config.width, residual_scale(config.num_layers), config, rngs
+        )
         self._num_heads = config.num_heads
         self._implementation = config.attention
 
@@ -103,8 +104,8 @@ class Block(nnx.Module):
         self.attention_norm = LayerNorm(width)
         self.attention = Attention(config, rngs)
         self.mlp_norm = LayerNorm(width)
-        self.expand = Linear(width, 4 * width, _INIT_SCALE, config, rngs)
-        self.contract = Linear(4 * width, width, _residual_scale(config), config, rngs)
+        self.expand = Linear(width, 4 * width, INIT_SCALE, config, rngs)
+        self.contract = Linear(4 * width, width, residual_scale(config.num_layers), config, rngs)
         self._dropout = config.dropout
 
     def __call__(
@@ -121,25 +122,29 @@ class Block(nnx.Module):
         return x_BTW + dropout(self.contract(hidden_BTM), self._dropout, mlp_key)
 
 
-class Head(nnx.Module):
+class Head(OutputHead):
     """The last normalisation, the output projection and the loss."""
 
     def __init__(self, config: GPT2Config, rngs: nnx.Rngs):
-        normal = nnx.initializers.normal(_INIT_SCALE)
-        self.norm = LayerNorm(config.width)
-        self.token = nnx.Param(normal(rngs.params(), (config.vocab_size, config.width)))
-
-    def logits(self, x_BTW: jax.Array) -> jax.Array:
-        """Returns [B, T, V] in float32."""
-        logits_BTV = self.norm(x_BTW) @ self.token[...].astype(x_BTW.dtype).T
-        return logits_BTV.astype(jnp.float32)
-
-    def __call__(self, x_BTW: jax.Array, targets_BT: jax.Array) -> jax.Array:
-        """Returns the sum of the tokens' losses, without those of targets below 0."""
-        return summed_loss(self.logits(x_BTW), targets_BT)
+        super().__init__(config, LayerNorm(config.width), rngs)
 
 
-def _residual_scale(config: GPT2Config) -> float:
-    # As in GPT-2: each block adds to the residual stream twice, so the stream's variance at the
-    # start does not grow with depth.
-    return _INIT_SCALE / math.sqrt(2 * config.num_layers)
+class GPT2(ModelInPieces):
+    """GPT-2 as pure functions that a pipeline can cut, with Hugging Face's weights."""
+
+    config: GPT2Config
+
+    def __init__(self, config: GPT2Config):
+        super().__init__(config, Embedding, Block, Head, tied=config.tied)
+
+    def read_weights(self, path: str, layers: range, is_first: bool, is_last: bool) -> Params:
+        """Returns a stage's parameters: see `hugging_face.read_weights`."""
+        from . import hugging_face  # imports safetensors, which training doesn't need
+
+        return hugging_face.read_weights(self.config, path, layers, is_first, is_last)
+
+    def write_weights(self, folder: str, stages: Iterable[tuple[range, Params]]) -> None:
+        """Writes the model: see `hugging_face.write_weights`."""
+        from . import hugging_face
+
+        hugging_face.write_weights(self.config, folder, stages)

@@ -2,10 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .config import PRESETS, preset_config
+from ..sizes import preset_sizes
+from .config import OVERRIDES, PRESETS, LlamaConfig
 
 if TYPE_CHECKING:
-    from .stages import Llama
+    from .model import Llama
 
 __all__ = ["DEVICE_OPTIONS", "PRESETS", "build"]
 
@@ -35,8 +36,9 @@ def build(
     Raises:
       ValueError: an unknown preset or override, or sizes that do not fit each other.
     """
-    sizes = preset_config(preset, vocab_size=vocab_size, compute_dtype=compute_dtype, **overrides)
+    sizes = preset_sizes(PRESETS, preset, OVERRIDES, overrides)
+    config = LlamaConfig(vocab_size, compute_dtype=compute_dtype, **sizes)
     # Imported here so that the sizes are available without JAX, whose import takes a second.
-    from .stages import Llama
+    from .model import Llama
 
-    return Llama(sizes)
+    return Llama(config)

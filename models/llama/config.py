@@ -7,13 +7,9 @@ from typing import Any
 
 from ..sizes import (
     AttentionSizes,
-    check_attention,
-    check_compute_dtype,
     check_counts,
-    check_dropout,
     check_multiple,
-    check_tied,
-    preset_sizes,
+    check_options,
 )
 
 _COUNTS = (
@@ -66,10 +62,7 @@ class LlamaConfig:
                 f"num_heads={self.num_heads} has {self.head_width}"
             )
         _check_base(self.rotary_base)
-        check_tied(self.tied)
-        check_compute_dtype(self.compute_dtype)
-        check_attention(self.attention, self.compute_dtype)
-        check_dropout(self.dropout)
+        check_options(self)
 
     @property
     def head_width(self) -> int:
@@ -136,18 +129,6 @@ OVERRIDES = (
     "dropout",
 )
 """What a run may set in place of its preset's value."""
-
-
-def preset_config(
-    preset: str, *, vocab_size: int, compute_dtype: str = "float32", **overrides: Any
-) -> LlamaConfig:
-    """Returns the sizes of a preset with overrides.
-
-    Raises:
-      ValueError: an unknown preset or override, or sizes that do not fit each other.
-    """
-    sizes = preset_sizes(PRESETS, preset, OVERRIDES, overrides)
-    return LlamaConfig(vocab_size, compute_dtype=compute_dtype, **sizes)
 
 
 def _check_base(base: Any) -> None:

@@ -6,18 +6,15 @@ Parameters are float32. Activations and matrix products are in the configuration
 normalisation, rotation, the softmax and the loss are in float32.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from ..attention import causal_attention
-from ..dropout import branch_keys, dropout
-from ..loss import summed_loss
+from ..in_pieces import ModelInPieces
+from ..layers import INIT_SCALE, OutputHead, branch_keys, dropout, residual_scale
 from .config import LlamaConfig
 
-_INIT_SCALE = 0.02
 _EPSILON = 1e-5
 
 
@@ -25,7 +22,7 @@ class Embedding(nnx.Module):
     """Tokens to activations."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
-        normal = nnx.initializers.normal(_INIT_SCALE)
+        normal = nnx.initializers.normal(INIT_SCALE)
         self.token = nnx.Param(normal(rngs.params(), (config.vocab_size, config.width)))
         self._dtype = jnp.dtype(config.compute_dtype)
         self._dropout = config.dropout
@@ -78,8 +75,8 @@ class Attention(nnx.Module):
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
         width, key_value_width = config.width, config.key_value_width
         # One product for queries, keys and values, in this order.
-        self.qkv = Linear(width, width + 2 * key_value_width, _INIT_SCALE, config, rngs)
-        self.out = Linear(width, width, _residual_scale(config), config, rngs)
+        self.qkv = Linear(width, width + 2 * key_value_width, INIT_SCALE, config, rngs)
+        self.out = Linear(width, width, residual_scale(config.num_layers), config, rngs)
         self._config = config
 
     def __call__(self, x_BTW: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
@@ -105,8 +102,8 @@ class Block(nnx.Module):
         self.attention = Attention(config, rngs)
         self.mlp_norm = RMSNorm(width)
         # One product for the gate and the gated values, in this order.
-        self.expand = Linear(width, 2 * hidden, _INIT_SCALE, config, rngs)
-        self.contract = Linear(hidden, width, _residual_scale(config), config, rngs)
+        self.expand = Linear(width, 2 * hidden, INIT_SCALE, config, rngs)
+        self.contract = Linear(hidden, width, residual_scale(config.num_layers), config, rngs)
         self._dropout = config.dropout
 
     def __call__(
@@ -124,33 +121,16 @@ class Block(nnx.Module):
         return x_BTW + dropout(added_BTW, self._dropout, mlp_key)
 
 
-class Head(nnx.Module):
+class Head(OutputHead):
     """The last normalisation, the output projection and the loss."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
-        normal = nnx.initializers.normal(_INIT_SCALE)
-        self.norm = RMSNorm(config.width)
-        self.token = nnx.Param(normal(rngs.params(), (config.vocab_size, config.width)))
-
-    def logits(self, x_BTW: jax.Array) -> jax.Array:
-        """Returns [B, T, V] in float32."""
-        logits_BTV = self.norm(x_BTW) @ self.token[...].astype(x_BTW.dtype).T
-        return logits_BTV.astype(jnp.float32)
-
-    def __call__(self, x_BTW: jax.Array, targets_BT: jax.Array) -> jax.Array:
-        """Returns the sum of the tokens' losses, without those of targets below 0."""
-        return summed_loss(self.logits(x_BTW), targets_BT)
+        super().__init__(config, RMSNorm(config.width), rngs)
 
 
 def _heads(x_BTU: jax.Array, head_width: int) -> jax.Array:
     B, T, _ = x_BTU.shape
     return x_BTU.reshape(B, T, -1, head_width).swapaxes(1, 2)
-
-
-def _residual_scale(config: LlamaConfig) -> float:
-    # As in GPT-2: each block adds to the residual stream twice, so the stream's variance at the
-    # start does not grow with depth.
-    return _INIT_SCALE / math.sqrt(2 * config.num_layers)
 
 
 def rotate(x_BNTK: jax.Array, base: float) -> jax.Array:
@@ -173,3 +153,12 @@ def rotate(x_BNTK: jax.Array, base: float) -> jax.Array:
     first, second = wide[..., :half], wide[..., half:]
     turned = (first * cosine_TP - second * sine_TP, second * cosine_TP + first * sine_TP)
     return jnp.concatenate(turned, -1).astype(x_BNTK.dtype)
+
+
+class Llama(ModelInPieces):
+    """Llama as pure functions that a pipeline can cut."""
+
+    config: LlamaConfig
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__(config, Embedding, Block, Head, tied=config.tied)

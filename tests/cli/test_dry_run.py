@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from jaxmorph.models.gpt2.stages import GPT2
+from jaxmorph.models.gpt2.model import GPT2
 
 TINY = """
 model: {width: 16, num_heads: 2, num_layers: 4}

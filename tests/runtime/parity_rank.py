@@ -2,7 +2,7 @@
 
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
@@ -458,11 +458,12 @@ def check_examples(rendezvous, link):
 
 def check_cuts(rendezvous, link, build_model, reference, lengths, *, tied=False):
     """The same gradients on other cuts, from offloaded stashes, and in shorter steps."""
-    for schedule_name, more in (
+    cases: Sequence[tuple[str, Mapping[str, Any]]] = (
         ("gpipe", {"counts": (1, 4), "room": 1}),
         ("zb-h2", {"counts": (4, 1), "stash": "recompute", "lengths": lengths}),
         ("interleaved", {"num_chunks": CHUNKS}),
-    ):
+    )
+    for schedule_name, more in cases:
         parity = Parity(
             rendezvous,
             link,

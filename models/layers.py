@@ -1,0 +1,70 @@
+"""What the blocks and heads of GPT-2 and Llama share: initial sizes, dropout, and the loss."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+INIT_SCALE = 0.02
+
+
+def residual_scale(num_layers: int) -> float:
+    """Returns the initial scale of the matrices that add to the residual stream.
+
+    As in GPT-2: each block adds twice, so the stream's variance at the start does not grow with
+    depth.
+    """
+    return INIT_SCALE / math.sqrt(2 * num_layers)
+
+
+def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Returns `x` with a share `rate` of its elements zero, and the others larger accordingly.
+
+    Srivastava et al., "Dropout", 2014. Without a key, or at a rate of 0, nothing is dropped.
+    """
+    if key is None or not rate:
+        return x
+    is_kept = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return jnp.where(is_kept, x / (1 - rate), 0)
+
+
+def branch_keys(key: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns one key for each branch of a block: for its attention, and for its MLP."""
+    if key is None:
+        return None, None
+    attention, mlp = jax.random.split(key)
+    return attention, mlp
+
+
+class OutputHead(nnx.Module):
+    """The last normalisation, the output projection and the loss."""
+
+    def __init__(self, config: Any, norm: Any, rngs: nnx.Rngs):
+        normal = nnx.initializers.normal(INIT_SCALE)
+        self.norm = norm
+        self.token = nnx.Param(normal(rngs.params(), (config.vocab_size, config.width)))
+
+    def logits(self, x_BTW: jax.Array) -> jax.Array:
+        """Returns [B, T, V] in float32."""
+        logits_BTV = self.norm(x_BTW) @ self.token[...].astype(x_BTW.dtype).T
+        return logits_BTV.astype(jnp.float32)
+
+    def __call__(self, x_BTW: jax.Array, targets_BT: jax.Array) -> jax.Array:
+        """Returns the sum of the tokens' losses, without those of targets below 0."""
+        return summed_loss(self.logits(x_BTW), targets_BT)
+
+
+def summed_loss(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
+    """Returns the float32 sum of the tokens' cross-entropies, without those of targets below 0.
+
+    Args:
+      logits_BTV: float32 [microbatch, sequence, vocabulary].
+      targets_BT: int32 [microbatch, sequence].
+    """
+    # Comparing with every token instead of gathering avoids a scatter in the gradient.
+    is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])
+    target_logit_BT = jnp.where(is_target_BTV, logits_BTV, 0).sum(-1)
+    loss_BT = jax.nn.logsumexp(logits_BTV, -1) - target_logit_BT
+    return jnp.where(targets_BT >= 0, loss_BT, 0).sum()
