@@ -31,7 +31,7 @@ from jaxmorph.training.first_plan import FirstPlan, plan_by_timings, settle_garb
 from jaxmorph.training.host_memory import agree_on_host_room
 from jaxmorph.training.layer_choice import choose_layers, measured_on_rank_0
 from jaxmorph.training.open_stage import open_stage, stage_settings
-from jaxmorph.training.run_parts import load_parts, step_reader
+from jaxmorph.training.run_parts import check_together, load_parts, step_reader
 
 
 def serve(
@@ -46,6 +46,7 @@ def serve(
     parts = load_parts(healthy)
     sizes = healthy.batch.microbatch_size, healthy.data.sequence_length
     device_choices(parts.model, *sizes, parts.shapes.extras)
+    check_together(rendezvous, parts.model, parts.shapes, parts.batches)
     measure = partial(measured_on_rank_0, healthy, parts.model, parts.batches)
     cut = choose_layers(healthy, rendezvous, parts.model.num_layers, measure)
     settings = stage_settings(

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxmorph.config import Config
 from jaxmorph.data.tokens import DataDigest
-from jaxmorph.errors import UserError
+from jaxmorph.errors import UserError, in_users_code
 from jaxmorph.stage.model import MicrobatchShapes, Tree
 from jaxmorph.training.model_factory import load_factory
 
@@ -156,7 +156,8 @@ class OwnBatches:
     @cached_property
     def shapes(self) -> MicrobatchShapes:
         """The data of one microbatch."""
-        first = (self._read("inputs", 0), self._read("targets", 0), self._read("extras", 0))
+        with in_users_code("step 0 of the data", otherwise=self._where):
+            first = (self._read("inputs", 0), self._read("targets", 0), self._read("extras", 0))
         sizes = self._sizes
         num_examples = sizes.microbatches * sizes.microbatch_size
         return shapes_of(f"{self._where}: step 0", first, num_examples, sizes.microbatch_size)
@@ -181,12 +182,13 @@ def load_own_data(config: Config) -> tuple[OwnBatches, OwnBatches | None, int, D
     data, batch = config.data, config.batch
     name = str(data.factory)
     module = load_factory(name, data.folder, "data.factory")
-    source = module.build_data(
-        batch_size=batch.microbatches * batch.microbatch_size,
-        sequence_length=data.sequence_length,
-        seed=config.run.seed,
-        path=data.path,
-    )
+    with in_users_code("build_data", module.build_data, otherwise=f"data.factory: {name}"):
+        source = module.build_data(
+            batch_size=batch.microbatches * batch.microbatch_size,
+            sequence_length=data.sequence_length,
+            seed=config.run.seed,
+            path=data.path,
+        )
     batches, held_out = OwnBatches(config, source), getattr(source, "held_out", None)
     if config.evaluation.every_steps is None:
         held_out = None

@@ -1,6 +1,6 @@
 """Loads a run's model and data, and reads a step's data for a rank."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jaxmorph.config import Config
@@ -8,8 +8,10 @@ from jaxmorph.data import Batches, StepData, hold_out, load_tokens, separator_of
 from jaxmorph.data.tokens import DataDigest, digest_of
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.executor import StepInputs, count_targets
+from jaxmorph.runtime.rendezvous import Rendezvous, raised_together
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.stage.model import MicrobatchShapes, PipelineModel, cut_layers, takes_extras
+from jaxmorph.stage.model_checks import check_model
 from jaxmorph.stage.parameters import check_weights
 from jaxmorph.training.evaluation import held_out_batches
 from jaxmorph.training.model_factory import build_model
@@ -59,6 +61,41 @@ def load_parts(config: Config) -> RunParts:
     cut_layers(model.num_layers, cut.stages, cut.layers, cut.chunks)  # raises if they don't fit
     shapes = MicrobatchShapes.of_step(batches.inputs(0), batches.targets(0), batches.extras(0))
     return RunParts(model, batches, held_out, shapes, source, vocab_size, digest)
+
+
+def check_together(
+    rendezvous: Rendezvous,
+    model: PipelineModel,
+    shapes: MicrobatchShapes,
+    batches: StepData | None = None,
+) -> tuple[str, ...]:
+    """Check a model once the ranks have joined; returns the parameters that no gradient reaches.
+
+    A model may choose by its device what it does, so nothing is traced before.
+
+    Args:
+        batches: The run's; None: a script's come later.
+
+    Raises:
+        UserError: The model would be trained wrongly, on all ranks alike.
+    """
+    first = None if batches is None else (batches.targets(0), batches.extras(0))
+    with raised_together(rendezvous):
+        # The head is tried on one rank: others may share its host, and have no room for it.
+        is_last = rendezvous.rank == rendezvous.num_ranks - 1
+        return check_model(model, shapes, first, tries_head=is_last)
+
+
+def unreached_in_words(names: Sequence[str]) -> str:
+    """A warning of parameters that no gradient reaches; "" without any."""
+    if not names:
+        return ""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    listed = ", ".join(names[:_MOST_NAMES])
+    return f"no gradient reaches {listed}{more}: only weight decay changes them"
+
+
+_MOST_NAMES = 8
 
 
 def _text_of(config: Config) -> tuple[Batches, Batches | None, str, int, DataDigest]:

@@ -37,6 +37,7 @@ from jaxmorph.training.open_stage import add_slots
 from jaxmorph.training.plan_in_force import plan_step, unmeasured_profile
 from jaxmorph.training.run import Training, begin_training, fail_together, load_run, plan_run
 from jaxmorph.training.run_checkpoints import RunCheckpoints, TrainedOn
+from jaxmorph.training.run_parts import unreached_in_words
 from jaxmorph.training.script import (
     configure,
     cut_batch,
@@ -144,6 +145,8 @@ class Trainer:
             )
             if self._run.taken:
                 _log.info("rank %d: %s", self.rank, self._run.taken)
+            if self.rank == 0 and (unreached := unreached_in_words(self._run.unreached)):
+                _log.warning("%s", unreached)
             timeouts = self.config.timeouts
             with progress.within(timeouts.compile_s, "starts"):
                 self._stage = opening.enter_context(self._run.open_stage())
