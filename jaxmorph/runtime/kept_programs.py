@@ -14,6 +14,7 @@ import hashlib
 import logging
 import os
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -35,7 +36,7 @@ FOLDER = "compilation_cache"
 
 _log = logging.getLogger(__name__)
 _COMPILATION = "/jax/core/compile/backend_compile_duration"
-_PYTHON_CALL = "@xla_ffi_python_"  # what JAX's callbacks are in a program's text
+_PYTHON_CALL = re.compile(r"@xla_\w*python_\w*callback")  # in a program's text
 _CPU_INFO = Path("/proc/cpuinfo")
 _CPU_LINES = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
 
@@ -60,7 +61,7 @@ class KeptPrograms:
         One that calls Python, as for `jax.debug.print`, works only in the process that compiled it.
         """
         text = lowered.as_text()
-        if _PYTHON_CALL in text:
+        if _PYTHON_CALL.search(text):
             return lowered.compile()
         path = self.folder / f"{self._key(lowered, text)}.program"
         return self._kept(path, lowered) or self._compiled(path, lowered)

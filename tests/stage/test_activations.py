@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmorph.errors import UserError
 from jaxmorph.runtime.payloads import channel_payloads
 from jaxmorph.stage.activations import with_one_activation
 from jaxmorph.stage.build import build_stage
@@ -147,44 +146,3 @@ def test_a_hop_carries_the_packed_array_and_one_array_stays_as_it_is():
     plain = SimpleNamespace(init_embed=lambda key: {}, embed=lambda params, tokens: tokens)
     model: Any = plain
     assert with_one_activation(model, INPUTS) == (plain, INPUTS)
-
-
-FLOATS = np.zeros((BATCH, 3), np.float32)
-
-
-@pytest.mark.parametrize(
-    ("activations", "message"),
-    [
-        (
-            {"x": FLOATS, "mask": np.zeros((1, 3), bool)},
-            "embed: activations['mask']: got the shape [1, 3], expected [2, ...]: the microbatch "
-            "is the first axis of every array",
-        ),
-        (
-            (FLOATS, np.zeros(BATCH, np.complex64)),
-            "embed: activations[1]: got complex64, expected floats, bools or integers of 8 bits "
-            "or more",
-        ),
-        (
-            {"at": np.zeros((BATCH, 3), np.int32)},
-            "embed: got activations ['at'] int32[2, 3], expected an array of floats among them, by "
-            "which gradients reach the embedding",
-        ),
-    ],
-)
-def test_what_cannot_be_packed_is_refused_in_one_line(activations, message):
-    with pytest.raises(UserError) as caught:
-        of_one(jax.tree.map(jnp.asarray, activations))
-    assert str(caught.value) == message
-
-
-def test_a_layer_returns_what_embed_does():
-    model, packed = of_one({"x": FLOATS, "at": np.zeros(BATCH, np.int32)})
-    unpacked: Any = {"x": FLOATS, "at": np.zeros(BATCH, np.float32)}
-    model._model.layer = lambda params, x, **named: unpacked  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(UserError) as caught:
-        jax.eval_shape(model.layer, {}, packed)
-    assert str(caught.value) == (
-        "layer: got activations ['at'] float32[], ['x'] float32[3] of each example, expected what "
-        "embed returns: ['at'] int32[], ['x'] float32[3]"
-    )
