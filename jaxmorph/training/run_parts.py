@@ -92,7 +92,7 @@ def unreached_in_words(names: Sequence[str]) -> str:
         return ""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     listed = ", ".join(names[:_MOST_NAMES])
-    return f"no gradient reaches {listed}{more}: only weight decay changes them"
+    return f"no gradient reaches {listed}{more}: not trained, but for weight decay"
 
 
 _MOST_NAMES = 8
