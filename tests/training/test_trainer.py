@@ -14,6 +14,7 @@ from jaxmorph.config import check_config
 from jaxmorph.control.link_state import FailedPaths, PathFailure
 from jaxmorph.control.rank_times import timeline_of
 from jaxmorph.errors import RunFailedError, UserError
+from jaxmorph.models import gpt2
 from jaxmorph.program.instructions import Payload, Send, Transfer, channel_of
 from jaxmorph.records import Link
 from jaxmorph.runtime.executor import StepOutcome
@@ -30,7 +31,9 @@ from jaxmorph.training.loop import Loop
 from jaxmorph.training.script import configure, script_directory, sections_without_effect
 from jaxmorph.training.trainer import Trainer
 
-MODEL: Any = SimpleNamespace(num_layers=2, tied=())
+MODEL = gpt2.build(
+    preset="tiny", sequence_length=128, vocab_size=16, num_layers=2, width=8, num_heads=2
+)
 FAILS_OVER = {"failover": {"enabled": True}}
 OPS_OF_18_S = {
     "batch": {"microbatches": 6},
