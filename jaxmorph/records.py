@@ -62,6 +62,9 @@ class EventKind(StrEnum):
     """the first plan, what it is based on, what ranks compute on, and how messages are copied"""
     WITHOUT_EFFECT = "without_effect"
     """a setting of the configuration that has no effect in this run, and why"""
+    WITHOUT_GRADIENT = "without_gradient"
+    """parameters of the model that no gradient reaches
+    ([what is checked](../tutorial/own-model.md#what-is-checked))"""
     STRAGGLER_DETECTED = "straggler_detected"
     """a link is slow or dead ([detection](../explanation/detection.md))"""
     STRAGGLER_RECOVERING = "straggler_recovering"

@@ -43,6 +43,7 @@ class _DryRun:
         needs: The memory of its stages.
         device: The device that it was traced for, in words.
         device_bytes: What JAX may take of that device; None: not reported.
+        unreached: The parameters that no gradient reaches, in words; "" if there are none.
     """
 
     config: Config
@@ -50,6 +51,7 @@ class _DryRun:
     needs: "StepNeeds"
     device: str
     device_bytes: int | None
+    unreached: str
 
 
 def print_dry_run(path: Path, overrides: Sequence[str], console: Console) -> None:
@@ -81,9 +83,11 @@ def _check(path: Path, overrides: Sequence[str]) -> _DryRun:
     # Before JAX starts: otherwise it takes most of a GPU's memory, which a run may be using.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from jaxmorph.runtime.join import own_devices
+    from jaxmorph.runtime.rendezvous import SoleRank
     from jaxmorph.stage.model import device_choices
     from jaxmorph.training.device_memory import needs_of_step
     from jaxmorph.training.resume import require_no_checkpoints
+    from jaxmorph.training.run_parts import check_together, unreached_in_words
     from jaxmorph.training.start import check_run
 
     config = load_config(path, overrides)
@@ -94,9 +98,10 @@ def _check(path: Path, overrides: Sequence[str]) -> _DryRun:
         require_no_checkpoints(config)
         sizes = config.batch.microbatch_size, config.data.sequence_length
         taken = device_choices(parts.model, *sizes, parts.shapes.extras)
+        unreached = check_together(SoleRank(), parts.model, parts.shapes, parts.microbatch)
         needs = needs_of_step(config, parts.model, device_bytes, parts.shapes)
     words = "; ".join(filter(None, (f"{device.device_kind}, the device of JAX here", taken)))
-    return _DryRun(config, parts, needs, words, device_bytes)
+    return _DryRun(config, parts, needs, words, device_bytes, unreached_in_words(unreached))
 
 
 def _rows(found: _DryRun) -> Iterator[tuple[str, str]]:
@@ -105,6 +110,8 @@ def _rows(found: _DryRun) -> Iterator[tuple[str, str]]:
     batch, schedule = config.batch, needs.plan.schedule
     parameters = short_count(needs.num_parameters)
     yield "model", f"{config.model.factory} {config.model.preset}, {parameters} parameters"
+    if found.unreached:
+        yield "warning", found.unreached
     yield "data", found.parts.source
     yield (
         "batch",

@@ -32,7 +32,7 @@ from jaxmorph.training.first_plan import FirstPlan, plan_by_timings, settle_garb
 from jaxmorph.training.host_memory import agree_on_host_room
 from jaxmorph.training.layer_choice import choose_layers, measured_on_rank_0
 from jaxmorph.training.open_stage import open_stage, stage_settings
-from jaxmorph.training.run_parts import load_parts, step_reader
+from jaxmorph.training.run_parts import check_together, load_parts, step_reader
 
 
 def serve(
@@ -52,6 +52,7 @@ def serve(
         )
     sizes = healthy.batch.microbatch_size, healthy.data.sequence_length
     device_choices(parts.model, *sizes, parts.shapes.extras)
+    check_together(rendezvous, parts.model, parts.shapes, parts.microbatch)
     measure = partial(measured_on_rank_0, healthy, parts.model, parts.microbatch)
     cut = choose_layers(healthy, rendezvous, parts.model.num_layers, measure)
     settings = stage_settings(

@@ -14,6 +14,7 @@ import hashlib
 import logging
 import os
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -35,6 +36,7 @@ FOLDER = "compilation_cache"
 
 _log = logging.getLogger(__name__)
 _COMPILATION = "/jax/core/compile/backend_compile_duration"
+_PYTHON_CALL = re.compile(r"@xla_\w*python_\w*callback")  # in a program's text
 _CPU_INFO = Path("/proc/cpuinfo")
 _CPU_LINES = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
 
@@ -54,8 +56,14 @@ class KeptPrograms:
         self._platform: tuple[str, ...] | None = None
 
     def compile(self, lowered: Lowered) -> Compiled:
-        """The program as an earlier process kept it; else compile and keep it."""
-        path = self.folder / f"{self._key(lowered)}.program"
+        """The program as an earlier process kept it; else compile and keep it.
+
+        One that calls Python, as for `jax.debug.print`, works only in the process that compiled it.
+        """
+        text = lowered.as_text()
+        if _PYTHON_CALL.search(text):
+            return lowered.compile()
+        path = self.folder / f"{self._key(lowered, text)}.program"
         return self._kept(path, lowered) or self._compiled(path, lowered)
 
     def _kept(self, path: Path, lowered: Lowered) -> Compiled | None:
@@ -90,12 +98,12 @@ class KeptPrograms:
             _log.warning("%s: cannot be kept: %s", path, error)
         return program
 
-    def _key(self, lowered: Lowered) -> str:
+    def _key(self, lowered: Lowered, text: str) -> str:
         """A name that depends on the program and the platform."""
         if self._platform is None:
             self._platform = tuple(_platform())
         takes = str(lowered.args_info)  # with unused arguments, which the text leaves out
-        parts = (lowered.as_text(), takes, str(lowered.out_tree), *self._platform)
+        parts = (text, takes, str(lowered.out_tree), *self._platform)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

@@ -6,7 +6,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -140,6 +140,18 @@ def gather(rendezvous: Rendezvous, kind: type[_Value], own: _Value) -> list[_Val
 def agree(rendezvous: Rendezvous, kind: type[_Value], own: _Value | None) -> _Value:
     """Rank 0's value on all ranks; the other ranks' values are ignored. See `gather`."""
     return parse(kind, rendezvous.exchange(_wrapped(own))[0].get("value"), "rank 0")
+
+
+@contextlib.contextmanager
+def raised_together(rendezvous: Rendezvous) -> Iterator[None]:
+    """Raise a `UserError` of this block on all ranks, if any rank has one; see `gather`."""
+    mistake = ""
+    try:
+        yield
+    except UserError as error:
+        mistake = str(error)
+    if found := next(filter(None, gather(rendezvous, str, mistake)), ""):
+        raise UserError(found)
 
 
 def _wrapped(value: Any) -> Json:

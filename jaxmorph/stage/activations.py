@@ -8,7 +8,7 @@ where one takes it.
 Floats are packed in the type to which all of them convert without loss. An integer or a bool is
 packed as the digits of its bits, small whole numbers that such a float holds exactly: as numbers
 they would be rounded, and as raw bits they could be a NaN, which a device may change. They have no
-gradient.
+gradient. `model_checks` refuses what can't be packed.
 
 Steps may have a few lengths. All messages have the longest's shape, so routes, slots and plans
 don't depend on the length: activations of shorter steps are sent with zeros behind (`Padding`).
@@ -46,16 +46,12 @@ def with_one_activation(
 
     Args:
       inputs: what `embed` takes of one microbatch, as shapes.
-
-    Raises:
-      UserError: the activations can't be packed.
     """
     params = jax.eval_shape(model.init_embed, jax.eval_shape(jax.random.key, 0))
     activations = jax.eval_shape(without_randomness(model.embed), params, inputs)
     if isinstance(activations, jax.ShapeDtypeStruct):
         return model, activations
-    microbatch_size = jax.tree.leaves(inputs)[0].shape[0]
-    layout = _Layout.of(activations, microbatch_size)
+    layout = _Layout.of(activations)
     packing: Any = _Packing(model, layout)
     return packing, jax.eval_shape(layout.pack, activations)
 
@@ -142,29 +138,15 @@ class _Layout:
     dtype: Any
 
     @staticmethod
-    def of(activations: Any, microbatch_size: int) -> "_Layout":
+    def of(activations: Any) -> "_Layout":
         leaves, structure = jax.tree.flatten(activations)
-        for path, leaf in jax.tree.leaves_with_path(activations):
-            _check(f"activations{jax.tree_util.keystr(path)}", leaf, microbatch_size)
         floats = [_wide(leaf.dtype) for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
-        if not floats:
-            raise UserError(
-                f"embed: got activations {_shapes(activations)}, expected an array of floats among "
-                "them, by which gradients reach the embedding"
-            )
         rows = tuple(jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in leaves)
         return _Layout(structure, rows, reduce(jnp.promote_types, floats))
 
     def pack(self, activations: Any) -> jax.Array:
         """Returns the array [microbatch, elements] of a tree of this layout."""
-        leaves, structure = jax.tree.flatten(activations)
-        rows = tuple((np.shape(leaf)[1:], jnp.result_type(leaf)) for leaf in leaves)
-        if structure != self.structure or rows != tuple((r.shape, r.dtype) for r in self.leaves):
-            expected = jax.tree.unflatten(self.structure, self.leaves)
-            raise UserError(
-                f"layer: got activations {_shapes(activations, 1)} of each example, expected what "
-                f"embed returns: {_shapes(expected)}"
-            )
+        leaves = jax.tree.leaves(activations)
         flat = [self._floats(leaf).reshape(leaf.shape[0], -1) for leaf in leaves if leaf.size]
         return jnp.concatenate(flat, axis=1)
 
@@ -205,25 +187,3 @@ class _Layout:
 def _wide(dtype: Any) -> Any:
     """Types of 8 bits convert without loss to bfloat16, but to no common one of their own."""
     return jnp.bfloat16 if dtype.itemsize == 1 else dtype
-
-
-def _check(name: str, leaf: jax.ShapeDtypeStruct, microbatch_size: int) -> None:
-    is_sent = any(jnp.issubdtype(leaf.dtype, kind) for kind in (jnp.floating, jnp.integer, bool))
-    if not is_sent or leaf.dtype.name.endswith(("int2", "int4")):
-        raise UserError(
-            f"embed: {name}: got {leaf.dtype}, expected floats, bools or integers of 8 bits or more"
-        )
-    if leaf.shape[:1] != (microbatch_size,):
-        raise UserError(
-            f"embed: {name}: got the shape {list(leaf.shape)}, expected [{microbatch_size}, ...]: "
-            "the microbatch is the first axis of every array"
-        )
-
-
-def _shapes(activations: Any, skip: int = 0) -> str:
-    """A tree's types and shapes, without the first axes."""
-    pairs = jax.tree.leaves_with_path(activations)
-    names = ((jax.tree_util.keystr(path) or "one array", leaf) for path, leaf in pairs)
-    return ", ".join(
-        f"{name} {jnp.result_type(leaf)}{list(np.shape(leaf)[skip:])}" for name, leaf in names
-    )

@@ -11,7 +11,7 @@ reductions and transcendentals never run twice.
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
 from jaxmorph.stage.equations import (
+    FlatTrace,
     JointTrace,
     Origin,
     Part,
@@ -29,6 +30,7 @@ from jaxmorph.stage.equations import (
     size_bytes,
     trace_flat,
     weights_of,
+    without_effects,
     without_repeats,
 )
 from jaxmorph.stage.model import takes_extras, takes_key
@@ -132,7 +134,7 @@ def split_backward(
     return SplitBackward(
         prepare=part(joint.params, prepared),
         weight_sources=tuple(pool.index(w) for w in weights),
-        forward=part([*weights, *part_inputs], [*joint.outputs, *stash]),
+        forward=part([*weights, *part_inputs], [*joint.outputs, *stash], joint.effects),
         backward_input=part([*weights, *stash, *joint.output_gradients], [*input_gradients, *new]),
         backward_weight=part([*weights, *passed_on, *new], joint.param_gradients),
         backward=part(
@@ -190,8 +192,9 @@ class _Flat:
 
 
 def _read_by(joint: JointTrace) -> set[Var]:
-    """The values that the function or its gradients need."""
-    read = {v for eqn in joint.needed(joint.results) for v in read_variables(eqn)}
+    """The values that the function, its effects or its gradients need."""
+    equations = (*joint.needed(joint.results), *joint.effects)
+    read = {v for eqn in equations for v in read_variables(eqn)}
     return read.union(atom for atom in joint.results if isinstance(atom, Var))
 
 
@@ -217,6 +220,7 @@ def _trace_joint(flat: _Flat, params: Any, inputs: Sequence[Any], *, recompute: 
     num_params, num_gradients = len(jax.tree.leaves(params)), sum(has_gradient)
     trace = trace_flat(joint, params, tuple(inputs), output)
     trace = without_repeats(trace, trace.inputs[:num_params])
+    trace, effects = _run_once(trace, flat, (params, *inputs))
     flat_inputs = trace.inputs[num_params:-num_outputs]
     extras_end = len(flat_inputs) - flat.takes_key
     return JointTrace(
@@ -228,7 +232,21 @@ def _trace_joint(flat: _Flat, params: Any, inputs: Sequence[Any], *, recompute: 
         outputs=trace.outputs[:num_outputs],
         input_gradients=trace.outputs[num_outputs : num_outputs + num_gradients],
         param_gradients=trace.outputs[num_outputs + num_gradients :],
+        effects=effects,
     )
+
+
+def _run_once(
+    joint: FlatTrace, flat: _Flat, arguments: Sequence[Any]
+) -> tuple[FlatTrace, tuple[JaxprEqn, ...]]:
+    """Leaves effects, such as a print, to the forward alone: its equations come first."""
+    effects = [eqn for eqn in joint.equations if eqn.effects]
+    if not effects:
+        return joint, ()
+    num_own = sum(bool(eqn.effects) for eqn in trace_flat(flat, *arguments).equations)
+    own = set(map(id, effects[:num_own]))
+    equations = [eqn if id(eqn) in own else without_effects(eqn) for eqn in joint.equations]
+    return replace(joint, equations=tuple(equations)), tuple(effects[:num_own])
 
 
 _UNLIMITED = float("inf")

@@ -78,13 +78,22 @@ class FlatTrace:
     outputs: tuple[Var | Literal, ...]
     constants: Mapping[Var, Any]
 
-    def part(self, known: Sequence[Var], outputs: Sequence[Var | Literal]) -> Part:
+    def part(
+        self,
+        known: Sequence[Var],
+        outputs: Sequence[Var | Literal],
+        effects: Sequence[JaxprEqn] = (),
+    ) -> Part:
         """Returns the fewest equations that lead from `known` to `outputs`.
+
+        Args:
+          effects: equations that run too, for what they do.
 
         Raises:
           ValueError: an output depends on an input of the trace that is not in `known`.
         """
-        equations, missing = needed_equations(self.equations, outputs, {*known, *self.constants})
+        have = {*known, *self.constants}
+        equations, missing = needed_equations(self.equations, outputs, have, effects)
         if missing:
             raise ValueError(f"outputs depend on values that are not known here: {missing}")
         return Part(tuple(known), equations, tuple(outputs), self.constants)
@@ -109,13 +118,16 @@ def trace_flat(function: Callable, *arguments: Any) -> FlatTrace:
 
 
 def needed_equations(
-    equations: Sequence[JaxprEqn], outputs: Iterable[Var | Literal], known: set[Var]
+    equations: Sequence[JaxprEqn],
+    outputs: Iterable[Var | Literal],
+    known: set[Var],
+    effects: Sequence[JaxprEqn] = (),
 ) -> tuple[tuple[JaxprEqn, ...], set[Var]]:
     """Returns the equations between `known` and `outputs`, and the variables that they lack."""
     wanted = {atom for atom in outputs if isinstance(atom, Var)} - known
-    kept = []
+    run, kept = set(map(id, effects)), []
     for eqn in reversed(equations):
-        if wanted.isdisjoint(eqn.outvars):
+        if wanted.isdisjoint(eqn.outvars) and id(eqn) not in run:
             continue
         kept.append(eqn)
         wanted.difference_update(eqn.outvars)
@@ -142,13 +154,31 @@ def walk(equations: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
     """Yields the equations and, after each, those of its loop or branch bodies."""
     for eqn in equations:
         yield eqn
-        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_body):
-            if _is_body(value):
-                yield from walk(value.eqns)
+        for body in bodies_of(eqn):
+            yield from walk(body.eqns)
 
 
-def _is_body(value: Any) -> bool:
-    return hasattr(value, "eqns")
+def bodies_of(eqn: JaxprEqn) -> Iterator[Any]:
+    """Yields the jaxprs that an equation calls, repeats or chooses from."""
+    values = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns"))
+    return (value for value in values if hasattr(value, "eqns"))
+
+
+def without_effects(eqn: JaxprEqn) -> JaxprEqn:
+    """Returns a loop, branch or other equation without what its bodies do beside their results."""
+
+    def silent(value: Any) -> Any:
+        if not hasattr(value, "eqns"):
+            return value
+        if hasattr(value, "jaxpr"):  # it is closed
+            return value.replace(jaxpr=silent(value.jaxpr))
+        own = [without_effects(eqn) for eqn in value.eqns if eqn.outvars or not eqn.effects]
+        return value.replace(eqns=own, effects=frozenset())
+
+    if not eqn.effects:
+        return eqn
+    params = jax.tree.map(silent, eqn.params, is_leaf=lambda value: hasattr(value, "eqns"))
+    return eqn.replace(params=params, effects=frozenset())
 
 
 def _evaluate(
@@ -200,6 +230,7 @@ class JointTrace:
       trace: from (params, inputs, output gradients) to (outputs, input gradients, param
         gradients).
       extras: those of the inputs that all layers of a stage share.
+      effects: the forward's equations that also do something, such as print.
       output_gradients: one for each output.
       input_gradients: one for each input that has a gradient, in order.
     """
@@ -212,6 +243,7 @@ class JointTrace:
     outputs: tuple[Var | Literal, ...]
     input_gradients: tuple[Var | Literal, ...]
     param_gradients: tuple[Var | Literal, ...]
+    effects: tuple[JaxprEqn, ...]
 
     @property
     def gradients(self) -> tuple[Var | Literal, ...]:
@@ -237,10 +269,7 @@ def origins(joint: JointTrace) -> dict[Var, Origin]:
     found |= dict.fromkeys(joint.inputs, Origin.INPUTS)
     found |= dict.fromkeys(joint.output_gradients, Origin.GRADIENT)
     for eqn in joint.trace.equations:
-        origin = Origin.CONSTANT
-        for variable in read_variables(eqn):
-            origin |= found[variable]
-        found |= dict.fromkeys(eqn.outvars, origin)
+        found |= dict.fromkeys(eqn.outvars, _origin_of(eqn, found))
     return found
 
 
@@ -260,13 +289,16 @@ def weights_of(joint: JointTrace, origin: dict[Var, Origin]) -> tuple[Var, ...]:
 def _uses_of_params(joint: JointTrace, origin: dict[Var, Origin]) -> Iterator[Var]:
     """Yields the values that depend on the parameters alone and that other equations read."""
     rest = [eqn for eqn in joint.needed(joint.results) if _origin_of(eqn, origin) > Origin.PARAMS]
-    used = [v for eqn in rest for v in read_variables(eqn)]
+    used = [v for eqn in (*rest, *joint.effects) for v in read_variables(eqn)]
     used += [atom for atom in joint.results if isinstance(atom, Var)]
     return (v for v in used if origin[v] == Origin.PARAMS)
 
 
 def _origin_of(eqn: JaxprEqn, origin: dict[Var, Origin]) -> Origin:
-    return origin[eqn.outvars[0]]
+    found = Origin.CONSTANT
+    for variable in read_variables(eqn):
+        found |= origin[variable]
+    return found
 
 
 def _recomputed(params: Iterable[Var], equations: Sequence[JaxprEqn]) -> dict[Var, list[Var]]:

@@ -12,7 +12,7 @@ import jax
 
 from jaxmorph.config import Config
 from jaxmorph.control.step_programs import lower_step
-from jaxmorph.errors import UserError
+from jaxmorph.errors import UserError, in_users_code
 from jaxmorph.program.dataflow import most_payloads
 from jaxmorph.records import in_bytes
 from jaxmorph.runtime.host_copies import HOST_MEMORY
@@ -273,7 +273,7 @@ def _needs_of_stages(
 def _traced(
     model: PipelineModel, settings: StageSettings, num_layers: int, is_first: bool, is_last: bool
 ) -> TracedStage:
-    try:
+    with in_users_code("its model can't be traced", otherwise="model.factory"):
         return trace_stage(
             model,
             num_layers=num_layers,
@@ -282,11 +282,6 @@ def _traced(
             shapes=settings.shapes,
             stash=settings.stash,
         )
-    except (TypeError, ValueError) as error:
-        first_line = (str(error).splitlines() or [""])[0]
-        raise UserError(
-            f"model.factory: its model can't be traced: {type(error).__name__}: {first_line}"
-        ) from error
 
 
 def _needs(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxmorph.config import Config
 from jaxmorph.config.sections import SHIPPED_MODELS, Model, short_factory_name
-from jaxmorph.errors import UserError
+from jaxmorph.errors import UserError, in_users_code, users_line
 
 if TYPE_CHECKING:
     from jaxmorph.stage.model import PipelineModel
@@ -23,19 +23,27 @@ def build_model(config: Config, vocab_size: int) -> "PipelineModel":
     Raises:
         UserError: There is no such factory, or it refuses its options.
     """
+    from jaxmorph.stage.model_checks import check_attributes
+
     build = load_factory(config.model.factory, config.model.folder).build
-    try:
-        return build(
-            preset=config.model.preset,
-            sequence_length=config.data.sequence_length,
-            compute_dtype=config.precision.compute,
-            vocab_size=vocab_size,
-            **config.model.options,
-        )
-    except (TypeError, ValueError) as error:
-        text = str(error)
-        key = "model." if _NAMES_A_KEY.match(text) else "model: "
-        raise UserError(f"{key}{text}") from error
+    with in_users_code("build"):
+        try:
+            model = build(
+                preset=config.model.preset,
+                sequence_length=config.data.sequence_length,
+                compute_dtype=config.precision.compute,
+                vocab_size=vocab_size,
+                **config.model.options,
+            )
+        except (TypeError, ValueError) as error:
+            text = str(error)
+            if _NAMES_A_KEY.match(text):
+                raise UserError(f"model.{text}") from error
+            if users_line(error.__traceback__):
+                raise
+            raise UserError(f"model: {text}") from error  # such as of an unknown key
+    check_attributes(model)
+    return model
 
 
 def device_options(model: Model) -> tuple[str, ...]:
@@ -76,12 +84,13 @@ def load_factory(name: str, folder: str | None = None, where: str = "model.facto
         f"expected {''.join(f'{each}, ' for each in shipped)}{'or ' if shipped else ''}a module "
         f"with a function {function!r} among the installed packages or in {' or '.join(places)}"
     )
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module exists, but something that it imports doesn't
-        raise UserError(f"{where}: got {name!r}, {expected}") from error
+    with in_users_code(f"import of {name}", otherwise=where):
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise  # the module exists, but something that it imports doesn't
+            raise UserError(f"{where}: got {name!r}, {expected}") from error
     if not hasattr(module, function):
         raise UserError(f"{where}: got {name!r} without a function {function!r}, {expected}")
     return module

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from jaxmorph.config import Config, per_stage
-from jaxmorph.errors import UserError
 from jaxmorph.program.instructions import Channel
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.join import coordinator_host
@@ -18,7 +17,7 @@ from jaxmorph.runtime.link_connections import (
 from jaxmorph.runtime.optimizer import OptimizerSettings
 from jaxmorph.runtime.payloads import channel_specs
 from jaxmorph.runtime.queue import Pace
-from jaxmorph.runtime.rendezvous import Rendezvous, gather
+from jaxmorph.runtime.rendezvous import Rendezvous, gather, raised_together
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.stage.model import MicrobatchShapes, PipelineModel
@@ -142,17 +141,10 @@ def open_stage(
 def _agreed_transport(config: Config, rendezvous: Rendezvous) -> TransportSettings:
     """This host's transport settings; an error on one host is raised on all ranks."""
     loopbacks = set(gather(rendezvous, str, loopback_identity()))
-    one_loopback, mistake = len(loopbacks) == 1, ""
-    try:
-        settings = transport_settings(
-            config, one_loopback=one_loopback, coordinator_host=coordinator_host()
+    with raised_together(rendezvous):
+        return transport_settings(
+            config, one_loopback=len(loopbacks) == 1, coordinator_host=coordinator_host()
         )
-    except UserError as error:
-        settings, mistake = None, str(error)
-    mistakes = gather(rendezvous, str, mistake)
-    if settings is None or any(mistakes):
-        raise UserError(next(filter(None, mistakes)))
-    return settings
 
 
 @contextmanager

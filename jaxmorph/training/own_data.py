@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxmorph.config import Config
 from jaxmorph.data.tokens import DataDigest
-from jaxmorph.errors import UserError
+from jaxmorph.errors import UserError, in_users_code
 from jaxmorph.stage.model import MicrobatchShapes, Tree
 from jaxmorph.training.model_factory import load_factory
 
@@ -211,13 +211,12 @@ class OwnBatches:
         return int(bucket)
 
     def _shapes_of(self, step: int) -> MicrobatchShapes:
-        inputs, targets, extras = (
-            self._read(each, step) for each in ("inputs", "targets", "extras")
-        )
         size = self._sizes.microbatch_size
+        with in_users_code(f"step {step} of the data", otherwise=self._where):
+            inputs, targets = self._read("inputs", step), self._read("targets", step)
+            trees = inputs, targets, self._read("extras", step)
         num_examples = self._sizes.microbatches * size
-        where = f"{self._where}: step {step}"
-        return shapes_of(where, (inputs, targets, extras), num_examples, size)
+        return shapes_of(f"{self._where}: step {step}", trees, num_examples, size)
 
     def _part(self, name: str, step: int) -> Tree:
         length = self.length(step)
@@ -241,12 +240,13 @@ def load_own_data(config: Config) -> tuple[OwnBatches, OwnBatches | None, int, D
     data, batch = config.data, config.batch
     name = str(data.factory)
     module = load_factory(name, data.folder, "data.factory")
-    source = module.build_data(
-        batch_size=batch.microbatches * batch.microbatch_size,
-        sequence_length=data.sequence_length,
-        seed=config.run.seed,
-        path=data.path,
-    )
+    with in_users_code("build_data", module.build_data, otherwise=f"data.factory: {name}"):
+        source = module.build_data(
+            batch_size=batch.microbatches * batch.microbatch_size,
+            sequence_length=data.sequence_length,
+            seed=config.run.seed,
+            path=data.path,
+        )
     batches, held_out = OwnBatches(config, source), getattr(source, "held_out", None)
     if config.evaluation.every_steps is None:
         held_out = None

@@ -52,6 +52,7 @@ from jaxmorph.training.loop import Callback, Loop
 from jaxmorph.training.open_stage import open_stage, stage_settings
 from jaxmorph.training.plan_in_force import PlanInForce
 from jaxmorph.training.run_checkpoints import RunCheckpoints, TrainedOn
+from jaxmorph.training.run_parts import check_together, unreached_in_words
 from jaxmorph.training.starting_point import KnownLinks, known_links
 from jaxmorph.training.step_recorder import StepRecorder
 
@@ -63,6 +64,7 @@ class Run:
     Attributes:
         checkpoints: None for a script's run without a directory.
         taken: Which kernels the model takes on this device, in words.
+        unreached: The parameters that no gradient reaches.
     """
 
     config: Config
@@ -70,6 +72,7 @@ class Run:
     model: PipelineModel
     checkpoints: RunCheckpoints | None
     taken: str
+    unreached: tuple[str, ...]
     cut: LayerChoice
     settings: StageSettings
     conditions: tuple[LinkCondition, ...]
@@ -107,26 +110,31 @@ def load_run(
     model: PipelineModel,
     checkpoints: RunCheckpoints | None,
     *,
-    microbatch: Callable[[], MicrobatchShapes],
+    microbatch: Callable[[], MicrobatchShapes] | None = None,
     shapes: MicrobatchShapes | None = None,
     optimizer: optax.GradientTransformation | None = None,
     restarts: int = 0,
 ) -> Run:
-    """Cut the model into stages; all ranks agree on the cut.
+    """Check the model and cut it into stages; all ranks agree on the cut.
 
     Args:
-        microbatch: Arrays that layers are measured on.
+        microbatch: Arrays of one; None: a script's come later, and layers are measured on zeros.
         shapes: The data of one microbatch; None: the configured text's.
         optimizer: None: the configuration's AdamW.
         restarts: How often the run was restarted; emulated cuts end with a restart.
+
+    Raises:
+        UserError: The model would be trained wrongly.
     """
     sizes = config.batch.microbatch_size, config.data.sequence_length
-    extras = {} if shapes is None else shapes.extras
-    taken = device_choices(model, *sizes, extras)
+    shapes = shapes or MicrobatchShapes.of_text(*sizes)
+    taken, unreached = device_choices(model, *sizes, shapes.extras), ()
+    if restarts == 0:  # else the model was checked before the failure
+        unreached = check_together(rendezvous, model, shapes, microbatch)
     if checkpoints is not None:
         checkpoints.require_shared(rendezvous)
     kept = None if checkpoints is None else checkpoints.cut
-    measure = partial(measured_on_rank_0, config, model, microbatch)
+    measure = partial(measured_on_rank_0, config, model, microbatch or shapes.zeros)
     cut = kept or _choose_layers(config, rendezvous, model, checkpoints, measure)
     settings = stage_settings(
         config, cut.layers, rendezvous.rank, adapts=config.adapts, shapes=shapes
@@ -134,8 +142,18 @@ def load_run(
     if optimizer is not None:
         settings = replace(settings, optimizer=optimizer)
     conditions = emulated_conditions(config, restarts)
-    links = EmulatedLinks()
-    return Run(config, rendezvous, model, checkpoints, taken, cut, settings, conditions, links)
+    return Run(
+        config,
+        rendezvous,
+        model,
+        checkpoints,
+        taken,
+        unreached,
+        cut,
+        settings,
+        conditions,
+        EmulatedLinks(),
+    )
 
 
 def _choose_layers(
@@ -340,6 +358,9 @@ def _announce(
     resources = "; ".join(filter(None, words))
     num_parameters = parameter_count(run.model)
     recorder.start(source, num_parameters, cut.layers, cut.reason, resources)
+    if run.unreached:
+        detail = unreached_in_words(run.unreached)
+        recorder.emit(run.first_step, EventKind.WITHOUT_GRADIENT, detail)
     if run.checkpoints is not None and run.first_step > 0:
         origin = run.checkpoints.origin(cut.layers, trained_on)
         recorder.emit(run.first_step, EventKind.RESUMED, origin)

@@ -1,6 +1,6 @@
 """Loads a run's model and data, and reads a step's data for a rank."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -10,8 +10,10 @@ from jaxmorph.data import Batches, StepData, hold_out, load_tokens, separator_of
 from jaxmorph.data.tokens import DataDigest, digest_of
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.executor import StepInputs, count_targets
+from jaxmorph.runtime.rendezvous import Rendezvous, gather, raised_together
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.stage.model import MicrobatchShapes, PipelineModel, cut_layers, takes_extras
+from jaxmorph.stage.model_checks import check_model
 from jaxmorph.stage.parameters import check_weights
 from jaxmorph.training.evaluation import held_out_batches
 from jaxmorph.training.model_factory import build_model
@@ -73,6 +75,42 @@ def load_parts(config: Config) -> RunParts:
         )
     cut_layers(model.num_layers, cut.stages, cut.layers, cut.chunks)  # raises if they don't fit
     return RunParts(model, batches, held_out, shapes, longest_step, source, vocab_size, digest)
+
+
+def check_together(
+    rendezvous: Rendezvous,
+    model: PipelineModel,
+    shapes: MicrobatchShapes,
+    microbatch: Callable[[], MicrobatchShapes] | None = None,
+) -> tuple[str, ...]:
+    """Check a model once the ranks have joined; returns the parameters that no gradient reaches.
+
+    A model may choose by its device what it does, so nothing is traced before. The last rank checks
+    for all: others may share its host.
+
+    Args:
+        microbatch: Arrays of one; None: a script's come later.
+
+    Raises:
+        UserError: The model would be trained wrongly, on all ranks alike.
+    """
+    unreached: tuple[str, ...] = ()
+    with raised_together(rendezvous):
+        if rendezvous.rank == rendezvous.num_ranks - 1:
+            unreached = check_model(model, shapes, None if microbatch is None else microbatch())
+    return gather(rendezvous, tuple[str, ...], unreached)[-1]
+
+
+def unreached_in_words(names: Sequence[str]) -> str:
+    """A warning of parameters that no gradient reaches; "" without any."""
+    if not names:
+        return ""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    listed = ", ".join(names[:_MOST_NAMES])
+    return f"no gradient reaches {listed}{more}: not trained, but for weight decay"
+
+
+_MOST_NAMES = 8
 
 
 def _text_of(config: Config) -> tuple[Batches, Batches | None, str, int, DataDigest]:

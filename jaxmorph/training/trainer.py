@@ -31,7 +31,7 @@ from jaxmorph.runtime.report import measured_timeline, total_auxiliary
 from jaxmorph.runtime.step import StepResult
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.schedule.timeline import Timeline
-from jaxmorph.stage.model import MicrobatchShapes, Params, PipelineModel, vocabulary_of
+from jaxmorph.stage.model import Params, PipelineModel, vocabulary_of
 from jaxmorph.stage.parameters import check_weights
 from jaxmorph.training.cluster import require_one_host
 from jaxmorph.training.evaluation import with_room_for_forwards
@@ -39,6 +39,7 @@ from jaxmorph.training.open_stage import add_slots
 from jaxmorph.training.plan_in_force import plan_step, unmeasured_profile
 from jaxmorph.training.run import Training, begin_training, fail_together, load_run, plan_run
 from jaxmorph.training.run_checkpoints import RunCheckpoints, TrainedOn
+from jaxmorph.training.run_parts import unreached_in_words
 from jaxmorph.training.script import (
     configure,
     cut_batch,
@@ -134,8 +135,6 @@ class Trainer:
             check_weights(model, self.config.model.weights)
         self._compilations = CompilationCounter() if directory else None
         self._shapes = example_shapes(example, self.config, shorter)
-        sizes = self.config.batch.microbatch_size, self.config.data.sequence_length
-        self._zeros = (self._shapes or MicrobatchShapes.of_text(*sizes)).zeros
         self._vocab_size = vocabulary_of(model, self.config.data.sequence_length)
         self._take: Callable[[RunMessage], None] | None = None
         with ExitStack() as opening:
@@ -145,12 +144,13 @@ class Trainer:
                 self._rendezvous,
                 model,
                 checkpoints,
-                microbatch=self._zeros,
                 shapes=self._shapes,
                 optimizer=optimizer,
             )
             if self._run.taken:
                 _log.info("rank %d: %s", self.rank, self._run.taken)
+            if self.rank == 0 and (unreached := unreached_in_words(self._run.unreached)):
+                _log.warning("%s", unreached)
             timeouts = self.config.timeouts
             with progress.within(timeouts.compile_s, "starts"):
                 self._stage = opening.enter_context(self._run.open_stage())
@@ -280,9 +280,9 @@ class Trainer:
 
     def _longest(self, inputs: StepInputs) -> StepInputs:
         """The inputs, or zeros of the longest length: plans are made for it."""
-        if inputs.length == 0:
+        if self._shapes is None or inputs.length == 0:
             return inputs
-        zeros, microbatches = self._zeros(), self.config.batch.microbatches
+        zeros, microbatches = self._shapes.zeros(), self.config.batch.microbatches
         return self._cut(
             jax.tree.map(
                 lambda leaf: np.broadcast_to(leaf, (microbatches, *leaf.shape)),

@@ -83,14 +83,43 @@ def test_automatic_layers_and_offload_are_explained(run):
 
 def test_a_model_that_cannot_be_traced_is_one_line(run, monkeypatch):
     def broken(self, params, x):
-        raise TypeError("dot_general requires equal sizes\nand more")
+        raise TypeError("dot_general requires equal sizes\n\nand more")
 
     monkeypatch.setattr(GPT2, "layer", broken)
+    says = r"error: test_dry_run\.py:\d+: {}: TypeError: dot_general requires equal sizes\n"
     code, _, error = run("tiny.yaml", "--dry-run")
     assert code == 2
-    assert error == (
-        "error: tiny.yaml: model.factory: its model can't be traced: TypeError: dot_general "
-        "requires equal sizes\n"
+    assert re.fullmatch(says.format("layer"), error)
+    code, _, error = run("tiny.yaml", "--dry-run", "limits.host_gib=1")  # traces it earlier
+    assert code == 2
+    assert re.fullmatch(says.format("its model can't be traced"), error)
+
+
+def test_a_model_that_would_train_wrongly_is_one_line(run, monkeypatch):
+    head = GPT2.head
+
+    def mean(self, params, x, targets):
+        return head(self, params, x, targets) / targets.size
+
+    monkeypatch.setattr(GPT2, "head", mean)
+    code, _, error = run("tiny.yaml", "--dry-run")
+    assert code == 2
+    assert re.fullmatch(
+        r"error: test_dry_run\.py:\d+: head: got the loss [\d.]+ of one example, and [\d.]+ where "
+        r"it stands twice: a mean\? expected [\d.]+: the sum of the losses\n",
+        error,
+    )
+
+
+def test_parameters_without_a_gradient_are_a_warning(run, monkeypatch):
+    monkeypatch.setattr(GPT2, "layer", lambda self, params, x: x)
+    code, out, _ = run("tiny.yaml", "--dry-run")
+    assert code == 0
+    assert re.search(
+        r"^warning   no gradient reaches (layer\.\S+, ){7}layer\.\S+ and \d+ more: not "
+        "trained, but for weight decay$",
+        out,
+        re.MULTILINE,
     )
 
 

@@ -5,6 +5,7 @@ import random
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import serialize_executable
 
@@ -50,6 +51,19 @@ def test_another_process_loads_the_kept_program(tmp_path, counter):
     given = jnp.array(X)
     again(X, given)
     assert given.is_deleted()
+
+
+def test_a_program_that_calls_python_is_compiled_but_not_kept(tmp_path, capfd):
+    def printing(x):
+        jax.debug.print("the sum is {}", x.sum())
+        return x + 1
+
+    for _ in range(2):
+        program = KeptPrograms(tmp_path / "rank_0").compile(jax.jit(printing).lower(X))
+        np.testing.assert_array_equal(program(X), X + 1)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("the sum is 512.0") == 2
+    assert not (tmp_path / "rank_0").exists()
 
 
 def test_unused_arguments_are_part_of_the_name(tmp_path):

@@ -89,7 +89,7 @@ def test_a_run_remembers_its_configurations_folder(folders):
     copied.write_text(dump_config(config))
     assert load_config(copied) == config
     assert load_config(copied, ["model.folder=."]).model.folder == str(folders[2])
-    assert build_model(config, 16) == "config"
+    assert load_factory(config.model.factory, config.model.folder).build() == "config"
 
 
 def test_a_run_remembers_the_current_directory_if_the_module_is_there(folders):
@@ -134,6 +134,33 @@ def test_a_missing_factory_is_a_users_mistake(folders):
         with pytest.raises(UserError) as caught:
             load_factory(name, str(folders[1]))
         assert str(caught.value) == f"model.factory: got {name!r}{got}, {expected}"
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("import none_such", "{}:1: import of {}: ModuleNotFoundError: No module named '"
+            "none_such'"),
+        ("\n1 / 0", "{}:2: import of {}: ZeroDivisionError: division by zero"),
+        ("def build(:", "model.factory: import of {0}: SyntaxError: invalid syntax ({1}, line 1)"),
+        ("def build(**_):\n  raise KeyError('small')", "{}:2: build: KeyError: 'small'"),
+        ("def build(**_):\n  int('a')", "{}:2: build: ValueError: invalid literal for int() with "
+            "base 10: 'a'"),
+        ("def build(**_):\n  raise ValueError('width: got 5')", "model.width: got 5"),
+        ("def build(): pass", "model: build() got an unexpected keyword argument 'preset'"),
+        ("def build(**_): pass", "model: got NoneType without init_embed, init_layer, init_head, "
+            "embed, layer, head, expected an object with the functions init_embed, init_layer, "
+            "init_head, embed, layer, head"),
+    ],
+)  # fmt: skip
+def test_what_a_module_raises_is_one_line_with_its_place(folders, source, says):
+    name = f"number_{len(source)}_no_factory"
+    (folders[1] / f"{name}.py").write_text(source)
+    own = {"factory": name, "folder": str(folders[1])}
+    with pytest.raises(UserError) as caught:
+        build_model(configured(**own), 16)
+    file = f"{name}.py"
+    assert str(caught.value) == says.format(*((file, name) if says[0] == "{" else (name, file)))
 
 
 def test_a_factory_needs_no_device_options(folders):

@@ -1,5 +1,6 @@
 """Data of a user's own: cut into microbatches, and refused where a step isn't like the first."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +40,7 @@ def build(**options):
 
 class MODEL:
     num_layers, tied = 3, ()
+    init_embed = init_layer = init_head = embed = layer = head = print
 """
 
 
@@ -74,6 +76,21 @@ def test_a_module_makes_batches_of_any_shape(tmp_path):
     ):
         with pytest.raises(UserError, match=f"^data.factory: {says}"):
             load_parts(config_of(factory=name))
+
+
+def test_what_the_users_code_raises_is_one_line_with_its_place(tmp_path):
+    def fail(step):
+        raise OSError("no such disk")
+
+    with pytest.raises(UserError) as caught:
+        batches_of(targets=fail).inputs(0)
+    assert re.fullmatch(
+        r"test_own_data\.py:\d+: step 0 of the data: OSError: no such disk", str(caught.value)
+    )
+    (tmp_path / "broken_data_module.py").write_text("def build_data(**_):\n    {}['path']\n")
+    with pytest.raises(UserError) as caught:
+        load_parts(config_of(factory="broken_data_module", folder=str(tmp_path)))
+    assert str(caught.value) == "broken_data_module.py:2: build_data: KeyError: 'path'"
 
 
 def by_step(first, later):

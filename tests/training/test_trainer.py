@@ -15,7 +15,7 @@ from jaxmorph.config import check_config
 from jaxmorph.control.link_state import FailedPaths, PathFailure
 from jaxmorph.control.rank_times import timeline_of
 from jaxmorph.errors import RunFailedError, UserError
-from jaxmorph.models.gpt2 import build
+from jaxmorph.models import gpt2
 from jaxmorph.program.instructions import Payload, Send, Transfer, channel_of
 from jaxmorph.records import Link
 from jaxmorph.runtime.executor import StepInputs, StepOutcome
@@ -33,7 +33,9 @@ from jaxmorph.training.loop import Loop
 from jaxmorph.training.script import configure, script_directory, sections_without_effect
 from jaxmorph.training.trainer import Trainer
 
-MODEL: Any = SimpleNamespace(num_layers=2, tied=())
+MODEL = gpt2.build(
+    preset="tiny", sequence_length=128, vocab_size=16, num_layers=2, width=8, num_heads=2
+)
 FAILS_OVER = {"failover": {"enabled": True}}
 OPS_OF_18_S = {
     "batch": {"microbatches": 6},
@@ -286,7 +288,7 @@ def test_a_script_takes_batches_of_a_few_lengths():
         ids = np.random.default_rng(length).integers(9, size=(4, length + 1))
         return ids[:, :-1], ids[:, 1:]
 
-    model = build(
+    model = gpt2.build(
         preset="tiny", sequence_length=6, vocab_size=9, width=8, num_layers=2, num_heads=2
     )
     config = {"batch": {"microbatches": 2, "microbatch_size": 2}, "data": {"sequence_length": 6}}
