@@ -38,7 +38,8 @@ _LONGEST_US = (1 << 31) - 1  # 36 minutes
 _CHUNKS = 1 << 8
 _KINDS, _PAYLOADS, _COPIES = tuple(OpKind), tuple(Payload), ("offload", "fetch")
 _NO_TIME = OpTime(math.nan, math.nan, math.nan)
-_BEGIN = struct.Struct(f"<3I2d4I{len(_COPIES) + 3 * len(_KINDS)}d")
+_BEGIN = struct.Struct(f"<3I2d4I{len(_COPIES)}d")
+_OP_TIME = struct.Struct("<3d")
 _MESSAGES = struct.Struct("<2I2?I")
 _COLUMN_BYTES = 12  # of a `packed` table
 
@@ -154,35 +155,36 @@ class RankTimes:
             *self.peak_live,
             *self.peak_on_device,
             *(self.copies_ms.get(kind, math.nan) for kind in _COPIES),
-            *(each for kind in _KINDS for each in self.op_times.get(kind, _NO_TIME)),
         )
+        of_ops = (_OP_TIME.pack(*self.op_times.get(kind, _NO_TIME)) for kind in _KINDS)
         heads = (_MESSAGES.pack(*each[:-1], len(each.rows)) for each in self.messages)
         rows = (each.rows for each in self.messages)
-        return b"".join((begin, *heads, self.ops, self.copies, *rows))
+        return b"".join((begin, *of_ops, *heads, self.ops, self.copies, *rows))
 
     @classmethod
     def of_bytes(cls, data: bytes, **more: Any) -> Self:
         """What `to_bytes` wrote; a `ParseError` says that it is something else."""
+        ops_at = _BEGIN.size
+        heads_at = ops_at + len(_KINDS) * _OP_TIME.size
         try:
             begin = _BEGIN.unpack_from(data)
             num_messages, *lengths, busy_ms, end_ms = begin[:5]
-            peaks, times_ms = begin[5:9], begin[9:]
-            at = _BEGIN.size + num_messages * _MESSAGES.size
-            heads = [*_MESSAGES.iter_unpack(data[_BEGIN.size : at])]
+            at = heads_at + num_messages * _MESSAGES.size
+            of_ops = map(OpTime._make, _OP_TIME.iter_unpack(data[ops_at:heads_at]))
+            heads = [*_MESSAGES.iter_unpack(data[heads_at:at])]
         except struct.error:
             raise ParseError(f"got {len(data)} bytes, expected a rank's times") from None
+        lengths += [head[-1] for head in heads]
         tables: list[bytes] = []
-        for length in (*lengths, *(head[-1] for head in heads)):
+        for length in lengths:
             tables.append(data[at : at + length])
             at += length
         if at != len(data):
             raise ParseError(f"got {len(data)} bytes of a rank's times, expected {at}")
-        if any(len(table) % _COLUMN_BYTES for table in tables):
+        if any(length % _COLUMN_BYTES for length in lengths):
             raise ParseError("got a part of a column in a rank's times, expected whole ones")
         ops, copies, *rows = tables
-        copies_ms = zip(_COPIES, times_ms, strict=False)
-        op_times_ms = times_ms[len(_COPIES) :]
-        by_kind = zip(_KINDS, *(op_times_ms[part::3] for part in range(3)), strict=True)
+        op_times, copies_ms = zip(_KINDS, of_ops, strict=True), zip(_COPIES, begin[9:], strict=True)
         return cls(
             ops,
             tuple(
@@ -192,12 +194,12 @@ class RankTimes:
                 )
             ),
             copies,
-            {kind: OpTime(*each) for kind, *each in by_kind if not math.isnan(each[0])},
+            {kind: each for kind, each in op_times if not math.isnan(each.median_ms)},
             {kind: each for kind, each in copies_ms if not math.isnan(each)},
             busy_ms,
             end_ms,
-            Peaks(*peaks[:2]),
-            Peaks(*peaks[2:]),
+            Peaks(*begin[5:7]),
+            Peaks(*begin[7:9]),
             **more,
         )
 
