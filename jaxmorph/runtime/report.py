@@ -61,10 +61,13 @@ class StepTimings(RankTimes):
         cls, outcome: StepOutcome, began_s: float, events: Sequence[LinkEvent] = ()
     ) -> Self:
         """The timings of a step that began at `began_s`, on the monotonic clock."""
-        spans = _spans(outcome.stamps, began_s)
+        ops: list[tuple[Any, float, float]] = []
+        direct: list[tuple[Any, float, float]] = []
+        for span in _spans(outcome.stamps, began_s):
+            (ops if isinstance(span[0], Op) else direct).append(span)
         return cls.of(
-            [span for span in spans if isinstance(span[0], Op)],
-            [span for span in spans if not isinstance(span[0], Op)],
+            ops,
+            direct,
             _spans(outcome.arrivals, began_s),
             [
                 CopySpan(0, label.kind, label.stash.microbatch, label.stash.chunk, *times_ms)
