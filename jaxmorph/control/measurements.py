@@ -116,11 +116,14 @@ class DirectionSamples(Sequence[LinkSample]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[LinkSample]: ...
     def __getitem__(self, index: int | slice) -> LinkSample | Sequence[LinkSample]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
-        number, _, ended_us = self._table[:, index].tolist()
-        times_ms = float(self.durations_ms[index]), ended_us / 1e3
-        return LinkSample(*self.direction, number % MICROBATCHES, *times_ms, self.is_direct)
+        return [*self][index]
+
+    def __iter__(self) -> Iterator[LinkSample]:
+        numbers, _, ended_us = self._table.tolist()
+        each = zip(numbers, self.durations_ms.tolist(), ended_us, strict=True)
+        for number, took_ms, at_us in each:
+            microbatch = number % MICROBATCHES
+            yield LinkSample(*self.direction, microbatch, took_ms, at_us / 1e3, self.is_direct)
 
 
 StepSamples: TypeAlias = dict[tuple[int, int], Sequence[LinkSample]]
