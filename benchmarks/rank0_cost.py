@@ -392,9 +392,9 @@ def opened_rank_0(
         if isinstance(message, EventEmitted):
             found.events.append(message.event.kind)
 
-    def keep(line: str, begins: bool) -> None:
-        found.kept_bytes += len(line)
-        lines.write_observation(line, begins=begins)
+    def keep(record: bytes, begins: bool) -> None:
+        found.kept_bytes += len(record)
+        lines.write_observation(record, begins=begins)
 
     with ExitStack() as opened:
         folder = Path(opened.enter_context(TemporaryDirectory()))

@@ -1,5 +1,6 @@
 """Plain values as JSON and back, with errors that say where, got and expected."""
 
+import io
 import json
 import math
 from collections.abc import Mapping
@@ -10,7 +11,16 @@ from typing import Any, Literal, NamedTuple
 import pytest
 
 from jaxmorph.config.sections import Adaptation
-from jaxmorph.plain_json import ParseError, dump, parse, parse_line, with_sum, written_as
+from jaxmorph.plain_json import (
+    ParseError,
+    dump,
+    dump_apart,
+    parse,
+    parse_line,
+    with_parts,
+    with_sum,
+    written_as,
+)
 
 
 @dataclass(frozen=True)
@@ -188,3 +198,15 @@ def test_changed_values_name_their_place():
         ParseError, match=r"^here: got other values than were written, by their crc"
     ):
         parse_line(Kept, line, "here")
+
+
+def test_bytes_apart_come_back():
+    value = {"first": b"\0\xff", "rest": [b"", {"last": b"two\n"}], "none": 1}
+    text, parts = dump_apart(value)
+    assert parts == b"\0\xfftwo\n"
+    read = with_parts(json.loads(text), io.BytesIO(parts).read, "here")
+    assert read == value
+    with pytest.raises(EOFError):
+        with_parts(json.loads(text), io.BytesIO(parts[:-1]).read, "here")
+    with pytest.raises(ParseError, match=r"^here: got other bytes than were written"):
+        with_parts(json.loads(text), io.BytesIO(parts.upper()).read, "here")

@@ -18,7 +18,7 @@ from jaxmorph.control.late_once import LateOnce
 from jaxmorph.control.link_state import FailedPaths
 from jaxmorph.control.measurements import (
     LinkSample,
-    MessageTimes,
+    MessageTables,
     OpTime,
     StepSamples,
     by_direction,
@@ -49,7 +49,7 @@ class StepObserved:
         samples: Those of messages one by one, as a simulation makes them.
         ops: The times of ops by stage and kind.
         probes_ms: The times of probe messages before the step, by the names of transfers.
-        messages: Those of messages as ranks measure them, by direction and route.
+        messages: Those of messages as ranks measure them (`rank_times.joined_messages`).
     """
 
     step: int
@@ -57,7 +57,7 @@ class StepObserved:
     ops: Mapping[tuple[int, OpKind], OpTime] = field(default_factory=dict)
     probes_ms: Mapping[str, float] = field(default_factory=dict)
     paths: JoinedPathReport = EMPTY_REPORT
-    messages: tuple[MessageTimes, ...] = ()
+    messages: tuple[MessageTables, ...] = ()
 
     @cached_property
     def by_direction(self) -> StepSamples:

@@ -11,7 +11,12 @@ from statistics import median
 import numpy as np
 
 from jaxmorph.control.link_state import SENTENCES, TRANSITIONS, Direction, LinkHealth, Trigger
-from jaxmorph.control.measurements import LinkSample, StepSamples, durations_by_route
+from jaxmorph.control.measurements import (
+    DirectionSamples,
+    LinkSample,
+    StepSamples,
+    durations_by_route,
+)
 from jaxmorph.control.route_record import (
     GOOD_STEPS,
     LEARNING_MESSAGES,
@@ -63,6 +68,21 @@ class DirectionState:
         route = self.direct if is_direct else self.delegated
         return None if route is None else route.usual
 
+    def route_of_healthy(self, is_direct: bool) -> RouteState | None:
+        """The current route of a healthy link, if it is this one."""
+        if self.verdict.health is not LinkHealth.HEALTHY or self.is_direct is not is_direct:
+            return None
+        return self.direct if is_direct else self.delegated
+
+    def after_in_time(self, route: RouteState) -> "DirectionState":
+        """The state after messages in time on the current route of a healthy link."""
+        usual = route.usual or Usual.of(0.0)
+        verdict = self.verdict.with_latency(usual.baseline_ms, usual.spread_ms)
+        routes = (route, self.delegated) if self.is_direct else (self.direct, route)
+        unrest = _CALMING * self.unrest
+        kept = self.is_direct, self.judged_by, self.level_ms
+        return DirectionState(verdict, *routes, *kept, unrest, self.good_steps)
+
 
 def after_messages_in_time(
     directions: Mapping[Direction, DirectionState], samples: StepSamples
@@ -72,39 +92,16 @@ def after_messages_in_time(
     Most steps of most links are so. At 64 stages a step has more messages than can be read one by
     one beside training. The outcome is that of `DirectionWatch.observe`.
     """
-    read = {
-        direction: route
-        for direction, each in samples.items()
-        if direction in directions and (route := _in_time(directions[direction], each))
-    }
+    read: dict[Direction, tuple[RouteState, np.ndarray]] = {}
+    for direction, each in samples.items():
+        if isinstance(each, DirectionSamples) and (state := directions.get(direction)):
+            route = state.route_of_healthy(each.is_direct)
+            if route is not None and route.are_in_time(len(each), each.longest_ms):
+                read[direction] = route, each.durations_ms
     return {
-        direction: _with_route(directions[direction], route)
+        direction: directions[direction].after_in_time(route)
         for direction, route in zip(read, after_in_time([*read.values()]), strict=True)
     }
-
-
-def _in_time(
-    state: DirectionState, samples: Sequence[LinkSample]
-) -> tuple[RouteState, np.ndarray] | None:
-    """The current route and its messages' times, if they may be read together."""
-    route = state.direct if state.is_direct else state.delegated
-    if route is None or route.usual is None or state.verdict.health is not LinkHealth.HEALTHY:
-        return None
-    durations_ms = np.asarray(durations_by_route(samples).get(state.is_direct is True, ()))
-    if len(durations_ms) < len(samples) or durations_ms.max() > route.usual.threshold_ms:
-        return None
-    return (route, durations_ms) if route.fills_window(len(durations_ms)) else None
-
-
-def _with_route(state: DirectionState, route: RouteState) -> DirectionState:
-    usual = route.usual or Usual.of(0.0)
-    return replace(
-        state,
-        verdict=replace(state.verdict, latency_ms=usual.baseline_ms, jitter_ms=usual.spread_ms),
-        direct=route if state.is_direct else state.direct,
-        delegated=state.delegated if state.is_direct else route,
-        unrest=_CALMING * state.unrest,
-    )
 
 
 class DirectionWatch:

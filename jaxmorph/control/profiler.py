@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxmorph.control.link_state import link_of
 from jaxmorph.control.measurements import (
+    DirectionSamples,
     LinkSample,
     OpTime,
     RunningEstimate,
@@ -149,6 +150,8 @@ def copy_medians_ms(timeline: Timeline) -> dict[tuple[int, str], float]:
 
 def _main_message(samples: Sequence[LinkSample]) -> tuple[bool, float]:
     """The route that most messages of a direction took, and their median; the rest are probes."""
+    if isinstance(samples, DirectionSamples):
+        return samples.is_direct, samples.median_ms
     routes = durations_by_route(samples)
     is_direct = max(routes, key=lambda route: len(routes[route]))
     return is_direct, median_ms(samples) if len(routes) == 1 else median(routes[is_direct])

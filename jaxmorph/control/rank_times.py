@@ -11,7 +11,7 @@ All times are rounded to a microsecond, as a replay reads them, so decisions use
 
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple, Self, TypeAlias
@@ -21,17 +21,16 @@ import numpy as np
 from jaxmorph.control.link_state import Direction
 from jaxmorph.control.measurements import (
     MICROBATCHES,
-    MessageTimes,
+    MessageTables,
     OpTime,
     op_times,
     packed,
-    stacked,
     unpacked,
 )
 from jaxmorph.control.profiler import copy_medians_ms
 from jaxmorph.plain_json import ParseError, dump
 from jaxmorph.program.instructions import Payload, Transfer
-from jaxmorph.schedule.ops import Op, OpKind
+from jaxmorph.schedule.ops import Op, OpKind, peak_live
 from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan, peak_on_device
 
 _US = 1e3  # in a millisecond
@@ -39,12 +38,37 @@ _LONGEST_US = (1 << 31) - 1  # 36 minutes
 _CHUNKS = 1 << 8
 _KINDS, _PAYLOADS, _COPIES = tuple(OpKind), tuple(Payload), ("offload", "fetch")
 _NO_TIME = OpTime(math.nan, math.nan, math.nan)
-_BEGIN = struct.Struct(f"<3I2d4I{len(_COPIES) + 3 * len(_KINDS)}d")
+_BEGIN = struct.Struct(f"<3I2d4I{len(_COPIES)}d")
+_OP_TIME = struct.Struct("<3d")
 _MESSAGES = struct.Struct("<2I2?I")
 _COLUMN_BYTES = 12  # of a `packed` table
 
 MessageSpan: TypeAlias = tuple[Transfer, float, float]
 """A message, its start and its end: milliseconds since the step began."""
+
+
+class MessageTimes(NamedTuple):
+    """Messages of one direction of a link on one route, in the order of sending.
+
+    Attributes:
+        rows: A `packed` table, as one of `MessageTables`.
+    """
+
+    source: int
+    destination: int
+    is_direct: bool
+    is_tied: bool
+    rows: bytes
+
+    @property
+    def direction(self) -> Direction:
+        """Its sender and receiver."""
+        return self.source, self.destination
+
+    @property
+    def numbers(self) -> bytes:
+        """Of the messages: the table's first row."""
+        return self.rows[: len(self.rows) // 3]
 
 
 class Peaks(NamedTuple):
@@ -106,8 +130,7 @@ class RankTimes:
         op_rows = _table((_number_of_op(op), start, end) for op, start, end in ops)
         copy_rows = _table((_number_of_copy(copy), copy.start_ms, copy.end_ms) for copy in copies)
         own = _timeline_of_stage(0, op_rows, copy_rows)
-        live = Peaks(own.peak_live("B")[0], own.peak_live("W")[0])
-        on_device = live
+        on_device = live = _peaks_of(op_rows[0].tobytes())
         if copies:
             on_device = Peaks(peak_on_device(own, "B")[0], peak_on_device(own, "W")[0])
         return cls(
@@ -132,61 +155,61 @@ class RankTimes:
             *self.peak_live,
             *self.peak_on_device,
             *(self.copies_ms.get(kind, math.nan) for kind in _COPIES),
-            *(each for kind in _KINDS for each in self.op_times.get(kind, _NO_TIME)),
         )
-        heads = (
-            _MESSAGES.pack(*each.direction, each.is_direct, each.is_tied, len(each.rows))
-            for each in self.messages
-        )
+        of_ops = (_OP_TIME.pack(*self.op_times.get(kind, _NO_TIME)) for kind in _KINDS)
+        heads = (_MESSAGES.pack(*each[:-1], len(each.rows)) for each in self.messages)
         rows = (each.rows for each in self.messages)
-        return b"".join((begin, *heads, self.ops, self.copies, *rows))
+        return b"".join((begin, *of_ops, *heads, self.ops, self.copies, *rows))
 
     @classmethod
     def of_bytes(cls, data: bytes, **more: Any) -> Self:
         """What `to_bytes` wrote; a `ParseError` says that it is something else."""
+        ops_at = _BEGIN.size
+        heads_at = ops_at + len(_KINDS) * _OP_TIME.size
         try:
             begin = _BEGIN.unpack_from(data)
             num_messages, *lengths, busy_ms, end_ms = begin[:5]
-            peaks, times_ms = begin[5:9], begin[9:]
-            at = _BEGIN.size + num_messages * _MESSAGES.size
-            heads = [*_MESSAGES.iter_unpack(data[_BEGIN.size : at])]
+            at = heads_at + num_messages * _MESSAGES.size
+            of_ops = map(OpTime._make, _OP_TIME.iter_unpack(data[ops_at:heads_at]))
+            heads = [*_MESSAGES.iter_unpack(data[heads_at:at])]
         except struct.error:
             raise ParseError(f"got {len(data)} bytes, expected a rank's times") from None
+        lengths += [head[-1] for head in heads]
         tables: list[bytes] = []
-        for length in (*lengths, *(head[-1] for head in heads)):
+        for length in lengths:
             tables.append(data[at : at + length])
             at += length
         if at != len(data):
             raise ParseError(f"got {len(data)} bytes of a rank's times, expected {at}")
-        if any(len(table) % _COLUMN_BYTES for table in tables):
+        if any(length % _COLUMN_BYTES for length in lengths):
             raise ParseError("got a part of a column in a rank's times, expected whole ones")
         ops, copies, *rows = tables
-        copies_ms = zip(_COPIES, times_ms, strict=False)
-        op_times_ms = times_ms[len(_COPIES) :]
-        by_kind = zip(_KINDS, *(op_times_ms[part::3] for part in range(3)), strict=True)
+        op_times, copies_ms = zip(_KINDS, of_ops, strict=True), zip(_COPIES, begin[9:], strict=True)
         return cls(
             ops,
             tuple(
-                MessageTimes(source, destination, is_direct, of, is_tied)
+                MessageTimes(source, destination, is_direct, is_tied, of)
                 for (source, destination, is_direct, is_tied, _), of in zip(
                     heads, rows, strict=True
                 )
             ),
             copies,
-            {kind: OpTime(*each) for kind, *each in by_kind if not math.isnan(each[0])},
+            {kind: each for kind, each in op_times if not math.isnan(each.median_ms)},
             {kind: each for kind, each in copies_ms if not math.isnan(each)},
             busy_ms,
             end_ms,
-            Peaks(*peaks[:2]),
-            Peaks(*peaks[2:]),
+            Peaks(*begin[5:7]),
+            Peaks(*begin[7:9]),
             **more,
         )
 
 
 @lru_cache(maxsize=1 << 14)  # the same messages come in every step
-def number_of(transfer: Transfer) -> int:
-    """A message's number in tables: payload, chunk and microbatch."""
-    return _number(_PAYLOADS.index(transfer.payload), transfer.chunk, transfer.microbatch)
+def _place_of(transfer: Transfer) -> tuple[tuple[int, int, bool], int]:
+    """A message's table, and its number there."""
+    kind = _PAYLOADS.index(transfer.payload)
+    table = transfer.source, transfer.destination, transfer.payload is Payload.TIED
+    return table, _number(kind, transfer.chunk, transfer.microbatch)
 
 
 def _number(kind: int, chunk: int, microbatch: int) -> int:
@@ -207,10 +230,17 @@ def _number_of_copy(copy: CopySpan) -> int:
     return _number(_COPIES.index(copy.kind), copy.chunk, copy.microbatch)
 
 
-@lru_cache(maxsize=1 << 14)
-def _op(number: int) -> Op:
-    kind, chunk, microbatch = _parts_of(number)
-    return Op(_KINDS[kind], microbatch, chunk)
+@lru_cache(maxsize=1 << 10)  # all steps of a plan have the same order on a stage
+def _order_of(numbers: bytes) -> tuple[Op, ...]:
+    """The ops of a row of a table."""
+    parts = map(_parts_of, np.frombuffer(numbers, np.int32).tolist())
+    return tuple(Op(_KINDS[kind], microbatch, chunk) for kind, chunk, microbatch in parts)
+
+
+@lru_cache(maxsize=1 << 4)
+def _peaks_of(numbers: bytes) -> Peaks:
+    order = _order_of(numbers)
+    return Peaks(peak_live(order, "B"), peak_live(order, "W"))
 
 
 @lru_cache(maxsize=1 << 17)
@@ -230,10 +260,10 @@ def _by_direction(spans: Iterable[MessageSpan], *, is_direct: bool) -> list[Mess
     """The messages of each direction in the order of sending; tied gradients by themselves."""
     found: dict[tuple[int, int, bool], list[tuple[int, float, float]]] = {}
     for transfer, start_ms, end_ms in spans:
-        key = transfer.source, transfer.destination, transfer.payload is Payload.TIED
-        found.setdefault(key, []).append((number_of(transfer), start_ms, end_ms))
+        key, number = _place_of(transfer)
+        found.setdefault(key, []).append((number, start_ms, end_ms))
     return [
-        MessageTimes(source, destination, is_direct, packed(_in_order(_table(rows))), is_tied)
+        MessageTimes(source, destination, is_direct, is_tied, packed(_in_order(_table(rows))))
         for (source, destination, is_tied), rows in found.items()
     ]
 
@@ -243,59 +273,74 @@ def _in_order(rows: np.ndarray) -> np.ndarray:
     return rows[:, np.lexsort((rows[2], rows[1]))]
 
 
-def _all_in_order(tables: np.ndarray) -> np.ndarray:
-    """Each of some tables; most are in order already: int32 [tables, 3, columns]."""
-    began, ended = tables[:, 1], tables[:, 2]
-    together = began[:, :-1] == began[:, 1:]
-    is_out = (began[:, :-1] > began[:, 1:]) | together & (ended[:, :-1] > ended[:, 1:])
-    for place in np.flatnonzero(is_out.any(axis=1)):
-        tables[place] = _in_order(tables[place])
-    return tables
-
-
 # --- On rank 0 -----------------------------------------------------------------------------------
 
 
-def joined_messages(ranks: Sequence[RankTimes]) -> tuple[MessageTimes, ...]:
-    """One entry for each direction and route of a step, from all ranks' times in rank order.
+def joined_messages(ranks: Sequence[RankTimes]) -> tuple[MessageTables, ...]:
+    """The messages of a step by direction and route, from all ranks' times in rank order.
 
     Tied gradients are left out, because they have another length and follow the last op. So are
     direct messages that only one end has reported. The earlier end of a direct message also waits
     for its peer, behind a slow stage or an earlier transfer; the later end waits for the link
     alone, so the shorter time is the link's.
     """
-    found: list[MessageTimes] = []
+    delegated: list[list[MessageTimes]] = []
     sent: dict[Direction, MessageTimes] = {}
     received: dict[Direction, MessageTimes] = {}
     for rank, times in enumerate(ranks):
         for each in times.messages:
             if each.is_tied:
                 continue
-            if not each.is_direct:
-                found += [each] if rank == each.destination else []
-            else:
+            if each.is_direct:
                 (received if rank == each.destination else sent)[each.direction] = each
-    both = [(sent[at], each) for at, each in received.items() if at in sent]
-    return (*found, *_joined(both))
+            elif rank == each.destination:
+                delegated.append([each])
+    both = [_of_same(sent[at], each) for at, each in received.items() if at in sent]
+    return (
+        *(MessageTables(of, packed(ends[:, 0])) for of, ends in _stacked(delegated)),
+        *(MessageTables(of, packed(_joined(ends))) for of, ends in _stacked(both)),
+    )
 
 
-def _joined(both: Sequence[tuple[MessageTimes, MessageTimes]]) -> Iterable[MessageTimes]:
-    """The directions of direct messages, from their times at the source and at the destination."""
-    pairs = ((unpacked(sent.rows), unpacked(received.rows)) for sent, received in both)
-    for places, ends in stacked([np.concatenate(_of_same(*pair)) for pair in pairs]):
-        numbers, ended_us = ends[:, 3], ends[:, 5]
-        took_us = np.minimum(ends[:, 2] - ends[:, 1], ended_us - ends[:, 4])
-        found = np.stack([numbers, ended_us - took_us, ended_us], axis=1)
-        for place, rows in zip(places, _all_in_order(found), strict=True):
-            yield both[place][1]._replace(rows=packed(rows))
+def _of_same(sent: MessageTimes, received: MessageTimes) -> list[MessageTimes]:
+    """Both with those messages alone that both ends have reported."""
+    if sent.numbers == received.numbers:
+        return [sent, received]
+    tables = unpacked(sent.rows), unpacked(received.rows)
+    _, here, there = np.intersect1d(tables[0][0], tables[1][0], return_indices=True)
+    kept = packed(tables[0][:, here]), packed(tables[1][:, there])
+    return [sent._replace(rows=kept[0]), received._replace(rows=kept[1])]
 
 
-def _of_same(sent: np.ndarray, received: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The columns of messages that both ends have reported."""
-    if np.array_equal(sent[0], received[0]):
-        return sent, received
-    _, here, there = np.intersect1d(sent[0], received[0], return_indices=True)
-    return sent[:, here], received[:, there]
+def _stacked(
+    directions: Sequence[Sequence[MessageTimes]],
+) -> Iterator[tuple[tuple[tuple[int, int, bool], ...], np.ndarray]]:
+    """Directions with as many messages, and their tables: int32 [directions, ends, 3, columns].
+
+    Args:
+        directions: For each the times at its ends, with as many messages. Those without any are
+            left out.
+    """
+    alike: dict[int, list[Sequence[MessageTimes]]] = {}
+    for ends in directions:
+        alike.setdefault(len(ends[0].rows), []).append(ends)
+    for num_bytes, those in alike.items():
+        if num_bytes:
+            rows = b"".join(each.rows for ends in those for each in ends)
+            yield tuple(ends[0][:3] for ends in those), unpacked(rows, len(those), len(those[0]))
+
+
+def _joined(ends: np.ndarray) -> np.ndarray:
+    """The tables of direct messages, from those at the source and at the destination."""
+    numbers, ended_us = ends[:, 1, 0], ends[:, 1, 2]
+    took_us = np.min(ends[:, :, 2] - ends[:, :, 1], axis=1)
+    began_us = ended_us - took_us
+    tables = np.stack([numbers, began_us, ended_us], axis=1)
+    together = began_us[:, :-1] == began_us[:, 1:]
+    is_out = (began_us[:, :-1] > began_us[:, 1:]) | together & (ended_us[:, :-1] > ended_us[:, 1:])
+    for place in np.flatnonzero(is_out.any(axis=1)):  # most are in order already
+        tables[place] = _in_order(tables[place])
+    return tables
 
 
 def op_times_of(ranks: Sequence[RankTimes]) -> dict[tuple[int, OpKind], OpTime]:
@@ -347,7 +392,7 @@ def _timeline_of_stage(stage: int, ops: np.ndarray, copies: np.ndarray) -> Timel
     for number, start, end in copies.T.tolist():
         kind, chunk, microbatch = _parts_of(number)
         spans.append(CopySpan(stage, _COPIES[kind], microbatch, chunk, start / _US, end / _US))
-    order = tuple(map(_op, ops[0].tolist()))
+    order = _order_of(ops[0].tobytes())
     return Timeline((order,), (ops[1] / _US,), (ops[2] / _US,), copies=tuple(spans))
 
 

@@ -38,6 +38,7 @@ OTHER_ROUTE_MS = 2.0  # the assumed difference of an unmeasured route
 _FOLLOWS = 1 / 3  # how often a late message follows another on a busy machine, at least
 _PRIOR = 8.0  # the weight of that, in late messages
 _FLOAT_BYTES = 8
+_KEPT_BYTES = (WINDOW_MESSAGES + 1) * _FLOAT_BYTES
 _TOGETHER = 0.25  # of the time between two sends: messages that end within it end together
 
 
@@ -93,10 +94,11 @@ class RouteState:
     most_ms: float = math.inf
     most_spread_ms: float = math.inf
 
-    def fills_window(self, num_more: int) -> bool:
-        """Whether there are enough healthy messages for a whole window, with some more."""
+    def are_in_time(self, num_messages: int, longest_ms: float) -> bool:
+        """Whether a step's messages are, and fill a window with the healthy ones before them."""
         known = len(self.healthy_ms) // _FLOAT_BYTES + len(self.late_ms)
-        return known + num_more >= WINDOW_MESSAGES
+        in_time = self.usual is not None and longest_ms <= self.usual.threshold_ms
+        return in_time and known + num_messages >= WINDOW_MESSAGES
 
 
 class HealthyMessages:
@@ -205,26 +207,24 @@ def after_in_time(routes: Sequence[tuple[RouteState, np.ndarray]]) -> Iterator[R
     if not routes:
         return
     last_ms = [
-        np.concatenate((np.frombuffer(state.healthy_ms), state.late_ms, durations_ms))
+        b"".join((state.healthy_ms, np.array(state.late_ms).tobytes(), durations_ms.tobytes()))
         for state, durations_ms in routes
     ]
-    windows = np.stack([each[-WINDOW_MESSAGES:] for each in last_ms])
-    medians, spreads = middles_and_spreads(windows)
+    windows = b"".join(each[-WINDOW_MESSAGES * _FLOAT_BYTES :] for each in last_ms)
+    medians, spreads = middles_and_spreads(np.frombuffer(windows).reshape(-1, WINDOW_MESSAGES))
     by_route = zip(routes, last_ms, medians.tolist(), spreads.tolist(), strict=True)
     for (state, durations_ms), healthy_ms, median_ms, spread_ms in by_route:
         usual, most = _bounded(median_ms, spread_ms, (state.most_ms, state.most_spread_ms))
         calm_ms = _calm_after(state, durations_ms[-MOST_RUN:].tolist())
-        kept = state.moved_ms, state.recent_ms
-        yield RouteState(usual, (), calm_ms, *kept, _newest(healthy_ms), *most)
-
-
-def _newest(healthy_ms: np.ndarray) -> bytes:
-    return healthy_ms[-WINDOW_MESSAGES - 1 :].tobytes()
+        kept = state.moved_ms, state.recent_ms, healthy_ms[-_KEPT_BYTES:]
+        yield RouteState(usual, (), calm_ms, *kept, *most)
 
 
 def _calm_after(state: RouteState, last_ms: Sequence[float]) -> tuple[float, ...]:
     """The latest run of messages in time."""
     limit_ms = state.usual.calm_ms if state.usual else math.inf
+    if max(last_ms) <= limit_ms:
+        return (*state.calm_ms, *last_ms)[-MOST_RUN:]
     for count, duration_ms in enumerate(reversed(last_ms)):
         if duration_ms > limit_ms:
             return tuple(last_ms[len(last_ms) - count :])

@@ -73,6 +73,12 @@ class Verdict:
         """The link of the direction."""
         return link_of(self.direction)
 
+    def with_latency(self, latency_ms: float, jitter_ms: float) -> "Verdict":
+        """The same verdict at another latency."""
+        kept = self.step, self.evidence, self.reason, self.path
+        ends = self.source, self.destination
+        return Verdict(*ends, self.health, latency_ms, jitter_ms, *kept)
+
     @property
     def is_dead(self) -> bool:
         """Whether the link's direct path has failed."""

@@ -71,18 +71,18 @@ class RunLines:
         """Append an event to `events.jsonl`."""
         self._events.write(_json_line(event.line()))
 
-    def write_observation(self, line: str, *, begins: bool) -> None:
-        """Append a line to the newest file in `control/`, or begin a new file with it.
+    def write_observation(self, record: bytes, *, begins: bool) -> None:
+        """Append to the newest file in `control/`, or begin a new file.
 
-        The oldest files are removed while all together exceed 32 MiB. After a line that can't be
+        The oldest files are removed while all together exceed 32 MiB. After a record that can't be
         written the next file begins with the next state.
         """
         control, self._control = self._control, None
         if begins:
             control = self._next_control()
         if control is not None:
-            with control.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+            with control.open("ab") as file:
+                file.write(record)
             self._control = control
 
     def _next_control(self) -> Path:
@@ -403,7 +403,11 @@ def _claim(path: Path, config_text: str) -> bool:
 
 
 def _json_line(values: Mapping[str, Any]) -> str:
-    return with_sum(json.dumps(plain_json(values), allow_nan=False)) + "\n"
+    try:
+        text = json.dumps(values, allow_nan=False)
+    except (TypeError, ValueError):  # most values are plain already
+        text = json.dumps(plain_json(values), allow_nan=False)
+    return with_sum(text) + "\n"
 
 
 def plain_json(value: Any) -> Any:

@@ -38,6 +38,7 @@ _HELLO = struct.Struct(f"!8sH{NONCE_BYTES}s")
 _CALL = struct.Struct(f"!I{NONCE_BYTES}s{PROOF_BYTES}s")
 _NAME = b"jaxmorph"
 _LARGEST_BYTES = 1 << 28
+_READ_BYTES = 1 << 16  # at a time, at least: most messages come whole
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 6}
 
 
@@ -64,7 +65,7 @@ class Connection:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # it may be silent for days
         self._socket, self._sending = peer, threading.Lock()
-        self._received = bytearray()  # of the message that has not come whole
+        self._received = bytearray()  # of messages that have not been returned
         self._own_seal: Seal | None = None
         self._peers_seal: Seal | None = None
         self.limit(deadline_s)
@@ -99,12 +100,13 @@ class Connection:
                 f"a message of {length} bytes, expected at most {limit_bytes}"
             )
         end = begin + length
-        self._receive_up_to(end if self._peers_seal is None else end + SEAL_BYTES)
-        received, self._received = bytes(self._received), bytearray()
-        framed, seal = received[:end], received[end:]
+        sealed = end + (SEAL_BYTES if self._peers_seal else 0)
+        self._receive_up_to(sealed)
+        framed, seal = self._received[:end], self._received[end:sealed]
+        del self._received[:sealed]
         if self._peers_seal and not compare_digest(self._peers_seal(framed), seal):
             raise ConnectionLostError("a message was changed on its way, or isn't the peer's")
-        return framed[begin:]
+        return bytes(memoryview(framed)[begin:])
 
     def notice_lost_hosts(self) -> None:
         """Have the kernel ask every 10 s whether the peer's host answers; without it, after 2 h.
@@ -132,9 +134,9 @@ class Connection:
 
     def _receive_up_to(self, length: int) -> None:
         """Receive the message's first bytes; those that have come stay if the deadline is over."""
-        while len(self._received) < length:
+        while (missing := length - len(self._received)) > 0:
             with _losses_named():
-                part = self._socket.recv(length - len(self._received))
+                part = self._socket.recv(max(missing, _READ_BYTES))
             if not part:
                 raise ConnectionLostError("the connection was closed")
             self._received += part

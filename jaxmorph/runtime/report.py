@@ -17,7 +17,6 @@ from jaxmorph.plain_json import Json, ParseError, as_object, dump, parse, parse_
 from jaxmorph.program.instructions import Channel, Transfer, channel_of
 from jaxmorph.records import EventKind
 from jaxmorph.runtime.executor import StepOutcome
-from jaxmorph.runtime.host_copies import CopyLabel
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rendezvous import DETAIL
 from jaxmorph.schedule.ops import Op
@@ -62,13 +61,18 @@ class StepTimings(RankTimes):
         cls, outcome: StepOutcome, began_s: float, events: Sequence[LinkEvent] = ()
     ) -> Self:
         """The timings of a step that began at `began_s`, on the monotonic clock."""
-        is_op = [isinstance(stamp.label, Op) for stamp in outcome.stamps]
-        spans = [_span(stamp, began_s) for stamp in outcome.stamps]
+        ops: list[tuple[Any, float, float]] = []
+        direct: list[tuple[Any, float, float]] = []
+        for span in _spans(outcome.stamps, began_s):
+            (ops if isinstance(span[0], Op) else direct).append(span)
         return cls.of(
-            [span for span, of_op in zip(spans, is_op, strict=True) if of_op],
-            [span for span, of_op in zip(spans, is_op, strict=True) if not of_op],
-            [_span(stamp, began_s) for stamp in outcome.arrivals],
-            [_copy_span(stamp, began_s) for stamp in outcome.copies],
+            ops,
+            direct,
+            _spans(outcome.arrivals, began_s),
+            [
+                CopySpan(0, label.kind, label.stash.microbatch, label.stash.chunk, *times_ms)
+                for label, *times_ms in _spans(outcome.copies, began_s)
+            ],
             events=tuple(replace(event, time_s=event.time_s - began_s) for event in events),
         )
 
@@ -85,14 +89,11 @@ class StepTimings(RankTimes):
         return cls.of_bytes(times, events=read)
 
 
-def _span(stamp: Stamp, began_s: float) -> tuple[Any, float, float]:
-    return stamp.label, 1e3 * (stamp.start_s - began_s), 1e3 * (stamp.end_s - began_s)
-
-
-def _copy_span(stamp: Stamp, began_s: float) -> CopySpan:
-    label: CopyLabel = stamp.label
-    _, start_ms, end_ms = _span(stamp, began_s)
-    return CopySpan(0, label.kind, label.stash.microbatch, label.stash.chunk, start_ms, end_ms)
+def _spans(stamps: Iterable[Stamp], began_s: float) -> list[tuple[Any, float, float]]:
+    return [
+        (stamp.label, 1e3 * (stamp.start_s - began_s), 1e3 * (stamp.end_s - began_s))
+        for stamp in stamps
+    ]
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,10 @@ class StepReport:
     detail: bytes = b""
 
     def to_json(self) -> Json:
-        """What goes to all ranks."""
-        return {name: value for name, value in vars(self).items() if name not in _NOT_FOR_ALL}
+        """What goes to all ranks: both scalars, and what is not empty or 0."""
+        more = vars(self).items()
+        scalars = {"loss": self.loss, "squared_norm": self.squared_norm}
+        return scalars | {name: each for name, each in more if each and name not in _NOT_FOR_ALL}
 
     @classmethod
     def from_json(cls, message: Json, rank: int) -> "StepReport":
@@ -171,10 +174,10 @@ def parts_of(reports: Sequence[StepReport], kind: type[_Part]) -> list[_Part]:
     Raises:
         ParseError: A rank sent something else; the error names the rank.
     """
-    name = kind.__name__
+    name, default = kind.__name__, kind()
     sent = (report.own_parts.get(name) or report.parts.get(name) for report in reports)
     return [
-        kind() if each is None else parse(kind, each, f"rank {rank}'s {name}")
+        default if each is None else parse(kind, each, f"rank {rank}'s {name}")
         for rank, each in enumerate(sent)
     ]
 

@@ -67,7 +67,7 @@ class Schedule:
         """Whether backwards run as B and W rather than as BW."""
         return any(op.kind is OpKind.B for order in self.orders for op in order)
 
-    @property
+    @cached_property
     def warmup_forwards(self) -> tuple[int, ...]:
         """How many forwards, of all chunks, each stage runs before its first backward."""
         return tuple(

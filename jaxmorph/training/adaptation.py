@@ -58,14 +58,14 @@ def open_control_loop(
     *,
     active: bool,
     to_plan: Config,
-    keep: Callable[[str, bool], None] | None = None,
+    keep: Callable[[bytes, bool], None] | None = None,
 ) -> Iterator[ControlLoop | None]:
     """Open the run's controller, and its planning process if the run adapts.
 
     Args:
         active: Whether this is rank 0; other ranks get None.
         to_plan: The configuration, with the caps of new plans.
-        keep: Called with a line for `replay`, and whether a file begins with it.
+        keep: Called with a record for `replay`, and whether a file begins with it.
     """
     plan, planned_for = first.in_force.plan, first.planned_for
     if not active:

@@ -225,7 +225,9 @@ class ControlLoop:
         num_ops = sum(map(len, self._state.plan.schedule.orders))
         self._every = num_ops / (_OPS_HERE if self._plans is None else _OPS_A_STEP)
         is_first = self._number == 0 and self.predicted.bubble_rate is None
-        if self._plans is None or is_first:  # the first plan may be for declared delays
+        # The first plan may be for declared delays, so what it predicts is replaced at once if that
+        # is quick, as it is for few ops.
+        if self._plans is None or (is_first and num_ops <= _OPS_A_STEP):
             self.predicted = expected.in_this_process()
         else:
             self._predicting.cancel()  # at most one request waits behind others
@@ -248,7 +250,7 @@ class ControlLoop:
                     self.predicted = predicted
 
     def _simulate(self, expected: Expected, *, is_drawn: bool = False) -> Simulated:
-        step = self._state.step
+        step = max(0, self._state.step)  # -1 before the first one
         if self._state.must_restart_planner:
             raise PlanningError("the planning process is going to be restarted")
         if not self._simulations.may_begin(step, turned_slow=False):

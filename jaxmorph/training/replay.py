@@ -7,7 +7,9 @@ from there on `replay` makes plans itself and simulates steps with the measured 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,16 @@ from jaxmorph.control.measurements import durations_by_route, link_samples, op_t
 from jaxmorph.control.path_reports import JoinedPathReport
 from jaxmorph.control.verdicts import latency_ms_of
 from jaxmorph.errors import UserError
-from jaxmorph.plain_json import ParseError, dump, parse_line, with_sum
+from jaxmorph.plain_json import (
+    Json,
+    ParseError,
+    dump,
+    dump_apart,
+    parse,
+    parse_line,
+    with_parts,
+    with_sum,
+)
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.instructions import instructions_text
 from jaxmorph.records import Link, Route
@@ -82,10 +93,10 @@ class ObservationLog:
     """Makes the lines of `control/`, on rank 0.
 
     Args:
-        write: Called with a line, and whether a new file begins with it.
+        write: Called with a line and its bytes, and whether a new file begins with it.
     """
 
-    def __init__(self, write: Callable[[str, bool], None], run: RunToPlan) -> None:
+    def __init__(self, write: Callable[[bytes, bool], None], run: RunToPlan) -> None:
         self._write, self._run = write, dump(run)  # at 64 stages it takes as long as ten steps
         self._num_steps, self._num_bytes = SEGMENT_STEPS, 0
 
@@ -93,11 +104,17 @@ class ObservationLog:
         """Write an observation and its outcome."""
         if self._num_steps >= SEGMENT_STEPS or self._num_bytes >= SEGMENT_BYTES:
             self._num_steps = self._num_bytes = 0
-            self._write(with_sum(f'{{"state": {dump(before)}, "run": {self._run}}}'), True)
-        line = with_sum(dump(_Line(observation, _outcome(result))))
+            state, parts = dump_apart(before)
+            self._write(_record(f'{{"state": {state}, "run": {self._run}}}', parts), True)
+        record = _record(*dump_apart(_Line(observation, _outcome(result))))
         self._num_steps += isinstance(observation, StepObserved)
-        self._num_bytes += len(line)
-        self._write(line, False)
+        self._num_bytes += len(record)
+        self._write(record, False)
+
+
+def _record(line: str, parts: bytes) -> bytes:
+    """A line with its checksum, and the bytes that stand apart."""
+    return b"".join((with_sum(line).encode(), b"\n", parts))
 
 
 def _outcome(result: Advance) -> dict[str, Any]:
@@ -202,12 +219,15 @@ def replay(run_dir: Path, settings: Adaptation | None = None) -> Iterator[Moment
 
 def _lines(file: Path) -> Iterator[Any]:
     """A `_Head`, then each `_Line`."""
-    with file.open(encoding="utf-8", errors="replace", newline="\n") as text:
-        for number, line in enumerate(text, 1):
-            if not line.endswith("\n"):  # the last line of a killed run
+    with file.open("rb") as data, suppress(EOFError):  # a killed run's last line may lack a part
+        for number in count(1):
+            line = data.readline().decode(errors="replace")
+            if not line.endswith("\n"):
                 return
+            where = f"{file}:{number}"
             try:
-                parsed = parse_line(_Head if number == 1 else _Line, line, f"{file}:{number}")
+                values = with_parts(parse_line(Json, line, where), data.read, where)
+                parsed = parse(_Head if number == 1 else _Line, values, where)
             except ParseError as error:
                 raise UserError(str(error)) from error
             yield parsed

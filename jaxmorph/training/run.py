@@ -329,9 +329,9 @@ def begin_training(
         yield Training(loop, recording, skipped, saver, recorder, first.room)
 
 
-def _keep(lines: RunLines, line: str, begins: bool) -> None:
+def _keep(lines: RunLines, record: bytes, begins: bool) -> None:
     try:
-        lines.write_observation(line, begins=begins)
+        lines.write_observation(record, begins=begins)
     except OSError as error:  # the run does without
         why = f"cannot be written: {error.strerror}; the run continues"
         write_stderr(f"error: {error.filename or CONTROL}: {why}")

@@ -3,13 +3,21 @@
 import random
 from functools import partial
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_detector import Steps, messages
 
 from jaxmorph.control import detector
-from jaxmorph.control.measurements import by_direction, link_medians_ms, link_samples, op_times
+from jaxmorph.control.measurements import (
+    MessageTables,
+    by_direction,
+    link_medians_ms,
+    link_samples,
+    op_times,
+    packed,
+)
 from jaxmorph.control.profiler import Profile, copy_medians_ms
 from jaxmorph.control.rank_times import (
     RankTimes,
@@ -104,6 +112,13 @@ def test_a_message_that_one_end_reports_is_left_out():
     assert [each.microbatch for each in samples[0, 1]] == [0, 1, 2, 4, 5]
 
 
+def table_of(samples):
+    """Messages of one direction, as ranks report them."""
+    rows = [(each.microbatch, 1e3 * each.sent_ms, 1e3 * each.at_ms) for each in samples]
+    (source, destination), is_direct = samples[0].direction, samples[0].is_direct
+    return MessageTables(((source, destination, is_direct),), packed(np.rint(rows).T))
+
+
 steps_ms = st.lists(
     st.lists(st.sampled_from([0.5, 1.0, 1.25, 3.9, 4.5, 5.9, 6.5, 40.0]), min_size=1, max_size=40),
     max_size=12,
@@ -114,8 +129,10 @@ steps_ms = st.lists(
 @given(steps_ms, st.booleans())
 def test_messages_in_time_are_read_at_once_with_the_same_outcome(steps, is_direct):
     one_by_one, at_once = Steps(), Steps()
-    for durations_ms in ([0.5, 1.0, 3.9] * 90, *steps):
-        samples = messages(durations_ms, is_direct)
+    for durations_ms in ([0.5, 1.0, 3.9] * 90, [1.0, 0.5], *steps):
+        samples = by_direction((), [table_of(messages(durations_ms, is_direct))])
+        if durations_ms == [1.0, 0.5]:
+            assert detector.after_messages_in_time(at_once.detector.directions, samples)
         at_once.observe(samples)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(detector, "after_messages_in_time", lambda *_: {})

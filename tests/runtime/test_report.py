@@ -81,6 +81,10 @@ def test_a_report_reads_back_as_it_was_sent():
     report = StepReport(math.inf, 2.0, 3, 0.5, "loss inf", 7, parts)
     read = StepReport.from_json(json.loads(json.dumps(report.to_json())), 1)
     assert (read.loss, read.took_s, read.not_finite) == (math.inf, 0.5, "loss inf")
+    assert (read.compilations, read.peak_device_bytes) == (3, 7)
+    plain = StepReport(0.0, 0.0)
+    assert StepReport.from_json(plain.to_json(), 1) == plain
+    assert list(plain.to_json()) == ["loss", "squared_norm"]
     assert parts_of([StepReport(1.0, 1.0), read], ProbeTimes) == [
         ProbeTimes(), ProbeTimes((("activation[0] 0>1", 1.5),)),
     ]  # fmt: skip

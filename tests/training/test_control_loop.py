@@ -13,6 +13,7 @@ from jaxmorph.control.controller_state import PlanningFailed, StepObserved
 from jaxmorph.records import Link
 from jaxmorph.runtime.direct_probe import probe_transfers
 from jaxmorph.schedule.costs import StageCosts
+from jaxmorph.training import control_loop
 from jaxmorph.training.control_loop import Expected
 from jaxmorph.training.plan_in_force import simulate_step
 from jaxmorph.training.planning_client import PlanningError, Simulated
@@ -72,6 +73,17 @@ def test_predictions_are_of_the_plan_that_ranks_run(slow_run):
     slow_run.settle()
     made = simulate_step(slow_run.programs, PLANNED_FOR, {})
     assert slow_run.loop.predicted == Simulated(made.makespan_ms, made.bubble_rate) != before
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_large_first_step_is_simulated_beside_training(begin_run, is_large, monkeypatch):
+    monkeypatch.setattr(control_loop, "_OPS_A_STEP", 50 if is_large else 100)  # of 72
+    run, profile = begin_run(PlansHere()), replace(PLANNED_FOR, costs=SLOWER)
+    expect(run, profile)
+    run.settle()
+    assert run.plans.simulated == is_large
+    made = simulate_step(run.programs, profile, {})
+    assert run.loop.predicted == Simulated(made.makespan_ms, made.bubble_rate)
 
 
 def test_one_prediction_waits_for_planning_and_nothing_for_it(run):

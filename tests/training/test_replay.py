@@ -14,7 +14,9 @@ from jaxmorph.control.controller_state import (
     Idle,
     Observation,
     PlannerStarted,
+    StepObserved,
 )
+from jaxmorph.control.measurements import MessageTables, packed
 from jaxmorph.errors import UserError
 from jaxmorph.plain_json import dump, parse, tagged
 from jaxmorph.report.run_directory import RunLines
@@ -31,7 +33,7 @@ def kept_run(begin_run, tmp_path):
         lines = RunLines(tmp_path)
         run_known = RunToPlan(CONFIG, 0, FIRST, PLANNED_FOR, USUAL)
         log = ObservationLog(
-            lambda line, begins: lines.write_observation(line, begins=begins), run_known
+            lambda record, begins: lines.write_observation(record, begins=begins), run_known
         )
         run = begin_run(PlansHere(), settings(**changed), keep=log.record)
         run.steps(6)
@@ -181,6 +183,24 @@ def test_a_cut_off_line_ends_the_replay(file, tmp_path):
     whole = len(list(replay(tmp_path)))
     file.write_text(file.read_text()[:-30])
     assert len(list(replay(tmp_path))) == whole - 1
+
+
+def test_tables_of_ranks_come_back_or_are_refused(kept_run, tmp_path):
+    run = kept_run()
+    rows = packed([[0, 1, 2], [100, 10_100, 20_100], [600, 10_600, 20_600]])
+    seen = StepObserved(run.step, messages=(MessageTables(((0, 1, True),), rows),))
+    run.loop.observe(seen)
+    moments = list(replay(tmp_path))
+    assert moments[-1].observation == seen
+    assert not any(moment.differs for moment in moments)
+    (path,) = (tmp_path / "control").glob("*.jsonl")
+    whole = path.read_bytes()
+    assert whole.endswith(rows)
+    path.write_bytes(whole[:-1])  # of a killed run
+    assert len(list(replay(tmp_path))) == len(moments) - 1
+    path.write_bytes(whole[:-1] + b"\xff")
+    with pytest.raises(UserError, match=r"\.jsonl:\d+: got other bytes than were written"):
+        list(replay(tmp_path))
 
 
 def test_a_run_without_observations_is_refused(tmp_path):
