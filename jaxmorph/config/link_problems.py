@@ -1,31 +1,15 @@
 """Finds mistakes in what a configuration says about links."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from jaxmorph.config.link_sections import EmulatedLink, LinkTrace, Routes
+from jaxmorph.config.link_sections import EmulatedLink, LinkTrace
 from jaxmorph.config.problems import Problem, mismatch, unknown_key
-from jaxmorph.config.sections import Schedule
-from jaxmorph.records import Link
+from jaxmorph.records import Link, pipeline_links
 
 
 def possible_links(num_stages: int) -> tuple[Link, ...]:
-    """The links between neighbours, then the one from first to last.
-
-    Chunks and tied parameters use the last one.
-    """
-    neighbours = [Link(stage, stage + 1) for stage in range(num_stages - 1)]
-    around = [Link(0, num_stages - 1)] if num_stages > 2 else []
-    return (*neighbours, *around)
-
-
-def route_problems(routes: Routes, num_stages: int) -> Iterator[Problem]:
-    """Yields routes of links that don't exist."""
-    yield from _unknown_links("routes", tuple(routes.by_link), ("default",), num_stages)
-
-
-def link_ms_problems(schedule: Schedule, num_stages: int) -> Iterator[Problem]:
-    """Yields latencies of links that don't exist."""
-    yield from _unknown_links("schedule.link_ms", tuple(schedule.link_ms or ()), (), num_stages)
+    """The links of neighbours, and the one of first and last for chunks and tied parameters."""
+    return pipeline_links(num_stages, num_chunks=2)
 
 
 def emulated_link_problems(
@@ -60,9 +44,10 @@ def link_trace_problems(key: str, trace: LinkTrace | None) -> Iterator[Problem]:
         yield mismatch(f"{key}.regime", trace.regime, expected)
 
 
-def _unknown_links(
-    key: str, names: Sequence[str], others: Sequence[str], num_stages: int
+def unknown_links(
+    key: str, names: Iterable[str], num_stages: int, others: Sequence[str] = ()
 ) -> Iterator[Problem]:
+    """Yields names in the section `key` that are neither links nor among the others."""
     links = tuple(map(str, possible_links(num_stages)))
     for name in names:
         turned = "-".join(reversed(name.split("-")))

@@ -15,9 +15,8 @@ from jaxmorph.config.checkpoint_section import (
 from jaxmorph.config.compare_section import Compare, compare_problems
 from jaxmorph.config.link_problems import (
     emulated_link_problems,
-    link_ms_problems,
     link_trace_problems,
-    route_problems,
+    unknown_links,
 )
 from jaxmorph.config.link_sections import Emulation, Failover, Routes, Transport
 from jaxmorph.config.problems import CROSS_FIELD, Problem, mismatch
@@ -186,8 +185,8 @@ def _waiting_problems(config: Config) -> Iterator[Problem]:
 
 def _link_problems(config: Config) -> Iterator[Problem]:
     stages = config.parallelism.stages
-    yield from route_problems(config.routes, stages)
-    yield from link_ms_problems(config.schedule, stages)
+    yield from unknown_links("routes", config.routes.by_link, stages, ("default",))
+    yield from unknown_links("schedule.link_ms", config.schedule.link_ms or (), stages)
     yield from emulated_link_problems("emulation.links", config.emulation.links, stages)
     yield from link_trace_problems("emulation.trace", config.emulation.trace)
 

@@ -90,6 +90,8 @@ class DelegatedRoute:
         waits: Learns which waits are long, and names the cause of those that are in vain.
     """
 
+    holds_queue = False  # a receive waits on the host
+
     def __init__(
         self,
         plane: DataPlane,
@@ -124,11 +126,6 @@ class DelegatedRoute:
                 receive = receive_backend.compile(use, placement)
                 self._receivers[channel] = _Receiver(name, use, receive)
         self._num_slots = dict.fromkeys((*self._senders, *self._receivers), FIRST_SLOTS)
-
-    @property
-    def holds_queue(self) -> bool:
-        """False: a receive waits on the host."""
-        return False
 
     @property
     def slot_bytes(self) -> int:

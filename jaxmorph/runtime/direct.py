@@ -369,6 +369,8 @@ class DirectRoute:
         abandoned: Transfers of this epoch and of earlier ones are refused.
     """
 
+    holds_queue = True  # the ends wait for each other on their queues
+
     programs: Programs
     answered: bool
     links: EmulatedLinks = field(default_factory=EmulatedLinks)
@@ -377,11 +379,6 @@ class DirectRoute:
     peer_has_left: Callable[[Link], bool] = never
     received: Counter[Channel] = field(default_factory=Counter, init=False)
     abandoned: int = field(default=-1, init=False)
-
-    @property
-    def holds_queue(self) -> bool:
-        """True: the ends wait for each other on their queues."""
-        return True
 
     def reserve(self, identity: TransferIdentity, deadline_s: float) -> Iterator[Posting]:
         """One posting for the whole message; it needs no room."""

@@ -54,6 +54,8 @@ class FailoverRoute:
         waits: The delegated route's; passed on over the links' connections.
     """
 
+    holds_queue = True  # receives wait there, whatever carries their messages
+
     def __init__(
         self,
         direct: DirectRoute,
@@ -88,11 +90,6 @@ class FailoverRoute:
         self._compiled: dict[tuple[Link, int], Future[Programs]] = {}
         direct.peer_has_left = lambda link: self._ends[link].peer_has_left
         delegated.path_failure = self._path_failure
-
-    @property
-    def holds_queue(self) -> bool:
-        """True: receives wait on the queue, whatever carries their messages."""
-        return True
 
     def reserve(self, identity: TransferIdentity, deadline_s: float) -> Iterator[Posting]:
         """One posting for the whole message; on the delegated route it waits for slots itself."""

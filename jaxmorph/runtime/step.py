@@ -122,49 +122,39 @@ class StepRunner:
         """
         began_s = time.monotonic() if began_s is None else began_s
         with reporting_failures(), progress.within(self.timeout_s, f"step {step}"):
-            return self._run(program, inputs, step, began_s, report, updates=updates)
-
-    def _run(
-        self,
-        program: RankInstructions,
-        inputs: StepInputs,
-        step: int,
-        began_s: float,
-        report: Callable[[int], Iterable[Any]],
-        *,
-        updates: bool,
-    ) -> StepResult:
-        stage = self.stage
-        outcome = stage.run(program, inputs, step)
-        progress.stamp("computes the norm of its gradients")
-        squared_norm = stage.squared_norm() if updates else 0.0
-        took_s = time.monotonic() - began_s
-        # Steps for timings leave the events to the first step of training.
-        events = tuple(map(LinkEvent.of, stage.events())) if updates else ()
-        timings = StepTimings.of_step(outcome, began_s, events)
-        if inputs.length:  # a shorter step's ops say nothing of those that plans are made for
-            timings = replace(timings, op_times={}, copies_ms={})
-        parts = [*report(step), AuxiliaryLosses(outcome.aux)]
-        own = StepReport(
-            loss=outcome.loss,
-            squared_norm=squared_norm,
-            compilations=0 if self.compilations is None else self.compilations.count,
-            took_s=took_s,
-            not_finite=not_finite_in_words(stage, outcome, squared_norm) if updates else "",
-            peak_device_bytes=peak_bytes(stage.device),
-            parts=named_parts(parts),
-        )
-        own_parts = addressed_parts(parts)
-        of_ranks = self.rendezvous.exchange(own.to_json(), timings.detail(), own_parts)
-        ended_s = time.monotonic()
-        progress.stamp("updates its parameters")
-        reports = tuple(StepReport.from_json(each, rank) for rank, each in enumerate(of_ranks))
-        totals = total(reports)
-        updated = updates and apply_gradients(stage, totals, self.clip_norm)
-        if not updates:
-            stage.discard()
-        step_s = ended_s - began_s
-        return StepResult(step, program, totals, reports, timings, step_s, ended_s, updated, events)
+            stage = self.stage
+            outcome = stage.run(program, inputs, step)
+            progress.stamp("computes the norm of its gradients")
+            squared_norm = stage.squared_norm() if updates else 0.0
+            took_s = time.monotonic() - began_s
+            # Steps for timings leave the events to the first step of training.
+            events = tuple(map(LinkEvent.of, stage.events())) if updates else ()
+            timings = StepTimings.of_step(outcome, began_s, events)
+            if inputs.length:  # a shorter step's ops say nothing of those that plans are made for
+                timings = replace(timings, op_times={}, copies_ms={})
+            parts = [*report(step), AuxiliaryLosses(outcome.aux)]
+            own = StepReport(
+                loss=outcome.loss,
+                squared_norm=squared_norm,
+                compilations=0 if self.compilations is None else self.compilations.count,
+                took_s=took_s,
+                not_finite=not_finite_in_words(stage, outcome, squared_norm) if updates else "",
+                peak_device_bytes=peak_bytes(stage.device),
+                parts=named_parts(parts),
+            )
+            own_parts = addressed_parts(parts)
+            of_ranks = self.rendezvous.exchange(own.to_json(), timings.detail(), own_parts)
+            ended_s = time.monotonic()
+            progress.stamp("updates its parameters")
+            reports = tuple(StepReport.from_json(each, rank) for rank, each in enumerate(of_ranks))
+            totals = total(reports)
+            updated = updates and apply_gradients(stage, totals, self.clip_norm)
+            if not updates:
+                stage.discard()
+            step_s = ended_s - began_s
+            return StepResult(
+                step, program, totals, reports, timings, step_s, ended_s, updated, events
+            )
 
     def forwards(self, program: RankInstructions, inputs: StepInputs, step: int) -> ForwardTotals:
         """Run forwards alone, for an evaluation."""

@@ -155,7 +155,9 @@ class Adaptation(Callback):
         """Carry out rank 0's announcement; the next step may run another plan."""
         announced, paths = result.parts_of(Announced)[0], result.parts_of(PathReport)
         if are_in_time(announced.late_once, result.parts_of(InTimeAgain)):
-            self.drop(result.step, paths)
+            self._own_ends.apply(paths)
+            if self._morph is not None:
+                self._recorder.drop(result.step + 1)
             return GOES_ON
         return Effect(program=self.apply(result.step, paths, announced))
 
@@ -177,12 +179,6 @@ class Adaptation(Callback):
                 if failed <= restore:
                     return Announced(probe=tuple(sorted(links))), failed
         return Announced(), frozenset()
-
-    def drop(self, step: int, paths: Sequence[PathReport]) -> None:
-        """Keep the plan in force in place of the announced one; for the arguments see `apply`."""
-        self._own_ends.apply(paths)
-        if self._morph is not None:
-            self._recorder.drop(step + 1)
 
     def apply(
         self, step: int, paths: Sequence[PathReport], announced: Announced

@@ -26,7 +26,7 @@ from jaxmorph.runtime.stop_signals import exit_code, signals_ask
 from jaxmorph.runtime.watchdog import STALLED, watch_over, write_stacks
 from jaxmorph.training.cluster import is_first_task, join_cluster, require_one_host
 from jaxmorph.training.record import RunRecord
-from jaxmorph.training.resume import RunStart, checkpoint_folder, last_whole
+from jaxmorph.training.resume import RunStart, checkpoint_folder
 from jaxmorph.training.start_lines import StartLines
 from jaxmorph.training.verification import FoundRun, found_by_rank_0, verified
 
@@ -170,7 +170,7 @@ def _exit_code(config: Config, known: Sequence[Path], error: BaseException) -> i
         return 1
     if config.restart_policy.max_restarts > 0 and known:
         with suppress(OSError, UserError):  # an unreadable checkpoint doesn't help
-            done, _ = last_whole(config, known[-1], thorough=False)
+            done, _ = checkpoint_folder(config, known[-1]).newest_whole(thorough=False)
             return TRY_AGAIN if done is not None and done < config.run.steps else 1
     return 1
 

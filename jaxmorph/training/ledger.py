@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxmorph.plain_json import as_object
 from jaxmorph.records import BACK_OFF, DETECT, PHASES, REPLAY, TEAR_DOWN
 
 
@@ -49,16 +50,7 @@ class Recovery:
 
     def to_json(self) -> dict[str, Any]:
         """The recovery as a JSON object."""
-        return {
-            "restart": self.restart,
-            "reason": self.reason,
-            "step": self.step,
-            "from_step": self.from_step,
-            "steps_again": self.steps_again,
-            "cut_off": self.cut_off,
-            "total_s": self.total_s,
-            "phases_s": dict(self.phases_s),
-        }
+        return {**as_object(self), "total_s": self.total_s}
 
 
 @dataclass

@@ -108,13 +108,6 @@ def checkpoint_folder(config: Config, directory: Path) -> CheckpointFolder:
     return CheckpointFolder(directory / "checkpoints" if named is None else Path(named))
 
 
-def last_whole(
-    config: Config, directory: Path, *, thorough: bool = True
-) -> tuple[int | None, tuple[DamagedCheckpoint, ...]]:
-    """The step count of a run's last whole checkpoint, if any, and the damaged ones after it."""
-    return checkpoint_folder(config, directory).newest_whole(thorough=thorough)
-
-
 def folder_apart(config: Config) -> Path | None:
     """The folder that `checkpoint.dir` names, if it is outside of `run.dir`."""
     named, run = config.checkpoint.dir, Path(config.run.dir).absolute()

@@ -31,7 +31,6 @@ from jaxmorph.training.resume import (
     checkpoint_folder,
     find_resumption,
     find_resumption_here,
-    last_whole,
     prepare_checkpoints,
     require_no_checkpoints,
     set_aside,
@@ -249,9 +248,10 @@ def _asked(number: signal.Signals) -> str:
 def _last_whole(config: Config, directory: Path, record: RunRecord) -> int | None:
     """The step count of the last whole checkpoint; damaged ones are reported and set aside."""
     # The ranks may have written all of a checkpoint, and failed before they agreed on that.
-    checkpoint_folder(config, directory).commit_written(record.num_recorded)
+    folder = checkpoint_folder(config, directory)
+    folder.commit_written(record.num_recorded)
     with progress.within(0.0, "verifies the checkpoint"), record.start_lines.looking():
-        step, passed_over = last_whole(config, directory)
+        step, passed_over = folder.newest_whole()
     set_aside(config, directory, passed_over, record, step or 0)
     return step
 
