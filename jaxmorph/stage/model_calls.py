@@ -114,7 +114,7 @@ class ModelCall:
             if name in _RANDOM and not any(operands[: _RANDOM[name]]):
                 raise self.wrong(
                     "got random numbers whose key follows from no argument: the same in every step "
-                    "and microbatch, expected those of a key that it takes as `key`, or a constant "
+                    "and microbatch, expected numbers made from its argument `key`, or a constant "
                     "that `build` makes",
                     line=_line_of(eqn, within),
                 )

@@ -19,6 +19,7 @@ from jaxmorph.training.model_factory import load_factory
 
 ROWS = "batch.microbatches times batch.microbatch_size"
 _MOST_LENGTHS = 8
+_PARTS = ("inputs", "targets", "extras")
 
 
 def parts_of(batch: Sequence[Any]) -> tuple[Tree, Tree, Mapping[str, Tree]]:
@@ -119,6 +120,13 @@ def _is_like(got: Any, expected: Any) -> bool:
     return any(jnp.issubdtype(got, kind) and jnp.issubdtype(expected, kind) for kind in kinds)
 
 
+def _is_same(one: Tree, other: Tree) -> bool:
+    if jax.tree.structure(one) != jax.tree.structure(other):
+        return False
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
+
+
 def _name(path: Any) -> str:
     root, *rest = path
     return f"{root.key}{jax.tree_util.keystr(tuple(rest))}"
@@ -215,6 +223,13 @@ class OwnBatches:
         with in_users_code(f"step {step} of the data", otherwise=self._where):
             inputs, targets = self._read("inputs", step), self._read("targets", step)
             trees = inputs, targets, self._read("extras", step)
+            again = [self._read(name, step) for name in _PARTS]
+        for name, first, second in zip(_PARTS, trees, again, strict=True):
+            if not _is_same(first, second):
+                raise UserError(
+                    f"{self._where}: step {step}: got other {name} when read twice, expected the "
+                    "same: they must follow from the step's number alone"
+                )
         num_examples = self._sizes.microbatches * size
         return shapes_of(f"{self._where}: step {step}", trees, num_examples, size)
 

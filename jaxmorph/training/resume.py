@@ -384,7 +384,8 @@ def check_data(manifest: Manifest, config: Config, data: DataDigest) -> None:
     if config.data.factory is not None:
         raise UserError(
             f"data.factory: {config.data.factory}: got other data, or another module, than the "
-            "checkpoint was trained on (to continue with these, give them another data.path)"
+            "checkpoint was trained on (to continue with these, keep an attribute `digest` of what "
+            "build_data returns, or give them another data.path)"
         )
     raise UserError(
         f"data.path: got {data.num_tokens:,} tokens, expected the {manifest.data.num_tokens:,} "
@@ -421,7 +422,7 @@ def _other_model(config: Config, manifest: Manifest) -> Iterator[tuple[str, obje
     now, then = _model_options(config, left_out), _model_options(manifest.config, left_out)
     for key in sorted(now.keys() | then.keys()):
         if now.get(key) != then.get(key):
-            own = f"{then[key]}, that of" if key in then else "none: it is not set in"
+            own = f"{then[key]}, that of" if key in then else "no value: it is not set in"
             yield key, now.get(key, "none"), f"{own} the checkpoint's model"
 
 

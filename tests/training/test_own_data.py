@@ -115,6 +115,11 @@ def by_step(first, later):
         ),
         ({"targets": lambda step: ()}, "step 0: got targets without arrays, expected at least one"),
         (
+            {"targets": lambda step: np.random.default_rng().normal(size=(6, 1))},
+            "step 0: got other targets when read twice, expected the same: they must follow from "
+            "the step's number alone",
+        ),
+        (
             {"targets": None},
             "got SimpleNamespace of build_data without targets, expected an object with "
             "inputs(step) and targets(step)",

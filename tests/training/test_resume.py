@@ -55,7 +55,7 @@ def test_a_run_resumes_with_its_overrides(tmp_path):
         ("run.steps=13", "got 13, expected at least the 14 steps that the last checkpoint has"),
         ("run.dir=runs/other", "got runs/other, expected none: a resumed run continues in its"),
         ("model.width=64", "got 64, expected 32, that of the checkpoint's model"),
-        ("model.num_heads=2", "got 2, expected none: it is not set in the checkpoint's model"),
+        ("model.num_heads=2", "got 2, expected no value: it is not set in the checkpoint's model"),
         ("model.preset=small", "got small, expected tiny, that of the checkpoint's model"),
         ("data.held_out_fraction=0.1", "got 0.1, expected 0: held-out text must stay held out"),
         ("checkpoint.dir=/other", "got /other, expected none: a run's checkpoints stay in one"),

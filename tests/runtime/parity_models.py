@@ -1,0 +1,190 @@
+"""Models that use more of the protocol than GPT-2, compared with one device's gradients."""
+
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+from parity import CHUNKS, SEQUENCE, VOCABULARY, Parity, batch, gradients_of
+
+from jaxmorph.models.gpt2 import build
+from jaxmorph.runtime.executor import StepInputs
+from jaxmorph.runtime.step import StepRunner
+
+
+class Auxiliary:
+    """GPT-2 with dropout, whose layers have two auxiliary losses."""
+
+    aux_weights: ClassVar = {"size": 3.0, "expanded": 0.5}
+
+    def __init__(self, **sizes):
+        self._model = build(dropout=0.3, **sizes)
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+    def layer(self, params, x, *, key):
+        expanded = x @ params["expand"]["kernel"]
+        aux = {"expanded": jax.nn.softplus(expanded).mean(), "size": (x**2).mean()}
+        return self._model.layer(params, x, key=key), aux
+
+
+def check_auxiliary(rendezvous, link):
+    """Auxiliary losses of every layer are in the loss, and differentiated on every stage."""
+    reference = None
+    for stash in ("full", "recompute"):
+        parity = Parity(
+            rendezvous,
+            link,
+            tied=True,
+            stash=stash,
+            build_model=Auxiliary,
+            reference=reference,
+        )
+        reference = parity.reference
+        for schedule_name in ("gpipe", "1f1b", "zb-h2", "adaptive"):
+            parity.check_gradients(schedule_name, *batch(4, 4), "auxiliary", random_step=5)
+        parity.close()
+
+
+def packed_and_dropping(**sizes):
+    """GPT-2 with dropout, whose tokens attend within the documents that some of them begin."""
+    model: Any = build(dropout=0.3, **sizes)
+    model.extras_of = lambda tokens: {"segments": (tokens < VOCABULARY // 4).cumsum(-1, np.int32)}
+    return model
+
+
+def moe_decoder(*, tied, **sizes):
+    """The example: experts are chosen by a router, with a loss that balances their load."""
+    return import_module("moe_decoder").build(**sizes)
+
+
+def patch_encoder(*, tied, vocab_size, **sizes):
+    """The example, with patches of an image, some of them missing, made of tokens."""
+    model = import_module("patch_encoder").build(vocab_size=8, **sizes)
+    divisors = np.arange(2, 18, dtype=np.int32)
+    model.inputs_of = lambda tokens: {
+        "patches": (tokens[..., None] % divisors).astype(np.float32) / 8
+    }
+    model.targets_of = lambda targets: targets[..., 0] % 8
+    model.extras_of = lambda tokens: {"is_patch": (tokens > 20) | (np.arange(SEQUENCE) == 0)}
+    return model
+
+
+def check_examples(rendezvous, link):
+    """The models of docs/examples that use most of what a model may use."""
+    sys.path.append(str(Path(__file__).parents[2] / "docs" / "examples"))
+    for build_model in (moe_decoder, patch_encoder):
+        reference = None
+        for stash in ("full", "recompute"):
+            parity = Parity(
+                rendezvous,
+                link,
+                tied=False,
+                stash=stash,
+                build_model=build_model,
+                reference=reference,
+                delegated=True,
+            )
+            reference = parity.reference
+            everywhere = dict.fromkeys(parity.links, "delegated")
+            for schedule_name in ("gpipe", "1f1b", "zb-h2", "adaptive"):
+                for routes in (None, everywhere):
+                    test, batch_ = build_model.__name__, batch(4, 4)
+                    parity.check_gradients(
+                        schedule_name, *batch_, test, random_step=5, routes=routes
+                    )
+            parity.close()
+        lengths = (SEQUENCE, 7, 4) if build_model is moe_decoder else (SEQUENCE,)
+        check_cuts(rendezvous, link, build_model, reference, lengths)
+
+
+def check_cuts(rendezvous, link, build_model, reference, lengths, *, tied=False):
+    """The same gradients on other cuts, from offloaded stashes, and in shorter steps."""
+    cases: Sequence[tuple[str, Mapping[str, Any]]] = (
+        ("gpipe", {"counts": (1, 4), "room": 1}),
+        ("zb-h2", {"counts": (4, 1), "stash": "recompute", "lengths": lengths}),
+        ("interleaved", {"num_chunks": CHUNKS}),
+    )
+    for schedule_name, more in cases:
+        parity = Parity(
+            rendezvous,
+            link,
+            tied=tied,
+            build_model=build_model,
+            reference=reference,
+            delegated=True,
+            **more,
+        )
+        test = f"{build_model.__name__} otherwise"
+        everywhere = dict.fromkeys(parity.links, "delegated")
+        for routes, length in itertools.product(
+            (None, everywhere), (*parity.lengths, *parity.lengths)
+        ):
+            tokens, targets = (array[..., :length] for array in batch(4, 4))
+            parity.check_gradients(
+                schedule_name, tokens, targets, test, random_step=5, routes=routes
+            )
+        parity.close()
+
+
+def check_dropout(rendezvous, link, compilations):
+    """Every step, microbatch and layer has masks of its own: those of one device."""
+    reference, dropping = None, packed_and_dropping
+    for stash in ("full", "recompute"):
+        parity = Parity(
+            rendezvous,
+            link,
+            tied=True,
+            stash=stash,
+            build_model=dropping,
+            reference=reference,
+            delegated=stash == "full",
+        )
+        reference, before = parity.reference, None
+        for step, schedule_name in enumerate(("gpipe", "1f1b", "zb-h2", "adaptive")):
+            batch_ = batch(4, 4)
+            parity.check_gradients(schedule_name, *batch_, "dropout", random_step=step)
+            before = before or compilations.count
+        compiled = compilations.count - before
+        parity.report("dropout compilations", count=compiled)
+        if stash == "full":
+            check_dropout_routes(parity)
+            check_dropout_evaluates(parity)
+        parity.close()
+    check_cuts(rendezvous, link, dropping, reference, (SEQUENCE,), tied=True)
+
+
+def check_dropout_routes(parity):
+    """The bits are the same on both routes, and in a step that is run again; not in another."""
+    tokens, targets = batch(4, 4)
+    everywhere = dict.fromkeys(parity.links, "delegated") if parity.num_ranks > 1 else None
+    first, again, delegated, other = (
+        gradients_of(parity, schedule, tokens, targets, routes, step)
+        for schedule, routes, step in (
+            ("zb-h1", None, 7),
+            ("adaptive", None, 7),
+            ("zb-h2", everywhere, 7),
+            ("zb-h1", None, 8),
+        )
+    )
+    same = [
+        all(jax.tree.leaves(jax.tree.map(np.array_equal, first, each)))
+        for each in (again, delegated, other)
+    ]
+    parity.report("dropout bits", same=same)
+
+
+def check_dropout_evaluates(parity):
+    """Forwards alone drop nothing."""
+    tokens, targets = batch(4, 4)
+    extras = parity.extras(tokens)
+    inputs = StepInputs(tokens, targets, 1.0 / targets.size, extras, first_microbatch=4)
+    program = parity.program("1f1b", 4, narrowed_to=4)
+    totals = StepRunner(parity.trainer, parity.rendezvous).forwards(program, inputs, 0)
+    loss, _ = parity.reference.initial_loss_and_gradients(tokens, targets)
+    parity.report("dropout evaluates", loss_error=abs(totals.loss / loss - 1))
