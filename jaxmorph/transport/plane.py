@@ -34,11 +34,7 @@ PayloadChecks: TypeAlias = bool | Literal["mac"]
 
 @dataclass(frozen=True)
 class ChannelSpec:
-    """The memory of one end of a channel.
-
-    Attributes:
-        num_slots: A power of two.
-    """
+    """The memory of one end of a channel; its number of slots is a power of two."""
 
     name: ChannelName
     slot_bytes: int
