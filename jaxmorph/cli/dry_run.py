@@ -98,7 +98,7 @@ def _check(path: Path, overrides: Sequence[str]) -> _DryRun:
         require_no_checkpoints(config)
         sizes = config.batch.microbatch_size, config.data.sequence_length
         taken = device_choices(parts.model, *sizes, parts.shapes.extras)
-        unreached = check_together(SoleRank(), parts.model, parts.shapes, parts.microbatch)
+        unreached = check_together(config, SoleRank(), parts.model, parts.shapes, parts.microbatch)
         needs = needs_of_step(config, parts.model, device_bytes, parts.shapes)
     words = "; ".join(filter(None, (f"{device.device_kind}, the device of JAX here", taken)))
     return _DryRun(config, parts, needs, words, device_bytes, unreached_in_words(unreached))

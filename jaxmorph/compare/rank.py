@@ -52,7 +52,7 @@ def serve(
         )
     sizes = healthy.batch.microbatch_size, healthy.data.sequence_length
     device_choices(parts.model, *sizes, parts.shapes.extras)
-    check_together(rendezvous, parts.model, parts.shapes, parts.microbatch)
+    check_together(healthy, rendezvous, parts.model, parts.shapes, parts.microbatch)
     measure = partial(measured_on_rank_0, healthy, parts.model, parts.microbatch)
     cut = choose_layers(healthy, rendezvous, parts.model.num_layers, measure)
     settings = stage_settings(

@@ -111,16 +111,14 @@ def _advance(rank: _Replay, ranks: list[_Replay], in_flight: InFlight) -> bool:
     steps, before = rank.program.instructions, rank.position
     while rank.position < len(steps):
         head = steps[rank.position]
-        if isinstance(head, _MOVES) and not _can_move(head, rank, ranks, in_flight):
+        if isinstance(head, _MOVES) and not _move(head, rank, ranks, in_flight):
             break
         _complete(head, rank, ranks)
     return rank.position > before
 
 
-def _can_move(
-    head: Send | Receive, rank: _Replay, ranks: list[_Replay], in_flight: InFlight
-) -> bool:
-    """Whether a transfer can run now; then its other end, or the messages in flight, have moved."""
+def _move(head: Send | Receive, rank: _Replay, ranks: list[_Replay], in_flight: InFlight) -> bool:
+    """Moves a transfer's other end, or the messages in flight, if the transfer can run now."""
     transfer = head.transfer
     if head.route == "direct":
         if not _peer_is_there(head, rank, ranks):
@@ -176,6 +174,8 @@ def _complete(head: Instruction, rank: _Replay, ranks: list[_Replay]) -> None:
     if isinstance(head, Free):
         rank.held.discard(head.buffer)
     elif isinstance(head, Run):
+        if head.op in rank.done:
+            raise _error(f"rank {number}: {head} a second time", ranks)
         rank.done.add(head.op)
         rank.held.update(writes(head, number, rank.pipeline))
     elif isinstance(head, Offload | Fetch | AwaitRoom):

@@ -191,11 +191,11 @@ class StageTrainer:
 
     @property
     def stash_memory(self) -> StashMemory:
-        """Bytes that one microbatch's stash takes on this stage, in all chunks together."""
-        parts = [programs.memory for programs in self._programs_by_length[0]]
+        """Most bytes that one microbatch's stash takes on this stage, in all chunks together."""
+        by_length = [[each.memory for each in chunks] for chunks in self._programs_by_length]
         return StashMemory(
-            sum(part.after_forward_bytes for part in parts),
-            sum(part.after_backward_input_bytes for part in parts),
+            max(sum(each.after_forward_bytes for each in parts) for parts in by_length),
+            max(sum(each.after_backward_input_bytes for each in parts) for parts in by_length),
         )
 
     @property

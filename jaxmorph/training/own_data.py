@@ -155,6 +155,8 @@ class OwnBatches:
     ) -> None:
         self._source, self._sizes = source, config.batch
         self._where = f"data.factory: {config.data.factory}"
+        if like is not None:
+            self._where += f": {name}"
         self._num_steps, self._like = config.run.steps, self if like is None else like
         lacking = [each for each in ("inputs", "targets") if not callable(getattr(source, each, 0))]
         if lacking:
@@ -212,7 +214,10 @@ class OwnBatches:
         return dict(sorted(found.items(), reverse=True))
 
     def _bucket(self, step: int) -> int:
-        bucket = self._source.bucket(step) if hasattr(self._source, "bucket") else 0
+        if not hasattr(self._source, "bucket"):
+            return 0
+        with in_users_code(f"bucket({step})", self._source.bucket, self._where):
+            bucket = self._source.bucket(step)
         if not isinstance(bucket, int | np.integer):
             got = type(bucket).__name__
             raise UserError(f"{self._where}: bucket({step}): got {got}, expected a whole number")
@@ -272,6 +277,8 @@ def load_own_data(config: Config) -> tuple[OwnBatches, OwnBatches | None, int, D
         )
     else:
         held_out = OwnBatches(config, held_out, "held_out", like=batches)
+        for step in range(config.evaluation.batches):
+            held_out.length(step)  # raises for one that training doesn't have
     digest = getattr(source, "digest", None) or inspect.getsource(module)
     hashed = blake2b(str(digest).encode(), digest_size=16).hexdigest()
     vocab_size = data.vocab_size or getattr(source, "vocab_size", 0)

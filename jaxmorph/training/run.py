@@ -121,7 +121,8 @@ def load_run(
         microbatch: Arrays of one; None: a script's come later, and layers are measured on zeros.
         shapes: The data of one microbatch; None: the configured text's.
         optimizer: None: the configuration's AdamW.
-        restarts: How often the run was restarted; emulated cuts end with a restart.
+        restarts: How often the run was restarted; emulated cuts end with a restart, and the model
+            is not checked again.
 
     Raises:
         UserError: The model would be trained wrongly.
@@ -130,7 +131,7 @@ def load_run(
     shapes = shapes or MicrobatchShapes.of_text(*sizes)
     taken, unreached = device_choices(model, *sizes, shapes.extras), ()
     if restarts == 0:  # else the model was checked before the failure
-        unreached = check_together(rendezvous, model, shapes, microbatch)
+        unreached = check_together(config, rendezvous, model, shapes, microbatch)
     if checkpoints is not None:
         checkpoints.require_shared(rendezvous)
     kept = None if checkpoints is None else checkpoints.cut

@@ -9,6 +9,7 @@ from jaxmorph.config import Config
 from jaxmorph.data import Batches, StepData, hold_out, load_tokens, separator_of
 from jaxmorph.data.tokens import DataDigest, digest_of
 from jaxmorph.errors import UserError
+from jaxmorph.progress import progress
 from jaxmorph.runtime.executor import StepInputs, count_targets
 from jaxmorph.runtime.rendezvous import Rendezvous, gather, raised_together
 from jaxmorph.runtime.stage_trainer import StageTrainer
@@ -27,7 +28,7 @@ class RunParts:
     Attributes:
         held_out: The batches to evaluate, if any.
         shapes: The data of one microbatch.
-        longest_step: A step of the longest of the lengths that steps may have.
+        longest_step: A step of the longest length.
         source: Where the data come from, in words.
         data: Identifies the data when the run resumes.
     """
@@ -78,6 +79,7 @@ def load_parts(config: Config) -> RunParts:
 
 
 def check_together(
+    config: Config,
     rendezvous: Rendezvous,
     model: PipelineModel,
     shapes: MicrobatchShapes,
@@ -95,7 +97,8 @@ def check_together(
         UserError: The model would be trained wrongly, on all ranks alike.
     """
     unreached: tuple[str, ...] = ()
-    with raised_together(rendezvous):
+    within = progress.within(config.timeouts.compile_s, "checks the model")
+    with within, raised_together(rendezvous):
         if rendezvous.rank == rendezvous.num_ranks - 1:
             unreached = check_model(model, shapes, None if microbatch is None else microbatch())
     return gather(rendezvous, tuple[str, ...], unreached)[-1]

@@ -319,7 +319,10 @@ def cut_batch(
 
 
 def _length_of(trees: tuple[Tree, Tree, Mapping[str, Tree]], shapes: MicrobatchShapes) -> int:
-    """The length whose arrays end in the same axes as a batch's; else 0, by which errors speak."""
+    """The length whose arrays end in the same axes as a batch's.
+
+    It is 0, the longest, if none does: `cut_tree` then says what differs.
+    """
 
     def ends_alike(array: Any, shape: jax.ShapeDtypeStruct) -> bool:
         axes = shape.shape[1:]

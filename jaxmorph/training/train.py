@@ -10,6 +10,7 @@ from pathlib import Path
 
 from jaxmorph.config import Config, load_config
 from jaxmorph.data import ReadAhead
+from jaxmorph.errors import UserError
 from jaxmorph.messages import PhaseEnded, RunMessage
 from jaxmorph.plain_json import tagged
 from jaxmorph.progress import progress
@@ -55,7 +56,13 @@ def train(
     progress.phase("loads the model and the data", timeouts.compile_s)
     checkpoints = RunCheckpoints(config, directory, first_step)
     config = checkpoints.starting_config
-    parts = load_parts(config)
+    try:
+        parts = load_parts(config)
+    except UserError as error:
+        # It was read before: its storage may be back at the next restart.
+        if restarts > 0 and isinstance(error.__cause__, OSError):
+            raise error.__cause__ from None
+        raise
     run = load_run(
         config,
         rendezvous,

@@ -27,6 +27,7 @@ from jaxmorph.records import CHANGES, EventKind
 from jaxmorph.report.terminal import PlainReporter
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.kept_programs import CompilationCounter
+from jaxmorph.runtime.rendezvous import gather
 from jaxmorph.runtime.report import measured_timeline, total_auxiliary
 from jaxmorph.runtime.step import StepResult
 from jaxmorph.schedule.planner import Plan
@@ -230,7 +231,12 @@ class Trainer:
         training = self._begun(inputs)
         loop = training.loop
         # The step begins with the last rank's call, not with the end of the step before.
-        self._rendezvous.exchange({})
+        lengths = gather(self._rendezvous, int, inputs.length)
+        if len({*lengths}) > 1:
+            raise UserError(
+                f"batch: got batches of several lengths, by rank {lengths} (0: like `example`), "
+                "expected the same batch on every rank"
+            )
         loop.begin()
         loop.next_step = self._next_step
         result = self._last = loop.step(inputs)
