@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from jax import lax
 
 from jaxmorph.errors import UserError
+from jaxmorph.models import gpt2, llama
 from jaxmorph.stage.model import MicrobatchShapes
 from jaxmorph.stage.model_checks import check_model
 from tests.stage.test_model_checks import (
@@ -17,6 +19,7 @@ from tests.stage.test_model_checks import (
     MADE,
     SHAPES,
     SIZE,
+    TOKENS,
     VOCAB,
     WEIGHTS,
     WIDTH,
@@ -125,3 +128,16 @@ def test_every_length_is_checked():
     assert check_model(model_with(embed=fixed_positions), SHAPES) == ()
     with pytest.raises(UserError, match=rf"embed: .* \({SIZE}, {LENGTH - 1}, "):
         check_model(model_with(embed=fixed_positions), shapes)
+
+
+@pytest.mark.parametrize("module", [gpt2, llama])
+def test_models_of_jaxmorph_pass(module):
+    """Therefore runs of theirs are not checked on text, see `run_parts.check_together`."""
+    sizes: Any = {"width": 8, "num_layers": 2, "num_heads": 2}
+    model = module.build(
+        preset="tiny", sequence_length=LENGTH, vocab_size=VOCAB, dropout=0.5, **sizes
+    )
+    tokens = {"tokens": TOKENS, "positions": TOKENS}
+    packed = MicrobatchShapes(tokens, TOKENS, {"segments": TOKENS})
+    for shapes in (MicrobatchShapes(TOKENS, TOKENS), packed):
+        assert check_model(model, shapes) == ()

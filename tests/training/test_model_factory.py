@@ -1,8 +1,10 @@
 """Which options decide the model and where it is found, and which how it is computed."""
 
 import sys
+from functools import partial
 from typing import Any
 
+import jax
 import pytest
 
 import jaxmorph
@@ -10,12 +12,16 @@ from jaxmorph.checkpoints.manifest import Manifest
 from jaxmorph.config import Config, dump_config, load_config
 from jaxmorph.errors import UserError
 from jaxmorph.models import gpt2, llama
+from jaxmorph.runtime.rendezvous import SoleRank
+from jaxmorph.stage.model import MicrobatchShapes
+from jaxmorph.training import run_parts
 from jaxmorph.training.model_factory import (
     build_model,
     device_options,
     for_any_device,
     load_factory,
 )
+from jaxmorph.training.run_parts import check_together
 
 
 def configured(**model):
@@ -165,3 +171,15 @@ def test_what_a_module_raises_is_one_line_with_its_place(folders, source, says):
 
 def test_a_factory_needs_no_device_options(folders):
     assert device_options(configured(factory="third_searched_model").model) == ()
+
+
+def test_only_jaxmorphs_own_models_on_text_are_not_checked(monkeypatch):
+    checked = []
+    monkeypatch.setattr(run_parts, "check_model", lambda model, *_: checked.append(model) or ("x",))
+    own: Any = build_model(configured(), 16)
+    text = MicrobatchShapes.of_text(2, 4)
+    floats = MicrobatchShapes(jax.ShapeDtypeStruct((2, 4), "float32"), text.targets)
+    users = type("Users", (type(own),), {})(own.config)
+    check = partial(check_together, configured(), SoleRank())
+    assert [check(own, text), check(own, floats), check(users, text)] == [(), ("x",), ("x",)]
+    assert checked == [own, users]

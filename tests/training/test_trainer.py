@@ -291,7 +291,11 @@ def test_a_script_takes_batches_of_a_few_lengths():
     model = gpt2.build(
         preset="tiny", sequence_length=6, vocab_size=9, width=8, num_layers=2, num_heads=2
     )
-    config = {"batch": {"microbatches": 2, "microbatch_size": 2}, "data": {"sequence_length": 6}}
+    config = {
+        "batch": {"microbatches": 2, "microbatch_size": 2},
+        "data": {"sequence_length": 6},
+        "schedule": {"name": "1f1b"},
+    }
     with Trainer(model, config, example=batch(6), shorter=[batch(3)]) as trainer:
         for step, length in enumerate((3, 6, 3)):
             (params,), (tokens, targets) = jax.device_get(trainer.params), batch(length)
