@@ -60,7 +60,11 @@ def _results(eqn: JaxprEqn, operands: list[bool], see: See, within: Within) -> l
 
 
 def _of_scan(eqn: JaxprEqn, operands: list[bool], see: See, within: Within) -> list[bool]:
-    body, num_consts, num_carry = (eqn.params[n] for n in ("jaxpr", "num_consts", "num_carry"))
+    body = eqn.params["jaxpr"]
+    jaxpr = getattr(body, "jaxpr", body)
+    # Rows have one axis more outside. (JAX 0.12 no longer has these two numbers as parameters.)
+    num_carry = _num_alike(eqn.outvars, jaxpr.outvars)
+    num_consts = _num_alike(eqn.invars, jaxpr.invars) - num_carry
     consts, rest = operands[:num_consts], operands[num_consts:]
     carry, rows = rest[:num_carry], rest[num_carry:]
 
@@ -69,6 +73,10 @@ def _of_scan(eqn: JaxprEqn, operands: list[bool], see: See, within: Within) -> l
 
     carry = _settled(carry, lambda carry: step(carry, _nothing)[:num_carry])
     return [*carry, *step(carry, see)[num_carry:]]
+
+
+def _num_alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    return sum(a.aval.shape == b.aval.shape for a, b in zip(outside, inside, strict=True))
 
 
 def _of_while(eqn: JaxprEqn, operands: list[bool], see: See, within: Within) -> list[bool]:

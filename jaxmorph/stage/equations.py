@@ -170,7 +170,7 @@ def without_effects(eqn: JaxprEqn) -> JaxprEqn:
     def silent(value: Any) -> Any:
         if not hasattr(value, "eqns"):
             return value
-        if hasattr(value, "jaxpr"):  # it is closed
+        if getattr(value, "jaxpr", value) is not value:  # closed; one class from JAX 0.12 on
             return value.replace(jaxpr=silent(value.jaxpr))
         own = [without_effects(eqn) for eqn in value.eqns if eqn.outvars or not eqn.effects]
         return value.replace(eqns=own, effects=frozenset())
