@@ -99,7 +99,7 @@ def check_together(
         UserError: The model would be trained wrongly, on all ranks alike.
     """
     unreached: tuple[str, ...] = ()
-    if type(model).__module__ in _OWN_MODELS and _is_text(shapes.inputs):
+    if _is_jaxmorphs_own(model) and _is_text(shapes.inputs):
         return unreached
     within = progress.within(config.timeouts.compile_s, "checks the model")
     with within, raised_together(rendezvous):
@@ -119,6 +119,12 @@ def unreached_in_words(names: Sequence[str]) -> str:
 
 _MOST_NAMES = 8
 _OWN_MODELS = {f"jaxmorph.models.{name}.model" for name in SHIPPED_MODELS}
+
+
+def _is_jaxmorphs_own(model: PipelineModel) -> bool:
+    functions = model.embed, model.layer, model.head
+    are_own = all(each.__module__ == "jaxmorph.models.in_pieces" for each in functions)
+    return are_own and type(model).__module__ in _OWN_MODELS
 
 
 def _is_text(inputs: Tree) -> bool:
