@@ -179,7 +179,7 @@ def test_only_jaxmorphs_own_models_on_text_are_not_checked(monkeypatch):
     own: Any = build_model(configured(), 16)
     text = MicrobatchShapes.of_text(2, 4)
     floats = MicrobatchShapes(jax.ShapeDtypeStruct((2, 4), "float32"), text.targets)
-    users = type("Users", (type(own),), {})(own.config)
+    users: Any = type("Users", (type(own),), {})(own.config)
     check = partial(check_together, configured(), SoleRank())
     assert [check(own, text), check(own, floats), check(users, text)] == [(), ("x",), ("x",)]
     assert checked == [own, users]
