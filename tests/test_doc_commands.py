@@ -247,17 +247,20 @@ def test_training_commands_can_begin(block, monkeypatch):
 def test_commands_on_a_finished_run(tmp_path):
     code, said = run(
         ["train", str(ROOT / "configs/demo.yaml"), "run.steps=4", "run.dir=runs/demo",
-         "checkpoint.every_steps=2", "emulation.accelerator=null", "adaptation.enabled=true"],
+         "checkpoint.every_steps=2", "emulation.accelerator=null", "adaptation.enabled=true",
+         "parallelism.stages=2"],
         tmp_path,
     )  # fmt: skip
     assert code == 0, said
     (tmp_path / "runs/slow-link").symlink_to("demo")
-    of_this_length = {"run.steps=200": "run.steps=6", "40": "4", "200": "20"}
+    of_this_size = {
+        "run.steps=200": "run.steps=6", "40": "4", "200": "20", "link=2:0ms": "link=0:0ms"
+    }  # fmt: skip
     blocks = [block for block in BLOCKS if ON_A_RUN in (block.why or "")]
     lines = {tuple(command.ours): command.line for block in blocks for command in block.commands}
     assert {verb for verb, *_ in lines} >= {"report", "sample", "export", "train", "replay"}
     for words, line in lines.items():
-        code, said = run([of_this_length.get(word, word) for word in words], tmp_path)
+        code, said = run([of_this_size.get(word, word) for word in words], tmp_path)
         assert code == 0, (line, said)
 
 

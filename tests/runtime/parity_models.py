@@ -15,6 +15,8 @@ from jaxmorph.models.gpt2 import build
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.step import StepRunner
 
+SCHEDULES = ("gpipe", "1f1b", "zb-h2", "adaptive")
+
 
 class Auxiliary:
     """GPT-2 with dropout, whose layers have two auxiliary losses."""
@@ -35,20 +37,10 @@ class Auxiliary:
 
 def check_auxiliary(rendezvous, link):
     """Auxiliary losses of every layer are in the loss, and differentiated on every stage."""
-    reference = None
-    for stash in ("full", "recompute"):
-        parity = Parity(
-            rendezvous,
-            link,
-            tied=True,
-            stash=stash,
-            build_model=Auxiliary,
-            reference=reference,
-        )
-        reference = parity.reference
-        for schedule_name in ("gpipe", "1f1b", "zb-h2", "adaptive"):
-            parity.check_gradients(schedule_name, *batch(4, 4), "auxiliary", random_step=5)
-        parity.close()
+    parity = Parity(rendezvous, link, tied=True, build_model=Auxiliary)
+    for schedule_name in SCHEDULES:
+        parity.check_gradients(schedule_name, *batch(4, 4), "auxiliary", random_step=5)
+    parity.close()
 
 
 def packed_and_dropping(**sizes):
@@ -79,38 +71,24 @@ def check_examples(rendezvous, link):
     """The models of docs/examples that use most of what a model may use."""
     sys.path.append(str(Path(__file__).parents[2] / "docs" / "examples"))
     for build_model in (moe_decoder, patch_encoder):
-        reference = None
-        for stash in ("full", "recompute"):
-            parity = Parity(
-                rendezvous,
-                link,
-                tied=False,
-                stash=stash,
-                build_model=build_model,
-                reference=reference,
-                delegated=True,
-            )
-            reference = parity.reference
-            everywhere = dict.fromkeys(parity.links, "delegated")
-            for schedule_name in ("gpipe", "1f1b", "zb-h2", "adaptive"):
-                for routes in (None, everywhere):
-                    test, batch_ = build_model.__name__, batch(4, 4)
-                    parity.check_gradients(
-                        schedule_name, *batch_, test, random_step=5, routes=routes
-                    )
-            parity.close()
+        parity = Parity(rendezvous, link, tied=False, build_model=build_model, delegated=True)
+        everywhere = dict.fromkeys(parity.links, "delegated")
+        for schedule_name, routes in itertools.product(SCHEDULES, (None, everywhere)):
+            test = build_model.__name__
+            parity.check_gradients(schedule_name, *batch(4, 4), test, random_step=5, routes=routes)
+        parity.close()
         lengths = (SEQUENCE, 7, 4) if build_model is moe_decoder else (SEQUENCE,)
-        check_cuts(rendezvous, link, build_model, reference, lengths)
+        check_cuts(rendezvous, link, build_model, parity.reference, lengths)
 
 
 def check_cuts(rendezvous, link, build_model, reference, lengths, *, tied=False):
-    """The same gradients on other cuts, from offloaded stashes, and in shorter steps."""
-    cases: Sequence[tuple[str, Mapping[str, Any]]] = (
-        ("gpipe", {"counts": (1, 4), "room": 1}),
-        ("zb-h2", {"counts": (4, 1), "stash": "recompute", "lengths": lengths}),
-        ("interleaved", {"num_chunks": CHUNKS}),
+    """The same gradients on other cuts, offloaded, recomputed, and in shorter steps."""
+    cases: Sequence[tuple[Sequence[str], Mapping[str, Any]]] = (
+        (["gpipe"], {"counts": (1, 4), "room": 1}),
+        (SCHEDULES, {"counts": (4, 1), "stash": "recompute", "lengths": lengths}),
+        (["interleaved"], {"num_chunks": CHUNKS}),
     )
-    for schedule_name, more in cases:
+    for schedules, more in cases:
         parity = Parity(
             rendezvous,
             link,
@@ -122,8 +100,8 @@ def check_cuts(rendezvous, link, build_model, reference, lengths, *, tied=False)
         )
         test = f"{build_model.__name__} otherwise"
         everywhere = dict.fromkeys(parity.links, "delegated")
-        for routes, length in itertools.product(
-            (None, everywhere), (*parity.lengths, *parity.lengths)
+        for schedule_name, routes, length in itertools.product(
+            schedules, (None, everywhere), (*parity.lengths, *parity.lengths)
         ):
             tokens, targets = (array[..., :length] for array in batch(4, 4))
             parity.check_gradients(
@@ -134,29 +112,16 @@ def check_cuts(rendezvous, link, build_model, reference, lengths, *, tied=False)
 
 def check_dropout(rendezvous, link, compilations):
     """Every step, microbatch and layer has masks of its own: those of one device."""
-    reference, dropping = None, packed_and_dropping
-    for stash in ("full", "recompute"):
-        parity = Parity(
-            rendezvous,
-            link,
-            tied=True,
-            stash=stash,
-            build_model=dropping,
-            reference=reference,
-            delegated=stash == "full",
-        )
-        reference, before = parity.reference, None
-        for step, schedule_name in enumerate(("gpipe", "1f1b", "zb-h2", "adaptive")):
-            batch_ = batch(4, 4)
-            parity.check_gradients(schedule_name, *batch_, "dropout", random_step=step)
-            before = before or compilations.count
-        compiled = compilations.count - before
-        parity.report("dropout compilations", count=compiled)
-        if stash == "full":
-            check_dropout_routes(parity)
-            check_dropout_evaluates(parity)
-        parity.close()
-    check_cuts(rendezvous, link, dropping, reference, (SEQUENCE,), tied=True)
+    dropping, before = packed_and_dropping, None
+    parity = Parity(rendezvous, link, tied=True, build_model=dropping, delegated=True)
+    for step, schedule_name in enumerate(SCHEDULES):
+        parity.check_gradients(schedule_name, *batch(4, 4), "dropout", random_step=step)
+        before = before or compilations.count
+    parity.report("dropout compilations", count=compilations.count - (before or 0))
+    check_dropout_routes(parity)
+    check_dropout_evaluates(parity)
+    parity.close()
+    check_cuts(rendezvous, link, dropping, parity.reference, (SEQUENCE,), tied=True)
 
 
 def check_dropout_routes(parity):

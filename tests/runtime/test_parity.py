@@ -10,11 +10,13 @@ import pytest
 
 SINGLE, HALF = 1e-5, 3e-2  # relative, for float32 and bfloat16 compute
 AS_USERS, EXAMPLES, RANDOM = "2 as users compile", "2 of examples", "2 of random models"
+TYINGS = (("tied", True), ("untied", False))
 MORE_STAGES = [pytest.mark.long, pytest.mark.one_jax]
 # Its first test of a number of stages waits for all that ranks compile: minutes on a busy machine.
 pytestmark = pytest.mark.timeout(1200)
-ALONE, FOUR = (pytest.param(stages, marks=MORE_STAGES) for stages in ("1", "4"))
-TWO = ["2", pytest.param(AS_USERS, marks=pytest.mark.long)]
+TWO = [pytest.param(("2", tied), id=f"2 {name}") for name, tied in TYINGS]
+ALONE = [pytest.param(("1", tied), id=f"1 {name}", marks=MORE_STAGES) for name, tied in TYINGS]
+FOUR = [pytest.param(("4", True), id="4 tied", marks=MORE_STAGES)]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +30,7 @@ def launch(run_as_ranks):
             if stages == AS_USERS:
                 patch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
                 patch.delenv("XLA_FLAGS", raising=False)
-                arguments = ["schedules"]
+                arguments = ["whole stages"]
             if stages in (EXAMPLES, RANDOM):
                 arguments = [stages.removeprefix("2 of ")]
             return run_as_ranks("parity_rank", int(stages[0]), arguments)
@@ -36,29 +38,24 @@ def launch(run_as_ranks):
     return launched
 
 
-@pytest.fixture(scope="module", params=[ALONE, *TWO, FOUR])
+def of_case(launch, case):
+    stages, tied = case
+    return [result for result in launch(stages) if result["tied"] == tied]
+
+
+@pytest.fixture(scope="module", params=[*ALONE, *TWO, *FOUR])
 def results(request, launch):
-    return launch(request.param)
+    return of_case(launch, request.param)
 
 
-@pytest.fixture(scope="module", params=[*TWO, FOUR])
+@pytest.fixture(scope="module", params=[*TWO, *FOUR])
 def several(request, launch):
-    return launch(request.param)
+    return of_case(launch, request.param)
 
 
-@pytest.fixture(scope="module", params=[ALONE, "2", FOUR])
-def with_chunks(request, launch):
-    return launch(request.param)
-
-
-@pytest.fixture(scope="module", params=["2", FOUR])
-def several_with_chunks(request, launch):
-    return launch(request.param)
-
-
-@pytest.fixture(scope="module", params=TWO)
-def two_stages(request, launch):
-    return launch(request.param)
+@pytest.fixture(scope="module")
+def two_stages(launch):
+    return launch("2")
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +70,10 @@ def only(results, test, **case):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2", "adaptive", "initial"])
 @pytest.mark.parametrize("microbatches", [1, 4, 8])
-def test_loss_norm_and_gradients_match_one_device(results, schedule, microbatches, tied):
-    case = {"schedule": schedule, "microbatches": microbatches, "tied": tied, "compute": "float32"}
+def test_loss_norm_and_gradients_match_one_device(results, schedule, microbatches):
+    case = {"schedule": schedule, "microbatches": microbatches, "compute": "float32"}
     for result in only(results, "gradients", stash="full", **case):
         assert result["loss_error"] <= SINGLE
         assert result["norm_error"] <= SINGLE
@@ -85,37 +81,33 @@ def test_loss_norm_and_gradients_match_one_device(results, schedule, microbatche
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("microbatches", [4, 8])
-def test_interleaved_chunks_match_one_device(with_chunks, microbatches, tied):
-    case = {"schedule": "interleaved", "chunks": 2, "microbatches": microbatches, "tied": tied}
-    for result in only(with_chunks, "gradients", **case):
+def test_interleaved_chunks_match_one_device(results, microbatches):
+    case = {"schedule": "interleaved", "chunks": 2, "microbatches": microbatches}
+    for result in only(results, "gradients", **case):
         assert result["loss_error"] <= SINGLE
         assert result["norm_error"] <= SINGLE
         assert result["worst_leaf"][0] <= SINGLE, result["worst_leaf"]
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("tied", [True, False])
-def test_changing_the_schedule_compiles_nothing(results, tied):
-    counted = only(results, "compilations", tied=tied)
+def test_changing_the_schedule_compiles_nothing(results):
+    counted = only(results, "compilations")
     assert {result["count"] for result in counted} == {0}
     assert all(result["before"] > 5 for result in counted)  # the counter does count
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_microbatch_without_targets_contributes_nothing(results, tied):
-    for result in only(results, "ignored microbatch", tied=tied):
+def test_a_microbatch_without_targets_contributes_nothing(results):
+    for result in only(results, "ignored microbatch"):
         assert result["norm_error"] <= SINGLE
         assert result["worst_leaf"][0] <= SINGLE, result["worst_leaf"]
-    assert all(result["same"] for result in only(results, "contribution vanishes", tied=tied))
+    assert all(result["same"] for result in only(results, "contribution vanishes"))
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("tied", [True, False])
-def test_schedules_that_split_the_backward_agree_bitwise(results, tied):
-    assert all(result["same"] for result in only(results, "bitwise", tied=tied))
+def test_schedules_that_split_the_backward_agree_bitwise(results):
+    assert all(result["same"] for result in only(results, "bitwise"))
 
 
 @pytest.mark.multiprocess
@@ -125,8 +117,8 @@ def test_forwards_alone_give_the_steps_loss(results, schedule):
 
 
 @pytest.mark.multiprocess
-def test_forwards_of_chunks_alone_give_the_steps_loss(with_chunks):
-    forwards_alone_give_the_steps_loss(with_chunks, "interleaved")
+def test_forwards_of_chunks_alone_give_the_steps_loss(results):
+    forwards_alone_give_the_steps_loss(results, "interleaved")
 
 
 def forwards_alone_give_the_steps_loss(results, schedule):
@@ -138,48 +130,43 @@ def forwards_alone_give_the_steps_loss(results, schedule):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "adaptive"])
-def test_all_routes_give_the_same_bits(several, schedule, tied):
-    all_routes_give_the_same_bits(several, schedule, tied)
+def test_all_routes_give_the_same_bits(several, schedule):
+    all_routes_give_the_same_bits(several, schedule)
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("tied", [True, False])
-def test_all_routes_give_chunks_the_same_bits(several_with_chunks, tied):
-    all_routes_give_the_same_bits(several_with_chunks, "interleaved", tied)
+def test_all_routes_give_chunks_the_same_bits(several):
+    all_routes_give_the_same_bits(several, "interleaved")
 
 
-def all_routes_give_the_same_bits(several, schedule, tied):
-    found = only(several, "routes", schedule=schedule, tied=tied)
+def all_routes_give_the_same_bits(several, schedule):
+    found = only(several, "routes", schedule=schedule)
     mixes = {tuple(sorted(result["routes"].items())) for result in found}
     assert len(mixes) == (1 if len(next(iter(mixes))) == 1 else 3)
     assert all(result["same"] for result in found)
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("tied", [True, False])
-def test_changing_routes_compiles_nothing(several, tied):
-    changing_routes_compiles_nothing(several, tied, chunks=1)
+def test_changing_routes_compiles_nothing(several):
+    changing_routes_compiles_nothing(several, chunks=1)
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("tied", [True, False])
-def test_changing_routes_compiles_nothing_for_chunks(several_with_chunks, tied):
-    changing_routes_compiles_nothing(several_with_chunks, tied, chunks=2)
+def test_changing_routes_compiles_nothing_for_chunks(several):
+    changing_routes_compiles_nothing(several, chunks=2)
 
 
-def changing_routes_compiles_nothing(several, tied, chunks):
-    for result in only(several, "route changes", chunks=chunks, tied=tied):
+def changing_routes_compiles_nothing(several, chunks):
+    for result in only(several, "route changes", chunks=chunks):
         assert result["compiled"] == 0
         assert result["counts"]["slot_waits"] == 0
         assert result["counts"]["skipped"] == 0
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("tied", [True, False])
-def test_an_overflow_on_one_stage_updates_none(results, tied):
-    found = only(results, "overflow", tied=tied)
+def test_an_overflow_on_one_stage_updates_none(results):
+    found = only(results, "overflow")
     last, is_alone = str(max(result["rank"] for result in found)), len(found) == 1
     for result in found:
         assert not result["updated"]
@@ -194,19 +181,17 @@ def test_an_overflow_on_one_stage_updates_none(results, tied):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("tied", [True, False])
-def test_clipped_adamw_steps_match_one_device(results, tied):
-    clipped_adamw_steps_match_one_device(results, tied, chunks=1)
+def test_clipped_adamw_steps_match_one_device(results):
+    clipped_adamw_steps_match_one_device(results, chunks=1)
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("tied", [True, False])
-def test_clipped_adamw_steps_of_chunks_match_one_device(with_chunks, tied):
-    clipped_adamw_steps_match_one_device(with_chunks, tied, chunks=2)
+def test_clipped_adamw_steps_of_chunks_match_one_device(results):
+    clipped_adamw_steps_match_one_device(results, chunks=2)
 
 
-def clipped_adamw_steps_match_one_device(results, tied, chunks):
-    for result in only(results, "parameters", chunks=chunks, tied=tied):
+def clipped_adamw_steps_match_one_device(results, chunks):
+    for result in only(results, "parameters", chunks=chunks):
         assert result["worst_leaf"][0] <= SINGLE, result["worst_leaf"]
 
 
@@ -229,11 +214,10 @@ def test_recomputing_the_stash_changes_no_gradient(two_stages, schedule):
 @pytest.mark.multiprocess
 @pytest.mark.long
 @pytest.mark.one_jax
-@pytest.mark.parametrize("stash", ["full", "recompute"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h2", "adaptive"])
 @pytest.mark.parametrize("case", ["dropout", "auxiliary"])
-def test_gradients_of_random_models_match_one_device(random_models, case, schedule, stash):
-    for result in only(random_models, case, stash=stash, schedule=schedule):
+def test_gradients_of_random_models_match_one_device(random_models, case, schedule):
+    for result in only(random_models, case, schedule=schedule):
         assert result["loss_error"] <= SINGLE
         assert result["norm_error"] <= SINGLE
         assert result["worst_leaf"][0] <= SINGLE, result["worst_leaf"]
@@ -242,11 +226,10 @@ def test_gradients_of_random_models_match_one_device(random_models, case, schedu
 @pytest.mark.multiprocess
 @pytest.mark.long
 @pytest.mark.one_jax
-@pytest.mark.parametrize("stash", ["full", "recompute"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h2", "adaptive"])
 @pytest.mark.parametrize("model", ["moe_decoder", "patch_encoder"])
-def test_gradients_of_the_examples_match_one_device(launch, model, schedule, stash):
-    results = only(launch(EXAMPLES), model, stash=stash, schedule=schedule)
+def test_gradients_of_the_examples_match_one_device(launch, model, schedule):
+    results = only(launch(EXAMPLES), model, schedule=schedule)
     assert len(results) == 4  # of two ranks, on both routes
     for result in results:
         assert result["loss_error"] <= SINGLE
@@ -257,14 +240,21 @@ def test_gradients_of_the_examples_match_one_device(launch, model, schedule, sta
 @pytest.mark.multiprocess
 @pytest.mark.long
 @pytest.mark.one_jax
-@pytest.mark.parametrize("schedule", ["gpipe", "zb-h2", "interleaved"])
+@pytest.mark.parametrize(
+    ("schedule", "stash"),
+    [
+        ("gpipe", "full"),
+        ("interleaved", "full"),
+        *((name, "recompute") for name in ("gpipe", "1f1b", "zb-h2", "adaptive")),
+    ],
+)
 @pytest.mark.parametrize(
     ("launched", "model"),
     [(EXAMPLES, "moe_decoder"), (EXAMPLES, "patch_encoder"), (RANDOM, "packed_and_dropping")],
 )
-def test_cuts_offloads_and_lengths_change_no_gradient(launch, launched, model, schedule):
-    results = only(launch(launched), f"{model} otherwise", schedule=schedule)
-    num_lengths = 3 if model == "moe_decoder" and schedule == "zb-h2" else 1
+def test_cuts_offloads_and_lengths_change_no_gradient(launch, launched, model, schedule, stash):
+    results = only(launch(launched), f"{model} otherwise", schedule=schedule, stash=stash)
+    num_lengths = 3 if model == "moe_decoder" and stash == "recompute" else 1
     assert len(results) == 2 * 2 * 2 * num_lengths  # on two ranks and both routes, each twice
     for result in results:
         assert result["loss_error"] <= SINGLE
@@ -294,3 +284,15 @@ def test_flipped_bits_are_found_and_change_nothing(two_stages):
     assert all(result["same"] for result in found)
     assert all(result["spoilt"] >= 5 for result in found)
     assert all(result["found"] >= 2 for result in found)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.long
+def test_what_users_compile_gives_the_same(launch):
+    """Programs with all of XLA's optimisations: whole stages under every schedule and route."""
+    found = launch(AS_USERS)
+    assert {result["test"] for result in found} >= {"gradients", "bitwise", "routes", "parameters"}
+    for result in found:
+        errors = [result.get(name, 0.0) for name in ("loss_error", "norm_error")]
+        assert max(*errors, result.get("worst_leaf", [0.0])[0]) <= SINGLE, result
+        assert result.get("same", True), result
