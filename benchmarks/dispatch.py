@@ -51,15 +51,15 @@ def call_costs(
     """
     import jax
 
-    _, stash = stage.forward(weights, *batch)
-    _, weight_stash = stage.backward_input(weights, stash, gradient)
+    _, stash, *_ = stage.forward(weights, *batch)
+    _, weight_stash, _ = stage.backward_input(weights, stash, gradient)
     sums = [stage.zero_accumulators()]
 
     def run_w() -> None:
-        sums[0] = stage.backward_weight(weights, weight_stash, sums[0])
+        sums[0], _ = stage.backward_weight(weights, weight_stash, sums[0])
 
     def run_bw() -> None:
-        sums[0] = stage.backward(weights, stash, gradient, sums[0])[1]
+        _, sums[0], _ = stage.backward(weights, stash, gradient, sums[0])
 
     calls = {
         "call F": lambda: stage.forward(weights, *batch),
@@ -138,7 +138,7 @@ def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> No
         lambda: jax.device_put(tokens[0], executor.placement), REPEATS
     )
     if arguments.rank == 0:
-        gradient, _ = stage.forward(weights, placed)
+        gradient, *_ = stage.forward(weights, placed)
         figures |= call_costs(stage, weights, (placed,), gradient, REPEATS)
     queue = AsynchronousQueue()
     figures["keep the queue, per item"] = microseconds(

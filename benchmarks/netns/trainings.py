@@ -18,7 +18,7 @@ from jaxmorph.report.run_directory import EVENTS, METRICS, read_records
 ROOT = Path(__file__).parent.parent.parent
 _LIMIT_S = 300.0
 _WARM_UP_STEPS = 2
-_NOTHING = Fault("nothing", lambda hosts: None, lambda hosts: None)
+_NOTHING = Fault("nothing", lambda hosts, works: None)
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,6 @@ def train_on(
     """Train with a stage on each host, started as a cluster's job is.
 
     Args:
-        hosts: As many as stages.
-        directory: Where the run is kept; not there yet.
-        job: What is trained.
-        fault: What happens in the midst of it.
         after: The share of its steps done before the fault.
         delay_s: How long after the end of a step it happens.
 

@@ -36,11 +36,7 @@ def config(workload: Workload, schedule: str, num_stages: int) -> dict:
 
 
 class JaxmorphLoop:
-    """The loop.
-
-    Args:
-        options: Of this process.
-    """
+    """A `Trainer` that trains the workload."""
 
     def __init__(self, options: WorkerOptions) -> None:
         workload = options.workload

@@ -114,7 +114,6 @@ def serve(options: WorkerOptions, make: Callable[[], Loop]) -> None:
     """Train on command until the benchmark hangs up.
 
     Args:
-        options: Of this process.
         make: Compiles, and does other work that is not timed.
     """
     batches = read_batches(options.batches)
