@@ -9,17 +9,48 @@ import math
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 from benchmarks.results import provenance, write_json
+from jaxmorph.program.instructions import Free, Instruction, Payload, Run, Transfer
+from jaxmorph.runtime.executor import Executor, StepInputs
 from jaxmorph.runtime.launcher import run_ranks
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
 from jaxmorph.stage.model import MicrobatchShapes
 
 REPEATS, MICROBATCHES = 200, 16
+
+
+@dataclass(frozen=True)
+class TimedExecutor(Executor):
+    """An executor that notes how long the dispatching thread took to enqueue each instruction.
+
+    Attributes:
+        times_s: By kind: of each instruction.
+    """
+
+    times_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    @classmethod
+    def like(cls, executor: Executor) -> Self:
+        """One that runs the same stage on the same queue."""
+        return cls(**{each.name: getattr(executor, each.name) for each in fields(Executor)})
+
+    def median_us(self) -> dict[str, float]:
+        """By kind, in the order in which they first came; a transfer waits for its other end."""
+        return {kind: 1e6 * median(times) for kind, times in self.times_s.items()}
+
+    def _enqueue(self, instruction: Instruction, state: Any) -> None:
+        began_s = time.perf_counter()
+        super()._enqueue(instruction, state)
+        is_op = isinstance(instruction, Run)
+        kind = instruction.op.kind.value if is_op else type(instruction).__name__.lower()
+        self.times_s[kind].append(time.perf_counter() - began_s)
 
 
 def microseconds(
@@ -79,11 +110,8 @@ def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> No
     import jax
     import numpy as np
 
-    from benchmarks.instruction_kinds import TimedExecutor
     from jaxmorph.models.gpt2 import build
-    from jaxmorph.program.instructions import Free, Payload, Transfer
     from jaxmorph.program.lowering import lower
-    from jaxmorph.runtime.executor import StepInputs
     from jaxmorph.runtime.join import join_run
     from jaxmorph.runtime.optimizer import OptimizerSettings
     from jaxmorph.runtime.queue import AsynchronousQueue
