@@ -44,10 +44,6 @@ class Job:
         """The job with more overrides."""
         return replace(self, overrides=(*self.overrides, *overrides))
 
-    def with_steps(self, num_steps: int) -> Self:
-        """The job with another number of steps."""
-        return replace(self, num_steps=num_steps)
-
     def command(self, hosts: Hosts, directory: Path, rank: int) -> list[str]:
         """What a rank of it runs."""
         addresses = []
