@@ -78,6 +78,7 @@ def sample(
     The text is shorter than asked for if the model ends the document.
 
     Args:
+        prompt: The text to continue; an empty one begins a document.
         step: The checkpoint after so many steps; None: the last one.
         tokenizer: Replaces the run's `data.tokenizer`.
 

@@ -137,7 +137,11 @@ class CudaDriver:
         self._call("cuMemcpyDtoHAsync_v2", c_void_p(address), *sizes, c_void_p(stream))
 
     def write_word(self, address: int, value: int, stream: int) -> None:
-        """Enqueue the write of a 32-bit word, visible after all earlier writes of the stream."""
+        """Enqueue the write of a 32-bit word, visible after all earlier writes of the stream.
+
+        Args:
+            address: The device's address of the word.
+        """
         self._bind()
         word = (c_uint64(address), c_uint32(value), c_uint(_DEFAULT))
         self._call("cuStreamWriteValue32_v2", c_void_p(stream), *word)
