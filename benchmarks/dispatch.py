@@ -9,17 +9,48 @@ import math
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 from benchmarks.results import provenance, write_json
+from jaxmorph.program.instructions import Free, Instruction, Payload, Run, Transfer
+from jaxmorph.runtime.executor import Executor, StepInputs
 from jaxmorph.runtime.launcher import run_ranks
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
 from jaxmorph.stage.model import MicrobatchShapes
 
 REPEATS, MICROBATCHES = 200, 16
+
+
+@dataclass(frozen=True)
+class TimedExecutor(Executor):
+    """An executor that notes how long the dispatching thread took to enqueue each instruction.
+
+    Attributes:
+        times_s: By kind: of each instruction.
+    """
+
+    times_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    @classmethod
+    def like(cls, executor: Executor) -> Self:
+        """One that runs the same stage on the same queue."""
+        return cls(**{each.name: getattr(executor, each.name) for each in fields(Executor)})
+
+    def median_us(self) -> dict[str, float]:
+        """By kind, in the order in which they first came; a transfer waits for its other end."""
+        return {kind: 1e6 * median(times) for kind, times in self.times_s.items()}
+
+    def _enqueue(self, instruction: Instruction, state: Any) -> None:
+        began_s = time.perf_counter()
+        super()._enqueue(instruction, state)
+        is_op = isinstance(instruction, Run)
+        kind = instruction.op.kind.value if is_op else type(instruction).__name__.lower()
+        self.times_s[kind].append(time.perf_counter() - began_s)
 
 
 def microseconds(
@@ -51,15 +82,15 @@ def call_costs(
     """
     import jax
 
-    _, stash = stage.forward(weights, *batch)
-    _, weight_stash = stage.backward_input(weights, stash, gradient)
+    _, stash, *_ = stage.forward(weights, *batch)
+    _, weight_stash, _ = stage.backward_input(weights, stash, gradient)
     sums = [stage.zero_accumulators()]
 
     def run_w() -> None:
-        sums[0] = stage.backward_weight(weights, weight_stash, sums[0])
+        sums[0], _ = stage.backward_weight(weights, weight_stash, sums[0])
 
     def run_bw() -> None:
-        sums[0] = stage.backward(weights, stash, gradient, sums[0])[1]
+        _, sums[0], _ = stage.backward(weights, stash, gradient, sums[0])
 
     calls = {
         "call F": lambda: stage.forward(weights, *batch),
@@ -79,11 +110,8 @@ def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> No
     import jax
     import numpy as np
 
-    from benchmarks.instruction_kinds import TimedExecutor
     from jaxmorph.models.gpt2 import build
-    from jaxmorph.program.instructions import Free, Payload, Transfer
     from jaxmorph.program.lowering import lower
-    from jaxmorph.runtime.executor import StepInputs
     from jaxmorph.runtime.join import join_run
     from jaxmorph.runtime.optimizer import OptimizerSettings
     from jaxmorph.runtime.queue import AsynchronousQueue
@@ -138,7 +166,7 @@ def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> No
         lambda: jax.device_put(tokens[0], executor.placement), REPEATS
     )
     if arguments.rank == 0:
-        gradient, _ = stage.forward(weights, placed)
+        gradient, *_ = stage.forward(weights, placed)
         figures |= call_costs(stage, weights, (placed,), gradient, REPEATS)
     queue = AsynchronousQueue()
     figures["keep the queue, per item"] = microseconds(

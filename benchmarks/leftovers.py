@@ -74,10 +74,6 @@ class Traces:
         """The same, but processes without a waiting parent get some time to end.
 
         The kernel takes a process's environment, by which it is known, before it closes its files.
-
-        Args:
-            seconds: How long at most.
-            folders: As for `left`.
         """
         until_s = time.monotonic() + seconds
         found = self.left(*folders)

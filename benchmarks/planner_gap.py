@@ -30,8 +30,6 @@ class Held:
     """One problem's plans, held against its optimum.
 
     Args:
-        problem: The problem's name.
-        capped: Whether it has memory caps.
         proven: Whether the optimum is proven; if not, gaps are to the solver's lower bound.
         gaps: Of each planner: 0.01 for one percent above.
         planning_ms: Of each planner, median of a few calls.

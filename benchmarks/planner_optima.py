@@ -32,13 +32,7 @@ def solve_problems(
     """The optimum of every problem, from the file where it is known.
 
     Args:
-        problems: What to solve.
         time_limit_s: When to give up on one problem's proof, seconds.
-        num_workers: Threads of the solver.
-        refresh: Solve again what the file holds.
-
-    Returns:
-        One answer per problem key.
     """
     known = {} if refresh else read_optima()
     solved: dict[str, SolvedProblem] = {}

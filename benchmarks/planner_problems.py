@@ -14,15 +14,7 @@ _PER_FAMILY = 20
 
 @dataclass(frozen=True)
 class Problem:
-    """A planning problem.
-
-    Args:
-        name: The family and a number.
-        costs: Durations of the ops, milliseconds.
-        latencies_ms: One per pair of neighbours, both directions.
-        limits: Memory caps.
-        num_microbatches: Number of microbatches, N.
-    """
+    """A planning problem."""
 
     name: str
     costs: StageCosts
@@ -53,9 +45,6 @@ def gap_problems(draw_name: str = "") -> list[Problem]:
 
     ``like-7.4`` are sized as in the paper: 3 to 8 stages, 6 to 32 microbatches. ``few`` have about
     as many microbatches as stages, where the paper's planner is furthest from the optimum.
-
-    Args:
-        draw_name: Another name draws other problems.
     """
     sizes: dict[str, Callable[[random.Random], tuple[int, int]]] = {
         "like-7.4": lambda draw: (draw.randint(3, 8), draw.randint(6, 32)),

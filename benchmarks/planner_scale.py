@@ -50,9 +50,6 @@ class Simulated:
     """What simulating one size costs.
 
     Args:
-        stages: Number of stages.
-        microbatches: Number of microbatches.
-        ops: Number of ops.
         time_s: Median of a few simulations.
         peak_bytes: Most memory held at once, what is returned included.
     """
@@ -69,9 +66,6 @@ class Planned:
     """What planning one size costs: the slowest and the least certain of a few problems.
 
     Args:
-        stages: Number of stages.
-        microbatches: Number of microbatches.
-        ops: Number of ops.
         time_s: Median of a few calls.
         gap: The most a plan may be above the optimum, by its certificate: 0.01 for one percent.
     """
@@ -128,12 +122,7 @@ def measure_planning(size: Size) -> Planned:
 
 
 def exponent(ops: Sequence[int], costs: Sequence[float]) -> float:
-    """The power of the ops with which a cost grows, over the larger sizes; least squares of logs.
-
-    Args:
-        ops: Number of ops of each size.
-        costs: What each size costs.
-    """
+    """The power of ops with which a cost grows over the larger sizes; least squares of logs."""
     large = [(log(n), log(cost)) for n, cost in zip(ops, costs, strict=True) if n >= _LARGE]
     return linear_regression(*zip(*large, strict=True)).slope
 
@@ -180,13 +169,7 @@ def print_tables(simulated: Sequence[Simulated], planned: Sequence[Planned]) -> 
 
 
 def draw(simulated: Sequence[Simulated], planned: Sequence[Planned], path: Path) -> None:
-    """Time and memory against the number of ops, both axes logarithmic.
-
-    Args:
-        simulated: One row per size.
-        planned: One row per size.
-        path: The picture's file.
-    """
+    """Time and memory against the number of ops, both axes logarithmic."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.1), layout="constrained")

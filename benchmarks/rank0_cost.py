@@ -11,12 +11,9 @@ Seconds of processor time of rank 0's process, all threads together; exit code 1
 """
 
 import argparse
-import json
 import multiprocessing
 import os
-import platform
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -24,7 +21,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -33,6 +29,7 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks.results import provenance, write_json
 from jaxmorph.config import Config
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.controller_state import first_state
@@ -426,13 +423,9 @@ def opened_rank_0(
 
 
 def result_of(case: Case, found: Measured) -> dict[str, Any]:
-    """All figures, with what they depend on."""
+    """All figures."""
     steady_s = sum(found.steady_s) / len(found.steady_s)
     return {
-        "command": ["python", "-m", "benchmarks.rank0_cost", *sys.argv[1:]],
-        "commit": _git("rev-parse", "HEAD"),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": f"{platform.platform()}, {os.cpu_count()} cores",
         "stages": case.config.parallelism.stages,
         "microbatches": case.config.batch.microbatches,
         "steps": case.steady_steps,
@@ -441,14 +434,10 @@ def result_of(case: Case, found: Measured) -> dict[str, Any]:
         "median_ms": 1e3 * median(found.steady_s),
         "parts_ms": {name: 1e3 * took_s for name, took_s in sorted(found.parts_s.items())},
         "change_ms": [1e3 * took_s for took_s in found.change_s],
+        "events": found.events,
         "other_rank_ms": 1e3 * found.other_rank_s,
         "kept_bytes_per_step": found.kept_bytes / case.num_steps,
     }
-
-
-def _git(*arguments: str) -> str:
-    found = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
-    return found.stdout.strip()
 
 
 def print_table(found: dict[str, Any]) -> None:
@@ -471,17 +460,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20, help="before the change")
     parser.add_argument("--json", type=Path, help="write all figures to a file")
     given = parser.parse_args()
-    load_before = os.getloadavg()
+    values = provenance("benchmarks.rank0_cost")
     case = make_case(given.stages, given.microbatches, given.steps)
     measured = measure(case)
-    found = result_of(case, measured) | {
-        "events": measured.events,
-        "load_before": load_before,
-        "load_after": os.getloadavg(),
-    }
+    found = result_of(case, measured)
     print_table(found)
     if given.json:
-        given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_json(given.json, values | found | {"load_after": os.getloadavg()[0]})
     return 0 if found["mean_ms"] <= found["bar_ms"] else 1
 
 

@@ -87,7 +87,6 @@ class FaultyLink:
     """Two connected planes, and faults of their connections and sidecars.
 
     Args:
-        seed: Of the harm.
         backend: What carries long messages, "tcp" or "nixl".
     """
 
@@ -288,7 +287,6 @@ def tampered_frames(rng: random.Random, gone: bool, check: Check) -> bytes:
     """Some frames, of which any bytes may have been changed, lost or added.
 
     Args:
-        rng: Draws.
         gone: Whether one may say that its rank is gone: a member would be believed.
         check: Of the frames before they are tampered with.
     """

@@ -43,9 +43,6 @@ class Ending:
 def left_by(ending: Ending, folder: Path) -> list[str]:
     """End a run; returns a line for each thing it leaves behind, and each other fault.
 
-    Args:
-        folder: For all that it writes; nothing is in it.
-
     Raises:
         HungError: If it doesn't end.
         EndedError: If it ends before.

@@ -88,9 +88,6 @@ class Dealer:
 
     Args:
         needed: How many of each kind are needed; no other kind is chosen.
-
-    Attributes:
-        counts: How often each has occurred so far.
     """
 
     def __init__(self, rng: random.Random, needed: Mapping[str, int]) -> None:

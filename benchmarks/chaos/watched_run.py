@@ -34,10 +34,6 @@ class WatchedRun:
         folder: Where its output goes, and temporary files; it has nothing in it.
         out: The run's directory; None: one in `folder`.
         module: The command, as for `python -m`.
-
-    Attributes:
-        traces: What it holds on the machine.
-        process: The command.
     """
 
     def __init__(

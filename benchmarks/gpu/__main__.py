@@ -85,7 +85,6 @@ def run_parts(
 
     Args:
         limit_s: When no part is begun any more, and the one that runs is ended.
-        path: Where to write all outcomes, after every part.
 
     Raises:
         OSError: If the file can't be written.

@@ -103,7 +103,6 @@ def run_part(
 
     Args:
         command: What starts it, but for its limit and the pipe, which are appended.
-        show: Called with each row as soon as it has come.
     """
     began_s, rows, said = time.monotonic(), [], {}
 

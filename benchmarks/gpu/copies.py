@@ -90,11 +90,7 @@ SMALL = Sizes(
 
 
 def check_backend(direction: str, name: str, *, small: bool) -> Iterator[Row]:
-    """Check and measure a backend.
-
-    Args:
-        direction: "into" slots or "out-of" them.
-    """
+    """Check and measure a backend."""
     placement = SingleDeviceSharding(jax.devices()[0])
     with closing(copy_backends(placement, lambda registry: None)) as available:
         backends = available.outgoing if direction == "into" else available.incoming

@@ -328,7 +328,6 @@ def what_is_wrong(got: np.ndarray, expected: np.ndarray) -> str:
 
     Args:
         got: uint8 [n], memory that may be changing.
-        expected: uint8 [n].
     """
     looks = {
         "of the last bytes": (got[-_END:].copy(), expected[-_END:]),

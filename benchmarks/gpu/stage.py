@@ -73,11 +73,7 @@ def is_small(asked: bool) -> bool:
 
 
 def build_gpt2(sizes: Sizes, compute_dtype: str, attention: str = "auto") -> GPT2:
-    """The model that a stage is cut from.
-
-    Args:
-        compute_dtype: "float32" or "bfloat16".
-    """
+    """The model that a stage is cut from."""
     return build(
         preset="tiny",
         sequence_length=sizes.sequence_length,
@@ -160,9 +156,9 @@ class StageOps:
         self._x = _random_activations(model, shapes)
         self._plain = plain_step(model)
         self._sums = programs.zero_accumulators()
-        _, self._stash = programs.forward(self._weights, self._x, *more)
+        _, self._stash, *_ = programs.forward(self._weights, self._x, *more)
         given = (self._weights, self._stash, self._x, *self._aux)
-        _, self._weight_stash = programs.backward_input(*given)
+        _, self._weight_stash, _ = programs.backward_input(*given)
         self._calls = {
             "F": lambda: programs.forward(self._weights, self._x, *more),
             "B": lambda: programs.backward_input(*given),
@@ -173,13 +169,13 @@ class StageOps:
         }
 
     def _backward_weight(self) -> Any:
-        self._sums, done = self._programs.backward_weight_with_done(
+        self._sums, done = self._programs.backward_weight(
             self._weights, self._weight_stash, self._sums
         )
         return done
 
     def _backward(self) -> Any:
-        gradient, self._sums, done = self._programs.backward_with_done(
+        gradient, self._sums, done = self._programs.backward(
             self._weights, self._stash, self._x, self._sums, *self._aux
         )
         return gradient, done
@@ -221,11 +217,7 @@ def _random_activations(model: PipelineModel, shapes: MicrobatchShapes) -> jax.A
 
 
 def peak_tflops(device_kind: str) -> float | None:
-    """Dense bfloat16 TFLOP/s by the maker's data sheet; None for a device that isn't in the table.
-
-    Args:
-        device_kind: As JAX names the device.
-    """
+    """Dense bfloat16 TFLOP/s by the maker's data sheet; None for a device not in the table."""
     return next((peak for name, peak in _PEAK_TFLOPS if name in device_kind), None)
 
 
@@ -239,9 +231,6 @@ def model_flops(sizes: Sizes, attention: str = "xla") -> dict[str, float]:
     that a token has half of the sequence before it on average. The backward has four such products,
     all in B. Nothing else is counted: no normalisation, no softmax, and nothing that is computed
     again, as cuDNN's backward does with the first product.
-
-    Args:
-        attention: By what it is computed, "xla" or "cudnn".
     """
     tokens = sizes.microbatch_size * sizes.sequence_length
     weights = tokens * sizes.num_layers * 2.0 * 12 * sizes.width**2

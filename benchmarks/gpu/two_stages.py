@@ -65,11 +65,7 @@ _PAUSE_S = 0.01
 
 
 def compare_two_stages(route: Route = "delegated", *, small: bool) -> Iterator[Row]:
-    """Train a model in two processes, and on one device in plain JAX, and compare.
-
-    Args:
-        route: Of the link between them; a direct one needs a device for each.
-    """
+    """Train a model in two processes, and on one device in plain JAX, and compare."""
     sizes = SMALL if is_small(small) else LARGE
     yield Row("model", "float32", str(sizes))
     messages: dict[int, dict[str, Any]] = {}

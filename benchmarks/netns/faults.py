@@ -17,14 +17,12 @@ class Fault:
 
     Attributes:
         name: For the table.
-        begin: Does it.
-        end: Undoes it.
+        set_works: Lets it happen (False), or undoes it.
         lasts_s: After how long it is undone; None: when all is over.
     """
 
     name: str
-    begin: Callable[[Hosts], None]
-    end: Callable[[Hosts], None]
+    set_works: Callable[[Hosts, bool], None]
     lasts_s: float | None = None
 
 
@@ -33,8 +31,7 @@ def card_lost(host: int, whose: str, nic: int = 0, lasts_s: float | None = None)
     how_long = "" if lasts_s is None else f" for {lasts_s:g} s"
     return Fault(
         f"{whose}'s {_CARDS[nic]} card down{how_long}",
-        lambda hosts: hosts.link_down(host, nic),
-        lambda hosts: hosts.link_up(host, nic),
+        lambda hosts, works: hosts.set_card(host, nic, up=works),
         lasts_s,
     )
 
@@ -43,8 +40,7 @@ def card_unplugged(host: int, whose: str) -> Fault:
     """Nothing passes from or to a host's first card, and the card doesn't notice."""
     return Fault(
         f"switch: {whose}'s first card cut off",
-        lambda hosts: hosts.unplug(host, 0),
-        lambda hosts: hosts.plug_in(host, 0),
+        lambda hosts, works: hosts.set_plugged(host, 0, plugged=works),
     )
 
 
@@ -52,8 +48,7 @@ def port_lost(host: int, whose: str) -> Fault:
     """The switch's port of a host's first card goes down: the card loses its carrier."""
     return Fault(
         f"switch: port of the {whose}'s first card down",
-        lambda hosts: hosts.link_down(host, 0, "switch"),
-        lambda hosts: hosts.link_up(host, 0, "switch"),
+        lambda hosts, works: hosts.set_port(host, 0, up=works),
     )
 
 
@@ -61,29 +56,28 @@ def bridge_lost() -> Fault:
     """Nothing passes between first cards, and none of them notices."""
     return Fault(
         "switch: nothing passes between first cards",
-        lambda hosts: hosts.bridges_down(0),
-        lambda hosts: hosts.bridges_up(0),
+        lambda hosts, works: hosts.set_bridge(0, up=works),
     )
 
 
 def host_cut_off(host: int, whose: str, lasts_s: float) -> Fault:
     """All of a host's cards are down for a while."""
-    return Fault(
-        f"{whose}'s cards down for {lasts_s:g} s",
-        lambda hosts: hosts.host_down(host),
-        lambda hosts: hosts.host_up(host),
-        lasts_s,
-    )
+
+    def set_works(hosts: Hosts, works: bool) -> None:
+        for nic in range(hosts.num_nics):
+            hosts.set_card(host, nic, up=works)
+
+    return Fault(f"{whose}'s cards down for {lasts_s:g} s", set_works, lasts_s)
 
 
 def switch_out(lasts_s: float) -> Fault:
     """Nothing passes between any cards for a while, and none of them notices."""
-    return Fault(
-        f"switch: nothing passes for {lasts_s:g} s",
-        lambda hosts: hosts.bridges_down(*range(hosts.num_nics)),
-        lambda hosts: hosts.bridges_up(*range(hosts.num_nics)),
-        lasts_s,
-    )
+
+    def set_works(hosts: Hosts, works: bool) -> None:
+        for nic in range(hosts.num_nics):
+            hosts.set_bridge(nic, up=works)
+
+    return Fault(f"switch: nothing passes for {lasts_s:g} s", set_works, lasts_s)
 
 
 class FaultCourse:
@@ -110,7 +104,7 @@ class FaultCourse:
         if self._thread.ident is not None:
             self._thread.join()
         if self.begun_s is not None and self.ended_s is None:
-            self._fault.end(self._hosts)
+            self._fault.set_works(self._hosts, True)
 
     def was_over_by(self, time_s: float) -> bool:
         """Whether the fault was over before a time or, if it lasts, had begun."""
@@ -118,23 +112,17 @@ class FaultCourse:
         return last_s is not None and last_s < time_s
 
     def _run(self) -> None:
-        self._fault.begin(self._hosts)
+        self._fault.set_works(self._hosts, False)
         self.begun_s = time.monotonic()
         if self._fault.lasts_s is not None:
             time.sleep(self._fault.lasts_s)
-            self._fault.end(self._hosts)
+            self._fault.set_works(self._hosts, True)
             self.ended_s = time.monotonic()
 
 
 @contextlib.contextmanager
 def prepared(hosts: Hosts, fault: Fault, delay_s: float = 0.0) -> Iterator[FaultCourse]:
-    """A fault that begins when it is started, and is undone on leaving the context.
-
-    Args:
-        hosts: Whose network.
-        fault: What breaks.
-        delay_s: From `start` to the fault.
-    """
+    """A fault that begins when it is started, and is undone on leaving the context."""
     course = FaultCourse(hosts, fault, delay_s)
     try:
         yield course

@@ -3,11 +3,8 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from benchmarks.netns.namespaces import Namespace
-
-Side = Literal["host", "switch"]
 
 # A short burst, for credit saved while idle lets as many bytes pass at once, and a queue as a
 # switch has, counted in time. What TCP hands down at once is shorter than the burst: longer pieces
@@ -36,10 +33,6 @@ class Hosts:
         """The IPv4 address of a card."""
         return _address(host, nic)
 
-    def addresses(self, host: int) -> tuple[str, ...]:
-        """The addresses of all of a host's cards."""
-        return tuple(_address(host, nic) for nic in range(self.num_nics))
-
     def command(self, host: int, command: list[str]) -> list[str]:
         """What runs a command on a host, as a process that ends with the one that starts it."""
         return self._namespaces[host].command(command)
@@ -50,52 +43,27 @@ class Hosts:
         self._namespaces[host].run(f"tc qdisc replace dev {_card(nic)} root {limit}")
         self._switch.run(f"tc qdisc replace dev {_port(host, nic)} root {limit}")
 
-    def link_down(self, host: int, nic: int, at: Side = "host") -> None:
-        """Cut a card off: by itself, its routes going too, or by its port of the switch."""
-        self._set_link(host, nic, at, "down")
+    def set_card(self, host: int, nic: int, *, up: bool) -> None:
+        """Take a card down, and its routes with it, or up again."""
+        self._namespaces[host].run(_set_link(_card(nic), up))
 
-    def link_up(self, host: int, nic: int, at: Side = "host") -> None:
-        """Undo `link_down`."""
-        self._set_link(host, nic, at, "up")
+    def set_port(self, host: int, nic: int, *, up: bool) -> None:
+        """Take the switch's port of a card down, so that it loses its carrier, or up again."""
+        self._switch.run(_set_link(_port(host, nic), up))
+
+    def set_plugged(self, host: int, nic: int, *, plugged: bool) -> None:
+        """Let nothing through from or to a card, which keeps its carrier and its routes, or all."""
+        where = f"master {_bridge(nic)}" if plugged else "nomaster"
+        self._switch.run(f"ip link set {_port(host, nic)} {where}")
+
+    def set_bridge(self, nic: int, *, up: bool) -> None:
+        """Let nothing through between cards of this number, which keep their carrier, or all."""
+        self._switch.run(_set_link(_bridge(nic), up))
 
     def sent_bytes(self, host: int, nic: int) -> int:
         """What a card has sent so far."""
         counter = f"cat /sys/class/net/{_card(nic)}/statistics/tx_bytes"
         return int(self._namespaces[host].run(counter))
-
-    def host_down(self, host: int) -> None:
-        """Take down all cards of a host."""
-        for nic in range(self.num_nics):
-            self.link_down(host, nic)
-
-    def host_up(self, host: int) -> None:
-        """Undo `host_down`."""
-        for nic in range(self.num_nics):
-            self.link_up(host, nic)
-
-    def unplug(self, host: int, nic: int) -> None:
-        """Let nothing through from or to a card, which keeps its carrier and its routes."""
-        self._switch.run(f"ip link set {_port(host, nic)} nomaster")
-
-    def plug_in(self, host: int, nic: int) -> None:
-        """Undo `unplug`."""
-        self._switch.run(f"ip link set {_port(host, nic)} master {_bridge(nic)}")
-
-    def bridges_down(self, *nics: int) -> None:
-        """Let nothing through between cards of these numbers, which all keep their carrier."""
-        for nic in nics:
-            self._switch.run(f"ip link set {_bridge(nic)} down")
-
-    def bridges_up(self, *nics: int) -> None:
-        """Undo `bridges_down`."""
-        for nic in nics:
-            self._switch.run(f"ip link set {_bridge(nic)} up")
-
-    def _set_link(self, host: int, nic: int, at: Side, state: str) -> None:
-        if at == "host":
-            self._namespaces[host].run(f"ip link set {_card(nic)} {state}")
-        else:
-            self._switch.run(f"ip link set {_port(host, nic)} {state}")
 
 
 @contextlib.contextmanager
@@ -103,8 +71,6 @@ def lay_hosts(num_hosts: int, num_nics: int = 2, *, alike: bool = False) -> Iter
     """Hosts and their switch, gone afterwards with all that was set on them.
 
     Args:
-        num_hosts: How many, named node0, node1, ...
-        num_nics: Cards of each.
         alike: Whether each host calls itself by one and the same name, as ranks on one machine do,
             though the name is each one's own first card's; others know them by theirs.
 
@@ -126,7 +92,7 @@ def lay_hosts(num_hosts: int, num_nics: int = 2, *, alike: bool = False) -> Iter
         hosts = Hosts(names, num_nics, tuple(laid), switch)
         for nic in range(num_nics):
             switch.run(f"ip link add {_bridge(nic)} type bridge")
-            switch.run(f"ip link set {_bridge(nic)} up")
+            hosts.set_bridge(nic, up=True)
             for host, namespace in enumerate(hosts._namespaces):
                 _plug(namespace, switch, host, nic)
         yield hosts
@@ -139,6 +105,10 @@ def _plug(namespace: Namespace, switch: Namespace, host: int, nic: int) -> None:
     namespace.run(f"ip address add {_address(host, nic)}/24 dev {card}")
     namespace.run(f"ip link set {card} gso_max_size {_PIECE_BYTES} up")
     switch.run(f"ip link set {port} gso_max_size {_PIECE_BYTES} master {_bridge(nic)} up")
+
+
+def _set_link(name: str, up: bool) -> str:
+    return f"ip link set {name} {'up' if up else 'down'}"
 
 
 def _address(host: int, nic: int) -> str:

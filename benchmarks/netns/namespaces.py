@@ -56,7 +56,6 @@ class Namespace:
     """One host's namespaces, until they are closed.
 
     Args:
-        name: The host's name, which only its own processes see.
         hosts: Each name that they can look up, with its address.
     """
 

@@ -115,7 +115,6 @@ def failure(case: NicCase, training: Training) -> Outcome:
 
     Args:
         case: Which links are to fail; if others do, or none, there is no figure.
-        training: What came of it.
     """
     events = training.events_of(EventKind.LINK_FAILED)
     failed = sorted({event.link or "" for event in events})

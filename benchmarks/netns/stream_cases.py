@@ -67,9 +67,6 @@ def stream_with_fault(
     """A stream over all cards with one fault in it.
 
     Args:
-        hosts: Two of them.
-        fault: What happens.
-        num_messages: How long the stream is.
         message_bytes: How long each message is: 17 ms on two cards of 1 Gbit/s.
         after: The number of the message after which it happens.
         delay_s: How long after it: in the middle of the next.

@@ -44,11 +44,7 @@ class StreamEnd:
 
 
 class Contents:
-    """Messages that are all different, cheap to make, and known to both ends.
-
-    Args:
-        message_bytes: How long each is.
-    """
+    """Messages that are all different, cheap to make, and known to both ends."""
 
     def __init__(self, message_bytes: int) -> None:
         self._bytes = message_bytes

@@ -64,13 +64,6 @@ def run_stream(
 ) -> Stream:
     """Send messages as fast as they go from the first host to the second, checking each.
 
-    Args:
-        hosts: Two of them.
-        num_messages: How many.
-        message_bytes: How long each is.
-        nics: The cards that both hosts may use.
-        on_message: Called with the number of each message that has come.
-
     Raises:
         StreamError: If a message is lost, doubled, out of order or changed.
     """

@@ -41,10 +41,6 @@ def run_tasks(
     """Run a command on every host at once, as the tasks of one job, until all are done.
 
     Args:
-        hosts: Where; rank 0 on the first of them.
-        command: What each rank runs.
-        limit_s: How long they may take.
-        watch: Called over and over while they run.
         nic: The card by which the others find the first one.
 
     Raises:

@@ -18,7 +18,7 @@ from jaxmorph.report.run_directory import EVENTS, METRICS, read_records
 ROOT = Path(__file__).parent.parent.parent
 _LIMIT_S = 300.0
 _WARM_UP_STEPS = 2
-_NOTHING = Fault("nothing", lambda hosts: None, lambda hosts: None)
+_NOTHING = Fault("nothing", lambda hosts, works: None)
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,6 @@ class Job:
     def with_overrides(self, *overrides: str) -> Self:
         """The job with more overrides."""
         return replace(self, overrides=(*self.overrides, *overrides))
-
-    def with_steps(self, num_steps: int) -> Self:
-        """The job with another number of steps."""
-        return replace(self, num_steps=num_steps)
 
     def command(self, hosts: Hosts, directory: Path, rank: int) -> list[str]:
         """What a rank of it runs."""
@@ -106,10 +102,6 @@ def train_on(
     """Train with a stage on each host, started as a cluster's job is.
 
     Args:
-        hosts: As many as stages.
-        directory: Where the run is kept; not there yet.
-        job: What is trained.
-        fault: What happens in the midst of it.
         after: The share of its steps done before the fault.
         delay_s: How long after the end of a step it happens.
 

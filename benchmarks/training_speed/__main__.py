@@ -50,13 +50,6 @@ def measure(
 ) -> tuple[dict[str, list[Turn]], bool]:
     """Let all contenders take their turns.
 
-    Args:
-        workload: What they train.
-        contenders: Those to measure.
-        options: How many rounds of how many steps.
-        folder: For what they need and write.
-        torch_python: The Python that has torch.
-
     Returns:
         (the turns of each that ran, but for those of a first round; whether one failed).
     """

@@ -56,12 +56,6 @@ def commands(
 ) -> list[Sequence[str]]:
     """What starts a contender.
 
-    Args:
-        contender: Which.
-        options: The options of all contenders.
-        folder: For logs.
-        torch_python: The Python that has torch.
-
     Returns:
         One command for each process, or one for a launcher that starts them.
     """

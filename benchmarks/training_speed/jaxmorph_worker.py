@@ -1,11 +1,9 @@
 """A rank of jaxmorph: a script with a `jaxmorph.Trainer`, started by `jaxmorph launch`."""
 
-from dataclasses import replace
-
 import numpy as np
 
 import jaxmorph
-from benchmarks.training_speed.worker import WorkerOptions, confine, serve
+from benchmarks.training_speed.worker import WorkerOptions, serve
 from benchmarks.training_speed.workload import VOCAB_SIZE, Workload
 from jaxmorph.models.gpt2 import build
 from jaxmorph.training.script_launch import launch_arguments
@@ -36,11 +34,7 @@ def config(workload: Workload, schedule: str, num_stages: int) -> dict:
 
 
 class JaxmorphLoop:
-    """The loop.
-
-    Args:
-        options: Of this process.
-    """
+    """A `Trainer` that trains the workload."""
 
     def __init__(self, options: WorkerOptions) -> None:
         workload = options.workload
@@ -73,9 +67,5 @@ class JaxmorphLoop:
 
 
 if __name__ == "__main__":
-    options = WorkerOptions.parse()
     launched = launch_arguments()
-    if launched is not None:
-        options = replace(options, rank=launched.rank)
-    confine(options)
-    serve(options, lambda: JaxmorphLoop(options))
+    serve(JaxmorphLoop, None if launched is None else launched.rank)

@@ -83,7 +83,6 @@ class PlainLoop:
     """The loop.
 
     Args:
-        workload: What to train.
         whole_batch: Whether a step takes all microbatches at once instead of one after the other.
     """
 

@@ -1,6 +1,6 @@
 """The process of the plain loop."""
 
-from benchmarks.training_speed.worker import Loop, WorkerOptions, confine, serve
+from benchmarks.training_speed.worker import Loop, WorkerOptions, serve
 
 
 def make(options: WorkerOptions) -> Loop:
@@ -11,6 +11,4 @@ def make(options: WorkerOptions) -> Loop:
 
 
 if __name__ == "__main__":
-    options = WorkerOptions.parse()
-    confine(options)
-    serve(options, lambda: make(options))
+    serve(make)

@@ -52,7 +52,6 @@ def speeds(contenders: Sequence[Contender], turns: Turns, tokens: int) -> list[S
     """A row for each contender.
 
     Args:
-        contenders: Those that ran.
         turns: Of each, in the order of the rounds.
         tokens: Of one turn.
     """
@@ -76,12 +75,7 @@ def per_core(contender: Contender, turns: Turns) -> float:
 
 
 def bars(contenders: Sequence[Contender], turns: Turns) -> Iterator[Bar]:
-    """What should hold between the contenders that ran.
-
-    Args:
-        contenders: Those that ran.
-        turns: Of each, in the order of the rounds.
-    """
+    """What should hold between the contenders that ran."""
     by_name = {each.name: each for each in contenders}
     for ours, plain in ((names.STAGE, names.PLAIN), (names.STAGE_TWO, names.PLAIN_TWO)):
         if {ours, plain} <= turns.keys():

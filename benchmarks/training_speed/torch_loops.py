@@ -27,11 +27,7 @@ def make_optimizer(module: nn.Module, workload: Workload) -> torch.optim.Optimiz
 
 
 class OneProcessLoop:
-    """Microbatch after microbatch, gradients accumulated, as the pipeline's ranks do it.
-
-    Args:
-        options: Of this process.
-    """
+    """Microbatch after microbatch, gradients accumulated, as the pipeline's ranks do it."""
 
     def __init__(self, options: WorkerOptions) -> None:
         self._workload = options.workload
@@ -60,11 +56,7 @@ class OneProcessLoop:
 
 
 class PipelineLoop:
-    """A rank of torch.distributed.pipelining over Gloo, with one stage.
-
-    Args:
-        options: Of this process; its variant names the schedule.
-    """
+    """A rank of torch.distributed.pipelining over Gloo, with one stage."""
 
     def __init__(self, options: WorkerOptions) -> None:
         self._workload, self._rank = options.workload, options.rank

@@ -71,10 +71,7 @@ def make_stage(workload: Workload, params: Params, stage: int, num_stages: int) 
     """A stage with an even share of the layers; of one stage, the whole model.
 
     Args:
-        workload: The model.
         params: By `write_params`.
-        stage: Its number.
-        num_stages: How many there are.
     """
     share = workload.num_layers // num_stages
     parts: list[nn.Module] = []

@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false
 """A process of torch: alone, or a rank of torch.distributed.pipelining."""
 
-from benchmarks.training_speed.worker import Loop, WorkerOptions, confine, serve
+from benchmarks.training_speed.worker import Loop, WorkerOptions, serve
 
 
 def make(options: WorkerOptions) -> Loop:
@@ -15,6 +15,4 @@ def make(options: WorkerOptions) -> Loop:
 
 
 if __name__ == "__main__":
-    options = WorkerOptions.parse()
-    confine(options)
-    serve(options, lambda: make(options))
+    serve(make)

@@ -38,20 +38,13 @@ class Turn:
 
 
 class Running:
-    """A contender's processes, ready for their turns.
-
-    Args:
-        streams: The connections to them.
-    """
+    """A contender's processes, ready for their turns."""
 
     def __init__(self, streams: Sequence[TextIO]) -> None:
         self._streams = streams
 
     def take_turn(self, steps: int) -> Turn:
         """Train some steps.
-
-        Args:
-            steps: How many.
 
         Raises:
             ContenderError: If it has ended.
@@ -72,15 +65,6 @@ def running(
     commands: Sequence[Sequence[str]], num_ranks: int, folder: Path, address: Path
 ) -> Iterator[Running]:
     """Start a contender, and end it.
-
-    Args:
-        commands: What to start; a launcher may make more processes of one.
-        num_ranks: How many processes will say that they are ready.
-        folder: For its log.
-        address: Of the socket to listen at.
-
-    Yields:
-        Its processes, once all are ready.
 
     Raises:
         ContenderError: If they are not within five minutes.

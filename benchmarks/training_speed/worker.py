@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -101,7 +101,7 @@ class WorkerOptions:
         )
 
 
-def confine(options: WorkerOptions) -> None:
+def _confine(options: WorkerOptions) -> None:
     """Keep this process to its cores; to be called before JAX or torch starts its threads.
 
     XLA sizes its pool of threads by NPROC, which a launcher sets, rather than by the cores.
@@ -110,15 +110,19 @@ def confine(options: WorkerOptions) -> None:
     os.environ["NPROC"] = str(len(options.own_cores))
 
 
-def serve(options: WorkerOptions, make: Callable[[], Loop]) -> None:
-    """Train on command until the benchmark hangs up.
+def serve(make: Callable[[WorkerOptions], Loop], rank: int | None = None) -> None:
+    """Train on command, on this process's cores alone, until the benchmark hangs up.
 
     Args:
-        options: Of this process.
         make: Compiles, and does other work that is not timed.
+        rank: In place of the command line's.
     """
+    options = WorkerOptions.parse()
+    if rank is not None:
+        options = replace(options, rank=rank)
+    _confine(options)
     batches = read_batches(options.batches)
-    with closing(make()) as loop, socket.socket(socket.AF_UNIX) as connection:
+    with closing(make(options)) as loop, socket.socket(socket.AF_UNIX) as connection:
         connection.connect(options.address)
         stream = connection.makefile("rw", encoding="utf-8")
         _tell(stream, {"ready": options.rank})

@@ -67,13 +67,7 @@ Batch = tuple[np.ndarray, np.ndarray]
 
 
 def write_batches(path: Path, workload: Workload, num_steps: int) -> None:
-    """Write the batches of all steps: windows of the sources of Python's standard library.
-
-    Args:
-        path: An .npy file.
-        workload: What they are for.
-        num_steps: How many.
-    """
+    """Write the batches of all steps: windows of the sources of Python's standard library."""
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = b"".join(source.read_bytes() for source in sources)[:_TEXT_BYTES]
     symbols, length = np.frombuffer(text, np.uint8), workload.sequence_length
@@ -84,10 +78,6 @@ def write_batches(path: Path, workload: Workload, num_steps: int) -> None:
 
 
 def read_batches(path: Path) -> Iterator[Batch]:
-    """The batches in order.
-
-    Args:
-        path: What `write_batches` wrote.
-    """
+    """The batches in order."""
     for windows in np.load(path):
         yield np.ascontiguousarray(windows[..., :-1]), np.ascontiguousarray(windows[..., 1:])

@@ -98,11 +98,7 @@ _NAMED = re.compile(r"(output file|schedule file|\w+)(?=[\[:])")
 
 
 def problem_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The problem's fields that options set; None sets nothing.
-
-    Args:
-        options: Values by the name of their parameter.
-    """
+    """The problem's fields that options set; None sets nothing."""
     given = {name: value for name, value in options.items() if value is not None}
     fields = {name: numbers(given[name]) for name in _LISTS if name in given}
     return fields | {field: given[name] for name, field in _FIELDS.items() if name in given}

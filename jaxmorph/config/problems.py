@@ -61,12 +61,7 @@ def show(value: Any) -> str:
 def find_problems(
     schema: type[BaseModel], error: ValidationError, tree: Mapping
 ) -> tuple[Problem, ...]:
-    """Returns one problem for each key at fault; pydantic reports one for each branch of a union.
-
-    Args:
-        schema: the model that was validated.
-        tree: the values that were validated.
-    """
+    """Returns a problem for each key at fault; pydantic reports one for each branch of a union."""
     problems: dict[str, Problem] = {}
     for details in error.errors(include_url=False):
         for problem in _problems_of(schema, details, tree):

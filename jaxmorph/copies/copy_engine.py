@@ -3,7 +3,7 @@
 For each message a stream waits for the payload, copies it into its registered slot, and writes the
 slot's signal. The sidecar polls these signals, so no thread of this process waits for the copy. On
 its own stream the copy doesn't delay computation either. The paper does the same with two copies in
-one stream (its Figure 11). None of it has run on a GPU yet.
+one stream (its Figure 11).
 """
 
 import threading

@@ -2,9 +2,8 @@
 
 A device can only access slots whose memory is registered with the driver: `RegisteredMemory`.
 
-Importing this module loads no library; `CudaDriver.open` does, and reports what is missing. None of
-it has run on a GPU yet: it was written from the driver's documentation, and is tested with a fake
-library.
+Importing this module loads no library; `CudaDriver.open` does, and reports what is missing. It was
+written from the driver's documentation, and is tested with a fake library.
 """
 
 import ctypes

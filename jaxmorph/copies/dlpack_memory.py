@@ -1,7 +1,6 @@
 """Memory passed to JAX and taken from it by DLPack, without a copy.
 
 `HostTensor` gives JAX memory of another owner; `view_on_device` finds the address of a JAX array.
-Neither has run on a GPU yet; both are tested on CPUs, by the same protocol.
 """
 
 import ctypes

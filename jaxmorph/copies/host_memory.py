@@ -1,7 +1,7 @@
 """Copies made on the host: immediately, in callbacks of compiled programs, or via pinned memory.
 
 On CPUs, whose arrays lie in this process's memory, these are the only backends. On GPUs they come
-after the backends that need the driver; none of them has run on a GPU yet.
+after the backends that need the driver.
 """
 
 import ctypes

@@ -3,7 +3,7 @@
 A copy is one program, after the one that computes its payload or before the one that needs it, with
 no driver call, callback or thread. But a device runs its programs one after another, so a copy
 delays what the device computes next, for as long as the bus takes. And a faulty kernel ends its
-process's work on the device: no other backend can take over. None of it has run on a GPU yet.
+process's work on the device: no other backend can take over.
 
 A channel's launches into slots share its `arrivals` counter: no two may run at the same time, and
 none do on one stream.

@@ -1,7 +1,4 @@
-"""Copies out of registered slots straight to the device; a thread releases each slot.
-
-None of it has run on a GPU yet.
-"""
+"""Copies out of registered slots straight to the device; a thread releases each slot."""
 
 from collections import deque
 from collections.abc import Callable

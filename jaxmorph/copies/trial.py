@@ -49,9 +49,6 @@ def try_send(
 ) -> None:
     """Copy a payload in two parts into slots; compare each the moment its signal appears.
 
-    Args:
-        registry: Is given the slots' memory.
-
     Raises:
         Exception: If it doesn't work; the message says why.
     """
@@ -75,9 +72,6 @@ def try_receive(
     backend: ReceiveBackend, placement: Sharding, registry: MemoryRegistry | None = None
 ) -> None:
     """Receive two payloads through one slot; compare both, the first after the second came.
-
-    Args:
-        registry: Is given the slots' memory.
 
     Raises:
         Exception: If it doesn't work; the message says why.

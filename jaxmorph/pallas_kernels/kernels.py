@@ -1,8 +1,7 @@
 """Both copies as kernels: device memory into a slot of host memory, and a slot into device memory.
 
-Lowered for CUDA by JAX 0.10.2, 0.11.2 and 0.12, assembled for sm_90a and interpreted in tests; they
-have never run on a GPU. `assembly` explains why a reader of the signal sees the payload. A slot is
-read by `relaxed.sys` loads, which no cache answers with the slot's previous message.
+`assembly` explains why a reader of the signal sees the payload. A slot is read by `relaxed.sys`
+loads, which no cache answers with the slot's previous message.
 
 A kernel never waits: it would occupy multiprocessors and the stream, and an op that it waits for
 may be queued behind it. So the host waits for a slot's signal before it launches the copy.
@@ -71,13 +70,7 @@ def copy_to_host(
     check_words("copy_to_host", "arrivals", arrivals, ARRIVAL_WORDS)
     num_bytes = checked_bytes("copy_to_host", payload.shape, payload.dtype, slot_bytes)
     tiling = tile(num_bytes, tuning)
-    kernel = assembled_kernel(
-        "copy_to_host",
-        to_host_assembly(tiling),
-        [_TICKET],
-        ctas=tiling.ctas,
-        threads=tiling.threads,
-    )
+    kernel = assembled_kernel("copy_to_host", to_host_assembly(tiling), [_TICKET], tiling)
     return kernel(payload.reshape(-1), control, arrivals)[0]
 
 
@@ -127,13 +120,8 @@ def copy_from_host(
     num_bytes = checked_bytes("copy_from_host", shape, dtype, slot_bytes)
     tiling = tile(num_bytes, tuning)
     flat = jax.ShapeDtypeStruct((num_bytes // jnp.dtype(dtype).itemsize,), dtype)
-    kernel = assembled_kernel(
-        "copy_from_host",
-        from_host_assembly(tiling),
-        [flat, _TICKET],
-        ctas=tiling.ctas,
-        threads=tiling.threads,
-    )
+    outputs = [flat, _TICKET]
+    kernel = assembled_kernel("copy_from_host", from_host_assembly(tiling), outputs, tiling)
     copied, ticket = kernel(control)
     return copied.reshape(shape), ticket
 

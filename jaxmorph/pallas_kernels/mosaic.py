@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 
-from jaxmorph.pallas_kernels.tuning import WARPGROUP_THREADS
+from jaxmorph.pallas_kernels.tuning import WARPGROUP_THREADS, Tiling
 
 _LEAST = (9, 0)
 _HOSTS = ("x86_64", "amd64")
@@ -33,16 +33,13 @@ def assembled_kernel(
     name: str,
     assembly: str,
     outputs: Sequence[jax.ShapeDtypeStruct],
-    *,
-    ctas: int,
-    threads: int,
+    tiling: Tiling,
 ) -> Callable[..., Any]:
     """A traceable function whose body is a block of PTX.
 
     Args:
         assembly: Every thread's program; `$0`, `$1` ... are the addresses of inputs, then outputs.
         outputs: Their shapes and dtypes.
-        threads: In each CTA; a multiple of 128.
 
     Returns:
         A function of the inputs that returns the list of outputs.
@@ -64,9 +61,9 @@ def assembled_kernel(
     return mosaic.plgpu.kernel(
         body,
         out_type=tuple(outputs),
-        grid=(ctas,),
+        grid=(tiling.ctas,),
         grid_names=("cta",),
-        num_threads=threads // WARPGROUP_THREADS,
+        num_threads=tiling.threads // WARPGROUP_THREADS,
         thread_name="warpgroup",
         compiler_params=_parameters(mosaic.plgpu),
     )

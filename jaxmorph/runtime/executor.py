@@ -372,23 +372,23 @@ class Executor:
         return done
 
     def _forward(self, op: Op, state: _Step, x: Tree, targets: Tree) -> Any:
-        """Dispatch the program of a forward; returns what `forward_with_done` does."""
+        """Dispatch the program of a forward; returns what `StagePrograms.forward` does."""
         chunk, weights = self.chunks[op.chunk], state.weights[op.chunk]
         functions, extras = chunk.functions, state.inputs.extras
         if state.inputs.evaluates and functions.evaluates_apart:
             every = self._from_host(extras, op, state) if functions.takes_extras else {}
-            output, done = chunk.evaluate_with_done(weights, x, targets, every)
+            output, done = chunk.evaluate(weights, x, targets, every)
             return output, (), (), done
         read = functions.with_extras(extras)
         own = self._from_host(read, op, state) if read else ()
         if not functions.reads_keys:
-            return chunk.forward_with_done(weights, x, targets, extras=own)
+            return chunk.forward(weights, x, targets, extras=own)
         first_layer = self.first_layers[op.chunk]
         numbers = key_numbers(self.seed, state.step, op.microbatch, first_layer)
-        return chunk.forward_with_done(weights, x, targets, numbers, own)
+        return chunk.forward(weights, x, targets, numbers, own)
 
     def _run_backward_input(self, op: Op, state: _Step) -> Any:
-        gradient, weight_stash, done = self.chunks[op.chunk].backward_input_with_done(
+        gradient, weight_stash, done = self.chunks[op.chunk].backward_input(
             state.weights[op.chunk],
             state.buffer(BufferKind.STASH, op),
             self._output_gradient(op, state),
@@ -399,7 +399,7 @@ class Executor:
         return done
 
     def _run_backward_weight(self, op: Op, state: _Step) -> Any:
-        state.accumulators[op.chunk], done = self.chunks[op.chunk].backward_weight_with_done(
+        state.accumulators[op.chunk], done = self.chunks[op.chunk].backward_weight(
             state.weights[op.chunk],
             state.buffer(BufferKind.WEIGHT_STASH, op),
             state.accumulators[op.chunk],
@@ -407,7 +407,7 @@ class Executor:
         return done
 
     def _run_backward(self, op: Op, state: _Step) -> Any:
-        gradient, state.accumulators[op.chunk], done = self.chunks[op.chunk].backward_with_done(
+        gradient, state.accumulators[op.chunk], done = self.chunks[op.chunk].backward(
             state.weights[op.chunk],
             state.buffer(BufferKind.STASH, op),
             self._output_gradient(op, state),

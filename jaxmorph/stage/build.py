@@ -45,9 +45,9 @@ class StagePrograms:
     Arrays lie on the stage's submesh. Inputs, targets, extras, activations and output gradients may
     be numpy arrays; the caller must not write to them afterwards, because a CPU uses them in place.
 
-    An op `f` also exists as `f_with_done`, which returns `done` as well: a scalar that is ready
-    when the op has run. Waiting on `done` keeps none of the op's results alive, and still works
-    when the next op has taken over (donated) the accumulators.
+    An op's last result is `done`, a scalar that is ready when the op has run. Waiting on it keeps
+    none of the other results alive, and still works when the next op has taken over (donated) the
+    accumulators.
 
     Attributes:
       functions: what the programs compute, before compilation.
@@ -79,7 +79,7 @@ class StagePrograms:
         targets: Tree = None,
         key_numbers: ArrayLike | None = None,
         extras: Tree = (),
-    ) -> tuple[jax.Array, Arrays]:
+    ) -> tuple[jax.Array, Arrays, Arrays, jax.Array]:
         """Runs F on one microbatch.
 
         Args:
@@ -90,30 +90,18 @@ class StagePrograms:
           extras: the leaves that functions `with_extras` returns.
 
         Returns:
-          (activations, or on the last stage the float32 sum of the losses; stash).
-        """
-        return self.forward_with_done(weights, x, targets, key_numbers, extras)[:2]
-
-    def forward_with_done(
-        self,
-        weights: Arrays,
-        x: Tree,
-        targets: Tree = None,
-        key_numbers: ArrayLike | None = None,
-        extras: Tree = (),
-    ) -> tuple[jax.Array, Arrays, Arrays, jax.Array]:
-        """Runs F; returns what `forward` returns, the vector of auxiliary losses, and `done`.
-
-        The vector is float32, in the order of the losses' names, in a tuple: () without any.
+          (activations, or on the last stage the float32 sum of the losses; stash; the float32
+          vector of auxiliary losses, in the order of their names, in a tuple: () without any;
+          `done`).
         """
         given = (each for each in (targets, extras, key_numbers) if each is not None)
         (output, stash, *aux), done = self.compiled["F"](weights, x, *given)
         return output, stash, tuple(aux), done
 
-    def evaluate_with_done(
+    def evaluate(
         self, params: Params, x: Tree, targets: Tree = None, extras: Tree = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Runs the forward of a stage that `evaluates_apart`; returns its output, and `done`.
+        """Runs the forward of a stage that `evaluates_apart`; returns (its output; `done`).
 
         Args:
           extras: all of them, if functions `takes_extras`.
@@ -123,7 +111,7 @@ class StagePrograms:
 
     def backward_input(
         self, weights: Arrays, stash: Arrays, output_gradient: ArrayLike, *aux_gradient: ArrayLike
-    ) -> tuple[jax.Array | None, Arrays]:
+    ) -> tuple[jax.Array | None, Arrays, jax.Array]:
         """Runs B on one microbatch.
 
         Args:
@@ -131,33 +119,24 @@ class StagePrograms:
           *aux_gradient: of the vector of auxiliary losses, if there are any.
 
         Returns:
-          (gradient of the stage's input, None on the first stage; weight stash). The weight stash
-          begins with the arrays of the stash that W needs too, not copied.
+          (gradient of the stage's input, None on the first stage; weight stash; `done`). The weight
+          stash begins with the arrays of the stash that W needs too, not copied.
         """
-        return self.backward_input_with_done(weights, stash, output_gradient, *aux_gradient)[:2]
-
-    def backward_input_with_done(
-        self, weights: Arrays, stash: Arrays, output_gradient: ArrayLike, *aux_gradient: ArrayLike
-    ) -> tuple[jax.Array | None, Arrays, jax.Array]:
-        """Runs B; returns what `backward_input` returns, and `done`."""
         arguments = (weights, stash, output_gradient, *aux_gradient)
         (input_gradient, new), done = self.compiled["B"](*arguments)
         return input_gradient, (*[stash[i] for i in self.passed_on], *new), done
 
     def backward_weight(
         self, weights: Arrays, weight_stash: Arrays, accumulators: Params
-    ) -> Params:
+    ) -> tuple[Params, jax.Array]:
         """Runs W: adds one microbatch's gradients to the accumulators, in place.
 
         Args:
           accumulators: float32, structured like the parameters; donated.
-        """
-        return self.backward_weight_with_done(weights, weight_stash, accumulators)[0]
 
-    def backward_weight_with_done(
-        self, weights: Arrays, weight_stash: Arrays, accumulators: Params
-    ) -> tuple[Params, jax.Array]:
-        """Runs W; returns the accumulators, and `done`."""
+        Returns:
+          (accumulators; `done`).
+        """
         return self.compiled["W"](weights, weight_stash, accumulators)
 
     def backward(
@@ -167,23 +146,11 @@ class StagePrograms:
         output_gradient: ArrayLike,
         accumulators: Params,
         *aux_gradient: ArrayLike,
-    ) -> tuple[jax.Array | None, Params]:
+    ) -> tuple[jax.Array | None, Params, jax.Array]:
         """Runs BW: B and W in one program, without a weight stash.
 
         Arguments and results are those of `backward_input` and `backward_weight`.
         """
-        arguments = (weights, stash, output_gradient, accumulators, *aux_gradient)
-        return self.backward_with_done(*arguments)[:2]
-
-    def backward_with_done(
-        self,
-        weights: Arrays,
-        stash: Arrays,
-        output_gradient: ArrayLike,
-        accumulators: Params,
-        *aux_gradient: ArrayLike,
-    ) -> tuple[jax.Array | None, Params, jax.Array]:
-        """Runs BW; returns what `backward` returns, and `done`."""
         arguments = (weights, stash, output_gradient, accumulators, *aux_gradient)
         (gradient, sums), done = self.compiled["BW"](*arguments)
         return gradient, sums, done

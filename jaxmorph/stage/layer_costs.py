@@ -106,11 +106,11 @@ def _layer_ms(
     aux_gradient = [np.ones(count, np.float32)] if (count := stage.functions.num_aux) else []
 
     def run(sums: Sums) -> Sums:
-        output, kept = stage.forward(weights, activations, key_numbers=numbers, extras=extras)
+        output, kept, *_ = stage.forward(weights, activations, key_numbers=numbers, extras=extras)
         if "W" not in kinds:
             return stage.backward(weights, kept, output, sums, *aux_gradient)[1]
-        _, weight_stash = stage.backward_input(weights, kept, output, *aux_gradient)
-        return stage.backward_weight(weights, weight_stash, sums)
+        _, weight_stash, _ = stage.backward_input(weights, kept, output, *aux_gradient)
+        return stage.backward_weight(weights, weight_stash, sums)[0]
 
     return _median_ms(run, stage.zero_accumulators()) / num_layers
 

@@ -43,16 +43,15 @@ class IncomingChunk:
         index: The chunk's number in its message.
     """
 
-    __slots__ = ("channel", "index", "length", "message", "offset", "place", "sequence", "slot")
+    __slots__ = ("channel", "index", "length", "message", "offset", "place", "sequence")
 
     def __init__(
-        self, chunk: Chunk, slot: int, place: Place, message: "_PartialMessage | None", index: int
+        self, chunk: Chunk, place: Place, message: "_PartialMessage | None", index: int
     ) -> None:
         self.channel = chunk.channel
         self.sequence = chunk.sequence
         self.offset = chunk.offset
         self.length = chunk.length
-        self.slot = slot
         self.place = place
         self.message = message
         self.index = index
@@ -70,7 +69,6 @@ class Delivery(NamedTuple):
 
     channel: ChannelName
     sequence: int
-    slot: int
     total: int
     tag: Tag
     posted_ns: int  # by the sender's monotonic clock
@@ -217,12 +215,10 @@ class Incoming:
         channel = self._channels.get(chunk.channel)
         if channel is None:
             raise ProtocolError(f"got a chunk of {chunk.channel}, which doesn't end here")
-        sequence = chunk.sequence
-        slot = sequence & (channel.num_slots - 1)
-        if (sequence - channel.delivered) & MASK >= HALF:
-            incoming = IncomingChunk(chunk, slot, JUNK, None, 0)
+        if (chunk.sequence - channel.delivered) & MASK >= HALF:
+            incoming = IncomingChunk(chunk, JUNK, None, 0)
         else:
-            incoming = self._claim(channel, chunk, slot)
+            incoming = self._claim(channel, chunk)
         lane.incoming.append(incoming)
         return incoming
 
@@ -312,7 +308,7 @@ class Incoming:
         self._activity += 1
         lane.last_active = self._activity
 
-    def _claim(self, channel: _Channel, chunk: Chunk, slot: int) -> IncomingChunk:
+    def _claim(self, channel: _Channel, chunk: Chunk) -> IncomingChunk:
         message = channel.partial.get(chunk.sequence)
         if message is not None and (
             message.total != chunk.total
@@ -324,10 +320,10 @@ class Incoming:
         if message is None:
             message = self._expect(channel, chunk)
         if message.received[index]:
-            return IncomingChunk(chunk, slot, JUNK, None, index)
+            return IncomingChunk(chunk, JUNK, None, index)
         if index in message.writers:
-            return IncomingChunk(chunk, slot, ASIDE, message, index)
-        incoming = IncomingChunk(chunk, slot, SLOT, message, index)
+            return IncomingChunk(chunk, ASIDE, message, index)
+        incoming = IncomingChunk(chunk, SLOT, message, index)
         message.writers[index] = incoming
         return incoming
 
@@ -411,11 +407,8 @@ class Incoming:
         while message is not None and not message.missing:
             message.state = next_receive_state(message.state, _IN_SEQUENCE)
             del channel.partial[sequence]
-            slot = sequence & (channel.num_slots - 1)
             deliveries.append(
-                Delivery(
-                    channel.name, sequence, slot, message.total, message.tag, message.posted_ns
-                )
+                Delivery(channel.name, sequence, message.total, message.tag, message.posted_ns)
             )
             sequence = (sequence + 1) & MASK
             message = channel.partial.get(sequence)

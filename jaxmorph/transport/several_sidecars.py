@@ -183,11 +183,6 @@ class SeveralSidecars(DataPlane):
         """The counts of each sidecar: see `SidecarPlane.statistics`."""
         return {"sidecars": [plane.statistics() for plane in self.planes]}
 
-    @property
-    def sidecar_pids(self) -> list[int]:
-        """The ids of its sidecars' processes; one changes with a restart."""
-        return [plane.sidecar_pid for plane in self.planes if isinstance(plane, SidecarPlane)]
-
     def processor_s(self) -> float | None:
         """The processor time that its sidecars have used so far; None: not all have answered."""
         found = [each.get("processor_s") for each in self.statistics()["sidecars"]]

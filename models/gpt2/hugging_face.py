@@ -6,11 +6,12 @@ in files of the whole model, and do not in those of a model without its head.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from ..stored_tensors import StoredTensors, write_tensors
 from .config import GPT2Config
@@ -82,7 +83,8 @@ def read_weights(
         params["embed"] = {"token": stored.read(prefix + _TOKEN.name), "position": positions}
     if is_last:
         norm = {leaf.path: stored.read(prefix + leaf.name) for leaf in _NORM}
-        params["head"] = _tree({**norm, _OUTPUT.path: _read_output(stored, prefix, config)})
+        output = _read_output(stored, prefix, config)
+        params["head"] = unflatten_dict({**norm, _OUTPUT.path: output})
     return params
 
 
@@ -217,7 +219,7 @@ def _read_layers(
         for row, layer in zip(array, layers, strict=True):
             row[...] = stored.read(_in_layer(prefix, layer, leaf))
         stacked[leaf.path] = array
-    return _tree(stacked)
+    return unflatten_dict(stacked)
 
 
 def _read_output(stored: StoredTensors, prefix: str, config: GPT2Config) -> np.ndarray:
@@ -251,16 +253,6 @@ def _named(config: GPT2Config, layers: range, params: Tree) -> Iterable[tuple[st
 def _at(tree: Tree, leaf: _Leaf) -> Any:
     for name in leaf.path:
         tree = tree[name]
-    return tree
-
-
-def _tree(leaves: Mapping[tuple[str, ...], np.ndarray]) -> Tree:
-    tree: Tree = {}
-    for (*outer, name), array in leaves.items():
-        inner = tree
-        for key in outer:
-            inner = inner.setdefault(key, {})
-        inner[name] = array
     return tree
 
 

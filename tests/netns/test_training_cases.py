@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def test_a_card_that_dies_in_mid_step_costs_no_step_and_changes_no_result(tmp_path):
-    job = JOB.with_steps(12)
+    job = replace(JOB, num_steps=12)
     case = replace(CASES[0], fault=card_lost(1, "rank 1"), links=("0-1",))
     with lay_hosts(2, alike=True) as hosts:
         expected = train_on(hosts, tmp_path / "healthy", job)

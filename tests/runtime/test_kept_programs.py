@@ -148,9 +148,9 @@ def one_step(model):
     params = init_stage_params(model, jax.random.key(3), range(2), is_first=True, is_last=True)
     tokens = jnp.arange(16, dtype=jnp.int32).reshape(2, 8)
     weights = stage.prepare(params)
-    gradient, stash = stage.forward(weights, tokens, tokens)
-    _, weight_stash = stage.backward_input(weights, stash, gradient)
-    sums = stage.backward_weight(weights, weight_stash, stage.zero_accumulators())
+    gradient, stash, *_ = stage.forward(weights, tokens, tokens)
+    _, weight_stash, _ = stage.backward_input(weights, stash, gradient)
+    sums, _ = stage.backward_weight(weights, weight_stash, stage.zero_accumulators())
     return [leaf.tobytes() for leaf in jax.device_get(jax.tree.leaves((gradient, sums)))]
 
 

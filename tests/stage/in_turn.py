@@ -23,19 +23,19 @@ class Pipeline:
             (x, one_targets), stashes = jax.device_put(batch), []
             for stage, weights in zip(self.stages, self.weights, strict=True):
                 is_last = stage is self.stages[-1]
-                x, stash = stage.forward(weights, x, one_targets if is_last else None)
+                x, stash, *_ = stage.forward(weights, x, one_targets if is_last else None)
                 stashes.append(stash)
             loss, gradient = loss + x, self.loss_weight
             for i in reversed(range(len(self.stages))):
                 arguments = (self.weights[i], stashes[i], gradient, sums[i])
-                gradient, sums[i] = backward(self.stages[i], *arguments)
+                gradient, sums[i], _ = backward(self.stages[i], *arguments)
             assert gradient is None
         return loss * self.loss_weight, sums
 
 
 def split_backward(stage, weights, stash, gradient, sums):
-    gradient, weight_stash = stage.backward_input(weights, stash, gradient)
-    return gradient, stage.backward_weight(weights, weight_stash, sums)
+    gradient, weight_stash, _ = stage.backward_input(weights, stash, gradient)
+    return gradient, *stage.backward_weight(weights, weight_stash, sums)
 
 
 def expected_gradients(model, params, tokens, targets, loss_weight):

@@ -124,14 +124,14 @@ def test_programs_do_not_grow_with_depth(kind, stage_of):
 def test_accumulators_are_added_to_in_place(kind, pipeline_of):
     pipeline = pipeline_of(1)
     stage, weights = pipeline.stages[0], pipeline.weights[0]
-    _, stash = stage.forward(weights, TOKENS[0], TARGETS[0])
-    _, weight_stash = stage.backward_input(weights, stash, LOSS_WEIGHT)
+    _, stash, *_ = stage.forward(weights, TOKENS[0], TARGETS[0])
+    _, weight_stash, _ = stage.backward_input(weights, stash, LOSS_WEIGHT)
     sums = stage.zero_accumulators()
     addresses = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(sums)]
     if kind == "W":
-        added = stage.backward_weight(weights, weight_stash, sums)
+        added, _ = stage.backward_weight(weights, weight_stash, sums)
     else:
-        added = stage.backward(weights, stash, LOSS_WEIGHT, sums)[1]
+        _, added, _ = stage.backward(weights, stash, LOSS_WEIGHT, sums)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(sums))
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(added)] == addresses
 
@@ -140,8 +140,8 @@ def test_accumulators_are_added_to_in_place(kind, pipeline_of):
 def test_memory_is_what_the_arrays_take(stash_policy, pipeline_of):
     pipeline = pipeline_of(1, stash_policy)
     stage, weights = pipeline.stages[0], pipeline.weights[0]
-    _, stash = stage.forward(weights, TOKENS[0], TARGETS[0])
-    _, weight_stash = stage.backward_input(weights, stash, LOSS_WEIGHT)
+    _, stash, *_ = stage.forward(weights, TOKENS[0], TARGETS[0])
+    _, weight_stash, _ = stage.backward_input(weights, stash, LOSS_WEIGHT)
     held = [sum(array.nbytes for array in arrays) for arrays in (stash, weight_stash)]
     memory = stage.memory
     assert held == [memory.after_forward_bytes, memory.after_backward_input_bytes]
@@ -151,8 +151,8 @@ def test_b_passes_arrays_of_the_stash_on_without_a_copy(pipeline_of):
     pipeline = pipeline_of(3)
     stage, weights = pipeline.stages[1], pipeline.weights[1]
     x = jnp.ones((BATCH, LENGTH, 16))
-    _, stash = stage.forward(weights, x)
-    _, weight_stash = stage.backward_input(weights, stash, x)
+    _, stash, *_ = stage.forward(weights, x)
+    _, weight_stash, _ = stage.backward_input(weights, stash, x)
     assert len(stage.passed_on) > 0
     for position, array in zip(stage.passed_on, weight_stash, strict=False):
         assert array is stash[position]
@@ -186,7 +186,7 @@ def test_read_only_numpy_arrays_give_the_same_bits(pipeline_of):
     given.setflags(write=False)
 
     def results(x, gradient):
-        output, stash = stage.forward(weights, x)
+        output, stash, *_ = stage.forward(weights, x)
         split = split_backward(stage, weights, stash, gradient, stage.zero_accumulators())
         whole = stage.backward(weights, stash, gradient, stage.zero_accumulators())
         return jax.tree.map(lambda leaf: np.asarray(leaf).tobytes(), (output, split, whole))

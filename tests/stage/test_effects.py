@@ -78,7 +78,7 @@ def test_effects_happen_once_and_gradients_stay(stash):
     params = init_stage_params(model, jax.random.key(0), range(LAYERS), True, True)
     weights = stage.prepare(params)
     assert taken(seen) == {}
-    _, kept = stage.forward(weights, TOKENS, TOKENS)
+    _, kept, *_ = stage.forward(weights, TOKENS, TOKENS)
     assert taken(seen) == {
         "inputs alone": 1,
         "layer": LAYERS,
@@ -87,8 +87,8 @@ def test_effects_happen_once_and_gradients_stay(stash):
         "branch": LAYERS,
         "head": 1,
     }
-    _, weight_stash = stage.backward_input(weights, kept, np.float32(1))
-    sums = stage.backward_weight(weights, weight_stash, stage.zero_accumulators())
+    _, weight_stash, _ = stage.backward_input(weights, kept, np.float32(1))
+    sums, _ = stage.backward_weight(weights, weight_stash, stage.zero_accumulators())
     assert taken(seen) == {}
 
     def loss(params):

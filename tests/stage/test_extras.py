@@ -112,9 +112,9 @@ def test_gradients_are_those_of_one_device(stash: StashPolicy, drops):
         own, key = functions.with_extras(data.extras), key_numbers(1, 2, 0, layers.start)
         # In the order of their names: bias, mask, of/head, unread.
         assert functions.extras == ((0, 1, 2) if is_last else (0, 1))
-        x, kept = stage.forward(weights, x, targets, key if drops else None, own)
+        x, kept, *_ = stage.forward(weights, x, targets, key if drops else None, own)
         if drops:
-            evaluated, _ = stage.evaluate_with_done(params, evaluated, targets, data.extras)
+            evaluated, _ = stage.evaluate(params, evaluated, targets, data.extras)
         # The stage keeps a leaf once, not once a layer.
         mask = data.extras["mask"].shape
         assert mask in [each.shape for each in kept]
@@ -127,7 +127,7 @@ def test_gradients_are_those_of_one_device(stash: StashPolicy, drops):
         gradient: Any = jnp.float32(1)
         sums = []
         for _, stage, weights, kept in reversed(done):
-            gradient, own = backward(stage, weights, kept, gradient, stage.zero_accumulators())
+            gradient, own, _ = backward(stage, weights, kept, gradient, stage.zero_accumulators())
             sums.insert(0, own)
         assert gradient is None
         assert largest_error(joined(sums), expected) < 1e-5

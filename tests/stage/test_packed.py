@@ -106,13 +106,13 @@ def test_stages_of_packed_rows_have_the_gradients_of_documents_alone(name, stash
     for layers, stage in stages_of(model, stash):
         weights = stage.prepare(part_of(whole, layers, LAYERS))
         targets = TARGETS if layers.stop == LAYERS else None
-        x, kept = stage.forward(weights, x, targets, None, stage.functions.with_extras(EXTRAS))
+        x, kept, *_ = stage.forward(weights, x, targets, None, stage.functions.with_extras(EXTRAS))
         done.append((stage, weights, kept))
     np.testing.assert_allclose(x, expected_loss, rtol=1e-6)
     for backward in (split_backward, type(done[0][0]).backward):
         gradient: Any = jnp.float32(1)
         sums = []
         for stage, weights, kept in reversed(done):
-            gradient, own = backward(stage, weights, kept, gradient, stage.zero_accumulators())
+            gradient, own, _ = backward(stage, weights, kept, gradient, stage.zero_accumulators())
             sums.insert(0, own)
         assert largest_error(joined(sums), expected) < 1e-5

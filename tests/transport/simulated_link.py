@@ -60,6 +60,10 @@ class Memory:
     def number(self, at: int) -> int:
         return add(self.first, at)
 
+    def slot(self, sequence: int) -> bytearray:
+        """Where the receiver has the message with that number."""
+        return self.target[sequence % self.num_slots]
+
 
 @dataclass
 class Wire:
@@ -394,7 +398,7 @@ class Link:
         assert distance(incoming.sequence, number) + held < memory.num_slots, "written over another"
         start = incoming.offset + first
         assert start + len(data) <= memory.slot_bytes
-        memory.target[incoming.slot][start : start + len(data)] = data
+        memory.slot(incoming.sequence)[start : start + len(data)] = data
 
     def _finish(self, pipe: Pipe, incoming: IncomingChunk, check: int) -> None:
         if self.carries and incoming.place is not Place.JUNK and pipe.received_check != check:
@@ -435,7 +439,7 @@ class Link:
     def _compare(self, delivery: Delivery) -> None:
         if self.carries:
             memory = self.memories[delivery.channel]
-            got = bytes(memory.target[delivery.slot][: delivery.total])
+            got = bytes(memory.slot(delivery.sequence)[: delivery.total])
             assert got == content(delivery.channel, delivery.sequence, delivery.total)
 
     # Frames in the other direction, and pings.

@@ -39,7 +39,7 @@ def delivered(outcome):
 
 def test_a_chunk_has_its_place_in_its_slot(incoming):
     begun = incoming.begin(0, chunk(3, 1))
-    assert (begun.place, begun.slot, begun.offset) == (Place.SLOT, (FIRST + 3) % 4, SIZE)
+    assert (begun.place, begun.sequence, begun.offset) == (Place.SLOT, (FIRST + 3) % 2**32, SIZE)
     assert incoming.finish(0) == (
         (), None, (), Acknowledge(NAME, 1, SIZE, FIRST, (FIRST + 4) % 2**32)
     )  # fmt: skip
