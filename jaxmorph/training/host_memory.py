@@ -170,16 +170,10 @@ def agree_on_host_room(
 ) -> HostRoom:
     """`host_room` of a run whose stages are built; all ranks call this at the same point."""
     state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(stage.state))
-    own = _Own(copy_bytes(config, state_bytes), _pool_bytes(stage.device.platform))
-    ranks = gather(rendezvous, _Own, own)
-    copies, pools = [each.copy_bytes for each in ranks], [each.pool_bytes for each in ranks]
+    own = copy_bytes(config, state_bytes), _pool_bytes(stage.device.platform)
+    ranks = gather(rendezvous, tuple[int, int | None], own)
+    copies, pools = [copy for copy, _ in ranks], [pool for _, pool in ranks]
     return host_room(config, payloads, delegated, copies, pools)
-
-
-@dataclass(frozen=True)
-class _Own:
-    copy_bytes: int
-    pool_bytes: int | None
 
 
 def _pool_bytes(platform: str) -> int | None:

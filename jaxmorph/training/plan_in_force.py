@@ -107,14 +107,6 @@ def agree_on_stash(rendezvous: Rendezvous, memory: "StashMemory") -> StashBytes:
     )
 
 
-@dataclass(frozen=True)
-class _Planned:
-    """A plan, and the profile that it was made for."""
-
-    profile: Profile
-    plan: Plan
-
-
 def agree_on_plan(
     config: Config,
     rendezvous: Rendezvous,
@@ -134,9 +126,8 @@ def agree_on_plan(
     """
     own = None
     if rendezvous.rank == 0:
-        own = _Planned(profile, plan_step(config, profile, num_tied, room))
-    answer = agree(rendezvous, _Planned, own)
-    made, agreed = answer.plan, answer.profile
+        own = profile, plan_step(config, profile, num_tied, room)
+    agreed, made = agree(rendezvous, tuple[Profile, Plan], own)
     programs = lower_step(made.schedule, agreed, made.routes, num_tied, made.offloading)
     in_force = PlanInForce(made, programs, rendezvous.rank, slots_needed(programs))
     return in_force.with_slots_that_fit(room)
