@@ -300,9 +300,7 @@ class ControllerState:
 
     Attributes:
         adapts: Whether the run adapts; if not, the controller only tracks failed direct paths.
-        plan: The plan in force.
         profile: The costs of the first plan, with ops as they are now.
-        step: The last observed step.
         judged_routes: The routes under which links were judged last; None before any step.
         from_start: The events of links that are degraded before the first step.
         findings: Those since the last request for candidates.

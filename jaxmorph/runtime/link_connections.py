@@ -56,7 +56,6 @@ def open_data_plane(
 
     Args:
         start: Starts an end; None: sidecar processes.
-        timeout_s: How long to wait for peers to connect.
 
     Yields:
         The plane; None where the rank has no channels.

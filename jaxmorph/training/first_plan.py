@@ -77,8 +77,6 @@ def plan_by_timings(
 
     Args:
         with_slots: Adds slots for more than the plan's own steps.
-        known: The slow and dead directions of an earlier start, the same on all ranks.
-        room: The ranks' host memory for slots and stashes, the same on all ranks.
 
     Raises:
         UserError: The schedule can't keep the configured caps.
@@ -163,8 +161,6 @@ def agree_on_routes(
 
     Args:
         profile: The costs of ops, and of links on the configured routes.
-        delegable: The links that may be delegated.
-        room: The ranks' host memory for slots and stashes; None: no limit.
 
     Returns:
         The plan, and the costs that it was made for.
@@ -228,7 +224,6 @@ def _warm_up(
     """Run a few steps for their timings, with the schedule for equal costs and no updates.
 
     Args:
-        inputs: The data of each step.
         first_step: The number of the first step; all are negative.
         on_step: Called with each measured step, on rank 0.
         on_load: Called with the processor time that a measured step took this rank's sidecar, if

@@ -14,6 +14,7 @@ import jax
 
 from jaxmorph.config import Config
 from jaxmorph.config.link_problems import possible_links
+from jaxmorph.control.offload_planning import offloaded_bytes
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step, step_in_slots_ms
 from jaxmorph.copies.backends import PayloadShape
@@ -25,7 +26,7 @@ from jaxmorph.runtime.payloads import slot_use
 from jaxmorph.runtime.rendezvous import Rendezvous, gather
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.training.first_plan import with_delegated
-from jaxmorph.training.plan_in_force import PlanInForce, offloaded_bytes, plan_step
+from jaxmorph.training.plan_in_force import PlanInForce, plan_step
 
 _POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _POOL_GIB = 64  # where the environment doesn't set it (XLA, 2026)

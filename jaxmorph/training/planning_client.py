@@ -209,9 +209,6 @@ class PlanningProcess:
     def simulate(self, number: int, profile: Profile, *, is_drawn: bool = False) -> Simulated:
         """Simulate a step of one of the last plans in force.
 
-        Args:
-            is_drawn: Whether to return all times.
-
         Raises:
             PlanningError: It can't.
         """

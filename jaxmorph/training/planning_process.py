@@ -26,7 +26,7 @@ from jaxmorph.control.conditions import costs_differ, links_under
 from jaxmorph.control.controller_state import RequestCandidates
 from jaxmorph.control.orchestrator import Option, Options
 from jaxmorph.control.profiler import Profile
-from jaxmorph.control.step_programs import lower_step, step_in_slots_ms
+from jaxmorph.control.step_programs import lower_step, simulate_step, step_in_slots_ms
 from jaxmorph.control.verdicts import Verdict, degraded_links
 from jaxmorph.errors import UserError
 from jaxmorph.plain_json import dump, parse_line, tagged
@@ -40,7 +40,7 @@ from jaxmorph.program.lowering import forward_only
 from jaxmorph.program.slots_needed import most_slots, scarce_slots, slots_needed
 from jaxmorph.records import Link, Route
 from jaxmorph.schedule.planner import Plan
-from jaxmorph.training.plan_in_force import plan_step, simulate_step
+from jaxmorph.training.plan_in_force import plan_step
 from jaxmorph.training.planning_client import (
     Answer,
     Begin,

@@ -155,7 +155,7 @@ class Run:
                 self.probed = {str(transfer): took_ms for transfer in probes}
             case Morph() as morph:
                 self.morphs.append(morph)
-                self.programs = tuple(map(parse_instructions, morph.programs))
+                self.programs = tuple(map(parse_instructions, morph.made.programs))
                 self.routes = morph.plan.routes
                 self._record(self.loop.plan_changed(morph), self.step + 1)
 

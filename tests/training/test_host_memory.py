@@ -12,6 +12,7 @@ from jaxmorph.config import Config
 from jaxmorph.config.link_problems import possible_links
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.link_state import LinkHealth
+from jaxmorph.control.offload_planning import offloaded_bytes
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.control.verdicts import Evidence, Verdict
@@ -25,7 +26,7 @@ from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.costs import CopyCosts, LinkDelay, StageCosts, StashBytes, chain_links
 from jaxmorph.training.evaluation import with_room_for_forwards
 from jaxmorph.training.host_memory import agree_on_host_room, forecast, host_room, room_in_words
-from jaxmorph.training.plan_in_force import agree_on_plan, offloaded_bytes, plan_step
+from jaxmorph.training.plan_in_force import agree_on_plan, plan_step
 from jaxmorph.training.planning_client import Begin, RunToPlan
 from jaxmorph.training.planning_process import CandidatePlanner
 

@@ -12,7 +12,7 @@ from jaxmorph.control.controller_state import RequestCandidates
 from jaxmorph.control.link_state import LinkHealth, PathState
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.rank_times import RankTimes, texts_of, timeline_of
-from jaxmorph.control.step_programs import lower_step
+from jaxmorph.control.step_programs import lower_step, simulate_step
 from jaxmorph.control.verdicts import Evidence, Verdict
 from jaxmorph.plain_json import dump, parse_line, tagged
 from jaxmorph.program.check import check
@@ -21,7 +21,7 @@ from jaxmorph.program.lowering import forward_only
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.records import Link
 from jaxmorph.schedule.costs import Limits, StageCosts, StashBytes, chain_links
-from jaxmorph.training.plan_in_force import plan_step, simulate_step
+from jaxmorph.training.plan_in_force import plan_step
 from jaxmorph.training.planning_client import (
     Begin,
     PlanningError,
