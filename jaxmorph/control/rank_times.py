@@ -409,6 +409,9 @@ def _transfers(rank: int, times: MessageTimes) -> Iterable[TransferSpan]:
         yield TransferSpan(rank, label, start / _US, end / _US, holds_queue=times.is_direct)
 
 
+# --- Simulated steps -----------------------------------------------------------------------------
+
+
 def texts_of(timeline: Timeline) -> tuple[str, ...]:
     """The JSON of a simulated step's `rank_times`."""
     return tuple(map(dump, rank_times(timeline)))
