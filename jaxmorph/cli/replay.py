@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxmorph.config import Config, load_config
+from jaxmorph.control.controller_state import StepObserved
 from jaxmorph.control.events import ControlEvent
-from jaxmorph.control.measurements import link_medians_ms, link_samples
+from jaxmorph.control.measurements import link_medians_ms
 from jaxmorph.errors import UserError
 from jaxmorph.records import Event, StepRecord
 from jaxmorph.report.page import write_report
@@ -135,8 +136,8 @@ def _written(run_dir: Path, config: Config, moments: Sequence[Moment], out: Path
 
 
 def _simulated(fact: StepRecord, moment: Moment, slower: float, config: Config) -> StepRecord:
-    state, timeline = moment.result.state, moment.timeline
-    if timeline is None:
+    state, seen, timeline = moment.result.state, moment.observation, moment.timeline
+    if timeline is None or not isinstance(seen, StepObserved):
         return fact
     plan, step_s = state.plan, slower * timeline.makespan_ms / 1e3
     return replace(
@@ -149,5 +150,5 @@ def _simulated(fact: StepRecord, moment: Moment, slower: float, config: Config) 
         predicted_step_s=timeline.makespan_ms / 1e3,
         bubble_rate=timeline.bubble_rate,
         peak_live=timeline.peak_live(config.schedule.live_until),
-        link_ms=link_medians_ms(link_samples(timeline)) or None,
+        link_ms=link_medians_ms(seen.by_direction) or None,
     )

@@ -24,7 +24,7 @@ from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.join import join_run
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
 from jaxmorph.runtime.rendezvous import Rendezvous
-from jaxmorph.runtime.report import measured_timeline
+from jaxmorph.runtime.report import timings_of
 from jaxmorph.schedule.costs import Links
 from jaxmorph.stage.model import device_choices
 from jaxmorph.training.device_memory import with_device_budget
@@ -100,15 +100,15 @@ def _profiled(first: FirstPlan, runner: ConditionRunner, num_steps: int, rank: i
     steps = runner.run(first.in_force, (), num_steps).steps
     if rank != 0 or not steps:
         return first
-    timelines = [measured_timeline(step.reports) for step in steps]
-    for timeline in timelines:
-        first.profiler.observe(timeline)
+    measured = [timings_of(step.reports) for step in steps]
+    for ranks in measured:
+        first.profiler.observe(ranks)
     profile = first.profiler.profile()
     return replace(
         first,
         planned_for=profile,
         usual=with_measured(first.usual, profile.links, first.in_force.plan.routes),
-        timelines=(*first.timelines, *timelines),
+        steps=(*first.steps, *measured),
     )
 
 

@@ -21,6 +21,7 @@ from jaxmorph.records import Event, EventKind, RunHeader, RunSummary, StepRecord
 from jaxmorph.report.run_directory import EVENTS, METRICS, RECOVERY, RecoveryFile, read_records
 from jaxmorph.report.run_matrix import Run, StepTimes
 from jaxmorph.report.terminal import Reporter
+from jaxmorph.training.resume import RunStart
 from jaxmorph.training.start import run_here
 
 RUNS = "runs"
@@ -116,7 +117,8 @@ def run_whole(
 
     try:
         with _caches_of(system.restarts):
-            asked_to_end = run_here(whole_config(config, system, condition, directory), progress)
+            start = RunStart(whole_config(config, system, condition, directory))
+            asked_to_end = run_here(start, progress)
     except RunFailedError as error:
         put_run("; ".join(str(error).splitlines()[:2]))
         if error.asked_to_end:

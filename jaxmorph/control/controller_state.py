@@ -17,7 +17,6 @@ from jaxmorph.control.events import ControlEvent, PlanChange, verdict_event
 from jaxmorph.control.late_once import LateOnce
 from jaxmorph.control.link_state import FailedPaths
 from jaxmorph.control.measurements import (
-    LinkSample,
     MessageTables,
     OpTime,
     StepSamples,
@@ -46,14 +45,11 @@ class StepObserved:
     """A step of the plan in force, by all ranks' reports.
 
     Attributes:
-        samples: Those of messages one by one, as a simulation makes them.
-        ops: The times of ops by stage and kind.
         probes_ms: The times of probe messages before the step, by the names of transfers.
-        messages: Those of messages as ranks measure them (`rank_times.joined_messages`).
+        messages: Those of the step (`rank_times.joined_messages`).
     """
 
     step: int
-    samples: tuple[LinkSample, ...] = ()
     ops: Mapping[tuple[int, OpKind], OpTime] = field(default_factory=dict)
     probes_ms: Mapping[str, float] = field(default_factory=dict)
     paths: JoinedPathReport = EMPTY_REPORT
@@ -62,7 +58,7 @@ class StepObserved:
     @cached_property
     def by_direction(self) -> StepSamples:
         """All samples."""
-        return by_direction(self.samples, self.messages)
+        return by_direction(self.messages)
 
 
 @dataclass(frozen=True)
@@ -304,9 +300,7 @@ class ControllerState:
 
     Attributes:
         adapts: Whether the run adapts; if not, the controller only tracks failed direct paths.
-        plan: The plan in force.
         profile: The costs of the first plan, with ops as they are now.
-        step: The last observed step.
         judged_routes: The routes under which links were judged last; None before any step.
         from_start: The events of links that are degraded before the first step.
         findings: Those since the last request for candidates.

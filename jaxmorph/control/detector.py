@@ -4,7 +4,7 @@ There is no nominal speed of a link: a direction is compared with its own histor
 (`direction_watch`), and right after its first measurement with the other directions.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -15,7 +15,7 @@ from jaxmorph.control.direction_watch import (
     after_messages_in_time,
 )
 from jaxmorph.control.link_state import Direction, LinkHealth
-from jaxmorph.control.measurements import LinkSample, StepSamples, by_direction, robust_spread
+from jaxmorph.control.measurements import LinkSample, StepSamples, robust_spread
 from jaxmorph.control.route_record import OTHER_ROUTE_MS, Usual
 from jaxmorph.control.verdicts import Evidence, KnownDirection, Verdict
 from jaxmorph.records import Route
@@ -41,11 +41,9 @@ class Detector:
             direction: self.directions[direction].verdict for direction in sorted(self.directions)
         }
 
-    def observe(
-        self, step: int, samples: Iterable[LinkSample] | StepSamples
-    ) -> tuple["Detector", list[Verdict]]:
-        """Judge a step's messages, in the order of sending (see `link_samples`)."""
-        now, samples = dict(self.directions), by_direction(samples)
+    def observe(self, step: int, samples: StepSamples) -> tuple["Detector", list[Verdict]]:
+        """Judge a step's messages."""
+        now = dict(self.directions)
         in_time = after_messages_in_time(now, samples)
         changes: list[Verdict] = []
         measured: list[tuple[Direction, DirectionWatch, bool]] = []

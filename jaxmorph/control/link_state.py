@@ -172,19 +172,6 @@ class PathFailure:
 
 
 @dataclass(frozen=True)
-class PathChanges:
-    """The changes of failed paths in a step.
-
-    Attributes:
-        returned: Those that have now been up for long enough, and for how many steps.
-        lost: Those that had returned and are down again.
-    """
-
-    returned: Mapping[Link, int]
-    lost: tuple[Link, ...]
-
-
-@dataclass(frozen=True)
 class LinkPath:
     """The direct path of a link that has failed at least once.
 
@@ -297,13 +284,17 @@ class FailedPaths:
 
     def observe(
         self, up: Mapping[Link, bool], delegated: Container[Link]
-    ) -> tuple["FailedPaths", PathChanges]:
+    ) -> tuple["FailedPaths", dict[Link, int], list[Link]]:
         """Count a step in which both ends found paths up or not.
 
         Args:
             up: A path that is missing counts as down.
             delegated: The links that the plan in force delegates. A failed path doesn't return
                 before a plan has delegated its link.
+
+        Returns:
+            The state, the paths that have now been up for long enough with the steps that they
+            were, and those that had returned and are down again.
         """
         counted: dict[Link, LinkPath] = {}
         returned: dict[Link, int] = {}
@@ -317,7 +308,7 @@ class FailedPaths:
                 returned[link] = path.up_steps
                 path = replace(path, state=PathState.RETURNED)
             counted[link] = path
-        return self._with(counted), PathChanges(returned, tuple(lost))
+        return self._with(counted), returned, lost
 
     def _is_enough(self, path: LinkPath) -> bool:
         if path.state is PathState.RETURNED or not path.can_restore:

@@ -3,16 +3,14 @@
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 from statistics import median
-from typing import Any, NamedTuple, TypeAlias, cast, overload
+from typing import Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
 
-from jaxmorph.program.instructions import Payload, Transfer
 from jaxmorph.records import Route
 from jaxmorph.schedule.ops import OpKind
-from jaxmorph.schedule.timeline import Timeline, TransferSpan
+from jaxmorph.schedule.timeline import Timeline
 
 _TO_STANDARD_DEVIATION = 1.4826  # of normal data, from their median absolute deviation
 _DIGITS = 3  # of milliseconds: a microsecond
@@ -130,17 +128,9 @@ StepSamples: TypeAlias = dict[tuple[int, int], Sequence[LinkSample]]
 """A step's samples by direction, each in the order of sending."""
 
 
-def by_direction(
-    samples: Iterable[LinkSample] | StepSamples, messages: Iterable[MessageTables] = ()
-) -> StepSamples:
-    """All samples of a step by direction; what is that already is returned as it is."""
-    if isinstance(samples, dict):
-        return cast("StepSamples", samples)
-    found: dict[tuple[int, int], Sequence[LinkSample]] = {}
-    single: defaultdict[tuple[int, int], list[LinkSample]] = defaultdict(list)
-    for sample in samples:
-        single[sample.direction].append(sample)
-    found.update(single)
+def by_direction(messages: Iterable[MessageTables]) -> StepSamples:
+    """All samples of a step by direction."""
+    found: StepSamples = {}
     for own in DirectionSamples.of_all(messages):
         its: Sequence[LinkSample] = own
         if before := found.get(own.direction):  # some of its messages took the other route
@@ -166,46 +156,14 @@ def median_ms(samples: Sequence[LinkSample]) -> float:
     return median(sample.duration_ms for sample in samples)
 
 
-def link_samples(timeline: Timeline) -> tuple[LinkSample, ...]:
-    """One sample for each message of activations or gradients, in the order of sending.
-
-    Tied gradients are left out, because they have another length and follow the last op. So are
-    messages that only one end has reported.
-    """
-    received: list[LinkSample] = []
-    other_end: dict[str, TransferSpan] = {}
-    for span in timeline.transfers:
-        transfer = _parse(span.label)
-        if transfer.payload is Payload.TIED:
-            continue
-        duration_ms, receiver = span.end_ms - span.start_ms, span
-        if span.holds_queue:
-            met = other_end.pop(span.label, None)
-            if met is None:
-                other_end[span.label] = span
-                continue
-            # The earlier end also waits for its peer, behind a slow stage or an earlier transfer.
-            # The later end waits for the link alone.
-            duration_ms = min(duration_ms, met.end_ms - met.start_ms)
-            receiver = span if span.stage == transfer.destination else met
-        if receiver.stage == transfer.destination:
-            ends = transfer.source, transfer.destination, transfer.microbatch
-            received.append(LinkSample(*ends, duration_ms, receiver.end_ms, span.holds_queue))
-    received.sort(key=lambda sample: (sample.sent_ms, sample.at_ms))
-    return tuple(received)
-
-
-_parse = lru_cache(maxsize=1 << 14)(Transfer.parse)  # every step has the same labels
-
-
-def link_medians_ms(samples: Iterable[LinkSample] | StepSamples) -> dict[str, float]:
+def link_medians_ms(samples: StepSamples) -> dict[str, float]:
     """The median time of a step's messages in each direction, such as ``2>3``, in rising order.
 
     Milliseconds, rounded to a microsecond.
     """
     return {
         f"{source}>{destination}": round(median_ms(each), _DIGITS)
-        for (source, destination), each in sorted(by_direction(samples).items())
+        for (source, destination), each in sorted(samples.items())
     }
 
 

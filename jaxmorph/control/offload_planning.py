@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from jaxmorph.control.profiler import Profile
-from jaxmorph.control.step_programs import lower_step, offload_step
+from jaxmorph.control.step_programs import lower_step, offload_step, simulate_step
 from jaxmorph.errors import UserError
-from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.instructions import RankInstructions
 from jaxmorph.program.offload import count_offloads, offload_these, waiting_longest
 from jaxmorph.program.slots_needed import HostRoom, most_offloaded_bytes
@@ -187,11 +186,14 @@ def _placed(
 
 def _fits_hosts(candidate: _Candidate, profile: Profile, room: HostRoom | None) -> bool:
     """Whether the hosts hold the candidate's stashes, beside the fewest slots."""
-    if room is None or profile.stash_bytes is None:
-        return True
-    stashes = zip(candidate.programs, profile.stash_bytes.after_forward, strict=True)
-    away = [most_offloaded_bytes(program, num_bytes) for program, num_bytes in stashes]
-    return room.holds(away)
+    return room is None or room.holds(offloaded_bytes(candidate.programs, profile))
+
+
+def offloaded_bytes(programs: Sequence[RankInstructions], profile: Profile) -> tuple[int, ...]:
+    """The most bytes of stashes that each rank has in host memory at once; 0 if not known."""
+    sizes = profile.stash_bytes
+    stashes = [0] * len(programs) if sizes is None else sizes.after_forward
+    return tuple(map(most_offloaded_bytes, programs, stashes))
 
 
 def _ops_beside_a_copy(profile: Profile, num_chunks: int) -> int:
@@ -211,9 +213,7 @@ def _ops_beside_a_copy(profile: Profile, num_chunks: int) -> int:
 
 
 def _simulated_ms(programs: tuple[RankInstructions, ...], profile: Profile) -> float:
-    return simulate_blocking(
-        programs, profile.costs, profile.links, copies=profile.copies
-    ).makespan_ms
+    return simulate_step(programs, profile, {}).makespan_ms
 
 
 def _best(candidates: list[_Candidate]) -> _Candidate:

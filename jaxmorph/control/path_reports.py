@@ -131,11 +131,11 @@ def judge_paths(
         paths, was_last = paths.limit_restores(link, left)
         events += [_given_up_event(link)] if was_last else []
     delegated = {link for link, route in routes.items() if route == "delegated"}
-    paths, changes = paths.observe(report.up, delegated)
-    for link in changes.lost:
+    paths, returned, lost = paths.observe(report.up, delegated)
+    for link in lost:
         detector = _with_failure(detector, step, link, "its direct path is down again")
         events.append(_path_down_event(link))
-    for link, up_steps in changes.returned.items():
+    for link, up_steps in returned.items():
         for direction in directions_of(link):
             before = detector.verdicts
             detector, changed = detector.observe_return(step, direction, up_steps)

@@ -16,14 +16,12 @@ from jaxmorph.control.measurements import (
     StepSamples,
     by_direction,
     durations_by_route,
-    link_samples,
     median_ms,
-    op_times,
 )
+from jaxmorph.control.rank_times import RankTimes, copies_ms_of, joined_messages, op_times_of
 from jaxmorph.records import Link
 from jaxmorph.schedule.costs import CopyCosts, LinkDelay, Links, StageCosts, StashBytes
 from jaxmorph.schedule.ops import OpKind
-from jaxmorph.schedule.timeline import Timeline
 
 _RECENT_STEPS = 20
 
@@ -76,10 +74,9 @@ class Profiler:
         self._is_direct: dict[tuple[int, int], bool] = {}
         self._copies: defaultdict[tuple[int, str], RunningEstimate] = defaultdict(estimate)
 
-    def observe(self, timeline: Timeline, samples: Sequence[LinkSample] | None = None) -> None:
-        """Add a measured step; `samples` are its `link_samples`, if the caller has them."""
-        samples = link_samples(timeline) if samples is None else samples
-        self.add(op_times(timeline), copy_medians_ms(timeline), by_direction(samples))
+    def observe(self, ranks: Sequence[RankTimes]) -> None:
+        """Add a measured step by all ranks' times."""
+        self.add(op_times_of(ranks), copies_ms_of(ranks), by_direction(joined_messages(ranks)))
 
     def add(
         self,
@@ -87,7 +84,7 @@ class Profiler:
         copies_ms: Mapping[tuple[int, str], float],
         samples: StepSamples,
     ) -> None:
-        """Add a step by its `op_times`, `copy_medians_ms` and samples."""
+        """Add a step by its `op_times_of`, `copies_ms_of` and samples."""
         for key, took_ms in copies_ms.items():
             self._copies[key].add(took_ms)
         for key, time in ops.items():
@@ -138,14 +135,6 @@ def _median_of(estimates: Mapping[Any, RunningEstimate], key: tuple[Any, ...]) -
     """0 for what was never seen."""
     seen = estimates.get(key)  # unlike [], adds no entry to a defaultdict
     return 0.0 if seen is None else seen.median
-
-
-def copy_medians_ms(timeline: Timeline) -> dict[tuple[int, str], float]:
-    """The median time of the copies of each stage, by their kind."""
-    took_ms: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
-    for copy in timeline.copies:
-        took_ms[copy.stage, copy.kind].append(copy.end_ms - copy.start_ms)
-    return {key: median(each) for key, each in took_ms.items()}
 
 
 def _main_message(samples: Sequence[LinkSample]) -> tuple[bool, float]:

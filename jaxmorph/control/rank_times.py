@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from statistics import median
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
@@ -27,7 +28,6 @@ from jaxmorph.control.measurements import (
     packed,
     unpacked,
 )
-from jaxmorph.control.profiler import copy_medians_ms
 from jaxmorph.plain_json import ParseError, dump
 from jaxmorph.program.instructions import Payload, Transfer
 from jaxmorph.schedule.ops import Op, OpKind, peak_live
@@ -138,7 +138,7 @@ class RankTimes:
             (*_by_direction(direct, is_direct=True), *_by_direction(arrivals, is_direct=False)),
             packed(copy_rows),
             {kind: time for (_, kind), time in op_times(own).items()},
-            {kind: each_ms for (_, kind), each_ms in copy_medians_ms(own).items()},
+            _copy_medians_ms(own),
             own.busy_ms[0],
             own.makespan_ms,
             live,
@@ -202,6 +202,13 @@ class RankTimes:
             Peaks(*begin[7:9]),
             **more,
         )
+
+
+def _copy_medians_ms(timeline: Timeline) -> dict[str, float]:
+    took_ms: dict[str, list[float]] = {}
+    for copy in timeline.copies:
+        took_ms.setdefault(copy.kind, []).append(copy.end_ms - copy.start_ms)
+    return {kind: median(each) for kind, each in took_ms.items()}
 
 
 @lru_cache(maxsize=1 << 14)  # the same messages come in every step
@@ -402,8 +409,16 @@ def _transfers(rank: int, times: MessageTimes) -> Iterable[TransferSpan]:
         yield TransferSpan(rank, label, start / _US, end / _US, holds_queue=times.is_direct)
 
 
+# --- Simulated steps -----------------------------------------------------------------------------
+
+
 def texts_of(timeline: Timeline) -> tuple[str, ...]:
-    """A simulated step as ranks would report it: the JSON of each one's `RankTimes`."""
+    """The JSON of a simulated step's `rank_times`."""
+    return tuple(map(dump, rank_times(timeline)))
+
+
+def rank_times(timeline: Timeline) -> tuple[RankTimes, ...]:
+    """A simulated step as ranks would report it."""
     direct: list[list[MessageSpan]] = [[] for _ in timeline.orders]
     arrivals: list[list[MessageSpan]] = [[] for _ in timeline.orders]
     for each in timeline.transfers:
@@ -415,7 +430,7 @@ def texts_of(timeline: Timeline) -> tuple[str, ...]:
     ops: list[list[tuple[Op, float, float]]] = [[] for _ in timeline.orders]
     for span in timeline.spans():
         ops[span.stage].append((span.op, span.start_ms, span.end_ms))
-    return tuple(map(dump, map(RankTimes.of, ops, direct, arrivals, copies)))
+    return tuple(map(RankTimes.of, ops, direct, arrivals, copies))
 
 
 _parse: Callable[[str], Transfer] = lru_cache(maxsize=1 << 17)(Transfer.parse)

@@ -18,6 +18,7 @@ from jaxmorph.schedule.costs import Limits, Links, StageCosts
 from jaxmorph.schedule.planner import Offloading, Plan, alternatives
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
+from jaxmorph.schedule.timeline import Timeline
 
 _NOISE = 0.05  # a difference between stages that must not affect the order of transfers
 _WORTH = 0.01  # a smaller gain may be noise of the measurements
@@ -165,14 +166,25 @@ def _in_slots(
     return free_ms, step_in_slots_ms(programs, profile, scarce), taken
 
 
+def simulate_step(
+    programs: Sequence[RankInstructions], profile: Profile, scarce: Mapping[Channel, int]
+) -> Timeline:
+    """A step under a profile; direct transfers hold queues, delegated ones don't.
+
+    Args:
+        scarce: The slots of channels that have fewer than they need so that no send waits for one.
+    """
+    return simulate_blocking(
+        programs, profile.costs, profile.links, copies=profile.copies, slots=scarce
+    )
+
+
 def step_in_slots_ms(
     programs: Sequence[RankInstructions], profile: Profile, scarce: Mapping[Channel, int]
 ) -> float:
     """The simulated step with few slots for some channels; infinite if it can't run."""
     try:
-        return simulate_blocking(
-            programs, profile.costs, profile.links, copies=profile.copies, slots=scarce
-        ).makespan_ms
+        return simulate_step(programs, profile, scarce).makespan_ms
     except ProgramError:  # they would wait for each other for ever
         return math.inf
 

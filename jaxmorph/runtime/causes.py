@@ -118,7 +118,6 @@ class LongWaits:
     Any thread: all methods. Lock: the waits.
 
     Attributes:
-        rank: This one.
         forward: Sends a wait to the other end of a link, by link.
     """
 

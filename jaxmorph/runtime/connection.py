@@ -150,7 +150,6 @@ class Member(NamedTuple):
     """What an end of a connection proves to the other.
 
     Attributes:
-        rank: Its own.
         purpose: What the connection is for, the same at both ends: ranks come to `purpose`.
         secret: Of the run, or of this start of it.
     """

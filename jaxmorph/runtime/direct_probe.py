@@ -45,7 +45,6 @@ def probe_direct(
     Both ends call this at the same point, while their queues are empty.
 
     Args:
-        step: The step that is over.
         placement: Where the stage keeps its arrays.
         pending: Arrays that are ready when the accelerator is idle.
     """

@@ -48,7 +48,6 @@ class FailoverRoute:
     Args:
         direct: Carries messages while a link's path works, and keeps what it sends.
         connections: To the other end of each link that may be direct.
-        timeout_s: How long to wait for the peer.
         communicators: Over which a restored link starts again.
         watch: Finds the paths that died together with one whose transfer hangs.
         waits: The delegated route's; passed on over the links' connections.

@@ -56,7 +56,6 @@ def open_data_plane(
 
     Args:
         start: Starts an end; None: sidecar processes.
-        timeout_s: How long to wait for peers to connect.
 
     Yields:
         The plane; None where the rank has no channels.
@@ -107,16 +106,9 @@ def _join(rendezvous: Rendezvous, plane: DataPlane, found: Sequence[tuple[Addres
     plane.connect({rank: found[rank] for rank in plane.peer_ranks}, secret)
 
 
-@dataclass(frozen=True)
-class _Listening:
-    """Where a rank listens."""
-
-    at: tuple[Address, ...]
-
-
 def _agree(rendezvous: Rendezvous, own: Sequence[Address]) -> list[tuple[Address, ...]]:
     """Where every rank listens; all ranks call it together."""
-    return [each.at for each in gather(rendezvous, _Listening, _Listening(tuple(own)))]
+    return gather(rendezvous, tuple[Address, ...], tuple(own))
 
 
 def _agree_on_address(rendezvous: Rendezvous, own: Address) -> list[Address]:
@@ -250,25 +242,17 @@ class FailoverConnections:
 def open_failover_connections(
     rendezvous: Rendezvous, links: Collection[Link], host: str, timeout_s: float
 ) -> Iterator[FailoverConnections]:
-    """Connections and pings of a rank's links; for the arguments see `open_peer_connections`."""
-    with (
-        open_peer_connections(rendezvous, links, host, timeout_s) as peers,
-        open_path_pings(rendezvous, host) as pings,
-    ):
-        yield FailoverConnections(peers, pings)
-
-
-@contextmanager
-def open_peer_connections(
-    rendezvous: Rendezvous, links: Collection[Link], host: str, timeout_s: float
-) -> Iterator[Mapping[Link, PeerConnections]]:
-    """This rank's connections to the other ends of its links; all ranks call it together.
+    """This rank's connections and pings; all ranks call it together.
 
     For the arguments see `_open_connections`.
     """
-    with _open_connections(rendezvous, links, host, timeout_s, number=2) as found:
+    with (
+        _open_connections(rendezvous, links, host, timeout_s, number=2) as found,
+        open_path_pings(rendezvous, host) as pings,
+    ):
         # Both ends have them in the order in which the caller called.
-        yield {link: PeerConnections(*both) for link, both in found.items()}
+        peers = {link: PeerConnections(*both) for link, both in found.items()}
+        yield FailoverConnections(peers, pings)
 
 
 @contextmanager

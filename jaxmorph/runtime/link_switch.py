@@ -25,7 +25,6 @@ a rank that needs the resent messages. These threads read different connections,
 leaves also sends a last ready message.
 """
 
-import json
 import struct
 import threading
 import time
@@ -35,8 +34,8 @@ from functools import partial
 from typing import NamedTuple
 
 from jaxmorph.control.link_state import PathFailure
-from jaxmorph.plain_json import as_object, dump, parse_line
-from jaxmorph.program.instructions import Channel, Payload
+from jaxmorph.plain_json import dump, parse_line, tagged
+from jaxmorph.program.instructions import Channel
 from jaxmorph.records import Link
 from jaxmorph.runtime.causes import LongWaits, Wait
 from jaxmorph.runtime.connection import Connection, ConnectionLostError
@@ -58,7 +57,7 @@ class PeerConnections:
     Attributes:
         ready: Carries a `Ready` before each direct transfer. The queue's thread reads the socket
             itself: handing messages over from another thread would add latency to each transfer.
-        states: Carries `EndState`s; the link's own thread reads them.
+        states: Carries each `EndState` and `Wait`; the link's own thread reads them.
     """
 
     ready: Connection
@@ -85,21 +84,6 @@ class EndState:
     received: Counts
     retires_communicator: bool
     reason: str
-
-    def to_bytes(self) -> bytes:
-        """JSON, as `from_bytes` reads it."""
-        counts = [[*channel, count] for channel, count in self.received.items()]
-        return json.dumps([self.epoch, counts, self.retires_communicator, self.reason]).encode()
-
-    @classmethod
-    def from_bytes(cls, message: bytes) -> "EndState":
-        """Parse what `to_bytes` wrote; any exception may be raised for other bytes."""
-        epoch, counts, retires_communicator, reason = json.loads(message)
-        received = {
-            Channel(Payload(payload), source, destination, index): count
-            for payload, source, destination, index, count in counts
-        }
-        return cls(epoch, received, retires_communicator, reason)
 
 
 class Ready(NamedTuple):
@@ -268,7 +252,7 @@ class LinkEnd:
     def forward(self, wait: Wait) -> None:
         """Send a long wait to the peer, which forwards it."""
         with self._changed:
-            self._send(self._connections.states, dump(as_object(wait)).encode())
+            self._send(self._connections.states, dump(tagged(wait)).encode())
 
     def begin_failed_over(self) -> None:
         """Start without a direct path, as the peer does; nothing has been sent so far."""
@@ -381,18 +365,19 @@ class LinkEnd:
     def _leave_path(self, reason: str, retires_communicator: bool) -> None:
         """Complete no more of this epoch and send the state; the caller holds the lock."""
         self._state = EndState(self.epoch + 1, self._received(), retires_communicator, reason)
-        self._send(self._connections.states, self._state.to_bytes())
+        self._send(self._connections.states, dump(tagged(self._state)).encode())
         self._send(self._connections.ready, Ready.last(self.epoch).to_bytes())
         self._changed.notify_all()
 
     def _listen(self) -> None:
         try:
             while True:
-                message = self._connections.states.receive()
-                if message.startswith(b"{"):
-                    self._waits.add(parse_line(Wait, message.decode(), "a wait"), self.link)
+                line = self._connections.states.receive().decode()
+                message = parse_line(EndState | Wait, line, "a link's other end")
+                if isinstance(message, Wait):
+                    self._waits.add(message, self.link)
                 else:
-                    self._handle_peer_state(EndState.from_bytes(message))
+                    self._handle_peer_state(message)
         except (ConnectionLostError, OSError) as error:
             with self._changed:
                 self._lost = self._lost or str(error)

@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from functools import partial
 
 from jaxmorph.errors import RunFailedError, UserError
@@ -43,31 +43,22 @@ class RankArguments:
 
     def to_command_line(self) -> list[str]:
         """The arguments, as `parse` reads them."""
-        given = {
-            "num-threads": self.num_threads,
-            "progress-fd": self.progress_fd,
-            "secret-fd": self.secret_fd,
-        }
-        return [
-            f"--rank={self.rank}",
-            f"--num-ranks={self.num_ranks}",
-            f"--coordinator={self.coordinator}",
-            f"--messages-fd={self.messages_fd}",
-            f"--lifeline-fd={self.lifeline_fd}",
-            *(f"--{name}={value}" for name, value in given.items() if value is not None),
-        ]
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return [f"{_option(name)}={value}" for name, value in given.items()]
 
     @classmethod
     def parse(cls, command_line: Sequence[str]) -> tuple["RankArguments", list[str]]:
         """The launcher's arguments, and the rest of the command line."""
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        for name in ("rank", "num-ranks", "messages-fd", "lifeline-fd"):
-            parser.add_argument(f"--{name}", type=int, required=True)
-        parser.add_argument("--coordinator", required=True)
-        for name in ("num-threads", "progress-fd", "secret-fd"):
-            parser.add_argument(f"--{name}", type=int)
+        for item in fields(cls):
+            kind = str if item.name == "coordinator" else int
+            parser.add_argument(_option(item.name), type=kind, required=item.default is MISSING)
         found, rest = parser.parse_known_args(command_line)
         return cls(**vars(found)), rest
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 class LauncherLink:

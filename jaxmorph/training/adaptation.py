@@ -39,7 +39,6 @@ class Announced:
 
     Attributes:
         program: The rank's instructions, as `instructions_text` writes them; "": no other plan.
-        slots: The number of slots of each delegated channel.
         probe: The links to probe.
         late_once: If these are in time again in this step, the plan is dropped.
     """
@@ -171,8 +170,8 @@ class Adaptation(Callback):
             case Morph() as morph:
                 self._morph = morph
                 restore = self._own_ends.failed & morph.restore
-                slots, late = morph.slots, morph.late_once
-                of_ranks = (Announced(each, slots, late_once=late) for each in morph.programs)
+                slots, late = morph.made.slots, morph.late_once
+                of_ranks = (Announced(each, slots, late_once=late) for each in morph.made.programs)
                 return Addressed(tuple(of_ranks)), restore
             case ProbeLinks(links, restore):
                 failed = self._own_ends.failed.intersection(links)

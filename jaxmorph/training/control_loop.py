@@ -6,12 +6,12 @@ ranks do next. None of them holds up a step.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from jaxmorph.control.controller import advance
 from jaxmorph.control.controller_state import (
@@ -36,42 +36,16 @@ from jaxmorph.control.controller_state import (
 )
 from jaxmorph.control.events import ControlEvent, PlanChange
 from jaxmorph.control.late_once import LateOnce
-from jaxmorph.control.orchestrator import Options
 from jaxmorph.control.profiler import Profile
-from jaxmorph.control.verdicts import Verdict
-from jaxmorph.program.instructions import Channel, RankInstructions, parse_instructions
+from jaxmorph.control.step_programs import simulate_step
+from jaxmorph.program.instructions import RankInstructions, parse_instructions
 from jaxmorph.records import Link
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.schedule.timeline import Timeline
-from jaxmorph.training.plan_in_force import simulate_step
-from jaxmorph.training.planning_client import Chosen, PlanningError, Simulated
+from jaxmorph.training.planning_client import Chosen, PlanningError, PlanningProcess, Simulated
 
 _OPS_A_STEP, _OPS_HERE = 8192, 512
 """So many ops are simulated a step, in 0.1 s beside training; in 5 ms without planning process."""
-
-
-class Plans(Protocol):
-    """What the controller needs of the planning process (`planning_client.PlanningProcess`)."""
-
-    has_died: bool
-
-    def make_candidates(
-        self, profile: Profile, verdicts: Sequence[Verdict], staying: Iterable[Link]
-    ) -> Options:
-        """The candidates."""
-        ...
-
-    def choose(self, chosen: int, number: int) -> Chosen:
-        """Makes one of them the plan in force, with a number."""
-        ...
-
-    def simulate(self, number: int, profile: Profile, *, is_drawn: bool = False) -> Simulated:
-        """Simulates a step of one of the last plans in force."""
-        ...
-
-    def restart(self, in_force: Plan, programs: tuple[str, ...] | None, number: int) -> None:
-        """Begins again after a failure, with the instructions that ranks run; None: the first."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -79,21 +53,16 @@ class Morph:
     """A change of plan that ranks can carry out.
 
     Attributes:
-        programs: Every rank's instructions, as `instructions_text` writes them. The planning
-            process makes them beside training; a rank would need too long between two steps.
-        slots: The number of slots of each delegated channel.
+        made: By the planning process beside training; a rank would need too long between two steps.
         restore: The links whose failed direct paths are restored with it.
         late_once: See `ChangePlan`.
-        scarce: The slots of channels whose sends may wait for one.
         number: The plan's, as the planning process knows it.
     """
 
     change: PlanChange
-    programs: tuple[str, ...]
-    slots: Mapping[Channel, int]
+    made: Chosen
     restore: frozenset[Link] = field(default_factory=frozenset)
     late_once: tuple[LateOnce, ...] = ()
-    scarce: Mapping[Channel, int] = field(default_factory=dict)
     number: int = 0
 
     @property
@@ -104,11 +73,11 @@ class Morph:
     @cached_property
     def parsed(self) -> tuple[RankInstructions, ...]:
         """Every rank's instructions; at 64 stages it takes seconds to read them."""
-        return tuple(map(parse_instructions, self.programs))
+        return tuple(map(parse_instructions, self.made.programs))
 
     def simulate(self, profile: Profile) -> Timeline:
         """A step of the plan, as `PlanInForce.simulate`."""
-        return simulate_step(self.parsed, profile, self.scarce)
+        return simulate_step(self.parsed, profile, self.made.scarce)
 
 
 @dataclass(frozen=True)
@@ -143,7 +112,7 @@ class ControlLoop:
     def __init__(
         self,
         state: ControllerState,
-        plans: Plans | None,
+        plans: PlanningProcess | None,
         keep: Callable[[ControllerState, Observation, Advance], None] | None = None,
     ) -> None:
         self._state = state
@@ -192,7 +161,7 @@ class ControlLoop:
     def plan_changed(self, morph: Morph) -> tuple[ControlEvent, ...]:
         """Report that ranks run a morph from the next observed step on."""
         with self._lock:
-            self._programs, self._number = morph.programs, morph.number
+            self._programs, self._number = morph.made.programs, morph.number
             self.predicted = Simulated(1e3 * morph.plan.predicted_step_s)
             return self._advance(PlanChanged())
 
@@ -299,9 +268,7 @@ class ControlLoop:
             case ChooseCandidate():
                 self._planner.submit(self._answer, self._choose, command)
             case ChangePlan(change, restore, late_once) if self._chosen is not None:
-                made = self._chosen
-                how = made.scarce, self._last_number
-                self._put(Morph(change, made.programs, made.slots, restore, late_once, *how))
+                self._put(Morph(change, self._chosen, restore, late_once, self._last_number))
             case ProbeLinks():
                 self._put(command)
             case DropProbes() if isinstance(self._due, ProbeLinks):
@@ -345,7 +312,7 @@ class ControlLoop:
         self._chosen = self._require_plans().choose(command.chosen, self._last_number)
         return CandidateChosen()
 
-    def _require_plans(self) -> Plans:
+    def _require_plans(self) -> PlanningProcess:
         if self._plans is None:
             raise PlanningError("the run has no planning process")
         return self._plans

@@ -44,14 +44,6 @@ class WithinDevices:
     new: Config
 
 
-@dataclass(frozen=True)
-class _Memory:
-    """A rank's free device memory, None if unknown, and the least that its cap may be."""
-
-    free_bytes: int | None
-    least_bytes: int
-
-
 def with_device_budget(
     config: Config, rendezvous: Rendezvous, trainer: StageTrainer
 ) -> WithinDevices:
@@ -72,11 +64,11 @@ def with_device_budget(
         return WithinDevices(config, config)
     # Without offload a stage must hold at least one microbatch, whether or not that fits.
     least = 1 if offloads else max(astuple(trainer.stash_memory))
-    memories = gather(rendezvous, _Memory, _Memory(free_bytes(device), least))
-    free = [each.free_bytes for each in memories if each.free_bytes is not None]
+    memories = gather(rendezvous, tuple[int | None, int], (free_bytes(device), least))
+    free = [free for free, _ in memories if free is not None]
     if len(free) < len(memories):
         return WithinDevices(config, config)
-    capped = with_stash_caps(config, free, [each.least_bytes for each in memories])
+    capped = with_stash_caps(config, free, [least for _, least in memories])
     return WithinDevices(capped if keeps_budget(config) else config, capped)
 
 

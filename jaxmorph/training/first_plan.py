@@ -12,12 +12,13 @@ from jaxmorph.control.conditions import UsualLinks, outlying_directions, usual_d
 from jaxmorph.control.link_state import link_of
 from jaxmorph.control.offload_planning import with_sampled_copies
 from jaxmorph.control.profiler import Profile, Profiler
+from jaxmorph.control.rank_times import RankTimes
 from jaxmorph.control.verdicts import KnownDirection, dead_of, slow_of, with_known_delays
 from jaxmorph.program.slots_needed import HostRoom
 from jaxmorph.records import Link, Route
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.rendezvous import Rendezvous, agree
-from jaxmorph.runtime.report import measured_timeline
+from jaxmorph.runtime.report import timings_of
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepRunner
 from jaxmorph.schedule.costs import LinkDelay, Links, StashBytes
@@ -44,7 +45,7 @@ class FirstPlan:
         planned_for: The costs that it was made for, on rank 0.
         usual: The delays of links on each measured route, on rank 0. A run that doesn't adapt
             measures its configured routes only.
-        timelines: The measured steps, on rank 0.
+        steps: All ranks' times in the measured steps, on rank 0.
         known: The slow and dead directions of an earlier start of the run.
         room: The ranks' host memory for slots and stashes; None: no limit.
     """
@@ -54,7 +55,7 @@ class FirstPlan:
     equipped: str
     planned_for: Profile
     usual: UsualLinks
-    timelines: tuple[Timeline, ...]
+    steps: tuple[Sequence[RankTimes], ...]
     known: tuple[KnownDirection, ...] = ()
     room: HostRoom | None = None
 
@@ -76,8 +77,6 @@ def plan_by_timings(
 
     Args:
         with_slots: Adds slots for more than the plan's own steps.
-        known: The slow and dead directions of an earlier start, the same on all ranks.
-        room: The ranks' host memory for slots and stashes, the same on all ranks.
 
     Raises:
         UserError: The schedule can't keep the configured caps.
@@ -86,7 +85,7 @@ def plan_by_timings(
     # the run, or fail the path once more.
     config = with_delegated(config, sorted(dead_of(known)))
     stash_bytes = agree_on_stash(rendezvous, trainer.stash_memory)
-    timelines: list[Timeline] = []
+    measured_steps: list[Sequence[RankTimes]] = []
     loads_s: list[float] = []
     steps = partial(
         _warm_up,
@@ -95,7 +94,7 @@ def plan_by_timings(
         inputs=inputs,
         num_tied=num_tied,
         stash_bytes=stash_bytes,
-        on_step=timelines.append,
+        on_step=measured_steps.append,
         on_load=loads_s.append,
         room=room,
     )
@@ -115,9 +114,9 @@ def plan_by_timings(
         config, rendezvous, profile, usual, delegable, num_tied, room
     )
     in_force = with_slots(in_force).with_slots_that_fit(room)
-    sidecars = agree_on_sidecars(config, rendezvous, trainer, loads_s, timelines)
+    sidecars = agree_on_sidecars(config, rendezvous, trainer, loads_s, measured_steps)
     slots = resize_slots(rendezvous, trainer, in_force.slots)
-    deadline = too_short_deadline(config, timelines)
+    deadline = too_short_deadline(config, measured_steps)
     equipped = "; ".join(filter(None, (slots, sidecars, deadline)))
     return FirstPlan(
         in_force,
@@ -125,21 +124,18 @@ def plan_by_timings(
         equipped,
         profile,
         usual,
-        tuple(timelines),
+        tuple(measured_steps),
         known=tuple(known),
         room=room,
     )
 
 
-def too_short_deadline(config: Config, timelines: Iterable[Timeline]) -> str:
+def too_short_deadline(config: Config, steps: Iterable[Sequence[RankTimes]]) -> str:
     """What to say if the deadline of direct transfers is shorter than they may take; else "".
 
     Before the start only the emulated ops of a configuration are known, and those are checked then.
-
-    Args:
-        timelines: Measured steps.
     """
-    compute_s = max(map(busiest_stage_s, timelines), default=0.0)
+    compute_s = max(map(busiest_stage_s, steps), default=0.0)
     is_known = not config.fails_over or config.longest_backlog_s > 0.0
     if is_known or compute_s <= config.direct_timeout_s:
         return ""
@@ -165,8 +161,6 @@ def agree_on_routes(
 
     Args:
         profile: The costs of ops, and of links on the configured routes.
-        delegable: The links that may be delegated.
-        room: The ranks' host memory for slots and stashes; None: no limit.
 
     Returns:
         The plan, and the costs that it was made for.
@@ -221,7 +215,7 @@ def _warm_up(
     inputs: StepInputs,
     num_tied: int,
     stash_bytes: StashBytes,
-    on_step: Callable[[Timeline], None],
+    on_step: Callable[[Sequence[RankTimes]], None],
     on_load: Callable[[float], None],
     *,
     room: HostRoom | None = None,
@@ -230,7 +224,6 @@ def _warm_up(
     """Run a few steps for their timings, with the schedule for equal costs and no updates.
 
     Args:
-        inputs: The data of each step.
         first_step: The number of the first step; all are negative.
         on_step: Called with each measured step, on rank 0.
         on_load: Called with the processor time that a measured step took this rank's sidecar, if
@@ -254,9 +247,9 @@ def _warm_up(
         if step == first_step:
             before_s = trainer.sidecar_s
         elif rendezvous.rank == 0:
-            timeline = measured_timeline(result.reports)
-            profiler.observe(timeline)
-            on_step(timeline)
+            ranks = timings_of(result.reports)
+            profiler.observe(ranks)
+            on_step(ranks)
     after_s = trainer.sidecar_s
     if before_s is not None and after_s is not None:
         on_load((after_s - before_s) / (_WARM_UP_STEPS - 1))

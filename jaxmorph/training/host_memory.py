@@ -14,6 +14,7 @@ import jax
 
 from jaxmorph.config import Config
 from jaxmorph.config.link_problems import possible_links
+from jaxmorph.control.offload_planning import offloaded_bytes
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step, step_in_slots_ms
 from jaxmorph.copies.backends import PayloadShape
@@ -25,7 +26,7 @@ from jaxmorph.runtime.payloads import slot_use
 from jaxmorph.runtime.rendezvous import Rendezvous, gather
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.training.first_plan import with_delegated
-from jaxmorph.training.plan_in_force import PlanInForce, offloaded_bytes, plan_step
+from jaxmorph.training.plan_in_force import PlanInForce, plan_step
 
 _POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _POOL_GIB = 64  # where the environment doesn't set it (XLA, 2026)
@@ -170,16 +171,10 @@ def agree_on_host_room(
 ) -> HostRoom:
     """`host_room` of a run whose stages are built; all ranks call this at the same point."""
     state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(stage.state))
-    own = _Own(copy_bytes(config, state_bytes), _pool_bytes(stage.device.platform))
-    ranks = gather(rendezvous, _Own, own)
-    copies, pools = [each.copy_bytes for each in ranks], [each.pool_bytes for each in ranks]
+    own = copy_bytes(config, state_bytes), _pool_bytes(stage.device.platform)
+    ranks = gather(rendezvous, tuple[int, int | None], own)
+    copies, pools = [copy for copy, _ in ranks], [pool for _, pool in ranks]
     return host_room(config, payloads, delegated, copies, pools)
-
-
-@dataclass(frozen=True)
-class _Own:
-    copy_bytes: int
-    pool_bytes: int | None
 
 
 def _pool_bytes(platform: str) -> int | None:

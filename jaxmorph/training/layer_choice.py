@@ -29,12 +29,6 @@ class LayerChoice:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class _Counts:
-    layers: tuple[int, ...]
-    reason: str
-
-
 def choose_layers(
     config: Config,
     rendezvous: Rendezvous,
@@ -67,11 +61,11 @@ def choose_layers(
     own = None
     if rendezvous.rank == 0:
         if chosen is None:
-            own = _Counts(*cut_by_costs(measure(), num_layers, cut.stages))
+            own = cut_by_costs(measure(), num_layers, cut.stages)
         else:
-            own = _Counts(tuple(chosen), "as the run was cut before")
-    agreed = agree(rendezvous, _Counts, own)
-    return LayerChoice(cut_layers(num_layers, cut.stages, agreed.layers), agreed.reason)
+            own = tuple(chosen), "as the run was cut before"
+    counts, reason = agree(rendezvous, tuple[tuple[int, ...], str], own)
+    return LayerChoice(cut_layers(num_layers, cut.stages, counts), reason)
 
 
 def cut_by_costs(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
 from jaxmorph.config import Config, per_stage
@@ -160,14 +160,6 @@ def _open_failover(
         yield failover
 
 
-@dataclass(frozen=True)
-class _Slots:
-    """A rank's slots and their copy backend; empty if it has no delegated links."""
-
-    backend: str = ""
-    num_bytes: int = 0
-
-
 def resize_slots(
     rendezvous: Rendezvous, trainer: StageTrainer, slots: Mapping[Channel, int]
 ) -> str:
@@ -183,12 +175,12 @@ def resize_slots(
     trainer.free_slots(slots, sending=False, keep=frozenset(chain(*kept)))
     add_slots(rendezvous, trainer, slots)
     own = trainer.delegated
-    mine = _Slots(own.send_backend, own.slot_bytes) if own else _Slots()
-    slots_of_ranks = [each for each in gather(rendezvous, _Slots, mine) if each.backend]
+    mine = (own.send_backend, own.slot_bytes) if own else ("", 0)
+    of_ranks = gather(rendezvous, tuple[str, int], mine)
     if not slots:
         return ""
-    backends = " and ".join(sorted({each.backend for each in slots_of_ranks}))
-    slot_bytes = sum(each.num_bytes for each in slots_of_ranks)
+    backends = " and ".join(sorted({backend for backend, _ in of_ranks if backend}))
+    slot_bytes = sum(num_bytes for _, num_bytes in of_ranks)
     return f"delegated messages are copied by {backends}; slots for them: {slot_bytes:,} bytes"
 
 

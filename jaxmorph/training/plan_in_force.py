@@ -1,6 +1,6 @@
 """Gives all ranks of a run the same plan: rank 0 plans, and each rank lowers its answer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -10,16 +10,15 @@ from jaxmorph.config.link_problems import possible_links
 from jaxmorph.config.sections import SPLIT_SCHEDULES
 from jaxmorph.control.offload_planning import plan_with_offload
 from jaxmorph.control.profiler import Profile
-from jaxmorph.control.step_programs import lower_step, shorter_in_slots, shorter_on_queues
-from jaxmorph.errors import UserError
-from jaxmorph.program.blocking import simulate_blocking
-from jaxmorph.program.instructions import Channel, RankInstructions
-from jaxmorph.program.slots_needed import (
-    HostRoom,
-    most_offloaded_bytes,
-    scarce_slots,
-    slots_needed,
+from jaxmorph.control.step_programs import (
+    lower_step,
+    shorter_in_slots,
+    shorter_on_queues,
+    simulate_step,
 )
+from jaxmorph.errors import UserError
+from jaxmorph.program.instructions import Channel, RankInstructions
+from jaxmorph.program.slots_needed import HostRoom, scarce_slots, slots_needed
 from jaxmorph.records import Link, Route
 from jaxmorph.runtime.rendezvous import Rendezvous, agree, gather
 from jaxmorph.schedule.costs import CopyCosts, Limits, StageCosts, StashBytes
@@ -52,7 +51,7 @@ class PlanInForce:
         return self.programs[self.rank]
 
     def simulate(self, profile: Profile) -> Timeline:
-        """The step under a profile; direct transfers hold queues, delegated ones don't."""
+        """See `simulate_step`."""
         return simulate_step(self.programs, profile, self.scarce)
 
     def with_slots_that_fit(self, room: HostRoom | None) -> "PlanInForce":
@@ -62,26 +61,6 @@ class PlanInForce:
         needed = slots_needed(self.programs)
         given = room.slots_that_fit(needed, self.slots)
         return replace(self, slots=given, scarce=scarce_slots(given, needed))
-
-
-def simulate_step(
-    programs: Sequence[RankInstructions], profile: Profile, scarce: Mapping[Channel, int]
-) -> Timeline:
-    """A step under a profile; direct transfers hold queues, delegated ones don't.
-
-    Args:
-        scarce: See `PlanInForce`.
-    """
-    return simulate_blocking(
-        programs, profile.costs, profile.links, copies=profile.copies, slots=scarce
-    )
-
-
-def offloaded_bytes(programs: Sequence[RankInstructions], profile: Profile) -> tuple[int, ...]:
-    """The most bytes of stashes that each rank has in host memory at once; 0 if not known."""
-    sizes = profile.stash_bytes
-    stashes = [0] * len(programs) if sizes is None else sizes.after_forward
-    return tuple(map(most_offloaded_bytes, programs, stashes))
 
 
 def op_kinds(config: Config) -> frozenset[OpKind]:
@@ -107,14 +86,6 @@ def agree_on_stash(rendezvous: Rendezvous, memory: "StashMemory") -> StashBytes:
     )
 
 
-@dataclass(frozen=True)
-class _Planned:
-    """A plan, and the profile that it was made for."""
-
-    profile: Profile
-    plan: Plan
-
-
 def agree_on_plan(
     config: Config,
     rendezvous: Rendezvous,
@@ -126,17 +97,13 @@ def agree_on_plan(
 
     All ranks call this at the same point; `profile` is rank 0's.
 
-    Args:
-        room: The ranks' host memory for slots and stashes; None: no limit.
-
     Raises:
         UserError: The schedule can't keep the configured caps.
     """
     own = None
     if rendezvous.rank == 0:
-        own = _Planned(profile, plan_step(config, profile, num_tied, room))
-    answer = agree(rendezvous, _Planned, own)
-    made, agreed = answer.plan, answer.profile
+        own = profile, plan_step(config, profile, num_tied, room)
+    agreed, made = agree(rendezvous, tuple[Profile, Plan], own)
     programs = lower_step(made.schedule, agreed, made.routes, num_tied, made.offloading)
     in_force = PlanInForce(made, programs, rendezvous.rank, slots_needed(programs))
     return in_force.with_slots_that_fit(room)

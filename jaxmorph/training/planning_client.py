@@ -10,6 +10,7 @@ from typing import TypeAlias, TypeVar
 
 from jaxmorph.config import Config
 from jaxmorph.control.conditions import UsualLinks
+from jaxmorph.control.controller_state import RequestCandidates
 from jaxmorph.control.orchestrator import Options
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.rank_times import texts_of
@@ -32,7 +33,15 @@ class PlanningError(RuntimeError):
 
 @dataclass(frozen=True)
 class RunToPlan:
-    """What the planning process knows of a run: arguments of `CandidatePlanner`."""
+    """What the planning process knows of a run.
+
+    Attributes:
+        num_tied: How many tied parameters the first and the last stage hold copies of.
+        home: The plan for healthy links.
+        profile: The costs that it was made for.
+        usual: Delays of healthy links on either route.
+        room: The ranks' host memory for slots and stashes; None: no limit.
+    """
 
     config: Config
     num_tied: int
@@ -47,8 +56,8 @@ class Begin:
     """The first request: the run and its plan in force; the answer is `Ready`.
 
     Attributes:
-        programs: Every rank's instructions, as `instructions_text` writes them; None: the plan is
-            lowered.
+        programs: The instructions that ranks run, as `instructions_text` writes them. A plan
+            doesn't say for which costs it was lowered last; None: for the run's profile.
         number: The plan's, for `Simulate`.
     """
 
@@ -56,15 +65,6 @@ class Begin:
     in_force: Plan
     programs: tuple[str, ...] | None = None
     number: int = 0
-
-
-@dataclass(frozen=True)
-class MakeCandidates:
-    """The request of `CandidatePlanner.make_candidates`; the answer is `Options`."""
-
-    profile: Profile
-    verdicts: tuple[Verdict, ...]
-    staying: tuple[Link, ...]
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Failed:
     error: str
 
 
-Request: TypeAlias = Begin | MakeCandidates | Choose | Simulate
+Request: TypeAlias = Begin | RequestCandidates | Choose | Simulate
 Answer: TypeAlias = Ready | Options | Chosen | Simulated | Failed
 
 
@@ -196,7 +196,7 @@ class PlanningProcess:
         Raises:
             PlanningError: It can't plan.
         """
-        return self._ask(MakeCandidates(profile, tuple(verdicts), tuple(staying)), Options)
+        return self._ask(RequestCandidates(profile, tuple(verdicts), tuple(staying)), Options)
 
     def choose(self, chosen: int, number: int) -> Chosen:
         """Make one of the last options the plan in force, with a number for `simulate`.
@@ -208,9 +208,6 @@ class PlanningProcess:
 
     def simulate(self, number: int, profile: Profile, *, is_drawn: bool = False) -> Simulated:
         """Simulate a step of one of the last plans in force.
-
-        Args:
-            is_drawn: Whether to return all times.
 
         Raises:
             PlanningError: It can't.

@@ -22,10 +22,11 @@ from typing import IO
 
 from jaxmorph.config import Config
 from jaxmorph.config.link_sections import Routes
-from jaxmorph.control.conditions import UsualLinks, costs_differ, links_under
+from jaxmorph.control.conditions import costs_differ, links_under
+from jaxmorph.control.controller_state import RequestCandidates
 from jaxmorph.control.orchestrator import Option, Options
 from jaxmorph.control.profiler import Profile
-from jaxmorph.control.step_programs import lower_step, step_in_slots_ms
+from jaxmorph.control.step_programs import lower_step, simulate_step, step_in_slots_ms
 from jaxmorph.control.verdicts import Verdict, degraded_links
 from jaxmorph.errors import UserError
 from jaxmorph.plain_json import dump, parse_line, tagged
@@ -36,17 +37,16 @@ from jaxmorph.program.instructions import (
     parse_instructions,
 )
 from jaxmorph.program.lowering import forward_only
-from jaxmorph.program.slots_needed import HostRoom, most_slots, scarce_slots, slots_needed
+from jaxmorph.program.slots_needed import most_slots, scarce_slots, slots_needed
 from jaxmorph.records import Link, Route
 from jaxmorph.schedule.planner import Plan
-from jaxmorph.training.plan_in_force import plan_step, simulate_step
+from jaxmorph.training.plan_in_force import plan_step
 from jaxmorph.training.planning_client import (
     Answer,
     Begin,
     Choose,
     Chosen,
     Failed,
-    MakeCandidates,
     Ready,
     Request,
     Simulate,
@@ -77,43 +77,19 @@ class Candidate:
 class CandidatePlanner:
     """Makes a run's candidates: the home plan, then others, those that differ least from it first.
 
-    Args:
-        num_tied: How many tied parameters the first and the last stage hold copies of.
-        home: The run's plan for healthy links.
-        profile: The costs that it was made for.
-        usual: Delays of healthy links on either route.
-        in_force: None: the home plan.
-        programs: The instructions that ranks run. A plan doesn't say for which costs it was
-            lowered last; None: for `profile`.
-        room: The ranks' host memory for slots and stashes; None: no limit.
-        number: The plan's, for `simulate`.
-
     Attributes:
         candidates: Those of the last `make_candidates`.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        num_tied: int,
-        home: Plan,
-        profile: Profile,
-        usual: UsualLinks,
-        in_force: Plan | None = None,
-        programs: Instructions | None = None,
-        room: HostRoom | None = None,
-        number: int = 0,
-    ) -> None:
-        self._config = config
-        self._num_tied = num_tied
-        self._usual = usual
-        self._home, self._planned_for = home, profile
-        now = in_force or home
-        self._room = room
-        programs = programs or self._lowered(now, profile)
+    def __init__(self, begin: Begin) -> None:
+        self._run, now = begin.run, begin.in_force
+        if begin.programs is None:
+            programs = self._lowered(now, self._run.profile)
+        else:
+            programs = tuple(map(parse_instructions, begin.programs))
         slots = self._slots(programs)
         self._in_force = Candidate(now, programs, 1e3 * now.predicted_step_s, *slots)
-        self._last = {number: self._in_force}
+        self._last = {begin.number: self._in_force}
         self.candidates: tuple[Candidate, ...] = ()
 
     @property
@@ -156,16 +132,16 @@ class CandidatePlanner:
     def _needed(self, programs: Instructions) -> Slots:
         """The slots with which no send waits, in steps and in evaluations."""
         slots = slots_needed(programs)
-        if self._config.evaluation.every_steps is None:
+        if self._run.config.evaluation.every_steps is None:
             return slots
         return most_slots(slots, slots_needed([*map(forward_only, programs)]))
 
     def _slots(self, programs: Instructions) -> tuple[Slots | None, Slots]:
         """The slots of a plan within limited host memory, and those that are scarce."""
-        if self._room is None or self._room.rank_bytes is None:
+        if self._run.room is None or self._run.room.rank_bytes is None:
             return None, {}
         needed = slots_needed(programs)
-        given = self._room.slots_that_fit(needed, self._needed(programs))
+        given = self._run.room.slots_that_fit(needed, self._needed(programs))
         return given, scarce_slots(given, needed)
 
     def simulate(self, number: int, profile: Profile, *, is_drawn: bool = False) -> Simulated:
@@ -184,10 +160,10 @@ class CandidatePlanner:
         Known orders come first: of plans that are equally good, the orchestrator takes the one
         that changes least.
         """
-        home = self._home
+        home = self._run.home
         yield home
         to_delegate = frozenset(self._to_delegate(verdicts))
-        has_changed = bool(to_delegate) or costs_differ(profile.costs, self._planned_for.costs)
+        has_changed = bool(to_delegate) or costs_differ(profile.costs, self._run.profile.costs)
         for links in self._delegations(to_delegate, frozenset(staying)):
             routes: dict[Link, Route] = {**home.routes, **dict.fromkeys(links, "delegated")}
             if links:
@@ -197,7 +173,7 @@ class CandidatePlanner:
             if has_changed:  # else a new plan would differ from the home plan by noise alone
                 yield from self._new_plan(routes, profile, verdicts)
         every: dict[Link, Route] = dict.fromkeys(home.routes, "delegated")
-        may_delegate_all = has_changed and self._config.adaptation.delegates == "any"
+        may_delegate_all = has_changed and self._run.config.adaptation.delegates == "any"
         if may_delegate_all and every != {**home.routes, **dict.fromkeys(to_delegate, "delegated")}:
             yield from self._new_plan(every, profile, verdicts)
 
@@ -210,7 +186,7 @@ class CandidatePlanner:
         are delegated now: the change for it must not wait until another link may go back.
         """
         delegated = _delegated(self._in_force.plan)
-        now = delegated - _delegated(self._home)
+        now = delegated - _delegated(self._run.home)
         sets = [
             degraded,
             degraded | (staying & now),
@@ -224,17 +200,17 @@ class CandidatePlanner:
         """A plan made for the current costs; none if the caps leave no room for one."""
         expected = self._profile(routes, profile, verdicts)
         with suppress(UserError):
-            yield plan_step(self._config_on(routes), expected, self._num_tied, self._room)
+            yield plan_step(self._config_on(routes), expected, self._run.num_tied, self._run.room)
 
     def _to_delegate(self, verdicts: Sequence[Verdict]) -> list[Link]:
         """The degraded links that activations, gradients or tied gradients take."""
-        last = self._config.parallelism.stages - 1
-        tied = {Link(0, last)} if self._num_tied and last > 0 else set()
-        return sorted(degraded_links(verdicts) & (self._home.routes.keys() | tied))
+        last = self._run.config.parallelism.stages - 1
+        tied = {Link(0, last)} if self._run.num_tied and last > 0 else set()
+        return sorted(degraded_links(verdicts) & (self._run.home.routes.keys() | tied))
 
     def _config_on(self, routes: Mapping[Link, Route]) -> Config:
         """The configuration of a new plan: `paper` is replaced by another `paper` plan only."""
-        config = self._config
+        config = self._run.config
         name = "paper" if config.schedule.name == "paper" else "adaptive"
         named = {str(link): route for link, route in routes.items()}
         merged = {"default": config.routes.default, **named}
@@ -256,7 +232,7 @@ class CandidatePlanner:
         return replace(candidate, step_ms=self._step_ms(candidate, profile, verdicts))
 
     def _lowered(self, plan: Plan, profile: Profile) -> Instructions:
-        return lower_step(plan.schedule, profile, plan.routes, self._num_tied, plan.offloading)
+        return lower_step(plan.schedule, profile, plan.routes, self._run.num_tied, plan.offloading)
 
     def _step_ms(
         self, candidate: Candidate, profile: Profile, verdicts: Sequence[Verdict]
@@ -273,7 +249,7 @@ class CandidatePlanner:
     ) -> Profile:
         """The costs of a step on a plan's routes."""
         now = self._in_force.plan.routes
-        return replace(profile, links=links_under(verdicts, self._usual, now, routes, **margin))
+        return replace(profile, links=links_under(verdicts, self._run.usual, now, routes, **margin))
 
 
 def _is_same_order(one: Plan, other: Plan) -> bool:
@@ -282,22 +258,6 @@ def _is_same_order(one: Plan, other: Plan) -> bool:
 
 def _delegated(plan: Plan) -> frozenset[Link]:
     return frozenset(link for link, route in plan.routes.items() if route == "delegated")
-
-
-def planner_of(request: Begin) -> CandidatePlanner:
-    """The planner of a run."""
-    run, programs = request.run, request.programs
-    return CandidatePlanner(
-        run.config,
-        run.num_tied,
-        run.home,
-        run.profile,
-        run.usual,
-        request.in_force,
-        None if programs is None else tuple(map(parse_instructions, programs)),
-        run.room,
-        request.number,
-    )
 
 
 class Server:
@@ -316,9 +276,9 @@ class Server:
     def _answer(self, request: Request) -> Answer:
         match request:
             case Begin():
-                self._planner = planner_of(request)
+                self._planner = CandidatePlanner(request)
                 return Ready()
-            case MakeCandidates(profile, verdicts, staying):
+            case RequestCandidates(profile, verdicts, staying):
                 return self._require_planner().make_candidates(profile, verdicts, staying)
             case Choose(chosen, number):
                 return self._require_planner().choose(chosen, number)

@@ -45,8 +45,9 @@ from jaxmorph.control.controller_state import (
 from jaxmorph.control.events import ControlEvent
 from jaxmorph.control.late_once import LateOnce
 from jaxmorph.control.link_state import Direction, PathFailure, link_of
-from jaxmorph.control.measurements import durations_by_route, link_samples, op_times
+from jaxmorph.control.measurements import durations_by_route
 from jaxmorph.control.path_reports import JoinedPathReport
+from jaxmorph.control.rank_times import joined_messages, op_times_of, rank_times
 from jaxmorph.control.verdicts import latency_ms_of
 from jaxmorph.errors import UserError
 from jaxmorph.plain_json import (
@@ -67,7 +68,7 @@ from jaxmorph.runtime.direct_probe import probe_transfers
 from jaxmorph.schedule.costs import LinkDelay, StageCosts
 from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.training.planning_client import Begin, RunToPlan
-from jaxmorph.training.planning_process import planner_of
+from jaxmorph.training.planning_process import CandidatePlanner
 
 SEGMENT_STEPS, SEGMENT_BYTES = 200, 16 << 20
 """The length of a file of observations, whichever is reached first."""
@@ -247,7 +248,7 @@ class _Simulated:
         self._commands: list[Command] = []
         config = run.config.model_copy(update={"adaptation": state.settings})
         self._run = replace(run, config=config)
-        self._planner = planner_of(Begin(self._run, state.plan))
+        self._planner = CandidatePlanner(Begin(self._run, state.plan))
         self._programs = self._planner.programs
         self._due: ChangePlan | ProbeLinks | None = None
         self._probing: tuple[Link, ...] = ()
@@ -284,7 +285,9 @@ class _Simulated:
         }
         due, self._due, self._probing = self._due, None, ()
         paths = self._paths(fact.paths, () if due is None else sorted(due.restore))
-        seen = StepObserved(fact.step, link_samples(timeline), op_times(timeline), probes_ms, paths)
+        ranks = rank_times(timeline)
+        messages = joined_messages(ranks)
+        seen = StepObserved(fact.step, op_times_of(ranks), probes_ms, paths, messages)
         yield self._advance(seen, timeline)
         if isinstance(due, ProbeLinks):
             self._probing = due.links
@@ -307,7 +310,7 @@ class _Simulated:
             return CandidateChosen()
         if asked.restart_planner:  # the plan that it has chosen last was dropped
             programs = tuple(map(instructions_text, self._programs))
-            self._planner = planner_of(Begin(self._run, self._state.plan, programs))
+            self._planner = CandidatePlanner(Begin(self._run, self._state.plan, programs))
         return CandidatesReceived(
             self._planner.make_candidates(asked.profile, asked.verdicts, asked.staying)
         )

@@ -28,7 +28,6 @@ class RunParts:
 
     Attributes:
         held_out: The batches to evaluate, if any.
-        shapes: The data of one microbatch.
         longest_step: A step of the longest length.
         source: Where the data come from, in words.
         data: Identifies the data when the run resumes.

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxmorph.config import Config
+from jaxmorph.control.rank_times import RankTimes
 from jaxmorph.program.slots_needed import FIRST_SLOTS
 from jaxmorph.runtime.rendezvous import Rendezvous, gather
 from jaxmorph.runtime.stage_trainer import StageTrainer
-from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.transport.host import cores_identity, usable_cores
 from jaxmorph.transport.several_sidecars import sidecars_needed
 
@@ -53,14 +53,14 @@ def agree_on_sidecars(
     rendezvous: Rendezvous,
     trainer: StageTrainer,
     loads_s: Sequence[float],
-    timelines: Sequence[Timeline],
+    steps: Sequence[Sequence[RankTimes]],
 ) -> str:
     """Give each rank the sidecars that it needs; all ranks call this between two steps.
 
     Args:
         loads_s: The processor time of this rank's sidecar for a step, in each series of measured
             steps.
-        timelines: The measured steps, on rank 0.
+        steps: All ranks' times in the measured steps, on rank 0.
 
     Returns:
         How many there are, in words; "" if no rank has any.
@@ -72,7 +72,7 @@ def agree_on_sidecars(
         cores_identity(),
         usable_cores(),
         trainer.delegated is not None,
-        min(map(busiest_stage_s, timelines), default=0.0),
+        min(map(busiest_stage_s, steps), default=0.0),
     )
     loads = gather(rendezvous, SidecarLoad, own)
     if transport.sidecars == "auto":
@@ -101,7 +101,6 @@ def choose_sidecars(loads: Sequence[SidecarLoad], most: int | None = None) -> Si
     return SidecarChoice(sidecars_needed(busy, cores if most is None else min(cores, most)), busy)
 
 
-def busiest_stage_s(timeline: Timeline) -> float:
+def busiest_stage_s(ranks: Sequence[RankTimes]) -> float:
     """How long the stage computes in a step that computes longest."""
-    stages = zip(timeline.start_ms, timeline.end_ms, strict=True)
-    return max(float((end - start).sum()) for start, end in stages) / 1e3
+    return max(each.busy_ms for each in ranks) / 1e3

@@ -140,18 +140,6 @@ def _check_resumption(
         try_named_folder(config, directory)
 
 
-def run_here(config: Config, reporter: Reporter) -> bool:
-    """Run a checked configuration to its end, with one process per stage on this machine.
-
-    Returns:
-        Whether it was asked to end during its last step.
-
-    Raises:
-        RunStoppedError: It was asked to end earlier, and has saved.
-    """
-    return _run_here(RunStart(config), reporter)
-
-
 def check_run(config: Config) -> "RunParts":
     """Load a configuration's model and data, and check everything that needs no device.
 
@@ -195,11 +183,19 @@ def _run(
     _check_launch(launch)
     if _is_in_job(launch):
         return run_as_rank(start, check)
-    _run_here(start)
+    run_here(start)
     return ""
 
 
-def _run_here(start: RunStart, reporter: Reporter | None = None) -> bool:
+def run_here(start: RunStart, reporter: Reporter | None = None) -> bool:
+    """Run a checked configuration to its end, with one process per stage on this machine.
+
+    Returns:
+        Whether it was asked to end during its last step.
+
+    Raises:
+        RunStoppedError: It was asked to end earlier, and has saved.
+    """
     with start.open_record(reporter) as record, signals_interrupt():
         config, directory = start.config, record.directory
         last_checkpoint = partial(_last_whole, config, directory, record)

@@ -14,8 +14,9 @@ from jaxmorph.config import Config
 from jaxmorph.control.conditions import UsualLinks, outlying_directions, with_typical_latencies
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.link_state import Direction, LinkHealth, link_of
-from jaxmorph.control.measurements import LinkSample, link_samples
+from jaxmorph.control.measurements import StepSamples, by_direction
 from jaxmorph.control.profiler import Profile
+from jaxmorph.control.rank_times import RankTimes, joined_messages
 from jaxmorph.control.verdicts import (
     KnownDirection,
     dead_of,
@@ -31,7 +32,6 @@ from jaxmorph.report.run_directory import LINKS
 from jaxmorph.runtime.rendezvous import Rendezvous, SoleRank, agree
 from jaxmorph.schedule.costs import Links
 from jaxmorph.schedule.planner import Plan
-from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.training.first_plan import FirstPlan, agree_on_routes, planned_links
 
 _DEAD_BEFORE = "its direct path had failed before the restart"
@@ -59,7 +59,7 @@ def starting_point(config: Config, first: FirstPlan, num_tied: int) -> StartingP
     dead: Routes = dict.fromkeys(dead_of(first.known), "delegated")
     outlying = outlying_directions(measured, {**routes, **dead}) | slow_of(first.known).keys()
     usual = _usual_of_healthy(first.usual, outlying, routes, first.known)
-    detector = _begun_detector(first.timelines, outlying, usual, first.known)
+    detector = _begun_detector(first.steps, outlying, usual, first.known)
     slow = outlying | {
         direction
         for direction, verdict in detector.verdicts.items()
@@ -99,21 +99,18 @@ def _usual_of_healthy(
 
 
 def _begun_detector(
-    timelines: Sequence[Timeline],
+    steps: Sequence[Sequence[RankTimes]],
     slow: frozenset[Direction],
     usual: UsualLinks,
     known: Sequence[KnownDirection],
 ) -> Detector:
     """A detector that has seen some steps, and has the slow and known directions as degraded."""
     detector = Detector()
-    last: dict[Direction, list[LinkSample]] = {}
-    for step, timeline in enumerate(timelines, start=-len(timelines)):
-        others: list[LinkSample] = []
-        last = {}
-        for sample in link_samples(timeline):
-            is_slow = sample.direction in slow
-            (last.setdefault(sample.direction, []) if is_slow else others).append(sample)
-        detector, _ = detector.observe(step, others)
+    last: StepSamples = {}
+    for step, ranks in enumerate(steps, start=-len(steps)):
+        samples = by_direction(joined_messages(ranks))
+        last = {direction: samples.pop(direction) for direction in slow & samples.keys()}
+        detector, _ = detector.observe(step, samples)
     known_slow = slow_of(known)
     for direction, samples in sorted(last.items()):
         known_verdict = known_slow[direction].verdict if direction in known_slow else None

@@ -117,7 +117,16 @@ class StepRecorder:
         """
         stages = self._config.parallelism.stages
         per_stage = [sum(map(len, layers[stage::stages])) for stage in range(stages)]
-        self._submit(self._send_start, data, num_parameters, per_stage, cut_reason, equipped)
+        started = RunStarted(
+            data=data,
+            num_parameters=num_parameters,
+            layers_per_stage=tuple(per_stage),
+            cut_reason=cut_reason,
+            schedule=self._plan.schedule.name,
+            warmup_forwards=self._plan.schedule.warmup_forwards,
+            evaluates=self._config.evaluation.every_steps is not None,
+        )
+        self._submit(self._send_start, started, equipped)
 
     def record(
         self,
@@ -218,27 +227,10 @@ class StepRecorder:
         except OSError as error:
             self.unwritten = f"{error.filename}: cannot be written: {error.strerror}"
 
-    def _send_start(
-        self,
-        data: str,
-        num_parameters: int,
-        layers: list[int],
-        cut_reason: str,
-        equipped: str,
-    ) -> None:
-        self._send(
-            RunStarted(
-                data=data,
-                num_parameters=num_parameters,
-                layers_per_stage=tuple(layers),
-                cut_reason=cut_reason,
-                schedule=self._plan.schedule.name,
-                warmup_forwards=self._plan.schedule.warmup_forwards,
-                evaluates=self._config.evaluation.every_steps is not None,
-            )
-        )
-        if cut_reason:
-            chosen = f"{' '.join(map(str, layers))}: {cut_reason}"
+    def _send_start(self, started: RunStarted, equipped: str) -> None:
+        self._send(started)
+        if started.cut_reason:
+            chosen = f"{' '.join(map(str, started.layers_per_stage))}: {started.cut_reason}"
             self._emit(self._first_step, EventKind.LAYERS_CUT, chosen)
         detail = "; ".join(filter(None, (self._plan.reason, equipped)))
         self._emit(self._first_step, EventKind.PLAN_ADOPTED, detail)

@@ -18,15 +18,6 @@ from jaxmorph.runtime.rendezvous import Rendezvous, RendezvousError, agree, gath
 from jaxmorph.training.resume import RunStart, checkpoint_folder, no_checkpoint, start_of_script
 
 
-@dataclass(frozen=True)
-class _Verified:
-    """What one rank has found wrong with its share of a checkpoint; empty if it is whole."""
-
-    file: str = ""
-    got: str = ""
-    expected: str = ""
-
-
 def verified(start: RunStart, rendezvous: Rendezvous) -> RunStart:
     """Verify the checkpoint that a run resumes from, if it resumes.
 
@@ -49,14 +40,12 @@ def verified(start: RunStart, rendezvous: Rendezvous) -> RunStart:
     with progress.within(start.config.timeouts.restore_s, "verifies the checkpoint"):
         while step:
             found = damage_of(folder.finished(step), thorough=True, parts=share)
-            own = _Verified()
-            if found is not None:
-                own = _Verified(str(found.file), found.got, found.expected)
-            damages = [each for each in gather(rendezvous, _Verified, own) if each.file]
+            own = (str(found.file), found.got, found.expected) if found else ()
+            damages = [each for each in gather(rendezvous, tuple[str, ...], own) if each]
             if not damages:
                 return replace(start, first_step=step, passed_over=tuple(passed_over))
-            first = damages[0]
-            damage = Damage(Path(first.file), first.got, first.expected)
+            file, got, expected = damages[0]
+            damage = Damage(Path(file), got, expected)
             earlier, others = folder.newest_whole(thorough=False, before=step)
             passed_over += [DamagedCheckpoint(step, damage), *others]
             step = agree(rendezvous, int, earlier or 0)

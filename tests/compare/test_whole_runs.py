@@ -186,9 +186,9 @@ class Runs:
     def __init__(self, *ends):
         self.ends, self.asked_to_end, self.caches = [*ends], False, []
 
-    def __call__(self, config, reporter):
+    def __call__(self, start, reporter):
         self.caches.append(os.environ.get("JAX_COMPILATION_CACHE_DIR"))
-        written(Path(config.run.dir), 8)
+        written(Path(start.config.run.dir), 8)
         reporter.finish(SUMMARY)
         end = self.ends.pop(0) if self.ends else None
         if end is not None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,7 +35,7 @@ from jaxmorph.control.controller_state import (
 )
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.link_state import PathFailure
-from jaxmorph.control.measurements import LinkSample
+from jaxmorph.control.measurements import MessageTables, packed
 from jaxmorph.control.orchestrator import Option, Options
 from jaxmorph.control.path_reports import JoinedPathReport
 from jaxmorph.control.profiler import Profile
@@ -61,21 +62,19 @@ def begun(**settings):
 
 def step_of(state, step, slow_ms=None, probes_ms=None, paths=None, noise=lambda: 0.0, count=8):
     """A step under the plan in force, with messages in each direction and some slow links."""
-    slow_ms, samples = slow_ms or {}, []
+    slow_ms, messages = slow_ms or {}, []
     failed = state.paths.unrestored
     for source, destination in DIRECTIONS:
         link = Link(*sorted((source, destination)))
         route = "delegated" if link in failed else state.plan.routes.get(link, "direct")
         took_ms = USUAL[route][link].forward_latency_ms + slow_ms.get(link, 0.0)
-        for microbatch in range(count):
-            at_ms = 30.0 * microbatch + took_ms
-            sample = LinkSample(
-                source, destination, microbatch, took_ms + noise(), at_ms, route == "direct"
-            )
-            samples.append(sample)
-    samples.sort(key=lambda each: (each.sent_ms, each.at_ms))
+        numbers = np.arange(count)
+        began_ms = 30.0 * numbers - [noise() for _ in numbers]
+        rows = [numbers, 1e3 * began_ms, 1e3 * (30.0 * numbers + took_ms)]
+        direction = (source, destination, route == "direct")
+        messages.append(MessageTables((direction,), packed(np.rint(rows))))
     given = {} if paths is None else {"paths": paths}
-    return StepObserved(step, tuple(samples), {}, probes_ms or {}, **given)
+    return StepObserved(step, {}, probes_ms or {}, messages=tuple(messages), **given)
 
 
 def offered(state, degraded):

@@ -18,7 +18,8 @@ import pytest
 from jaxmorph.control.compute_watch import ComputeWatch
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.link_state import LinkHealth
-from jaxmorph.control.measurements import link_samples, op_times
+from jaxmorph.control.measurements import by_direction, op_times
+from jaxmorph.control.rank_times import joined_messages, rank_times
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.instructions import Transfer
 from jaxmorph.program.lowering import lower
@@ -96,6 +97,10 @@ def timeline(stages, microbatches, machine):
     return simulate_blocking(ranks, costs(stages), disturbance=machine)
 
 
+def samples_of(measured):
+    return by_direction(joined_messages(rank_times(measured)))
+
+
 @dataclass
 class Run:
     """A run that delegates a link two steps after it was found slow, and restores it likewise."""
@@ -113,7 +118,7 @@ class Run:
         delegated = self.routes[-2]
         machine = Machine(self.drawn, delegated=delegated, late=self.late, **conditions)
         measured = timeline(self.stages, self.microbatches, machine)
-        self.detector, changes = self.detector.observe(self.step, link_samples(measured))
+        self.detector, changes = self.detector.observe(self.step, samples_of(measured))
         degraded = [each for each in self.detector.verdicts.values() if each.health is not HEALTHY]
         self.routes.append(frozenset(verdict.link for verdict in degraded))
         self.step += 1
@@ -223,7 +228,7 @@ def healthy_steps(seed, count):
             unpaced=True,
             late=late,
         )
-        samples = link_samples(timeline(4, 12, machine))
+        samples = samples_of(timeline(4, 12, machine))
         detector, changes = detector.observe(step, samples)
         found += changes
     return [change.reason for change in found]
@@ -243,9 +248,9 @@ def test_a_slow_direct_link_leaves_its_neighbours_healthy(stages, microbatches):
         link = Transfer.parse(span.label).link
         one_end_ms[link] = max(one_end_ms[link], span.end_ms - span.start_ms)
     assert min(one_end_ms.values()) >= 30.0  # every link's queues stood still
-    took_ms = {Link(*sorted(each[:2])): set() for each in link_samples(measured)}
-    for each in link_samples(measured):
-        took_ms[Link(*sorted(each[:2]))].add(round(each.duration_ms, 6))
+    took_ms = {link: set() for link in one_end_ms}
+    for direction, samples in samples_of(measured).items():
+        took_ms[Link(*sorted(direction))] |= {each.duration_ms for each in samples}
     assert took_ms.pop(slow) == {30.0}
     assert set().union(*took_ms.values()) == {0.0}
 
@@ -260,7 +265,7 @@ def test_a_slow_stage_shows_only_in_its_ops(delegated):
         slow = {2: 3.0} if step >= 10 else {}
         machine = Machine(drawn, slow_stages=slow, delegated=links, late=late)
         measured = timeline(4, 12, machine)
-        detector, changes = detector.observe(step, link_samples(measured))
+        detector, changes = detector.observe(step, samples_of(measured))
         watch, noticed = watch.observe(step, op_times(measured))
         verdicts += changes
         notices += noticed

@@ -31,6 +31,14 @@ def messages(durations_ms, route=DELEGATED, direction=(2, 3), every_ms=EVERY_MS)
     ]
 
 
+def grouped(samples):
+    """Messages by direction."""
+    found = {}
+    for each in samples:
+        found.setdefault(each.direction, []).append(each)
+    return found
+
+
 class Steps:
     """Feeds a detector step by step, and keeps the verdicts that change."""
 
@@ -40,7 +48,7 @@ class Steps:
 
     def run(self, *steps, route=DELEGATED, direction=(2, 3)):
         for durations_ms in steps:
-            self.observe(messages(durations_ms, route, direction))
+            self.observe(grouped(messages(durations_ms, route, direction)))
         return self
 
     def observe(self, samples):
@@ -173,7 +181,7 @@ def test_slow_from_the_first_step_is_judged_by_others(others_ms, directions, pat
             for direction in directions
             for each in messages([others_ms] * 12, route, direction)
         ]
-        steps.observe([*others, *messages(LATE, route)])
+        steps.observe(grouped([*others, *messages(LATE, route)]))
     assert steps.path() == path  # on another route too
     if path:
         (slow,) = steps.changes
@@ -268,12 +276,12 @@ class TestRoutes:
         steps = Steps(route=DIRECT, usual_ms=0.0).run([30.0] * 12, route=DIRECT)
         steps.run(*[[20.0] * 12] * 4)
         probe = [each._replace(at_ms=each.at_ms + 900) for each in messages([0.0] * 5, DIRECT)]
-        steps.observe([*messages([20.0] * 12), *probe])
+        steps.observe(grouped([*messages([20.0] * 12), *probe]))
         assert steps.path()[-1] == (RECOVERING, steps.step - 1)
 
     def test_a_probe_shows_the_direct_route_still_slow(self):
         steps = Steps(route=DIRECT, usual_ms=0.0).run(*[[1.0] * 12] * 6)
-        steps.observe([*messages([1.0] * 12), *messages([30.0] * 6, DIRECT)])
+        steps.observe(grouped([*messages([1.0] * 12), *messages([30.0] * 6, DIRECT)]))
         assert steps.now.health is SLOW
         assert steps.now.latency_ms == 1.0  # of the current route
 

@@ -82,8 +82,8 @@ def after_failures(links, *failures):
 def returns_after(watch, reports, delegated=(LINK,)):
     """The number of reports after which the path returns (None: never), and the next state."""
     for number, up in enumerate(reports, start=1):
-        watch, turns = watch.observe(up, delegated)
-        if LINK in turns.returned:
+        watch, returned, _ = watch.observe(up, delegated)
+        if LINK in returned:
             return number, watch
     return None, watch
 
@@ -130,9 +130,9 @@ def test_the_least_reported_restores_left_count():
 def test_each_link_has_its_own_count():
     watch = failed(LINK, OTHER)
     for _ in range(3):
-        watch, _ = watch.observe({LINK: True, TIED: True}, (LINK, OTHER, TIED))
-    _, turns = watch.observe({LINK: True, OTHER: True}, (LINK, OTHER))
-    assert turns.returned == {LINK: 4}
+        watch, *_ = watch.observe({LINK: True, TIED: True}, (LINK, OTHER, TIED))
+    _, returned, _ = watch.observe({LINK: True, OTHER: True}, (LINK, OTHER))
+    assert returned == {LINK: 4}
 
 
 reports = st.lists(st.sampled_from([UP, UP, UP, UP, DOWN, SILENT]), max_size=60)
@@ -143,10 +143,10 @@ def test_a_path_returns_after_exactly_enough_reports(found, steps, since):
     watch, in_a_row, has_returned = failed(steps=steps), 0, False
     for number, up in enumerate(found):
         in_a_row = in_a_row + 1 if up == UP else 0
-        watch, turns = watch.observe(up, (LINK,) if number >= since else ())
+        watch, returned, lost = watch.observe(up, (LINK,) if number >= since else ())
         is_enough = number >= since and in_a_row >= steps
-        assert (LINK in turns.returned) == (is_enough and not has_returned)
-        assert (LINK in turns.lost) == (has_returned and up != UP)
+        assert (LINK in returned) == (is_enough and not has_returned)
+        assert (LINK in lost) == (has_returned and up != UP)
         has_returned = is_enough
         assert (watch.links[LINK].state is PathState.RETURNED) == has_returned
 

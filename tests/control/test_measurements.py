@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from jaxmorph.control.measurements import (
     LinkSample,
     RunningEstimate,
+    by_direction,
     link_medians_ms,
-    link_samples,
     robust_spread,
 )
+from jaxmorph.control.rank_times import joined_messages, rank_times
 from jaxmorph.schedule.timeline import Timeline, TransferSpan
 
 values = st.lists(st.floats(-1e6, 1e6), max_size=60)
@@ -36,18 +37,20 @@ def test_a_running_estimate_is_that_of_the_last_values(seen, window):
 
 def samples(*spans, num_stages=4):
     rows = (np.zeros(0),) * num_stages
-    return link_samples(Timeline(((),) * num_stages, rows, rows, spans))
+    timeline = Timeline(((),) * num_stages, rows, rows, spans)
+    return by_direction(joined_messages(rank_times(timeline)))
 
 
 def test_a_direct_message_is_timed_by_its_later_end():
     waited = TransferSpan(0, "activation[3] 0>1", 10.0, 47.0)
     came_later = TransferSpan(1, "activation[3] 0>1", 44.0, 47.5)
-    assert samples(waited, came_later) == (LinkSample(0, 1, 3, 3.5, 47.5, is_direct=True),)
+    (sample,) = samples(waited, came_later)[0, 1]
+    assert sample == LinkSample(0, 1, 3, 3.5, 47.5, is_direct=True)
 
 
 def test_a_delegated_message_takes_from_sending_to_landing():
     landed = TransferSpan(2, "gradient[1] 3>2", 5.0, 36.0, holds_queue=False)
-    (sample,) = samples(landed)
+    (sample,) = samples(landed)[3, 2]
     assert sample == LinkSample(3, 2, 1, 31.0, 36.0, is_direct=False)
     assert sample.sent_ms == 5.0
 
@@ -58,7 +61,7 @@ def test_samples_are_in_the_order_of_sending():
         TransferSpan(1, label, sent, landed, holds_queue=False)
         for label, sent, landed in zip(labels, (8.0, 1.0, 3.0), (9.0, 90.0, 5.0), strict=True)
     ]
-    assert [sample[:3] for sample in samples(*spans)] == [(0, 1, 0), (0, 1, 1), (0, 1, 0)]
+    assert [sample[:3] for sample in samples(*spans)[0, 1]] == [(0, 1, 0), (0, 1, 1), (0, 1, 0)]
 
 
 def test_tied_and_half_reported_messages_are_no_samples():
@@ -66,7 +69,7 @@ def test_tied_and_half_reported_messages_are_no_samples():
     landed = TransferSpan(0, "tied[0] 3>0", 0.0, 40.0, holds_queue=False)
     alone = TransferSpan(0, "activation[0] 0>1", 0.0, 40.0)
     sent = TransferSpan(0, "activation[1] 0>1", 0.0, 40.0, holds_queue=False)
-    assert samples(*spans, landed, alone, sent) == ()
+    assert samples(*spans, landed, alone, sent) == {}
 
 
 def test_medians_of_a_step_are_those_of_each_direction():

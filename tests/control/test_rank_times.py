@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_detector import Steps, messages
+from test_detector import Steps, grouped, messages
 
 from jaxmorph.control import detector
 from jaxmorph.control.measurements import (
+    LinkSample,
     MessageTables,
     by_direction,
     link_medians_ms,
-    link_samples,
     op_times,
     packed,
 )
-from jaxmorph.control.profiler import Profile, copy_medians_ms
+from jaxmorph.control.profiler import Profile
 from jaxmorph.control.rank_times import (
     RankTimes,
     bubble_rate_of,
@@ -31,6 +31,7 @@ from jaxmorph.control.rank_times import (
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.plain_json import parse_line
 from jaxmorph.program.blocking import Disturbance, simulate_blocking
+from jaxmorph.program.instructions import Payload, Transfer
 from jaxmorph.records import Link, Route
 from jaxmorph.schedule.costs import Limits, StageCosts, chain_links
 from jaxmorph.schedule.planner import plan
@@ -73,6 +74,27 @@ def reported(timeline):
     return read
 
 
+def link_samples(timeline):
+    """One sample for each message that is not of tied gradients, read span by span."""
+    received, other_end = [], {}
+    for span in timeline.transfers:
+        transfer = Transfer.parse(span.label)
+        if transfer.payload is Payload.TIED:
+            continue
+        duration_ms, receiver = span.end_ms - span.start_ms, span
+        if span.holds_queue:
+            met = other_end.pop(span.label, None)
+            if met is None:
+                other_end[span.label] = span
+                continue
+            duration_ms = min(duration_ms, met.end_ms - met.start_ms)
+            receiver = span if span.stage == transfer.destination else met
+        if receiver.stage == transfer.destination:
+            ends = transfer.source, transfer.destination, transfer.microbatch
+            received.append(LinkSample(*ends, duration_ms, receiver.end_ms, span.holds_queue))
+    return received
+
+
 def times_of(samples):
     """Each message's times by its identity; those that ranks report are rounded."""
     near = partial(pytest.approx, abs=2e-3)
@@ -84,15 +106,15 @@ def times_of(samples):
 def test_tables_give_what_the_timeline_gives(num_chunks, delegated):
     measured = step_of(1, num_chunks, delegated=delegated)
     ranks = reported(measured)
-    samples = by_direction((), joined_messages(ranks))
+    samples = by_direction(joined_messages(ranks))
     sent = [each for of in samples.values() for each in of]
     found = {(*each[:3], each.route): (each.duration_ms, each.at_ms) for each in sent}
     assert found == times_of(link_samples(measured))
-    medians_ms = link_medians_ms(link_samples(measured))
+    medians_ms = link_medians_ms(grouped(link_samples(measured)))
     assert link_medians_ms(samples) == pytest.approx(medians_ms, abs=2e-3)
     for key, time in op_times(measured).items():
         assert op_times_of(ranks)[key] == pytest.approx(time, abs=2e-3)
-    assert copies_ms_of(ranks) == copy_medians_ms(measured) == {}
+    assert copies_ms_of(ranks) == {}
     assert bubble_rate_of(ranks) == pytest.approx(measured.bubble_rate, abs=1e-6)
     assert tuple(each.peak_live.of("W") for each in ranks) == measured.peak_live("W")
     again = timeline_of(ranks)
@@ -108,7 +130,7 @@ def test_a_message_that_one_end_reports_is_left_out():
     lost = next(each for each in measured.transfers if each.label == "activation[3] 0>1")
     kept = tuple(each for each in measured.transfers if each != lost)
     cut = Timeline(measured.orders, measured.start_ms, measured.end_ms, kept)
-    samples = by_direction((), joined_messages(reported(cut)))
+    samples = by_direction(joined_messages(reported(cut)))
     assert [each.microbatch for each in samples[0, 1]] == [0, 1, 2, 4, 5]
 
 
@@ -130,7 +152,7 @@ steps_ms = st.lists(
 def test_messages_in_time_are_read_at_once_with_the_same_outcome(steps, is_direct):
     one_by_one, at_once = Steps(), Steps()
     for durations_ms in ([0.5, 1.0, 3.9] * 90, [1.0, 0.5], *steps):
-        samples = by_direction((), [table_of(messages(durations_ms, is_direct))])
+        samples = by_direction([table_of(messages(durations_ms, is_direct))])
         if durations_ms == [1.0, 0.5]:
             assert detector.after_messages_in_time(at_once.detector.directions, samples)
         at_once.observe(samples)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_compute_watch import COSTS
 from test_compute_watch import step as compute_step
-from test_detector import messages, run_of, steps_of_a_link
+from test_detector import grouped, messages, run_of, steps_of_a_link
 
 from jaxmorph.control.compute_watch import ComputeWatch
 from jaxmorph.control.detector import Detector
@@ -30,7 +30,7 @@ def test_a_restored_detector_continues_the_same(messages_ms, drawn, later):
     one, other = steps.detector, written_and_read(steps.detector)
     assert other == one
     for number, (ms, route, count) in enumerate(later, start=steps.step):
-        samples = messages([ms] * count, route)
+        samples = grouped(messages([ms] * count, route))
         one, changes = one.observe(number, samples)
         other, other_changes = other.observe(number, samples)
         assert (other, other_changes) == (one, changes)
@@ -74,8 +74,8 @@ def test_restored_failed_paths_continue_the_same(sequence):
     for link, what in sequence:
         other = written_and_read(paths)
         assert other == paths
-        paths, shown = after(paths, link, what)
-        assert after(other, link, what) == (paths, shown)
+        paths, *shown = after(paths, link, what)
+        assert after(other, link, what) == (paths, *shown)
 
 
 def test_an_error_names_the_key_and_the_field():

@@ -12,8 +12,8 @@ from jaxmorph.runtime.connection import Connection
 from jaxmorph.runtime.link_connections import (
     change_sidecars,
     open_data_plane,
+    open_failover_connections,
     open_path_pings,
-    open_peer_connections,
 )
 from jaxmorph.runtime.rendezvous import RendezvousError
 from jaxmorph.transport.names import ChannelName
@@ -26,13 +26,13 @@ LINKS = [Link(0, 1), Link(1, 2), Link(0, 2)]
 
 def test_the_ends_of_a_link_are_connected():
     def talk(rendezvous):
-        with open_peer_connections(rendezvous, LINKS, HOST, LIMIT_S) as connections:
-            peers = connections.items()
-            for link, peer in peers:
+        with open_failover_connections(rendezvous, LINKS, HOST, LIMIT_S) as connections:
+            peers = connections.peers
+            for link, peer in peers.items():
                 peer.ready.send(f"{link} from {rendezvous.rank}".encode())
                 peer.states.send(b"a state")
-            received = {str(link): peer.ready.receive().decode() for link, peer in peers}
-            assert {peer.states.receive() for peer in connections.values()} == {b"a state"}
+            received = {str(link): peer.ready.receive().decode() for link, peer in peers.items()}
+            assert {peer.states.receive() for peer in peers.values()} == {b"a state"}
             rendezvous.exchange({})
             return received
 
@@ -45,8 +45,8 @@ def test_the_ends_of_a_link_are_connected():
 
 def test_a_rank_without_such_links_has_no_connections():
     def count(rendezvous):
-        with open_peer_connections(rendezvous, LINKS[:1], HOST, LIMIT_S) as connections:
-            return len(connections)
+        with open_failover_connections(rendezvous, LINKS[:1], HOST, LIMIT_S) as connections:
+            return len(connections.peers)
 
     assert in_threads(3, count) == [1, 1, 0]
 
@@ -54,9 +54,9 @@ def test_a_rank_without_such_links_has_no_connections():
 def test_a_missing_end_is_named():
     def wait(rendezvous):
         if rendezvous.rank == 1:
-            rendezvous.exchange({"value": {"at": [(HOST, 1)]}})
+            rendezvous.exchange({"value": [(HOST, 1)]})
             return
-        with open_peer_connections(rendezvous, LINKS[:1], HOST, 0.05):
+        with open_failover_connections(rendezvous, LINKS[:1], HOST, 0.05):
             return
 
     error, _ = in_threads(2, wait)

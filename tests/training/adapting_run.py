@@ -8,8 +8,8 @@ from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.controller import expected_profile
 from jaxmorph.control.controller_state import ProbeLinks, StepObserved, first_state
 from jaxmorph.control.detector import Detector
-from jaxmorph.control.measurements import link_samples, op_times
 from jaxmorph.control.profiler import Profile
+from jaxmorph.control.rank_times import joined_messages, op_times_of, rank_times
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.instructions import parse_instructions
@@ -18,7 +18,7 @@ from jaxmorph.runtime.direct_probe import probe_transfers
 from jaxmorph.schedule.costs import LinkDelay, StageCosts, chain_links
 from jaxmorph.training.control_loop import ControlLoop, Morph
 from jaxmorph.training.plan_in_force import plan_step
-from jaxmorph.training.planning_client import PlanningError
+from jaxmorph.training.planning_client import Begin, PlanningError, RunToPlan
 from jaxmorph.training.planning_process import CandidatePlanner
 
 _ANSWERS = 4  # of the planning process, one after another, until a plan is ready
@@ -34,8 +34,8 @@ class PlansHere:
     """Plans in this process, as the planning process does."""
 
     def __init__(self, usual=USUAL, home=FIRST, in_force=None, config=CONFIG, *, may_answer=True):
-        self._known = config, 0, home, PLANNED_FOR, usual
-        self._planner = CandidatePlanner(*self._known, in_force)
+        self._run = RunToPlan(config, 0, home, PLANNED_FOR, usual)
+        self._planner = CandidatePlanner(Begin(self._run, in_force or home))
         self.may_answer, self.is_asked = threading.Event(), threading.Event()
         if may_answer:
             self.may_answer.set()
@@ -65,8 +65,7 @@ class PlansHere:
     def restart(self, in_force, programs, number):
         self.restarted.append(in_force.routes)
         self.has_died = False
-        parsed = None if programs is None else tuple(map(parse_instructions, programs))
-        self._planner = CandidatePlanner(*self._known, in_force, parsed, number=number)
+        self._planner = CandidatePlanner(Begin(self._run, in_force, programs, number))
 
 
 class FailingPlans(PlansHere):
@@ -115,7 +114,10 @@ class Run:
         for _ in range(count):
             links = {Link(0, 1): self._state(0, other_ms), Link(1, 2): self._state(1, slow_ms)}
             timeline = simulate_blocking(self.programs, costs, links)
-            seen = StepObserved(self.step, link_samples(timeline), op_times(timeline), self.probed)
+            ranks = rank_times(timeline)
+            seen = StepObserved(
+                self.step, op_times_of(ranks), self.probed, messages=joined_messages(ranks)
+            )
             self._record(self.loop.observe(seen), self.step)
             self.settle()
             self._swap()
@@ -153,7 +155,7 @@ class Run:
                 self.probed = {str(transfer): took_ms for transfer in probes}
             case Morph() as morph:
                 self.morphs.append(morph)
-                self.programs = tuple(map(parse_instructions, morph.programs))
+                self.programs = tuple(map(parse_instructions, morph.made.programs))
                 self.routes = morph.plan.routes
                 self._record(self.loop.plan_changed(morph), self.step + 1)
 

@@ -157,7 +157,7 @@ class FailingRun:
         for direction in (each for link in dead for each in directions_of(link)):
             detector, _ = detector.observe_failure(-1, direction, "it had failed before")
         plan = replace(FIRST, routes={**FIRST.routes, **dict.fromkeys(dead, "delegated")})
-        self.plans = PlansHere(config=config, in_force=plan)
+        self.plans: Any = PlansHere(config=config, in_force=plan)
         state = first_state(adaptation, plan, PLANNED_FOR, USUAL, detector)
         self.loop = ControlLoop(state, self.plans)
         self.loop.start(lambda: None)

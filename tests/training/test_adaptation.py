@@ -23,13 +23,15 @@ from jaxmorph.schedule.costs import Limits, StageCosts
 from jaxmorph.schedule.planner import plan
 from jaxmorph.training.adaptation import Adaptation, Announced, OwnEnds
 from jaxmorph.training.control_loop import Morph
+from jaxmorph.training.planning_client import Chosen
 
 COSTS = StageCosts.uniform(3, 1.0, 1.0, 1.0)
 PLAN = plan(COSTS, {}, Limits(), 6, "zb-h2")
 ROUTES: dict[Link, Route] = {Link(0, 1): "direct", Link(1, 2): "delegated"}
 PROGRAMS = lower_step(PLAN.schedule, Profile(COSTS, {}), ROUTES)
 SLOTS = slots_needed(PROGRAMS)
-MORPH = Morph(PlanChange(PLAN, "slow", ROUTES, {}), tuple(map(instructions_text, PROGRAMS)), SLOTS)
+MADE = Chosen(tuple(map(instructions_text, PROGRAMS)), SLOTS)
+MORPH = Morph(PlanChange(PLAN, "slow", ROUTES, {}), MADE)
 
 
 class Stage:

@@ -10,12 +10,12 @@ from adapting_run import COSTS, FIRST, PLANNED_FOR, FailingPlans, PlansHere
 from jaxmorph.control import controller, orchestrator
 from jaxmorph.control.controller import link_states
 from jaxmorph.control.controller_state import PlanningFailed, StepObserved
+from jaxmorph.control.step_programs import simulate_step
 from jaxmorph.records import Link
 from jaxmorph.runtime.direct_probe import probe_transfers
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.training import control_loop
 from jaxmorph.training.control_loop import Expected
-from jaxmorph.training.plan_in_force import simulate_step
 from jaxmorph.training.planning_client import PlanningError, Simulated
 
 SLOWER = replace(COSTS, forward_ms=(10.0, 20.0, 10.0))

@@ -4,7 +4,7 @@ import gc
 from contextlib import closing
 from dataclasses import astuple, dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import jax
 import pytest
@@ -32,9 +32,9 @@ from jaxmorph.training.open_stage import stage_settings
 class Exchange:
     """Rank 0 of two, with the other rank's reply."""
 
-    other: dict[str, Any]
+    other: tuple[int | None, int]
     rank: int = 0
-    sent: list[dict[str, Any]] = field(default_factory=list)
+    sent: list[tuple[int | None, int]] = field(default_factory=list)
 
     def exchange(self, message):
         self.sent.append(message["value"])
@@ -66,7 +66,7 @@ def config(**sections) -> Config:
 
 
 def budget(asked: Config, statistics, other: int | None = 500, least: int = 1):
-    exchange = Exchange({"free_bytes": other, "least_bytes": least})
+    exchange = Exchange((other, least))
     made = with_device_budget(asked, cast(Rendezvous, exchange), trainer_on(statistics))
     assert made.first == made.new
     return made.first.schedule.max_stash_bytes, exchange.sent
@@ -77,7 +77,7 @@ REPORTED = {"bytes_limit": 1000, "bytes_in_use": 200}
 
 
 def test_each_stage_is_capped_by_its_free_memory():
-    sent = {"free_bytes": 800, "least_bytes": 1}
+    sent = (800, 1)
     assert budget(config(**ENABLED), REPORTED) == ((400, 250), [sent])
 
 
@@ -85,13 +85,13 @@ def test_each_stage_is_capped_by_its_free_memory():
 def test_planned_schedules_keep_the_cap(name):
     asked = config(schedule={"name": name}, offload={"device_memory_fraction": 0.1})
     caps, sent = budget(asked, REPORTED, least=70)
-    assert sent == [{"free_bytes": 800, "least_bytes": 60}]
+    assert sent == [(800, 60)]
     assert caps == (80, 70)  # a tenth, but never less than one microbatch needs
 
 
 def test_a_budget_from_devices_is_reported():
     asked = config(schedule={"name": "adaptive"}, offload={"device_memory_fraction": 0.5})
-    exchange = Exchange({"free_bytes": 3 << 20, "least_bytes": 1})
+    exchange = Exchange((3 << 20, 1))
     made = with_device_budget(asked, cast(Rendezvous, exchange), trainer_on(REPORTED))
     assert budget_in_words(asked, made) == (
         "stashes may take 400 B, 1.5 MiB of what the devices have free"
@@ -104,7 +104,7 @@ def test_a_budget_from_devices_is_reported():
 def test_later_plans_keep_the_cap():
     adapts = {"schedule": {"name": "zb-h2"}, "adaptation": {"enabled": True}}
     asked = config(**adapts, offload={"device_memory_fraction": 0.5})
-    exchange = Exchange({"free_bytes": 500, "least_bytes": 1})
+    exchange = Exchange((500, 1))
     made = with_device_budget(asked, cast(Rendezvous, exchange), trainer_on(REPORTED))
     assert made.first == asked
     assert made.new.schedule.name == "zb-h2"
@@ -135,7 +135,7 @@ def test_memory_is_not_queried_without_need(sections):
 
 
 def test_a_device_without_host_memory_is_refused():
-    exchange = cast(Rendezvous, Exchange({}))
+    exchange = cast(Rendezvous, Exchange((None, 1)))
     says = r"^offload.enabled: got true, .* device of rank 0 has no pinned_host memory"
     with pytest.raises(UserError, match=says):
         with_device_budget(config(**ENABLED), exchange, trainer_on(REPORTED, "device"))

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_sidecars import timeline
+from test_sidecars import timings
 
 from jaxmorph.config import check_config
 from jaxmorph.control.conditions import UsualLinks
@@ -47,7 +47,7 @@ def test_slow_links_or_all_allowed_ones_are_delegable(adaptation, latencies_ms, 
 )
 def test_measured_ops_show_that_the_direct_deadline_is_too_short(sections, says):
     enabled = {"parallelism": {"stages": 2}, "failover": {"enabled": True}}
-    steps = [timeline(2_000.0, 20_500.0), timeline(2_000.0, 21_000.0), timeline(1.0, 1.0)]
+    steps = [timings(2_000.0, 20_500.0), timings(2_000.0, 21_000.0), timings(1.0, 1.0)]
     found = too_short_deadline(check_config({**enabled, **sections}), steps)
     assert found.endswith(says)
     assert found.startswith("a direct message may wait for all 21 s that" if says else "")
@@ -76,7 +76,7 @@ def test_steps_are_measured_once_slots_are_registered(monkeypatch):
     monkeypatch.setattr(first_plan, "agree_on_plan", lambda *_: in_force)
     monkeypatch.setattr(first_plan, "resize_slots", lambda *_: done.append("slots"))
     monkeypatch.setattr(first_plan, "StepRunner", lambda *_, **__: SimpleNamespace(run=run))
-    monkeypatch.setattr(first_plan, "measured_timeline", lambda _: timeline(1.0, 1.0))
+    monkeypatch.setattr(first_plan, "timings_of", lambda _: timings(1.0, 1.0))
     trainer: Any = SimpleNamespace(
         await_registered_slots=lambda: done.append("registered"), sidecar_s=0.0
     )

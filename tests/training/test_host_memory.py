@@ -12,6 +12,7 @@ from jaxmorph.config import Config
 from jaxmorph.config.link_problems import possible_links
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.link_state import LinkHealth
+from jaxmorph.control.offload_planning import offloaded_bytes
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.control.verdicts import Evidence, Verdict
@@ -25,7 +26,8 @@ from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.costs import CopyCosts, LinkDelay, StageCosts, StashBytes, chain_links
 from jaxmorph.training.evaluation import with_room_for_forwards
 from jaxmorph.training.host_memory import agree_on_host_room, forecast, host_room, room_in_words
-from jaxmorph.training.plan_in_force import agree_on_plan, offloaded_bytes, plan_step
+from jaxmorph.training.plan_in_force import agree_on_plan, plan_step
+from jaxmorph.training.planning_client import Begin, RunToPlan
 from jaxmorph.training.planning_process import CandidatePlanner
 
 GIB, MIB = 2**30, 2**20
@@ -175,7 +177,8 @@ def test_candidates_of_a_run_keep_within_the_limit():
     ]
     best, taken = {}, {}
     for limit in (None, room):
-        planner = CandidatePlanner(asked, 0, home, profile, usual, room=limit)
+        run = RunToPlan(asked, 0, home, profile, usual, limit)
+        planner = CandidatePlanner(Begin(run, home))
         steps_ms = [each.step_ms for each in planner.make_candidates(profile, slow).candidates]
         best[limit is None] = min(steps_ms)
         chosen = planner.choose(steps_ms.index(min(steps_ms)))
@@ -207,17 +210,17 @@ class Exchange:
 
     rank = 0
 
-    def __init__(self, **other):
+    def __init__(self, *other):
         self._other = other
 
     def exchange(self, message):
         return [message, {"value": self._other}]
 
 
-def agreed(asked: Config, state_bytes, platform="cpu", **other) -> HostRoom:
+def agreed(asked: Config, state_bytes, platform="cpu", pool_bytes=None) -> HostRoom:
     device = SimpleNamespace(platform=platform)
     stage = SimpleNamespace(state=[SimpleNamespace(nbytes=state_bytes)], device=device)
-    rendezvous = cast(Rendezvous, Exchange(**{"copy_bytes": 7, "pool_bytes": None, **other}))
+    rendezvous = cast(Rendezvous, Exchange(7, pool_bytes))
     links = possible_links(2)
     return agree_on_host_room(
         asked, rendezvous, cast(StageTrainer, stage), payloads(2, (4,)), links

@@ -8,10 +8,11 @@ import pytest
 
 from jaxmorph.config import Config
 from jaxmorph.control.conditions import UsualLinks
+from jaxmorph.control.controller_state import RequestCandidates
 from jaxmorph.control.link_state import LinkHealth, PathState
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.rank_times import RankTimes, texts_of, timeline_of
-from jaxmorph.control.step_programs import lower_step
+from jaxmorph.control.step_programs import lower_step, simulate_step
 from jaxmorph.control.verdicts import Evidence, Verdict
 from jaxmorph.plain_json import dump, parse_line, tagged
 from jaxmorph.program.check import check
@@ -20,9 +21,9 @@ from jaxmorph.program.lowering import forward_only
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.records import Link
 from jaxmorph.schedule.costs import Limits, StageCosts, StashBytes, chain_links
-from jaxmorph.training.plan_in_force import plan_step, simulate_step
+from jaxmorph.training.plan_in_force import plan_step
 from jaxmorph.training.planning_client import (
-    MakeCandidates,
+    Begin,
     PlanningError,
     PlanningProcess,
     RunToPlan,
@@ -44,7 +45,7 @@ def planner(num_tied=0, **sections):
     run = config(**sections)
     profile = Profile(COSTS, USUAL["direct"])
     first = plan_step(run, profile, num_tied)
-    return CandidatePlanner(run, num_tied, first, profile, USUAL), profile
+    return CandidatePlanner(Begin(RunToPlan(run, num_tied, first, profile, USUAL), first)), profile
 
 
 def verdicts(lower, upper, latency_ms, health=LinkHealth.SLOW, path=PathState.UP):
@@ -100,7 +101,7 @@ def test_after_a_morph_predictions_are_the_new_plans():
     # Judged on the delegated route, so the latency includes the usual time there.
     assert plans.make_candidates(profile, verdicts(2, 3, 31.0)).in_force_ms == adapted.step_ms
     first = plans.make_candidates(profile, []).candidates[0].plan
-    begun = CandidatePlanner(config(), 0, first, profile, USUAL, adapted.plan)
+    begun = CandidatePlanner(Begin(RunToPlan(config(), 0, first, profile, USUAL), adapted.plan))
     for each in (plans, begun):  # a new planner predicts the same
         healed = each.make_candidates(profile, verdicts(2, 3, 1.0, LinkHealth.HEALTHY))
         assert healed.in_force_ms == pytest.approx(391.0)
@@ -164,7 +165,7 @@ def test_new_plans_keep_caps_that_home_exceeds():
     assert held_bytes(first, sizes) > 6 * 10**10
     capped = config(schedule={"name": "zb-h2", "max_stash_bytes": 6 * 10**10})
     for run, keeps in ((config(), False), (capped, True)):
-        plans = CandidatePlanner(run, 0, first, profile, USUAL)
+        plans = CandidatePlanner(Begin(RunToPlan(run, 0, first, profile, USUAL), first))
         *same, new = plans.make_candidates(profile, verdicts(2, 3, 60.0)).candidates
         assert all(each.plan.schedule == first.schedule for each in same)
         assert new.plan.schedule.name == "adaptive"
@@ -285,12 +286,12 @@ def test_a_process_that_died_is_reported_and_replaced():
 
 
 def test_a_server_survives_wrong_requests():
-    request = tagged(MakeCandidates(PROFILE, (), ()))
+    request = tagged(RequestCandidates(PROFILE, (), ()))
     requests = [{"kind": "sing"}, request, {}]
     answers = io.StringIO()
     serve(iter(map(dump, requests)), answers)
     errors = [json.loads(line)["error"] for line in answers.getvalue().splitlines()]
-    kinds = "expected one of the kinds Begin, MakeCandidates, Choose, Simulate"
+    kinds = "expected one of the kinds Begin, RequestCandidates, Choose, Simulate"
     assert errors == [
         f"ParseError: a request: got {requests[0]}, {kinds}",
         "ValueError: got another request first, expected Begin",

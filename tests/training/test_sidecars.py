@@ -3,13 +3,11 @@
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from jaxmorph.config import check_config
+from jaxmorph.control.rank_times import RankTimes
 from jaxmorph.runtime.rendezvous import SoleRank
-from jaxmorph.schedule.ops import Op
-from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.training import sidecars
 from jaxmorph.training.sidecars import (
     SidecarChoice,
@@ -20,12 +18,9 @@ from jaxmorph.training.sidecars import (
 )
 
 
-def timeline(*compute_ms):
-    """A step whose stages compute for so long, in two ops each."""
-    starts = tuple(np.array([0.0, 500.0]) for _ in compute_ms)
-    ends = tuple(np.array([each / 2, 500.0 + each / 2]) for each in compute_ms)
-    orders = tuple((Op.parse("F0"), Op.parse("F1")) for _ in compute_ms)
-    return Timeline(orders, starts, ends)
+def timings(*compute_ms):
+    """A step whose stages compute for so long."""
+    return [RankTimes(busy_ms=each) for each in compute_ms]
 
 
 def loads(*step_s, cores=64.0, host="a", compute_s=0.1):
@@ -33,7 +28,7 @@ def loads(*step_s, cores=64.0, host="a", compute_s=0.1):
 
 
 def test_the_busiest_rank_decides_by_the_busiest_stage():
-    steps = [timeline(300.0, 100.0), timeline(320.0, 100.0)]
+    steps = [timings(300.0, 100.0), timings(320.0, 100.0)]
     compute_s = min(map(busiest_stage_s, steps))
     choice = choose_sidecars(loads(0.1, 0.39, 0.2, compute_s=compute_s))
     assert (choice.count, choice.busy) == (2, pytest.approx(1.3))
@@ -80,6 +75,6 @@ def test_ranks_change_to_what_auto_finds(monkeypatch, config, changes, words):
     trainer: Any = SimpleNamespace(
         delegated="the route", change_sidecars=lambda _, count: asked.append(count)
     )
-    steps = [timeline(100.0)]
+    steps = [timings(100.0)]
     found = agree_on_sidecars(check_config(config), SoleRank(), trainer, [0.25, 0.1], steps)
     assert (asked, found[: len(words)]) == (changes, words)

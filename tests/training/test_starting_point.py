@@ -10,6 +10,7 @@ from adapting_run import CONFIG, COSTS, FIRST, PLANNED_FOR, USUAL, PlansHere
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.link_state import LinkHealth, PathState
 from jaxmorph.control.profiler import Profile, Profiler
+from jaxmorph.control.rank_times import rank_times
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.control.verdicts import Evidence, KnownDirection, Verdict
 from jaxmorph.program.blocking import simulate_blocking
@@ -37,18 +38,18 @@ DELEGATED_ROUTES = {**FIRST.routes, SLOW: "delegated"}
 
 def first_plan_of(measured, routes):
     """A first plan on some routes, after two steps on each route."""
-    timelines = []
+    steps = []
     for route in ("delegated", "direct"):
         links = measured[route]
         programs = lower_step(FIRST.schedule, PLANNED_FOR, dict.fromkeys(links, route))
-        timelines += [simulate_blocking(programs, COSTS, links)] * 2
+        steps += [rank_times(simulate_blocking(programs, COSTS, links))] * 2
     profiler = Profiler(3, None)
-    for timeline in timelines[2:]:
-        profiler.observe(timeline)
+    for ranks in steps[2:]:
+        profiler.observe(ranks)
     profile = Profile(COSTS, {link: measured[route][link] for link, route in routes.items()})
     plan = replace(FIRST, routes=routes)
     in_force = PlanInForce(plan, lower_step(plan.schedule, profile, routes), 0)
-    return FirstPlan(in_force, profiler, "", profile, measured, tuple(timelines))
+    return FirstPlan(in_force, profiler, "", profile, measured, tuple(steps))
 
 
 @pytest.fixture
@@ -224,10 +225,10 @@ def begin(monkeypatch, run_on):
         routes = plan.plan.routes
         measured_on.append(routes)
         links: dict[Link, LinkDelay] = {link: now[routes[link]][link] for link in routes}
-        timeline, profiler = simulate_blocking(plan.programs, COSTS, links), Profiler(3)
+        ranks, profiler = rank_times(simulate_blocking(plan.programs, COSTS, links)), Profiler(3)
         for _ in range(2):
-            profiler.observe(timeline)
-            how["on_step"](timeline)
+            profiler.observe(ranks)
+            how["on_step"](ranks)
         return profiler
 
     now: dict = {}

@@ -16,7 +16,7 @@ from jaxmorph.control.link_state import PathFailure
 from jaxmorph.control.path_reports import PathReport
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.control.rank_times import RankTimes, texts_of
-from jaxmorph.control.step_programs import lower_step
+from jaxmorph.control.step_programs import lower_step, simulate_step
 from jaxmorph.messages import EventEmitted, ProfileUpdated, RunMessage, StepDone, StepTimelines
 from jaxmorph.plain_json import dump, parse_line
 from jaxmorph.program.instructions import Transfer, instructions_text
@@ -30,8 +30,8 @@ from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
 from jaxmorph.training.control_loop import ControlLoop, Expected, Morph
 from jaxmorph.training.evaluation import HeldOutLoss
-from jaxmorph.training.plan_in_force import PlanInForce, simulate_step
-from jaxmorph.training.planning_client import PlanningError, Simulated
+from jaxmorph.training.plan_in_force import PlanInForce
+from jaxmorph.training.planning_client import Chosen, PlanningError, Simulated
 from jaxmorph.training.step_recorder import StepRecorder, TracedSteps
 
 TWO = StageCosts.uniform(2, 1.0, 1.0, 1.0)
@@ -325,7 +325,7 @@ def test_a_morph_counts_from_its_first_step():
     messages = []
     with recorder_of(messages.append, loop=loop) as recorder:
         record_steps(recorder, 3)
-        recorder.adopt(Morph(PlanChange(other, "it is shorter", {}, {}), programs, {}), 4)
+        recorder.adopt(Morph(PlanChange(other, "it is shorter", {}, {}), Chosen(programs, {})), 4)
         record_steps(recorder, 4)
     assert loop.calls == [("observe", 3), ("adopted", "adaptive"), ("observe", 4)]
     records = of_kind(messages, StepDone, "record")
