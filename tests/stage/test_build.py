@@ -20,8 +20,8 @@ TOKENS, TARGETS = np.random.default_rng(1).integers(
     VOCAB, size=(2, MICROBATCHES, BATCH, LENGTH), dtype=np.int32
 )
 TARGETS[:, 0, 2] = -1
-# The newest JAX's recomputing is in `tests/runtime/test_parity.py`.
-RECOMPUTE = pytest.param("recompute", marks=pytest.mark.one_jax)
+# Quickly, and with the newest JAX, `tests/runtime/test_parity.py` recomputes.
+RECOMPUTE = pytest.param("recompute", marks=[pytest.mark.long, pytest.mark.one_jax])
 
 
 @pytest.fixture(scope="module")

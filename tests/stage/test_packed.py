@@ -95,9 +95,10 @@ def stages_of(model, stash: StashPolicy):
         yield layers, stage
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "stash"),
-    [("gpt2", "full"), pytest.param("llama", "recompute", marks=pytest.mark.long)],
+    [("gpt2", "full"), ("llama", "recompute")],
 )
 def test_stages_of_packed_rows_have_the_gradients_of_documents_alone(name, stash):
     model, (whole, expected_loss, expected) = build(name), expected_of(name)

@@ -137,6 +137,7 @@ def test_a_morph_compiles_nothing(adapting):
     assert len({line["compilations"] for line in adapting.steps}) == 1
 
 
+@pytest.mark.long
 def test_adaptation_changes_no_bit(adapting, undisturbed):
     require_same_bits(undisturbed.out, adapting.out, last=STEPS)
     assert not undisturbed.events("plan_changed", "straggler_detected")

@@ -309,6 +309,7 @@ def test_a_task_with_another_secret_ends_at_once(tmp_path):
     assert "connections were refused: another secret" in last
 
 
+@pytest.mark.long
 @pytest.mark.one_jax
 def test_a_taken_coordinators_port_is_one_line(tmp_path):
     """JAX derives it from the job's number, and serves there without looking."""
@@ -320,6 +321,7 @@ def test_a_taken_coordinators_port_is_one_line(tmp_path):
     assert stderr.count("\n") == 1
 
 
+@pytest.mark.long
 @pytest.mark.one_jax
 def test_a_job_of_the_wrong_size_is_refused(tmp_path):
     _, stderr, code = finished(*start_tasks_of_open_mpi(tmp_path, 1))

@@ -11,7 +11,7 @@ import pytest
 
 from jaxmorph.runtime.started_rank import reserved_port
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(90)]
 
 LIMIT_S = 60.0  # JAX alone would wait for longer than that
 

@@ -204,7 +204,7 @@ class Watched(FailingRun):
 
 
 @pytest.mark.parametrize("delegates", ["slow", "any"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 3))])
 def test_no_link_uses_a_failed_path(seed, delegates):
     drawn = random.Random(seed)
     run = Watched(failback_steps=6, longest_dwell_steps=12, delegates=delegates)
