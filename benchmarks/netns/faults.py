@@ -17,7 +17,7 @@ class Fault:
 
     Attributes:
         name: For the table.
-        set_works: Lets it happen (False), or undoes it.
+        set_works: Called with False to break it, and with True to mend it.
         lasts_s: After how long it is undone; None: when all is over.
     """
 

@@ -149,7 +149,10 @@ class StagePrograms:
     ) -> tuple[jax.Array | None, Params, jax.Array]:
         """Runs BW: B and W in one program, without a weight stash.
 
-        Arguments and results are those of `backward_input` and `backward_weight`.
+        Arguments are those of `backward_input` and `backward_weight`.
+
+        Returns:
+          (gradient of the stage's input, None on the first stage; accumulators; `done`).
         """
         arguments = (weights, stash, output_gradient, accumulators, *aux_gradient)
         (gradient, sums), done = self.compiled["BW"](*arguments)

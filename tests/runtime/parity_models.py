@@ -15,7 +15,7 @@ from jaxmorph.models.gpt2 import build
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.step import StepRunner
 
-SCHEDULES = ("gpipe", "1f1b", "zb-h2", "adaptive")
+MAIN_SCHEDULES = ("gpipe", "1f1b", "zb-h2", "adaptive")
 
 
 class Auxiliary:
@@ -38,7 +38,7 @@ class Auxiliary:
 def check_auxiliary(rendezvous, link):
     """Auxiliary losses of every layer are in the loss, and differentiated on every stage."""
     parity = Parity(rendezvous, link, tied=True, build_model=Auxiliary)
-    for schedule_name in SCHEDULES:
+    for schedule_name in MAIN_SCHEDULES:
         parity.check_gradients(schedule_name, *batch(4, 4), "auxiliary", random_step=5)
     parity.close()
 
@@ -73,7 +73,7 @@ def check_examples(rendezvous, link):
     for build_model in (moe_decoder, patch_encoder):
         parity = Parity(rendezvous, link, tied=False, build_model=build_model, delegated=True)
         everywhere = dict.fromkeys(parity.links, "delegated")
-        for schedule_name, routes in itertools.product(SCHEDULES, (None, everywhere)):
+        for schedule_name, routes in itertools.product(MAIN_SCHEDULES, (None, everywhere)):
             test = build_model.__name__
             parity.check_gradients(schedule_name, *batch(4, 4), test, random_step=5, routes=routes)
         parity.close()
@@ -85,7 +85,7 @@ def check_cuts(rendezvous, link, build_model, reference, lengths, *, tied=False)
     """The same gradients on other cuts, offloaded, recomputed, and in shorter steps."""
     cases: Sequence[tuple[Sequence[str], Mapping[str, Any]]] = (
         (["gpipe"], {"counts": (1, 4), "room": 1}),
-        (SCHEDULES, {"counts": (4, 1), "stash": "recompute", "lengths": lengths}),
+        (MAIN_SCHEDULES, {"counts": (4, 1), "stash": "recompute", "lengths": lengths}),
         (["interleaved"], {"num_chunks": CHUNKS}),
     )
     for schedules, more in cases:
@@ -114,7 +114,7 @@ def check_dropout(rendezvous, link, compilations):
     """Every step, microbatch and layer has masks of its own: those of one device."""
     dropping, before = packed_and_dropping, None
     parity = Parity(rendezvous, link, tied=True, build_model=dropping, delegated=True)
-    for step, schedule_name in enumerate(SCHEDULES):
+    for step, schedule_name in enumerate(MAIN_SCHEDULES):
         parity.check_gradients(schedule_name, *batch(4, 4), "dropout", random_step=step)
         before = before or compilations.count
     parity.report("dropout compilations", count=compilations.count - (before or 0))

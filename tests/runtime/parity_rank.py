@@ -226,18 +226,19 @@ def main(arguments, link, rest):
         check_auxiliary(rendezvous, link)
         return
     compile_alike_once()  # the tied and the untied model's stages compute the same
-    whole_alone = rest == ["whole stages"]  # as users compile: minutes
-    both = not whole_alone and rendezvous.num_ranks < 4
+    whole_stages_alone = rest == ["whole stages"]
+    untied_too = not whole_stages_alone and rendezvous.num_ranks < 4
     references = {
         tied: check_whole_stages(rendezvous, link, tied, compilations)
-        for tied in ((True, False) if both else (True,))
+        for tied in ((True, False) if untied_too else (True,))
     }
-    if whole_alone:
-        return
     if rendezvous.num_ranks == 2:
         bfloat16 = Parity(rendezvous, link, tied=True, compute_dtype="bfloat16")
         check_variants(bfloat16)
         bfloat16.close()
+    if whole_stages_alone:
+        return
+    if rendezvous.num_ranks == 2:
         check_recomputing(rendezvous, link, references[True])
     for tied, reference in references.items():
         check_chunked_stages(rendezvous, link, tied, reference, compilations)

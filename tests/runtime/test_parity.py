@@ -1,7 +1,7 @@
 """Every schedule gives one device's loss, gradients and parameters.
 
-One launch per number of stages runs all schedules, microbatch counts and both tyings, with the same
-compiled programs throughout.
+One launch per number of stages runs all schedules and microbatch counts, tied and, but for four
+stages, untied, with the same compiled programs throughout.
 """
 
 from functools import cache
@@ -10,6 +10,11 @@ import pytest
 
 SINGLE, HALF = 1e-5, 3e-2  # relative, for float32 and bfloat16 compute
 AS_USERS, EXAMPLES, RANDOM = "2 as users compile", "2 of examples", "2 of random models"
+SCHEDULES = ["gpipe", "1f1b", "zb-h1", "zb-h2", "adaptive", "initial"]
+TESTS_OF_WHOLE_STAGES = {
+    "first", "gradients", "compilations", "ignored microbatch", "contribution vanishes", "bitwise",
+    "forwards alone", "routes", "route changes", "overflow", "parameters",
+}  # fmt: skip
 TYINGS = (("tied", True), ("untied", False))
 MORE_STAGES = [pytest.mark.long, pytest.mark.one_jax]
 # Its first test of a number of stages waits for all that ranks compile: minutes on a busy machine.
@@ -70,7 +75,7 @@ def only(results, test, **case):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2", "adaptive", "initial"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("microbatches", [1, 4, 8])
 def test_loss_norm_and_gradients_match_one_device(results, schedule, microbatches):
     case = {"schedule": schedule, "microbatches": microbatches, "compute": "float32"}
@@ -291,8 +296,12 @@ def test_flipped_bits_are_found_and_change_nothing(two_stages):
 def test_what_users_compile_gives_the_same(launch):
     """Programs with all of XLA's optimisations: whole stages under every schedule and route."""
     found = launch(AS_USERS)
-    assert {result["test"] for result in found} >= {"gradients", "bitwise", "routes", "parameters"}
+    assert {result["test"] for result in found} == TESTS_OF_WHOLE_STAGES
+    gradients = only(found, "gradients", compute="float32")
+    assert {result["schedule"] for result in gradients} == set(SCHEDULES)
+    assert only(found, "gradients", compute="bfloat16")
     for result in found:
-        errors = [result.get(name, 0.0) for name in ("loss_error", "norm_error")]
-        assert max(*errors, result.get("worst_leaf", [0.0])[0]) <= SINGLE, result
+        bound = HALF if result["compute"] == "bfloat16" else SINGLE
+        errors = [result[name] for name in ("loss_error", "norm_error") if name in result]
+        assert all(each <= bound for each in [*errors, result.get("worst_leaf", [0.0])[0]]), result
         assert result.get("same", True), result

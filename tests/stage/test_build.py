@@ -20,7 +20,7 @@ TOKENS, TARGETS = np.random.default_rng(1).integers(
     VOCAB, size=(2, MICROBATCHES, BATCH, LENGTH), dtype=np.int32
 )
 TARGETS[:, 0, 2] = -1
-# Quickly, and with the newest JAX, `tests/runtime/test_parity.py` recomputes.
+# In `make test`, and with the newest JAX, `tests/runtime/test_parity.py` has it.
 RECOMPUTE = pytest.param("recompute", marks=[pytest.mark.long, pytest.mark.one_jax])
 
 

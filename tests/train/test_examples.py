@@ -14,6 +14,11 @@ LIMIT_S = 150
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compile_quickly():
+    """Not here: these runs are compiled as their users' are."""
+
+
 @pytest.mark.parametrize(
     ("config", "guessing"),
     [

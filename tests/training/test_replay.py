@@ -181,7 +181,10 @@ def test_a_simulation_ends_at_a_restart_of_ranks(kept_run, tmp_path):
 
 def test_a_cut_off_line_ends_the_replay(file, tmp_path):
     whole = len(list(replay(tmp_path)))
-    file.write_bytes(file.read_bytes()[:-30])
+    content = file.read_bytes()
+    file.write_bytes(content + b'{"observation": ')
+    assert len(list(replay(tmp_path))) == whole
+    file.write_bytes(content[:-30])  # in the midst of a step's tables
     assert len(list(replay(tmp_path))) == whole - 1
 
 

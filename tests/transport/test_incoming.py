@@ -37,7 +37,7 @@ def delivered(outcome):
     return [(each.sequence - FIRST) % 2**32 for each in outcome.deliveries]
 
 
-def test_a_chunk_has_its_place_in_its_slot(incoming):
+def test_a_chunk_has_its_place_in_its_message(incoming):
     begun = incoming.begin(0, chunk(3, 1))
     assert (begun.place, begun.sequence, begun.offset) == (Place.SLOT, (FIRST + 3) % 2**32, SIZE)
     assert incoming.finish(0) == (
