@@ -40,12 +40,9 @@ def test_changes_are_read_and_shown(text, change, shown):
     [
         "link=2",
         "link=2:0",
-        "link=2:xms",
         "link=-1:0ms",
         "link=2:-1ms",
         "link=2:nanms",
-        "link=2:1e300ms",
-        "stage=1:infx",
         "stage=1:1e300x",
         "",
     ],
