@@ -10,15 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
-from oracles.fake_gpu import (
-    AWAY,
-    LIMIT_S,
-    STREAM,
-    FakeKernels,
-    FakeLibrary,
-    on_a_stream,
-    view_here,
-)
+from oracles.fake_gpu import AWAY, LIMIT_S, STREAM, FakeKernels, FakeLibrary, on_a_stream, view_here
 
 from jaxmorph.copies.backends import PayloadShape, SlotUse, is_ready
 from jaxmorph.copies.copy_engine import CopyEngineSend, StreamCallbackSend

@@ -7,11 +7,7 @@ from jaxmorph.records import Link
 from jaxmorph.schedule.costs import LinkDelay, StageCosts, chain_links
 from jaxmorph.schedule.fixed import gpipe, interleaved, zb_h2
 from jaxmorph.schedule.schedule import Schedule
-from jaxmorph.schedule.simulate import (
-    in_whole_steps,
-    jittered_makespans_ms,
-    simulate,
-)
+from jaxmorph.schedule.simulate import in_whole_steps, jittered_makespans_ms, simulate
 
 
 def test_an_op_starts_when_data_and_stage_are_ready():
