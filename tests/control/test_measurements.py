@@ -7,13 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmorph.control.measurements import (
-    LinkSample,
-    RunningEstimate,
-    by_direction,
-    link_medians_ms,
-    robust_spread,
-)
+from jaxmorph.control.measurements import RunningEstimate, by_direction, robust_spread
 from jaxmorph.control.rank_times import joined_messages, rank_times
 from jaxmorph.schedule.timeline import Timeline, TransferSpan
 
@@ -41,20 +35,6 @@ def samples(*spans, num_stages=4):
     return by_direction(joined_messages(rank_times(timeline)))
 
 
-def test_a_direct_message_is_timed_by_its_later_end():
-    waited = TransferSpan(0, "activation[3] 0>1", 10.0, 47.0)
-    came_later = TransferSpan(1, "activation[3] 0>1", 44.0, 47.5)
-    (sample,) = samples(waited, came_later)[0, 1]
-    assert sample == LinkSample(0, 1, 3, 3.5, 47.5, is_direct=True)
-
-
-def test_a_delegated_message_takes_from_sending_to_landing():
-    landed = TransferSpan(2, "gradient[1] 3>2", 5.0, 36.0, holds_queue=False)
-    (sample,) = samples(landed)[3, 2]
-    assert sample == LinkSample(3, 2, 1, 31.0, 36.0, is_direct=False)
-    assert sample.sent_ms == 5.0
-
-
 def test_samples_are_in_the_order_of_sending():
     labels = ("activation[0] 0>1", "1.activation[0] 0>1", "activation[1] 0>1")
     spans = [
@@ -70,13 +50,3 @@ def test_tied_and_half_reported_messages_are_no_samples():
     alone = TransferSpan(0, "activation[0] 0>1", 0.0, 40.0)
     sent = TransferSpan(0, "activation[1] 0>1", 0.0, 40.0, holds_queue=False)
     assert samples(*spans, landed, alone, sent) == {}
-
-
-def test_medians_of_a_step_are_those_of_each_direction():
-    found = samples(
-        TransferSpan(0, "activation[0] 0>1", 0.0, 30.0),
-        TransferSpan(1, "activation[0] 0>1", 28.0, 30.0),
-        TransferSpan(0, "gradient[0] 1>0", 40.0, 71.25, holds_queue=False),
-        TransferSpan(0, "gradient[1] 1>0", 50.0, 82.75, holds_queue=False),
-    )
-    assert link_medians_ms(found) == {"0>1": 2.0, "1>0": 32.0}

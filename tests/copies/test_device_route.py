@@ -4,7 +4,6 @@ Its driver runs enqueued work on a thread of its own, as do the callbacks in pla
 data plane is in memory and polls for signals, as sidecars do.
 """
 
-import threading
 import time
 
 import jax
@@ -37,18 +36,12 @@ def activation(microbatch, epoch=0):
     return TransferIdentity(epoch, 0, Transfer(Payload.ACTIVATION, 0, 1, microbatch))
 
 
-TIED = TransferIdentity(0, 0, Transfer(Payload.TIED, 0, 1, 0))
-
-
 class Ends:
     """Both ends of a link in one process."""
 
     def __init__(self, device, backend_name):
         payload = PayloadShape(SHAPE, jnp.dtype("float32"))
-        uses = {
-            channel_of(activation(0).transfer): SlotUse(payload, 15),
-            channel_of(TIED.transfer): SlotUse(payload, 7),
-        }
+        uses = {channel_of(activation(0).transfer): SlotUse(payload, 15)}
         specs = [ChannelSpec(channel_name(each), use.slot_bytes, 2) for each, use in uses.items()]
         network = LoopbackNetwork()
         self.planes = [network.plane(0, specs, []), network.plane(1, [], specs)]
@@ -75,11 +68,6 @@ class Ends:
         to, out_of = self.kernels.copy_to_host, self.kernels.copy_from_host
         receive = KernelReceive(self.memory, HostReceive(), out_of, _anywhere)
         return KernelSend(self.memory, self.pinned, to, _anywhere), receive
-
-    def sent_by_the_device(self):
-        """The number of copies into slots that the device was asked to make."""
-        by_engine = self.kernels.library.names().count("cuMemcpyDtoHAsync_v2")
-        return by_engine + sum(each.signal_address != 0 for each in self.kernels.controls)
 
     def send(self, identity, value):
         return self.sender.post(identity, value, time.monotonic())
@@ -149,15 +137,6 @@ def test_a_late_copy_does_not_count_as_link_latency(ends, device):
     assert sent_s + 0.2 <= moved.peer_arrived_s <= moved.over_s
 
 
-def test_a_message_in_parts_arrives_whole(ends, device):
-    device.go.set()
-    sending = threading.Thread(target=ends.send, args=(TIED, values(3)))
-    sending.start()  # it waits for slots while parts are taken
-    taken = ends.take(TIED).value
-    sending.join(LIMIT_S)
-    assert np.array_equal(np.asarray(taken), np.asarray(values(3)))
-
-
 @pytest.mark.parametrize("backend_name", ["copy_engine"])
 def test_a_failed_copy_raises_at_both_ends_and_blocks_nothing(ends, device):
     ends.send(activation(0), values(0))
@@ -174,42 +153,3 @@ def test_a_failed_copy_raises_at_both_ends_and_blocks_nothing(ends, device):
     taken = ends.take(activation(0, epoch=1)).value
     assert np.array_equal(np.asarray(taken), np.asarray(values(7)))
     ends.receiver.settle()
-
-
-@pytest.mark.parametrize("backend_name", ["pallas"])
-def test_a_failed_kernel_raises_at_both_ends_and_blocks_nothing(later, ends, device):
-    device.go.set()
-    ends.send(activation(0), values(0))
-    with pytest.raises(TimeoutError):
-        ends.take(activation(0), wait_s=0.01)
-    later.run_next(ZeroDivisionError("at last"))
-    with pytest.raises(ZeroDivisionError, match="at last"):
-        ends.sender.settle()
-    with pytest.raises(PeerGoneError, match="rank 0 failed before it could send it"):
-        ends.take(activation(0))
-    for route in (ends.sender, ends.receiver):
-        route.abandon(0)
-    ends.send(activation(0, epoch=1), values(7))
-    later.run_next()
-    taken = ends.take(activation(0, epoch=1)).value
-    later.run_next()
-    assert np.array_equal(np.asarray(taken), np.asarray(values(7)))
-    ends.sender.settle()
-    ends.receiver.settle()
-
-
-def test_added_slots_are_registered(ends, device):
-    device.go.set()
-    needed = {channel_of(activation(0).transfer): 8}
-    ends.sender.add_slots(needed)
-    ends.receiver.add_slots(needed)
-    ends.memory.settle()
-    for microbatch in range(8):
-        ends.send(activation(microbatch), values(microbatch))
-    for microbatch in range(8):
-        taken = ends.take(activation(microbatch)).value
-        assert np.array_equal(np.asarray(taken), np.asarray(values(microbatch)))
-    ends.sender.settle()
-    ends.receiver.settle()
-    assert ends.sent_by_the_device() == 8
-    assert ends.memory.error is None

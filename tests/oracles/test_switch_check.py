@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmorph.program.check import ProgramError
-from jaxmorph.program.instructions import RankInstructions, Receive, Send, Transfer
+from jaxmorph.program.instructions import Receive, Send, Transfer
 from jaxmorph.program.lowering import lower
 from jaxmorph.records import Link
 from jaxmorph.schedule.costs import Limits, StageCosts, chain_links
@@ -48,17 +48,6 @@ def test_every_schedule_survives_a_link_failure(name, stages, rounds, num_tied, 
     assert replayed == 2 * len(direct_sends(programs))
 
 
-def test_a_delegated_link_has_no_switch():
-    programs = lowered("zb-h1", 2, 4, {Link(0, 1): "delegated"})
-    assert check_switch(programs, Link(0, 1)) == 0
-
-
-def test_without_a_slot_the_switch_deadlocks():
-    programs = lowered("1f1b", 2, 2)
-    with pytest.raises(ProgramError, match=r"link 0-1 failed at .* waits at send"):
-        check_switch(programs, Link(0, 1), slots=0)
-
-
 def test_a_lost_message_is_found():
     programs = lowered("1f1b", 2, 2)
     lost = Transfer.parse("gradient[1] 1>0")
@@ -72,12 +61,3 @@ def test_a_lost_message_is_found():
     )
     with pytest.raises(ProgramError, match=r"lost gradient\[1\] 1>0|rank 1 waits at send"):
         check_switch((first, programs[1]), Link(0, 1))
-
-
-def test_messages_out_of_order_are_found():
-    """As direct transfers they are refused at once; in slots they block each other."""
-    one, two, three = (Transfer.parse(f"activation[{number}] 0>1") for number in range(3))
-    first = RankInstructions(0, 2, 3, (Send(one), Send(two), Send(three)))
-    second = RankInstructions(1, 2, 3, (Receive(one), Receive(three), Receive(two)))
-    with pytest.raises(ProgramError, match="nothing goes on: rank 1 waits at receive"):
-        check_switch((first, second), Link(0, 1), slots=2)

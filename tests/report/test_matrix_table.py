@@ -3,7 +3,6 @@ from dataclasses import replace
 import pytest
 
 from jaxmorph.report.matrix_table import matrix_markdown, short_cell
-from jaxmorph.report.run_matrix import StepTimes
 
 
 def rows(markdown: str) -> list[str]:
@@ -45,12 +44,6 @@ def test_a_failed_run_shows_its_measurements(made_up):
     page = matrix_markdown(replace(made_up, runs={("zb", "healthy"): half}))
     assert "| zb | FAILED<br>**402.2** (399.0 to 405.0)" in page
     assert short_cell(half) == "FAILED"
-
-
-def test_step_times_are_percentiles_of_all_steps():
-    times = StepTimes.of([float(step) for step in range(101)])
-    assert times == StepTimes(50.0, 10.0, 90.0, 101)
-    assert times.spread == 9.0
 
 
 def test_losses_of_systems_are_compared(made_up):

@@ -24,15 +24,6 @@ def test_messages_that_differ_have_different_words():
     assert all(len(name) == 6 and 0 <= min(name) <= max(name) < 2**32 for name in words)
 
 
-def test_each_payload_and_direction_has_its_own_channel():
-    def channel(text):
-        return channel_of(Transfer.parse(text))
-
-    assert channel("activation[0] 0>1") == channel("1.activation[3] 0>1")
-    assert channel("activation[0] 1>0") != channel("gradient[0] 1>0")
-    assert channel("tied[0] 0>1") != channel("tied[1] 0>1")
-
-
 def activation(microbatch, epoch=0, source=0):
     transfer = Transfer(Payload.ACTIVATION, source, source + 1, microbatch)
     return TransferIdentity(epoch, 0, transfer)

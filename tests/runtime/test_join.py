@@ -88,10 +88,6 @@ def fails(monkeypatch):
     return fails
 
 
-def test_devices_are_those_of_jax():
-    assert own_devices() == jax.local_devices()
-
-
 @pytest.mark.parametrize(
     ("error", "reason"),
     [

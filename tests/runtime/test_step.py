@@ -85,13 +85,6 @@ def test_a_step_that_is_not_finite_updates_nothing():
     assert (result.updated, result.totals.not_finite) == (False, {0: "loss nan"})
 
 
-def test_a_timing_step_discards_and_keeps_events():
-    stage: Any = Stage()
-    result = run(stage, updates=False)
-    assert stage.done == ["step 3", "discarded"]
-    assert (result.updated, result.events) == (False, ())
-
-
 def test_ops_of_a_shorter_step_are_shown_but_not_measured():
     stage: Any = Stage()
     runner = StepRunner(stage, SoleRank())
@@ -101,12 +94,15 @@ def test_ops_of_a_shorter_step_are_shown_but_not_measured():
     assert shorter.timings.ops == longest.timings.ops
 
 
-def test_a_timing_step_reads_no_gradients():
+def test_a_timing_step_keeps_events_and_reads_no_gradients():
     stage: Any = Stage(loss=math.nan)
     del stage.gradients
     stage.squared_norm = lambda: pytest.fail("the norm is read")
-    (report,) = run(stage, updates=False).reports
+    result = run(stage, updates=False)
+    (report,) = result.reports
     assert (report.squared_norm, report.not_finite) == (0.0, "")
+    assert stage.done == ["step 3", "discarded"]
+    assert (result.updated, result.events) == (False, ())
 
 
 def arrays(**values):

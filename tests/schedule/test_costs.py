@@ -15,13 +15,8 @@ from jaxmorph.schedule.costs import (
     chain_links,
     neighbour_links,
 )
-from jaxmorph.schedule.ops import Op, OpKind
+from jaxmorph.schedule.ops import Op
 from tests.oracles.brute_force import every_row
-
-
-def test_a_full_backward_takes_b_plus_w():
-    costs = StageCosts((1.0, 2.0), (3.0, 4.0), (5.0, 6.0))
-    assert [costs.duration_ms(1, kind) for kind in OpKind] == [2.0, 4.0, 6.0, 10.0]
 
 
 def test_link_text_round_trips():
@@ -36,11 +31,6 @@ def test_links_between_neighbours_fill_in_the_healthy_ones():
     links = {Link(1, 2): LinkDelay(5.0, 6.0), Link(0, 2): LinkDelay(9.0, 9.0)}
     assert neighbour_links(links, 3) == (LinkDelay(), LinkDelay(5.0, 6.0))
     assert chain_links([1.0, 2.0])[Link(1, 2)] == LinkDelay(2.0, 2.0)
-
-
-def test_caps_are_at_most_the_microbatches():
-    assert Limits().caps(3, 8) == (8, 8, 8)
-    assert Limits((2, 99, 4)).caps(3, 8) == (2, 8, 4)
 
 
 _MEMORIES = st.builds(

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmorph.schedule.list_schedule import Rule, Workload, list_schedule, to_schedule
+from jaxmorph.schedule.list_schedule import Rule, Workload, list_schedule
 from jaxmorph.schedule.order_graph import Arcs, OrderGraph
 from tests.schedule.strategies import workloads
 
@@ -176,28 +176,3 @@ def test_critical_blocks_cover_the_step_without_a_gap(workload, draw):
             assert graph.head[op] + graph.duration[op] + graph.tail[op] == makespan
     assert graph.head[blocks[0][0]] == 0
     assert graph.end(blocks[-1][-1]) == makespan
-
-
-def _picture(graph: OrderGraph) -> list[str]:
-    schedule = to_schedule("moved", len(graph.rows), len(graph.rows[0]) // 3, graph.numbers)
-    return [" ".join(map(str, order)) for order in schedule.orders]
-
-
-TWO = Workload(2, (1, 1), (1, 1), (1, 1), (0, 0), (0, 0), (1, 1), (0, 0), (2, 2))
-
-
-def test_moves_as_rows():
-    made = list_schedule(TWO)
-    assert made is not None
-    graph = OrderGraph(Arcs.of(TWO), made.numbers)
-    assert _picture(graph) == ["F0 F1 B0 W0 B1 W1", "F0 B0 F1 B1 W0 W1"]
-    assert graph.move_behind(4, 3)  # W0 behind B1, on stage 0
-    assert _picture(graph)[0] == "F0 F1 B0 B1 W0 W1"
-    assert graph.move_ahead(10, 7)  # W0 ahead of F1, on stage 1
-    assert _picture(graph)[1] == "F0 B0 W0 F1 B1 W1"
-    assert graph.move_ahead(7, 8)  # F1 ahead of B0, on stage 1
-    assert _picture(graph)[1] == "F0 F1 B0 W0 B1 W1"
-    # Now B0 of stage 0 depends on its F1, through F1 and B0 of stage 1.
-    assert not graph.move_behind(1, 2)
-    assert not graph.move_ahead(2, 1)
-    assert _picture(graph) == ["F0 F1 B0 B1 W0 W1", "F0 F1 B0 W0 B1 W1"]

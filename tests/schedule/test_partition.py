@@ -14,26 +14,6 @@ def _all_cuts(num_layers, num_stages):
         yield tuple(end - start for start, end in pairwise(bounds))
 
 
-@pytest.mark.parametrize(
-    ("costs_ms", "first_ms", "last_ms", "stages", "layers"),
-    [
-        ([1] * 8, 0, 0, 4, (2, 2, 2, 2)),
-        ([1] * 5, 0, 0, 4, (1, 2, 1, 1)),
-        ([1] * 8, 0, 3, 4, (2, 2, 3, 1)),
-        ([1] * 8, 3, 0, 4, (1, 2, 2, 3)),
-        ([1] * 12, 1, 4, 4, (3, 4, 4, 1)),
-        ([5, 1, 1, 1], 0, 0, 2, (1, 3)),
-        ([1, 1, 1, 5], 0, 0, 2, (3, 1)),
-        ([0.1] * 6, 0, 0, 3, (2, 2, 2)),
-        ([1, 9, 1], 0, 0, 3, (1, 1, 1)),
-        ([2, 2], 7, 7, 1, (2,)),
-        ([0, 0, 0], 0, 0, 2, (2, 1)),
-    ],
-)
-def test_partition_minimizes_the_slowest_stage(costs_ms, first_ms, last_ms, stages, layers):
-    assert partition(costs_ms, first_ms, last_ms, stages) == layers
-
-
 @given(
     costs_ms=st.lists(st.integers(0, 9), min_size=1, max_size=9),
     first_ms=st.integers(0, 9),

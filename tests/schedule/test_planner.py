@@ -20,14 +20,6 @@ def _slow(link: int, latency_ms: float):
     return chain_links([latency_ms if at == link else 0.0 for at in range(3)])
 
 
-@pytest.mark.parametrize("name", ["zb-h2", "paper", "adaptive"])
-def test_figure_4_takes_390_ms(name):
-    planned = plan(EQUAL, {}, Limits(), 12, name)
-    assert planned.predicted_step_s == 0.39
-    assert planned.lower_bound_s == 0.39
-    assert planned.schedule.warmup_forwards == (7, 5, 3, 1)
-
-
 @pytest.mark.parametrize(
     ("link", "makespans_ms"),
     [

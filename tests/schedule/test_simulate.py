@@ -7,11 +7,7 @@ from jaxmorph.records import Link
 from jaxmorph.schedule.costs import LinkDelay, StageCosts, chain_links
 from jaxmorph.schedule.fixed import gpipe, interleaved, zb_h2
 from jaxmorph.schedule.schedule import Schedule
-from jaxmorph.schedule.simulate import (
-    in_whole_steps,
-    jittered_makespans_ms,
-    simulate,
-)
+from jaxmorph.schedule.simulate import in_whole_steps, jittered_makespans_ms, simulate
 
 
 def test_an_op_starts_when_data_and_stage_are_ready():
@@ -28,13 +24,6 @@ def test_an_op_starts_when_data_and_stage_are_ready():
     ]
     assert timeline.makespan_ms == 25.5
     assert timeline.end_ms[0].dtype == np.float64
-
-
-def test_a_full_backward_sends_its_gradient_at_its_end():
-    schedule = Schedule.from_rows("full", ["F0 BW0", "F0 BW0"])
-    timeline = simulate(schedule, StageCosts.uniform(2, 1.0, 2.0, 3.0))
-    assert timeline.start_ms[0].tolist() == [0.0, 7.0]
-    assert timeline.makespan_ms == 12.0
 
 
 def test_chunks_wrap_around_over_the_first_last_link():
@@ -68,16 +57,6 @@ def test_messages_wait_for_the_occupancy_of_earlier_ones(link_model, starts_ms):
     assert timeline.start_ms[1].tolist()[:3] == starts_ms
 
 
-def test_directions_of_a_link_are_independent():
-    costs = StageCosts.uniform(2, 10.0, 10.0, 10.0)
-    schedule = Schedule.from_rows("both", ["F0 F1 BW0 BW1", "F0 BW0 F1 BW1"])
-    links = {Link(0, 1): LinkDelay(35.0, 35.0)}
-    timeline = simulate(schedule, costs, links, "serialized")
-    # F1's activation travels from 45 to 80 ms, while BW0's gradient travels from 75 to 110 ms.
-    assert timeline.start_ms[1].tolist() == [45.0, 55.0, 80.0, 90.0]
-    assert timeline.start_ms[0].tolist() == [0.0, 10.0, 110.0, 145.0]
-
-
 def test_wrapped_activations_share_the_gradients_direction():
     schedule = Schedule.from_rows(
         "ring", ["F0 F1 1.F0 1.BW0 1.F1 1.BW1 BW0 BW1", "F0 1.F0 1.BW0 F1 1.F1 1.BW1 BW0 BW1"]
@@ -106,11 +85,6 @@ def test_a_time_step_rounds_all_times_up():
 )
 def test_times_round_up_to_whole_steps(value_ms, step_ms, rounded_ms):
     assert in_whole_steps(value_ms, step_ms) == rounded_ms
-
-
-@pytest.mark.parametrize("value_ms", [0.3, 0.7, 1.1, 2.9])
-def test_whole_steps_stay_whole_despite_floating_point(value_ms):
-    assert in_whole_steps(value_ms, 0.1) == value_ms
 
 
 @pytest.mark.parametrize("step_ms", [0.0, -1.0, math.nan, math.inf])

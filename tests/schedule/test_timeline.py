@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxmorph.schedule.ops import Op
-from jaxmorph.schedule.timeline import CopySpan, Span, Timeline, TransferSpan, peak_on_device
+from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan, peak_on_device
 
 
 def _timeline() -> Timeline:
@@ -14,15 +14,6 @@ def _timeline() -> Timeline:
     starts = (np.array([0.0, 30.0, 40.0]), np.array([10.0, 20.0, 30.0]))
     ends = (np.array([10.0, 40.0, 50.0]), np.array([20.0, 30.0, 40.0]))
     return Timeline(orders, starts, ends, (TransferSpan(0, "F0 up", 10.0, 10.5),))
-
-
-def test_times_of_a_step_add_up():
-    timeline = _timeline()
-    assert timeline.makespan_ms == 50.0
-    assert timeline.busy_ms == (30.0, 30.0)
-    assert timeline.bubble_rate == pytest.approx(0.4)
-    assert timeline.peak_live() == (1, 1)
-    assert list(timeline.spans())[1] == Span(0, Op.parse("B0"), 30.0, 40.0)
 
 
 def test_json_round_trips():

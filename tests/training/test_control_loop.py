@@ -203,17 +203,6 @@ def test_a_success_resets_the_retries(begin_run):
     assert run.plans.restarted[-1][Link(1, 2)] == "delegated"
 
 
-def test_a_slow_link_without_a_plan_is_retried_every_four_steps(begin_run):
-    run = begin_run(FailingPlans(0, 1, 2))
-    run.steps(6)
-    run.steps(16, slow_ms=40.0)
-    assert run.of_kind("planning_failed", "plan_changed") == [
-        *((step, "planning_failed", None) for step in (7, 11, 15)),
-        (19, "plan_changed", None),
-    ]
-    assert all(each.endswith("is tried again in 4 steps") for each in run.details[1:4])
-
-
 @pytest.mark.parametrize(("steps_later", "changed_after"), [(2, 27), (6, 30)])
 def test_a_newly_slow_link_shortens_the_retry(begin_run, steps_later, changed_after):
     run = begin_run(FailingPlans(0, 1, 2))

@@ -10,39 +10,6 @@ from jaxmorph.training.ledger import Goodput, Ledger, PhaseEnds
 TIMES = st.floats(0, 1000)
 
 
-def begin(ledger, *ends_s):
-    for phase, at_s in zip((START, COMPILE, RESTORE, PLAN), ends_s, strict=False):
-        ledger.phase_ended(phase, at_s)
-
-
-def live(steps, *ends_s):
-    """A ledger after some steps of a second each, and the starts before them."""
-    ledger = Ledger(0.0)
-    begin(ledger, *ends_s)
-    for step in range(steps):
-        assert ledger.step_done(step, ends_s[-1] + 1.0 + step) is None
-    return ledger
-
-
-def test_a_recovery_is_split_into_phases():
-    ledger = live(5, 5.0, 8.0, 8.0, 10.0)
-    ledger.failed("rank 1 failed: ended by SIGKILL", 15.2, 16.2, from_step=3)
-    ledger.launched(17.2)
-    begin(ledger, 22.0, 23.0, 23.5, 25.5)
-    assert ledger.step_done(3, 26.5) is None
-    recovery = ledger.step_done(4, 27.5)
-    assert recovery is not None
-    assert (recovery.step, recovery.from_step, recovery.steps_again) == (5, 3, 2)
-    assert recovery.phases_s == pytest.approx(
-        {
-            "detect": 0.2, "tear_down": 1.0, "back_off": 1.0, "start": 4.8, "compile": 1.0,
-            "restore": 0.5, "plan": 2.0, "replay": 2.0,
-        }
-    )  # fmt: skip
-    assert recovery.total_s == pytest.approx(27.5 - 15.0)
-    assert not recovery.cut_off
-
-
 @st.composite
 def launches(draw):
     """Lengths of each launch's parts, its number of steps, and how many the next one keeps."""

@@ -95,22 +95,15 @@ def test_a_run_is_found_where_its_configuration_says(tmp_path):
     assert found is not None
     assert (found.manifest.step, found.is_done) == (14, False)
     assert found.config.optimizer.learning_rate == 1e-4
+    with pytest.raises(UserError, match=r"model.width: got 64, expected 32, that of the check"):
+        find_resumption_here(here(run, model={"width": 64, "num_layers": 4}))
+    for step in (7, 14):
+        corrupt(run, step)
+    with pytest.raises(UserError, match="got no whole checkpoint in "):
+        find_resumption_here(here(run))  # it doesn't begin again
     shutil.rmtree(run / "checkpoints")
     assert find_resumption_here(here(run)) is None
     assert find_resumption_here(here(tmp_path / "nowhere")) is None
-
-
-def test_another_model_in_the_run_directory_is_refused(tmp_path):
-    run = write_run(tmp_path / "run", [7])
-    with pytest.raises(UserError, match=r"model.width: got 64, expected 32, that of the check"):
-        find_resumption_here(here(run, model={"width": 64, "num_layers": 4}))
-
-
-def test_damaged_checkpoints_do_not_begin_a_run_again(tmp_path):
-    run = write_run(tmp_path / "run", [7])
-    (checkpoint_folder(Config(), run).finished(7) / "virtual_stage_0" / "array").write_text("7 1")
-    with pytest.raises(UserError, match="got no whole checkpoint in "):
-        find_resumption_here(here(run))
 
 
 @pytest.mark.parametrize("before", ["nothing", "a volume's files", "an attempt that failed"])

@@ -164,8 +164,10 @@ def test_both_directions_and_several_channels_at_once(planes, channel):
         thread.join()
 
 
-def test_a_sender_waits_for_a_slot_until_its_deadline(planes, channel):
+def test_both_ends_wait_until_their_deadlines(planes, channel):
     there = channel(num_slots=2)
+    with pytest.raises(TimeoutError, match=str(there)):
+        planes[1].take(there, soon(0.1))
     # Two are received and not taken, two more fill the sender's own slots.
     for number in range(4):
         send(planes[0], there, number, 10)
@@ -177,13 +179,6 @@ def test_a_sender_waits_for_a_slot_until_its_deadline(planes, channel):
     send(planes[0], there, 4, 10)
     for number in range(1, 5):
         receive(planes[1], there, number, 10)
-
-
-def test_a_receiver_waits_until_its_deadline(planes, channel):
-    there = channel()
-    with pytest.raises(TimeoutError, match=str(there)):
-        planes[1].take(there, soon(0.1))
-    exchange(planes, 0, channel=there)
 
 
 def test_a_slot_belongs_to_the_receiver_until_its_release(planes, channel):

@@ -95,12 +95,6 @@ def test_a_later_copy_is_dropped(incoming):
     assert (late.copy, late.fenced) == (None, ())
 
 
-def test_a_lost_lanes_chunk_may_land_by_another(incoming):
-    incoming.begin(0, chunk(0, 0))
-    incoming.lane_down(0)
-    assert incoming.begin(1, chunk(0, 0)).place is Place.SLOT
-
-
 def test_a_copy_aside_outlives_its_lane_and_fences(incoming):
     incoming.begin(0, chunk(0, 0))
     copy = incoming.begin(1, chunk(0, 0))
@@ -203,13 +197,6 @@ def test_a_broken_lanes_announcement_is_forgotten(incoming):
     incoming.begin(0, chunk(total=SIZE, posted_ns=77))
     incoming.lane_down(0)
     assert delivered(receive(incoming, 1, chunk(total=5))) == [0]
-
-
-def test_a_message_is_kept_while_another_lane_receives_it(incoming):
-    incoming.begin(0, chunk(total=SIZE))
-    assert incoming.begin(1, chunk(total=SIZE)).place is Place.ASIDE
-    incoming.lane_down(0)
-    assert delivered(incoming.finish(1)) == [0]
 
 
 def test_a_lane_may_be_lost_with_several_chunks():

@@ -212,9 +212,9 @@ def test_a_short_stop_costs_no_lane():
 
 
 def test_a_faster_copy_fences_a_stuck_lane():
-    memory = Memory(NAME, 4, 16 * 1024, 2**32 - 8, [16 * 1024] * 200)
+    memory = Memory(NAME, 4, 16 * 1024, 2**32 - 8, [16 * 1024] * 100)
     link = Link(wires_of(2e6, 2e6), [memory], 1024)
-    for at in range(8):
+    for at in range(4):
         link.after(0.1 * at + 0.0203, lambda: link.stop(0))
         link.after(0.1 * at + 0.0803, lambda: link.go(0))
     assert link.run(link.now + 60)

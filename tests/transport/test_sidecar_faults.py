@@ -76,16 +76,6 @@ def test_killed_sidecars_lose_and_double_nothing(pair_by_either):
     assert first.statistics()["generation"] == 3
 
 
-def test_broken_connections_lose_and_double_nothing(pair_by_either):
-    def reset(number):
-        if number % 4 == 0:
-            end = number // 4 % 2
-            pair_by_either[end].disturb("reset", peer=1 - end)
-
-    traffic(pair_by_either, 30, reset)
-    assert "lane_down" in kinds(pair_by_either[0])
-
-
 def test_chunks_that_come_twice_count_once(pair_by_either):
     first, second = pair_by_either
     first.disturb("duplicate", peer=1, count=0)
@@ -307,9 +297,7 @@ def test_a_stopped_trainer_that_is_due_is_ended_by_its_sidecar(plane):
         wait_for(lambda: not is_running(sidecar_pid), "the end of its sidecar")
 
 
-@pytest.fixture
-def refusing(pair):
-    """Two ranks behind networks that refuse all connections; rank 0's answers on rank 1's life."""
+def test_refused_connections_are_the_paths_fault_while_the_peer_lives(pair):
     exchange(pair, 0)
     asked = []
     with contextlib.ExitStack() as stack:
@@ -318,30 +306,22 @@ def refusing(pair):
         pair[1].connect({0: [proxies[0].address]}, SECRET)
         exchange(pair, 1)
         exchange(pair, 0, channel=BACK)  # both have been connected
-        yield pair, proxies, asked
-
-
-def test_refused_connections_are_the_paths_fault_while_the_peer_lives(refusing):
-    pair, proxies, asked = refusing
-    for rank, plane in enumerate(pair):
-        plane.peer_lives = lambda peer, rank=rank: asked.append(rank) or True
-    for proxy in proxies:
-        proxy.refuse()
-    wait_for(lambda: {0, 1} <= set(asked), "two questions")
-    wait_for(lambda: asked.count(0) > 1, "another question")
-    send(pair[0], THERE, 2, 10)
-    for proxy in proxies:
-        proxy.accept_again()
-    receive(pair[1], THERE, 2, 10)
-    assert not {"peer_gone", "peer_refuses"} & {*kinds(pair[0]), *kinds(pair[1])}
-
-
-def test_refused_connections_to_an_unknown_peer_mean_that_it_is_gone(refusing):
-    pair, proxies, _ = refusing
-    for proxy in proxies:
-        proxy.refuse()
-    with pytest.raises(PeerGoneError, match="its address refuses connections"):
-        pair[0].take(BACK, soon())
+        for rank, plane in enumerate(pair):
+            plane.peer_lives = lambda peer, rank=rank: asked.append(rank) or True
+        for proxy in proxies:
+            proxy.refuse()
+        wait_for(lambda: {0, 1} <= set(asked), "two questions")
+        wait_for(lambda: asked.count(0) > 1, "another question")
+        send(pair[0], THERE, 2, 10)
+        for proxy in proxies:
+            proxy.accept_again()
+        receive(pair[1], THERE, 2, 10)
+        assert not {"peer_gone", "peer_refuses"} & {*kinds(pair[0]), *kinds(pair[1])}
+        pair[0].peer_lives = lambda peer: False
+        for proxy in proxies:
+            proxy.refuse()
+        with pytest.raises(PeerGoneError, match="its address refuses connections"):
+            pair[0].take(BACK, soon())
 
 
 def test_a_restarted_sidecar_knows_earlier_peers(plane):

@@ -60,9 +60,7 @@ def test_a_replayed_introduction_is_refused(pair, guest):
     assert pair.new_strangers() == 1
 
 
-@pytest.mark.parametrize(
-    "changed", [{"destination": 0}, {"rank": 7}, {"chunk_bytes": 1}, {"lane": 999}]
-)
+@pytest.mark.parametrize("changed", [{"destination": 0}, {"rank": 7}, {"lane": 999}])
 def test_senseless_introductions_are_rejected(pair, guest, changed):
     guest.introduce(**changed)
     assert guest.is_dropped()
@@ -103,10 +101,7 @@ def test_incomplete_handshakes_time_out(monkeypatch):
     ("changed", "counted"),
     [
         ({"sequence": 1000}, "violations"),  # no room
-        ({"channel": THERE._replace(kind=77)}, "violations"),  # unknown
-        ({"channel": BACK}, "violations"),
-        ({"total": 1 << 40, "length": CHUNK_BYTES}, "violations"),  # longer than a slot
-        ({"offset": 1, "length": 499}, "violations"),  # not where chunks begin
+        ({"channel": BACK}, "violations"),  # unknown
         ({"checksum": 1}, "wrong_checksums"),
     ],
 )

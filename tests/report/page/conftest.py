@@ -7,6 +7,8 @@ import pytest
 
 from jaxmorph.config import Config, dump_config
 from jaxmorph.report.draw.trace import chrome_trace
+from jaxmorph.report.page.files import read_run_files
+from jaxmorph.report.page.run_page import run_page
 from jaxmorph.report.run_directory import plain_json
 from jaxmorph.schedule.costs import StageCosts, chain_links
 from jaxmorph.schedule.fixed import zb_h2
@@ -91,10 +93,20 @@ def make_run(tmp_path) -> Callable[..., Path]:
     return lambda *given, **more: write_run(tmp_path / "made", *given, **more)
 
 
+MORPHED_RUN = morphing_steps(), EVENTS, (0, 10, 18, 19, 20, 21, 22, 23, 24, 39)
+
+
 @pytest.fixture
 def morphed_run(make_run) -> Path:
     """A run that morphed because of a slow link."""
-    return make_run(morphing_steps(), EVENTS, traced=[0, 10, 18, 19, 20, 21, 22, 23, 24, 39])
+    return make_run(*MORPHED_RUN)
+
+
+@pytest.fixture(scope="module")
+def morphed_page(tmp_path_factory) -> "PageFacts":
+    """The parsed page of such a run: it takes seconds to draw."""
+    path = write_run(tmp_path_factory.mktemp("runs") / "made", *MORPHED_RUN)
+    return PageFacts(run_page(read_run_files(path)))
 
 
 @pytest.fixture

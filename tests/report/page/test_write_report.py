@@ -12,16 +12,22 @@ def _main(capsys, *words: str) -> tuple[int | str | None, str, str]:
     return ended.value.code, *capsys.readouterr()
 
 
-def test_the_report_path_is_printed(morphed_run, capsys):
-    assert _main(capsys, str(morphed_run)) == (0, f"{morphed_run / 'report.html'}\n", "")
-    assert (morphed_run / "report.html").read_text().startswith("<!doctype html>")
+@pytest.fixture
+def short_run(make_run):
+    """A run whose page is soon drawn."""
+    return make_run([{"step": 0, "step_s": 0.1}])
 
 
-def test_out_is_overwritten(morphed_run, tmp_path, capsys):
+def test_the_report_path_is_printed(short_run, capsys):
+    assert _main(capsys, str(short_run)) == (0, f"{short_run / 'report.html'}\n", "")
+    assert (short_run / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_out_is_overwritten(short_run, tmp_path, capsys):
     out = tmp_path / "page.html"
     for _ in range(2):
-        assert _main(capsys, str(morphed_run), "--out", str(out))[:2] == (0, f"{out}\n")
-    assert not (morphed_run / "report.html").exists()
+        assert _main(capsys, str(short_run), "--out", str(out))[:2] == (0, f"{out}\n")
+    assert not (short_run / "report.html").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "page.html"]
 
 
@@ -53,10 +59,10 @@ def test_a_comparison_without_results_is_refused(tmp_path, capsys):
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_run_with_a_compare_section_is_a_run(morphed_run, capsys):
-    (morphed_run / "config.yaml").write_text(dump_config(COMPARES))
-    assert _main(capsys, str(morphed_run))[0] == 0
-    assert "<title>Comparison" not in (morphed_run / "report.html").read_text()
+def test_a_run_with_a_compare_section_is_a_run(short_run, capsys):
+    (short_run / "config.yaml").write_text(dump_config(COMPARES))
+    assert _main(capsys, str(short_run))[0] == 0
+    assert "<title>Comparison" not in (short_run / "report.html").read_text()
 
 
 @pytest.mark.parametrize("name", ["missing", "no_run"])
@@ -76,8 +82,8 @@ def test_no_run_directory_is_the_users_mistake(tmp_path, capsys, name):
     ],
 )
 def test_an_unwritable_file_is_the_users_mistake(
-    morphed_run, tmp_path, monkeypatch, capsys, out, says
+    short_run, tmp_path, monkeypatch, capsys, out, says
 ):
     monkeypatch.chdir(tmp_path)
-    code, _, error = _main(capsys, str(morphed_run), "--out", out)
+    code, _, error = _main(capsys, str(short_run), "--out", out)
     assert (code, error) == (2, f"error: report: {says}\n")
