@@ -18,7 +18,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,13 +133,13 @@ class FaultyLink:
                 fault, peer=1 - rank, lane=lane, count=self._random.randrange(1, 6)
             )
         else:
-            self._emulate(rank, self._conditions(fault))
+            self.planes[rank].emulate(self._conditions(fault))
         self.done[fault] += 1
 
     def heal(self) -> None:
         """Remove the emulated conditions of the link."""
         for rank in (0, 1):
-            self._emulate(rank, [])
+            self.planes[rank].emulate([])
         self.done["heal"] += 1
 
     def close(self) -> None:
@@ -153,9 +153,6 @@ class FaultyLink:
         if fault == "throttle":
             return [LinkCondition((0, 1), bandwidth_mbps=self._random.choice((20.0, 100.0)))]
         return [LinkCondition((0, 1), latency_ms=self._random.uniform(1, 30), jitter_ms=3.0)]
-
-    def _emulate(self, rank: int, conditions: Sequence[LinkCondition]) -> None:
-        self.planes[rank].emulate(conditions)
 
 
 @dataclass

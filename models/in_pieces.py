@@ -7,6 +7,7 @@ import jax
 from flax import nnx
 
 from .attention import AttentionChoice, choose_attention, default_device
+from .sizes import AttentionSizes
 
 Params = dict[str, Any]
 Build = Callable[[Any, nnx.Rngs], Any]
@@ -20,7 +21,8 @@ class ModelInPieces:
     """A model of repeated blocks, cut where a pipeline cuts it.
 
     Args:
-      config: has `num_layers`, `attention` and `attention_sizes`; each module is built from it.
+      config: has `num_layers`, `attention`, and what `AttentionSizes` are made of; each module is
+        built from it.
       embedding: builds a module that maps tokens, their positions or None (which is from 0 on),
         and a key or None to activations.
       block: builds one layer of activations, segments or None, and a key or None, which keeps
@@ -91,8 +93,17 @@ class ModelInPieces:
         Raises:
           ValueError: the configuration requests cuDNN, and the device doesn't have it.
         """
-        sizes = self.config.attention_sizes(microbatch_size, sequence_length, packed)
-        return choose_attention(self.config.attention, sizes)
+        config, heads = self.config, self.config.num_heads
+        sizes = AttentionSizes(
+            microbatch_size,
+            sequence_length,
+            heads,
+            getattr(config, "num_key_value_heads", heads),
+            config.width // heads,
+            config.compute_dtype,
+            packed,
+        )
+        return choose_attention(config.attention, sizes)
 
     def on_device(self, microbatch_size: int, sequence_length: int, *, packed: bool = False) -> str:
         """Describes in a few words what the model uses on the default device; empty on a CPU.

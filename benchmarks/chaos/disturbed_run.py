@@ -31,7 +31,8 @@ from benchmarks.chaos.judgement import (
     computed_by,
     differences,
 )
-from benchmarks.chaos.watched_run import ROOT, START_S, EndedError, HungError, NewOutput, WatchedRun
+from benchmarks.chaos.watched_run import START_S, EndedError, HungError, NewOutput, WatchedRun
+from benchmarks.results import ROOT
 from jaxmorph.config import load_config
 from jaxmorph.emulation.link_trace import read_link_trace
 from jaxmorph.records import EventKind

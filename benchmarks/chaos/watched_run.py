@@ -11,10 +11,10 @@ from pathlib import Path
 
 from benchmarks.chaos.hanging_rank import FOLDER
 from benchmarks.leftovers import Traces, children, command, state
+from benchmarks.results import ROOT
 from jaxmorph.records import Event, EventKind, StepRecord
 from jaxmorph.report.run_directory import EVENTS, METRICS, read_records
 
-ROOT = Path(__file__).parent.parent.parent
 START_S = 240.0
 _POLL_S = 0.02
 

@@ -16,7 +16,7 @@ from benchmarks.netns.faults import Fault, card_lost, card_unplugged
 from benchmarks.netns.hosts import Hosts, lay_hosts
 from benchmarks.netns.outcomes import Outcome
 from benchmarks.netns.tasks import TaskFailedError
-from benchmarks.netns.training_cases import same_results
+from benchmarks.netns.training_cases import same_results, usual_step
 from benchmarks.netns.trainings import Job, Training, train_on
 from jaxmorph.records import EventKind
 
@@ -75,22 +75,21 @@ CASES = (
 )
 
 
-def nic_outcomes(job: Job = JOB, cases: tuple[NicCase, ...] = CASES) -> Iterator[Outcome]:
+def nic_outcomes() -> Iterator[Outcome]:
     """Each case's figures, as they come."""
     with lay_hosts(_STAGES, alike=True) as hosts, tempfile.TemporaryDirectory() as folder:
-        expected = train_on(hosts, Path(folder) / "healthy", job)
-        details = {"longest_step_s": expected.longest_s, "sent_bytes": expected.sent_bytes}
-        yield Outcome("direct links, healthy", "median step, s", expected.usual_s, details=details)
-        for number, case in enumerate(cases):
-            yield from _outcomes(hosts, Path(folder) / f"case{number}", job, case, expected)
+        expected = train_on(hosts, Path(folder) / "healthy", JOB)
+        yield usual_step("direct links, healthy", expected)
+        for number, case in enumerate(CASES):
+            yield from _outcomes(hosts, Path(folder) / f"case{number}", case, expected)
 
 
 def _outcomes(
-    hosts: Hosts, directory: Path, job: Job, case: NicCase, expected: Training
+    hosts: Hosts, directory: Path, case: NicCase, expected: Training
 ) -> Iterator[Outcome]:
     name = case.name
     try:
-        found = train_through(hosts, directory, job, case)
+        found = train_through(hosts, directory, JOB, case)
     except TaskFailedError as error:
         yield Outcome(name, "training", None, details={"error": str(error)})
         return

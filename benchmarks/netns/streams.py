@@ -48,11 +48,11 @@ class Stream:
 
     def longest_gap_s(self) -> float:
         """The longest time without a message between two of them."""
-        return max(later - sooner for sooner, later in _pairs(self.landed_s))
+        return max(later - sooner for sooner, later in itertools.pairwise(self.landed_s))
 
     def usual_gap_s(self) -> float:
         """The median time between two messages."""
-        return median(later - sooner for sooner, later in _pairs(self.landed_s))
+        return median(later - sooner for sooner, later in itertools.pairwise(self.landed_s))
 
 
 def run_stream(
@@ -138,7 +138,3 @@ def _started(hosts: Hosts, end: StreamEnd) -> Iterator[_Process]:
             watchdog.start()
             process.wait()
             watchdog.cancel()
-
-
-def _pairs(times_s: Sequence[float]) -> Iterator[tuple[float, float]]:
-    return itertools.pairwise(times_s)

@@ -29,23 +29,23 @@ JOB = Job(
 )
 
 
-def training_outcomes(num_stages: int = 3, job: Job = JOB) -> Iterator[Outcome]:
+def training_outcomes() -> Iterator[Outcome]:
     """Each case's figures, as they come."""
-    job = job.with_overrides("routes.default=delegated")
-    with lay_hosts(num_stages) as hosts, tempfile.TemporaryDirectory() as folder:
+    job = JOB.with_overrides("routes.default=delegated")
+    with lay_hosts(3) as hosts, tempfile.TemporaryDirectory() as folder:
 
         def run(name: str, fault: Fault | None = None) -> Training:
             return train_on(hosts, Path(folder) / name, job, fault)
 
         expected = run("healthy")
-        yield _usual_step("training over two cards, healthy", expected)
+        yield usual_step("training over two cards, healthy", expected)
         for number, (case, fault) in enumerate(_cases(hosts)):
             try:
                 found = run(f"case{number}", fault)
             except TaskFailedError as error:
                 yield Outcome(case, "training", None, details={"error": str(error)})
                 continue
-            yield _usual_step(case, found)
+            yield usual_step(case, found)
             if fault is not None:
                 yield Outcome(case, "longest step, s", found.longest_s)
             yield from same_results(case, found, expected)
@@ -67,7 +67,7 @@ def same_results(case: str, found: Training, expected: Training) -> Iterator[Out
     yield Outcome(case, "steps with other results", unlike(found, expected), 0)
 
 
-def _usual_step(case: str, training: Training) -> Outcome:
+def usual_step(case: str, training: Training) -> Outcome:
     """The median step, with the longest beside it."""
     details = {"longest_step_s": training.longest_s, "sent_bytes": training.sent_bytes}
     return Outcome(case, "median step, s", training.usual_s, details=details)

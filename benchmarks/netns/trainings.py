@@ -12,10 +12,10 @@ from typing import Self
 from benchmarks.netns.faults import Fault, prepared
 from benchmarks.netns.hosts import Hosts
 from benchmarks.netns.tasks import run_tasks
+from benchmarks.results import ROOT
 from jaxmorph.records import Event, EventKind, StepRecord
 from jaxmorph.report.run_directory import EVENTS, METRICS, read_records
 
-ROOT = Path(__file__).parent.parent.parent
 _LIMIT_S = 300.0
 _WARM_UP_STEPS = 2
 _NOTHING = Fault("nothing", lambda hosts, works: None)

@@ -15,10 +15,8 @@ class Contender:
     """What is measured.
 
     Attributes:
-        name: In the table.
         worker: The module of its processes; for jaxmorph the script.
         variant: Of `WorkerOptions`.
-        num_ranks: Its processes.
         num_cores: Of all of them together.
         alone: The name of the one-process run on one core that it is compared with.
     """
@@ -37,9 +35,9 @@ STAGES_1F1B, STAGES_ZB = "jaxmorph, 1f1b", "jaxmorph, zb-h2"
 TORCH, TORCH_1F1B, TORCH_ZB = "torch", "torch pipelining, 1F1B", "torch pipelining, ZB1P"
 
 OF_JAX = (
-    Contender(PLAIN, "plain_worker", "microbatches", 1, 1),
+    Contender(PLAIN, "plain_worker", "", 1, 1),
     Contender(STAGE, "jaxmorph_worker", "1f1b", 1, 1),
-    Contender(PLAIN_TWO, "plain_worker", "microbatches", 1, 2),
+    Contender(PLAIN_TWO, "plain_worker", "", 1, 2),
     Contender(STAGE_TWO, "jaxmorph_worker", "1f1b", 1, 2),
     Contender(STAGES_1F1B, "jaxmorph_worker", "1f1b", 2, 2, alone=STAGE),
     Contender(STAGES_ZB, "jaxmorph_worker", "zb-h2", 2, 2, alone=STAGE),
@@ -68,7 +66,7 @@ def commands(
     if contender.worker == "jaxmorph_worker":
         script, stages = str(_HERE / f"{contender.worker}.py"), f"--stages={contender.num_ranks}"
         launch = [sys.executable, "-m", "jaxmorph", "launch", stages, f"--logs={folder}", script]
-        return [[*launch, *options.words()]]
+        return [[*launch, options.to_text()]]
     python = torch_python if contender.worker == "torch_worker" else sys.executable
     start = [python, "-m", f"benchmarks.training_speed.{contender.worker}"]
-    return [[*start, *replace(options, rank=r).words()] for r in range(contender.num_ranks)]
+    return [[*start, replace(options, rank=r).to_text()] for r in range(contender.num_ranks)]

@@ -80,13 +80,9 @@ def make_optimizer(workload: Workload) -> optax.GradientTransformation:
 
 
 class PlainLoop:
-    """The loop.
+    """The loop."""
 
-    Args:
-        whole_batch: Whether a step takes all microbatches at once instead of one after the other.
-    """
-
-    def __init__(self, workload: Workload, *, whole_batch: bool) -> None:
+    def __init__(self, workload: Workload) -> None:
         graph, self._params = nnx.split(initial_module(workload), nnx.Param)
         optimizer = make_optimizer(workload)
         self._state = jax.jit(optimizer.init)(self._params)
@@ -95,13 +91,9 @@ class PlainLoop:
             return nnx.merge(graph, params)(tokens, targets) / workload.tokens_per_step
 
         def gradients(params: Any, tokens: jax.Array, targets: jax.Array) -> Any:
-            of_microbatch = jax.value_and_grad(mean_loss)
-            if whole_batch:
-                flat = (-1, workload.sequence_length)
-                return of_microbatch(params, tokens.reshape(flat), targets.reshape(flat))
-
             def add(sums: Any, batch: Any) -> tuple[Any, None]:
-                return jax.tree.map(jnp.add, sums, of_microbatch(params, *batch)), None
+                found = jax.value_and_grad(mean_loss)(params, *batch)
+                return jax.tree.map(jnp.add, sums, found), None
 
             nothing = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
             return jax.lax.scan(add, nothing, (tokens, targets))[0]

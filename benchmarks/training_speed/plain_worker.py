@@ -7,7 +7,7 @@ def make(options: WorkerOptions) -> Loop:
     """The loop, compiled."""
     from benchmarks.training_speed.plain_jax import PlainLoop  # and JAX, once it is confined
 
-    return PlainLoop(options.workload, whole_batch=options.variant == "whole batch")
+    return PlainLoop(options.workload)
 
 
 if __name__ == "__main__":

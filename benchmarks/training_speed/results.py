@@ -18,7 +18,6 @@ class Speed:
 
     Attributes:
         name: The contender.
-        num_ranks: Its processes.
         num_cores: Of all of them together.
         tokens_per_s: Of all of them together.
         of_alone: Throughput per core, relative to its framework's own run in one process on one

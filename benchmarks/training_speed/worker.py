@@ -1,13 +1,13 @@
 """One process of a contender: it trains on command, and reports how long it took."""
 
-import argparse
 import json
 import os
 import socket
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -63,42 +63,17 @@ class WorkerOptions:
         """This process's."""
         return self.cores[self.rank :: self.num_ranks]
 
-    def words(self) -> list[str]:
-        """The command line that `parse` reads back."""
-        return [
-            f"--address={self.address}",
-            f"--workload={self.workload.to_text()}",
-            f"--batches={self.batches}",
-            f"--cores={','.join(map(str, self.cores))}",
-            f"--variant={self.variant}",
-            f"--params={self.params}",
-            f"--process={self.rank}",
-            f"--processes={self.num_ranks}",
-            f"--meeting={self.meeting}",
-        ]
+    def to_text(self) -> str:
+        """One word of a command line, which `from_text` reads back."""
+        return json.dumps(asdict(self), default=str)
 
     @classmethod
-    def parse(cls, words: Sequence[str] | None = None) -> "WorkerOptions":
-        """Read the words of `words`; those of this process when None."""
-        parser = argparse.ArgumentParser()
-        for name in ("address", "workload", "cores", "variant"):
-            parser.add_argument(f"--{name}", required=True)
-        for name in ("batches", "params", "meeting"):
-            parser.add_argument(f"--{name}", type=Path, required=True)
-        for name in ("process", "processes"):
-            parser.add_argument(f"--{name}", type=int, required=True)
-        found = parser.parse_args(words)
-        return cls(
-            found.address,
-            Workload.from_text(found.workload),
-            found.batches,
-            tuple(map(int, found.cores.split(","))),
-            found.variant,
-            found.params,
-            found.process,
-            found.processes,
-            found.meeting,
-        )
+    def from_text(cls, text: str) -> "WorkerOptions":
+        """The options that `to_text` wrote."""
+        found = json.loads(text)
+        paths = {name: Path(found[name]) for name in ("batches", "params", "meeting")}
+        workload, cores = Workload(**found["workload"]), tuple(found["cores"])
+        return cls(**found | paths | {"workload": workload, "cores": cores})
 
 
 def _confine(options: WorkerOptions) -> None:
@@ -117,7 +92,7 @@ def serve(make: Callable[[WorkerOptions], Loop], rank: int | None = None) -> Non
         make: Compiles, and does other work that is not timed.
         rank: In place of the command line's.
     """
-    options = WorkerOptions.parse()
+    options = WorkerOptions.from_text(sys.argv[1])
     if rank is not None:
         options = replace(options, rank=rank)
     _confine(options)

@@ -17,15 +17,6 @@ class Workload:
     """A GPT-2 on bytes, its batch and its optimizer: AdamW at a constant rate, clipped.
 
     The embedding is not tied to the head, which torch's pipelines have no means for.
-
-    Attributes:
-        width: Of the residual stream.
-        num_layers: Blocks.
-        num_heads: Attention heads in each.
-        sequence_length: Tokens in a sequence.
-        microbatches: In a step.
-        microbatch_size: Sequences in a microbatch.
-        learning_rate: Of every step.
     """
 
     width: int = 256

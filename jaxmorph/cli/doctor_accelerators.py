@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -99,34 +100,26 @@ def copy_facts(
     placement = SingleDeviceSharding(device)
     available = open_backends(placement, lambda registry: None, open_driver=open_driver)
     with closing(available):
+        trial: dict[str, Any] = {"placement": placement, "registry": available.memory}
+        into: Callable[[Any], None] = partial(try_send, **trial)
+        out_of: Callable[[Any], None] = partial(try_receive, **trial)
         backends = [
-            *((f"into slots by {backend.name}", backend, _into) for backend in available.outgoing),
-            *(
-                (f"out of slots by {backend.name}", backend, _out_of)
-                for backend in available.incoming
-            ),
+            *((f"into slots by {each.name}", each, into) for each in available.outgoing),
+            *((f"out of slots by {each.name}", each, out_of) for each in available.incoming),
         ]
         facts = {
-            name: _fact(name, failure_reason(backend, attempt(placement, available)))
+            name: _fact(name, failure_reason(backend, attempt))
             # Kernels last: after a kernel that fails, nothing else on the device works.
             for name, backend, attempt in sorted(
                 backends, key=lambda each: each[1].name == _KERNELS
             )
         }
-    yield from _best_first([facts[name] for name, _, attempt in backends if attempt is _into])
-    yield from _best_first([facts[name] for name, _, attempt in backends if attempt is _out_of])
+    for way in (into, out_of):
+        yield from _best_first([facts[name] for name, _, attempt in backends if attempt is way])
     there = {backend.name for backend in available.outgoing}
     for name in (CopyEngineSend.name, _KERNELS):
         if name not in there:
             yield _fact(f"by {name}", f"JAX computes on {device.platform}, not on a GPU")
-
-
-def _into(placement: Any, available: CopyBackends) -> Callable[[Any], None]:
-    return lambda backend: try_send(backend, placement, available.memory)
-
-
-def _out_of(placement: Any, available: CopyBackends) -> Callable[[Any], None]:
-    return lambda backend: try_receive(backend, placement, available.memory)
 
 
 def _fact(name: str, reason: str | None) -> Fact:

@@ -116,7 +116,7 @@ class _Results:
     def write(self) -> list[str]:
         """Write all files with the runs so far; returns a line for each file that failed."""
         # Imported here, so that a mistake in the configuration is reported before a slow import.
-        from jaxmorph.report.matrix_figure import save_matrix_figure, save_recovery_figure
+        from jaxmorph.report.matrix_figure import matrix_figure, recovery_figure, save_figure
 
         matrix, directory = self.matrix(), self.directory
         results = json.dumps(plain_json(matrix.to_json()), indent=1) + "\n"
@@ -124,12 +124,12 @@ class _Results:
             RESULTS: lambda: replace_file(directory / RESULTS, results),
             TABLE: lambda: replace_file(directory / TABLE, matrix_markdown(matrix)),
             TIMELINES: lambda: replace_file(directory / TIMELINES, _timelines(self.record, matrix)),
-            FIGURE: lambda: save_matrix_figure(directory / FIGURE, matrix),
+            FIGURE: lambda: save_figure(directory / FIGURE, matrix_figure, matrix),
             REPORT: lambda: write_report(directory),
         }
         if matrix.has_whole_runs:
             path = directory / RECOVERY_FIGURE
-            made[RECOVERY_FIGURE] = lambda: save_recovery_figure(path, matrix)
+            made[RECOVERY_FIGURE] = lambda: save_figure(path, recovery_figure, matrix)
         return [*filter(None, map(_failure, made, made.values()))]
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field
 
 from jaxmorph.config.link_problems import emulated_link_problems, link_trace_problems
-from jaxmorph.config.link_sections import TRACE_EXPECTED, EmulatedLink, LinkTrace
+from jaxmorph.config.link_sections import TRACE_EXPECTED, EmulatedLink, EmulatedLinks, LinkTrace
 from jaxmorph.config.problems import Problem, mismatch
 from jaxmorph.config.sections import Count, CountOrZero, Expected, Positive, Section, Text
 
@@ -41,11 +41,7 @@ class Condition(Section):
     """Names the condition in tables and figures; slowdowns are relative to `healthy`, or to the
     first condition if none has that name."""
 
-    links: Annotated[
-        tuple[EmulatedLink, ...],
-        Field(strict=False),
-        Expected("a list of links, such as [{between: [2, 3], latency_ms: 30}]"),
-    ] = ()
+    links: EmulatedLinks = ()
     """Emulated links, as in `emulation.links`."""
 
     trace: Annotated[LinkTrace | None, TRACE_EXPECTED] = None

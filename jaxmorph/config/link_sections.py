@@ -139,6 +139,11 @@ class LinkTrace(Section):
 
 
 TRACE_EXPECTED = Expected("null, the path of a CSV file, or keys such as {regime: A, seed: 1}")
+EmulatedLinks = Annotated[
+    tuple[EmulatedLink, ...],
+    Field(strict=False),
+    Expected("a list of links, such as [{between: [2, 3], latency_ms: 30}]"),
+]
 
 
 class Emulation(Section):
@@ -151,11 +156,7 @@ class Emulation(Section):
     """Make ops last as long as on this accelerator. Without it, stages on a few shared cores
     compute in one another's bubbles, and all schedules look alike. Null: as fast as they run."""
 
-    links: Annotated[
-        tuple[EmulatedLink, ...],
-        Field(strict=False),
-        Expected("a list of links, such as [{between: [2, 3], latency_ms: 30}]"),
-    ] = ()
+    links: EmulatedLinks = ()
     """Slow, narrow, jittery or cut links."""
 
     trace: Annotated[LinkTrace | None, TRACE_EXPECTED] = None

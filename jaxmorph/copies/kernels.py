@@ -89,10 +89,6 @@ def program_from_host(use: SlotUse, placement: Sharding, kernel: Kernel) -> Kern
     return KernelProgram(jax.jit(receive, out_shardings=placement), (_CONTROL,))
 
 
-def _arrivals_on_device(placement: Sharding) -> jax.Array:
-    return jax.device_put(new_arrivals(), placement)
-
-
 def only_device(placement: Sharding) -> Any:
     """The device on which a stage keeps its arrays.
 
@@ -154,7 +150,7 @@ class _KernelCopies:
         self._memory, self._otherwise = memory, otherwise
         self._is_whole = len(use.parts) == 1
         self._item_bytes = use.payload.dtype.itemsize
-        self._arrivals = _arrivals_on_device(placement)
+        self._arrivals = jax.device_put(new_arrivals(), placement)
         self._programs = {
             length: program_to_host(use, placement, length, kernel).compile()
             for length in {len(part) for part in use.parts}

@@ -4,8 +4,7 @@ The trial allocates slots as the data plane does, so it also tests registering t
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from typing import Any
 
 import jax
@@ -56,7 +55,9 @@ def try_send(
     copy, value = backend.compile(use, placement), _being_computed(values, placement)
     end = OutgoingEnd(ChannelSpec(_CHANNEL, use.slot_bytes, 2), _FIRST_SEQUENCE, lambda: None)
     arrived = []
-    with _registered_end(registry, end):
+    with closing(end):
+        if registry is not None:
+            end.report_memory(registry)
         for part in use.parts:
             slot = end.reserve(0.0)
             ticket = copy(value, part, slot, (len(part),))
@@ -79,7 +80,9 @@ def try_receive(
     values, use = _payload(placement, in_parts=False)
     receive = backend.compile(use, placement)
     end = IncomingEnd(ChannelSpec(_CHANNEL, use.slot_bytes, 1), _FIRST_SEQUENCE, lambda: None)
-    with _registered_end(registry, end):
+    with closing(end):
+        if registry is not None:
+            end.report_memory(registry)
         first = _received(receive, backend, end, values)
         second = _received(receive, backend, end, -values)
         if not np.array_equal(np.asarray(second), -values):
@@ -129,19 +132,6 @@ def _deliver(end: IncomingEnd, values: np.ndarray) -> None:
     slots.write_info(sequence, MessageInfo(values.nbytes, (0,) * TAG_WORDS, NO_TIME_NS, NO_TIME_NS))
     slots.mark_complete(sequence)
     slots.produced = add(sequence, 1)
-
-
-@contextmanager
-def _registered_end(
-    registry: MemoryRegistry | None, end: OutgoingEnd | IncomingEnd
-) -> Iterator[None]:
-    """Reports the end's memory to the registry, and closes the end afterwards."""
-    try:
-        if registry is not None:
-            end.report_memory(registry)
-        yield
-    finally:
-        end.close()
 
 
 def _wait_for_signal(end: OutgoingEnd, slot: OutgoingSlot, ticket: Ticket | jax.Array) -> None:

@@ -22,29 +22,16 @@ MEAN_MS, DEVIATION_MS = 30.0, 10.0
 REDRAWN_S = {"A": (0.05, 0.1), "B": (0.1, 0.2), "C": (0.2, 0.4)}
 """The least and the most seconds until a regime draws a link's next delay."""
 
-
-@dataclass(frozen=True)
-class LogNormal:
-    """A distribution whose logarithm is normal with standard deviation ``sigma``."""
-
-    median: float
-    sigma: float
-
-    def draw(self, random: np.random.Generator, count: int) -> np.ndarray:
-        """Float64 ``[count]``."""
-        return self.median * np.exp(self.sigma * random.standard_normal(count))
-
-
-CALM, CONGESTED = LogNormal(8.674, 0.6), LogNormal(43.917, 0.3136)
+CALM, CONGESTED = (8.674, 0.6, (10, 30)), (43.917, 0.3136, (5, 15))
 CONGESTED_SHARE = 1 / 3
-"""The delays of `bursty`, ms, while a link is calm and while it is congested.
+"""Of `bursty`, while a link is calm and while it is congested: the median, ms, and the sigma of its
+lognormal delays, and how many are drawn in a row, at least and at most.
 
 One lognormal of median 13.0 and mean 22.3 would have its 99th percentile at 146, so there are two.
 Share and calm sigma are free choices; the other three numbers then follow from the published
 median 13.0, mean 22.3 and 99th percentile 79.3 ms.
 """
 _BURSTY_REDRAWN_S = (0.5, 1.5)
-_CALM_DRAWS, _CONGESTED_DRAWS = (10, 30), (5, 15)  # in a row, at least and at most
 
 
 @dataclass(frozen=True)
@@ -134,9 +121,10 @@ def _bursty_ms(count: int, random: np.random.Generator) -> np.ndarray:
     runs, missing = [np.empty(0)], count
     congested = random.random() < CONGESTED_SHARE
     while missing > 0:
-        delays, lengths = (CONGESTED, _CONGESTED_DRAWS) if congested else (CALM, _CALM_DRAWS)
-        runs.append(delays.draw(random, min(missing, _between(random, lengths))))
-        missing -= len(runs[-1])
+        median, sigma, lengths = CONGESTED if congested else CALM
+        drawn = random.standard_normal(min(missing, _between(random, lengths)))
+        runs.append(median * np.exp(sigma * drawn))
+        missing -= len(drawn)
         congested = not congested
     return np.concatenate(runs)
 

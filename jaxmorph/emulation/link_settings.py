@@ -5,7 +5,7 @@ from functools import partial
 
 from jaxmorph.config import Config
 from jaxmorph.config.link_sections import LinkTrace
-from jaxmorph.emulation.delay_traces import Regime, draw_regime
+from jaxmorph.emulation.delay_traces import draw_regime
 from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.emulation.link_trace import read_link_trace, require_few_changes, require_links_of
 from jaxmorph.errors import UserError
@@ -30,7 +30,8 @@ def trace_conditions(
     if trace.file is not None:
         found = _read(trace.file, num_stages, key)
     elif trace.regime is not None:
-        found = _drawn(trace.regime, num_stages, trace.duration_s, trace.seed + draw)
+        links, seed = pipeline_links(num_stages), trace.seed + draw
+        found = draw_regime(trace.regime, links, trace.duration_s, seed).conditions()
     else:
         raise ValueError(f"{key} has neither a file nor a regime")
     require_few_changes((Link(*each.between) for each in found), key)
@@ -45,10 +46,6 @@ def _read(path: str, num_stages: int, key: str) -> list[LinkCondition]:
         raise UserError(f"{key}: {error}") from error
     require_links_of(num_stages, (Link(*each.between) for each in found), f"{key}: {path}")
     return found
-
-
-def _drawn(regime: Regime, num_stages: int, duration_s: float, seed: int) -> list[LinkCondition]:
-    return draw_regime(regime, pipeline_links(num_stages), duration_s, seed).conditions()
 
 
 def _scaled(condition: LinkCondition, *, time_scale: float, latency_scale: float) -> LinkCondition:

@@ -86,7 +86,8 @@ def check(programs: Sequence[RankInstructions], memory: Sequence[StageMemory] = 
             raise _stuck(ranks)
     for rank in ranks:
         if rank.held:
-            raise _error(f"rank {rank.program.rank} never frees {_names(rank.held)}", ranks)
+            names = ", ".join(map(str, sorted(rank.held)))
+            raise _error(f"rank {rank.program.rank} never frees {names}", ranks)
     left = sorted(transfer for waiting in in_flight.values() for transfer in waiting)
     if left:
         raise _error(f"no rank receives {', '.join(map(str, left))}", ranks)
@@ -247,7 +248,3 @@ def _around_head(rank: _Replay) -> str:
     window = range(max(0, position - _LINES_BEFORE), min(len(steps), position + _LINES_AFTER + 1))
     shown = [f">{steps[i]}<" if i == position else str(steps[i]) for i in window]
     return " | ".join(shown) + (" | >end<" if position >= len(steps) else "")
-
-
-def _names(buffers: set[Buffer]) -> str:
-    return ", ".join(map(str, sorted(buffers)))

@@ -1,6 +1,6 @@
 """Figures of a comparison, for files and its page: its steps, and the cost of failures."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,10 @@ _COST_HATCHES = (*_HATCHES, "", "oo")
 _HELD_UP = "held up"
 
 
-def save_matrix_figure(path: Path, matrix: Matrix) -> None:
-    """Save `matrix_figure` to a file."""
+def save_figure(path: Path, draw: Callable[[Matrix], Figure], matrix: Matrix) -> None:
+    """Save what `draw` makes of a comparison."""
     with rc_context({**STYLE, "font.size": 10}):
-        matrix_figure(matrix).savefig(path, dpi=150)
-
-
-def save_recovery_figure(path: Path, matrix: Matrix) -> None:
-    """Save `recovery_figure` to a file."""
-    with rc_context({**STYLE, "font.size": 10}):
-        recovery_figure(matrix).savefig(path, dpi=150)
+        draw(matrix).savefig(path, dpi=150)
 
 
 def matrix_figure(matrix: Matrix) -> Figure:

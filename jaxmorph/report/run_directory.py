@@ -5,7 +5,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, count
@@ -89,7 +89,7 @@ class RunLines:
         folder = self._path / CONTROL
         folder.mkdir(exist_ok=True)
         files = sorted(folder.glob("*.jsonl"))
-        while len(files) > 1 and _total_bytes(files) > _MOST_CONTROL_BYTES:
+        while len(files) > 1 and sum(file.stat().st_size for file in files) > _MOST_CONTROL_BYTES:
             files.pop(0).unlink()
         numbers = (int(file.stem) for file in files if file.stem.isdecimal())
         return folder / f"{max(numbers, default=0) + 1:06d}.jsonl"
@@ -183,7 +183,7 @@ class RunDirectory:
     def show_event(self, event: Event) -> None:
         """Have TensorBoard's records on disk when a checkpoint is."""
         if self._tensorboard is not None and event.kind == EventKind.CHECKPOINT_SAVED:
-            self._tensorboard.flush()  # a run that resumes from here never writes these steps again
+            self._tensorboard.close()  # a run that resumes from here never writes these steps again
 
     def write_profile(self, profile: Mapping[str, Any]) -> None:
         """Replace `profile.json`, the measured costs of ops and links."""
@@ -249,10 +249,6 @@ def read_records(path: Path, kind: type[_Line]) -> list[_Line]:
         return [parse_line(kind, line, f"{path}, line {number}") for number, line in whole]
     except ParseError as error:
         raise UserError(str(error)) from error
-
-
-def _total_bytes(files: Iterable[Path]) -> int:
-    return sum(path.stat().st_size for path in files)
 
 
 def find_traces(path: Path) -> dict[int, Path]:

@@ -43,14 +43,10 @@ class TensorBoardEvents:
             if value is not None:
                 self._writer.add_scalar(name, value, record.step)
 
-    def flush(self) -> None:
-        """Write everything to disk; the next step begins a new file."""
-        self.close()  # tensorboardX's own `flush` doesn't wait for its thread
-
     def close(self) -> None:
-        """Write everything and close the file; safe to call twice."""
+        """Write everything and close the file; the next step begins a new one."""
         if self._writer is not None:
-            self._writer.close()
+            self._writer.close()  # its `flush` would not wait for its thread
         self._writer = None
 
 

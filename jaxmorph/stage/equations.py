@@ -58,10 +58,6 @@ class Part:
             held -= sum(map(size_bytes, read - known))
         return most
 
-    def count(self, primitive: str) -> int:
-        """Counts the equations that apply `primitive`, including those in loops and branches."""
-        return sum(eqn.primitive.name == primitive for eqn in walk(self.equations))
-
 
 @dataclass(frozen=True, eq=False)
 class FlatTrace:

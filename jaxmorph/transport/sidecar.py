@@ -125,9 +125,6 @@ class Sidecar:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._parent, signal.SIGKILL)
 
-    def _rung(self, mask: int) -> None:
-        self._look()
-
     def _look(self) -> None:
         now_s = time.monotonic()
         for sending in self._sending.values():
@@ -159,7 +156,7 @@ class Sidecar:
         os.close(page_fd)
         self._doorbell = Doorbell(doorbell_fd)
         self._listeners = [socket.socket(fileno=fd) for fd in listener_fds]
-        self._loop.add(self._doorbell.fileno(), READ | ON_CHANGE, self._rung)
+        self._loop.add(self._doorbell.fileno(), READ | ON_CHANGE, lambda mask: self._look())
 
     def _do_channel(
         self,

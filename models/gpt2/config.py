@@ -3,12 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..sizes import (
-    AttentionSizes,
-    check_counts,
-    check_multiple,
-    check_options,
-)
+from ..sizes import check_counts, check_multiple, check_options
 
 
 @dataclass(frozen=True)
@@ -40,20 +35,6 @@ class GPT2Config:
         check_counts(self, ("vocab_size", "sequence_length", "width", "num_layers", "num_heads"))
         check_multiple(self, "width", "num_heads")
         check_options(self)
-
-    def attention_sizes(
-        self, microbatch_size: int, sequence_length: int, packed: bool = False
-    ) -> AttentionSizes:
-        """Returns the sizes that decide which implementations can compute attention."""
-        return AttentionSizes(
-            microbatch_size,
-            sequence_length,
-            self.num_heads,
-            self.num_heads,
-            self.width // self.num_heads,
-            self.compute_dtype,
-            packed,
-        )
 
 
 PRESETS: Mapping[str, Mapping[str, int]] = {

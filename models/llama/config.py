@@ -5,12 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..sizes import (
-    AttentionSizes,
-    check_counts,
-    check_multiple,
-    check_options,
-)
+from ..sizes import check_counts, check_multiple, check_options
 
 _COUNTS = (
     "vocab_size",
@@ -68,20 +63,6 @@ class LlamaConfig:
     def head_width(self) -> int:
         """The width of one head."""
         return self.width // self.num_heads
-
-    def attention_sizes(
-        self, microbatch_size: int, sequence_length: int, packed: bool = False
-    ) -> AttentionSizes:
-        """Returns the sizes that decide which implementations can compute attention."""
-        return AttentionSizes(
-            microbatch_size,
-            sequence_length,
-            self.num_heads,
-            self.num_key_value_heads,
-            self.head_width,
-            self.compute_dtype,
-            packed,
-        )
 
     @property
     def key_value_width(self) -> int:

@@ -235,7 +235,7 @@ def test_traces_and_whole_runs_are_noted():
     ("broken", "name"),
     [
         ("compare.comparison.write_report", "report.html"),
-        ("report.matrix_figure.save_matrix_figure", "figure.png"),
+        ("report.matrix_figure.matrix_figure", "figure.png"),
         ("compare.comparison.matrix_markdown", "table.md"),
         (None, None),
     ],

@@ -17,7 +17,7 @@ from jaxmorph.config import check_config, dump_config, load_config
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.errors import RunFailedError, RunStoppedError
 from jaxmorph.records import Event, EventKind, RunSummary
-from jaxmorph.report.matrix_figure import save_recovery_figure
+from jaxmorph.report.matrix_figure import recovery_figure, save_figure
 from jaxmorph.report.matrix_table import WHOLE_COLUMNS, matrix_markdown, whole_rows
 from jaxmorph.report.page.comparison_page import comparison_page
 from jaxmorph.report.page.files import ComparisonFiles
@@ -162,7 +162,7 @@ def test_the_page_has_the_table_of_whole_runs(matrix, tmp_path):
     healthy = {key: run for key, run in matrix.runs.items() if key[1] == "healthy"}
     calm = Matrix("calm", matrix.systems, ("healthy",), healthy)
     for each in (matrix, calm):
-        save_recovery_figure(tmp_path / "a.png", each)
+        save_figure(tmp_path / "a.png", recovery_figure, each)
         assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 

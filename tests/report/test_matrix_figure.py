@@ -5,7 +5,7 @@ import pytest
 from matplotlib.collections import LineCollection
 from matplotlib.patches import Rectangle
 
-from jaxmorph.report.matrix_figure import matrix_figure, save_matrix_figure
+from jaxmorph.report.matrix_figure import matrix_figure, save_figure
 
 
 def test_conditions_are_groups_of_bars(made_up):
@@ -37,5 +37,5 @@ def test_one_links_latencies_are_an_axis(made_up):
 
 @pytest.mark.parametrize("name", ["$x", "made up"])
 def test_a_comparison_without_runs_is_an_empty_figure(made_up, tmp_path, name):
-    save_matrix_figure(tmp_path / "figure.png", replace(made_up, name=name, runs={}))
+    save_figure(tmp_path / "figure.png", matrix_figure, replace(made_up, name=name, runs={}))
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 
 from jaxmorph.stage.build import StagePrograms
+from jaxmorph.stage.equations import walk
 
 
 class Pipeline:
@@ -77,3 +78,8 @@ def largest_error(got, expected):
     errors = [*jax.tree.leaves(jax.tree.map(error, got, expected)), error(*norms)]
     assert np.isfinite(errors).all()
     return max(errors)
+
+
+def num_of(part, primitive):
+    """The equations of a part that apply a primitive, including those in loops and branches."""
+    return sum(eqn.primitive.name == primitive for eqn in walk(part.equations))

@@ -16,7 +16,7 @@ from jaxmorph.stage.model import MicrobatchShapes, cut_layers, key_numbers, step
 from jaxmorph.stage.parameters import init_stage_params
 from jaxmorph.stage.stage_functions import StashPolicy
 from tests.runtime.one_device import loss_sum, microbatch_key
-from tests.stage.in_turn import joined, largest_error, part_of
+from tests.stage.in_turn import joined, largest_error, num_of, part_of
 from tests.stage.in_turn import split_backward as by_b_and_w
 
 LAYERS, BATCH, LENGTH, VOCAB, SEED, STEP, MICROBATCH = 3, 2, 8, 32, 5, 6, 2
@@ -124,7 +124,7 @@ def test_random_bits_are_drawn_once_and_recomputed_from_the_key():
     params = jax.eval_shape(model.init_layer, jax.random.key(0))
     x = jax.ShapeDtypeStruct((BATCH, LENGTH, 16), jnp.float32)
     drawn = [
-        [part.count("random_bits") for part in (s.forward, s.backward_input, s.backward_weight)]
+        [num_of(part, "random_bits") for part in (s.forward, s.backward_input, s.backward_weight)]
         for s in (
             split_backward(model.layer, params, x, recompute=again) for again in (False, True)
         )

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -101,13 +101,16 @@ def _goodput(path: Path) -> float | None:
 
 def _read_lines(path: Path, kind: type[_Line]) -> tuple[list[_Line], int]:
     """The readable lines, and the number of others."""
+    if not path.is_file():
+        return [], 0
     lines: list[_Line] = []
     unreadable = 0
-    for text in _texts(path):
-        try:
-            lines.append(parse(kind, _parsed(text, path), path.name))
-        except ValueError:  # no JSON, or not of this type
-            unreadable += 1
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for text in filter(str.strip, file):
+            try:
+                lines.append(parse(kind, _parsed(text, path), path.name))
+            except ValueError:  # no JSON, or not of this type
+                unreadable += 1
     return lines, unreadable
 
 
@@ -117,12 +120,6 @@ def _parsed(text: str, path: Path) -> Any:
     if "\\ud" not in text.lower():
         return found
     return json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
-
-
-def _texts(path: Path) -> Iterator[str]:
-    if path.is_file():
-        with path.open(encoding="utf-8", errors="replace") as file:
-            yield from (line for line in file if line.strip())
 
 
 def finite(value: Any) -> float | None:
