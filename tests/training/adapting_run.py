@@ -53,12 +53,12 @@ class PlansHere:
     def choose(self, chosen, number):
         return self._planner.choose(chosen, number)
 
-    def simulate(self, number, profile, *, is_drawn=False):
+    def simulate(self, number, profile, *, with_times=False):
         if self.has_died:
             raise PlanningError("the planning process has died")
         self.simulated += 1
         try:
-            return self._planner.simulate(number, profile, is_drawn=is_drawn)
+            return self._planner.simulate(number, profile, with_times=with_times)
         except ValueError as error:
             raise PlanningError(str(error)) from error
 
