@@ -276,9 +276,9 @@ class PreparedPlans(PlanningProcess):
         """All ranks' instructions."""
         return self._answer
 
-    def simulate(self, number: int, profile: Profile, *, is_drawn: bool = False) -> Simulated:
+    def simulate(self, number: int, profile: Profile, *, with_times: bool = False) -> Simulated:
         """A step of the first plan, the only one that the process knows."""
-        return super().simulate(0, profile, is_drawn=is_drawn)
+        return super().simulate(0, profile, with_times=with_times)
 
 
 class Store:

@@ -34,11 +34,12 @@ from jaxmorph.checkpoints.checksums import FileSum
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.manifest import Manifest, list_path, stage_path
 from jaxmorph.checkpoints.recut import read_part
-from jaxmorph.checkpoints.tree_files import Tree, TreeFiles, leaves_of, nested
+from jaxmorph.checkpoints.tree_files import Tree, TreeFiles, leaves_of
 from jaxmorph.config import Config, dump_config
 from jaxmorph.progress import progress
 from jaxmorph.runtime.rendezvous import SoleRank
-from jaxmorph.training.resume import RunStart, find_resumption
+from jaxmorph.runtime.stage_state import nested
+from jaxmorph.training.resume import find_resumption
 from jaxmorph.training.verification import verified
 
 _WIDTH, _HIDDEN, _KEYS, _VOCABULARY = 8192, 28672, 1024, 128_256  # Llama 3 70B's
@@ -247,10 +248,10 @@ def resume(directory: Path, setting: Setting, rank: int) -> RankReads:
     reads = RankReads(rank, 1e9 * setting.storage_gbps / setting.ranks)
     rendezvous = _OneOf(rank, setting.ranks)
     with _storage(reads):
-        found = find_resumption(directory, [], thorough=False)
+        found, _ = find_resumption(directory, [], thorough=False)
         reads.before_joining_bytes = reads.num_bytes
         joined_s, reads.stamped_s = reads.now_s, reads.now_s
-        start = verified(RunStart(found.config, found.manifest.step, directory), rendezvous)
+        start = verified(found, rendezvous)
         reads.verified_bytes = reads.num_bytes - reads.before_joining_bytes
         reads.verified_s = reads.now_s - joined_s
         checkpoint = CheckpointFolder(directory / "checkpoints").finished(start.first_step)

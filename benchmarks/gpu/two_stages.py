@@ -90,8 +90,8 @@ def compare_two_stages(route: Route = "delegated", *, small: bool) -> Iterator[R
     for stage, own in enumerate(stages):
         yield Row(f"stage {stage}: no op to run", f"{own['waiting']:.0%}", "of a step")
         if copies := own["copies"]:
-            note = f"into slots; out of slots by {copies['receive_backend']}"
-            yield Row(f"stage {stage}: copies by", copies["send_backend"], note)
+            note = f"into slots; out of slots by {copies[1]}"
+            yield Row(f"stage {stage}: copies by", copies[0], note)
 
 
 def compare(
@@ -213,7 +213,8 @@ def run_stage(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> 
                 trainer.add_slots(slots_needed(programs))
                 rendezvous.exchange({})  # so that both have it
                 figures, gradients = _train(trainer, programs[rank], rendezvous, sizes)
-                copies = trainer.delegated.statistics() if trainer.delegated else None
+                delegated = trainer.delegated
+                copies = (delegated.send_backend, delegated.receive_backend) if delegated else None
                 np.savez(_path(folder, rank), allow_pickle=False, **gradients)
     link.send({"kind": "done", "rank": rank, **figures, "copies": copies})
 

@@ -9,7 +9,7 @@ no deliberate change.
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -60,8 +60,10 @@ def list_files(folder: Path) -> bytes:
     Returns:
         A JSON object from relative paths to `FileSum`s.
     """
-    sums = {f"{path.relative_to(folder)}": asdict(_synced_sum(path)) for path in _files(folder)}
-    for inner in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
+    paths = sorted(folder.rglob("*"))
+    files = (path for path in paths if path.is_file())
+    sums = {f"{path.relative_to(folder)}": asdict(_synced_sum(path)) for path in files}
+    for inner in (folder, *(path for path in paths if path.is_dir())):
         with suppress(OSError):  # not every file system can sync a folder; its files are synced
             sync_folder(inner)
     return json.dumps(sums, indent=1).encode()
@@ -108,10 +110,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file())
 
 
 def _synced_sum(path: Path) -> FileSum:

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from jaxmorph.checkpoints.manifest import stage_path
-from jaxmorph.checkpoints.tree_files import KeyPath, Rows, Tree, TreeFiles, nested
+from jaxmorph.checkpoints.tree_files import KeyPath, Rows, Tree, TreeFiles
 from jaxmorph.errors import UserError
-from jaxmorph.runtime.stage_state import PARAMS
+from jaxmorph.runtime.stage_state import PARAMS, nested
 
 _EMBED, _LAYERS, _HEAD = "embed", "layers", "head"
 

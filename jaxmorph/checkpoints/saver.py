@@ -286,39 +286,26 @@ def require_shared(folder: Path, rendezvous: Rendezvous) -> None:
     Raises:
         UserError: A rank can't write there, or does not see the others' files; on all ranks.
     """
-    own = new_rank_file(folder, rendezvous.rank)
+    own, wrong = new_rank_file(folder, rendezvous.rank), ""
     try:
-        written = gather(rendezvous, _FolderCheck, _write(own))
-        _require_none(folder, written, "cannot write there")
-        missing = [rank for rank, file in enumerate(written) if not (folder / file.name).exists()]
+        try:
+            own.write_bytes(b"")
+        except OSError as error:
+            wrong = f"{error.strerror}"
+        names, wrongs = zip(*gather(rendezvous, tuple[str, str], (own.name, wrong)), strict=True)
+        _require_none(folder, wrongs, "cannot write there")
+        missing = [rank for rank, name in enumerate(names) if not (folder / name).exists()]
         wrong = f"none of rank {', '.join(map(str, missing))}" if missing else ""
-        seen = gather(rendezvous, _FolderCheck, _FolderCheck(wrong=wrong))
-        _require_none(folder, seen, "does not see all files")
+        _require_none(folder, gather(rendezvous, str, wrong), "does not see all files")
     finally:
         with suppress(OSError):  # it could not be written either
             own.unlink(missing_ok=True)
 
 
-@dataclass(frozen=True)
-class _FolderCheck:
-    """The name of the file that a rank has written, or what is wrong."""
-
-    name: str = ""
-    wrong: str = ""
-
-
-def _write(path: Path) -> _FolderCheck:
-    try:
-        path.write_bytes(b"")
-    except OSError as error:
-        return _FolderCheck(wrong=f"{error.strerror}")
-    return _FolderCheck(path.name)
-
-
-def _require_none(folder: Path, checks: Sequence[_FolderCheck], what: str) -> None:
-    for rank, check in enumerate(checks):
-        if check.wrong:
+def _require_none(folder: Path, wrong_by_rank: Sequence[str], what: str) -> None:
+    for rank, wrong in enumerate(wrong_by_rank):
+        if wrong:
             raise UserError(
-                f"checkpoint.dir: {folder}: rank {rank} {what}: {check.wrong}; expected a "
+                f"checkpoint.dir: {folder}: rank {rank} {what}: {wrong}; expected a "
                 "folder that all ranks share (checkpoint.every_steps=0 saves nothing)"
             )

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmorph.errors import UserError
 from jaxmorph.progress import progress
+from jaxmorph.runtime.stage_state import nested
 
 Tree = Any
 KeyPath = tuple[str, ...]
@@ -34,17 +35,6 @@ def leaves_of(tree: Mapping[str, Any]) -> dict[KeyPath, Any]:
         below = leaves_of(inner) if isinstance(inner, Mapping) else {(): inner}
         leaves |= {(name, *key): leaf for key, leaf in below.items()}
     return leaves
-
-
-def nested(leaves: Mapping[KeyPath, Any]) -> dict[str, Any]:
-    """The inverse of `leaves_of`, but for empty dictionaries."""
-    tree: dict[str, Any] = {}
-    for (*outer, name), leaf in leaves.items():
-        inner = tree
-        for key in outer:
-            inner = inner.setdefault(key, {})
-        inner[name] = leaf
-    return tree
 
 
 class TreeFiles:

@@ -135,7 +135,7 @@ class RoundRecord:
 
     def _adopt(self, loop: ControlLoop, morph: Morph) -> None:
         self.in_force = PlanInForce(
-            morph.plan, morph.parsed, self.in_force.rank, morph.made.slots, morph.made.scarce
+            morph.plan, morph.parsed, self.in_force.rank, morph.chosen.slots, morph.chosen.scarce
         )
         self.events.update(event.kind for event in loop.plan_changed(morph))
 

@@ -5,7 +5,7 @@ from dataclasses import astuple
 from statistics import median
 from types import MappingProxyType
 
-from jaxmorph.control.link_state import Direction, LinkHealth, link_of
+from jaxmorph.control.link_state import Direction, LinkHealth, directions_of, link_of
 from jaxmorph.control.verdicts import Verdict
 from jaxmorph.records import Link, Route, Routes
 from jaxmorph.schedule.costs import JITTER_MARGIN, LinkDelay, Links, StageCosts
@@ -83,7 +83,7 @@ def links_under(
     for link in sorted(named.union(*usual.values())):
         before = usual_delay(usual, now.get(link, "direct"), link)
         after = usual_delay(usual, planned.get(link, "direct"), link)
-        up, down = judged.get((link.lower, link.upper)), judged.get((link.upper, link.lower))
+        up, down = map(judged.get, directions_of(link))
         up_ms = _added_ms(up, before.forward_latency_ms, margin_of_jitter)
         down_ms = _added_ms(down, before.backward_latency_ms, margin_of_jitter)
         states[link] = LinkDelay(

@@ -64,7 +64,7 @@ from jaxmorph.control.events import (
     describe_states,
     evidence_of,
     notice_event,
-    verdict_event,
+    verdict_events,
 )
 from jaxmorph.control.late_once import late_once
 from jaxmorph.control.link_state import FailedPaths, PathState
@@ -166,8 +166,7 @@ def _measure(
     compute, notices = state.compute.observe(state.step, ops)
     profile = replace(state.profile, costs=updated_costs(state.profile.costs, notices))
     state = replace(state, detector=detector, compute=compute, profile=profile)
-    events = filter(None, (verdict_event(each, before) for each in changed))
-    return state, tuple(events), tuple(notices)
+    return state, verdict_events(changed, before), tuple(notices)
 
 
 def _record_findings(

@@ -13,7 +13,7 @@ from jaxmorph.config.sections import Adaptation
 from jaxmorph.control.compute_watch import ComputeNotice, ComputeWatch
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.detector import Detector
-from jaxmorph.control.events import ControlEvent, PlanChange, verdict_event
+from jaxmorph.control.events import ControlEvent, PlanChange, verdict_events
 from jaxmorph.control.late_once import LateOnce
 from jaxmorph.control.link_state import FailedPaths
 from jaxmorph.control.measurements import (
@@ -379,5 +379,5 @@ def first_state(
         dwell=Dwell(settings.dwell_steps, settings.longest_dwell_steps),
         phase=Starting(),
         findings=Findings(),
-        from_start=tuple(filter(None, (verdict_event(each, {}) for each in verdicts))),
+        from_start=verdict_events(verdicts, {}),
     )

@@ -373,11 +373,11 @@ class DirectionWatch:
             return verdict
         usual = self._usual(self._current)
         if verdict.health is LinkHealth.HEALTHY and usual is not None:
-            return replace(verdict, latency_ms=usual.baseline_ms, jitter_ms=usual.spread_ms)
+            return verdict.with_latency(usual.baseline_ms, usual.spread_ms)
         recent = self._record(self._current).recent
         if not len(recent):
             return verdict
-        return replace(verdict, latency_ms=recent.median, jitter_ms=recent.spread)
+        return verdict.with_latency(recent.median, recent.spread)
 
 
 def _evidence(run_ms: tuple[float, ...], usual: Usual | None) -> Evidence:

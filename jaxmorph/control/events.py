@@ -45,20 +45,20 @@ class PlanChange:
     evidence: Mapping[str, Any]
 
 
-def verdict_event(
-    verdict: Verdict, before: Mapping[tuple[int, int], Verdict]
-) -> ControlEvent | None:
-    """The event of a changed verdict; None for a new direction that is healthy.
+def verdict_events(
+    changed: Iterable[Verdict], before: Mapping[tuple[int, int], Verdict]
+) -> tuple[ControlEvent, ...]:
+    """The events of changed verdicts; none for a new direction that is healthy.
 
     Args:
         before: All verdicts before the change.
     """
-    last = before.get(verdict.direction)
-    was = LinkHealth.HEALTHY if last is None else last.health
-    if verdict.health is LinkHealth.HEALTHY and was is LinkHealth.HEALTHY:
-        return None
-    kind = _KINDS[verdict.health]
-    return ControlEvent(kind, verdict.reason, str(verdict.link), verdict.to_json())
+    degraded = {at for at, each in before.items() if each.health is not LinkHealth.HEALTHY}
+    return tuple(
+        ControlEvent(_KINDS[each.health], each.reason, str(each.link), each.to_json())
+        for each in changed
+        if each.health is not LinkHealth.HEALTHY or each.direction in degraded
+    )
 
 
 def describe_ops(changed: Mapping[tuple[int, OpKind], ComputeNotice]) -> tuple[str, ...]:

@@ -29,6 +29,11 @@ def directions_of(link: Link) -> tuple[Direction, Direction]:
     return (link.lower, link.upper), (link.upper, link.lower)
 
 
+def delegated_links(routes: Routes) -> frozenset[Link]:
+    """The links that routes delegate."""
+    return frozenset(link for link, route in routes.items() if route == "delegated")
+
+
 class LinkHealth(StrEnum):
     """The health of a direction, by its messages."""
 
@@ -115,21 +120,6 @@ DEAD = "dead"
 def word(health: LinkHealth, path: PathState) -> str:
     """The name of a state in events, files and tables."""
     return DEAD if path is PathState.FAILED else str(health)
-
-
-def diagram() -> str:
-    """`TRANSITIONS` as the text of a Mermaid state diagram."""
-    lines = ["stateDiagram-v2", f"    [*] --> {word(*_HEALTHY)}"]
-    for health, path in (_BACK, _SLOW_AGAIN):
-        lines.append(f'    state "{health}, path {path}" as {health}_{path}')
-    for state, turns in TRANSITIONS.items():
-        for trigger, to in turns.items():
-            lines.append(f"    {_name(*state)} --> {_name(*to)}: {trigger}")
-    return "\n".join(lines)
-
-
-def _name(health: LinkHealth, path: PathState) -> str:
-    return f"{health}_{path}" if path is PathState.RETURNED else word(health, path)
 
 
 @dataclass(frozen=True)
@@ -227,9 +217,7 @@ class FailedPaths:
     most_steps: int = 1
 
     @classmethod
-    def begin(
-        cls, failed: Iterable[Link] = (), steps: int = 1, most_steps: int = 1
-    ) -> "FailedPaths":
+    def begin(cls, failed: Iterable[Link], steps: int, most_steps: int) -> "FailedPaths":
         """The state of a run that starts with some paths failed."""
         return cls({link: LinkPath().failed() for link in failed}, steps, most_steps)
 
@@ -293,8 +281,8 @@ class FailedPaths:
                 before a plan has delegated its link.
 
         Returns:
-            The state, the paths that have now been up for long enough with the steps that they
-            were, and those that had returned and are down again.
+            The state, the paths that have now been up for long enough, with their steps in a row,
+            and those that had returned and are lost again.
         """
         counted: dict[Link, LinkPath] = {}
         returned: dict[Link, int] = {}

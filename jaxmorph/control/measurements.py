@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
 
-from jaxmorph.records import Route
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.timeline import Timeline
 
@@ -41,11 +40,6 @@ class LinkSample(NamedTuple):
     def direction(self) -> tuple[int, int]:
         """Its sender and receiver."""
         return self.source, self.destination
-
-    @property
-    def route(self) -> Route:
-        """The route it took."""
-        return "direct" if self.is_direct else "delegated"
 
 
 def packed(rows: Sequence[Sequence[int]] | np.ndarray) -> bytes:

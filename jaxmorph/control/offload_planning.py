@@ -56,7 +56,7 @@ def plan_with_offload(
         UserError: No plan can be made to fit.
     """
     free = plan_within(Limits(live_until=device.live_until))
-    if _is_free(device) or fits(free.schedule, device):
+    if fits(free.schedule, device):
         return free
     candidates = list(_within_devices(plan_within, device, profile, num_tied))
     programs = lower_step(free.schedule, profile, free.routes, num_tied)
@@ -65,7 +65,11 @@ def plan_with_offload(
         for wider in _wider(plan_within, device, free):
             most_ms = min((one.step_ms for one in candidates), default=math.inf)
             offloaded = _offloaded(wider, device, profile, num_tied, most_ms)
-            candidates += (each for each in offloaded if _fits_hosts(each, profile, room))
+            candidates += (
+                each
+                for each in offloaded
+                if room is None or room.holds(offloaded_bytes(each.programs, profile))
+            )
     return _best(candidates).plan if candidates else _unfit(plan_within, free, device, programs)
 
 
@@ -77,10 +81,6 @@ def with_sampled_copies(programs: Sequence[RankInstructions]) -> tuple[RankInstr
         else offload_these(program, waiting_longest(program, _SAMPLES))
         for program in programs
     )
-
-
-def _is_free(device: Limits) -> bool:
-    return device.max_live is None and device.max_stash_bytes is None
 
 
 def _within_devices(
@@ -182,11 +182,6 @@ def _placed(
     reason = f"{made.reason}; {offloads} stashes of a step go to host memory and back"
     plan = replace(made, predicted_step_s=step_ms / 1e3, offloading=offloading, reason=reason)
     return _Candidate(plan, step_ms, offloads, moving)
-
-
-def _fits_hosts(candidate: _Candidate, profile: Profile, room: HostRoom | None) -> bool:
-    """Whether the hosts hold the candidate's stashes, beside the fewest slots."""
-    return room is None or room.holds(offloaded_bytes(candidate.programs, profile))
 
 
 def offloaded_bytes(programs: Sequence[RankInstructions], profile: Profile) -> tuple[int, ...]:

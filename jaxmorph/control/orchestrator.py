@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
-from jaxmorph.control.link_state import LinkHealth
+from jaxmorph.control.link_state import LinkHealth, delegated_links
 from jaxmorph.control.verdicts import Verdict, dead_links, degraded_links
 from jaxmorph.records import Link, Route
 from jaxmorph.schedule.planner import Plan
@@ -167,7 +167,7 @@ def decide(situation: Situation) -> Decision:
         return Decision(None, f"{why}: waits for {wait} steps, then {predicted}", wait)
     if must_change:
         predicted = f"{predicted}; without a direct path there is no choice"
-    return Decision(chosen, f"{why}: {_change_in_words(now, then)}; {predicted}", later)
+    return Decision(chosen, f"{why}: {', '.join(_changes(now, then))}; {predicted}", later)
 
 
 def changed_routes(now: Mapping[Link, Route], then: Mapping[Link, Route]) -> dict[Link, Route]:
@@ -191,13 +191,12 @@ def dwell_after(dwell: Dwell, now: Option, then: Option, step: int) -> Dwell:
 
 def dwelling_links(dwell: Dwell, routes: Mapping[Link, Route], step: int) -> frozenset[Link]:
     """The delegated links that may not go back yet, healthy or not."""
-    delegated = (link for link, route in routes.items() if route == "delegated")
-    return frozenset(link for link in delegated if dwell.waits([link], step))
+    return frozenset(link for link in delegated_links(routes) if dwell.waits([link], step))
 
 
 def is_forced(situation: Situation) -> bool:
     """Whether the plan in force sends on a direct path that has failed."""
-    return not dead_links(situation.verdicts) <= _delegated(situation.in_force)
+    return not dead_links(situation.verdicts) <= delegated_links(situation.in_force.routes)
 
 
 def _wait_steps(situation: Situation, candidate: int) -> int:
@@ -218,7 +217,7 @@ def _staying_delegated(situation: Situation, then: Option) -> frozenset[Link]:
     back = _newly_delegated(now, then)
     # Links that go back are probed first. A slow link must not wait for that to be delegated.
     if back and _newly_delegated(then, now) & degraded_links(situation.verdicts):
-        return _delegated(now)
+        return delegated_links(now.routes)
     dwelling = dwelling_links(situation.dwell, now.routes, situation.step)
     return dwelling if back & dwelling else frozenset()
 
@@ -227,22 +226,18 @@ def _is_allowed(
     option: Option, situation: Situation, staying: frozenset[Link] = frozenset()
 ) -> bool:
     """Whether a plan delegates all links that it must, and no others that it must not."""
-    if not staying | dead_links(situation.verdicts) <= _delegated(option):
+    if not staying | dead_links(situation.verdicts) <= delegated_links(option.routes):
         return False
     if situation.may_delegate_healthy:
         return True
     # A link that recovers may stay delegated, but gives no reason to delegate it.
     slow = {each.link for each in situation.verdicts if each.health is LinkHealth.SLOW}
-    recovering = degraded_links(situation.verdicts) & _delegated(situation.in_force)
+    recovering = degraded_links(situation.verdicts) & delegated_links(situation.in_force.routes)
     return _newly_delegated(option, situation.candidates[0]) <= slow | recovering | staying
 
 
-def _delegated(option: Option) -> frozenset[Link]:
-    return frozenset(link for link, route in option.routes.items() if route == "delegated")
-
-
 def _newly_delegated(option: Option, than: Option) -> frozenset[Link]:
-    return _delegated(option) - _delegated(than)
+    return delegated_links(option.routes) - delegated_links(than.routes)
 
 
 def _shortest(situation: Situation, staying: frozenset[Link] = frozenset()) -> int | None:
@@ -321,10 +316,6 @@ def _link_in_words(link: Link, verdicts: tuple[Verdict, ...]) -> str:
 
 def _are_near(*latencies_ms: float) -> bool:
     return max(latencies_ms) - min(latencies_ms) <= max(1.0, 0.1 * max(latencies_ms))
-
-
-def _change_in_words(now: Option, then: Option) -> str:
-    return ", ".join(_changes(now, then))
 
 
 def _changes(now: Option, then: Option) -> Iterator[str]:

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxmorph.control.detector import Detector
-from jaxmorph.control.events import ControlEvent, verdict_event
-from jaxmorph.control.link_state import FailedPaths, PathFailure, directions_of
+from jaxmorph.control.events import ControlEvent, verdict_events
+from jaxmorph.control.link_state import FailedPaths, PathFailure, delegated_links, directions_of
 from jaxmorph.control.measurements import StepSamples
 from jaxmorph.plain_json import written_as
 from jaxmorph.records import EventKind, Link, Route, Routes
@@ -130,8 +130,7 @@ def judge_paths(
     for link, left in sorted(report.restores_left.items()):
         paths, was_last = paths.limit_restores(link, left)
         events += [_given_up_event(link)] if was_last else []
-    delegated = {link for link, route in routes.items() if route == "delegated"}
-    paths, returned, lost = paths.observe(report.up, delegated)
+    paths, returned, lost = paths.observe(report.up, delegated_links(routes))
     for link in lost:
         detector = _with_failure(detector, step, link, "its direct path is down again")
         events.append(_path_down_event(link))
@@ -139,7 +138,7 @@ def judge_paths(
         for direction in directions_of(link):
             before = detector.verdicts
             detector, changed = detector.observe_return(step, direction, up_steps)
-            events += filter(None, (verdict_event(each, before) for each in changed))
+            events += verdict_events(changed, before)
     return paths, detector, events
 
 

@@ -1,4 +1,4 @@
-"""The current costs of ops, links and copies: running medians of measured timelines."""
+"""The current costs of ops, links and copies: running medians of ranks' times."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,6 @@ from typing import Any
 
 from jaxmorph.control.link_state import link_of
 from jaxmorph.control.measurements import (
-    DirectionSamples,
     LinkSample,
     OpTime,
     RunningEstimate,
@@ -139,8 +138,6 @@ def _median_of(estimates: Mapping[Any, RunningEstimate], key: tuple[Any, ...]) -
 
 def _main_message(samples: Sequence[LinkSample]) -> tuple[bool, float]:
     """The route that most messages of a direction took, and their median; the rest are probes."""
-    if isinstance(samples, DirectionSamples):
-        return samples.is_direct, samples.median_ms
     routes = durations_by_route(samples)
     is_direct = max(routes, key=lambda route: len(routes[route]))
     return is_direct, median_ms(samples) if len(routes) == 1 else median(routes[is_direct])

@@ -188,10 +188,7 @@ class RankTimes:
         return cls(
             ops,
             tuple(
-                MessageTimes(source, destination, is_direct, is_tied, of)
-                for (source, destination, is_direct, is_tied, _), of in zip(
-                    heads, rows, strict=True
-                )
+                MessageTimes._make((*head[:-1], of)) for head, of in zip(heads, rows, strict=True)
             ),
             copies,
             {kind: each for kind, each in op_times if not math.isnan(each.median_ms)},

@@ -223,8 +223,6 @@ def after_in_time(routes: Sequence[tuple[RouteState, np.ndarray]]) -> Iterator[R
 def _calm_after(state: RouteState, last_ms: Sequence[float]) -> tuple[float, ...]:
     """The latest run of messages in time."""
     limit_ms = state.usual.calm_ms if state.usual else math.inf
-    if max(last_ms) <= limit_ms:
-        return (*state.calm_ms, *last_ms)[-MOST_RUN:]
     for count, duration_ms in enumerate(reversed(last_ms)):
         if duration_ms > limit_ms:
             return tuple(last_ms[len(last_ms) - count :])

@@ -172,7 +172,7 @@ def simulate_step(
     """A step under a profile; direct transfers hold queues, delegated ones don't.
 
     Args:
-        scarce: The slots of channels that have fewer than they need so that no send waits for one.
+        scarce: The channels with too few slots, whose sends may wait, and how many they have.
     """
     return simulate_blocking(
         programs, profile.costs, profile.links, copies=profile.copies, slots=scarce

@@ -36,7 +36,7 @@ class StepData(Protocol):
         """What a stage reads whose functions take extras."""
         ...
 
-    def length(self, step: int, /) -> int:
+    def length_index(self, step: int, /) -> int:
         """Which of a few lengths the step has; 0 is the longest."""
         ...
 
@@ -103,7 +103,7 @@ class Batches:
             return {}
         return {"segments": self._part(pack(self._ids(step), self._separator).segments)}
 
-    def length(self, step: int) -> int:
+    def length_index(self, step: int) -> int:
         """All steps have one length."""
         del step
         return 0

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -241,16 +241,11 @@ class DelegatedRoute:
         for key, (slot, tag) in list(self._reserved.items()):
             if tag[0] <= epoch and self._reserved.pop(key, None):
                 _post_empty(slot, tag)
-        self._finish_ready_copies()
+        self._finish_copies()
 
     def settle(self) -> None:
         """Wait until all copies are over and raise the first error of one."""
-        while True:
-            with self._lock:
-                if not self._copying:
-                    break
-                copy = self._copying.popleft()
-            self._finish(copy)
+        self._finish_copies(waits=True)
         self._receive_backend.settle()
 
     def events(self) -> list[dict[str, Any]]:
@@ -268,30 +263,21 @@ class DelegatedRoute:
         event = {"kind": EventKind.WAITED_FOR_SLOTS, "time_s": time.monotonic(), "detail": detail}
         return [event]
 
-    def statistics(self) -> dict[str, Any]:
-        """The counters and the copy backends."""
-        return {
-            "send_backend": self.send_backend,
-            "receive_backend": self.receive_backend,
-            **asdict(self.counts),
-        }
+    def _finish_copies(self, *, waits: bool = False) -> None:
+        """Release copies in their order, all or up to the first that still runs.
 
-    def _finish_ready_copies(self) -> None:
-        """Release copies in their order, up to the first that still runs."""
+        It raises the error of one, unless its epoch was abandoned.
+        """
         while True:
             with self._lock:
-                if not self._copying or not self._copying[0].is_over:
+                if not self._copying or not (waits or self._copying[0].is_over):
                     return
                 copy = self._copying.popleft()
-            self._finish(copy)
-
-    def _finish(self, copy: "_Copy") -> None:
-        """Wait until a copy is over; raise its error unless its epoch was abandoned."""
-        try:
-            copy.finish()
-        except Exception:
-            if copy.tag[0] > self._abandoned:
-                raise
+            try:
+                copy.finish()
+            except Exception:
+                if copy.tag[0] > self._abandoned:
+                    raise
 
     def _live_channel(self, identity: TransferIdentity) -> Channel:
         require_live(identity, self._abandoned)
@@ -329,7 +315,7 @@ class DelegatedRoute:
             ticket: Any = sender.copy(value, part, slot, tag)
         with self._lock:
             self._copying.append(_Copy(ticket, value, slot, tag))
-        self._finish_ready_copies()
+        self._finish_copies()
         return Moved(ticket)
 
     def _expected(
@@ -363,7 +349,7 @@ class DelegatedRoute:
                     return wait(name, min(until_s, time.monotonic() + _CHECK_EVERY_S))
                 except TimeoutError:
                     self._check()
-                    self._finish_ready_copies()
+                    self._finish_copies()
                     if time.monotonic() >= until_s:
                         return None
 

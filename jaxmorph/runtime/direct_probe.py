@@ -53,7 +53,8 @@ def probe_direct(
     first, _ = probe_transfers(link)
     pairs = (probe_transfers(link, number) for number in range(1, _MEASURED + 1))
     transfers = (first, *chain.from_iterable(pairs))
-    zeros = _zeros(next(each for each in transfers if each.source == rank), payloads, placement)
+    payload = payloads[channel_of(next(each for each in transfers if each.source == rank))]
+    zeros = jax.device_put(np.zeros(payload.shape, payload.dtype), placement)
     jax.block_until_ready((pending, zeros))
     for transfer in transfers:
         identity = TransferIdentity(0, step, transfer)
@@ -64,10 +65,3 @@ def probe_direct(
             take = partial(route.take, identity, deadline_s=deadline_s)
             queue.enqueue_transfer(transfer, take)
     return [stamp for stamp in queue.drain() if stamp.label != first]
-
-
-def _zeros(
-    transfer: Transfer, payloads: Mapping[Channel, PayloadShape], placement: Sharding
-) -> jax.Array:
-    payload = payloads[channel_of(transfer)]
-    return jax.device_put(np.zeros(payload.shape, payload.dtype), placement)

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from jaxmorph.control.link_state import directions_of
 from jaxmorph.emulation.link_conditions import LinkCondition, of_route
 from jaxmorph.program.instructions import Transfer
 from jaxmorph.records import Link
@@ -62,8 +63,7 @@ class EmulatedLinks:
 
     def is_cut(self, link: Link, step: int) -> bool:
         """Whether a link is cut now for direct messages of a step, in any direction."""
-        now_s, (low, high) = time.monotonic(), link
-        both = (low, high), (high, low)
+        now_s, both = time.monotonic(), directions_of(link)
         return any(self._emulator.is_cut(*direction, step, now_s) for direction in both)
 
     def look_again(self) -> None:

@@ -64,7 +64,7 @@ class StepInputs:
         extras: By name; only stages read them whose functions take any.
         first_microbatch: The instructions' number of the first of these microbatches.
         evaluates: Whether forwards alone run, without randomness.
-        length: Which of the lengths that steps may have, by `MicrobatchShapes.lengths`.
+        length_index: Which of the lengths that steps may have, by `MicrobatchShapes.lengths`.
     """
 
     inputs: Tree
@@ -73,7 +73,7 @@ class StepInputs:
     extras: Mapping[str, Tree] = field(default_factory=dict)
     first_microbatch: int = 0
     evaluates: bool = False
-    length: int = 0
+    length_index: int = 0
 
 
 def count_targets(targets: Tree) -> int:

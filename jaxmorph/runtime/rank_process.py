@@ -51,7 +51,7 @@ class RankArguments:
         """The launcher's arguments, and the rest of the command line."""
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         for item in fields(cls):
-            kind = str if item.name == "coordinator" else int
+            kind = str if item.type is str else int
             parser.add_argument(_option(item.name), type=kind, required=item.default is MISSING)
         found, rest = parser.parse_known_args(command_line)
         return cls(**vars(found)), rest

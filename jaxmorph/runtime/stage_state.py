@@ -22,7 +22,7 @@ def stage_parts(params: tuple[Tree, ...], optimizer_state: Tree) -> tuple[Tree, 
     """A tree of nested dictionaries for each chunk: its parameters and its optimizer state."""
     of_all_chunks = _is_like(params)
     return tuple(
-        {PARAMS: own, _OPTIMIZER: _nested(_of_chunk(optimizer_state, chunk, of_all_chunks))}
+        {PARAMS: own, _OPTIMIZER: nested(_leaves(_of_chunk(optimizer_state, chunk, of_all_chunks)))}
         for chunk, own in enumerate(params)
     )
 
@@ -84,16 +84,15 @@ def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path) or ("",)
 
 
-def _nested(tree: Tree) -> Tree:
-    """The leaves of a tree in nested dictionaries, by the names on their paths."""
-    nested: Tree = {}
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        *outer, name = _names(path)
-        inner = nested
+def nested(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    """Leaves in nested dictionaries, by the keys that lead to them."""
+    tree: dict[str, Any] = {}
+    for (*outer, name), leaf in leaves.items():
+        inner = tree
         for key in outer:
             inner = inner.setdefault(key, {})
         inner[name] = leaf
-    return nested
+    return tree
 
 
 def _filled(expected: Tree, found: Tree, what: str) -> Tree:

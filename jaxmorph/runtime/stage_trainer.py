@@ -83,7 +83,7 @@ class StageTrainer:
         progress.stamp("making or reading its first parameters")
         self.params = _initial_params(model, settings, rank)
         self._programs_by_length = _build_programs(model, settings, rank, submesh)
-        self._length = 0
+        self._length_index = 0
         progress.stamp("compiling its optimizer")
         self.optimizer = StageOptimizer(
             settings.optimizer, self.params, _uncounted(model, self.params)
@@ -179,7 +179,7 @@ class StageTrainer:
     @property
     def programs(self) -> tuple[StagePrograms, ...]:
         """Each chunk's programs, for steps of the length of the last one, at first the longest."""
-        return self._programs_by_length[self._length]
+        return self._programs_by_length[self._length_index]
 
     @property
     def reads_extras(self) -> bool:
@@ -206,9 +206,9 @@ class StageTrainer:
     def run(self, program: RankInstructions, inputs: StepInputs, step: int) -> StepOutcome:
         """Run a step's ops and transfers; `update` or `discard` must follow."""
         self._step = step
-        if inputs.length != self._length:
+        if inputs.length_index != self._length_index:
             # What follows from parameters alone may depend on the length, as a slice of them.
-            self._length = inputs.length
+            self._length_index = inputs.length_index
             self._weights = self._prepare()
             self.executor = replace(self.executor, chunks=self.programs)
         weights = self._evaluated if inputs.evaluates else self._weights
@@ -440,7 +440,7 @@ def _build_programs(
     """For each length the programs of a rank's chunks; those of equal size and place share them."""
 
     @cache
-    def build(length: int, num_layers: int, is_first: bool, is_last: bool) -> StagePrograms:
+    def build(length_index: int, num_layers: int, is_first: bool, is_last: bool) -> StagePrograms:
         return build_stage(
             model,
             submesh,
@@ -448,7 +448,7 @@ def _build_programs(
             is_first=is_first,
             is_last=is_last,
             shapes=settings.shapes,
-            length=length,
+            length_index=length_index,
             stash=settings.stash,
             kinds=settings.kinds,
         )
@@ -457,8 +457,8 @@ def _build_programs(
         (len(settings.layers[stage]), stage == 0, settings.is_last(stage))
         for stage in settings.own_stages(rank)
     ]
-    lengths = range(len(settings.shapes.lengths))
-    return [tuple(build(length, *chunk) for chunk in own) for length in lengths]
+    indices = range(len(settings.shapes.lengths))
+    return [tuple(build(index, *chunk) for chunk in own) for index in indices]
 
 
 def _uncounted(model: PipelineModel, params: Chunks) -> tuple[LeafPath, ...]:

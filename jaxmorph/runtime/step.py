@@ -80,11 +80,6 @@ class ForwardTotals:
     counted: int
 
 
-def _nothing_more(step: int) -> tuple[Any, ...]:
-    del step
-    return ()
-
-
 @dataclass(frozen=True)
 class StepRunner:
     """Runs steps on one rank; all ranks make the same calls.
@@ -109,7 +104,7 @@ class StepRunner:
         step: int,
         *,
         began_s: float | None = None,
-        report: Callable[[int], Iterable[Any]] = _nothing_more,
+        report: Callable[[int], Iterable[Any]] = lambda step: (),
         updates: bool = True,
     ) -> StepResult:
         """Run a step, and update the parameters unless a loss or gradient is not finite.
@@ -130,7 +125,7 @@ class StepRunner:
             # Steps for timings leave the events to the first step of training.
             events = tuple(map(LinkEvent.of, stage.events())) if updates else ()
             timings = StepTimings.of_step(outcome, began_s, events)
-            if inputs.length:  # a shorter step's ops say nothing of those that plans are made for
+            if inputs.length_index:  # plans are made for the longest steps: these ops don't count
                 timings = replace(timings, op_times={}, copies_ms={})
             parts = [*report(step), AuxiliaryLosses(outcome.aux)]
             own = StepReport(

@@ -171,14 +171,14 @@ def build_stage(
     is_first: bool,
     is_last: bool,
     shapes: MicrobatchShapes,
-    length: int = 0,
+    length_index: int = 0,
     stash: StashPolicy = "full",
     kinds: Collection[str] = OP_KINDS,
 ) -> StagePrograms:
     """Compiles one stage.
 
     Args:
-      length: which of the shapes' `lengths` the programs are for.
+      length_index: which of the shapes' `lengths` the programs are for.
       stash: "full" keeps what the backward needs; "recompute" keeps only each layer's input, and B
         computes the layer again.
       kinds: which of `OP_KINDS` to compile; calling another raises KeyError.
@@ -193,7 +193,7 @@ def build_stage(
         is_first=is_first,
         is_last=is_last,
         shapes=shapes,
-        length=length,
+        length_index=length_index,
         stash=stash,
     )
     functions = traced.functions

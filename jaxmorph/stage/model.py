@@ -62,7 +62,7 @@ class MicrobatchShapes:
 
     @property
     def lengths(self) -> tuple["MicrobatchShapes", ...]:
-        """One microbatch of each length, longest first; `StepInputs.length` counts these."""
+        """One microbatch of each length, longest first; `StepInputs.length_index` counts these."""
         return (self, *self.shorter)
 
     def zeros(self) -> "MicrobatchShapes":

@@ -421,7 +421,7 @@ def trace_stage(
     is_first: bool,
     is_last: bool,
     shapes: MicrobatchShapes,
-    length: int = 0,
+    length_index: int = 0,
     stash: StashPolicy = "full",
 ) -> TracedStage:
     """Traces one stage; the arguments are those of `build_stage`.
@@ -432,7 +432,7 @@ def trace_stage(
     key = jax.eval_shape(jax.random.key, 0)
     init = partial(init_stage_params, model, layers=range(num_layers), is_first=is_first)
     params = jax.eval_shape(partial(init, is_last=is_last), key)
-    sent, shapes = sent_activations(model, shapes), shapes.lengths[length]
+    sent, shapes = sent_activations(model, shapes), shapes.lengths[length_index]
     model, activations = with_one_activation(model, shapes.inputs)
     functions = split_stage(model, params, shapes, Padding(activations, sent), stash)
     return _with_shapes(functions, params, shapes)

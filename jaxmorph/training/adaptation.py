@@ -170,8 +170,10 @@ class Adaptation(Callback):
             case Morph() as morph:
                 self._morph = morph
                 restore = self._own_ends.failed & morph.restore
-                slots, late = morph.made.slots, morph.late_once
-                of_ranks = (Announced(each, slots, late_once=late) for each in morph.made.programs)
+                slots, late = morph.chosen.slots, morph.late_once
+                of_ranks = (
+                    Announced(each, slots, late_once=late) for each in morph.chosen.programs
+                )
                 return Addressed(tuple(of_ranks)), restore
             case ProbeLinks(links, restore):
                 failed = self._own_ends.failed.intersection(links)

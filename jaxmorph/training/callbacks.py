@@ -94,8 +94,10 @@ class SaveTimes:
         return is_time and self._settings.saves
 
 
-class SkippedSteps:
-    """Counts steps whose loss or gradients were not finite; all ranks see the same scalars.
+class SkippedSteps(Callback):
+    """Ends the loop after too many steps in a row whose loss or gradients were not finite.
+
+    All ranks see the same scalars, and so count alike.
 
     Args:
         stop_after: How many in a row end the run; None: never.
@@ -110,6 +112,10 @@ class SkippedSteps:
         self._in_a_row = 0
         self._last_finite: int | None = None
         self._save_is_owed = False
+
+    def after(self, result: StepResult) -> Effect:
+        """Count the step."""
+        return Effect(ends=self.count(result.step, result.totals))
 
     def count(self, step: int, totals: StepTotals) -> bool:
         """Count a step; whether the run ends with it (`why_stop`)."""
@@ -173,17 +179,6 @@ class Recording(Callback):
     def drop(self, step: int) -> None:
         """Record that the announced plan is dropped."""
         self._recorder.drop(step)
-
-
-class Skipping(Callback):
-    """Ends the loop after too many steps in a row that were not finite."""
-
-    def __init__(self, skipped: SkippedSteps) -> None:
-        self._skipped = skipped
-
-    def after(self, result: StepResult) -> Effect:
-        """Count the step."""
-        return Effect(ends=self._skipped.count(result.step, result.totals))
 
 
 class Saving(Callback):

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -53,15 +53,16 @@ class Morph:
     """A change of plan that ranks can carry out.
 
     Attributes:
-        made: By the planning process beside training; a rank would need too long between two steps.
+        chosen: As ranks run it. The planning process makes it beside training, because a rank would
+            need too long between two steps.
         restore: The links whose failed direct paths are restored with it.
         late_once: See `ChangePlan`.
         number: The plan's, as the planning process knows it.
     """
 
     change: PlanChange
-    made: Chosen
-    restore: frozenset[Link] = field(default_factory=frozenset)
+    chosen: Chosen
+    restore: frozenset[Link] = frozenset()
     late_once: tuple[LateOnce, ...] = ()
     number: int = 0
 
@@ -73,11 +74,11 @@ class Morph:
     @cached_property
     def parsed(self) -> tuple[RankInstructions, ...]:
         """Every rank's instructions; at 64 stages it takes seconds to read them."""
-        return tuple(map(parse_instructions, self.made.programs))
+        return tuple(map(parse_instructions, self.chosen.programs))
 
     def simulate(self, profile: Profile) -> Timeline:
         """A step of the plan, as `PlanInForce.simulate`."""
-        return simulate_step(self.parsed, profile, self.made.scarce)
+        return simulate_step(self.parsed, profile, self.chosen.scarce)
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,9 @@ class Expected:
     profile: Profile
     simulate: Callable[[Profile], Timeline]
 
-    def in_this_process(self, *, is_drawn: bool = False) -> Simulated:
+    def in_this_process(self, *, with_times: bool = False) -> Simulated:
         """Simulate it here."""
-        return Simulated.of(self.simulate(self.profile), is_drawn=is_drawn)
+        return Simulated.of(self.simulate(self.profile), with_times=with_times)
 
 
 class ControlLoop:
@@ -161,7 +162,7 @@ class ControlLoop:
     def plan_changed(self, morph: Morph) -> tuple[ControlEvent, ...]:
         """Report that ranks run a morph from the next observed step on."""
         with self._lock:
-            self._programs, self._number = morph.made.programs, morph.number
+            self._programs, self._number = morph.chosen.programs, morph.number
             self.predicted = Simulated(1e3 * morph.plan.predicted_step_s)
             return self._advance(PlanChanged())
 
@@ -203,13 +204,13 @@ class ControlLoop:
             self._predicting = self._planner.submit(self._predict, expected)
         return expected
 
-    def draw(self, expected: Expected) -> "Future[Simulated]":
+    def simulate_times(self, expected: Expected) -> "Future[Simulated]":
         """Simulate an expected step once more, with all its times."""
         if self._plans is not None:
-            return self._planner.submit(self._simulate, expected, is_drawn=True)
-        drawing: Future[Simulated] = Future()
-        drawing.set_result(expected.in_this_process(is_drawn=True))
-        return drawing
+            return self._planner.submit(self._simulate, expected, with_times=True)
+        simulated: Future[Simulated] = Future()
+        simulated.set_result(expected.in_this_process(with_times=True))
+        return simulated
 
     def _predict(self, expected: Expected) -> None:
         with suppress(PlanningError):  # the last prediction stays
@@ -218,7 +219,7 @@ class ControlLoop:
                 if expected.number == self._number:
                     self.predicted = predicted
 
-    def _simulate(self, expected: Expected, *, is_drawn: bool = False) -> Simulated:
+    def _simulate(self, expected: Expected, *, with_times: bool = False) -> Simulated:
         step = max(0, self._state.step)  # -1 before the first one
         if self._state.must_restart_planner:
             raise PlanningError("the planning process is going to be restarted")
@@ -226,7 +227,7 @@ class ControlLoop:
             raise PlanningError("the planning process has died of the last simulation")
         plans = self._require_plans()
         try:
-            simulated = plans.simulate(expected.number, expected.profile, is_drawn=is_drawn)
+            simulated = plans.simulate(expected.number, expected.profile, with_times=with_times)
         except PlanningError as error:
             if plans.has_died:
                 self._simulations = self._simulations.after_failure(step)

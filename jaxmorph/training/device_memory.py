@@ -207,14 +207,16 @@ def needs_of_step(
     """
     cut = config.parallelism
     layers = cut_layers(model.num_layers, cut.stages, cut.layers, cut.chunks)
-    adapts = config.adapts
     ranks = [
-        stage_settings(config, layers, rank, adapts=adapts, shapes=shapes)
+        stage_settings(config, layers, rank, adapts=config.adapts, shapes=shapes)
         for rank in range(cut.stages)
     ]
     stages = _needs_of_stages(model, ranks)
-    config = _within_devices(config, stages, device_bytes)
-    profile = unmeasured_profile(config, _stash_sizes(stages))
+    if device_bytes is not None and keeps_budget(config):  # caps from what is free beside the state
+        free = [device_bytes - stage.state_bytes for stage in stages]
+        config = with_stash_caps(config, free, [max(astuple(stage.stash)) for stage in stages])
+    sizes = StashBytes(*zip(*(astuple(stage.stash) for stage in stages), strict=True))
+    profile = unmeasured_profile(config, sizes)
     saved = [stage.parameter_bytes + stage.optimizer_bytes for stage in stages]
     copies = [copy_bytes(config, num_bytes) for num_bytes in saved]
     room = host_room(config, ranks[0].payloads(model), ranks[0].delegated, copies)
@@ -229,21 +231,6 @@ def needs_of_step(
         payload_bytes=tuple(message_bytes * most_payloads(program) for program in programs),
         host=forecast(config, profile, len(model.tied), room, copies),
     )
-
-
-def _stash_sizes(stages: Sequence[StageNeeds]) -> StashBytes:
-    return StashBytes(*zip(*(astuple(stage.stash) for stage in stages), strict=True))
-
-
-def _within_devices(
-    config: Config, stages: Sequence[StageNeeds], device_bytes: int | None
-) -> Config:
-    """The configuration with caps from what the devices have beside their state."""
-    stashes = [astuple(stage.stash) for stage in stages]
-    if device_bytes is not None and keeps_budget(config):
-        free = [device_bytes - stage.state_bytes for stage in stages]
-        config = with_stash_caps(config, free, [max(stash) for stash in stashes])
-    return config
 
 
 def _needs_of_stages(

@@ -154,6 +154,6 @@ class Evaluation(Callback):
             loss_weight=1.0,
             extras=batches.extras(index) if reads_extras else {},
             first_microbatch=first,
-            length=batches.length(index),
+            length_index=batches.length_index(index),
         )
         return self._runner.forwards(program, inputs, step)

@@ -1,6 +1,7 @@
-"""The first plan of a run, made from the timings of a few steps."""
+"""The first plan of a run, and its number of sidecars, from the timings of a few steps."""
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,10 +15,10 @@ from jaxmorph.control.offload_planning import with_sampled_copies
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.control.rank_times import RankTimes
 from jaxmorph.control.verdicts import KnownDirection, dead_of, slow_of, with_known_delays
-from jaxmorph.program.slots_needed import HostRoom
+from jaxmorph.program.slots_needed import FIRST_SLOTS, HostRoom
 from jaxmorph.records import Link, Route
 from jaxmorph.runtime.executor import StepInputs
-from jaxmorph.runtime.rendezvous import Rendezvous, agree
+from jaxmorph.runtime.rendezvous import Rendezvous, agree, gather
 from jaxmorph.runtime.report import timings_of
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepRunner
@@ -30,7 +31,8 @@ from jaxmorph.training.plan_in_force import (
     agree_on_stash,
     unmeasured_profile,
 )
-from jaxmorph.training.sidecars import agree_on_sidecars, busiest_stage_s
+from jaxmorph.transport.host import cores_identity, usable_cores
+from jaxmorph.transport.several_sidecars import sidecars_needed
 
 _WARM_UP_STEPS = 3  # the first one connects the links and is not measured
 
@@ -87,7 +89,7 @@ def plan_by_timings(
     stash_bytes = agree_on_stash(rendezvous, trainer.stash_memory)
     measured_steps: list[Sequence[RankTimes]] = []
     loads_s: list[float] = []
-    steps = partial(
+    measure = partial(
         _warm_up,
         rendezvous=rendezvous,
         trainer=trainer,
@@ -101,10 +103,10 @@ def plan_by_timings(
     usual: dict[Route, Links] = {}
     if config.adapts:  # the cost of delegation must be known before it is needed
         every = possible_links(config.parallelism.stages)
-        on_hosts = steps(with_delegated(config, every), first_step=-2 * _WARM_UP_STEPS)
+        on_hosts = measure(with_delegated(config, every), first_step=-2 * _WARM_UP_STEPS)
         delegated: dict[Link, Route] = dict.fromkeys(every, "delegated")
         usual["delegated"] = with_known_delays(on_hosts.profile().links, delegated, known)
-    profiler = steps(config)
+    profiler = measure(config)
     measured = profiler.profile()
     routes = config.routes.of_links(measured.links)
     usual["direct"] = links = with_known_delays(measured.links, routes, known)
@@ -186,19 +188,18 @@ def _agree_on_delegable(
     rendezvous: Rendezvous,
     usual: Mapping[Route, Links],
     known: Sequence[KnownDirection],
-) -> list[Link]:
+) -> tuple[Link, ...]:
     """The links that a run may delegate from its first step on, by rank 0's measurements.
 
     A run that adapts may delegate links that are slow already, or all with `delegates: any`.
     """
     if not config.adapts:
-        return []
+        return ()
     links = usual["direct"]
     directions = outlying_directions(links, config.routes.of_links(links)) | slow_of(known).keys()
     slow = set(map(link_of, directions))
     found = links if config.adaptation.delegates == "any" else slow
-    names = tuple(str(link) for link in sorted(found))
-    return [Link.parse(name) for name in agree(rendezvous, tuple[str, ...], names)]
+    return agree(rendezvous, tuple[Link, ...], tuple(sorted(found)))
 
 
 def _is_worth_it(config: Config, rendezvous: Rendezvous, plain: Timeline, other: Timeline) -> bool:
@@ -280,3 +281,87 @@ def planned_links(link_ms: Mapping[str, float] | None, measured: Links) -> dict[
         for name, latency_ms in (link_ms or {}).items()
     }
     return {**measured, **configured}
+
+
+# --- Sidecars ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SidecarLoad:
+    """What one rank's sidecar had to do, and where.
+
+    Attributes:
+        step_s: Processor time for a step's messages; 0: none was delegated.
+        host: The same for ranks that share their processor cores.
+        cores: Those that the rank may use, with the ranks that share them.
+        is_used: Whether the rank has a delegated link.
+        compute_s: How long the busiest stage computes in a step; 0: only rank 0 has measured that.
+    """
+
+    step_s: float
+    host: str
+    cores: float
+    is_used: bool
+    compute_s: float
+
+
+def agree_on_sidecars(
+    config: Config,
+    rendezvous: Rendezvous,
+    trainer: StageTrainer,
+    loads_s: Sequence[float],
+    steps: Sequence[Sequence[RankTimes]],
+) -> str:
+    """Give each rank the sidecars that it needs; all ranks call this between two steps.
+
+    Args:
+        loads_s: The processor time of this rank's sidecar for a step, in each series of measured
+            steps.
+        steps: All ranks' times in the measured steps, on rank 0.
+
+    Returns:
+        How many there are, in words; "" if no rank has any.
+    """
+    transport, emulation = config.transport, config.emulation
+    # A sidecar that was replaced meanwhile has used less than before.
+    own = SidecarLoad(
+        max([0.0, *loads_s]),
+        cores_identity(),
+        usable_cores(),
+        trainer.delegated is not None,
+        min(map(busiest_stage_s, steps), default=0.0),
+    )
+    loads = gather(rendezvous, SidecarLoad, own)
+    if transport.sidecars == "auto":
+        # Several would share no emulated bandwidth; RDMA leaves the work to the network cards.
+        # The host's budget counts one slot for each sidecar of a channel up to `FIRST_SLOTS`.
+        fixed = transport.backend != "tcp" or emulation.links or emulation.trace
+        most = FIRST_SLOTS if config.limits.host_gib is not None else None
+        count, busy = choose_sidecars(loads, most=1 if fixed else most)
+        if count > 1:
+            trainer.change_sidecars(rendezvous, count)
+    else:
+        count, busy = transport.sidecars, 0.0
+    if not any(load.is_used for load in loads):
+        return ""
+    each = "1 sidecar a rank" if count == 1 else f"{count} sidecars a rank"
+    return f"{each} (one would be busy for {busy:.0%} of a step)" if busy else each
+
+
+def choose_sidecars(loads: Sequence[SidecarLoad], most: int | None = None) -> tuple[int, float]:
+    """The number that the busiest rank needs, and the share of a step that one would be busy there.
+
+    The share is 0 if it was not measured. The number keeps within the cores of the rank that has
+    fewest. A step lasts at least as long as its busiest stage computes, so that is the time in
+    which a sidecar must move a step's messages.
+    """
+    compute_s = loads[0].compute_s
+    busy = max(load.step_s for load in loads) / compute_s if compute_s else 0.0
+    sharing = Counter(load.host for load in loads)
+    cores = min(load.cores / sharing[load.host] for load in loads) - 1  # the rank itself takes one
+    return sidecars_needed(busy, cores if most is None else min(cores, most)), busy
+
+
+def busiest_stage_s(ranks: Sequence[RankTimes]) -> float:
+    """How long the stage computes in a step that computes longest."""
+    return max(each.busy_ms for each in ranks) / 1e3

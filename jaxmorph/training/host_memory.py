@@ -19,7 +19,7 @@ from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step, step_in_slots_ms
 from jaxmorph.copies.backends import PayloadShape
 from jaxmorph.errors import UserError
-from jaxmorph.program.instructions import Channel, RankInstructions
+from jaxmorph.program.instructions import Channel
 from jaxmorph.program.slots_needed import HostRoom, scarce_slots, slots_needed
 from jaxmorph.records import Link, in_bytes
 from jaxmorph.runtime.payloads import slot_use
@@ -89,18 +89,6 @@ def host_room(
     return HostRoom(slot_bytes, tuple(slots), stashes)
 
 
-def rank_memories(
-    programs: Sequence[RankInstructions],
-    profile: Profile,
-    slots: Mapping[Channel, int],
-    room: HostRoom,
-    copies: Sequence[int],
-) -> tuple[RankMemory, ...]:
-    """What each rank takes for a plan's instructions with so many slots."""
-    taken = room.taken_bytes(slots, len(programs))
-    return tuple(map(RankMemory, taken, offloaded_bytes(programs, profile), copies))
-
-
 @dataclass(frozen=True)
 class HostForecast:
     """What ranks take of their hosts before anything is measured.
@@ -135,7 +123,9 @@ def forecast(
         needed = slots_needed(programs)
         given = room.slots_that_fit(needed)
         step_ms = step_in_slots_ms(programs, profile, scarce_slots(given, needed))
-        return rank_memories(programs, profile, given, room, copies), step_ms
+        taken = room.taken_bytes(given, len(programs))
+        ranks = map(RankMemory, taken, offloaded_bytes(programs, profile), copies)
+        return tuple(ranks), step_ms
 
     unlimited, free_ms = planned(replace(room, rank_bytes=None, stash_bytes=None))
     ranks, step_ms = (unlimited, free_ms) if room.rank_bytes is None else planned(room)

@@ -15,7 +15,6 @@ from pathlib import Path
 from jaxmorph.checkpoints.manifest import Manifest
 from jaxmorph.config import Config
 from jaxmorph.errors import RunFailedError, RunStoppedError, UserError
-from jaxmorph.messages import RunMessage
 from jaxmorph.output import flush_standard_output, write_stderr
 from jaxmorph.progress import Stall, StalledError, progress
 from jaxmorph.records import EventKind
@@ -60,7 +59,7 @@ def run_as_rank(start: RunStart, check: Callable[[Manifest], None]) -> str:
             _check_job(start.config, rendezvous)
             with start_described():
                 start = _verified(start, rendezvous, check)
-            if start.directory is not None and start.first_step == start.config.run.steps:
+            if start.directory is not None and start.is_done:
                 rendezvous.close()
                 return nothing_left(start.config, start.directory) if rendezvous.rank == 0 else ""
             is_done, directory = _train_as_rank(
@@ -81,8 +80,7 @@ def _verified(
     start: RunStart, rendezvous: Rendezvous, check: Callable[[Manifest], None]
 ) -> RunStart:
     found = verified(start, rendezvous)
-    was_done = start.first_step == start.config.run.steps
-    if found.directory is not None and was_done and found.first_step < start.first_step:
+    if found.directory is not None and start.is_done and not found.is_done:
         # There are steps to train after all, and nothing has checked that they can be.
         check(checkpoint_folder(found.config, found.directory).manifest(found.first_step))
     return found
@@ -204,7 +202,8 @@ def _train_as_rank(
             return FoundRun(str(records[0].directory.resolve()), start.first_step)
 
         found = found_by_rank_0(rendezvous, open_run)
-        path, take = Path(found.directory), records[0].take if records else _ignore
+        path = Path(found.directory)
+        take = records[0].take if records else lambda message: None  # only rank 0 reports
         set_directory(path)
         for record in records:
             record.starting(rendezvous.num_ranks, num_reporting=1)
@@ -249,7 +248,3 @@ def stopped_error(directory: Path, why: str, asked_by: signal.Signals | None) ->
     """The error of a run that was asked to end and has saved."""
     continues = f"jaxmorph train --resume {directory} continues it"
     return RunStoppedError(f"{why}, saved: {continues}", exit_code(asked_by or signal.SIGTERM))
-
-
-def _ignore(message: RunMessage) -> None:
-    """Drop a message: only rank 0 reports, but every rank sends the phases of its start."""

@@ -14,7 +14,7 @@ where the phase before it ends, so the phases of a recovery add up to the cost o
 - `replay`: until the lost steps are done again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,11 +150,6 @@ class Ledger:
     def next_step(self) -> int:
         """The step to come."""
         return self._next_step
-
-    @property
-    def recoveries(self) -> Sequence[Recovery]:
-        """The recoveries that are over."""
-        return self._closed
 
     def phase_ended(self, phase: str, at_s: float) -> None:
         """Record that a rank has ended a phase of its start."""

@@ -46,17 +46,17 @@ def build_model(config: Config, vocab_size: int) -> "PipelineModel":
     return model
 
 
-def device_options(model: Model) -> tuple[str, ...]:
-    """The keys of the `model` section that say how to compute: the factory's `DEVICE_OPTIONS`.
+def changeable_options(model: Model) -> tuple[str, ...]:
+    """The keys that don't say which model it is: the factory's `CHANGEABLE_OPTIONS`.
 
-    They may change when a run resumes or a checkpoint is sampled, since the model stays the same.
+    They may change when a run resumes or a checkpoint is sampled.
     """
-    return tuple(getattr(load_factory(model.factory, model.folder), "DEVICE_OPTIONS", ()))
+    return tuple(getattr(load_factory(model.factory, model.folder), "CHANGEABLE_OPTIONS", ()))
 
 
-def for_any_device(config: Config) -> Config:
-    """The configuration without its device options."""
-    left_out = device_options(config.model)
+def without_changeable_options(config: Config) -> Config:
+    """The configuration without its changeable options."""
+    left_out = changeable_options(config.model)
     kept = {key: value for key, value in config.model.model_dump().items() if key not in left_out}
     return config.model_copy(update={"model": type(config.model).model_validate(kept)})
 

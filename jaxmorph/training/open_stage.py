@@ -1,7 +1,7 @@
 """Opens a rank's stage: its settings from the configuration, its data plane, its slots."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
 
@@ -9,11 +9,7 @@ from jaxmorph.config import Config, per_stage
 from jaxmorph.program.instructions import Channel
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.join import coordinator_host
-from jaxmorph.runtime.link_connections import (
-    FailoverConnections,
-    open_data_plane,
-    open_failover_connections,
-)
+from jaxmorph.runtime.link_connections import open_data_plane, open_failover_connections
 from jaxmorph.runtime.optimizer import OptimizerSettings
 from jaxmorph.runtime.payloads import channel_specs
 from jaxmorph.runtime.queue import Pace
@@ -132,7 +128,12 @@ def open_stage(
     with open_data_plane(rendezvous, *ends, transport, timeout_s=start_s) as plane:
         if plane is not None:
             links.join(plane)
-        with _open_failover(config, rendezvous, settings, transport.addresses[0]) as failover:
+        failing, host = settings.failing_over, transport.addresses[0]
+        with (
+            open_failover_connections(rendezvous, failing, host, start_s)
+            if failing
+            else nullcontext()
+        ) as failover:
             trainer = StageTrainer(model, settings, rendezvous.rank, links, plane, failover)
             with closing(trainer):
                 yield trainer
@@ -145,19 +146,6 @@ def _agreed_transport(config: Config, rendezvous: Rendezvous) -> TransportSettin
         return transport_settings(
             config, one_loopback=len(loopbacks) == 1, coordinator_host=coordinator_host()
         )
-
-
-@contextmanager
-def _open_failover(
-    config: Config, rendezvous: Rendezvous, settings: StageSettings, host: str
-) -> Iterator[FailoverConnections | None]:
-    """The connections between the ends of links that fail over; None if none do."""
-    if not settings.failing_over:
-        yield None
-        return
-    links, timeout_s = settings.failing_over, config.timeouts.start_s
-    with open_failover_connections(rendezvous, links, host, timeout_s) as failover:
-        yield failover
 
 
 def resize_slots(

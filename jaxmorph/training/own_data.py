@@ -177,7 +177,7 @@ class OwnBatches:
         """What a stage reads whose functions take extras."""
         return self._part("extras", step)
 
-    def length(self, step: int) -> int:
+    def length_index(self, step: int) -> int:
         """Which of `shapes.lengths` the step has."""
         bucket, known = self._bucket(step), list(self._like._buckets)
         if bucket not in known:
@@ -239,9 +239,9 @@ class OwnBatches:
         return shapes_of(f"{self._where}: step {step}", trees, num_examples, size)
 
     def _part(self, name: str, step: int) -> Tree:
-        length = self.length(step)
-        expected = getattr(self.shapes.lengths[length], name)
-        where, first = f"{self._where}: step {step}", self._like.first_steps[length]
+        length_index = self.length_index(step)
+        expected = getattr(self.shapes.lengths[length_index], name)
+        where, first = f"{self._where}: step {step}", self._like.first_steps[length_index]
         tree, why = self._read(name, step), f"as in step {first}"
         return cut_tree(where, name, tree, expected, self._sizes.microbatches, why)
 
@@ -278,7 +278,7 @@ def load_own_data(config: Config) -> tuple[OwnBatches, OwnBatches | None, int, D
     else:
         held_out = OwnBatches(config, held_out, "held_out", like=batches)
         for step in range(config.evaluation.batches):
-            held_out.length(step)  # raises for one that training doesn't have
+            held_out.length_index(step)  # raises for one that training doesn't have
     digest = getattr(source, "digest", None) or inspect.getsource(module)
     hashed = blake2b(str(digest).encode(), digest_size=16).hexdigest()
     vocab_size = data.vocab_size or getattr(source, "vocab_size", 0)

@@ -1,7 +1,7 @@
 """Gives all ranks of a run the same plan: rank 0 plans, and each rank lowers its answer."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -80,10 +80,7 @@ def unmeasured_profile(config: Config, stash_bytes: StashBytes | None = None) ->
 def agree_on_stash(rendezvous: Rendezvous, memory: "StashMemory") -> StashBytes:
     """What one microbatch keeps on each stage; all ranks call this at the same point."""
     memories = gather(rendezvous, type(memory), memory)
-    return StashBytes(
-        tuple(each.after_forward_bytes for each in memories),
-        tuple(each.after_backward_input_bytes for each in memories),
-    )
+    return StashBytes(*zip(*map(astuple, memories), strict=True))
 
 
 def agree_on_plan(

@@ -84,12 +84,12 @@ class Simulate:
     """Simulates a step of one of the last plans in force; the answer is `Simulated`.
 
     Attributes:
-        is_drawn: Whether the answer has all times.
+        with_times: Whether the answer has all times.
     """
 
     number: int
     profile: Profile
-    is_drawn: bool = False
+    with_times: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,18 +118,18 @@ class Simulated:
 
     Attributes:
         bubble_rate: The idle share of the devices' time; None: only the step's time is known.
-        drawn: The JSON of each rank's `RankTimes`, if it was asked for.
+        times: The JSON of each rank's `RankTimes`, if it was asked for.
     """
 
     step_ms: float
     bubble_rate: float | None = None
-    drawn: tuple[str, ...] = ()
+    times: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, timeline: Timeline, *, is_drawn: bool = False) -> "Simulated":
+    def of(cls, timeline: Timeline, *, with_times: bool = False) -> "Simulated":
         """The outcome of a simulation."""
-        drawn = texts_of(timeline) if is_drawn else ()
-        return cls(timeline.makespan_ms, timeline.bubble_rate, drawn)
+        times = texts_of(timeline) if with_times else ()
+        return cls(timeline.makespan_ms, timeline.bubble_rate, times)
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,7 @@ class Failed:
     error: str
 
 
+# `RequestCandidates` is answered by `Options`; starting the process again is its caller's part.
 Request: TypeAlias = Begin | RequestCandidates | Choose | Simulate
 Answer: TypeAlias = Ready | Options | Chosen | Simulated | Failed
 
@@ -158,14 +159,14 @@ class PlanningProcess:
         self._is_closed = self.has_died = False
         self._lock = threading.Lock()
 
-    def begin(self, run: RunToPlan, in_force: Plan | None = None) -> None:
-        """Send the run and its plan in force (None: the home plan).
+    def begin(self, run: RunToPlan, in_force: Plan) -> None:
+        """Send the run and its plan in force.
 
         Raises:
             PlanningError: It can't plan.
         """
         self._run = run
-        self._begin(in_force or run.home, None, 0)
+        self._begin(in_force, None, 0)
 
     def restart(
         self, in_force: Plan, programs: tuple[str, ...] | None = None, number: int = 0
@@ -206,13 +207,13 @@ class PlanningProcess:
         """
         return self._ask(Choose(chosen, number), Chosen)
 
-    def simulate(self, number: int, profile: Profile, *, is_drawn: bool = False) -> Simulated:
+    def simulate(self, number: int, profile: Profile, *, with_times: bool = False) -> Simulated:
         """Simulate a step of one of the last plans in force.
 
         Raises:
             PlanningError: It can't.
         """
-        return self._ask(Simulate(number, profile, is_drawn), Simulated)
+        return self._ask(Simulate(number, profile, with_times), Simulated)
 
     def close(self) -> None:
         """Kill the process for good."""

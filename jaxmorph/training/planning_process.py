@@ -13,7 +13,6 @@ if __name__ == "__main__":
     os.nice(5)
 
 import math
-import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +23,7 @@ from jaxmorph.config import Config
 from jaxmorph.config.link_sections import Routes
 from jaxmorph.control.conditions import costs_differ, links_under
 from jaxmorph.control.controller_state import RequestCandidates
+from jaxmorph.control.link_state import delegated_links
 from jaxmorph.control.orchestrator import Option, Options
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step, simulate_step, step_in_slots_ms
@@ -144,13 +144,13 @@ class CandidatePlanner:
         given = self._run.room.slots_that_fit(needed, self._needed(programs))
         return given, scarce_slots(given, needed)
 
-    def simulate(self, number: int, profile: Profile, *, is_drawn: bool = False) -> Simulated:
+    def simulate(self, number: int, profile: Profile, *, with_times: bool = False) -> Simulated:
         """A step of one of the last plans in force."""
         plan = self._last.get(number)
         if plan is None:
             raise ValueError(f"got plan {number}, expected one of {[*self._last]}")
         timeline = simulate_step(plan.programs, profile, plan.scarce)
-        return Simulated.of(timeline, is_drawn=is_drawn)
+        return Simulated.of(timeline, with_times=with_times)
 
     def _plans(
         self, profile: Profile, verdicts: Sequence[Verdict], staying: Iterable[Link]
@@ -185,8 +185,8 @@ class CandidatePlanner:
         The others are those that must stay delegated, and, when a link has just degraded, all that
         are delegated now: the change for it must not wait until another link may go back.
         """
-        delegated = _delegated(self._in_force.plan)
-        now = delegated - _delegated(self._run.home)
+        delegated = delegated_links(self._in_force.plan.routes)
+        now = delegated - delegated_links(self._run.home.routes)
         sets = [
             degraded,
             degraded | (staying & now),
@@ -256,46 +256,32 @@ def _is_same_order(one: Plan, other: Plan) -> bool:
     return one.schedule == other.schedule and one.offloading == other.offloading
 
 
-def _delegated(plan: Plan) -> frozenset[Link]:
-    return frozenset(link for link, route in plan.routes.items() if route == "delegated")
-
-
-class Server:
-    """Answers requests, one after another."""
-
-    def __init__(self) -> None:
-        self._planner: CandidatePlanner | None = None
-
-    def answer(self, line: str) -> Answer:
-        """The answer to a line; to an invalid one too."""
-        try:
-            return self._answer(parse_line(Request, line, "a request"))
-        except Exception as error:  # rank 0 reports it, and training goes on
-            return Failed(f"{type(error).__name__}: {error}")
-
-    def _answer(self, request: Request) -> Answer:
-        match request:
-            case Begin():
-                self._planner = CandidatePlanner(request)
-                return Ready()
-            case RequestCandidates(profile, verdicts, staying):
-                return self._require_planner().make_candidates(profile, verdicts, staying)
-            case Choose(chosen, number):
-                return self._require_planner().choose(chosen, number)
-            case Simulate(number, profile, is_drawn):
-                return self._require_planner().simulate(number, profile, is_drawn=is_drawn)
-
-    def _require_planner(self) -> CandidatePlanner:
-        if self._planner is None:
-            raise ValueError("got another request first, expected Begin")
-        return self._planner
+def _answer(planner: CandidatePlanner, request: RequestCandidates | Choose | Simulate) -> Answer:
+    match request:
+        case RequestCandidates(profile, verdicts, staying):
+            return planner.make_candidates(profile, verdicts, staying)
+        case Choose(chosen, number):
+            return planner.choose(chosen, number)
+        case Simulate(number, profile, with_times):
+            return planner.simulate(number, profile, with_times=with_times)
 
 
 def serve(requests: Iterator[str], answers: IO[str]) -> None:
-    """Answer requests until there are no more."""
-    server = Server()
+    """Answer requests, one after another and invalid ones too, until there are no more."""
+    planner: CandidatePlanner | None = None
     for line in requests:
-        answers.write(dump(tagged(server.answer(line))) + "\n")
+        answer: Answer = Ready()
+        try:
+            request: Request = parse_line(Request, line, "a request")
+            if isinstance(request, Begin):
+                planner = CandidatePlanner(request)
+            elif planner is None:
+                raise ValueError("got another request first, expected Begin")
+            else:
+                answer = _answer(planner, request)
+        except Exception as error:  # rank 0 reports it, and training goes on
+            answer = Failed(f"{type(error).__name__}: {error}")
+        answers.write(dump(tagged(answer)) + "\n")
         answers.flush()
 
 

@@ -89,11 +89,6 @@ class RunRecord:
         return self._directory.path
 
     @property
-    def num_steps(self) -> int:
-        """How many steps have been recorded."""
-        return len(self._history)
-
-    @property
     def num_recorded(self) -> int:
         """How many steps of the run are recorded, those before it resumed included."""
         return self._last_step + 1
@@ -185,7 +180,16 @@ class RunRecord:
             picture=picture,
             traces=tuple(self._directory.traces().values()),
         )
-        self._reporter.finish(replace(summary, **_summed_up(self._goodput)))
+        if (goodput := self._goodput) is not None:
+            summary = replace(
+                summary,
+                goodput=goodput.share,
+                productive_s=goodput.productive_s,
+                wall_s=goodput.wall_s,
+                num_restarts=len(goodput.recoveries),
+                lost_s=goodput.lost_s,
+            )
+        self._reporter.finish(summary)
 
     def close(self) -> None:
         """Close the files, and release the terminal."""
@@ -250,7 +254,9 @@ class RunRecord:
         self, step: int, timelines: Mapping[str, Sequence[str]], around_change: bool
     ) -> None:
         drawn = {
-            f"{name}, step {step}": timeline_of([_parsed(text) for text in of_ranks])
+            f"{name}, step {step}": timeline_of(
+                [parse_line(RankTimes, text, "a rank's times") for text in of_ranks]
+            )
             for name, of_ranks in timelines.items()
         }
         if step >= self._last_traced_step:  # timelines around a change may arrive late
@@ -268,23 +274,6 @@ class RunRecord:
 
     def _remove_trace(self, step: int) -> None:
         self._directory.trace_path(step).unlink(missing_ok=True)
-
-
-def _parsed(text: str) -> RankTimes:
-    return parse_line(RankTimes, text, "a rank's times")
-
-
-def _summed_up(goodput: Goodput | None) -> dict[str, float]:
-    """The goodput's fields of a `RunSummary`."""
-    if goodput is None:
-        return {}
-    return {
-        "goodput": goodput.share,
-        "productive_s": goodput.productive_s,
-        "wall_s": goodput.wall_s,
-        "num_restarts": len(goodput.recoveries),
-        "lost_s": goodput.lost_s,
-    }
 
 
 def _to_drop(traces: Mapping[int, bool], keep: int) -> int:

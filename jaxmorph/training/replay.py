@@ -44,7 +44,7 @@ from jaxmorph.control.controller_state import (
 )
 from jaxmorph.control.events import ControlEvent
 from jaxmorph.control.late_once import LateOnce
-from jaxmorph.control.link_state import Direction, PathFailure, link_of
+from jaxmorph.control.link_state import Direction, PathFailure, directions_of, link_of
 from jaxmorph.control.measurements import durations_by_route
 from jaxmorph.control.path_reports import JoinedPathReport
 from jaxmorph.control.rank_times import joined_messages, op_times_of, rank_times
@@ -256,9 +256,9 @@ class _Simulated:
     def start(self) -> Iterator[Moment]:
         """Report the planner here as started, in place of the run's planning process."""
         yield self._advance(PlannerStarted())
-        yield from self.answers()
+        yield from self._answers()
 
-    def answers(self) -> Iterator[Moment]:
+    def _answers(self) -> Iterator[Moment]:
         """Carry out commands until none are left; planning takes no time here."""
         while self._commands:
             match self._commands.pop(0):
@@ -296,7 +296,7 @@ class _Simulated:
         elif due is not None:  # ranks swap at the end of this step
             yield self._advance(PlanChanged())
             self._programs = self._planner.programs
-        yield from self.answers()
+        yield from self._answers()
 
     def _advance(self, observation: Observation, timeline: Timeline | None = None) -> Moment:
         result = advance(self._state, observation)
@@ -318,10 +318,7 @@ class _Simulated:
     def _link(self, link: Link, added_ms: Mapping[Direction, float]) -> LinkDelay:
         is_failed = link in self._state.paths.unrestored
         route = "delegated" if is_failed else self._state.plan.routes.get(link, "direct")
-        return LinkDelay(
-            self._message_ms((link.lower, link.upper), route, added_ms),
-            self._message_ms((link.upper, link.lower), route, added_ms),
-        )
+        return LinkDelay(*(self._message_ms(each, route, added_ms) for each in directions_of(link)))
 
     def _message_ms(
         self, direction: Direction, route: Route, added_ms: Mapping[Direction, float]
@@ -332,16 +329,13 @@ class _Simulated:
 
     def _are_in_time(self, late: Sequence[LateOnce], added_ms: Mapping[Direction, float]) -> bool:
         """Whether ranks would drop a change, by the times of the whole step."""
-        took_ms = (
-            self._message_ms(
-                each.direction,
-                self._state.plan.routes.get(link_of(each.direction), "direct"),
-                added_ms,
-            )
-            for each in late
-        )
-        in_time = [each_ms <= each.calm_ms for each, each_ms in zip(late, took_ms, strict=True)]
-        return bool(late) and all(in_time)
+        routes = self._state.plan.routes
+
+        def is_in_time(each: LateOnce) -> bool:
+            route = routes.get(link_of(each.direction), "direct")
+            return self._message_ms(each.direction, route, added_ms) <= each.calm_ms
+
+        return bool(late) and all(map(is_in_time, late))
 
     def _paths(self, report: JoinedPathReport, restored: Sequence[Link]) -> JoinedPathReport:
         """Fail each path that is in use here, if it failed or was found down in the run."""
@@ -378,16 +372,14 @@ def _undecided(state: ControllerState) -> ControllerState:
 
 def _added_ms(fact: StepObserved, recorded: ControllerState) -> dict[Direction, float]:
     """The delay of each direction in the run: its median time minus the usual of the route."""
-    took_ms: dict[tuple[Direction, Route], Any] = {}
+    added_ms: dict[Direction, float] = {}
     for direction, samples in fact.by_direction.items():
         for is_direct, durations_ms in durations_by_route(samples).items():
-            took_ms[direction, "direct" if is_direct else "delegated"] = durations_ms
-    added_ms: dict[Direction, float] = {}
-    for (direction, route), durations_ms in took_ms.items():
-        usual = usual_delay(recorded.usual, route, link_of(direction))
-        added_ms[direction] = max(
-            0.0, float(np.median(durations_ms)) - latency_ms_of(usual, direction)
-        )
+            route = "direct" if is_direct else "delegated"
+            usual = usual_delay(recorded.usual, route, link_of(direction))
+            added_ms[direction] = max(
+                0.0, float(np.median(durations_ms)) - latency_ms_of(usual, direction)
+            )
     return added_ms
 
 

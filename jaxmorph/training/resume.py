@@ -22,31 +22,10 @@ from jaxmorph.report.run_directory import (
 )
 from jaxmorph.report.terminal import Reporter, open_reporter
 from jaxmorph.training.cluster import started_by_cluster
-from jaxmorph.training.model_factory import device_options
+from jaxmorph.training.model_factory import changeable_options
 from jaxmorph.training.record import RunRecord
 
 _LOCK = ".in_use"
-
-
-@dataclass(frozen=True)
-class Resumption:
-    """A run to be resumed.
-
-    Attributes:
-        config: With the overrides of `--resume`.
-        passed_over: Damaged checkpoints that are newer, the newest first.
-        damage: What of the run's configuration was not used, and why; "" if it was.
-    """
-
-    config: Config
-    manifest: Manifest
-    passed_over: tuple[DamagedCheckpoint, ...] = ()
-    damage: str = ""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the run has done its last step."""
-        return self.manifest.step == self.config.run.steps
 
 
 @dataclass(frozen=True)
@@ -56,7 +35,7 @@ class RunStart:
     Attributes:
         first_step: 0, or the step after the checkpoint that it resumes from.
         directory: The directory of a run that resumes or begins there; None: a new one is made.
-        passed_over: Damaged checkpoints that are newer.
+        passed_over: Damaged checkpoints that are newer, the newest first.
         damage: What of the directory's configuration is not used, and why.
     """
 
@@ -65,6 +44,11 @@ class RunStart:
     directory: Path | None = None
     passed_over: tuple[DamagedCheckpoint, ...] = ()
     damage: str = ""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the run has done its last step."""
+        return self.first_step == self.config.run.steps
 
     @contextmanager
     def open_record(self, reporter: Reporter | None = None) -> Iterator[RunRecord]:
@@ -222,8 +206,8 @@ def saved_run(directory: Path, where: str = "run") -> SavedRun:
 
 def find_resumption(
     directory: Path, overrides: Sequence[str], *, thorough: bool = True
-) -> Resumption:
-    """Find the last whole checkpoint of a run, and check the overrides against it.
+) -> tuple[RunStart, Manifest]:
+    """How a run resumes from its last whole checkpoint, with overrides that fit it; its manifest.
 
     Raises:
         UserError: There is no such run, no whole checkpoint, or an override would change the model.
@@ -239,7 +223,7 @@ def find_resumption(
         _require_agreement(config, was, manifest, config.run.steps)
     except UserError as error:
         raise located_error(directory / CONFIG, overrides, error) from error
-    return Resumption(config, manifest, passed_over, damage)
+    return RunStart(config, manifest.step, directory, passed_over, damage), manifest
 
 
 def _trusted_config(
@@ -269,14 +253,17 @@ def _trusted_config(
         return manifest.config, f"{error}; the configuration of the checkpoint is used"
 
 
-def find_resumption_here(config: Config, *, thorough: bool = True) -> Resumption | None:
-    """The last whole checkpoint in a configuration's `run.dir`; None: there is none.
+def find_resumption_here(
+    config: Config, *, thorough: bool = True
+) -> tuple[RunStart, Manifest] | None:
+    """As `find_resumption`, in a configuration's `run.dir`; None: it has no checkpoint.
 
     Raises:
         UserError: All checkpoints are damaged, or the configuration is of another model.
     """
+    directory = Path(config.run.dir)
     try:
-        run = saved_run(Path(config.run.dir))
+        run = saved_run(directory)
     except UserError:  # it has neither a configuration nor a checkpoint
         return None
     step, passed_over = run.folder.newest_whole(thorough=thorough)
@@ -289,7 +276,7 @@ def find_resumption_here(config: Config, *, thorough: bool = True) -> Resumption
     # By which name the directory was reached is no matter.
     was = was.model_copy(update={"run": was.run.model_copy(update={"dir": config.run.dir})})
     _require_agreement(config, was, manifest, config.run.steps)
-    return Resumption(config, manifest, passed_over, damage)
+    return RunStart(config, manifest.step, directory, passed_over, damage), manifest
 
 
 def start_of_script(config: Config, *, resume: bool) -> RunStart:
@@ -418,7 +405,7 @@ def _disagreements(
 def _other_model(config: Config, manifest: Manifest) -> Iterator[tuple[str, object, str]]:
     # Where the module is says nothing of the model, and it may be elsewhere by now.
     moved = manifest.config.model.model_copy(update={"folder": config.model.folder})
-    left_out = {"folder", "weights", *device_options(moved)}
+    left_out = {"folder", "weights", *changeable_options(moved)}
     now, then = _model_options(config, left_out), _model_options(manifest.config, left_out)
     for key in sorted(now.keys() | then.keys()):
         if now.get(key) != then.get(key):
@@ -448,19 +435,12 @@ def hold(folders: Iterable[Path]) -> Iterator[None]:
     """
     with ExitStack() as held:
         for folder in {path.resolve() for path in folders}:
-            held.enter_context(_hold(folder))
-        yield
-
-
-@contextmanager
-def _hold(folder: Path) -> Iterator[None]:
-    with ExitStack() as opened:
-        with suppress(OSError):
-            descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-            opened.callback(os.close, descriptor)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                expected = "expected one that has ended"
-                raise UserError(f"{folder}: in use by another run, {expected}") from error
+            with suppress(OSError):
+                descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+                held.callback(os.close, descriptor)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    expected = "expected one that has ended"
+                    raise UserError(f"{folder}: in use by another run, {expected}") from error
         yield

@@ -36,7 +36,7 @@ from jaxmorph.stage.layer_costs import LayerCosts
 from jaxmorph.stage.model import MicrobatchShapes, PipelineModel, device_choices
 from jaxmorph.stage.parameters import parameter_count
 from jaxmorph.training.adaptation import Adaptation, open_control_loop
-from jaxmorph.training.callbacks import Recording, SaveTimes, Saving, SkippedSteps, Skipping
+from jaxmorph.training.callbacks import Recording, SaveTimes, Saving, SkippedSteps
 from jaxmorph.training.device_memory import WithinDevices, budget_in_words, with_device_budget
 from jaxmorph.training.evaluation import Evaluation
 from jaxmorph.training.first_plan import FirstPlan, plan_by_timings
@@ -241,11 +241,6 @@ def fail_together(rendezvous: Rendezvous, unwritten: str, why_stop: str, unsaved
         raise CheckpointError(f"the last state could not be saved: {unsaved}")
 
 
-def never() -> bool:
-    """The `stop_asked` of a process that nothing asks to stop."""
-    return False
-
-
 @contextmanager
 def begin_training(
     run: Run,
@@ -258,7 +253,7 @@ def begin_training(
     trained_on: TrainedOn,
     held_out: StepData | None = None,
     compilations: CompilationCounter | None = None,
-    stop_asked: Callable[[], bool] = never,
+    stop_asked: Callable[[], bool] = lambda: False,
 ) -> Iterator[Training]:
     """Build the loop and its callbacks, and start the clock of emulated links.
 
@@ -271,16 +266,16 @@ def begin_training(
         stop_asked: Whether this process has been asked to save and stop.
     """
     config, rendezvous, first = planned.within.first, run.rendezvous, planned.first
-    rendezvous.limit(config.timeouts.step_s)
+    checkpoints, step_s = run.checkpoints, config.timeouts.step_s
+    rendezvous.limit(step_s)
     run.links.emulate(run.conditions, agree_on_origin_s(rendezvous))
-    step_s = config.timeouts.step_s
     runner = StepRunner(stage, rendezvous, config.optimizer.clip_norm, compilations, step_s)
     evaluation = Evaluation(config, runner, first.in_force.programs, held_out)
     skipped, saver = SkippedSteps(config.optimizer.stop_after_skipped), None
     with ExitStack() as opened:
         lines = None
-        if run.leads and run.checkpoints is not None:
-            lines = opened.enter_context(closing(RunLines(run.checkpoints.directory)))
+        if run.leads and checkpoints is not None:
+            lines = opened.enter_context(closing(RunLines(checkpoints.directory)))
         control = opened.enter_context(
             open_control_loop(
                 config,
@@ -297,20 +292,19 @@ def begin_training(
                 first.in_force,
                 first.profiler,
                 send,
-                active=run.leads and (run.checkpoints is not None or config.adapts),
+                active=run.leads and (checkpoints is not None or config.adapts),
                 first_step=run.first_step,
                 loop=control,
-                known_links=_known_links(run),
+                known_links=checkpoints
+                and KnownLinks(run.config, checkpoints.directory, run.cut.layers),
                 lines=lines,
             )
         )
         recording = Recording(recorder, evaluation, first.in_force.plan)
-        callbacks: list[Callback] = [evaluation, recording, Skipping(skipped)]
-        if run.checkpoints is not None:
+        callbacks: list[Callback] = [evaluation, recording, skipped]
+        if checkpoints is not None:
             saver = opened.enter_context(
-                run.checkpoints.saver(
-                    rendezvous, run.settings, run.model.tied, trained_on, recorder
-                )
+                checkpoints.saver(rendezvous, run.settings, run.model.tied, trained_on, recorder)
             )
             times = SaveTimes(config.checkpoint, num_steps, leads=run.leads, stop_asked=stop_asked)
             callbacks.append(Saving(times, skipped, saver, stage, recorder, num_steps))
@@ -336,12 +330,6 @@ def _keep(lines: RunLines, record: bytes, begins: bool) -> None:
     except OSError as error:  # the run does without
         why = f"cannot be written: {error.strerror}; the run continues"
         write_stderr(f"error: {error.filename or CONTROL}: {why}")
-
-
-def _known_links(run: Run) -> KnownLinks | None:
-    if run.checkpoints is None:
-        return None
-    return KnownLinks(run.config, run.checkpoints.directory, run.cut.layers)
 
 
 def _announce(

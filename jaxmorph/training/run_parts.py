@@ -164,7 +164,7 @@ def step_reader(
             targets=targets,
             loss_weight=1.0 / max(count_targets(targets), 1),
             extras=batches.extras(step) if stage.reads_extras else {},
-            length=batches.length(step),
+            length_index=batches.length_index(step),
         )
 
     return read

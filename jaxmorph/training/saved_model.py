@@ -18,7 +18,7 @@ from jaxmorph.config import Config
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.stage_state import PARAMS
 from jaxmorph.stage.model import GivesLogits, Params, PipelineModel, model_logits
-from jaxmorph.training.model_factory import build_model, for_any_device
+from jaxmorph.training.model_factory import build_model, without_changeable_options
 from jaxmorph.training.resume import saved_run
 
 _SEEDS = 2**32
@@ -61,7 +61,7 @@ def load_saved_model(run_dir: Path, step: int | None = None) -> SavedModel:
     checkpoint = folder.finished(manifest.step)
     return SavedModel(
         config=manifest.config,
-        model=build_model(for_any_device(manifest.config), manifest.vocab_size),
+        model=build_model(without_changeable_options(manifest.config), manifest.vocab_size),
         step=manifest.step,
         stages=tuple(
             (layers, files.read(stage_path(checkpoint, number), [PARAMS])[PARAMS])

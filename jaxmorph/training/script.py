@@ -299,8 +299,8 @@ def cut_batch(
     if shapes is None:
         shapes = MicrobatchShapes.of_text(sizes.microbatch_size, config.data.sequence_length)
         name, rows = "tokens", f"{ROWS}, and data.sequence_length"
-    length = _length_of(trees, shapes)
-    shapes = shapes.lengths[length]
+    length_index = _length_index_of(trees, shapes)
+    shapes = shapes.lengths[length_index]
     cut = partial(cut_tree, "batch", microbatches=sizes.microbatches, rows=rows)
     inputs = cut(name, inputs, shapes.inputs)
     targets = cut("targets", targets, shapes.targets)
@@ -314,12 +314,12 @@ def cut_batch(
         targets=targets if is_last else None,
         loss_weight=1.0 / max(1, count_targets(targets)),
         extras=extras if reads_extras else {},
-        length=length,
+        length_index=length_index,
     )
 
 
-def _length_of(trees: tuple[Tree, Tree, Mapping[str, Tree]], shapes: MicrobatchShapes) -> int:
-    """The length whose arrays end in the same axes as a batch's.
+def _length_index_of(trees: tuple[Tree, Tree, Mapping[str, Tree]], shapes: MicrobatchShapes) -> int:
+    """The index of the length whose arrays end in the same axes as a batch's.
 
     It is 0, the longest, if none does: `cut_tree` then says what differs.
     """

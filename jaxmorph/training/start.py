@@ -24,7 +24,6 @@ from jaxmorph.training.cluster import require_one_task, started_by_cluster
 from jaxmorph.training.job import nothing_left, run_as_rank, start_described, stopped_error
 from jaxmorph.training.record import RunRecord
 from jaxmorph.training.resume import (
-    Resumption,
     RunStart,
     check_data,
     check_vocabulary,
@@ -87,7 +86,7 @@ def resume_or_start(path: Path, overrides: Sequence[str], launch: str = "auto") 
 
 def _find_here(
     config: Config, path: Path, overrides: Sequence[str], *, thorough: bool = True
-) -> Resumption | None:
+) -> tuple[RunStart, Manifest] | None:
     with locating_errors(path, overrides):
         return find_resumption_here(config, thorough=thorough)
 
@@ -103,7 +102,7 @@ def resume_training(directory: Path, overrides: Sequence[str], launch: str = "au
 
 
 def _resume(
-    find: Callable[..., Resumption | None],
+    find: Callable[..., tuple[RunStart, Manifest] | None],
     directory: Path,
     origin: tuple[Path, Sequence[str]],
     launch: str,
@@ -120,12 +119,12 @@ def _resume(
         found = find(thorough=not in_job)
     if found is None:
         return None
-    if found.is_done and not in_job:
-        return nothing_left(found.config, directory)
-    check = partial(_check_resumption, found.config, directory, origin)
-    if not found.is_done:
-        check(found.manifest)
-    start = RunStart(found.config, found.manifest.step, directory, found.passed_over, found.damage)
+    start, manifest = found
+    if start.is_done and not in_job:
+        return nothing_left(start.config, directory)
+    check = partial(_check_resumption, start.config, directory, origin)
+    if not start.is_done:
+        check(manifest)
     return _run(start, launch, check)
 
 

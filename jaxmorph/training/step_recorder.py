@@ -1,7 +1,7 @@
 """Turns the ranks' reports into step records and events, on a thread of rank 0's.
 
-Steps and events are written to the run directory here. They and all other
-messages (`jaxmorph.messages`) then go to `record.RunRecord`, in the process that the user started.
+Steps and events are written to the run directory here. They and all other messages
+(`jaxmorph.messages`) then go to `record.RunRecord`, in the process that the user started.
 """
 
 import time
@@ -54,8 +54,8 @@ from jaxmorph.training.planning_client import Simulated
 from jaxmorph.training.starting_point import KnownLinks
 
 AROUND = 2
-_MOST_WAITING = 2 * AROUND + 2  # timelines for their drawings
 """How many steps before and after a change leave timelines."""
+_MOST_WAITING = 2 * AROUND + 2  # timelines that wait for their simulations
 
 
 class StepRecorder:
@@ -89,7 +89,9 @@ class StepRecorder:
         self._profiler = profiler
         self._lines, self._send_on = lines, send
         self._cannot_write = False
-        self._traced = TracedSteps(config, self._write, self._draw)
+        self._traced = TracedSteps(
+            config, self._write, lambda step: self._controlled.simulate_times(step)
+        )
         self._send = self._traced.send
         self._first_step = first_step
         self._loop = loop
@@ -297,9 +299,6 @@ class StepRecorder:
     def _profile(self) -> Profile:
         return controller.expected_profile(self._controlled.state, self._profiler.profile())
 
-    def _draw(self, expected: Expected) -> Future[Simulated]:
-        return self._controlled.draw(expected)
-
     def _send_known_links(self, step: int, loop: ControlLoop) -> None:
         if self._known_links is None or not loop.state.adapts:
             return
@@ -392,19 +391,19 @@ class TracedSteps:
     A change is known only after the steps before it, so the last few timelines wait in memory.
 
     Args:
-        draw: Draws an expected step, beside training.
+        simulate: Simulates an expected step, with all its times, beside training.
     """
 
     def __init__(
         self,
         config: Config,
         send: Callable[[RunMessage], None],
-        draw: Callable[[Expected], Future[Simulated]],
+        simulate: Callable[[Expected], Future[Simulated]],
     ) -> None:
         self._config = config
-        self._send, self._draw = send, draw
+        self._send, self._simulate = send, simulate
         self._waiting: deque[tuple[_StepTimelines, bool]] = deque()
-        self._drawing: Future[Simulated] | None = None  # of the first that waits
+        self._simulating: Future[Simulated] | None = None  # of the first that waits
         self._recent: deque[_StepTimelines] = deque(maxlen=AROUND + 1)
         self._until_step = -1
 
@@ -418,7 +417,7 @@ class TracedSteps:
                 if recent.step >= step - AROUND:
                     self._send_timelines(recent, around_change=True)
             self._recent.clear()
-            self._send_drawn()
+            self._send_simulated()
 
     def record(self, step: int, expected: Expected, measured: Sequence[RankTimes]) -> None:
         """Send a step's timelines, or keep them in case a change follows."""
@@ -429,7 +428,7 @@ class TracedSteps:
             self._send_timelines(timelines, around_change=is_around and not self._is_last(step))
         else:
             self._recent.append(timelines)
-        self._send_drawn()
+        self._send_simulated()
 
     def is_sampled(self, step: int) -> bool:
         """Whether a step leaves its timelines, with or without a change."""
@@ -443,22 +442,22 @@ class TracedSteps:
         """Send the timelines that still wait."""
         while self._waiting:
             expected = self._waiting[0][0].expected
-            self._send_one(0, expected.in_this_process(is_drawn=True).drawn)
+            self._send_one(0, expected.in_this_process(with_times=True).times)
 
     def _send_timelines(self, step: _StepTimelines, *, around_change: bool) -> None:
         self._waiting.append((step, around_change))
-        if len(self._waiting) > _MOST_WAITING:  # steps are shorter than drawing one
+        if len(self._waiting) > _MOST_WAITING:  # steps are shorter than simulating one
             self._send_one(1)
 
-    def _send_drawn(self) -> None:
+    def _send_simulated(self) -> None:
         while self._waiting:
             # One at a time: a plan that is asked for meanwhile waits for no other.
-            self._drawing = self._drawing or self._draw(self._waiting[0][0].expected)
-            if not self._drawing.done():
+            self._simulating = self._simulating or self._simulate(self._waiting[0][0].expected)
+            if not self._simulating.done():
                 return
-            drawn, self._drawing = self._drawing, None
-            failed = drawn.cancelled() or drawn.exception() is not None
-            self._send_one(0, () if failed else drawn.result().drawn)
+            simulated, self._simulating = self._simulating, None
+            failed = simulated.cancelled() or simulated.exception() is not None
+            self._send_one(0, () if failed else simulated.result().times)
 
     def _send_one(self, at: int, planned: tuple[str, ...] = ()) -> None:
         step, around_change = self._waiting[at]

@@ -22,7 +22,7 @@ from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stop_signals import signals_ask
 from jaxmorph.training.evaluation import with_room_to_evaluate
 from jaxmorph.training.first_plan import settle_garbage
-from jaxmorph.training.run import begin_training, fail_together, load_run, never, plan_run
+from jaxmorph.training.run import begin_training, fail_together, load_run, plan_run
 from jaxmorph.training.run_checkpoints import RunCheckpoints, TrainedOn
 from jaxmorph.training.run_parts import load_parts, step_reader
 
@@ -35,7 +35,7 @@ def train(
     first_step: int = 0,
     *,
     restarts: int = 0,
-    stop_asked: Callable[[], bool] = never,
+    stop_asked: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Train as one rank of a run.
 

@@ -231,7 +231,7 @@ class Trainer:
         training = self._begun(inputs)
         loop = training.loop
         # The step begins with the last rank's call, not with the end of the step before.
-        lengths = gather(self._rendezvous, int, inputs.length)
+        lengths = gather(self._rendezvous, int, inputs.length_index)
         if len({*lengths}) > 1:
             raise UserError(
                 f"batch: got batches of several lengths, by rank {lengths} (0: like `example`), "
@@ -286,7 +286,7 @@ class Trainer:
 
     def _longest(self, inputs: StepInputs) -> StepInputs:
         """The inputs, or zeros of the longest length: plans are made for it."""
-        if self._shapes is None or inputs.length == 0:
+        if self._shapes is None or inputs.length_index == 0:
             return inputs
         zeros, microbatches = self._shapes.zeros(), self.config.batch.microbatches
         return self._cut(

@@ -8,9 +8,9 @@ from .config import OVERRIDES, PRESETS, LlamaConfig
 if TYPE_CHECKING:
     from .model import Llama
 
-__all__ = ["DEVICE_OPTIONS", "PRESETS", "build"]
+__all__ = ["CHANGEABLE_OPTIONS", "PRESETS", "build"]
 
-DEVICE_OPTIONS = ("attention", "dropout")
+CHANGEABLE_OPTIONS = ("attention", "dropout")
 """Options that say how to compute or to train, not which model it is."""
 
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmorph.checkpoints.recut import joined, read_part, rows_to_read, shares
-from jaxmorph.checkpoints.tree_files import KeyPath, TreeFiles, leaves_of, nested
+from jaxmorph.checkpoints.tree_files import KeyPath, TreeFiles, leaves_of
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.optimizer import OptimizerSettings, StageOptimizer, adamw
-from jaxmorph.runtime.stage_state import from_parts, stage_parts
+from jaxmorph.runtime.stage_state import from_parts, nested, stage_parts
 from jaxmorph.stage.parameters import init_stage_params
 
 SETTINGS = OptimizerSettings(learning_rate=1e-2, warmup_steps=2, total_steps=10)

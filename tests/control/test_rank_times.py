@@ -98,7 +98,7 @@ def link_samples(timeline):
 def times_of(samples):
     """Each message's times by its identity; those that ranks report are rounded."""
     near = partial(pytest.approx, abs=2e-3)
-    return {(*each[:3], each.route): near((each.duration_ms, each.at_ms)) for each in samples}
+    return {(*each[:3], each.is_direct): near((each.duration_ms, each.at_ms)) for each in samples}
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2])
@@ -108,7 +108,7 @@ def test_tables_give_what_the_timeline_gives(num_chunks, delegated):
     ranks = reported(measured)
     samples = by_direction(joined_messages(ranks))
     sent = [each for of in samples.values() for each in of]
-    found = {(*each[:3], each.route): (each.duration_ms, each.at_ms) for each in sent}
+    found = {(*each[:3], each.is_direct): (each.duration_ms, each.at_ms) for each in sent}
     assert found == times_of(link_samples(measured))
     medians_ms = link_medians_ms(grouped(link_samples(measured)))
     assert link_medians_ms(samples) == pytest.approx(medians_ms, abs=2e-3)

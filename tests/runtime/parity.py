@@ -153,8 +153,8 @@ class Parity:
         """One step's loss and norm over all ranks; the gradients stay on the trainer."""
         arrays, targets, extras = data_of(self.model, tokens, targets)
         weight = 1.0 / np.count_nonzero(targets >= 0)
-        length = self.lengths.index(tokens.shape[-1])
-        inputs = StepInputs(arrays, targets, weight, extras, length=length)
+        length_index = self.lengths.index(tokens.shape[-1])
+        inputs = StepInputs(arrays, targets, weight, extras, length_index=length_index)
         program = self.program(schedule_name, len(tokens), routes)
         outcome = self.trainer.run(program, inputs, step)
         squared_norm = self.trainer.squared_norm()

@@ -84,7 +84,7 @@ def check_routes(parity, schedules, compilations):
             named = {str(link): route for link, route in routes.items()}
             parity.report("routes", schedule=schedule_name, routes=named, same=all(same))
         before = before or compilations.count  # without the first schedule's small helper programs
-    counts = parity.trainer.delegated.statistics()
+    counts = vars(parity.trainer.delegated.counts)
     parity.report("route changes", compiled=compilations.count - before, counts=counts)
 
 

@@ -61,7 +61,7 @@ def test_an_unavailable_copy_backend_is_an_error():
     with closing(LoopbackNetwork().plane(0, [], [])) as plane:
         with closing(trainer_of(1, 1, plane=plane, copies="pinned_host")) as trainer:
             assert trainer.delegated is not None
-            assert trainer.delegated.statistics()["send_backend"] == "pinned_host"
+            assert trainer.delegated.send_backend == "pinned_host"
         before = threading.enumerate()
         with pytest.raises(UserError, match=r"got copy_engine, .* expected auto"):
             trainer_of(1, 1, plane=plane, copies="copy_engine")

@@ -88,7 +88,9 @@ def test_a_step_that_is_not_finite_updates_nothing():
 def test_ops_of_a_shorter_step_are_shown_but_not_measured():
     stage: Any = Stage()
     runner = StepRunner(stage, SoleRank())
-    longest, shorter = (runner.run(PROGRAM, replace(INPUTS, length=each), 3) for each in (0, 1))
+    longest, shorter = (
+        runner.run(PROGRAM, replace(INPUTS, length_index=each), 3) for each in (0, 1)
+    )
     assert [*longest.timings.op_times] == [OpKind.F]
     assert shorter.timings.op_times == {}
     assert shorter.timings.ops == longest.timings.ops

@@ -96,7 +96,7 @@ def test_gradients_are_those_of_one_jax_grad(model, stash: StashPolicy, toleranc
             is_first=layers.start == 0,
             is_last=layers.stop == LAYERS,
             shapes=replace(longest, shorter=(own,)),
-            length=int(length < LENGTH),
+            length_index=int(length < LENGTH),
             stash=stash,
         )
         for layers in cut

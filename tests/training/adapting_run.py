@@ -53,12 +53,12 @@ class PlansHere:
     def choose(self, chosen, number):
         return self._planner.choose(chosen, number)
 
-    def simulate(self, number, profile, *, is_drawn=False):
+    def simulate(self, number, profile, *, with_times=False):
         if self.has_died:
             raise PlanningError("the planning process has died")
         self.simulated += 1
         try:
-            return self._planner.simulate(number, profile, is_drawn=is_drawn)
+            return self._planner.simulate(number, profile, with_times=with_times)
         except ValueError as error:
             raise PlanningError(str(error)) from error
 
@@ -155,7 +155,7 @@ class Run:
                 self.probed = {str(transfer): took_ms for transfer in probes}
             case Morph() as morph:
                 self.morphs.append(morph)
-                self.programs = tuple(map(parse_instructions, morph.made.programs))
+                self.programs = tuple(map(parse_instructions, morph.chosen.programs))
                 self.routes = morph.plan.routes
                 self._record(self.loop.plan_changed(morph), self.step + 1)
 

@@ -138,9 +138,11 @@ def test_a_refused_simulation_is_no_death(run):
     predicted = run.loop.predicted
     run.loop._number = 7
     expect(run)
-    drawing = run.loop.draw(Expected(7, PLANNED_FOR, lambda _: simulate_step([], PLANNED_FOR, {})))
+    simulated = run.loop.simulate_times(
+        Expected(7, PLANNED_FOR, lambda _: simulate_step([], PLANNED_FOR, {}))
+    )
     run.settle()
-    assert isinstance(drawing.exception(30), PlanningError)
+    assert isinstance(simulated.exception(30), PlanningError)
     run.steps(6)
     assert (run.events, run.plans.restarted, run.loop.predicted) == ([], [], predicted)
 

@@ -1,21 +1,34 @@
-"""The links that an adapting run may delegate before its first step."""
+"""The links that an adapting run may delegate before its first step, and its sidecars."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_sidecars import timings
 
 from jaxmorph.config import check_config
 from jaxmorph.control.conditions import UsualLinks
+from jaxmorph.control.rank_times import RankTimes
 from jaxmorph.records import Link
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.schedule.costs import LinkDelay, chain_links
 from jaxmorph.training import first_plan
-from jaxmorph.training.first_plan import _agree_on_delegable, planned_links, too_short_deadline
+from jaxmorph.training.first_plan import (
+    SidecarLoad,
+    _agree_on_delegable,
+    agree_on_sidecars,
+    busiest_stage_s,
+    choose_sidecars,
+    planned_links,
+    too_short_deadline,
+)
 
 FOUR = (0.5, 30.0, 0.4)
 OPS = ("forward_ms", "backward_input_ms", "backward_weight_ms")
+
+
+def timings(*compute_ms):
+    """A step whose stages compute for so long."""
+    return [RankTimes(busy_ms=each) for each in compute_ms]
 
 
 @pytest.mark.parametrize(
@@ -31,7 +44,7 @@ def test_slow_links_or_all_allowed_ones_are_delegable(adaptation, latencies_ms, 
     stages = {"stages": len(latencies_ms) + 1}
     config = check_config({"parallelism": stages, "adaptation": adaptation})
     usual: UsualLinks = {"direct": chain_links(latencies_ms), "delegated": {}}
-    assert _agree_on_delegable(config, SoleRank(), usual, ()) == links
+    assert _agree_on_delegable(config, SoleRank(), usual, ()) == tuple(links)
 
 
 @pytest.mark.parametrize(
@@ -95,3 +108,60 @@ def test_steps_are_measured_once_slots_are_registered(monkeypatch):
         noted.append,
     )
     assert done == ["slots", "registered", "step", "step", "step"]
+
+
+def loads(*step_s, cores=64.0, host="a", compute_s=0.1):
+    return [SidecarLoad(each, host, cores, True, compute_s) for each in step_s]
+
+
+def test_the_busiest_rank_decides_by_the_busiest_stage():
+    steps = [timings(300.0, 100.0), timings(320.0, 100.0)]
+    compute_s = min(map(busiest_stage_s, steps))
+    count, busy = choose_sidecars(loads(0.1, 0.39, 0.2, compute_s=compute_s))
+    assert (count, busy) == (2, pytest.approx(1.3))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "most", "count"),
+    [
+        (loads(9.0, cores=2.0), None, 1),  # its core is the rank's own
+        (loads(9.0, cores=3.0), None, 2),
+        (loads(9.0, 9.0, cores=6.0), None, 2),
+        (loads(9.0, 9.0, 9.0, 9.0, cores=16.0), None, 2),
+        ([*loads(9.0, cores=16.0), *loads(9.0, cores=16.0, host="b")], None, 8),
+        (loads(9.0), 1, 1),
+    ],
+)
+def test_ranks_of_a_host_share_its_cores(ranks, most, count):
+    assert choose_sidecars(ranks, most)[0] == count
+
+
+def test_without_measurements_there_is_one():
+    assert choose_sidecars(loads(0.0, 0.0)) == (1, 0.0)
+    assert choose_sidecars(loads(0.4, compute_s=0.0)) == (1, 0.0)
+
+
+BUSY = " (one would be busy for 250% of a step)"
+LATE = {"parallelism": {"stages": 2}, "emulation": {"links": [{"between": [0, 1]}]}}
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "words"),
+    [
+        ({}, [4], f"4 sidecars a rank{BUSY}"),
+        ({"transport": {"sidecars": 2}}, [], "2 sidecars a rank"),
+        ({"transport": {"sidecars": 1}}, [], "1 sidecar a rank"),
+        ({"transport": {"backend": "nixl"}}, [], f"1 sidecar a rank{BUSY}"),
+        (LATE, [], f"1 sidecar a rank{BUSY}"),
+        ({"limits": {"host_gib": 1}}, [2], f"2 sidecars a rank{BUSY}"),
+    ],
+)
+def test_ranks_change_to_what_auto_finds(monkeypatch, config, changes, words):
+    monkeypatch.setattr(first_plan, "usable_cores", lambda: 64.0)
+    asked: list[int] = []
+    trainer: Any = SimpleNamespace(
+        delegated="the route", change_sidecars=lambda _, count: asked.append(count)
+    )
+    steps = [timings(100.0)]
+    found = agree_on_sidecars(check_config(config), SoleRank(), trainer, [0.25, 0.1], steps)
+    assert (asked, found) == (changes, words)

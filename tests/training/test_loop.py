@@ -8,7 +8,7 @@ import pytest
 from jaxmorph.checkpoints.saver import SaveReport
 from jaxmorph.config.checkpoint_section import Checkpoint
 from jaxmorph.runtime.report import StepTotals
-from jaxmorph.training.callbacks import SaveTimes, Saving, SkippedSteps, Skipping
+from jaxmorph.training.callbacks import SaveTimes, Saving, SkippedSteps
 from jaxmorph.training.loop import GOES_ON, Callback, Effect, Loop
 
 FINITE, BAD = StepTotals(2.0, 1.0), StepTotals(float("nan"), 1.0)
@@ -73,7 +73,7 @@ def saving_loop(num_steps, stop_after, totals):
     )
     recorder: Any = SimpleNamespace(emit=lambda *event: events.append(event))
     saving = Saving(times, skipped, saver, stage, recorder, num_steps)
-    return loop_of(Skipping(skipped), saving, totals=totals), saver
+    return loop_of(skipped, saving, totals=totals), saver
 
 
 def test_giving_up_finishes_the_open_save():

@@ -17,9 +17,9 @@ from jaxmorph.stage.model import MicrobatchShapes
 from jaxmorph.training import run_parts
 from jaxmorph.training.model_factory import (
     build_model,
-    device_options,
-    for_any_device,
+    changeable_options,
     load_factory,
+    without_changeable_options,
 )
 from jaxmorph.training.run_parts import check_together
 
@@ -56,10 +56,10 @@ def folders(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("factory", ["gpt2", "llama"])
-def test_device_options_are_removed(factory):
+def test_changeable_options_are_removed(factory):
     config = configured(factory=factory, attention="cudnn", num_layers=2)
     assert built(config).attention == "cudnn"
-    anywhere = for_any_device(config)
+    anywhere = without_changeable_options(config)
     assert anywhere.model.options == {"num_layers": 2}
     assert anywhere.model.factory == factory
     assert anywhere.precision == config.precision
@@ -169,8 +169,8 @@ def test_what_a_module_raises_is_one_line_with_its_place(folders, source, says):
     assert str(caught.value) == says.format(*((file, name) if says[0] == "{" else (name, file)))
 
 
-def test_a_factory_needs_no_device_options(folders):
-    assert device_options(configured(factory="third_searched_model").model) == ()
+def test_a_factory_needs_no_changeable_options(folders):
+    assert changeable_options(configured(factory="third_searched_model").model) == ()
 
 
 def test_only_jaxmorphs_own_models_on_text_are_not_checked(monkeypatch):

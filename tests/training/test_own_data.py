@@ -156,10 +156,10 @@ def test_steps_may_have_a_few_lengths():
     batches = OwnBatches(config_of(), in_lengths())
     assert [each.inputs.shape for each in batches.shapes.lengths] == [(2, 9), (2, 6), (2, 4)]
     assert batches.first_steps == (1, 3, 0)
-    assert [batches.length(step) for step in range(6)] == [2, 0, 2, 1, 0, 2]
+    assert [batches.length_index(step) for step in range(6)] == [2, 0, 2, 1, 0, 2]
     assert batches.inputs(3).shape == (3, 2, 6)
     held_out = OwnBatches(config_of(), in_lengths((6, 8)), "held_out", like=batches)
-    assert (held_out.length(0), held_out.inputs(0).shape) == (1, (3, 2, 6))
+    assert (held_out.length_index(0), held_out.inputs(0).shape) == (1, (3, 2, 6))
     with pytest.raises(UserError, match=r"bucket\(1\): got 8, expected one of 9, 6, 4$"):
         held_out.inputs(1)
 

@@ -118,7 +118,7 @@ def test_steps_of_the_last_plans_are_simulated():
     for number, timeline in enumerate((first, second)):
         expected = Simulated(timeline.makespan_ms, timeline.bubble_rate)
         assert plans.simulate(number, profile) == expected
-        assert plans.simulate(number, profile, is_drawn=True).drawn == texts_of(timeline)
+        assert plans.simulate(number, profile, with_times=True).times == texts_of(timeline)
     plans.choose(0, number=2)
     plans.choose(0, number=3)
     with pytest.raises(ValueError, match=r"got plan 0, expected one of \[1, 2, 3\]"):
@@ -227,15 +227,15 @@ def test_the_process_plans_and_ends_with_its_input():
     try:
         with pytest.raises(PlanningError, match="got another request first, expected Begin"):
             process.make_candidates(PROFILE, SLOW)
-        process.begin(RunToPlan(RUN, 1, FIRST, PROFILE, USUAL))
+        process.begin(RunToPlan(RUN, 1, FIRST, PROFILE, USUAL), FIRST)
         options = process.make_candidates(PROFILE, SLOW)
         assert options.in_force_ms > 1.5 * options.undisturbed_ms
         with pytest.raises(PlanningError, match="got plan 7"):
             process.simulate(7, PROFILE)
         assert not process.has_died
-        simulated = process.simulate(0, PROFILE, is_drawn=True)
-        drawn = timeline_of([parse_line(RankTimes, text, "") for text in simulated.drawn])
-        assert drawn.makespan_ms == pytest.approx(simulated.step_ms, abs=1e-3)
+        simulated = process.simulate(0, PROFILE, with_times=True)
+        timeline = timeline_of([parse_line(RankTimes, text, "") for text in simulated.times])
+        assert timeline.makespan_ms == pytest.approx(simulated.step_ms, abs=1e-3)
         chosen = options.candidates[1]
         assert chosen.plan.schedule == FIRST.schedule
         assert chosen.plan.routes == {
@@ -264,7 +264,7 @@ def test_a_process_that_died_is_reported_and_replaced():
         process._process.kill()
         process._process.wait(30)
         with pytest.raises(PlanningError, match="the planning process is gone"):
-            process.begin(RunToPlan(RUN, 1, FIRST, PROFILE, USUAL))
+            process.begin(RunToPlan(RUN, 1, FIRST, PROFILE, USUAL), FIRST)
         process.restart(FIRST)  # with a new process
         assert process.make_candidates(PROFILE, SLOW).in_force_ms > 0
         slow = process.make_candidates(PROFILE, SLOW).candidates[1]

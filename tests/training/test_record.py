@@ -132,9 +132,9 @@ def test_the_last_steps_trace_always_stays(directory, record_of, change):
     sections = {"run": {"steps": 10}, "trace": {"keep": 1, "every_steps": 4}}
     run_record, *_ = record_of(**sections)
     expected: Any = SimpleNamespace()
-    drawing = Future()
-    drawing.set_result(Simulated.of(TIMELINE, is_drawn=True))
-    traced = TracedSteps(Config.model_validate(sections), run_record.take, lambda _: drawing)
+    simulated = Future()
+    simulated.set_result(Simulated.of(TIMELINE, with_times=True))
+    traced = TracedSteps(Config.model_validate(sections), run_record.take, lambda _: simulated)
     for step in range(10):
         traced.record(step, expected, ())
         if step == change:
@@ -167,7 +167,7 @@ def test_a_run_that_goes_back_records_steps_again(directory, record_of, now):
     now[0] = 114.0
     run_record.write_event(3, EventKind.RANK_FAILED, "rank 1 failed")
     run_record.go_back(1)
-    assert (run_record.num_steps, run_record.num_recorded) == (1, 1)
+    assert (len(run_record._history), run_record.num_recorded) == (1, 1)
     now[0] = 130.0
     run_record.take(PhaseEnded("plan", 130.0))
     for now[0], sent in ((130.0, STARTED), (131.0, _step(1)), (132.5, _step(2))):

@@ -40,8 +40,8 @@ from jaxmorph.training.run_checkpoints import RunCheckpoints, TrainedOn
 def test_a_run_resumes_with_its_overrides(tmp_path):
     run = write_run(tmp_path, [7, 14])
     (checkpoint_folder(Config(), run).path / "step_16.unfinished").mkdir()
-    found = find_resumption(run, ["run.steps=30", "optimizer.learning_rate=1e-4"])
-    assert found.manifest.step == 14
+    found, _ = find_resumption(run, ["run.steps=30", "optimizer.learning_rate=1e-4"])
+    assert found.first_step == 14
     assert found.config.run.steps == 30
     assert found.config.optimizer.learning_rate == 1e-4
     assert found.config.model.options == {"width": 32, "num_layers": 4}
@@ -71,10 +71,10 @@ def test_a_refused_override_is_named(tmp_path, override, says):
 
 def test_the_last_steps_checkpoint_ends_a_run(tmp_path):
     run = write_run(tmp_path, [7, 14])
-    assert find_resumption(run, ["run.steps=14"]).is_done
-    assert not find_resumption(run, []).is_done
+    assert find_resumption(run, ["run.steps=14"])[0].is_done
+    assert not find_resumption(run, [])[0].is_done
     corrupt(run, 14)
-    assert not find_resumption(run, ["run.steps=14"]).is_done
+    assert not find_resumption(run, ["run.steps=14"])[0].is_done
 
 
 def test_a_script_may_exceed_run_steps(tmp_path):
@@ -91,9 +91,10 @@ def here(directory, **sections):
 
 def test_a_run_is_found_where_its_configuration_says(tmp_path):
     run = write_run(tmp_path / "run", [7, 14])  # whose own configuration names another directory
-    found = find_resumption_here(here(run, optimizer={"learning_rate": 1e-4}))
-    assert found is not None
-    assert (found.manifest.step, found.is_done) == (14, False)
+    resumption = find_resumption_here(here(run, optimizer={"learning_rate": 1e-4}))
+    assert resumption is not None
+    found, _ = resumption
+    assert (found.first_step, found.is_done) == (14, False)
     assert found.config.optimizer.learning_rate == 1e-4
     with pytest.raises(UserError, match=r"model.width: got 64, expected 32, that of the check"):
         find_resumption_here(here(run, model={"width": 64, "num_layers": 4}))
@@ -125,7 +126,7 @@ def test_options_that_keep_the_model_may_change(tmp_path):
     run = write_run(tmp_path, [7])
     overrides = ["model.weights=null", "parallelism.layers=auto", "checkpoint.every_steps=3"]
     overrides += ["model.attention=xla", "model.dropout=0.1"]
-    assert find_resumption(run, overrides).manifest.step == 7
+    assert find_resumption(run, overrides)[0].first_step == 7
 
 
 @pytest.mark.parametrize(
@@ -139,8 +140,8 @@ def test_options_that_keep_the_model_may_change(tmp_path):
     ],
 )
 def test_an_automatic_cut_stays_and_another_may_be_set(tmp_path, override, kept):
-    found = find_resumption(write_run(tmp_path, [7]), [override])
-    assert kept_cut(found.config, found.manifest) == kept
+    found, manifest = find_resumption(write_run(tmp_path, [7]), [override])
+    assert kept_cut(found.config, manifest) == kept
 
 
 def corrupt(run, step):
@@ -152,9 +153,9 @@ def corrupt(run, step):
 def test_a_damaged_checkpoint_is_set_aside(tmp_path):
     run = write_run(tmp_path, [7, 14, 18])
     path = corrupt(run, 18)
-    assert find_resumption(run, [], thorough=False).manifest.step == 18
-    found = find_resumption(run, [])
-    assert found.manifest.step == 14
+    assert find_resumption(run, [], thorough=False)[0].first_step == 18
+    found, _ = find_resumption(run, [])
+    assert found.first_step == 14
     events = []
     record: Any = SimpleNamespace(write_event=lambda *event: events.append(event))
     set_aside(found.config, run, found.passed_over, record, 14)
@@ -163,7 +164,7 @@ def test_a_damaged_checkpoint_is_set_aside(tmp_path):
     aside = tmp_path / "checkpoints" / "step_18.damaged"
     assert line.startswith(f"passed over, and now {aside}: {path}: got 4 bytes of CRC-32 ")
     assert aside.is_dir()
-    assert find_resumption(run, []).passed_over == ()
+    assert find_resumption(run, [])[0].passed_over == ()
 
 
 def test_without_a_whole_checkpoint_all_damage_is_listed(tmp_path):
@@ -187,7 +188,7 @@ def test_a_missing_run_differs_from_a_missing_checkpoint(tmp_path):
 
 
 def test_another_vocabulary_is_refused(tmp_path):
-    manifest = find_resumption(write_run(tmp_path, [7]), []).manifest
+    _, manifest = find_resumption(write_run(tmp_path, [7]), [])
     check_vocabulary(manifest, 256)
     with pytest.raises(UserError, match=r"^data.vocab_size: got 300, expected 256"):
         check_vocabulary(manifest, 300)
@@ -199,7 +200,7 @@ def test_checkpoints_may_be_elsewhere_but_not_among_another_runs(tmp_path):
     require_no_checkpoints(config)
     run = write_run(tmp_path / "run", [7], elsewhere)
     assert CheckpointFolder(tmp_path / "elsewhere").steps() == (7,)
-    assert find_resumption(run, []).manifest.step == 7
+    assert find_resumption(run, [])[0].first_step == 7
     with pytest.raises(UserError, match=r"^checkpoint.dir: got \S+, which has another run's"):
         require_no_checkpoints(config)
 
@@ -224,13 +225,13 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path, make):
 
 
 def test_changed_data_are_refused(tmp_path):
-    found = find_resumption(write_run(tmp_path, [7]), [])
-    check_data(found.manifest, found.config, DataDigest(9, "ab"))
+    found, manifest = find_resumption(write_run(tmp_path, [7]), [])
+    check_data(manifest, found.config, DataDigest(9, "ab"))
     for changed in (DataDigest(10, "ab"), DataDigest(9, "cd")):
         with pytest.raises(UserError, match=r"^data.path: got \d+ tokens, expected the 9 that the"):
-            check_data(found.manifest, found.config, changed)
-    other = find_resumption(tmp_path, ["data.path=other.txt"])
-    check_data(other.manifest, other.config, DataDigest(10, "cd"))
+            check_data(manifest, found.config, changed)
+    other, manifest = find_resumption(tmp_path, ["data.path=other.txt"])
+    check_data(manifest, other.config, DataDigest(10, "cd"))
 
 
 def test_a_named_folder_is_the_same_from_another_directory(tmp_path, monkeypatch):
@@ -239,8 +240,8 @@ def test_a_named_folder_is_the_same_from_another_directory(tmp_path, monkeypatch
     run = write_run(tmp_path / "run", [7], config)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert find_resumption(run, []).manifest.step == 7
-    assert find_resumption(run, ["checkpoint.dir=../saved"]).manifest.step == 7
+    assert find_resumption(run, [])[0].first_step == 7
+    assert find_resumption(run, ["checkpoint.dir=../saved"])[0].first_step == 7
     with pytest.raises(UserError, match=r"got \S+/elsewhere/saved, expected \S+/saved: a run's"):
         find_resumption(run, ["checkpoint.dir=saved"])
 
@@ -304,10 +305,10 @@ def edit_config(run, before, after):
 )
 def test_an_unreadable_configuration_is_the_checkpoints(tmp_path, before, after):
     run = write_run(tmp_path, [7, 14])
-    config = find_resumption(run, ["run.steps=30"]).config
+    config = find_resumption(run, ["run.steps=30"])[0].config
     edit_config(run, before, after)
-    found = find_resumption(run, ["run.steps=30"])
-    assert (found.manifest.step, found.config) == (14, config)
+    found, _ = find_resumption(run, ["run.steps=30"])
+    assert (found.first_step, found.config) == (14, config)
     assert found.damage.startswith(f"{run}/config.yaml: ")
     assert found.damage.endswith("; that of the checkpoint is used")
     assert saved_run(run).folder.steps() == (7, 14)
@@ -329,10 +330,10 @@ def test_an_unreadable_configuration_is_the_checkpoints(tmp_path, before, after)
 def test_a_value_that_does_not_fit_is_the_checkpoints(tmp_path, monkeypatch, before, after, says):
     monkeypatch.chdir(tmp_path)
     run = write_run(tmp_path, [7, 14])
-    config = find_resumption(run, []).config
+    config = find_resumption(run, [])[0].config
     edit_config(run, before, after)
-    found = find_resumption(run, [])
-    assert (found.manifest.step, found.config) == (14, config)
+    found, _ = find_resumption(run, [])
+    assert (found.first_step, found.config) == (14, config)
     assert found.damage == f"config.yaml: {says.format(tmp_path)}"
 
 
@@ -350,9 +351,9 @@ def test_fewer_steps_have_as_short_a_warm_up(tmp_path):
         CONFIG | {"run": {"steps": 600}, "optimizer": {"warmup_steps": 60}}
     )
     run = write_run(tmp_path, [7], config)
-    fewer = find_resumption(run, ["run.steps=45"]).config
+    fewer = find_resumption(run, ["run.steps=45"])[0].config
     assert (fewer.run.steps, fewer.optimizer.warmup_steps) == (45, 4)
-    kept = find_resumption(run, ["run.steps=300"]).config
+    kept = find_resumption(run, ["run.steps=300"])[0].config
     assert kept.optimizer.warmup_steps == 60
     with pytest.raises(UserError, match=r"^\S+ \(command line\): got 50, expected at most run.st"):
         find_resumption(run, ["run.steps=45", "optimizer.warmup_steps=50"])
@@ -361,12 +362,12 @@ def test_fewer_steps_have_as_short_a_warm_up(tmp_path):
 def test_a_resumption_names_what_has_changed(tmp_path):
     run = write_run(tmp_path, [7])
     overrides = ["run.steps=30", "data.path=other.bin", "batch.microbatches=3"]
-    config, layers = find_resumption(run, overrides).config, (range(1), range(1, 4))
+    config, layers = find_resumption(run, overrides)[0].config, (range(1), range(1, 4))
     origin = RunCheckpoints(config, run, 7).origin(layers, TrainedOn(256, DataDigest(10, "cd")))
     before = Config().batch.microbatches
     assert origin.endswith(
         f'by its checksums; changed: run.steps 30 (was 20), data.path "other.bin" (was null), '
         f"batch.microbatches 3 (was {before}); other data: 10 tokens (was 9)"
     )
-    same = RunCheckpoints(find_resumption(run, []).config, run, 7)
+    same = RunCheckpoints(find_resumption(run, [])[0].config, run, 7)
     assert same.origin(layers, TrainedOn(256, DataDigest(9, "ab"))).endswith("by its checksums")

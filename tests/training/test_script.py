@@ -125,7 +125,7 @@ def test_a_batch_is_cut_like_the_example_of_its_length():
     at_most = [({"x": FLOATS[:, :size], "at": TOKENS}, *EXAMPLE[1:]) for size in (5, 3, 2)]
     shapes = example_shapes(at_most[0], CONFIG, at_most[1:])
     cut = [cut_batch(batch, CONFIG, 0, None, shapes) for batch in reversed(at_most)]
-    assert [each.length for each in cut] == [2, 1, 0]
+    assert [each.length_index for each in cut] == [2, 1, 0]
     assert [each.inputs["x"].shape for each in cut] == [(3, 2, size) for size in (2, 3, 5)]
     other = ({"x": FLOATS[:, :4], "at": TOKENS}, *EXAMPLE[1:])
     with pytest.raises(UserError, match=r"inputs\['x'\] of shape \[6, 4\], expected \[6, 5\]"):

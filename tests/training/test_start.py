@@ -176,20 +176,17 @@ def test_one_command_starts_and_resumes(tmp_path, monkeypatch, runs):
     path.write_text(f"run: {{dir: {directory}, steps: 9}}\n")
     assert start.resume_or_start(path, ["run.seed=4"]) == ""
     assert (runs[0].first_step, runs[0].directory, runs[0].config.run.seed) == (0, directory, 4)
-    found: Any = SimpleNamespace(
-        is_done=False,
-        config=runs[0].config,
-        manifest=SimpleNamespace(step=6),
-        passed_over=(),
-        damage="",
+    found = RunStart(runs[0].config, 6, directory)
+    manifest = SimpleNamespace()
+    monkeypatch.setattr(
+        start, "find_resumption_here", lambda config, *, thorough: (found, manifest)
     )
-    monkeypatch.setattr(start, "find_resumption_here", lambda config, *, thorough: found)
     for name in ("check_vocabulary", "check_data"):
         monkeypatch.setattr(start, name, lambda *_: None)
     monkeypatch.setattr(start, "check_run", lambda config: SimpleNamespace(vocab_size=1, data=None))
     assert start.resume_or_start(path, []) == ""
     assert (runs[1].first_step, runs[1].directory) == (6, directory)
-    found.is_done = True
+    found = RunStart(runs[0].config, 9, directory)
     assert start.resume_or_start(path, []) == (
         f"{directory} has done its 9 steps: nothing is left to do (run.steps=N continues to step N)"
     )

@@ -105,39 +105,39 @@ def test_a_record_has_its_transfer_times():
     assert link_ms == [None, {"1>0": 32.0}]
 
 
-def test_steps_that_nobody_draws_are_drawn_at_the_end():
+def test_steps_that_nobody_simulates_are_simulated_at_the_end():
     messages, loop = [], ControlLoop(_state(PLAN), None)
     with recorder_of(messages.append, loop=loop, run={"steps": 2}) as recorder:
         record_steps(recorder, 0)
-        loop.draw = lambda expected: Future()
+        loop.simulate_times = lambda expected: Future()
         record_steps(recorder, 1)
-    drawn = of_kind(messages, StepTimelines, "timelines")
+    timelines = of_kind(messages, StepTimelines, "timelines")
     measured = Profile(StageCosts.uniform(1, 1.0, 19.0, 10.0), {})
-    assert len(drawn) == 2
-    assert drawn[1]["planned"] == texts_of(simulate_step(IN_FORCE.programs, measured, {}))
+    assert len(timelines) == 2
+    assert timelines[1]["planned"] == texts_of(simulate_step(IN_FORCE.programs, measured, {}))
 
 
-def test_one_step_is_drawn_at_a_time_and_what_waits_for_it_is_bounded():
-    messages, loop, drawings = [], ControlLoop(_state(PLAN), None), []
+def test_one_step_is_simulated_at_a_time_and_what_waits_for_it_is_bounded():
+    messages, loop, simulations = [], ControlLoop(_state(PLAN), None), []
 
-    def draw(expected):
-        drawings.append(Future())
-        return drawings[-1]
+    def simulate(expected):
+        simulations.append(Future())
+        return simulations[-1]
 
-    loop.draw = draw
+    loop.simulate_times = simulate
     with recorder_of(messages.append, loop=loop, trace={"every_steps": 1}) as recorder:
         record_steps(recorder, *range(9))
-    assert len(drawings) == 1
-    drawn = of_kind(messages, StepTimelines, "timelines")
-    assert [sorted(each) for each in drawn[:3]] == [["measured"]] * 3
-    assert [sorted(each) for each in drawn[3:]] == [["measured", "planned"]] * 6
+    assert len(simulations) == 1
+    timelines = of_kind(messages, StepTimelines, "timelines")
+    assert [sorted(each) for each in timelines[:3]] == [["measured"]] * 3
+    assert [sorted(each) for each in timelines[3:]] == [["measured", "planned"]] * 6
 
 
-def test_a_step_whose_drawing_fails_leaves_its_measured_times():
+def test_a_step_whose_simulation_fails_leaves_its_measured_times():
     messages, loop = [], ControlLoop(_state(PLAN), None)
     failed = Future()
     failed.set_exception(PlanningError("the planning process has ended"))
-    loop.draw = lambda expected: failed
+    loop.simulate_times = lambda expected: failed
     with recorder_of(messages.append, loop=loop, trace={"every_steps": 1}) as recorder:
         record_steps(recorder, 0)
     assert [list(each) for each in of_kind(messages, StepTimelines, "timelines")] == [["measured"]]
@@ -366,7 +366,7 @@ def _traced(
     """The steps whose timelines were sent, and whether for a change; events follow their step."""
     config = Config.model_validate({"run": {"steps": steps}, "trace": {"every_steps": every_steps}})
     sent = []
-    traced = TracedSteps(config, sent.append, ControlLoop(_state(PLAN), None).draw)
+    traced = TracedSteps(config, sent.append, ControlLoop(_state(PLAN), None).simulate_times)
     for step in range(steps):
         traced.record(step, EXPECTED, TIMES)
         for event in events.get(step, []):

@@ -27,7 +27,7 @@ from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.stage.model import last_activations
 from jaxmorph.training import script
 from jaxmorph.training.adaptation import Adaptation
-from jaxmorph.training.callbacks import SkippedSteps, Skipping
+from jaxmorph.training.callbacks import SkippedSteps
 from jaxmorph.training.loop import Loop
 from jaxmorph.training.script import configure, script_directory, sections_without_effect
 from jaxmorph.training.trainer import Trainer
@@ -333,7 +333,7 @@ def trainer_of(monkeypatch):
         skipped, none = SkippedSteps(stop_after), cast(Any, None)
         ends = Adaptation(rendezvous, own, none, None, last_step=99, adapts=False)
         runner = StepRunner(own, rendezvous, clip_norm=1.0)
-        loop = Loop(runner, none, [Skipping(skipped), ends])
+        loop = Loop(runner, none, [skipped, ends])
         trainer._training = SimpleNamespace(loop=loop, skipped=skipped)
         return trainer
 
