@@ -57,9 +57,6 @@ class Memory:
         self.source = [bytearray(self.slot_bytes) for _ in range(self.num_slots)]
         self.target = [bytearray(self.slot_bytes) for _ in range(self.num_slots)]
 
-    def number(self, at: int) -> int:
-        return add(self.first, at)
-
     def slot(self, sequence: int) -> bytearray:
         """Where the receiver has the message with that number."""
         return self.target[sequence % self.num_slots]
@@ -314,12 +311,12 @@ class Link:
                 self._post(memory, at)
 
     def _fill(self, memory: Memory, at: int) -> None:
-        sequence, length = memory.number(at), memory.lengths[at]
+        sequence, length = add(memory.first, at), memory.lengths[at]
         memory.source[sequence % memory.num_slots][:length] = content(memory.name, sequence, length)
 
     def _post(self, memory: Memory, at: int) -> None:
         self.outgoing.post(
-            memory.name, memory.number(at), memory.lengths[at], TAG, 1000 + at, self.now
+            memory.name, add(memory.first, at), memory.lengths[at], TAG, 1000 + at, self.now
         )
 
     def _send(self, pipe: Pipe, chunk: Chunk) -> None:
@@ -392,10 +389,9 @@ class Link:
 
     def _into_slot(self, incoming: IncomingChunk, first: int, data: bytes | bytearray) -> None:
         memory = self.memories[incoming.channel]
-        number = memory.number(memory.delivered)
-        assert distance(incoming.sequence, number) < memory.num_slots, "written after delivery"
-        held = memory.delivered - memory.consumed
-        assert distance(incoming.sequence, number) + held < memory.num_slots, "written over another"
+        ahead = distance(incoming.sequence, add(memory.first, memory.delivered))
+        assert ahead < memory.num_slots, "written after delivery"
+        assert ahead + memory.delivered - memory.consumed < memory.num_slots, "written over another"
         start = incoming.offset + first
         assert start + len(data) <= memory.slot_bytes
         memory.slot(incoming.sequence)[start : start + len(data)] = data
@@ -419,7 +415,7 @@ class Link:
     def _hand_over(self, delivery: Delivery) -> None:
         memory = self.memories[delivery.channel]
         at = memory.delivered
-        assert (delivery.sequence, delivery.total) == (memory.number(at), memory.lengths[at])
+        assert (delivery.sequence, delivery.total) == (add(memory.first, at), memory.lengths[at])
         assert (delivery.tag, delivery.posted_ns) == (TAG, 1000 + at)
         memory.delivered += 1
         memory.delivered_s.append(self.now)
@@ -430,7 +426,7 @@ class Link:
     def _consume(self, memory: Memory) -> None:
         self._compare(memory.waiting.popleft())
         memory.consumed += 1
-        credit = self.incoming.set_consumed(memory.name, memory.number(memory.consumed))
+        credit = self.incoming.set_consumed(memory.name, add(memory.first, memory.consumed))
         lane = self.incoming.latest_lane()
         pipe = self.receiving.get(lane) if lane is not None else None
         if credit is not None and pipe is not None:
@@ -463,7 +459,7 @@ class Link:
         memory = self.memories[frame.channel]
         released = memory.released
         memory.released += distance(
-            self.outgoing.released(memory.name), memory.number(memory.released)
+            self.outgoing.released(memory.name), add(memory.first, memory.released)
         )
         assert grew == (memory.released > released)
         assert memory.released <= memory.delivered, "released before delivered"
@@ -488,7 +484,7 @@ class Link:
         outgoing = Outgoing(0, 1, self.chunk_bytes)
         outgoing.emulate(self.emulation)
         for memory in self.memories.values():
-            outgoing.add_channel(memory.name, memory.num_slots, memory.number(memory.released))
+            outgoing.add_channel(memory.name, memory.num_slots, add(memory.first, memory.released))
         return outgoing
 
     def _new_incoming(self) -> Incoming:
@@ -498,7 +494,7 @@ class Link:
                 memory.name,
                 memory.slot_bytes,
                 memory.num_slots,
-                memory.number(memory.delivered),
-                memory.number(memory.consumed),
+                add(memory.first, memory.delivered),
+                add(memory.first, memory.consumed),
             )
         return incoming
