@@ -90,6 +90,20 @@ def test_figure_8_delays_by_slackness():
     }
 
 
+def test_figure_8_bubble_rates():
+    rates = [
+        [
+            over_one_slow_link(evenly_slack_schedule(4, 30, slackness), OP_MS, 1, c).bubble_rate
+            for c in (0.0, 10.0, 30.0, 60.0)
+        ]
+        for slackness in range(1, 6)
+    ]
+    for row in rates:
+        assert row == sorted(row)
+        assert row[0] == pytest.approx(0.0323, abs=5e-5)
+    assert [round(100 * row[-1]) for row in rates] == [67, 53, 40, 31, 22]
+
+
 def test_the_plan_of_figure_4_is_evenly_slack():
     costs = StageCosts.uniform(4, OP_MS, OP_MS, OP_MS)
     healthy = plan(costs, NO_LATENCY, Limits(), 12, "paper").schedule
