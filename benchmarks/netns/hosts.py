@@ -52,12 +52,12 @@ class Hosts:
         self._switch.run(_set_link(_port(host, nic), up))
 
     def set_plugged(self, host: int, nic: int, *, plugged: bool) -> None:
-        """Let nothing through from or to a card, which keeps its carrier and its routes, or all."""
+        """Cut a card off, though it keeps its carrier and its routes, or connect it again."""
         where = f"master {_bridge(nic)}" if plugged else "nomaster"
         self._switch.run(f"ip link set {_port(host, nic)} {where}")
 
     def set_bridge(self, nic: int, *, up: bool) -> None:
-        """Let nothing through between cards of this number, which keep their carrier, or all."""
+        """Part all cards of this number, though they keep their carrier, or join them again."""
         self._switch.run(_set_link(_bridge(nic), up))
 
     def sent_bytes(self, host: int, nic: int) -> int:

@@ -47,9 +47,9 @@ def build_model(config: Config, vocab_size: int) -> "PipelineModel":
 
 
 def changeable_options(model: Model) -> tuple[str, ...]:
-    """The keys that don't say which model it is: the factory's `CHANGEABLE_OPTIONS`.
+    """The keys of the `model` section that may change when a run resumes or a model is sampled.
 
-    They may change when a run resumes or a checkpoint is sampled.
+    They are the factory's `CHANGEABLE_OPTIONS`, and don't say which model it is.
     """
     return tuple(getattr(load_factory(model.factory, model.folder), "CHANGEABLE_OPTIONS", ()))
 

@@ -20,7 +20,7 @@ TOKENS, TARGETS = np.random.default_rng(1).integers(
     VOCAB, size=(2, MICROBATCHES, BATCH, LENGTH), dtype=np.int32
 )
 TARGETS[:, 0, 2] = -1
-# In `make test`, and with the newest JAX, `tests/runtime/test_parity.py` has it.
+# `tests/runtime/test_parity.py` recomputes in `make test`, and with the newest JAX.
 RECOMPUTE = pytest.param("recompute", marks=[pytest.mark.long, pytest.mark.one_jax])
 
 

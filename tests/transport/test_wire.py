@@ -1,5 +1,6 @@
 import random
 import struct
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -70,7 +71,7 @@ FRAMES = [
     AgentPart(MAX_AGENT_BYTES, 0, b"x"),
     *OF_RDMA,
 ]
-NUM_FUZZED = 20_000
+NUM_FUZZED = 60_000
 
 
 def there_and_back(data):
@@ -302,10 +303,11 @@ def fuzzed(rng, originals):
     return resealed(data)
 
 
-def test_random_bytes_are_frames_or_refused():
-    rng, originals, refused = random.Random(4), [pack(frame) for frame in FRAMES], 0
+def refused_of(rng, originals, count):
+    """How many of so many fuzzed inputs raise `FrameError`; other errors go through."""
+    refused = 0
     reader: Any = FrameReader(TYPE_NUMBERS)
-    for _ in range(NUM_FUZZED):
+    for _ in range(count):
         try:
             reader.feed(fuzzed(rng, originals))
             read_all(reader)
@@ -314,4 +316,23 @@ def test_random_bytes_are_frames_or_refused():
             reader = FrameReader(TYPE_NUMBERS)
         if reader.payload_left:  # a valid chunk: the next input is not its payload
             reader.skip(reader.payload_left)
+    return refused
+
+
+def test_random_bytes_are_frames_or_refused():
+    refused = refused_of(random.Random(4), [pack(frame) for frame in FRAMES], NUM_FUZZED)
     assert 0.3 * NUM_FUZZED < refused < NUM_FUZZED  # neither all nor nothing gets far
+
+
+def test_random_bytes_take_bounded_memory():
+    huge = CHUNK._replace(total=1 << 45, offset=0, length=MAX_CHUNK_BYTES)
+    rng, originals = random.Random(5), [pack(frame) for frame in (*FRAMES, huge)]
+    refused_of(rng, originals, 100)
+    tracemalloc.start()
+    try:
+        refused_of(rng, originals, 2000)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    channel_names = 1_000_000  # remembered for speed, at most 4096 of them
+    assert peak < 4 * READ_BYTES + channel_names
