@@ -83,17 +83,17 @@ def uses(program: RankInstructions) -> Iterator[Uses]:
     """
     pipeline = program.pipeline
     ends = [_ends(program.rank, chunk, pipeline) for chunk in range(pipeline.num_chunks)]
-    tied = Payload.TIED
     for step in program.instructions:  # the most frequent kinds first
         if isinstance(step, Free):
             yield (step.buffer,), ()
         elif isinstance(step, Run):
             yield _op_uses(step.op, ends[step.op.chunk])
         elif isinstance(step, Receive):
-            yield (), (received_buffer(step.transfer),)
+            transfer = step.transfer
+            yield _receive_uses(transfer.payload, transfer.microbatch, transfer.destination_chunk)
         elif isinstance(step, Send):
-            is_tied = step.transfer.payload is tied  # a gradient that no buffer holds
-            yield (() if is_tied else (sent_buffer(step.transfer),)), ()
+            transfer = step.transfer
+            yield _send_uses(transfer.payload, transfer.microbatch, transfer.chunk)
         elif isinstance(step, Reduce):
             yield (() if step.buffer is None else (step.buffer,)), ()
         elif isinstance(step, Offload | Fetch):
@@ -159,6 +159,18 @@ _RECEIVED = {
     Payload.GRADIENT: BufferKind.OUTPUT_GRADIENT,
     Payload.TIED: BufferKind.TIED_GRADIENT,
 }
+
+
+@_cached
+def _send_uses(payload: Payload, microbatch: int, chunk: int) -> Uses:
+    if payload is Payload.TIED:  # no buffer holds it
+        return (), ()
+    return (_buffer(_SENT[payload], microbatch, chunk),), ()
+
+
+@_cached
+def _receive_uses(payload: Payload, microbatch: int, destination_chunk: int) -> Uses:
+    return (), (_buffer(_RECEIVED[payload], microbatch, destination_chunk),)
 
 
 def sent_buffer(transfer: Transfer) -> Buffer:
