@@ -39,6 +39,7 @@ from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
 from jaxmorph.schedule.timeline import Timeline
 
+_TRANSFERS = (Send, Receive)
 # Ranks share what is alike on them: so large plans have a fifth of the objects.
 _run, _free = lru_cache(maxsize=1 << 14)(Run), lru_cache(maxsize=1 << 14)(Free)
 
@@ -333,9 +334,9 @@ def _place_delegated(program: RankInstructions) -> RankInstructions:
 
 def _is_delegated(step: Instruction) -> TypeGuard[Send | Receive]:
     """Whether it is a delegated transfer of an op's result; tied gradients stay at the end."""
-    if not isinstance(step, Send | Receive) or step.transfer.payload is Payload.TIED:
+    if not isinstance(step, _TRANSFERS) or step.route != "delegated":
         return False
-    return step.route == "delegated"
+    return step.transfer.payload is not Payload.TIED
 
 
 class _Receives:
