@@ -139,7 +139,8 @@ def measure_planning(size: Size) -> Planned:
         times_s.append([processor_s(call) for call in (*calls, partial(check, programs))])
         gaps.append(made.predicted_step_s / made.lower_bound_s - 1)
         ops = _num_ops(made.schedule)
-    return Planned(*size, ops, *map(max, zip(*times_s, strict=True)), max(gaps))
+    planning_s, lowering_s, checking_s = map(max, zip(*times_s, strict=True))
+    return Planned(*size, ops, planning_s, lowering_s, checking_s, max(gaps))
 
 
 def exponent(ops: Sequence[int], costs: Sequence[float]) -> float:

@@ -384,12 +384,16 @@ def _tied_exchange(rank: int, last: int, index: int, routes: Routes) -> list[Ins
 
 def insert_frees(program: RankInstructions) -> RankInstructions:
     """Frees each buffer right after its last reader, or right after it was made."""
-    every = enumerate(uses(program))
-    last_use = {buffer: at for at, (read, made) in every for buffer in (*made, *read)}
-    freed: list[list[Instruction]] = [[step] for step in program.instructions]
-    for buffer, at in last_use.items():
-        freed[at].append(_free(buffer))
-    return replace(program, instructions=tuple(chain.from_iterable(freed)))
+    used: set[Buffer] = set()
+    backwards: list[Instruction] = []
+    every = [*uses(program)]
+    for step, (read, made) in zip(reversed(program.instructions), reversed(every), strict=True):
+        for buffer in reversed((*read, *made)):
+            if buffer not in used:  # from here on to the end
+                used.add(buffer)
+                backwards.append(_free(buffer))
+        backwards.append(step)
+    return replace(program, instructions=tuple(reversed(backwards)))
 
 
 def forward_only(program: RankInstructions, first_microbatch: int = 0) -> RankInstructions:
