@@ -23,7 +23,7 @@ from jaxmorph.schedule.timeline import Timeline
 _NOISE = 0.05  # a difference between stages that must not affect the order of transfers
 _WORTH = 0.01  # a smaller gain may be noise of the measurements
 _ROUNDING = 1e-9  # of sums of the same durations in another order
-_MOST_OPS = 20_000  # more would take seconds to lower for every candidate
+_MOST_OPS = 20_000  # more would take seconds to simulate for every candidate
 
 
 def lower_step(

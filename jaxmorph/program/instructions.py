@@ -80,6 +80,7 @@ class Payload(StrEnum):
     __hash__ = str.__hash__  # as `OpKind`'s
 
 
+_ACTIVATION, _GRADIENT, _TIED = Payload  # an enumeration's own attributes are slow to look up
 _TRANSFER_TEXT = re.compile(r"(?:(\d+)\.)?(activation|gradient|tied)\[(\d+)\] (\d+)>(\d+)")
 
 
@@ -102,21 +103,18 @@ class Transfer(NamedTuple):
         return Link(min(self.source, self.destination), max(self.source, self.destination))
 
     @property
-    def goes_around(self) -> bool:
-        """Whether it wraps around between the last rank and the first, to another chunk.
-
-        Then an activation travels to a lower rank, or a gradient to a higher one.
-        """
-        if self.payload is Payload.TIED:
-            return False
-        return (self.payload is Payload.ACTIVATION) == (self.source > self.destination)
-
-    @property
     def destination_chunk(self) -> int:
-        """The destination's chunk that needs the payload."""
-        if not self.goes_around:
-            return self.chunk
-        return self.chunk + (1 if self.payload is Payload.ACTIVATION else -1)
+        """The destination's chunk that needs the payload.
+
+        It is another one than the source's where the chain wraps around: an activation that goes to
+        a lower rank, or a gradient to a higher one.
+        """
+        payload, source, destination, _, chunk = self
+        if payload is _ACTIVATION:
+            return chunk + (source > destination)
+        if payload is _GRADIENT:
+            return chunk - (source < destination)
+        return chunk
 
     def __str__(self) -> str:
         payload = _of_chunk(self.chunk, f"{self.payload}[{self.microbatch}]")
@@ -165,7 +163,7 @@ class Channel(NamedTuple):
 
 def channel_of(transfer: Transfer) -> Channel:
     """The channel of a transfer."""
-    index = transfer.microbatch if transfer.payload is Payload.TIED else 0
+    index = transfer.microbatch if transfer.payload is _TIED else 0
     return Channel(transfer.payload, transfer.source, transfer.destination, index)
 
 

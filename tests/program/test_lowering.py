@@ -11,8 +11,17 @@ from hypothesis import strategies as st
 
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.check import check
-from jaxmorph.program.dataflow import feeder, output_transfer
-from jaxmorph.program.instructions import BufferKind, Free, Pipeline, Receive, Run, Send, Transfer
+from jaxmorph.program.dataflow import flows, sent_buffer, uses
+from jaxmorph.program.instructions import (
+    BufferKind,
+    Free,
+    Payload,
+    Pipeline,
+    Receive,
+    Run,
+    Send,
+    Transfer,
+)
 from jaxmorph.program.lowering import forward_only, global_order, lower, lower_in_step
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.records import Link, Route, Routes
@@ -119,10 +128,10 @@ def test_links_that_share_a_rank_take_turns(num_ranks):
     schedule = interleaved(num_ranks, 2 * num_ranks, 3)
     planned = simulate(schedule, StageCosts.uniform(num_ranks, 3, 3, 0))
     busy = Counter(
-        (item.key.time_us, item.key.turn, rank)
-        for item in global_order(schedule, planned, {})
-        if item.transfer is not None
-        for rank in item.transfer.link
+        (time_us, turn, rank)
+        for flow, keys in global_order(schedule, planned, {}).transfers
+        for time_us, turn in zip(keys.time_us.tolist(), keys.turn.tolist(), strict=True)
+        for rank in flow.link
     )
     assert len(busy) > 8 * num_ranks
     assert set(busy.values()) == {1}
@@ -200,12 +209,15 @@ def any_schedules(draw):
         for microbatches in [range(num_microbatches)]
     }
     rows, ran = [[] for _ in range(num_ranks)], set()
+    kinds = {Payload.ACTIVATION: OpKind.F, Payload.GRADIENT: OpKind.B}
+    feeds = {(kinds[flow.payload], *flow.target): flow.source for flow in flows(pipeline)}
 
     def is_ready(op, rank):
-        fed_by = feeder(op, rank, pipeline)
         own = {OpKind.F: None, OpKind.B: OpKind.F, OpKind.W: OpKind.B}[op.kind]
         needs = [(rank, op._replace(kind=own))] if own else []
-        return ran.issuperset([*needs, *([fed_by] if fed_by else [])])
+        if (source := feeds.get((op.kind, rank, op.chunk))) is not None:
+            needs.append((source.rank, op._replace(chunk=source.chunk)))
+        return ran.issuperset(needs)
 
     while any(waiting.values()):
         ready = [at for at, ops in waiting.items() if ops and is_ready(ops[0], at[0])]
@@ -233,12 +245,12 @@ def test_any_mix_of_routes_completes(schedule, data):
 def test_a_delegated_send_follows_its_op_directly(schedule, data):
     costs, links, routes = data.draw(problems(schedule.num_stages))
     for program in lower(schedule, simulate(schedule, costs, links), routes):
-        steps = [step for step in program.instructions if not isinstance(step, Free)]
-        for before, step in pairwise(steps):
+        every = zip(program.instructions, uses(program), strict=True)
+        steps = [(step, made) for step, (_, made) in every if not isinstance(step, Free)]
+        for (before, made), (step, _) in pairwise(steps):
             if isinstance(step, Send) and step.route == "delegated":
                 assert isinstance(before, Run)
-                made = output_transfer(before.op, program.rank, program.pipeline)
-                assert made == step.transfer
+                assert sent_buffer(step.transfer) in made
 
 
 def test_a_channel_is_received_in_sending_order():
