@@ -1,8 +1,11 @@
 """Proves by replay that ranks' instructions run to completion and use only data they have.
 
 The replay runs all ranks together under the rules of the real queues: instructions in order; a
-direct transfer only when both ends have reached it; a delegated send at once, and its receive after
-the send and all earlier receives of its channel.
+direct transfer, or pair of them, only when both ends have reached it; a delegated send at once, and
+its receive after the send and all earlier receives of its channel.
+
+What completes here also completes if a link's direct path fails at any of its transfers, after
+which each pair is a send through a slot and then a receive (`docs/explanation/failures.md`).
 """
 
 from collections import deque
@@ -17,6 +20,7 @@ from jaxmorph.program.instructions import (
     Fetch,
     Free,
     Instruction,
+    Move,
     Offload,
     Payload,
     Pipeline,
@@ -25,6 +29,7 @@ from jaxmorph.program.instructions import (
     Reduce,
     Run,
     Send,
+    SendReceive,
     Transfer,
     Update,
     channel_of,
@@ -37,7 +42,7 @@ InFlight = dict[Channel, deque[Transfer]]
 """Delegated messages that were sent and not received yet, in the order of sending."""
 
 _LINES_BEFORE, _LINES_AFTER = 3, 2
-_MOVES = (Send, Receive)
+_MOVES = (Send, Receive, SendReceive)
 
 
 class ProgramError(ValueError):
@@ -118,15 +123,16 @@ def _advance(rank: _Replay, ranks: list[_Replay], in_flight: InFlight) -> bool:
     return rank.position > before
 
 
-def _move(head: Send | Receive, rank: _Replay, ranks: list[_Replay], in_flight: InFlight) -> bool:
+def _move(head: Move, rank: _Replay, ranks: list[_Replay], in_flight: InFlight) -> bool:
     """Moves a transfer's other end, or the messages in flight, if the transfer can run now."""
-    transfer = head.transfer
     if head.route == "direct":
         if not _peer_is_there(head, rank, ranks):
             return False
-        peer = ranks[_peer(head, rank)]
+        peer = ranks[head.peer]
         _complete(peer.program.instructions[peer.position], peer, ranks)
-    elif isinstance(head, Send):
+        return True
+    transfer = head.transfer
+    if isinstance(head, Send):
         in_flight.setdefault(channel_of(transfer), deque()).append(transfer)
     elif not _is_next(transfer, in_flight, ranks):
         return False
@@ -143,19 +149,14 @@ def _is_next(transfer: Transfer, in_flight: InFlight, ranks: list[_Replay]) -> b
     return bool(waiting)
 
 
-def _peer(head: Send | Receive, rank: _Replay) -> int:
-    transfer = head.transfer
-    return transfer.destination if transfer.source == rank.program.rank else transfer.source
-
-
-def _peer_is_there(head: Send | Receive, rank: _Replay, ranks: list[_Replay]) -> bool:
+def _peer_is_there(head: Move, rank: _Replay, ranks: list[_Replay]) -> bool:
     """Whether the peer has reached the same transfer; another one on this link is an error."""
-    other = ranks[_peer(head, rank)].head
-    if not isinstance(other, Send | Receive) or other.route != "direct":
+    other = ranks[head.peer].head
+    if not isinstance(other, _MOVES) or other.route != "direct":
         return False
-    if other.transfer.link != head.transfer.link:
+    if other.peer != rank.program.rank:
         return False
-    if other.transfer != head.transfer or type(other) is type(head):
+    if other != head.other_end:
         raise _error(
             f"rank {rank.program.rank} is at {head!s} while its peer is at {other!s}", ranks
         )

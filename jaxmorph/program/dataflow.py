@@ -21,6 +21,7 @@ from jaxmorph.program.instructions import (
     Reduce,
     Run,
     Send,
+    SendReceive,
     Transfer,
 )
 from jaxmorph.schedule.ops import Op, OpKind
@@ -41,6 +42,8 @@ def reads(instruction: Instruction, rank: int, pipeline: Pipeline) -> tuple[Buff
             return _op_reads(op, before is None, after is None)
         case Send(transfer) if transfer.payload is not Payload.TIED:
             return (sent_buffer(transfer),)
+        case SendReceive(sent, _):
+            return (sent_buffer(sent),)
         case Free(buffer) | Offload(buffer) | Fetch(buffer):
             return (buffer,)
         case Reduce(_, buffer):
@@ -54,7 +57,7 @@ def writes(instruction: Instruction, rank: int, pipeline: Pipeline) -> tuple[Buf
     match instruction:
         case Run(op):
             return _op_writes(op, result_buffer(op, rank, pipeline))
-        case Receive(transfer):
+        case Receive(transfer) | SendReceive(_, transfer):
             return (received_buffer(transfer),)
         case _:
             return ()

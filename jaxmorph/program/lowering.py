@@ -39,6 +39,7 @@ from jaxmorph.program.instructions import (
     Reduce,
     Run,
     Send,
+    SendReceive,
     Transfer,
     Update,
 )
@@ -54,7 +55,12 @@ _run, _free = lru_cache(maxsize=1 << 14)(Run), lru_cache(maxsize=1 << 14)(Free)
 
 
 def lower(
-    schedule: Schedule, planned: Timeline, routes: Routes | None = None, *, num_tied: int = 0
+    schedule: Schedule,
+    planned: Timeline,
+    routes: Routes | None = None,
+    *,
+    num_tied: int = 0,
+    pairs: bool | None = None,
 ) -> tuple[RankInstructions, ...]:
     """Each rank's instructions for one step of a schedule.
 
@@ -66,17 +72,28 @@ def lower(
         routes: A link that is missing is direct.
         num_tied: How many parameters have a copy on both the first and the last stage, which
             exchange the copies' gradients after their last op.
+        pairs: Whether transfers of direct links go in pairs (`join_pairs`); None: as the schedule's
+            kind does (`goes_in_pairs`).
     """
-    return tuple(map(insert_frees, lower_order(schedule, planned, routes, num_tied=num_tied)))
+    lowered = lower_order(schedule, planned, routes, num_tied=num_tied, pairs=pairs)
+    return tuple(map(insert_frees, lowered))
 
 
 def lower_order(
-    schedule: Schedule, planned: Timeline, routes: Routes | None = None, *, num_tied: int = 0
+    schedule: Schedule,
+    planned: Timeline,
+    routes: Routes | None = None,
+    *,
+    num_tied: int = 0,
+    pairs: bool | None = None,
 ) -> tuple[RankInstructions, ...]:
     """As `lower`, without the frees, which a simulation does not need."""
     routes = routes or {}
     num_ranks = schedule.num_stages
-    rows = _rows(global_order(schedule, planned, routes), num_ranks, routes)
+    order = global_order(schedule, planned, routes)
+    if goes_in_pairs(schedule) if pairs is None else pairs:
+        order = join_pairs(order, Pipeline(num_ranks, schedule.num_chunks), routes)
+    rows = _rows(order, num_ranks, routes)
     return tuple(
         _place_delegated(
             RankInstructions(
@@ -92,14 +109,20 @@ def lower_order(
 
 
 def lower_in_step(
-    schedule: Schedule, costs: StageCosts, links: Links, routes: Routes, *, num_tied: int = 0
+    schedule: Schedule,
+    costs: StageCosts,
+    links: Links,
+    routes: Routes,
+    *,
+    num_tied: int = 0,
+    pairs: bool | None = None,
 ) -> tuple[RankInstructions, ...]:
     """As `lower`, with the order of transfers in which direct links block ranks the least.
 
     It simulates two orders and takes the shorter one; with one chunk there is only the first.
     """
     lowered = [
-        lower(schedule, planned, routes, num_tied=num_tied)
+        lower(schedule, planned, routes, num_tied=num_tied, pairs=pairs)
         for planned in _timelines(schedule, costs, links, routes)
     ]
     if len(lowered) == 1:
@@ -141,12 +164,16 @@ class Key(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """An op on a rank, or the transfer of its result, with its place in the global order."""
+    """An op on a rank, or the transfer of its result, with its place in the global order.
+
+    `back` is the other transfer of a pair, from the destination to the source.
+    """
 
     key: Key
     rank: int
     op: Op
     transfer: Transfer | None = None
+    back: Transfer | None = None
 
 
 class _Planned(NamedTuple):
@@ -243,12 +270,57 @@ def _topological_index(schedule: Schedule, pipeline: Pipeline) -> list[list[int]
     return index
 
 
+def goes_in_pairs(schedule: Schedule) -> bool:
+    """Whether a schedule's transfers always go in pairs: if its backwards are whole ops.
+
+    Such are 1F1B, its eager form and interleaving, whose own authors exchange messages so.
+    """
+    return any(op.kind is OpKind.BW for order in schedule.orders for op in order)
+
+
+def join_pairs(order: list[Placed], pipeline: Pipeline, routes: Routes) -> list[Placed]:
+    """Joins an activation and a gradient that follow each other on a direct link to a pair.
+
+    The first one goes when the second does, unless an op needs it before that. Then its own
+    rendezvous is gone, and the op comes after the second one's in any case, as queues are in order.
+    So where a link delays both directions alike, pairs never make a step longer.
+    """
+    joined: dict[int, Placed] = dict(enumerate(order))
+    last: dict[Link, int] = {}  # of each link, the transfer that the next one may take along
+    for at, (_, rank, op, transfer, _) in enumerate(order):
+        if transfer is None:
+            made = feeder(op, rank, pipeline)
+            link = Link(*sorted((rank, made[0]))) if made else None
+            if link and link in last and order[last[link]][1:3] == made:
+                del last[link]  # the op needs it now
+            continue
+        link = transfer.link
+        if routes.get(link, "direct") != "direct":
+            continue
+        before = order[last[link]].transfer if link in last else None
+        if before is not None and _are_pair(before, transfer):
+            del joined[last.pop(link)]
+            joined[at] = order[at]._replace(back=before)
+        else:
+            last[link] = at
+    return [*joined.values()]
+
+
+def _are_pair(one: Transfer, other: Transfer) -> bool:
+    """Whether two transfers of a link go in opposite directions, one activation, one gradient."""
+    return one.source == other.destination and one.payload is not other.payload
+
+
 def _rows(order: list[Placed], num_ranks: int, routes: Routes) -> list[list[Instruction]]:
     """Each rank's ops and its ends of transfers, in the global order."""
     rows: list[list[Instruction]] = [[] for _ in range(num_ranks)]
-    for _, rank, op, transfer in order:
+    for _, rank, op, transfer, back in order:
         if transfer is None:
             rows[rank].append(_run(op))
+            continue
+        if back is not None:
+            rows[transfer.source].append(SendReceive(transfer, back))
+            rows[transfer.destination].append(SendReceive(back, transfer))
             continue
         route = routes.get(transfer.link, "direct")
         rows[transfer.source].append(Send(transfer, route))
@@ -359,29 +431,25 @@ def forward_only(program: RankInstructions, first_microbatch: int = 0) -> RankIn
         first_microbatch: The new number of microbatch 0, so that messages of the evaluation and of
             the step have different identities.
     """
-    kept = tuple(
-        _renumbered(step, first_microbatch)
-        for step in program.instructions
-        if _belongs_to_a_forward(step)
-    )
+    parts = map(_part_of_forward, program.instructions)
+    kept = tuple(_renumbered(step, first_microbatch) for step in parts if step is not None)
     return insert_frees(replace(program, instructions=kept))
 
 
-def _belongs_to_a_forward(step: Instruction) -> bool:
+def _part_of_forward(step: Instruction) -> Run | Send | Receive | None:
     match step:
+        case SendReceive(sent, received):  # one of them is an activation
+            return _part_of_forward(Send(sent)) or _part_of_forward(Receive(received))
         case Run(op):
-            return op.kind is OpKind.F
+            return step if op.kind is OpKind.F else None
         case Send(transfer) | Receive(transfer):
-            return transfer.payload is Payload.ACTIVATION
+            return step if transfer.payload is Payload.ACTIVATION else None
         case _:
-            return False
+            return None
 
 
-def _renumbered(step: Instruction, by: int) -> Instruction:
-    match step:
-        case Run(op):
-            return Run(op._replace(microbatch=op.microbatch + by))
-        case Send(transfer) | Receive(transfer):
-            return replace(step, transfer=transfer._replace(microbatch=transfer.microbatch + by))
-        case _:
-            return step
+def _renumbered(step: Run | Send | Receive, by: int) -> Instruction:
+    if isinstance(step, Run):
+        return Run(step.op._replace(microbatch=step.op.microbatch + by))
+    transfer = step.transfer
+    return replace(step, transfer=transfer._replace(microbatch=transfer.microbatch + by))
