@@ -1,10 +1,13 @@
 """Proves by replay that ranks' instructions run to completion and use only data they have.
 
 Ranks wait for each other at transfers alone. So one replay runs the transfers of all ranks under
-the rules of the real queues: in order; a direct transfer only when both ends have reached it; a
-delegated send at once, and its receive after the send and all earlier receives of its channel. What
-a rank holds at an instruction follows from its own earlier ones, so a second replay takes each rank
-by itself.
+the rules of the real queues: in order; a direct transfer, or pair of them, only when both ends have
+reached it; a delegated send at once, and its receive after the send and all earlier receives of its
+channel. What a rank holds at an instruction follows from its own earlier ones, so a second replay
+takes each rank by itself.
+
+What completes here also completes if a link's direct path fails at any of its transfers, after
+which each pair is a send through a slot and then a receive (`docs/explanation/failures.md`).
 """
 
 from collections import deque
@@ -19,12 +22,14 @@ from jaxmorph.program.instructions import (
     Fetch,
     Free,
     Instruction,
+    Move,
     Offload,
     Payload,
     RankInstructions,
     Receive,
     Run,
     Send,
+    SendReceive,
     Transfer,
     channel_of,
 )
@@ -36,7 +41,7 @@ InFlight = dict[Channel, deque[Transfer]]
 """Delegated messages that were sent and not received yet, in the order of sending."""
 
 _LINES_BEFORE, _LINES_AFTER = 3, 2
-_TRANSFERS = (Send, Receive)
+_MOVES = (Send, Receive, SendReceive)
 _WEIGHT_GRADIENTS = (OpKind.W, OpKind.BW)
 _TIED = Payload.TIED
 
@@ -71,18 +76,18 @@ class _Transfers:
 
     def __init__(self, program: RankInstructions) -> None:
         self.program, self.ran = program, 0
-        found = (step for step in program.instructions if isinstance(step, _TRANSFERS))
-        self._steps: list[Send | Receive | None] = [*found, None]
+        found = (step for step in program.instructions if isinstance(step, _MOVES))
+        self._steps: list[Move | None] = [*found, None]
 
     @property
-    def head(self) -> Send | Receive | None:
+    def head(self) -> Move | None:
         """The next transfer; None at the end."""
         return self._steps[self.ran]
 
     def around_head(self) -> str:
         """A few instructions around the next transfer."""
         steps = self.program.instructions
-        positions = [at for at, step in enumerate(steps) if isinstance(step, _TRANSFERS)]
+        positions = [at for at, step in enumerate(steps) if isinstance(step, _MOVES)]
         return _around(self.program, [*positions, len(steps)][self.ran])
 
 
@@ -93,7 +98,7 @@ def _replay_transfers(ranks: list[_Transfers]) -> None:
     while awake:
         rank = awake.popleft()
         while (head := rank.head) is not None:
-            peer = ranks[_other_end(head.transfer, rank)]
+            peer = ranks[head.peer]
             if not _move(head, rank, peer, ranks, in_flight):
                 break
             rank.ran += 1
@@ -105,24 +110,21 @@ def _replay_transfers(ranks: list[_Transfers]) -> None:
         raise _error(f"no rank receives {', '.join(map(str, left))}", ranks)
 
 
-def _other_end(transfer: Transfer, rank: _Transfers) -> int:
-    return transfer.destination if transfer.source == rank.program.rank else transfer.source
-
-
 def _move(
-    head: Send | Receive,
+    head: Move,
     rank: _Transfers,
     peer: _Transfers,
     ranks: list[_Transfers],
     in_flight: InFlight,
 ) -> bool:
     """Moves a transfer's other end, or the messages in flight, if the transfer can run now."""
-    transfer = head.transfer
     if head.route == "direct":
         if not _peer_is_there(head, rank, peer, ranks):
             return False
         peer.ran += 1
-    elif isinstance(head, Send):
+        return True
+    transfer = head.transfer
+    if isinstance(head, Send):
         in_flight.setdefault(channel_of(transfer), deque()).append(transfer)
     elif not _is_next(transfer, in_flight, ranks):
         return False
@@ -139,14 +141,12 @@ def _is_next(transfer: Transfer, in_flight: InFlight, ranks: list[_Transfers]) -
     return bool(waiting)
 
 
-def _peer_is_there(
-    head: Send | Receive, rank: _Transfers, peer: _Transfers, ranks: list[_Transfers]
-) -> bool:
+def _peer_is_there(head: Move, rank: _Transfers, peer: _Transfers, ranks: list[_Transfers]) -> bool:
     """Whether the peer has reached the same transfer; another one on this link is an error."""
     other, number = peer.head, rank.program.rank
-    if other is None or other.route != "direct" or _other_end(other.transfer, peer) != number:
+    if other is None or other.route != "direct" or other.peer != number:
         return False
-    if other.transfer != head.transfer or type(other) is type(head):
+    if other != head.other_end:
         raise _error(f"rank {number} is at {head} while its peer is at {other}", ranks)
     return True
 
@@ -194,7 +194,7 @@ class _Alone:
                 return f"{step} a second time"
             self.done.add(step.op)
             self.held.update(made)
-        elif isinstance(step, Receive):
+        elif isinstance(step, Receive | SendReceive):
             self.held.update(made)
         elif isinstance(step, Send):
             return self._unfinished(step) if step.transfer.payload is _TIED else None

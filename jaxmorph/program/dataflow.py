@@ -22,6 +22,7 @@ from jaxmorph.program.instructions import (
     Reduce,
     Run,
     Send,
+    SendReceive,
     Transfer,
 )
 from jaxmorph.records import Link
@@ -94,6 +95,8 @@ def uses(program: RankInstructions) -> Iterator[Uses]:
         elif isinstance(step, Send):
             transfer = step.transfer
             yield _send_uses(transfer.payload, transfer.microbatch, transfer.chunk)
+        elif isinstance(step, SendReceive):
+            yield (sent_buffer(step.sent),), (received_buffer(step.received),)
         elif isinstance(step, Reduce):
             yield (() if step.buffer is None else (step.buffer,)), ()
         elif isinstance(step, Offload | Fetch):

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 from jaxmorph.records import Link, Route
 from jaxmorph.schedule.ops import Op
@@ -184,6 +184,16 @@ class Send:
     transfer: Transfer
     route: Route = "direct"
 
+    @property
+    def peer(self) -> int:
+        """The rank at the other end."""
+        return self.transfer.destination
+
+    @property
+    def other_end(self) -> "Receive":
+        """The instruction of the rank at the other end."""
+        return Receive(self.transfer, self.route)
+
     def __str__(self) -> str:
         return f"send {self.transfer}"
 
@@ -195,8 +205,47 @@ class Receive:
     transfer: Transfer
     route: Route = "direct"
 
+    @property
+    def peer(self) -> int:
+        """The rank at the other end."""
+        return self.transfer.source
+
+    @property
+    def other_end(self) -> Send:
+        """The instruction of the rank at the other end."""
+        return Send(self.transfer, self.route)
+
     def __str__(self) -> str:
         return f"receive {self.transfer}"
+
+
+@dataclass(frozen=True)
+class SendReceive:
+    """A pair: sends a buffer and receives a message of the same link, both in one program.
+
+    The queue waits until the peer has come to the pair, and then once for both.
+    """
+
+    sent: Transfer
+    received: Transfer
+    route: ClassVar[Literal["direct"]] = "direct"
+
+    @property
+    def peer(self) -> int:
+        """The rank at the other end."""
+        return self.sent.destination
+
+    @property
+    def other_end(self) -> "SendReceive":
+        """The instruction of the rank at the other end."""
+        return SendReceive(self.received, self.sent)
+
+    def __str__(self) -> str:
+        return f"send {self.sent} and receive {self.received}"
+
+
+Move: TypeAlias = Send | Receive | SendReceive
+"""Moves one message, or a pair of them, over a link."""
 
 
 @dataclass(frozen=True)
@@ -271,7 +320,7 @@ class Update:
         return "update"
 
 
-Instruction: TypeAlias = Run | Send | Receive | Free | Offload | Fetch | AwaitRoom | Reduce | Update
+Instruction: TypeAlias = Run | Move | Free | Offload | Fetch | AwaitRoom | Reduce | Update
 
 
 @dataclass(frozen=True)
@@ -349,6 +398,9 @@ def _instruction(line: str) -> Instruction:
             return Send(Transfer.parse(f"{payload} {ranks}"), route)
         case ["receive", payload, ranks, ("direct" | "delegated") as route]:
             return Receive(Transfer.parse(f"{payload} {ranks}"), route)
+        case ["send", sent, to_peer, "and", "receive", received, from_peer]:
+            ends = f"{sent} {to_peer}", f"{received} {from_peer}"
+            return SendReceive(*map(Transfer.parse, ends))
         case ["free", buffer]:
             return Free(_buffer(buffer))
         case ["reduce", index]:

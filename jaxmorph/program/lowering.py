@@ -29,9 +29,11 @@ from jaxmorph.program.instructions import (
     Reduce,
     Run,
     Send,
+    SendReceive,
     Transfer,
     Update,
 )
+from jaxmorph.program.pairs import goes_in_pairs, join_pairs
 from jaxmorph.records import Link, Routes
 from jaxmorph.schedule.costs import LinkDelay, Links, StageCosts
 from jaxmorph.schedule.ops import Op, OpKind
@@ -39,13 +41,17 @@ from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
 from jaxmorph.schedule.timeline import Timeline
 
-_TRANSFERS = (Send, Receive)
 # Ranks share what is alike on them: so large plans have a fifth of the objects.
 _run, _free = lru_cache(maxsize=1 << 14)(Run), lru_cache(maxsize=1 << 14)(Free)
 
 
 def lower(
-    schedule: Schedule, planned: Timeline, routes: Routes | None = None, *, num_tied: int = 0
+    schedule: Schedule,
+    planned: Timeline,
+    routes: Routes | None = None,
+    *,
+    num_tied: int = 0,
+    pairs: bool | None = None,
 ) -> tuple[RankInstructions, ...]:
     """Each rank's instructions for one step of a schedule.
 
@@ -57,18 +63,26 @@ def lower(
         routes: A link that is missing is direct.
         num_tied: How many parameters have a copy on both the first and the last stage, which
             exchange the copies' gradients after their last op.
+        pairs: Whether transfers of direct links go in pairs (`join_pairs`); None: as the schedule's
+            kind does (`goes_in_pairs`).
     """
-    return tuple(map(insert_frees, lower_order(schedule, planned, routes, num_tied=num_tied)))
+    lowered = lower_order(schedule, planned, routes, num_tied=num_tied, pairs=pairs)
+    return tuple(map(insert_frees, lowered))
 
 
 def lower_order(
-    schedule: Schedule, planned: Timeline, routes: Routes | None = None, *, num_tied: int = 0
+    schedule: Schedule,
+    planned: Timeline,
+    routes: Routes | None = None,
+    *,
+    num_tied: int = 0,
+    pairs: bool | None = None,
 ) -> tuple[RankInstructions, ...]:
     """As `lower`, without the frees, which a simulation does not need."""
     routes = routes or {}
     num_ranks = schedule.num_stages
     rows = _rows(schedule, global_order(schedule, planned, routes), routes)
-    programs = (
+    programs = [
         RankInstructions(
             rank,
             num_ranks,
@@ -77,7 +91,9 @@ def lower_order(
             schedule.num_chunks,
         )
         for rank, row in enumerate(rows)
-    )
+    ]
+    if goes_in_pairs(schedule) if pairs is None else pairs:
+        programs = join_pairs(programs)
     delegating = {rank for link, route in routes.items() if route == "delegated" for rank in link}
     return tuple(
         _place_delegated(program) if program.rank in delegating else program for program in programs
@@ -85,14 +101,20 @@ def lower_order(
 
 
 def lower_in_step(
-    schedule: Schedule, costs: StageCosts, links: Links, routes: Routes, *, num_tied: int = 0
+    schedule: Schedule,
+    costs: StageCosts,
+    links: Links,
+    routes: Routes,
+    *,
+    num_tied: int = 0,
+    pairs: bool | None = None,
 ) -> tuple[RankInstructions, ...]:
     """As `lower`, with the order of transfers in which direct links block ranks the least.
 
     It simulates two orders and takes the shorter one; with one chunk there is only the first.
     """
     orders = [
-        lower_order(schedule, planned, routes, num_tied=num_tied)
+        lower_order(schedule, planned, routes, num_tied=num_tied, pairs=pairs)
         for planned in _timelines(schedule, costs, links, routes)
     ]
     best = orders[0]
@@ -334,7 +356,7 @@ def _place_delegated(program: RankInstructions) -> RankInstructions:
 
 def _is_delegated(step: Instruction) -> TypeGuard[Send | Receive]:
     """Whether it is a delegated transfer of an op's result; tied gradients stay at the end."""
-    if not isinstance(step, _TRANSFERS) or step.route != "delegated":
+    if not isinstance(step, Send | Receive) or step.route != "delegated":
         return False
     return step.transfer.payload is not Payload.TIED
 
@@ -406,29 +428,25 @@ def forward_only(program: RankInstructions, first_microbatch: int = 0) -> RankIn
         first_microbatch: The new number of microbatch 0, so that messages of the evaluation and of
             the step have different identities.
     """
-    kept = tuple(
-        _renumbered(step, first_microbatch)
-        for step in program.instructions
-        if _belongs_to_a_forward(step)
-    )
+    parts = map(_part_of_forward, program.instructions)
+    kept = tuple(_renumbered(step, first_microbatch) for step in parts if step is not None)
     return insert_frees(replace(program, instructions=kept))
 
 
-def _belongs_to_a_forward(step: Instruction) -> bool:
+def _part_of_forward(step: Instruction) -> Run | Send | Receive | None:
     match step:
+        case SendReceive(sent, received):  # one of them is an activation
+            return _part_of_forward(Send(sent)) or _part_of_forward(Receive(received))
         case Run(op):
-            return op.kind is OpKind.F
+            return step if op.kind is OpKind.F else None
         case Send(transfer) | Receive(transfer):
-            return transfer.payload is Payload.ACTIVATION
+            return step if transfer.payload is Payload.ACTIVATION else None
         case _:
-            return False
+            return None
 
 
-def _renumbered(step: Instruction, by: int) -> Instruction:
-    match step:
-        case Run(op):
-            return Run(op._replace(microbatch=op.microbatch + by))
-        case Send(transfer) | Receive(transfer):
-            return replace(step, transfer=transfer._replace(microbatch=transfer.microbatch + by))
-        case _:
-            return step
+def _renumbered(step: Run | Send | Receive, by: int) -> Instruction:
+    if isinstance(step, Run):
+        return Run(step.op._replace(microbatch=step.op.microbatch + by))
+    transfer = step.transfer
+    return replace(step, transfer=transfer._replace(microbatch=transfer.microbatch + by))
