@@ -12,7 +12,6 @@ Seconds of processor time of rank 0's process, all threads together; exit code 1
 
 import argparse
 import multiprocessing
-import os
 import random
 import sys
 import threading
@@ -43,6 +42,7 @@ from jaxmorph.program.blocking import Disturbance, simulate_blocking
 from jaxmorph.program.instructions import RankInstructions, Transfer, instructions_text
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.records import Link, pipeline_links
+from jaxmorph.report.provenance import load_averages
 from jaxmorph.report.run_directory import RunLines
 from jaxmorph.runtime.executor import StepInputs, StepOutcome
 from jaxmorph.runtime.queue import Stamp
@@ -466,7 +466,7 @@ def main() -> int:
     found = result_of(case, measured)
     print_table(found)
     if given.json:
-        write_json(given.json, values | found | {"load_after": os.getloadavg()[0]})
+        write_json(given.json, values | found | {"load_after": load_averages()})
     return 0 if found["mean_ms"] <= found["bar_ms"] else 1
 
 

@@ -28,7 +28,7 @@ def main() -> int:
     torch_python = options.torch_python or _python_with_torch()
     contenders = [*OF_JAX, *(OF_TORCH if torch_python else ())]
     values = provenance("benchmarks.training_speed")
-    print(f"{workload}; load average before: {values['load_before']:.2f}", flush=True)
+    print(f"{workload}; load average before: {values['load_before'][0]:.2f}", flush=True)
     if not torch_python:
         print("torch is not installed, so it takes no part (or: --torch-python PATH)", flush=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,0 +1,120 @@
+"""What a result carries so that it can be judged and repeated."""
+
+import json
+import os
+import platform
+import subprocess
+import time
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jaxmorph
+from jaxmorph.config import Config
+
+# Where things are, which systems run, and what they are compared with: none of it changes a step.
+_NOT_MEASURED = {
+    "run": {"dir"},
+    "model": {"folder"},
+    "data": {"folder"},
+    "compare": {"systems", "bars", "reference", "reference_source"},
+}
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """How, where, when and with what something was measured.
+
+    Attributes:
+        commit: Of the sources, with `-dirty` if files of it were changed; of an installed package,
+            which has none, its name and version.
+        date: When it began, in UTC.
+        load_before: The load averages of 1, 5 and 15 minutes; as `load_after`.
+        configuration: `configuration_digest`; None for what has no configuration.
+    """
+
+    command: str
+    commit: str
+    date: str
+    machine: str
+    versions: str
+    load_before: tuple[float, ...]
+    load_after: tuple[float, ...] | None = None
+    configuration: str | None = None
+
+    def rows(self) -> list[tuple[str, str]]:
+        """It as (label, text) pairs, in reading order."""
+        return [
+            ("command", f"`{self.command}`"),
+            *([("configuration", f"sha256 {self.configuration}")] if self.configuration else []),
+            ("commit", self.commit),
+            ("date", self.date),
+            ("versions", self.versions),
+            ("machine", self.machine),
+            ("load before", _load_text(self.load_before)),
+            *([("load after", _load_text(self.load_after))] if self.load_after else []),
+        ]
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Provenance":
+        """The inverse of `dataclasses.asdict`, after JSON."""
+        after = data["load_after"]
+        loads = {"load_before": tuple(data["load_before"]), "load_after": after and tuple(after)}
+        return cls(**data | loads)
+
+
+def provenance(command: str, configuration: str | None = None) -> Provenance:
+    """The provenance of what begins now, in this process."""
+    packages = (f"{name} {metadata.version(name)}" for name in ("jax", "numpy"))
+    python = f"Python {platform.python_version()}"
+    return Provenance(
+        command=command,
+        commit=_commit(Path(jaxmorph.__file__).parents[1]),
+        date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        machine=f"{os.cpu_count()} processors, {platform.system()} {platform.machine()}",
+        versions=", ".join([f"jaxmorph {jaxmorph.__version__}", *packages, python]),
+        load_before=load_averages(),
+        configuration=configuration,
+    )
+
+
+def load_averages() -> tuple[float, ...]:
+    """How busy the machine is: load averages of 1, 5 and 15 minutes."""
+    return tuple(round(load, 2) for load in os.getloadavg())
+
+
+def configuration_digest(config: Config) -> str:
+    """SHA-256 of all in a configuration that matters to what is measured.
+
+    That is every value that differs from its default, and the contents of traces. So a key that a
+    later version adds changes no digest; of a changed default the commit tells.
+
+    Raises:
+        OSError: A trace can't be read.
+    """
+    values = config.model_dump(mode="json", exclude_defaults=True, exclude=_NOT_MEASURED)
+    values = {key: value for key, value in values.items() if value != {}}
+    conditions = config.compare.conditions if config.compare else ()
+    files = (each.trace.file for each in conditions if each.trace and each.trace.file)
+    contents = {name: sha256(Path(name).read_bytes()).hexdigest() for name in files}
+    text = json.dumps([values, contents], sort_keys=True)
+    return sha256(text.encode()).hexdigest()
+
+
+def _commit(root: Path) -> str:
+    # A package's folder may lie in somebody else's repository, whose commit says nothing of it.
+    if (root / ".git").exists():
+        describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*"]
+        try:
+            done = subprocess.run(describe, capture_output=True, text=True, check=False)
+        except OSError:  # there is no git
+            return f"jaxmorph {jaxmorph.__version__}"
+        if done.returncode == 0:
+            return done.stdout.strip()
+    return f"jaxmorph {jaxmorph.__version__}"
+
+
+def _load_text(loads: tuple[float, ...]) -> str:
+    return " ".join(f"{load:.2f}" for load in loads) + " (averages of 1, 5, 15 minutes)"
