@@ -29,8 +29,8 @@ from typing import Any
 
 from benchmarks.chaos.judgement import Computed, computed_by, differences
 from benchmarks.results import ROOT, Bar, finish, provenance, write_json
+from jaxmorph.compare.provenance import load_averages
 from jaxmorph.records import Event, EventKind
-from jaxmorph.report.provenance import load_averages
 from jaxmorph.report.run_directory import EVENTS, METRICS, read_records
 
 STEPS, SAVED, KILLED = 20, 16, 18

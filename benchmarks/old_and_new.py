@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.results import ROOT, provenance, write_json
-from jaxmorph.report.provenance import load_averages
+from jaxmorph.compare.provenance import load_averages
 
 FIRST_STEPS = 4  # left out: caches are still cold
 IDLE_LOAD = 0.5

@@ -29,6 +29,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.results import provenance, write_json
+from jaxmorph.compare.provenance import load_averages
 from jaxmorph.config import Config
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.controller_state import first_state
@@ -42,7 +43,6 @@ from jaxmorph.program.blocking import Disturbance, simulate_blocking
 from jaxmorph.program.instructions import RankInstructions, Transfer, instructions_text
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.records import Link, pipeline_links
-from jaxmorph.report.provenance import load_averages
 from jaxmorph.report.run_directory import RunLines
 from jaxmorph.runtime.executor import StepInputs, StepOutcome
 from jaxmorph.runtime.queue import Stamp

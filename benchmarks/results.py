@@ -8,8 +8,8 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from jaxmorph.report.provenance import load_averages
-from jaxmorph.report.provenance import provenance as begin
+from jaxmorph.compare.provenance import load_averages
+from jaxmorph.compare.provenance import provenance as begin
 
 ROOT = Path(__file__).parent.parent
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.results import Bar, finish, provenance
-from jaxmorph.report.provenance import load_averages
+from jaxmorph.compare.provenance import load_averages
 from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.plane import ChannelSpec, PayloadChecks, TransportSettings

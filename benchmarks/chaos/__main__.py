@@ -33,7 +33,7 @@ from benchmarks.chaos.judgement import (
 )
 from benchmarks.chaos.watched_run import EndedError, HungError
 from benchmarks.results import provenance, write_json
-from jaxmorph.report.provenance import load_averages
+from jaxmorph.compare.provenance import load_averages
 
 _SHOWN = 12  # lines of what went wrong
 _MOST_FAILED = 5  # runs, then it's over

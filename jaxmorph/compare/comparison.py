@@ -15,6 +15,12 @@ from jaxmorph.compare.matrix_record import (
     comparison_notes,
     parse_comparison_message,
 )
+from jaxmorph.compare.provenance import (
+    Provenance,
+    configuration_digest,
+    load_averages,
+    provenance,
+)
 from jaxmorph.compare.systems import SYSTEMS, System, system_config
 from jaxmorph.compare.whole_runs import RUNS, run_whole, whole_config
 from jaxmorph.config import Config, load_config, located_error, locating_errors
@@ -22,12 +28,6 @@ from jaxmorph.config.compare_section import Compare
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.report.matrix_table import matrix_markdown
 from jaxmorph.report.page import REPORT, write_report
-from jaxmorph.report.provenance import (
-    Provenance,
-    configuration_digest,
-    load_averages,
-    provenance,
-)
 from jaxmorph.report.run_directory import claim_run_directory, plain_json, replace_file
 from jaxmorph.report.run_matrix import RESULTS, TIMELINES, Matrix, Run
 from jaxmorph.report.terminal import MatrixView

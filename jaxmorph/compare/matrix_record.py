@@ -13,8 +13,7 @@ from jaxmorph.config.compare_section import Compare, Condition
 from jaxmorph.config.link_sections import Routes
 from jaxmorph.plain_json import Json, parse
 from jaxmorph.report.bars import judge
-from jaxmorph.report.provenance import Provenance
-from jaxmorph.report.run_matrix import Matrix, PlannedRun, Run, StepTimes
+from jaxmorph.report.run_matrix import Matrix, PlannedRun, Provenance, Run, StepTimes
 from jaxmorph.report.text import describe_regime, describe_trace
 from jaxmorph.schedule.timeline import Timeline
 

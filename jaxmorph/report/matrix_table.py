@@ -25,11 +25,11 @@ _UNKNOWN = "-"
 
 def matrix_markdown(matrix: Matrix) -> str:
     """A comparison as a page of Markdown: its steps, what ran, what failed, and the notes."""
-    whole = f"{whole_runs_legend(matrix)}\n\n{_table(WHOLE_COLUMNS, whole_rows(matrix))}"
+    whole = f"{whole_runs_legend(matrix)}\n\n{markdown_table(WHOLE_COLUMNS, whole_rows(matrix))}"
     parts = [
         f"# {matrix.name}\n",
         _legend(matrix),
-        _table(
+        markdown_table(
             ["", *matrix.conditions],
             ([matrix.label(system), *map(_times_cell, row)] for system, row in matrix.rows()),
         ),
@@ -38,9 +38,13 @@ def matrix_markdown(matrix: Matrix) -> str:
         "behind a transfer; *other*: dispatch and copies; *most blocked*: the stage that waits "
         "longest behind transfers. *On device*: the most microbatches whose stash each stage's "
         "device held at once. *Load*: of the machine, at the end of each round.\n",
-        _table(RUN_COLUMNS, map(run_cells, _measured(matrix))),
+        markdown_table(RUN_COLUMNS, map(run_cells, _measured(matrix))),
         *([whole] if matrix.has_whole_runs else []),
-        *([_table(BAR_COLUMNS, (bar.cells() for bar in matrix.bars))] if matrix.bars else []),
+        *(
+            [markdown_table(BAR_COLUMNS, (bar.cells() for bar in matrix.bars))]
+            if matrix.bars
+            else []
+        ),
         *_complaints(matrix),
         "\n".join(f"- {label}: {text}" for label, text in matrix.all_notes()) + "\n",
     ]
@@ -182,7 +186,8 @@ def _complaints(matrix: Matrix) -> Iterator[str]:
             yield f"- {run.system}, {run.condition}: {counts}\n"
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown, a line for each row."""
     lines = [heads, ["---"] * len(heads), *rows]
     escaped = ([cell.replace("|", "\\|") for cell in line] for line in lines)
     return "".join(f"| {' | '.join(line)} |\n" for line in escaped)

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from jaxmorph.config.compare_section import HEALTHY, LOWER_BOUND, PREDICTION
-from jaxmorph.report.provenance import Provenance
 
 RESULTS, TIMELINES = "results.json", "timelines.json"
 """Files of a comparison: the matrix, and a typical step of each run."""
@@ -185,6 +184,53 @@ class JudgedBar:
 
 
 BAR_COLUMNS = ("condition", "bar", "measured", "limit", "verdict")
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """How, where, when and with what something was measured.
+
+    Attributes:
+        commit: Of the sources, with `-dirty` if files of it were changed; of an installed package,
+            which has none, its name and version.
+        date: When it began, in UTC.
+        load_before: The load averages of 1, 5 and 15 minutes; as `load_after`.
+        configuration: `configuration_digest` of `jaxmorph.compare.provenance`; None for what has no
+            configuration.
+    """
+
+    command: str
+    commit: str
+    date: str
+    machine: str
+    versions: str
+    load_before: tuple[float, ...]
+    load_after: tuple[float, ...] | None = None
+    configuration: str | None = None
+
+    def rows(self) -> list[tuple[str, str]]:
+        """It as (label, text) pairs, in reading order."""
+        return [
+            ("command", f"`{self.command}`"),
+            *([("configuration", f"sha256 {self.configuration}")] if self.configuration else []),
+            ("commit", self.commit),
+            ("date", self.date),
+            ("versions", self.versions),
+            ("machine", self.machine),
+            ("load before", _load_text(self.load_before)),
+            *([("load after", _load_text(self.load_after))] if self.load_after else []),
+        ]
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Provenance":
+        """The inverse of `dataclasses.asdict`, after JSON."""
+        after = data["load_after"]
+        loads = {"load_before": tuple(data["load_before"]), "load_after": after and tuple(after)}
+        return cls(**data | loads)
+
+
+def _load_text(loads: tuple[float, ...]) -> str:
+    return " ".join(f"{load:.2f}" for load in loads) + " (averages of 1, 5, 15 minutes)"
 
 
 @dataclass(frozen=True)

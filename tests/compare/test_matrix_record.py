@@ -11,11 +11,11 @@ from jaxmorph.compare.matrix_record import (
     one_slow_link,
     parse_comparison_message,
 )
+from jaxmorph.compare.provenance import provenance
 from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.plain_json import ParseError
 from jaxmorph.report.matrix_table import matrix_markdown
-from jaxmorph.report.provenance import provenance
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.timeline import Timeline
 

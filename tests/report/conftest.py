@@ -2,8 +2,14 @@ import pytest
 from example_step import STEP
 
 from jaxmorph.records import StepRecord
-from jaxmorph.report.provenance import Provenance
-from jaxmorph.report.run_matrix import JudgedBar, Matrix, PlannedRun, Run, StepTimes
+from jaxmorph.report.run_matrix import (
+    JudgedBar,
+    Matrix,
+    PlannedRun,
+    Provenance,
+    Run,
+    StepTimes,
+)
 
 
 @pytest.fixture

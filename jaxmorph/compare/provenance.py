@@ -1,18 +1,17 @@
-"""What a result carries so that it can be judged and repeated."""
+"""Records where a result is from, so that it can be judged and repeated."""
 
 import json
 import os
 import platform
 import subprocess
 import time
-from dataclasses import dataclass
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import jaxmorph
 from jaxmorph.config import Config
+from jaxmorph.report.run_matrix import Provenance
 
 # Where things are, which systems run, and what they are compared with: none of it changes a step.
 _NOT_MEASURED = {
@@ -21,48 +20,6 @@ _NOT_MEASURED = {
     "data": {"folder"},
     "compare": {"systems", "bars", "reference", "reference_source"},
 }
-
-
-@dataclass(frozen=True)
-class Provenance:
-    """How, where, when and with what something was measured.
-
-    Attributes:
-        commit: Of the sources, with `-dirty` if files of it were changed; of an installed package,
-            which has none, its name and version.
-        date: When it began, in UTC.
-        load_before: The load averages of 1, 5 and 15 minutes; as `load_after`.
-        configuration: `configuration_digest`; None for what has no configuration.
-    """
-
-    command: str
-    commit: str
-    date: str
-    machine: str
-    versions: str
-    load_before: tuple[float, ...]
-    load_after: tuple[float, ...] | None = None
-    configuration: str | None = None
-
-    def rows(self) -> list[tuple[str, str]]:
-        """It as (label, text) pairs, in reading order."""
-        return [
-            ("command", f"`{self.command}`"),
-            *([("configuration", f"sha256 {self.configuration}")] if self.configuration else []),
-            ("commit", self.commit),
-            ("date", self.date),
-            ("versions", self.versions),
-            ("machine", self.machine),
-            ("load before", _load_text(self.load_before)),
-            *([("load after", _load_text(self.load_after))] if self.load_after else []),
-        ]
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Provenance":
-        """The inverse of `dataclasses.asdict`, after JSON."""
-        after = data["load_after"]
-        loads = {"load_before": tuple(data["load_before"]), "load_after": after and tuple(after)}
-        return cls(**data | loads)
 
 
 def provenance(command: str, configuration: str | None = None) -> Provenance:
@@ -114,7 +71,3 @@ def _commit(root: Path) -> str:
         if done.returncode == 0:
             return done.stdout.strip()
     return f"jaxmorph {jaxmorph.__version__}"
-
-
-def _load_text(loads: tuple[float, ...]) -> str:
-    return " ".join(f"{load:.2f}" for load in loads) + " (averages of 1, 5, 15 minutes)"

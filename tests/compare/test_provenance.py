@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import jaxmorph
+from jaxmorph.compare.provenance import configuration_digest, provenance
 from jaxmorph.config import load_config
-from jaxmorph.report.provenance import Provenance, configuration_digest, provenance
+from jaxmorph.report.run_matrix import Provenance
 
 TEXT = """
 parallelism: {stages: 4}

@@ -1,0 +1,165 @@
+"""Committed results, their configurations and the pages that state their numbers agree.
+
+Each planted lie, in a copy of the files, is a contradiction.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from benchmarks.judge import FOLDER, ROOT, judgements, problems, read_reasons
+from benchmarks.result_pages import pages, with_results
+
+OLDER = {"figure15", "figure16", "nic-failure"}
+"""Results from before their configurations changed; one that is measured again leaves this list."""
+
+
+def test_nothing_contradicts_the_committed_results():
+    assert problems() == []
+
+
+def test_only_known_results_are_older_than_their_configurations():
+    assert {name for name, each in judgements().items() if each.changes} == OLDER
+
+
+def test_every_comparison_has_a_result():
+    with_section = {path.stem for path in (ROOT / "configs").glob("*.yaml")
+                    if "\ncompare:" in path.read_text(encoding="utf-8")}  # fmt: skip
+    assert judgements().keys() == with_section
+    assert with_section == {path.parent.name for path in (ROOT / FOLDER).glob("*/results.json")}
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of configurations, results and pages."""
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("*.png"))
+    shutil.copy(ROOT / "README.md", tmp_path)
+    return tmp_path
+
+
+def plant(root: Path, file: str, truth: str, lie: str) -> None:
+    """Put a lie in the place of what stands in a file once."""
+    text = (root / file).read_text(encoding="utf-8")
+    assert text.count(truth) == 1, f"{file}: {truth!r} is there {text.count(truth)} times"
+    (root / file).write_text(text.replace(truth, lie), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("page", "truth", "lie"),
+    [
+        ("README.md", "| adaptive | 704 | 774 | 775 |", "| adaptive | 704 | 774 | 765 |"),
+        ("README.md", "-->3,588<!-- end -->", "-->3,858<!-- end -->"),
+        ("docs/tutorial/first-comparison.md", "| zb | 397 (390) |", "| zb | 397 (380) |"),
+        ("docs/explanation/measurements.md", "| 15 | 12 | 0 |", "| 16 | 11 | 0 |"),
+        ("docs/explanation/measurements.md", "0-1 3-4 6-7: 1.223", "0-1 3-4 6-7: 1.123"),
+        ("docs/explanation/restarts.md", "| 252.1 | -4.2 |", "| 242.1 | -14.2 |"),
+        (
+            "docs/explanation/memory.md",
+            "2-3 60 ms -->1.07<!-- end -->",
+            "2-3 60 ms -->1.02<!-- end -->",
+        ),
+    ],
+)
+def test_a_page_states_what_its_result_holds(copy, page, truth, lie):
+    plant(copy, page, truth, lie)
+    (found,) = problems(copy)
+    assert found.startswith(f"{page}:")
+    assert "not what its result gives" in found
+
+
+def test_a_results_table_is_that_of_its_runs(copy):
+    table = "docs/results/hol/table.md"
+    plant(copy, table, "| adaptive-informed | **396.1**", "| adaptive-informed | **386.1**")
+    assert problems(copy) == [
+        f"{table}: not the table of results.json; make reference writes it again"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("truth", "lie"),
+    [
+        ("  steps: 8\n", "  steps: 80\n"),
+        ("latency_ms: 30", "latency_ms: 20"),
+        ("{forward_ms: 10,", "{forward_ms: 11,"),
+    ],
+)
+def test_a_changed_configuration_makes_a_result_older(copy, truth, lie):
+    plant(copy, "configs/hol.yaml", truth, lie)
+    hol = judgements(copy)["hol"]
+    assert hol.changes == ("what it measures has changed",)
+    assert "older than its configuration: what it measures has changed" in hol.headline
+    assert any("measurements.md" in problem for problem in problems(copy))
+
+
+def test_a_changed_trace_makes_a_result_older(copy):
+    trace = copy / "configs" / "traces" / "adaptra-table3.csv"
+    trace.write_text(trace.read_text(encoding="utf-8").replace("\n", "\n\n", 1), encoding="utf-8")
+    assert judgements(copy)["table3"].changes == ("what it measures has changed",)
+
+
+def test_a_new_system_makes_a_result_older(copy):
+    plant(copy, "configs/hol.yaml", "[1f1b, zb, zb-", "[1f1b, zb, adaptive, zb-")
+    assert judgements(copy)["hol"].changes == ("no runs of adaptive",)
+
+
+@pytest.mark.parametrize(
+    ("truth", "lie", "says"),
+    [
+        ("at_most: 1.12", "at_most: 1.2", "was at most 1.12, and is at most 1.2 without a new"),
+        ("at_least: 2}", "at_least: 1.5}", "was at least 2, and is at least 1.5 without a new"),
+        ("over: lower bound, ", "", "the bar (at most 1.04) is gone"),
+        ("value: waiting, at_most: 0.01", "value: waiting, at_least: 0", "(at most 0.01) is gone"),
+    ],
+)
+def test_a_bar_is_not_loosened_without_a_new_result(copy, truth, lie, says):
+    plant(copy, "configs/hol.yaml", truth, lie)
+    assert any(each.startswith("hol: 2-3 30 ms: ") and says in each for each in problems(copy))
+
+
+def test_a_stricter_bar_needs_no_new_result(copy):
+    plant(copy, "configs/hol.yaml", "at_most: 1.12", "at_most: 1.11")
+    assert problems(copy) == []
+
+
+def test_a_recorded_ratio_is_that_of_the_runs(copy):
+    results = copy / FOLDER / "hol" / "results.json"
+    data = json.loads(results.read_text(encoding="utf-8"))
+    data["bars"][0]["measured"] = 3.0
+    results.write_text(json.dumps(data), encoding="utf-8")
+    assert any("recorded as 3.0, but the runs give 2.8" in each for each in problems(copy))
+
+
+def test_each_miss_has_a_reason_and_no_other_bar(copy):
+    reasons = "docs/results/misses.yaml"
+    plant(
+        copy, reasons, "    memory: [adaptive-offload over adaptive-informed]", "    hol: [zb, zbb]"
+    )
+    found = [each for each in problems(copy) if each.startswith(reasons)]
+    assert found == [
+        f"{reasons}: memory: adaptive-offload over adaptive-informed is missed, and no reason is "
+        "given",
+        f"{reasons}: hol: zb is not missed, but a reason is given",
+        f"{reasons}: hol: zbb is not missed, but a reason is given",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("marker", "says"),
+    [
+        ("<!-- steps of holl -->", "no result of this name"),
+        ("<!-- steps of hol: zbb -->", "the result has no zbb, healthy"),
+        ("<!-- steps of hol: zb; ill -->", "the result has no zb, ill"),
+        ("<!-- spets of hol -->", "the result has no 1f1b, healthy"),
+    ],
+)
+def test_a_marker_names_what_a_result_has(marker, says):
+    with pytest.raises(ValueError, match=says):
+        with_results(f"{marker}\n<!-- end -->", judgements(), read_reasons())
+
+
+def test_pages_have_numbers_by_markers():
+    marked = [page for page in pages(ROOT) if "<!-- end -->" in page.read_text(encoding="utf-8")]
+    assert {page.name for page in marked} >= {"README.md", "measurements.md", "restarts.md"}
