@@ -162,13 +162,13 @@ def without_reason(
 
 def problems(root: Path = ROOT) -> list[str]:
     """All that contradicts the committed results."""
-    from benchmarks.result_pages import other_pages  # which needs this module
+    from benchmarks.result_pages import Results, other_pages  # which needs this module
 
     judged, reasons = judgements(root), read_reasons(root)
     return [
         *(problem for each in judged.values() for problem in each.problems),
         *without_reason(judged, reasons),
-        *other_pages(root, judged, reasons),
+        *other_pages(root, Results(judged, reasons, root / FOLDER)),
     ]
 
 

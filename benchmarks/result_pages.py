@@ -1,6 +1,6 @@
-"""`make reference`: tables and numbers of pages from the committed results of comparisons.
+"""`make reference`: tables and numbers of pages from the committed results.
 
-What stands between a marker and `<!-- end -->` on a page is made from a results.json:
+What stands between a marker and `<!-- end -->` on a page is made from a comparison's results.json:
 
     <!-- steps of hol -->               a table: a row for each system, a column for each condition
     <!-- steps of hol: zb, adaptive; healthy, 2-3 30 ms -->    some systems, some conditions
@@ -9,26 +9,45 @@ What stands between a marker and `<!-- end -->` on a page is made from a results
     <!-- results -->                    where all results are from, and how many bars they meet
     <!-- misses -->                     all bars that are missed, and why
 
-In the middle of a line a marker stands for one number. `CELLS` has the other kinds of numbers.
+In the middle of a line a marker stands for one number. `CELLS` has the other kinds of numbers. A
+number of any other JSON file in docs/results is named by file, keys and format:
+
+    <!-- value of rank0/after: parts_ms.detect .1f -->
 """
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 from benchmarks.judge import FOLDER, TABLE, Judgement, judgements, read_reasons
 from benchmarks.results import ROOT
 from jaxmorph.report.matrix_table import WHOLE_COLUMNS, markdown_table, matrix_markdown, whole_rows
 from jaxmorph.report.run_matrix import MET, MISSED, NOT_MEASURED, JudgedBar, Matrix, Run
 
-Judged = Mapping[str, Judgement]
-Reasons = Mapping[tuple[str, str], str]
 _MARKED = re.compile(
-    r"(?P<marker><!-- (?P<what>[a-z]+)(?: of (?P<name>[\w-]+)(?:: (?P<chosen>[^\n]+?))?)? -->)"
+    r"(?P<marker><!-- (?P<what>[a-z]+)(?: of (?P<name>[\w/-]+)(?:: (?P<chosen>[^\n]+?))?)? -->)"
     r"(?P<old>(?:(?!<!-- ).)*)(?=<!-- end -->)",
     re.DOTALL,
 )
+
+
+@dataclass(frozen=True)
+class Results:
+    """What pages take their numbers from.
+
+    Attributes:
+        reasons: `benchmarks.judge.read_reasons`.
+        folder: Of the other files.
+    """
+
+    judged: Mapping[str, Judgement]
+    reasons: Mapping[tuple[str, str], str]
+    folder: Path
 
 
 def _step(run: Run) -> str:
@@ -53,23 +72,25 @@ CELLS: Mapping[str, Callable[[Run], str]] = {
 """The text for a run: `steps` is the median (predicted), *published*; `blocked` the worst stage."""
 
 
-def with_results(page: str, judged: Judged, reasons: Reasons) -> str:
+def with_results(page: str, results: Results) -> str:
     """A page with its tables and numbers made again.
 
     Raises:
         ValueError: A marker asks for what no result has.
     """
-    return _MARKED.sub(lambda found: _again(found, judged, reasons), page)
+    return _MARKED.sub(lambda found: _again(found, results), page)
 
 
-def _again(found: re.Match[str], judged: Judged, reasons: Reasons) -> str:
-    what, name = found["what"], found["name"]
+def _again(found: re.Match[str], results: Results) -> str:
+    what, name, judged = found["what"], found["name"], results.judged
     if name is None and what == "results":
         text = _table_of_results(judged)
     elif name is None and what == "misses":
-        text = _table_of_misses(judged, reasons)
+        text = _table_of_misses(results)
     elif name is None:
         return found[0]  # another comment
+    elif what == "value":
+        return found["marker"] + _value(found, results.folder / f"{name}.json")
     elif name not in judged:
         raise ValueError(f"{found['marker']}: no result of this name")
     elif what == "failures":
@@ -104,7 +125,20 @@ def _cell(found: re.Match[str], matrix: Matrix, row: str, condition: str) -> str
         raise ValueError(f"{found['marker']}: the result has no {row}, {condition}") from error
 
 
-def _table_of_results(judged: Judged) -> str:
+def _value(found: re.Match[str], path: Path) -> str:
+    keys, _, form = (found["chosen"] or "").rpartition(" ")
+
+    def inner(within: Any, key: str) -> Any:
+        return within[int(key) if isinstance(within, list) else key]
+
+    try:
+        number = reduce(inner, keys.split("."), json.loads(path.read_text(encoding="utf-8")))
+        return format(number, form)
+    except (OSError, LookupError, ValueError, TypeError) as error:
+        raise ValueError(f"{found['marker']}: {path.name} has no such number: {error!r}") from error
+
+
+def _table_of_results(judged: Mapping[str, Judgement]) -> str:
     """A row for each result: where it is from, and how many bars it meets."""
     verdicts = (MET, MISSED, NOT_MEASURED)
     heads = ("result", "commit", "date", "load before", "load after", *verdicts, "")
@@ -127,10 +161,10 @@ def _result_cells(each: Judgement, verdicts: tuple[str, ...]) -> list[str]:
     ]
 
 
-def _table_of_misses(judged: Judged, reasons: Reasons) -> str:
+def _table_of_misses(results: Results) -> str:
     """A row for each claim that is missed: under which conditions, by how much, and why."""
     groups: dict[tuple[str, str, str], list[JudgedBar]] = {}
-    for each in judged.values():
+    for each in results.judged.values():
         for bar in each.missed:
             groups.setdefault((each.name, bar.claim, bar.limits), []).append(bar)
     rows = (
@@ -139,7 +173,7 @@ def _table_of_misses(judged: Judged, reasons: Reasons) -> str:
             claim,
             limits,
             ", ".join(f"{bar.condition}: {bar.measured:.3f}" for bar in bars),
-            reasons.get((name, claim), ""),
+            results.reasons.get((name, claim), ""),
         ]
         for (name, claim, limits), bars in groups.items()
     )
@@ -148,17 +182,17 @@ def _table_of_misses(judged: Judged, reasons: Reasons) -> str:
 
 def pages(root: Path) -> list[Path]:
     """Where markers may be."""
-    results = root / FOLDER
-    docs = (page for page in (root / "docs").rglob("*.md") if not page.is_relative_to(results))
+    folder = root / FOLDER
+    docs = (page for page in (root / "docs").rglob("*.md") if not page.is_relative_to(folder))
     return sorted([root / "README.md", *docs])
 
 
-def other_pages(root: Path, judged: Judged, reasons: Reasons) -> Iterator[str]:
+def other_pages(root: Path, results: Results) -> Iterator[str]:
     """Pages with other tables or numbers than results give."""
     for page in pages(root):
         text = page.read_text(encoding="utf-8")
         try:
-            again = with_results(text, judged, reasons)
+            again = with_results(text, results)
         except ValueError as error:
             yield f"{page.relative_to(root)}: {error}"
             continue
@@ -173,10 +207,10 @@ def main() -> None:
     """Write the results' tables, and the pages that have some of their numbers."""
     for name, each in judgements().items():
         (ROOT / FOLDER / name / TABLE).write_text(matrix_markdown(each.matrix), encoding="utf-8")
-    judged, reasons = judgements(), read_reasons()
+    results = Results(judgements(), read_reasons(), ROOT / FOLDER)
     for page in pages(ROOT):
         text = page.read_text(encoding="utf-8")
-        page.write_text(with_results(text, judged, reasons), encoding="utf-8")
+        page.write_text(with_results(text, results), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.judge import FOLDER, ROOT, judgements, problems, read_reasons
-from benchmarks.result_pages import pages, with_results
+from benchmarks.judge import FOLDER, ROOT, judgements, problems
+from benchmarks.result_pages import Results, pages, with_results
 
 OLDER = {"figure15", "figure16", "nic-failure"}
 """Results from before their configurations changed; one that is measured again leaves this list."""
@@ -53,6 +53,7 @@ def plant(root: Path, file: str, truth: str, lie: str) -> None:
         ("README.md", "| adaptive | 704 | 774 | 775 |", "| adaptive | 704 | 774 | 765 |"),
         ("README.md", "-->3,588<!-- end -->", "-->3,858<!-- end -->"),
         ("docs/tutorial/first-comparison.md", "| zb | 397 (390) |", "| zb | 397 (380) |"),
+        ("docs/explanation/measurements.md", "median_ms .1f -->30.0<!", "median_ms .1f -->20.0<!"),
         ("docs/explanation/measurements.md", "| 15 | 12 | 0 |", "| 16 | 11 | 0 |"),
         ("docs/explanation/measurements.md", "0-1 3-4 6-7: 1.223", "0-1 3-4 6-7: 1.123"),
         ("docs/explanation/restarts.md", "| 252.1 | -4.2 |", "| 242.1 | -14.2 |"),
@@ -152,12 +153,14 @@ def test_each_miss_has_a_reason_and_no_other_bar(copy):
         ("<!-- steps of holl -->", "no result of this name"),
         ("<!-- steps of hol: zbb -->", "the result has no zbb, healthy"),
         ("<!-- steps of hol: zb; ill -->", "the result has no zb, ill"),
+        ("<!-- value of rank0/after: median .1f -->", "after.json has no such number: KeyError"),
+        ("<!-- value of rank0/later: median_ms .1f -->", "later.json has no such number: FileNot"),
         ("<!-- spets of hol -->", "the result has no 1f1b, healthy"),
     ],
 )
 def test_a_marker_names_what_a_result_has(marker, says):
     with pytest.raises(ValueError, match=says):
-        with_results(f"{marker}\n<!-- end -->", judgements(), read_reasons())
+        with_results(f"{marker}<!-- end -->", Results(judgements(), {}, ROOT / FOLDER))
 
 
 def test_pages_have_numbers_by_markers():

@@ -209,7 +209,8 @@ def _bar_problems(compare: Compare) -> Iterator[Problem]:
     for index, bar in enumerate(compare.bars):
         key = f"compare.bars.{index}"
         if unknown := [name for name in bar.conditions or () if name not in names]:
-            yield mismatch(f"{key}.conditions", unknown, f"some of {', '.join(names)}")
+            expected = f"some of {', '.join(names)} (or no bars: compare.bars=[])"
+            yield mismatch(f"{key}.conditions", unknown, expected)
         if bar.at_least is None and bar.at_most is None:
             yield Problem(key, "got no limit, expected at_least, at_most, or both")
         if bar.over == HEALTHY and compare.healthy is None:

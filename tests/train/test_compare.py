@@ -170,6 +170,7 @@ def adaptive(tmp_path_factory):
         "compare.systems=[adaptive, adaptive-informed, adaptive-capped, adaptive-offload]",
         "compare.conditions=[{name: slow, links: [{between: [0, 1], latency_ms: 60}]}]",
         "compare.reference={}",
+        "compare.bars=[]",
         "compare.repeats=1",
         "compare.warmup_steps=6",
         "batch.microbatches=8",
