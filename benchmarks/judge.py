@@ -185,6 +185,8 @@ def main() -> int:
     contradictions = problems() if folder is None else []
     counts = Counter(bar.verdict for each in judged.values() for bar in each.bars)
     print(*contradictions, ", ".join(f"{n} {verdict}" for verdict, n in counts.items()), sep="\n")
+    if older := [name for name, each in judged.items() if each.changes]:
+        print(f"older than its configuration: {', '.join(older)}")
     return 1 if counts[MISSED] or contradictions or not judged else 0
 
 

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.judge import FOLDER, ROOT, judgements, problems
+from benchmarks.judge import FOLDER, ROOT, judgements, main, problems
 from benchmarks.result_pages import Results, pages, with_results
+from jaxmorph.config import load_config
+from jaxmorph.config.compare_section import SYSTEM_NAMES
 
 OLDER = {"figure15", "figure16", "nic-failure"}
 """Results from before their configurations changed; one that is measured again leaves this list."""
@@ -29,6 +31,14 @@ def test_every_comparison_has_a_result():
                     if "\ncompare:" in path.read_text(encoding="utf-8")}  # fmt: skip
     assert judgements().keys() == with_section
     assert with_section == {path.parent.name for path in (ROOT / FOLDER).glob("*/results.json")}
+
+
+@pytest.mark.parametrize("name", judgements())
+def test_every_bar_is_on_systems_that_are_compared(name):
+    compare = load_config(ROOT / "configs" / f"{name}.yaml").compare
+    assert compare is not None
+    named = {system for bar in compare.bars for system in (*bar.systems, bar.over)}
+    assert named & {*SYSTEM_NAMES} <= {*compare.systems}
 
 
 @pytest.fixture
@@ -166,3 +176,22 @@ def test_a_marker_names_what_a_result_has(marker, says):
 def test_pages_have_numbers_by_markers():
     marked = [page for page in pages(ROOT) if "<!-- end -->" in page.read_text(encoding="utf-8")]
     assert {page.name for page in marked} >= {"README.md", "measurements.md", "restarts.md"}
+
+
+def test_the_judge_prints_every_bar(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["judge"])
+    assert main() == 1  # some are missed
+    printed = capsys.readouterr().out
+    judged = judgements()
+    assert all(str(bar) in printed for each in judged.values() for bar in each.bars)
+    assert printed.endswith(f"older than its configuration: {', '.join(sorted(OLDER))}\n")
+
+
+def test_the_judge_takes_a_folder_of_runs(copy, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["judge", str(copy / FOLDER / "..")])
+    assert main() == 1  # there are none
+    (copy / "runs").mkdir()
+    shutil.copytree(copy / FOLDER / "hol", copy / "runs" / "hol")
+    monkeypatch.setattr("sys.argv", ["judge", str(copy / "runs")])
+    assert main() == 0
+    assert capsys.readouterr().out.endswith("6 met\n")

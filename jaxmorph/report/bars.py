@@ -2,14 +2,22 @@
 
 from collections.abc import Mapping
 
-from jaxmorph.config.compare_section import HEALTHY, LOWER_BOUND, PREDICTION, Bar, Compare
+from jaxmorph.config.compare_section import (
+    HEALTHY,
+    LOWER_BOUND,
+    PREDICTION,
+    SYSTEM_NAMES,
+    Bar,
+    Compare,
+)
 from jaxmorph.report.run_matrix import JudgedBar, Run
 
 Runs = Mapping[tuple[str, str], Run]
 
 
 def judge(compare: Compare, runs: Runs) -> tuple[JudgedBar, ...]:
-    """All bars, in the order of the configuration."""
+    """All bars on systems that are compared, in the order of the configuration."""
+    others = {*SYSTEM_NAMES} - {*compare.systems}  # such as those that a command line leaves out
     everywhere = tuple(condition.name for condition in compare.conditions)
     return tuple(
         JudgedBar(
@@ -22,8 +30,10 @@ def judge(compare: Compare, runs: Runs) -> tuple[JudgedBar, ...]:
             measured=_ratio(bar, system, condition, compare.healthy, runs),
         )
         for bar in compare.bars
+        if bar.over not in others
         for condition in bar.conditions or everywhere
         for system in bar.systems
+        if system not in others
     )
 
 

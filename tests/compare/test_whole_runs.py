@@ -253,8 +253,11 @@ def test_a_stopped_comparison_writes_its_results(runs, tmp_path, monkeypatch):
         "restart-cold, healthy: asked to end after 8 of 20 steps, saved; the comparison has ended "
         "with it, and its results so far are written"
     )
-    results = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
-    assert [(each["system"], each["condition"], each["failed"]) for each in results] == [
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["provenance"]["command"].startswith("jaxmorph compare ")
+    found = results["runs"]
+    assert [len(each["load"]) for each in found] == [1, 1, 1]
+    assert [(each["system"], each["condition"], each["failed"]) for each in found] == [
         ("restart", "healthy", None),
         ("restart", "cut", None),
         ("restart-cold", "healthy", "8 steps done: asked to end"),

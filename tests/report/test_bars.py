@@ -23,6 +23,7 @@ RUNS = {(each.system, each.condition): each for each in LISTED}
 
 def judged(condition: str = "slow", runs=RUNS, **bar):
     compare = {
+        "systems": ["zb", "adaptive", "1f1b"],
         "conditions": [{"name": "healthy"}, {"name": "slow", "trace": {"regime": "A"}}],
         "bars": [{"systems": ["zb"], "conditions": [condition], "at_most": 1.0} | bar],
     }
@@ -62,6 +63,17 @@ def test_a_limit_itself_is_met():
 def test_nothing_is_held_against_a_failed_run():
     runs = RUNS | {("adaptive", "slow"): Run("adaptive", "slow", failed="rank 1 failed")}
     assert judged(over="adaptive", runs=runs).verdict == "not measured"
+
+
+def test_bars_on_systems_that_are_left_out_are_left_out():
+    bars = [
+        {"systems": ["zb", "adaptive"], "at_most": 1.0},
+        {"systems": ["zb"], "over": "adaptive", "at_most": 1.0},
+        {"systems": ["zb"], "over": "healthy", "at_most": 1.0},
+    ]
+    compare = {"systems": ["zb"], "conditions": [{"name": "healthy"}], "bars": bars}
+    found = judge(Compare.model_validate(compare), RUNS)
+    assert [bar.claim for bar in found] == ["zb", "zb over its healthy step"]
 
 
 def test_a_bar_without_conditions_applies_under_all():
