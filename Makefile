@@ -3,18 +3,18 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-all test-rest test-processes test-others test-jax goldens reference mutations extras lint types check docs bench bench-speed bench-planner bench-transport bench-faults bench-chaos bench-netns bench-figures clean
+.PHONY: setup demo test test-all test-more test-long test-processes test-others test-jax goldens reference mutations extras lint types check docs bench bench-speed bench-planner bench-transport bench-faults bench-chaos bench-netns bench-figures clean
 
 setup: $(VENV)/installed
 
 # Every process begins with the same imports, and tests start many.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Installed again when the dependencies change.
+# Installed again when the dependencies change. Most of what is installed is never imported: what is,
+# is compiled then.
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet $(PIP_OPTIONS) --upgrade pip
-	$(BIN)/pip install --quiet $(PIP_OPTIONS) --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --editable '.[dev]' $(INSTALL)
 	touch $@
 
 demo: setup
@@ -46,12 +46,18 @@ test-others: setup
 	    $(call MARKED,not ($(SEVERAL_PROCESSES))) $(TESTS) >$(VENV)/others.log 2>&1; \
 	status=$$?; echo "all other tests:"; cat $(VENV)/others.log; exit $$status
 
-# The rest: whole runs of half a minute and more, properties with 100 examples in place of 25, and what
-# needs `make extras`.
-test-rest: setup
-	@HYPOTHESIS_PROFILE=thorough $(MAKE) test ONLY='long or hypothesis or extras' WITHOUT=
+# What CI adds: properties with 100 examples in place of 25, what needs `make extras`, and gradients of
+# more models and numbers of stages.
+IN_CI := hypothesis or extras or (long and parity)
 
-test-all: test test-rest
+test-more: setup
+	@HYPOTHESIS_PROFILE=thorough $(MAKE) test ONLY='$(IN_CI)' WITHOUT=
+
+# Before a release: whole runs of half a minute and more, most of them under faults.
+test-long: setup
+	@$(MAKE) test ONLY='long and not ($(IN_CI))' WITHOUT=
+
+test-all: test test-more test-long
 
 # Whether the tests notice deliberate mistakes: half an hour. ARGS='--only slackness' takes a few.
 mutations: setup
@@ -78,7 +84,7 @@ JAX_VENV = .venv-jax-$(JAX)
 OF_JAX := tests/pallas_kernels tests/copies tests/stage/test_cudnn_attention.py tests/models/test_attention.py tests/test_gpu_page.py tests/runtime/test_xla_settings.py
 
 test-jax:
-	@$(MAKE) --no-print-directory setup VENV=$(JAX_VENV) PIP_OPTIONS='--no-compile jax==$(JAX)'
+	@$(MAKE) --no-print-directory setup VENV=$(JAX_VENV) INSTALL=jax==$(JAX)
 	$(JAX_VENV)/bin/python -m pytest -m 'not (long or one_jax)' $(or $(TESTS),$(OF_JAX))
 
 lint: setup

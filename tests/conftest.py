@@ -12,7 +12,7 @@ from hypothesis import settings
 
 sys.path.append(str(Path(__file__).parent))  # what folders of tests share
 
-# `make test` draws few examples of each property, `make test-rest` many, the same ones each time.
+# `make test` draws few examples of each property, `make test-more` many, the same ones each time.
 for profile, examples in (("quick", 25), ("thorough", 100)):
     settings.register_profile(
         profile, max_examples=examples, derandomize=True, deadline=None, database=None

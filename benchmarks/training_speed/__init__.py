@@ -1,4 +1,4 @@
-"""Tokens per second of jaxmorph, of a plain JAX loop and of torch.distributed.pipelining.
+"""Tokens per second of jaxmorph, a plain JAX loop, SpectraX and torch.distributed.pipelining.
 
 `python -m benchmarks.training_speed` trains the same GPT-2 from the same parameters on the same
 batches with all of them, side by side: every contender has its own processes for the

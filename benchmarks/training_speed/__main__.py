@@ -12,7 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.results import ROOT, finish, provenance
-from benchmarks.training_speed.contenders import OF_JAX, OF_TORCH, Contender, commands
+from benchmarks.training_speed.contenders import (
+    Contender,
+    commands,
+    of_jax,
+    of_spectrax,
+    of_torch,
+)
 from benchmarks.training_speed.results import HEADER, bars, speeds
 from benchmarks.training_speed.turns import ContenderError, Running, Turn, running
 from benchmarks.training_speed.worker import WorkerOptions
@@ -25,10 +31,17 @@ def main() -> int:
     """Print the table and a line per bar; 1 if one is missed or a contender failed."""
     options = _parse()
     workload = Workload(width=options.width, num_layers=options.layers)
-    torch_python = options.torch_python or _python_with_torch()
-    contenders = [*OF_JAX, *(OF_TORCH if torch_python else ())]
+    torch_python = options.torch_python or _python_with("torch")
+    contenders = [
+        *of_jax(options.stages),
+        *(of_spectrax() if _python_with("spectrax") else ()),
+        *(of_torch(options.stages) if torch_python else ()),
+    ]
     values = provenance("benchmarks.training_speed")
     print(f"{workload}; load average before: {values['load_before'][0]:.2f}", flush=True)
+    print(f"{options.stages} stages; processes {'share' if options.unpinned else 'have'} cores")
+    if not _python_with("spectrax"):
+        print("SpectraX takes no part: pip install --no-deps spectrax-lib treescope")
     if not torch_python:
         print("torch is not installed, so it takes no part (or: --torch-python PATH)", flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -37,6 +50,7 @@ def main() -> int:
     rows = speeds(ran, turns, options.steps * workload.tokens_per_step)
     kept = [*bars(ran, turns)]
     print(HEADER, *rows, "", sep="\n")
+    values |= {"stages": options.stages, "pinned": not options.unpinned}
     values |= {"rows": [asdict(row) for row in rows]}
     return finish(kept, options.json, values) or int(failed)
 
@@ -73,6 +87,8 @@ def measure(
                 rank=0,
                 num_ranks=1,
                 meeting=folder / f"{number}.meeting",
+                num_stages=options.stages,
+                pinned=not options.unpinned,
             )
             start = commands(contender, shared, folder / f"{number}.logs", torch_python)
             try:
@@ -98,14 +114,18 @@ def _round(ready: dict[str, Running], steps: int) -> dict[str, Turn]:
     return turns
 
 
-def _python_with_torch() -> str:
-    return sys.executable if importlib.util.find_spec("torch") else ""
+def _python_with(package: str) -> str:
+    return sys.executable if importlib.util.find_spec(package) else ""
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training_speed")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--torch-python", default="", help="a Python that has torch and numpy")
+    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument(
+        "--unpinned", action="store_true", help="all processes of a contender share its cores"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=2, help="of each contender in a round")
     parser.add_argument("--width", type=int, default=Workload.width)

@@ -32,21 +32,37 @@ class Contender:
 PLAIN, PLAIN_TWO = "plain JAX", "plain JAX, two cores"
 STAGE, STAGE_TWO = "jaxmorph, 1 stage", "jaxmorph, 1 stage, two cores"
 STAGES_1F1B, STAGES_ZB = "jaxmorph, 1f1b", "jaxmorph, zb-h2"
+SPECTRAX_1F1B, SPECTRAX_ZB = "SpectraX, Std1F1B", "SpectraX, ZeroBubbleH1"
 TORCH, TORCH_1F1B, TORCH_ZB = "torch", "torch pipelining, 1F1B", "torch pipelining, ZB1P"
 
-OF_JAX = (
-    Contender(PLAIN, "plain_worker", "", 1, 1),
-    Contender(STAGE, "jaxmorph_worker", "1f1b", 1, 1),
-    Contender(PLAIN_TWO, "plain_worker", "", 1, 2),
-    Contender(STAGE_TWO, "jaxmorph_worker", "1f1b", 1, 2),
-    Contender(STAGES_1F1B, "jaxmorph_worker", "1f1b", 2, 2, alone=STAGE),
-    Contender(STAGES_ZB, "jaxmorph_worker", "zb-h2", 2, 2, alone=STAGE),
-)
-OF_TORCH = (
-    Contender(TORCH, "torch_worker", "", 1, 1),
-    Contender(TORCH_1F1B, "torch_worker", "1F1B", 2, 2, alone=TORCH),
-    Contender(TORCH_ZB, "torch_worker", "ZB1P", 2, 2, alone=TORCH),
-)
+
+def of_jax(stages: int) -> tuple[Contender, ...]:
+    """Plain JAX, and jaxmorph with one process a stage."""
+    return (
+        Contender(PLAIN, "plain_worker", "", 1, 1),
+        Contender(STAGE, "jaxmorph_worker", "1f1b", 1, 1),
+        Contender(PLAIN_TWO, "plain_worker", "", 1, 2),
+        Contender(STAGE_TWO, "jaxmorph_worker", "1f1b", 1, 2),
+        Contender(STAGES_1F1B, "jaxmorph_worker", "1f1b", stages, 2, alone=STAGE),
+        Contender(STAGES_ZB, "jaxmorph_worker", "zb-h2", stages, 2, alone=STAGE),
+    )
+
+
+def of_spectrax() -> tuple[Contender, ...]:
+    """One process, in which each stage is a device."""
+    return (
+        Contender(SPECTRAX_1F1B, "spectrax_worker", "Std1F1B", 1, 2, alone=PLAIN),
+        Contender(SPECTRAX_ZB, "spectrax_worker", "ZeroBubbleH1", 1, 2, alone=PLAIN),
+    )
+
+
+def of_torch(stages: int) -> tuple[Contender, ...]:
+    """One process alone, and one a stage."""
+    return (
+        Contender(TORCH, "torch_worker", "", 1, 1),
+        Contender(TORCH_1F1B, "torch_worker", "1F1B", stages, 2, alone=TORCH),
+        Contender(TORCH_ZB, "torch_worker", "ZB1P", stages, 2, alone=TORCH),
+    )
 
 
 def commands(

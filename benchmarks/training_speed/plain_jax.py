@@ -64,18 +64,19 @@ def initial_module(workload: Workload) -> WholeGPT2:
     return module
 
 
-def make_optimizer(workload: Workload) -> optax.GradientTransformation:
-    """AdamW with decay of matrices alone, after clipping."""
-    return optax.chain(
-        optax.clip_by_global_norm(workload.clip_norm),
-        optax.adamw(
-            workload.learning_rate,
-            b1=workload.beta1,
-            b2=workload.beta2,
-            eps=workload.epsilon,
-            weight_decay=workload.weight_decay,
-            mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim >= 2, params),
-        ),
+def adamw(workload: Workload) -> optax.GradientTransformation:
+    """AdamW with decay of matrices alone, which stacked layers have one axis more of."""
+
+    def is_matrix(path: jax.tree_util.KeyPath, leaf: jax.Array) -> bool:
+        return leaf.ndim - (jax.tree_util.DictKey("layers") in path) >= 2
+
+    return optax.adamw(
+        workload.learning_rate,
+        b1=workload.beta1,
+        b2=workload.beta2,
+        eps=workload.epsilon,
+        weight_decay=workload.weight_decay,
+        mask=lambda params: jax.tree.map_with_path(is_matrix, params),
     )
 
 
@@ -84,7 +85,7 @@ class PlainLoop:
 
     def __init__(self, workload: Workload) -> None:
         graph, self._params = nnx.split(initial_module(workload), nnx.Param)
-        optimizer = make_optimizer(workload)
+        optimizer = optax.chain(optax.clip_by_global_norm(workload.clip_norm), adamw(workload))
         self._state = jax.jit(optimizer.init)(self._params)
 
         def mean_loss(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:

@@ -40,11 +40,13 @@ class WorkerOptions:
         address: The benchmark's socket.
         workload: What to train.
         batches: The file with the data.
-        cores: Those of all processes of the contender; each has its share.
+        cores: Those of all processes of the contender; each has its share, or all share them.
         variant: Which schedule.
         params: The initial parameters, for those that can't make them themselves.
         rank: The number of this process.
         num_ranks: How many the contender has.
+        num_stages: More than that where stages are devices of one process.
+        pinned: Whether each process has cores of its own.
         meeting: Where they find one another.
     """
 
@@ -57,11 +59,14 @@ class WorkerOptions:
     rank: int
     num_ranks: int
     meeting: Path
+    num_stages: int = 1
+    pinned: bool = True
 
     @property
     def own_cores(self) -> tuple[int, ...]:
         """This process's."""
-        return self.cores[self.rank :: self.num_ranks]
+        share = self.cores[self.rank % len(self.cores) :: self.num_ranks]
+        return share if self.pinned else self.cores
 
     def to_text(self) -> str:
         """One word of a command line, which `from_text` reads back."""
@@ -82,7 +87,7 @@ def _confine(options: WorkerOptions) -> None:
     XLA sizes its pool of threads by NPROC, which a launcher sets, rather than by the cores.
     """
     os.sched_setaffinity(0, options.own_cores)
-    os.environ["NPROC"] = str(len(options.own_cores))
+    os.environ["NPROC"] = str(max(1, len(options.cores) // options.num_ranks))
 
 
 def serve(make: Callable[[WorkerOptions], Loop], rank: int | None = None) -> None:
