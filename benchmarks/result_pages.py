@@ -29,11 +29,11 @@ from benchmarks.results import ROOT
 from jaxmorph.report.matrix_table import WHOLE_COLUMNS, markdown_table, matrix_markdown, whole_rows
 from jaxmorph.report.run_matrix import MET, MISSED, NOT_MEASURED, JudgedBar, Matrix, Run
 
-_MARKED = re.compile(
-    r"(?P<marker><!-- (?P<what>[a-z]+)(?: of (?P<name>[\w/-]+)(?:: (?P<chosen>[^\n]+?))?)? -->)"
-    r"(?P<old>(?:(?!<!-- ).)*)(?=<!-- end -->)",
-    re.DOTALL,
+_MARKER = (
+    r"(?P<marker><!-- (?:(?P<whole>results|misses)"
+    r"|(?P<what>[a-z]+) of (?P<name>[\w/-]+)(?:: (?P<chosen>[^\n]+?))?) -->)"
 )
+_MARKED = re.compile(rf"{_MARKER}(?P<old>(?:(?!<!-- ).)*)(?=<!-- end -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,18 @@ def with_results(page: str, results: Results) -> str:
     Raises:
         ValueError: A marker asks for what no result has.
     """
-    return _MARKED.sub(lambda found: _again(found, results), page)
+    again, number = _MARKED.subn(lambda found: _again(found, results), page)
+    if number != len(re.findall(_MARKER, page)):
+        raise ValueError("a marker has no <!-- end -->")
+    return again
 
 
 def _again(found: re.Match[str], results: Results) -> str:
     what, name, judged = found["what"], found["name"], results.judged
-    if name is None and what == "results":
+    if found["whole"] == "results":
         text = _table_of_results(judged)
-    elif name is None and what == "misses":
+    elif found["whole"] == "misses":
         text = _table_of_misses(results)
-    elif name is None:
-        return found[0]  # another comment
     elif what == "value":
         return found["marker"] + _value(found, results.folder / f"{name}.json")
     elif name not in judged:
