@@ -20,6 +20,7 @@ _NOT_MEASURED = {
     "data": {"folder"},
     "compare": {"systems", "bars", "reference", "reference_source"},
 }
+_LENGTHS = "steps", "warmup_steps", "repeats", "profiling_steps"
 
 
 def provenance(command: str, configuration: str | None = None) -> Provenance:
@@ -45,18 +46,21 @@ def load_averages() -> tuple[float, ...]:
 def configuration_digest(config: Config) -> str:
     """SHA-256 of all in a configuration that matters to what is measured.
 
-    That is every value that differs from its default, and the contents of traces. So a key that a
-    later version adds changes no digest; of a changed default the commit tells.
+    That is how many steps a comparison takes, every other value that differs from its default, and
+    the contents of traces. So a key that a later version adds changes no digest. Nor does another
+    default in it, which is a change of the sources, as the commit names them.
 
     Raises:
         OSError: A trace can't be read.
     """
     values = config.model_dump(mode="json", exclude_defaults=True, exclude=_NOT_MEASURED)
     values = {key: value for key, value in values.items() if value != {}}
-    conditions = config.compare.conditions if config.compare else ()
-    files = (each.trace.file for each in conditions if each.trace and each.trace.file)
-    contents = {name: sha256(Path(name).read_bytes()).hexdigest() for name in files}
-    text = json.dumps([values, contents], sort_keys=True)
+    if config.compare is not None:
+        traces = [each.trace for each in config.compare.conditions if each.trace is not None]
+        files = {trace.file for trace in traces if trace.file is not None}
+        values["contents"] = {name: sha256(Path(name).read_bytes()).hexdigest() for name in files}
+        values["lengths"] = [getattr(config.compare, name) for name in _LENGTHS]
+    text = json.dumps(values, sort_keys=True)
     return sha256(text.encode()).hexdigest()
 
 

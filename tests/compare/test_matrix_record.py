@@ -1,4 +1,5 @@
 import json
+from importlib import import_module
 from math import nan
 
 import numpy as np
@@ -262,6 +263,7 @@ def test_a_file_that_fails_is_one_line(tmp_path, monkeypatch, broken, name):
     def fail(*_: object) -> None:
         raise ValueError("no such shape\nin line 2")
 
+    import_module("jaxmorph.report.page.comparison_page")  # the page's figure is the whole one
     if broken:
         monkeypatch.setattr(f"jaxmorph.{broken}", fail)
     results = _Results("few", FEW, tmp_path, {}, provenance("jaxmorph compare few.yaml"))

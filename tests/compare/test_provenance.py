@@ -40,6 +40,7 @@ def digest(*overrides: str) -> str:
         "compare.reference={zb: [1, 2]}",
         "compare.reference_source=a guess",
         "run.seed=0",  # as by default
+        "compare.repeats=2",
     ],
 )
 def test_a_digest_is_of_what_is_measured(override):
