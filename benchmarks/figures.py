@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxmorph.control.profiler import Profile
+from jaxmorph.control.step_programs import lower_step
 from jaxmorph.program.blocking import simulate_blocking
-from jaxmorph.program.lowering import lower
 from jaxmorph.records import Link
 from jaxmorph.report.draw.save import save_timelines
 from jaxmorph.schedule.bubbles import bubble_ms
@@ -88,7 +89,7 @@ def head_of_line_blocking(folder: Path) -> None:
     links = chain_links((0.0, 0.0, 20.0))
     costs = StageCosts.uniform(4, OP_MS, OP_MS, OP_MS)
     schedule = FIXED_SCHEDULES["zb-h2"](4, 12)
-    programs = lower(schedule, simulate(schedule, costs))
+    programs = lower_step(schedule, Profile(costs, links))
     timelines = {
         "zb-h2, delegated": _simulated(schedule, links),
         "zb-h2, direct": simulate_blocking(programs, costs, links),

@@ -1,7 +1,8 @@
 """How the cost of simulating and planning grows: `python -m benchmarks.planner_scale`.
 
-Both are one thread of Python, timed in seconds of processor time, so that other work on the machine
-counts little. Draws `--out`, writes `--json FILE`; exit code 1 when a bar is missed.
+So does that of lowering plans to instructions, and of checking these. All are one thread of Python,
+timed in seconds of processor time, so that other work on the machine counts little. Draws `--out`,
+writes `--json FILE`; exit code 1 when a bar is missed.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import argparse
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import log
 from pathlib import Path
 from statistics import linear_regression, median
@@ -19,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.planner_problems import timing_problems
 from benchmarks.results import Bar, finish, provenance
+from jaxmorph.program.check import check
+from jaxmorph.program.lowering import lower_in_step
 from jaxmorph.schedule.costs import StageCosts, chain_links
 from jaxmorph.schedule.fixed import FIXED_SCHEDULES
 from jaxmorph.schedule.planner import plan
@@ -39,9 +43,19 @@ SIMULATED: tuple[Size, ...] = (
     (64, 512),
     (128, 1024),
 )
-PLANNED: tuple[Size, ...] = ((4, 8), (8, 32), (16, 64), (16, 256), (32, 256), (64, 512))
+PLANNED: tuple[Size, ...] = (
+    (4, 8),
+    (8, 32),
+    (16, 64),
+    (16, 256),
+    (32, 256),
+    (64, 256),
+    (64, 512),
+    (128, 1024),
+)
 _REPEATS = 5
 _AT_LEAST_S = 0.01  # of one measurement: short calls are made several times over
+_ENOUGH_S = 5.0  # of all measurements: long calls are made fewer times
 _LARGE = 1_000  # ops from which on growth is judged: below, what does not grow weighs
 
 
@@ -66,7 +80,9 @@ class Planned:
     """What planning one size costs: the slowest and the least certain of a few problems.
 
     Args:
-        time_s: Median of a few calls.
+        time_s: Median of a few calls, as are the next two.
+        lowering_s: From a plan to all ranks' instructions.
+        checking_s: Of these instructions.
         gap: The most a plan may be above the optimum, by its certificate: 0.01 for one percent.
     """
 
@@ -74,13 +90,15 @@ class Planned:
     microbatches: int
     ops: int
     time_s: float
+    lowering_s: float
+    checking_s: float
     gap: float
 
 
 def processor_s(work: Callable[[], Any], repeats: int = _REPEATS) -> float:
     """Seconds of processor time that one call takes: the median of a few measurements."""
     calls, times_s = 1, []
-    while len(times_s) < repeats:
+    while len(times_s) < repeats and sum(times_s) < _ENOUGH_S:
         began_s = time.process_time()
         for _ in range(calls):
             work()
@@ -110,15 +128,19 @@ def measure_simulation(size: Size) -> Simulated:
 
 
 def measure_planning(size: Size) -> Planned:
-    """Time of planning three problems: free, capped until B, capped until W."""
+    """Time of planning three problems: free, capped until B, capped until W; all links direct."""
     times_s, gaps, ops = [], [], 0
     for problem in timing_problems(*size, 3):
         arguments = (problem.costs, problem.links, problem.limits, problem.num_microbatches)
         made = plan(*arguments)
-        times_s.append(processor_s(lambda arguments=arguments: plan(*arguments)))
+        to_lower = (made.schedule, problem.costs, problem.links, made.routes)
+        programs = lower_in_step(*to_lower)
+        calls = (partial(plan, *arguments), partial(lower_in_step, *to_lower))
+        times_s.append([processor_s(call) for call in (*calls, partial(check, programs))])
         gaps.append(made.predicted_step_s / made.lower_bound_s - 1)
         ops = _num_ops(made.schedule)
-    return Planned(*size, ops, max(times_s), max(gaps))
+    planning_s, lowering_s, checking_s = map(max, zip(*times_s, strict=True))
+    return Planned(*size, ops, planning_s, lowering_s, checking_s, max(gaps))
 
 
 def exponent(ops: Sequence[int], costs: Sequence[float]) -> float:
@@ -140,13 +162,20 @@ def make_bars(simulated: Sequence[Simulated], planned: Sequence[Planned]) -> lis
             unit="us",
         ),
         Bar("simulating: memory grows by ops to the", growth, at_most=1.05),
-        Bar(
-            f"planning {planned[-1].stages} x {planned[-1].microbatches}: slowest of three",
-            planned[-1].time_s,
-            at_most=1.0,
-            unit="s",
-        ),
+        *_planning_bars({(row.stages, row.microbatches): row for row in planned}),
     ]
+
+
+def _planning_bars(planned: Mapping[Size, Planned]) -> list[Bar]:
+    """What is asked of three sizes, each time of the slowest of three problems."""
+    lowered, made, largest = (planned[size] for size in ((64, 256), (64, 512), (128, 1024)))
+    in_all_s = largest.time_s + largest.lowering_s + largest.checking_s
+    asked = {
+        "lowering and checking 64 x 256": (lowered.lowering_s + lowered.checking_s, 0.5),
+        "planning 64 x 512": (made.time_s, 1.0),
+        "planning, lowering and checking 128 x 1,024": (in_all_s, 5.0),
+    }
+    return [Bar(claim, took_s, at_most=s, unit="s") for claim, (took_s, s) in asked.items()]
 
 
 def print_tables(simulated: Sequence[Simulated], planned: Sequence[Planned]) -> None:
@@ -162,6 +191,7 @@ def print_tables(simulated: Sequence[Simulated], planned: Sequence[Planned]) -> 
             f"planning   {row.stages:3} x {row.microbatches:<5,}{row.ops:8,} ops"
             f"{1e3 * row.time_s:10.2f} ms{1e6 * row.time_s / row.ops:7.2f} us an op"
             f"   at most {100 * row.gap:.2f} % above the optimum"
+            f"; lowering {row.lowering_s:.3f} s, checking {row.checking_s:.3f} s"
         )
     for name, rows in (("simulating", simulated), ("planning", planned)):
         power = exponent([row.ops for row in rows], [row.time_s for row in rows])
@@ -174,10 +204,16 @@ def draw(simulated: Sequence[Simulated], planned: Sequence[Planned], path: Path)
 
     figure = Figure(figsize=(10, 4.1), layout="constrained")
     times, memory = figure.subplots(1, 2)
-    for rows, name, look in ((planned, "planning", "D-"), (simulated, "simulating", "o-")):
-        colour = "#D55E00" if name == "planning" else "#0072B2"
-        ops = [row.ops for row in rows]
-        times.loglog(ops, [1e3 * row.time_s for row in rows], look, color=colour, label=name)
+    ops = [row.ops for row in planned]
+    for name, colour, times_s in (
+        ("planning", "#D55E00", [row.time_s for row in planned]),
+        ("lowering", "#009E73", [row.lowering_s for row in planned]),
+        ("checking", "#CC79A7", [row.checking_s for row in planned]),
+    ):
+        times.loglog(ops, [1e3 * took_s for took_s in times_s], "D-", color=colour, label=name)
+    ops = [row.ops for row in simulated]
+    times_ms = [1e3 * row.time_s for row in simulated]
+    times.loglog(ops, times_ms, "o-", color="#0072B2", label="simulating")
     times.loglog(
         *_in_proportion(simulated, 1.5e-3), "k:", linewidth=1, label="bar: 1.5 us an op, simulating"
     )

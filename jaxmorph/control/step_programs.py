@@ -3,7 +3,9 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
+from functools import partial
 from statistics import median
+from typing import Protocol
 
 from jaxmorph.control.profiler import Profile
 from jaxmorph.errors import UserError
@@ -12,8 +14,9 @@ from jaxmorph.program.check import ProgramError, check
 from jaxmorph.program.instructions import Channel, RankInstructions
 from jaxmorph.program.lowering import lower_in_step, lower_order
 from jaxmorph.program.offload import offload
+from jaxmorph.program.pairs import goes_in_pairs
 from jaxmorph.program.slots_needed import HostRoom, scarce_slots, slots_needed
-from jaxmorph.records import Routes, in_bytes
+from jaxmorph.records import Routes, in_bytes, pipeline_links
 from jaxmorph.schedule.costs import Limits, Links, StageCosts
 from jaxmorph.schedule.planner import Offloading, Plan, alternatives
 from jaxmorph.schedule.schedule import Schedule
@@ -23,7 +26,7 @@ from jaxmorph.schedule.timeline import Timeline
 _NOISE = 0.05  # a difference between stages that must not affect the order of transfers
 _WORTH = 0.01  # a smaller gain may be noise of the measurements
 _ROUNDING = 1e-9  # of sums of the same durations in another order
-_MOST_OPS = 20_000  # more would take seconds to lower for every candidate
+_MOST_OPS = 20_000  # more would take seconds to simulate for every candidate
 
 
 def lower_step(
@@ -35,6 +38,9 @@ def lower_step(
 ) -> tuple[RankInstructions, ...]:
     """Every rank's instructions for a step, checked by a replay of all ranks.
 
+    Where the schedule splits its backwards, direct transfers go in pairs if the simulated step is
+    then shorter.
+
     Args:
         profile: Its costs decide the order of direct transfers.
         num_tied: How many tied parameters the first and the last stage hold copies of.
@@ -45,13 +51,39 @@ def lower_step(
     """
     routes = routes or {}
     costs, links = _for_ordering(routes, profile)
-    programs = lower_in_step(schedule, costs, links, routes, num_tied=num_tied)
+    lowering = partial(lower_in_step, schedule, costs, links, routes, num_tied=num_tied)
+    programs = _paired_if_shorter(lowering, schedule, routes, profile)
     if offloading is None:
         check(programs)
         return programs
     programs = offload_step(programs, offloading)
     check(programs, offloading.memory)
     return programs
+
+
+class _Lowering(Protocol):
+    """Lowers one schedule, with direct transfers in pairs or as its kind has them."""
+
+    def __call__(self, *, pairs: bool | None = None) -> tuple[RankInstructions, ...]: ...
+
+
+def _paired_if_shorter(
+    lowering: _Lowering, schedule: Schedule, routes: Routes, profile: Profile
+) -> tuple[RankInstructions, ...]:
+    """The instructions, with pairs where a schedule without them has a clearly shorter step."""
+    programs = lowering()
+    links = pipeline_links(schedule.num_stages, schedule.num_chunks)
+    is_direct = any(routes.get(link, "direct") == "direct" for link in links)
+    if goes_in_pairs(schedule) or not is_direct or _is_large(schedule):
+        return programs
+    paired = lowering(pairs=True)
+    if paired == programs:
+        return programs
+    own_ms, paired_ms = (
+        simulate_blocking(each, profile.costs, profile.links).makespan_ms
+        for each in (programs, paired)
+    )
+    return paired if paired_ms < own_ms * (1 - _WORTH) else programs
 
 
 def offload_step(
@@ -76,7 +108,7 @@ def shorter_on_queues(made: Plan, profile: Profile, limits: Limits) -> Plan:
     ahead or behind makes its neighbour wait.
     """
     own = made.schedule
-    if "direct" not in made.routes.values() or sum(map(len, own.orders)) > _MOST_OPS:
+    if "direct" not in made.routes.values() or _is_large(own):
         return made
     own_ms = _blocking_ms(own, made, profile)
     best, best_ms = own, own_ms * (1 - _WORTH)
@@ -146,7 +178,7 @@ def _others(own: Schedule, profile: Profile, limits: Limits, *, must: bool) -> S
 
     A schedule that the configuration names stays.
     """
-    if own.name != "adaptive" or (sum(map(len, own.orders)) > _MOST_OPS and not must):
+    if own.name != "adaptive" or (_is_large(own) and not must):
         return ()
     return alternatives(profile.costs, profile.links, limits, own.num_microbatches)
 
@@ -189,6 +221,10 @@ def step_in_slots_ms(
         return math.inf
 
 
+def _is_large(schedule: Schedule) -> bool:
+    return sum(map(len, schedule.orders)) > _MOST_OPS
+
+
 def _overlapped_ms(schedule: Schedule, profile: Profile) -> float:
     return simulate(schedule, profile.costs, profile.links).makespan_ms
 
@@ -196,7 +232,8 @@ def _overlapped_ms(schedule: Schedule, profile: Profile) -> float:
 def _blocking_ms(schedule: Schedule, made: Plan, profile: Profile) -> float:
     """A step of one chunk, ordered as `lower_step` does, without frees and check."""
     costs, links = _for_ordering(made.routes, profile)
-    programs = lower_order(schedule, simulate(schedule, costs, links), made.routes)
+    lowering = partial(lower_order, schedule, simulate(schedule, costs, links), made.routes)
+    programs = _paired_if_shorter(lowering, schedule, made.routes, profile)
     return simulate_blocking(programs, profile.costs, profile.links).makespan_ms
 
 

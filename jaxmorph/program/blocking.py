@@ -16,11 +16,13 @@ from jaxmorph.program.instructions import (
     Fetch,
     Free,
     Instruction,
+    Move,
     Offload,
     RankInstructions,
     Receive,
     Run,
     Send,
+    SendReceive,
     Transfer,
     channel_of,
 )
@@ -57,8 +59,9 @@ def simulate_blocking(
     """The exact times of every op, transfer and copy, as in a measured timeline.
 
     A direct transfer is a rendezvous: each end holds its rank's queue from its arrival there until
-    both ends have arrived and the link's occupancy and latency have passed. A delegated send holds
-    no queue: its message waits for earlier ones to leave the link direction and arrives after its
+    both ends have arrived and the link's occupancy and latency have passed. A pair of them is one
+    rendezvous and takes as long as the slower of its two directions. A delegated send holds no
+    queue: its message waits for earlier ones to leave the link direction and arrives after its
     occupancy and latency; a receive holds the queue until then. Copies of stashes run beside the
     queue, one after another in each direction; an op that needs a stash or a place waits for it.
     A delegated send whose channel has no free slot waits for one, and so does all that follows it.
@@ -163,6 +166,16 @@ class _Board:
         if awaited in self.waiting:
             self.awake.append(self.waiting.pop(awaited))
 
+    def ends(self, step: Move) -> list[tuple[Transfer, _Posted, _Posted]]:
+        """A move's transfers, and where its rank and where the peer posts its arrival at each."""
+        match step:
+            case Send(sent):
+                return [(sent, self.sent_ms, self.received_ms)]
+            case Receive(received):
+                return [(received, self.received_ms, self.sent_ms)]
+            case SendReceive(sent, received):
+                return self.ends(Send(sent)) + self.ends(Receive(received))
+
     def delay(self, transfer: Transfer) -> DirectionDelay:
         """The delay of a transfer's link direction."""
         ends = transfer.source, transfer.destination
@@ -237,17 +250,14 @@ class _Rank:
 
     def advance(self, instructions: Sequence[Instruction]) -> Iterator[Transfer | Channel]:
         """Runs instructions in order; yields what it waits for: a transfer's other end, a slot."""
-        sent_ms, received_ms = self.board.sent_ms, self.board.received_ms
         for step in instructions:
             match step:
                 case Run(op):
                     self._run(op)
                 case Free():  # early, as it is the most frequent one
                     pass
-                case Send(transfer, "direct"):
-                    yield from self._meet(transfer, sent_ms, received_ms)
-                case Receive(transfer, "direct"):
-                    yield from self._meet(transfer, received_ms, sent_ms)
+                case Send(route="direct") | Receive(route="direct") | SendReceive():
+                    yield from self._meet(step)
                 case Send(transfer):
                     yield from self._send(transfer)
                 case Receive(transfer):
@@ -267,16 +277,23 @@ class _Rank:
         self.clock_ms += self.disturbance.op_ms(self.rank, op, planned_ms)
         self.ends_ms.append(self.clock_ms)
 
-    def _meet(self, transfer: Transfer, own: _Posted, other: _Posted) -> Iterator[Transfer]:
+    def _meet(self, step: Move) -> Iterator[Transfer]:
         start_ms = self.clock_ms
-        self.board.post(own, transfer, start_ms)
-        while transfer not in other:
-            yield transfer
-        met_ms = max(start_ms, other[transfer])
-        delay_ms = self.board.delay(transfer).total_ms
-        self.clock_ms = met_ms + self.disturbance.message_ms(transfer, met_ms, delay_ms)
-        span = TransferSpan(self.rank, _label(transfer), start_ms, self.clock_ms)
-        self.transfers.append(span)
+        ends = self.board.ends(step)
+        for transfer, own, _ in ends:
+            self.board.post(own, transfer, start_ms)
+        awaited, _, other = ends[0]
+        while awaited not in other:
+            yield awaited
+        met_ms = max(start_ms, other[awaited])
+        self.clock_ms = met_ms + max(self._message_ms(transfer, met_ms) for transfer, *_ in ends)
+        for transfer, *_ in ends:
+            span = TransferSpan(self.rank, _label(transfer), start_ms, self.clock_ms)
+            self.transfers.append(span)
+
+    def _message_ms(self, transfer: Transfer, begins_ms: float) -> float:
+        planned_ms = self.board.delay(transfer).total_ms
+        return self.disturbance.message_ms(transfer, begins_ms, planned_ms)
 
     def _await(self, transfer: Transfer) -> Iterator[Transfer]:
         arrivals_ms = self.board.sent_ms

@@ -1,15 +1,20 @@
 """Proves by replay that ranks' instructions run to completion and use only data they have.
 
-The replay runs all ranks together under the rules of the real queues: instructions in order; a
-direct transfer only when both ends have reached it; a delegated send at once, and its receive after
-the send and all earlier receives of its channel.
+Ranks wait for each other at transfers alone. So one replay runs the transfers of all ranks under
+the rules of the real queues: in order; a direct transfer, or pair of them, only when both ends have
+reached it; a delegated send at once, and its receive after the send and all earlier receives of its
+channel. What a rank holds at an instruction follows from its own earlier ones, so a second replay
+takes each rank by itself.
+
+What completes here also completes if a link's direct path fails at any of its transfers, after
+which each pair is a send through a slot and then a receive (`docs/explanation/failures.md`).
 """
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jaxmorph.program.dataflow import reads, writes
+from jaxmorph.program.dataflow import uses
 from jaxmorph.program.instructions import (
     AwaitRoom,
     Buffer,
@@ -17,16 +22,15 @@ from jaxmorph.program.instructions import (
     Fetch,
     Free,
     Instruction,
+    Move,
     Offload,
     Payload,
-    Pipeline,
     RankInstructions,
     Receive,
-    Reduce,
     Run,
     Send,
+    SendReceive,
     Transfer,
-    Update,
     channel_of,
 )
 from jaxmorph.program.offload import most_held
@@ -37,32 +41,13 @@ InFlight = dict[Channel, deque[Transfer]]
 """Delegated messages that were sent and not received yet, in the order of sending."""
 
 _LINES_BEFORE, _LINES_AFTER = 3, 2
-_MOVES = (Send, Receive)
+_MOVES = (Send, Receive, SendReceive)
+_WEIGHT_GRADIENTS = (OpKind.W, OpKind.BW)
+_TIED = Payload.TIED
 
 
 class ProgramError(ValueError):
-    """The ranks' instructions don't fit together; the message shows each rank's position."""
-
-
-@dataclass
-class _Replay:
-    """The state of one rank."""
-
-    program: RankInstructions
-    position: int = 0
-    held: set[Buffer] = field(default_factory=set)
-    away: set[Buffer] = field(default_factory=set)
-    offloaded: set[Buffer] = field(default_factory=set)
-    done: set[Op] = field(default_factory=set)
-    pipeline: Pipeline = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.pipeline = self.program.pipeline
-
-    @property
-    def head(self) -> Instruction | None:
-        steps = self.program.instructions
-        return steps[self.position] if self.position < len(steps) else None
+    """The ranks' instructions don't fit together; the message shows where the ranks are."""
 
 
 def check(programs: Sequence[RankInstructions], memory: Sequence[StageMemory] = ()) -> None:
@@ -78,22 +63,201 @@ def check(programs: Sequence[RankInstructions], memory: Sequence[StageMemory] = 
             freed; a weight gradient is unfinished at the update; a message is never received; or a
             device may have to hold more than fits.
     """
-    ranks = [_Replay(program) for program in programs]
-    in_flight: InFlight = {}
-    while any(rank.position < len(rank.program.instructions) for rank in ranks):
-        moved = [_advance(rank, ranks, in_flight) for rank in ranks]
-        if not any(moved):
-            raise _stuck(ranks)
-    for rank in ranks:
-        if rank.held:
-            names = ", ".join(map(str, sorted(rank.held)))
-            raise _error(f"rank {rank.program.rank} never frees {names}", ranks)
-    left = sorted(transfer for waiting in in_flight.values() for transfer in waiting)
-    if left:
-        raise _error(f"no rank receives {', '.join(map(str, left))}", ranks)
+    _replay_transfers([_Transfers(program) for program in programs])
+    for program in programs:
+        _replay_alone(program)
     if memory:
         for program, of_rank in zip(programs, memory, strict=True):
             _check_room(program, of_rank)
+
+
+class _Transfers:
+    """One rank's transfers, in order, and how many of them have run."""
+
+    def __init__(self, program: RankInstructions) -> None:
+        self.program, self.ran = program, 0
+        found = (step for step in program.instructions if isinstance(step, _MOVES))
+        self._steps: list[Move | None] = [*found, None]
+
+    @property
+    def head(self) -> Move | None:
+        """The next transfer; None at the end."""
+        return self._steps[self.ran]
+
+    def around_head(self) -> str:
+        """A few instructions around the next transfer."""
+        steps = self.program.instructions
+        positions = [at for at, step in enumerate(steps) if isinstance(step, _MOVES)]
+        return _around(self.program, [*positions, len(steps)][self.ran])
+
+
+def _replay_transfers(ranks: list[_Transfers]) -> None:
+    """Runs the transfers of all ranks, which end at the same ones however they take turns."""
+    in_flight: InFlight = {}
+    awake = deque(ranks)
+    while awake:
+        rank = awake.popleft()
+        while (head := rank.head) is not None:
+            peer = ranks[head.peer]
+            if not _move(head, rank, peer, ranks, in_flight):
+                break
+            rank.ran += 1
+            awake.append(peer)
+    if any(rank.head for rank in ranks):
+        raise _stuck(ranks)
+    left = sorted(transfer for waiting in in_flight.values() for transfer in waiting)
+    if left:
+        raise _error(f"no rank receives {', '.join(map(str, left))}", ranks)
+
+
+def _move(
+    head: Move,
+    rank: _Transfers,
+    peer: _Transfers,
+    ranks: list[_Transfers],
+    in_flight: InFlight,
+) -> bool:
+    """Moves a transfer's other end, or the messages in flight, if the transfer can run now."""
+    if head.route == "direct":
+        if not _peer_is_there(head, rank, peer, ranks):
+            return False
+        peer.ran += 1
+        return True
+    transfer = head.transfer
+    if isinstance(head, Send):
+        in_flight.setdefault(channel_of(transfer), deque()).append(transfer)
+    elif not _is_next(transfer, in_flight, ranks):
+        return False
+    else:
+        in_flight[channel_of(transfer)].popleft()
+    return True
+
+
+def _is_next(transfer: Transfer, in_flight: InFlight, ranks: list[_Transfers]) -> bool:
+    """Whether a message has been sent; an earlier one still waiting on its channel is an error."""
+    waiting = in_flight.get(channel_of(transfer))
+    if waiting and waiting[0] != transfer:
+        raise _error(f"{transfer} is received while {waiting[0]} is before it", ranks)
+    return bool(waiting)
+
+
+def _peer_is_there(head: Move, rank: _Transfers, peer: _Transfers, ranks: list[_Transfers]) -> bool:
+    """Whether the peer has reached the same transfer; another one on this link is an error."""
+    other, number = peer.head, rank.program.rank
+    if other is None or other.route != "direct" or other.peer != number:
+        return False
+    if other != head.other_end:
+        raise _error(f"rank {number} is at {head} while its peer is at {other}", ranks)
+    return True
+
+
+def _stuck(ranks: list[_Transfers]) -> ProgramError:
+    waiting = ", ".join(
+        f"rank {rank.program.rank} waits at {rank.head}" for rank in ranks if rank.head is not None
+    )
+    return _error(f"deadlock: {waiting}", ranks)
+
+
+def _error(reason: str, ranks: list[_Transfers]) -> ProgramError:
+    return ProgramError("\n".join([reason, *(rank.around_head() for rank in ranks)]))
+
+
+def _around(program: RankInstructions, position: int) -> str:
+    """A few of a rank's instructions around a position, which is marked."""
+    steps = program.instructions
+    window = range(max(0, position - _LINES_BEFORE), min(len(steps), position + _LINES_AFTER + 1))
+    shown = [f">{steps[i]}<" if i == position else str(steps[i]) for i in window]
+    end = [">end<"] if position == len(steps) else []
+    return f"rank {program.rank}: {' | '.join([*shown, *end])}"
+
+
+@dataclass
+class _Alone:
+    """What one rank has done and holds, on its device and in host memory."""
+
+    program: RankInstructions
+    position: int = 0
+    done: set[Op] = field(default_factory=set)
+    held: set[Buffer] = field(default_factory=set)
+    away: set[Buffer] = field(default_factory=set)
+    offloaded: set[Buffer] = field(default_factory=set)
+
+    def run(self, step: Instruction, read: Sequence[Buffer], made: Sequence[Buffer]) -> str | None:
+        """Runs an instruction; why it can't, or None. The most frequent kinds come first."""
+        for buffer in read:
+            if buffer not in self.held and not isinstance(step, Fetch):
+                return self._why_missing(step, buffer)
+        if isinstance(step, Free):
+            self.held.discard(step.buffer)
+        elif isinstance(step, Run):
+            if step.op in self.done:
+                return f"{step} a second time"
+            self.done.add(step.op)
+            self.held.update(made)
+        elif isinstance(step, Receive | SendReceive):
+            self.held.update(made)
+        elif isinstance(step, Send):
+            return self._unfinished(step) if step.transfer.payload is _TIED else None
+        elif isinstance(step, Offload | Fetch | AwaitRoom):
+            return self._copy(step)
+        else:
+            return self._unfinished(step)
+        return None
+
+    def _why_missing(self, step: Instruction, buffer: Buffer) -> str:
+        """Why an instruction can't use a buffer that isn't on the device."""
+        if buffer in self.away:
+            return f"{step} while {buffer} is in host memory"
+        if Free(buffer) in self.program.instructions[: self.position]:
+            return f"{step} uses {buffer} after it was freed"
+        return f"{step} runs before its {buffer} is there"
+
+    def _copy(self, step: Offload | Fetch | AwaitRoom) -> str | None:
+        """Moves a stash; why it can't, or that an awaited offload hasn't begun."""
+        awaited = None
+        match step:
+            case AwaitRoom(awaited):
+                pass
+            case Offload(buffer):
+                self.held.remove(buffer)
+                self.away.add(buffer)
+                self.offloaded.add(buffer)
+            case Fetch(buffer, awaited):
+                if buffer in self.held:
+                    return f"{step} while {buffer} is on the device"
+                if buffer not in self.away:
+                    return self._why_missing(step, buffer)
+                self.away.remove(buffer)
+                self.held.add(buffer)
+        if awaited is not None and awaited not in self.offloaded:
+            return f"{step} before {awaited} is offloaded"
+        return None
+
+    def _unfinished(self, step: Instruction) -> str | None:
+        """The weight gradients that are missing, though an instruction needs all of them."""
+        program = self.program
+        finished = {(op.chunk, op.microbatch) for op in self.done if op.kind in _WEIGHT_GRADIENTS}
+        for chunk in range(program.num_chunks):
+            missing = [m for m in range(program.num_microbatches) if (chunk, m) not in finished]
+            if missing:
+                of_chunk = f" of chunk {chunk}" if program.num_chunks > 1 else ""
+                return f"{step} before the weight gradients of {missing}{of_chunk}"
+        return None
+
+
+def _replay_alone(program: RankInstructions) -> None:
+    """Runs the instructions of one rank; a message is there from its receive on."""
+    rank = _Alone(program)
+    for step, (read, made) in zip(program.instructions, uses(program), strict=True):
+        reason = rank.run(step, read, made)
+        if reason is not None:
+            where = _around(program, rank.position)
+            raise ProgramError(f"rank {program.rank}: {reason}\n{where}")
+        rank.position += 1
+    if left := rank.held | rank.away:
+        names = ", ".join(map(str, sorted(left)))
+        where = _around(program, rank.position)
+        raise ProgramError(f"rank {program.rank} never frees {names}\n{where}")
 
 
 def _check_room(program: RankInstructions, memory: StageMemory) -> None:
@@ -105,146 +269,3 @@ def _check_room(program: RankInstructions, memory: StageMemory) -> None:
                 f"rank {program.rank}: {step} may make its device hold {held:,}, expected at most "
                 f"{room:,}"
             )
-
-
-def _advance(rank: _Replay, ranks: list[_Replay], in_flight: InFlight) -> bool:
-    """Runs what the rank can run now; returns whether anything moved."""
-    steps, before = rank.program.instructions, rank.position
-    while rank.position < len(steps):
-        head = steps[rank.position]
-        if isinstance(head, _MOVES) and not _move(head, rank, ranks, in_flight):
-            break
-        _complete(head, rank, ranks)
-    return rank.position > before
-
-
-def _move(head: Send | Receive, rank: _Replay, ranks: list[_Replay], in_flight: InFlight) -> bool:
-    """Moves a transfer's other end, or the messages in flight, if the transfer can run now."""
-    transfer = head.transfer
-    if head.route == "direct":
-        if not _peer_is_there(head, rank, ranks):
-            return False
-        peer = ranks[_peer(head, rank)]
-        _complete(peer.program.instructions[peer.position], peer, ranks)
-    elif isinstance(head, Send):
-        in_flight.setdefault(channel_of(transfer), deque()).append(transfer)
-    elif not _is_next(transfer, in_flight, ranks):
-        return False
-    else:
-        in_flight[channel_of(transfer)].popleft()
-    return True
-
-
-def _is_next(transfer: Transfer, in_flight: InFlight, ranks: list[_Replay]) -> bool:
-    """Whether a message has been sent; an earlier one still waiting on its channel is an error."""
-    waiting = in_flight.get(channel_of(transfer))
-    if waiting and waiting[0] != transfer:
-        raise _error(f"{transfer} is received while {waiting[0]} is before it", ranks)
-    return bool(waiting)
-
-
-def _peer(head: Send | Receive, rank: _Replay) -> int:
-    transfer = head.transfer
-    return transfer.destination if transfer.source == rank.program.rank else transfer.source
-
-
-def _peer_is_there(head: Send | Receive, rank: _Replay, ranks: list[_Replay]) -> bool:
-    """Whether the peer has reached the same transfer; another one on this link is an error."""
-    other = ranks[_peer(head, rank)].head
-    if not isinstance(other, Send | Receive) or other.route != "direct":
-        return False
-    if other.transfer.link != head.transfer.link:
-        return False
-    if other.transfer != head.transfer or type(other) is type(head):
-        raise _error(
-            f"rank {rank.program.rank} is at {head!s} while its peer is at {other!s}", ranks
-        )
-    return True
-
-
-def _complete(head: Instruction, rank: _Replay, ranks: list[_Replay]) -> None:
-    """Applies the head instruction's effects and steps over it."""
-    number = rank.program.rank
-    for buffer in reads(head, number, rank.pipeline):
-        if buffer not in rank.held:
-            raise _error(f"rank {number}: {head} {_why_missing(buffer, rank)}", ranks)
-        if (buffer in rank.away) != isinstance(head, Fetch):
-            where = "in host memory" if buffer in rank.away else "on the device"
-            raise _error(f"rank {number}: {head} while {buffer} is {where}", ranks)
-    # By type: a plan for 64 ranks has 200,000 instructions, and most are of these two kinds.
-    if isinstance(head, Free):
-        rank.held.discard(head.buffer)
-    elif isinstance(head, Run):
-        if head.op in rank.done:
-            raise _error(f"rank {number}: {head} a second time", ranks)
-        rank.done.add(head.op)
-        rank.held.update(writes(head, number, rank.pipeline))
-    elif isinstance(head, Offload | Fetch | AwaitRoom):
-        _account_for_copies(head, rank, ranks)
-    else:
-        if isinstance(head, Update | Reduce) or _sends_tied_gradient(head):
-            _check_weight_gradients(rank, ranks)
-        rank.held.update(writes(head, number, rank.pipeline))
-    rank.position += 1
-
-
-def _why_missing(buffer: Buffer, rank: _Replay) -> str:
-    """Why an instruction can't use a buffer that the rank doesn't hold."""
-    if Free(buffer) in rank.program.instructions[: rank.position]:
-        return f"uses {buffer} after it was freed"
-    return f"runs before its {buffer} is there"
-
-
-def _account_for_copies(
-    head: Offload | Fetch | AwaitRoom, rank: _Replay, ranks: list[_Replay]
-) -> None:
-    """Checks that an awaited offload has started, and records where the stash is."""
-    number, awaited = rank.program.rank, None
-    match head:
-        case AwaitRoom(awaited):
-            pass
-        case Fetch(buffer, awaited):
-            rank.away.discard(buffer)
-        case Offload(buffer):
-            rank.away.add(buffer)
-            rank.offloaded.add(buffer)
-    if awaited is not None and awaited not in rank.offloaded:
-        raise _error(f"rank {number}: {head} before {awaited} is offloaded", ranks)
-
-
-def _sends_tied_gradient(step: Instruction) -> bool:
-    return isinstance(step, Send) and step.transfer.payload is Payload.TIED
-
-
-def _check_weight_gradients(rank: _Replay, ranks: list[_Replay]) -> None:
-    program = rank.program
-    finished = {(op.chunk, op.microbatch) for op in rank.done if op.kind in (OpKind.W, OpKind.BW)}
-    for chunk in range(program.num_chunks):
-        missing = [m for m in range(program.num_microbatches) if (chunk, m) not in finished]
-        if missing:
-            of_chunk = f" of chunk {chunk}" if program.num_chunks > 1 else ""
-            reason = f"{rank.head} before the weight gradients of {missing}{of_chunk}"
-            raise _error(f"rank {program.rank}: {reason}", ranks)
-
-
-def _stuck(ranks: list[_Replay]) -> ProgramError:
-    waiting = ", ".join(
-        f"rank {rank.program.rank} waits at {rank.head}" for rank in ranks if rank.head is not None
-    )
-    return _error(f"deadlock: {waiting}", ranks)
-
-
-def _error(reason: str, ranks: list[_Replay]) -> ProgramError:
-    return ProgramError(f"{reason}\n{_grid(ranks)}")
-
-
-def _grid(ranks: list[_Replay]) -> str:
-    """A few instructions around each rank's position, which is marked."""
-    return "\n".join(f"rank {rank.program.rank}: {_around_head(rank)}" for rank in ranks)
-
-
-def _around_head(rank: _Replay) -> str:
-    steps, position = rank.program.instructions, rank.position
-    window = range(max(0, position - _LINES_BEFORE), min(len(steps), position + _LINES_AFTER + 1))
-    shown = [f">{steps[i]}<" if i == position else str(steps[i]) for i in window]
-    return " | ".join(shown) + (" | >end<" if position >= len(steps) else "")

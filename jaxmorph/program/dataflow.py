@@ -1,17 +1,18 @@
-"""Which buffers each instruction reads and writes, and which message carries an op's result.
+"""What each op makes for others, and which buffers each instruction reads and writes.
 
-Both follow from the instruction and its rank alone, so the executor, the checker and the pass that
-frees buffers agree by construction.
+Both follow from the instruction and its rank alone, so lowering, the executor and the check agree
+by construction.
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 from jaxmorph.program.instructions import (
     Buffer,
     BufferKind,
     Fetch,
     Free,
-    Instruction,
     Offload,
     Payload,
     Pipeline,
@@ -21,111 +22,138 @@ from jaxmorph.program.instructions import (
     Reduce,
     Run,
     Send,
+    SendReceive,
     Transfer,
 )
+from jaxmorph.records import Link
 from jaxmorph.schedule.ops import Op, OpKind
+
+
+class Flow(NamedTuple):
+    """What a virtual stage makes for a neighbour: an activation or a gradient of each microbatch.
+
+    The same op of the target needs it: F3 the F3 of the stage before, B3 the B3 of the stage after.
+    """
+
+    payload: Payload
+    source: Place
+    target: Place
+
+    @property
+    def link(self) -> Link:
+        """The link between its two ranks."""
+        return Link(*sorted((self.source.rank, self.target.rank)))
+
+    @property
+    def goes_around(self) -> bool:
+        """Whether it wraps around between the last rank and the first, to another chunk."""
+        return self.source.chunk != self.target.chunk
+
+    def transfers(self, num_microbatches: int) -> list[Transfer]:
+        """The messages of all microbatches, if the flow is between two ranks."""
+        (source, chunk), (target, _) = self.source, self.target
+        return [
+            Transfer(self.payload, source, target, microbatch, chunk)
+            for microbatch in range(num_microbatches)
+        ]
+
+
+def flows(pipeline: Pipeline) -> Iterator[Flow]:
+    """All flows of a pipeline: activations to the next virtual stage, gradients back from it."""
+    for chunk in range(pipeline.num_chunks):
+        for rank in range(pipeline.num_ranks):
+            here = Place(rank, chunk)
+            after = pipeline.after(here)
+            if after is not None:
+                yield Flow(Payload.ACTIVATION, here, after)
+                yield Flow(Payload.GRADIENT, after, here)
+
+
+Uses = tuple[tuple[Buffer, ...], tuple[Buffer, ...]]
+"""The buffers that an instruction reads, and those that it fills."""
 
 # Looked up many times in every plan. The keys leave out the rank: almost all ranks' ops are alike.
 _cached = lru_cache(maxsize=1 << 16)
 _buffer = _cached(Buffer)
 
 
-def reads(instruction: Instruction, rank: int, pipeline: Pipeline) -> tuple[Buffer, ...]:
-    """The buffers an instruction reads.
+def uses(program: RankInstructions) -> Iterator[Uses]:
+    """What each of a rank's instructions reads and fills.
 
     The tokens of the first F and the loss weight of the last B come from the host, not a buffer.
     """
-    match instruction:
-        case Run(op):
-            before, after = _neighbours(rank, op.chunk, pipeline)
-            return _op_reads(op, before is None, after is None)
-        case Send(transfer) if transfer.payload is not Payload.TIED:
-            return (sent_buffer(transfer),)
-        case Free(buffer) | Offload(buffer) | Fetch(buffer):
-            return (buffer,)
-        case Reduce(_, buffer):
-            return () if buffer is None else (buffer,)
-        case _:
-            return ()
+    pipeline = program.pipeline
+    ends = [_ends(program.rank, chunk, pipeline) for chunk in range(pipeline.num_chunks)]
+    for step in program.instructions:  # the most frequent kinds first
+        if isinstance(step, Free):
+            yield (step.buffer,), ()
+        elif isinstance(step, Run):
+            yield _op_uses(step.op, ends[step.op.chunk])
+        elif isinstance(step, Receive):
+            transfer = step.transfer
+            yield _receive_uses(transfer.payload, transfer.microbatch, transfer.destination_chunk)
+        elif isinstance(step, Send):
+            transfer = step.transfer
+            yield _send_uses(transfer.payload, transfer.microbatch, transfer.chunk)
+        elif isinstance(step, SendReceive):
+            yield (sent_buffer(step.sent),), (received_buffer(step.received),)
+        elif isinstance(step, Reduce):
+            yield (() if step.buffer is None else (step.buffer,)), ()
+        elif isinstance(step, Offload | Fetch):
+            yield (step.buffer,), ()
+        else:
+            yield (), ()
 
 
-def writes(instruction: Instruction, rank: int, pipeline: Pipeline) -> tuple[Buffer, ...]:
-    """The buffers an instruction fills."""
-    match instruction:
-        case Run(op):
-            return _op_writes(op, result_buffer(op, rank, pipeline))
-        case Receive(transfer):
-            return (received_buffer(transfer),)
-        case _:
-            return ()
+class _Ends(NamedTuple):
+    """Whether a virtual stage is the chain's first or last, and whether one rank runs them all."""
+
+    is_first: bool
+    is_last: bool
+    is_alone: bool
 
 
 @_cached
-def _op_reads(op: Op, is_first: bool, is_last: bool) -> tuple[Buffer, ...]:
+def _ends(rank: int, chunk: int, pipeline: Pipeline) -> _Ends:
+    here = Place(rank, chunk)
+    before, after = pipeline.before(here), pipeline.after(here)
+    return _Ends(before is None, after is None, pipeline.num_ranks == 1)
+
+
+@_cached
+def _op_uses(op: Op, ends: _Ends) -> Uses:
     of = op.microbatch, op.chunk
-    if op.kind is OpKind.F:
-        return () if is_first else (_buffer(BufferKind.INPUT, *of),)
-    if op.kind is OpKind.W:
-        return (_buffer(BufferKind.WEIGHT_STASH, *of),)
-    stash = _buffer(BufferKind.STASH, *of)
-    return (stash,) if is_last else (stash, _buffer(BufferKind.OUTPUT_GRADIENT, *of))
-
-
-@_cached
-def _op_writes(op: Op, result: Buffer | None) -> tuple[Buffer, ...]:
+    result = _result(op, ends)
     made = () if result is None else (result,)
     if op.kind is OpKind.F:
-        return (_buffer(BufferKind.STASH, op.microbatch, op.chunk), *made)
-    if op.kind is OpKind.B:
-        return (*made, _buffer(BufferKind.WEIGHT_STASH, op.microbatch, op.chunk))
-    return made
-
-
-@_cached
-def _neighbours(rank: int, chunk: int, pipeline: Pipeline) -> tuple[Place | None, Place | None]:
-    """The virtual stages before and after a rank's chunk."""
-    place = Place(rank, chunk)
-    return pipeline.before(place), pipeline.after(place)
-
-
-def consumer(op: Op, rank: int, pipeline: Pipeline) -> Place | None:
-    """The virtual stage that needs an op's result."""
-    before, after = _neighbours(rank, op.chunk, pipeline)
-    return None if op.kind is OpKind.W else after if op.kind is OpKind.F else before
-
-
-def feeder(op: Op, rank: int, pipeline: Pipeline) -> tuple[int, Op] | None:
-    """The rank and the op whose result an op needs, or None."""
-    before, after = _neighbours(rank, op.chunk, pipeline)
-    source = None if op.kind is OpKind.W else before if op.kind is OpKind.F else after
-    if source is None:
-        return None
-    return source.rank, op if source.chunk == op.chunk else op._replace(chunk=source.chunk)
+        reads = () if ends.is_first else (_buffer(BufferKind.INPUT, *of),)
+        return reads, (_buffer(BufferKind.STASH, *of), *made)
+    weight_stash = _buffer(BufferKind.WEIGHT_STASH, *of)
+    if op.kind is OpKind.W:
+        return (weight_stash,), ()
+    stash = _buffer(BufferKind.STASH, *of)
+    reads = (stash,) if ends.is_last else (stash, _buffer(BufferKind.OUTPUT_GRADIENT, *of))
+    return reads, (*made, weight_stash) if op.kind is OpKind.B else made
 
 
 def result_buffer(op: Op, rank: int, pipeline: Pipeline) -> Buffer | None:
     """The buffer of an F's activations or a B's input gradient; None at an end of the chain."""
-    there = consumer(op, rank, pipeline)
-    if there is None:
-        return None
-    is_forward = op.kind is OpKind.F
-    if there.rank == rank:  # a single rank sends nothing: the result is the next chunk's input
-        kind = BufferKind.INPUT if is_forward else BufferKind.OUTPUT_GRADIENT
-        return _buffer(kind, op.microbatch, there.chunk)
-    kind = BufferKind.OUTPUT if is_forward else BufferKind.INPUT_GRADIENT
-    return _buffer(kind, op.microbatch, op.chunk)
+    return _result(op, _ends(rank, op.chunk, pipeline))
 
 
-def output_transfer(op: Op, rank: int, pipeline: Pipeline) -> Transfer | None:
-    """The message that carries an op's result, or None if it stays on the rank.
-
-    The same op of the destination needs it: F3 the next stage's F3, B3 the previous stage's B3.
-    """
-    there = consumer(op, rank, pipeline)
-    if there is None or there.rank == rank:
-        return None
-    payload = Payload.ACTIVATION if op.kind is OpKind.F else Payload.GRADIENT
-    return Transfer(payload, rank, there.rank, op.microbatch, op.chunk)
+@_cached
+def _result(op: Op, ends: _Ends) -> Buffer | None:
+    microbatch, chunk = op.microbatch, op.chunk
+    # A single rank sends nothing: a result is the next chunk's input.
+    if op.kind is OpKind.F and not ends.is_last:
+        if ends.is_alone:
+            return _buffer(BufferKind.INPUT, microbatch, chunk + 1)
+        return _buffer(BufferKind.OUTPUT, microbatch, chunk)
+    if op.kind in (OpKind.B, OpKind.BW) and not ends.is_first:
+        if ends.is_alone:
+            return _buffer(BufferKind.OUTPUT_GRADIENT, microbatch, chunk - 1)
+        return _buffer(BufferKind.INPUT_GRADIENT, microbatch, chunk)
+    return None
 
 
 _SENT = {Payload.ACTIVATION: BufferKind.OUTPUT, Payload.GRADIENT: BufferKind.INPUT_GRADIENT}
@@ -136,21 +164,16 @@ _RECEIVED = {
 }
 
 
-_PAYLOADS = frozenset({*_SENT.values(), *_RECEIVED.values()} - {BufferKind.TIED_GRADIENT})
+@_cached
+def _send_uses(payload: Payload, microbatch: int, chunk: int) -> Uses:
+    if payload is Payload.TIED:  # no buffer holds it
+        return (), ()
+    return (_buffer(_SENT[payload], microbatch, chunk),), ()
 
 
-def most_payloads(program: RankInstructions) -> int:
-    """The most activations and gradients, received or to be sent, that a rank holds at once."""
-    held: set[Buffer] = set()
-    most = 0
-    for step in program.instructions:
-        if isinstance(step, Free):
-            held.discard(step.buffer)
-            continue
-        made = writes(step, program.rank, program.pipeline)
-        held |= {buffer for buffer in made if buffer.kind in _PAYLOADS}
-        most = max(most, len(held))
-    return most
+@_cached
+def _receive_uses(payload: Payload, microbatch: int, destination_chunk: int) -> Uses:
+    return (), (_buffer(_RECEIVED[payload], microbatch, destination_chunk),)
 
 
 def sent_buffer(transfer: Transfer) -> Buffer:
@@ -161,3 +184,18 @@ def sent_buffer(transfer: Transfer) -> Buffer:
 def received_buffer(transfer: Transfer) -> Buffer:
     """The buffer that a transfer fills on its destination."""
     return _buffer(_RECEIVED[transfer.payload], transfer.microbatch, transfer.destination_chunk)
+
+
+_PAYLOADS = frozenset({*_SENT.values(), *_RECEIVED.values()} - {BufferKind.TIED_GRADIENT})
+
+
+def most_payloads(program: RankInstructions) -> int:
+    """The most activations and gradients, received or to be sent, that a rank holds at once."""
+    held: set[Buffer] = set()
+    most = 0
+    for step, (_, made) in zip(program.instructions, uses(program), strict=True):
+        if isinstance(step, Free):
+            held.discard(step.buffer)
+        held.update(buffer for buffer in made if buffer.kind in _PAYLOADS)
+        most = max(most, len(held))
+    return most

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 from jaxmorph.records import Link, Route
 from jaxmorph.schedule.ops import Op
@@ -80,6 +80,7 @@ class Payload(StrEnum):
     __hash__ = str.__hash__  # as `OpKind`'s
 
 
+_ACTIVATION, _GRADIENT, _TIED = Payload  # an enumeration's own attributes are slow to look up
 _TRANSFER_TEXT = re.compile(r"(?:(\d+)\.)?(activation|gradient|tied)\[(\d+)\] (\d+)>(\d+)")
 
 
@@ -102,21 +103,18 @@ class Transfer(NamedTuple):
         return Link(min(self.source, self.destination), max(self.source, self.destination))
 
     @property
-    def goes_around(self) -> bool:
-        """Whether it wraps around between the last rank and the first, to another chunk.
-
-        Then an activation travels to a lower rank, or a gradient to a higher one.
-        """
-        if self.payload is Payload.TIED:
-            return False
-        return (self.payload is Payload.ACTIVATION) == (self.source > self.destination)
-
-    @property
     def destination_chunk(self) -> int:
-        """The destination's chunk that needs the payload."""
-        if not self.goes_around:
-            return self.chunk
-        return self.chunk + (1 if self.payload is Payload.ACTIVATION else -1)
+        """The destination's chunk that needs the payload.
+
+        It is another one than the source's where the chain wraps around: an activation that goes to
+        a lower rank, or a gradient to a higher one.
+        """
+        payload, source, destination, _, chunk = self
+        if payload is _ACTIVATION:
+            return chunk + (source > destination)
+        if payload is _GRADIENT:
+            return chunk - (source < destination)
+        return chunk
 
     def __str__(self) -> str:
         payload = _of_chunk(self.chunk, f"{self.payload}[{self.microbatch}]")
@@ -165,7 +163,7 @@ class Channel(NamedTuple):
 
 def channel_of(transfer: Transfer) -> Channel:
     """The channel of a transfer."""
-    index = transfer.microbatch if transfer.payload is Payload.TIED else 0
+    index = transfer.microbatch if transfer.payload is _TIED else 0
     return Channel(transfer.payload, transfer.source, transfer.destination, index)
 
 
@@ -186,6 +184,16 @@ class Send:
     transfer: Transfer
     route: Route = "direct"
 
+    @property
+    def peer(self) -> int:
+        """The rank at the other end."""
+        return self.transfer.destination
+
+    @property
+    def other_end(self) -> "Receive":
+        """The instruction of the rank at the other end."""
+        return Receive(self.transfer, self.route)
+
     def __str__(self) -> str:
         return f"send {self.transfer}"
 
@@ -197,8 +205,47 @@ class Receive:
     transfer: Transfer
     route: Route = "direct"
 
+    @property
+    def peer(self) -> int:
+        """The rank at the other end."""
+        return self.transfer.source
+
+    @property
+    def other_end(self) -> Send:
+        """The instruction of the rank at the other end."""
+        return Send(self.transfer, self.route)
+
     def __str__(self) -> str:
         return f"receive {self.transfer}"
+
+
+@dataclass(frozen=True)
+class SendReceive:
+    """A pair: sends a buffer and receives a message of the same link, both in one program.
+
+    The queue waits until the peer has come to the pair, and then once for both.
+    """
+
+    sent: Transfer
+    received: Transfer
+    route: ClassVar[Literal["direct"]] = "direct"
+
+    @property
+    def peer(self) -> int:
+        """The rank at the other end."""
+        return self.sent.destination
+
+    @property
+    def other_end(self) -> "SendReceive":
+        """The instruction of the rank at the other end."""
+        return SendReceive(self.received, self.sent)
+
+    def __str__(self) -> str:
+        return f"send {self.sent} and receive {self.received}"
+
+
+Move: TypeAlias = Send | Receive | SendReceive
+"""Moves one message, or a pair of them, over a link."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +320,7 @@ class Update:
         return "update"
 
 
-Instruction: TypeAlias = Run | Send | Receive | Free | Offload | Fetch | AwaitRoom | Reduce | Update
+Instruction: TypeAlias = Run | Move | Free | Offload | Fetch | AwaitRoom | Reduce | Update
 
 
 @dataclass(frozen=True)
@@ -351,6 +398,9 @@ def _instruction(line: str) -> Instruction:
             return Send(Transfer.parse(f"{payload} {ranks}"), route)
         case ["receive", payload, ranks, ("direct" | "delegated") as route]:
             return Receive(Transfer.parse(f"{payload} {ranks}"), route)
+        case ["send", sent, to_peer, "and", "receive", received, from_peer]:
+            ends = f"{sent} {to_peer}", f"{received} {from_peer}"
+            return SendReceive(*map(Transfer.parse, ends))
         case ["free", buffer]:
             return Free(_buffer(buffer))
         case ["reduce", index]:

@@ -6,27 +6,17 @@ dependencies, and every rank's instructions are a subsequence of it. The earlies
 that order can always run, so nothing deadlocks.
 """
 
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import count, islice
-from operator import attrgetter
+from itertools import chain, count
 from typing import NamedTuple, TypeGuard
 
 import numpy as np
 
 from jaxmorph.program.blocking import simulate_blocking
-from jaxmorph.program.dataflow import (
-    consumer,
-    feeder,
-    output_transfer,
-    reads,
-    received_buffer,
-    sent_buffer,
-    writes,
-)
+from jaxmorph.program.dataflow import Flow, flows, received_buffer, sent_buffer, uses
 from jaxmorph.program.instructions import (
     Buffer,
     BufferKind,
@@ -39,9 +29,11 @@ from jaxmorph.program.instructions import (
     Reduce,
     Run,
     Send,
+    SendReceive,
     Transfer,
     Update,
 )
+from jaxmorph.program.pairs import goes_in_pairs, join_pairs
 from jaxmorph.records import Link, Routes
 from jaxmorph.schedule.costs import LinkDelay, Links, StageCosts
 from jaxmorph.schedule.ops import Op, OpKind
@@ -54,7 +46,12 @@ _run, _free = lru_cache(maxsize=1 << 14)(Run), lru_cache(maxsize=1 << 14)(Free)
 
 
 def lower(
-    schedule: Schedule, planned: Timeline, routes: Routes | None = None, *, num_tied: int = 0
+    schedule: Schedule,
+    planned: Timeline,
+    routes: Routes | None = None,
+    *,
+    num_tied: int = 0,
+    pairs: bool | None = None,
 ) -> tuple[RankInstructions, ...]:
     """Each rank's instructions for one step of a schedule.
 
@@ -66,45 +63,64 @@ def lower(
         routes: A link that is missing is direct.
         num_tied: How many parameters have a copy on both the first and the last stage, which
             exchange the copies' gradients after their last op.
+        pairs: Whether transfers of direct links go in pairs (`join_pairs`); None: as the schedule's
+            kind does (`goes_in_pairs`).
     """
-    return tuple(map(insert_frees, lower_order(schedule, planned, routes, num_tied=num_tied)))
+    lowered = lower_order(schedule, planned, routes, num_tied=num_tied, pairs=pairs)
+    return tuple(map(insert_frees, lowered))
 
 
 def lower_order(
-    schedule: Schedule, planned: Timeline, routes: Routes | None = None, *, num_tied: int = 0
+    schedule: Schedule,
+    planned: Timeline,
+    routes: Routes | None = None,
+    *,
+    num_tied: int = 0,
+    pairs: bool | None = None,
 ) -> tuple[RankInstructions, ...]:
     """As `lower`, without the frees, which a simulation does not need."""
     routes = routes or {}
     num_ranks = schedule.num_stages
-    rows = _rows(global_order(schedule, planned, routes), num_ranks, routes)
-    return tuple(
-        _place_delegated(
-            RankInstructions(
-                rank,
-                num_ranks,
-                schedule.num_microbatches,
-                (*row, *_step_end(rank, num_ranks, routes, num_tied)),
-                schedule.num_chunks,
-            )
+    rows = _rows(schedule, global_order(schedule, planned, routes), routes)
+    programs = [
+        RankInstructions(
+            rank,
+            num_ranks,
+            schedule.num_microbatches,
+            (*row, *_step_end(rank, num_ranks, routes, num_tied)),
+            schedule.num_chunks,
         )
         for rank, row in enumerate(rows)
+    ]
+    if goes_in_pairs(schedule) if pairs is None else pairs:
+        programs = join_pairs(programs)
+    delegating = {rank for link, route in routes.items() if route == "delegated" for rank in link}
+    return tuple(
+        _place_delegated(program) if program.rank in delegating else program for program in programs
     )
 
 
 def lower_in_step(
-    schedule: Schedule, costs: StageCosts, links: Links, routes: Routes, *, num_tied: int = 0
+    schedule: Schedule,
+    costs: StageCosts,
+    links: Links,
+    routes: Routes,
+    *,
+    num_tied: int = 0,
+    pairs: bool | None = None,
 ) -> tuple[RankInstructions, ...]:
     """As `lower`, with the order of transfers in which direct links block ranks the least.
 
     It simulates two orders and takes the shorter one; with one chunk there is only the first.
     """
-    lowered = [
-        lower(schedule, planned, routes, num_tied=num_tied)
+    orders = [
+        lower_order(schedule, planned, routes, num_tied=num_tied, pairs=pairs)
         for planned in _timelines(schedule, costs, links, routes)
     ]
-    if len(lowered) == 1:
-        return lowered[0]
-    return min(lowered, key=lambda programs: simulate_blocking(programs, costs, links).makespan_ms)
+    best = orders[0]
+    if len(orders) > 1:
+        best = min(orders, key=lambda order: simulate_blocking(order, costs, links).makespan_ms)
+    return tuple(map(insert_frees, best))
 
 
 def _timelines(
@@ -127,133 +143,193 @@ def _timelines(
     )
 
 
-class Key(NamedTuple):
-    """A place in the global order.
+class Keys(NamedTuple):
+    """Places in the global order, by which they sort; no two places of a step are equal.
 
     At one instant, transfers come before the ops that start then. Links that share a stage have
     different turns, so that no transfer waits for a chain of others.
+
+    Attributes:
+        time_us: int64 ``[places]``.
+        turn: int64 ``[places]``.
+        tie: float64 ``[places]``, in an order that respects all dependencies.
     """
 
-    time_us: int
-    is_op: bool
-    turn: int
-    tie: float
+    time_us: np.ndarray
+    turn: np.ndarray
+    tie: np.ndarray
 
 
-class Placed(NamedTuple):
-    """An op on a rank, or the transfer of its result, with its place in the global order."""
+_TURN_OF_OPS = 6  # after all transfers'
 
-    key: Key
-    rank: int
-    op: Op
-    transfer: Transfer | None = None
+
+class GlobalOrder(NamedTuple):
+    """The places of all ops and transfers of a step in one order that every rank follows.
+
+    Attributes:
+        ops: Those of each rank's ops, in its order.
+        transfers: Those of each flow between two ranks, by microbatch.
+    """
+
+    ops: list[Keys]
+    transfers: list[tuple[Flow, Keys]]
 
 
 class _Planned(NamedTuple):
-    """The times of a rank's ops: exact starts, and starts and ends in whole microseconds."""
+    """When ops of a rank are planned, exactly and in whole microseconds, and their ties.
 
-    exact_start_us: list[float]
-    start_us: list[int]
-    end_us: list[int]
+    Sums of the same durations in another order are equal in whole microseconds only.
+    """
+
+    exact_start_us: np.ndarray
+    start_us: np.ndarray
+    end_us: np.ndarray
+    tie: np.ndarray
 
     @classmethod
-    def of(cls, start_ms: np.ndarray, end_ms: np.ndarray) -> "_Planned":
-        return cls((start_ms * 1e3).tolist(), _microseconds(start_ms), _microseconds(end_ms))
+    def of(cls, start_ms: np.ndarray, end_ms: np.ndarray, ties: Sequence[int]) -> "_Planned":
+        starts, ends = (np.rint(ms * 1e3).astype(np.int64) for ms in (start_ms, end_ms))
+        return cls(start_ms * 1e3, starts, ends, np.array(ties, np.float64))
+
+    def of_ops(self, positions: Sequence[int]) -> "_Planned":
+        """The same for the ops at some positions alone."""
+        return _Planned(*(values[positions] for values in self))
 
 
-def global_order(schedule: Schedule, planned: Timeline, routes: Routes) -> list[Placed]:
-    """All ops and transfers of a step in one order that every rank follows.
+def global_order(schedule: Schedule, planned: Timeline, routes: Routes) -> GlobalOrder:
+    """The order of all ops and transfers of a step.
 
     An op is placed at its planned start, a transfer at the end of its producer. If the receiver of
     a direct transfer has started an op shortly before, the transfer goes before that op: the
     receiver then waits a little instead of the sender a lot.
     """
-    pipeline = Pipeline(schedule.num_stages, schedule.num_chunks)
-    ties = _topological_index(schedule, pipeline)
-    times = [*map(_Planned.of, planned.start_ms, planned.end_ms)]
-    placed: list[Placed] = []
-    for rank, order in enumerate(schedule.orders):
-        _, start_us, end_us = times[rank]
-        for op, start, end, tie in zip(order, start_us, end_us, ties[rank], strict=True):
-            made = Key(start, True, 0, tie)
-            placed.append(Placed(made, rank, op))
-            transfer = output_transfer(op, rank, pipeline)
-            if transfer is not None:
-                direct = routes.get(transfer.link, "direct") == "direct"
-                turn = _turn(transfer, pipeline.num_ranks)
-                there = times[transfer.destination] if direct else None
-                placed.append(Placed(_transfer_key(made, end, turn, there), rank, op, transfer))
-    return sorted(placed, key=attrgetter("key"))
+    found = [*flows(Pipeline(schedule.num_stages, schedule.num_chunks))]
+    sizes = schedule.num_chunks, schedule.num_microbatches
+    positions = [_positions(order, *sizes) for order in schedule.orders]
+    ties = _topological_index(schedule, found, positions)
+    times = [*map(_Planned.of, planned.start_ms, planned.end_ms, ties)]
+    ops = [Keys(own.start_us, np.full_like(own.start_us, _TURN_OF_OPS), own.tie) for own in times]
+    transfers: list[tuple[Flow, Keys]] = []
+    for flow in found:
+        source, target = flow.source.rank, flow.target.rank
+        if source == target:
+            continue
+        made = times[source].of_ops(positions[source][flow.payload][flow.source.chunk])
+        is_direct = routes.get(flow.link, "direct") == "direct"
+        ends_us = _nearer_boundaries(made, times[target]) if is_direct else made.end_us
+        transfers.append((flow, _transfer_keys(made, ends_us, _turn(flow, schedule.num_stages))))
+    return GlobalOrder(ops, transfers)
 
 
-def _microseconds(times_ms: np.ndarray) -> list[int]:
-    """Whole microseconds, so that sums of the same durations in another order are equal."""
-    return np.rint(times_ms * 1e3).astype(np.int64).tolist()
-
-
-def _transfer_key(made: Key, end_us: int, turn: int, there: _Planned | None) -> Key:
+def _transfer_keys(made: _Planned, time_us: np.ndarray, turn: int) -> Keys:
     # Any time after the producer's start and up to the consumer's start keeps the order valid.
-    if end_us <= made.time_us:  # after an op of no duration, the tie keeps the transfer behind it
-        return made._replace(tie=made.tie + 0.5)
-    boundary_us = _nearer_boundary(end_us, there) if there else None
-    if boundary_us is not None and boundary_us > made.time_us:
-        return Key(boundary_us, False, turn, made.tie)
-    return Key(end_us, False, turn, made.tie)
+    # After an op of no duration, the tie keeps the transfer behind it.
+    at_once = made.end_us <= made.start_us
+    return Keys(
+        np.where(at_once, made.start_us, time_us),
+        np.where(at_once, _TURN_OF_OPS, turn),
+        np.where(at_once, made.tie + 0.5, made.tie),
+    )
 
 
-def _turn(transfer: Transfer, num_ranks: int) -> int:
+def _nearer_boundaries(made: _Planned, there: _Planned) -> np.ndarray:
+    """The ends of some ops, or the start of the op that another rank runs then.
+
+    Its start counts if it is nearer than its end, and after that of the op.
+    """
+    running = np.searchsorted(there.exact_start_us, made.end_us) - 1
+    start_us, end_us = there.start_us[running], there.end_us[running]
+    is_nearer = (running >= 0) & (made.end_us - start_us < end_us - made.end_us)
+    return np.where(is_nearer & (start_us > made.start_us), start_us, made.end_us)
+
+
+def _turn(flow: Flow, num_ranks: int) -> int:
     """Activations on even links, then on odd ones, then gradients likewise.
 
     The wrap-around link counts as the one after the last. If its number is even, its neighbour
     link 0-1 is even too, so it gets a turn of its own.
     """
-    link = num_ranks - 1 if transfer.goes_around else transfer.link.lower
-    alone = transfer.goes_around and link % 2 == 0
-    return 3 * (transfer.payload is Payload.GRADIENT) + (2 if alone else link % 2)
+    link = num_ranks - 1 if flow.goes_around else flow.link.lower
+    alone = flow.goes_around and link % 2 == 0
+    return 3 * (flow.payload is Payload.GRADIENT) + (2 if alone else link % 2)
 
 
-def _nearer_boundary(time_us: int, there: _Planned) -> int | None:
-    """The start of the op that a rank runs at a time, if it is nearer than the op's end."""
-    position = bisect_left(there.exact_start_us, time_us) - 1
-    if position < 0:
-        return None
-    start_us, end_us = there.start_us[position], there.end_us[position]
-    return start_us if time_us - start_us < end_us - time_us else None
+_Positions = dict[Payload, list[list[int]]]
+"""By chunk and microbatch, the position of the op that makes, or needs, a payload."""
 
 
-def _topological_index(schedule: Schedule, pipeline: Pipeline) -> list[list[int]]:
+def _positions(order: Sequence[Op], num_chunks: int, num_microbatches: int) -> _Positions:
+    # A missing op is behind the last one: what needs it never runs.
+    missing = len(order)
+    forward = [[missing] * num_microbatches for _ in range(num_chunks)]
+    backward = [[missing] * num_microbatches for _ in range(num_chunks)]
+    forward_kind, weight_kind = OpKind.F, OpKind.W
+    for at, (kind, microbatch, chunk) in enumerate(order):
+        if kind is forward_kind:
+            forward[chunk][microbatch] = at
+        elif kind is not weight_kind:
+            backward[chunk][microbatch] = at
+    return {Payload.ACTIVATION: forward, Payload.GRADIENT: backward}
+
+
+def _topological_index(
+    schedule: Schedule, found: Sequence[Flow], positions: Sequence[_Positions]
+) -> list[list[int]]:
     """Positions of each rank's ops in one order that respects ranks' orders and dependencies."""
-    index: list[list[int]] = [[] for _ in schedule.orders]
-    made: list[set[Op]] = [set() for _ in schedule.orders]
-    numbers = count()
-    ready = deque(range(schedule.num_stages))
-    while ready:
-        rank = ready.popleft()
-        for op in islice(schedule.orders[rank], len(index[rank]), None):
-            source = feeder(op, rank, pipeline)
-            if source is not None and source[1] not in made[source[0]]:
-                break
-            made[rank].add(op)
+    ranks = range(schedule.num_stages)
+    index: list[list[int]] = [[] for _ in ranks]
+    # By an op's position: the position of the op that it needs, and the row of the index where that
+    # one is; and the rank that it wakes.
+    needs: list[dict[int, int]] = [{} for _ in ranks]
+    rows: list[dict[int, list[int]]] = [{} for _ in ranks]
+    wakes: list[dict[int, int]] = [{} for _ in ranks]
+    for payload, source, target in found:
+        made_at = positions[source.rank][payload][source.chunk]
+        needed_at = positions[target.rank][payload][target.chunk]
+        needs[target.rank].update(zip(needed_at, made_at, strict=True))
+        rows[target.rank].update(dict.fromkeys(needed_at, index[source.rank]))
+        if source.rank != target.rank:
+            wakes[source.rank].update(dict.fromkeys(made_at, target.rank))
+    numbers, ready = count(), deque(ranks)
+
+    def run(rank: int) -> Iterator[None]:
+        """Numbers a rank's ops in order; yields whenever the next one's data isn't there."""
+        for at in range(len(schedule.orders[rank])):
+            needed, row = needs[rank].get(at, -1), rows[rank].get(at, ())
+            while needed >= len(row):
+                yield
             index[rank].append(next(numbers))
-            there = consumer(op, rank, pipeline)
-            if there is not None and there.rank != rank:
-                ready.append(there.rank)
+            if at in wakes[rank]:
+                ready.append(wakes[rank][at])
+
+    running = [run(rank) for rank in ranks]
+    while ready:
+        next(running[ready.popleft()], None)
     if [*map(len, index)] != [*map(len, schedule.orders)]:
         raise ValueError(f"schedule {schedule.name!r} cannot run to completion:\n{schedule}")
     return index
 
 
-def _rows(order: list[Placed], num_ranks: int, routes: Routes) -> list[list[Instruction]]:
+def _rows(schedule: Schedule, places: GlobalOrder, routes: Routes) -> list[list[Instruction]]:
     """Each rank's ops and its ends of transfers, in the global order."""
-    rows: list[list[Instruction]] = [[] for _ in range(num_ranks)]
-    for _, rank, op, transfer in order:
-        if transfer is None:
-            rows[rank].append(_run(op))
-            continue
-        route = routes.get(transfer.link, "direct")
-        rows[transfer.source].append(Send(transfer, route))
-        rows[transfer.destination].append(Receive(transfer, route))
-    return rows
+    rows: list[list[tuple[Keys, list[Instruction]]]] = [
+        [(keys, [*map(_run, order)])]
+        for keys, order in zip(places.ops, schedule.orders, strict=True)
+    ]
+    for flow, keys in places.transfers:
+        route = routes.get(flow.link, "direct")
+        transfers = flow.transfers(schedule.num_microbatches)
+        rows[flow.source.rank].append((keys, [Send(each, route) for each in transfers]))
+        rows[flow.target.rank].append((keys, [Receive(each, route) for each in transfers]))
+    return [*map(_in_order, rows)]
+
+
+def _in_order(parts: Sequence[tuple[Keys, list[Instruction]]]) -> list[Instruction]:
+    """Instructions sorted by their keys."""
+    keys, instructions = zip(*parts, strict=True)
+    time_us, turn, tie = map(np.concatenate, zip(*keys, strict=True))
+    every = [*chain.from_iterable(instructions)]
+    return [every[at] for at in np.lexsort((tie, turn, time_us)).tolist()]
 
 
 def _place_delegated(program: RankInstructions) -> RankInstructions:
@@ -264,18 +340,14 @@ def _place_delegated(program: RankInstructions) -> RankInstructions:
     one; they have been sent by then.
     """
     moved = [step for step in program.instructions if _is_delegated(step)]
-    if not moved:
-        return program
     sends = {sent_buffer(step.transfer): step for step in moved if isinstance(step, Send)}
     receives = _Receives(step for step in moved if isinstance(step, Receive))
     placed: list[Instruction] = []
-    pipeline = program.pipeline
-    for step in program.instructions:
+    for step, (read, made) in zip(program.instructions, uses(program), strict=True):
         if isinstance(step, Run):
-            for buffer in reads(step, program.rank, pipeline):
+            for buffer in read:
                 placed += receives.up_to(buffer)
             placed.append(step)
-            made = writes(step, program.rank, pipeline)
             placed += [sends[buffer] for buffer in made if buffer in sends]
         elif not _is_delegated(step):
             placed.append(step)
@@ -284,9 +356,9 @@ def _place_delegated(program: RankInstructions) -> RankInstructions:
 
 def _is_delegated(step: Instruction) -> TypeGuard[Send | Receive]:
     """Whether it is a delegated transfer of an op's result; tied gradients stay at the end."""
-    if not isinstance(step, Send | Receive) or step.transfer.payload is Payload.TIED:
+    if not isinstance(step, Send | Receive) or step.route != "delegated":
         return False
-    return step.route == "delegated"
+    return step.transfer.payload is not Payload.TIED
 
 
 class _Receives:
@@ -334,19 +406,16 @@ def _tied_exchange(rank: int, last: int, index: int, routes: Routes) -> list[Ins
 
 def insert_frees(program: RankInstructions) -> RankInstructions:
     """Frees each buffer right after its last reader, or right after it was made."""
-    steps, rank, pipeline = program.instructions, program.rank, program.pipeline
-    last_use: dict[Buffer, int] = {}
-    for position, step in enumerate(steps):
-        for buffer in (*writes(step, rank, pipeline), *reads(step, rank, pipeline)):
-            last_use[buffer] = position
-    freed_at: dict[int, list[Buffer]] = {}
-    for buffer, position in last_use.items():
-        freed_at.setdefault(position, []).append(buffer)
-    freed: list[Instruction] = []
-    for position, step in enumerate(steps):
-        freed.append(step)
-        freed.extend(map(_free, freed_at.get(position, ())))
-    return replace(program, instructions=tuple(freed))
+    used: set[Buffer] = set()
+    backwards: list[Instruction] = []
+    every = [*uses(program)]
+    for step, (read, made) in zip(reversed(program.instructions), reversed(every), strict=True):
+        for buffer in reversed((*read, *made)):
+            if buffer not in used:  # from here on to the end
+                used.add(buffer)
+                backwards.append(_free(buffer))
+        backwards.append(step)
+    return replace(program, instructions=tuple(reversed(backwards)))
 
 
 def forward_only(program: RankInstructions, first_microbatch: int = 0) -> RankInstructions:
@@ -359,29 +428,25 @@ def forward_only(program: RankInstructions, first_microbatch: int = 0) -> RankIn
         first_microbatch: The new number of microbatch 0, so that messages of the evaluation and of
             the step have different identities.
     """
-    kept = tuple(
-        _renumbered(step, first_microbatch)
-        for step in program.instructions
-        if _belongs_to_a_forward(step)
-    )
+    parts = map(_part_of_forward, program.instructions)
+    kept = tuple(_renumbered(step, first_microbatch) for step in parts if step is not None)
     return insert_frees(replace(program, instructions=kept))
 
 
-def _belongs_to_a_forward(step: Instruction) -> bool:
+def _part_of_forward(step: Instruction) -> Run | Send | Receive | None:
     match step:
+        case SendReceive(sent, received):  # one of them is an activation
+            return _part_of_forward(Send(sent)) or _part_of_forward(Receive(received))
         case Run(op):
-            return op.kind is OpKind.F
+            return step if op.kind is OpKind.F else None
         case Send(transfer) | Receive(transfer):
-            return transfer.payload is Payload.ACTIVATION
+            return step if transfer.payload is Payload.ACTIVATION else None
         case _:
-            return False
+            return None
 
 
-def _renumbered(step: Instruction, by: int) -> Instruction:
-    match step:
-        case Run(op):
-            return Run(op._replace(microbatch=op.microbatch + by))
-        case Send(transfer) | Receive(transfer):
-            return replace(step, transfer=transfer._replace(microbatch=transfer.microbatch + by))
-        case _:
-            return step
+def _renumbered(step: Run | Send | Receive, by: int) -> Instruction:
+    if isinstance(step, Run):
+        return Run(step.op._replace(microbatch=step.op.microbatch + by))
+    transfer = step.transfer
+    return replace(step, transfer=transfer._replace(microbatch=transfer.microbatch + by))

@@ -20,6 +20,7 @@ from jaxmorph.program.instructions import (
     Channel,
     Fetch,
     Instruction,
+    Move,
     Offload,
     Payload,
     RankInstructions,
@@ -188,10 +189,10 @@ class _Rank:
     host: _Clock
     queue: _Clock
     handled: int = 0
-    queued: deque[tuple[Send | Receive, _Clock]] = field(default_factory=deque)
+    queued: deque[tuple[Move, _Clock]] = field(default_factory=deque)
 
     @property
-    def front(self) -> Send | Receive | None:
+    def front(self) -> Move | None:
         return self.queued[0][0] if self.queued else None
 
 
@@ -222,7 +223,7 @@ def _advance_host(rank: _Rank, on_the_way: dict[Transfer, _Clock]) -> Iterator[I
             if step.transfer not in on_the_way:
                 return
             np.maximum(rank.host, on_the_way.pop(step.transfer), out=rank.host)
-        elif isinstance(step, Send | Receive):
+        elif isinstance(step, Move):
             rank.queued.append((step, rank.host.copy()))
         rank.handled += 1
         rank.host[rank.program.rank] = rank.handled
@@ -234,8 +235,8 @@ def _advance_queue(rank: _Rank, ranks: Sequence[_Rank], on_the_way: dict[Transfe
     moved = False
     while (step := rank.front) is not None:
         if step.route == "direct":
-            peer = ranks[sum(step.transfer[1:3]) - rank.program.rank]
-            if peer.front is None or peer.front.transfer != step.transfer:
+            peer = ranks[step.peer]
+            if peer.front != step.other_end:
                 break
             _pop(peer)
             _pop(rank)

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxmorph.copies.backends import PayloadShape
-from jaxmorph.program.instructions import Channel, channel_of
+from jaxmorph.program.instructions import Channel, Payload, SendReceive, channel_of
 from jaxmorph.progress import progress
 from jaxmorph.records import Link
 from jaxmorph.runtime.emulated_links import EmulatedLinks, never
@@ -103,7 +103,8 @@ class LinkProgram:
 
     Both ends call it at the same point of their queues. It runs on a mesh of the two stages'
     devices and sends each shard to the matching one; no other rank takes part. The sender's
-    identity of the transfer travels in front of the payload.
+    identity of the transfer travels in front of the payload. One that is answered carries a pair of
+    transfers where both ends send a payload.
 
     Args:
         mesh: The link mesh, (stage=2, data, tensor).
@@ -187,21 +188,18 @@ class LinkProgram:
 
         Args:
             identity: Eight numbers below 2**32 that name the transfer.
-            value: The payload at the sending end; None at the receiving end.
+            value: The payload that this end sends; None: it only receives.
 
         Returns:
-            The peer's identity, for `read_identity`, and at the receiving end the payload. Both are
-            ready when the transfer is over. The identity is zeros at the sending end of a program
-            that isn't answered. Where messages are sealed, a number follows it: 1 if the message
-            has come whole.
+            The peer's identity, for `read_identity`, and the payload that it sent. Both are ready
+            when the transfer is over. The identity is zeros at the sending end of a program that
+            isn't answered. Where messages are sealed, a number follows it: 1 if the message has
+            come whole.
         """
         words = np.asarray(identity, np.uint32).view(self._word)
         message = self._pack(words, self._blank if value is None else value)
         peer, moved = self._program(self._as_shard(self._put(message, self._device)))
-        received = moved.addressable_data(0)
-        if value is None:
-            received = self._put(received, self._home)
-        return peer.addressable_data(0), received
+        return peer.addressable_data(0), self._put(moved.addressable_data(0), self._home)
 
     def _put(self, value: jax.Array, device: Any) -> jax.Array:
         return value if self._device == self._home else jax.device_put(value, device)
@@ -223,7 +221,8 @@ def read_identity(words: jax.Array) -> tuple[int, ...]:
     return found[:IDENTITY_WORDS]
 
 
-Programs = Mapping[Channel, LinkProgram]
+Programs = Mapping[Channel | Link, LinkProgram]
+"""The programs of channels, and of a link the one for its pairs."""
 
 
 class LinkCommunicators:
@@ -276,18 +275,17 @@ class LinkCommunicators:
                 "times: delegate it, or start its processes again"
             )
         mesh = self._mesh(link, number)
-        return {
-            channel: LinkProgram(
-                mesh,
-                payload,
-                source=(link.index(channel.source) + number) % 2,
-                home=self._home,
-                answered=self._answered,
-                sealed=self._sealed,
-            )
-            for channel, payload in self._payloads.items()
-            if channel.link == link
-        }
+        compiled = partial(LinkProgram, mesh, home=self._home, sealed=self._sealed)
+        programs: dict[Channel | Link, LinkProgram] = {}
+        for channel, payload in self._payloads.items():
+            if channel.link == link:
+                source = (link.index(channel.source) + number) % 2
+                own = programs[channel] = compiled(payload, source=source, answered=self._answered)
+                # One program does for all pairs: activations and gradients have one shape.
+                if channel.payload is not Payload.TIED and link not in programs:
+                    both = own if self._answered else compiled(payload, source=0, answered=True)
+                    programs[link] = both
+        return programs
 
     def _mesh(self, link: Link, number: int) -> Mesh:
         """The link's two stages: in order where the number is even, reversed where it is odd."""
@@ -399,7 +397,7 @@ class DirectRoute:
                 jax.block_until_ready(peer)
             moved = Moved(peer, _check(peer, identity) if self.answered else None)
         if begun_s != arrived_s or self.links.concern(identity.transfer):
-            moved = self._emulated(moved, identity, value.nbytes, begun_s, deadline_s)
+            moved = self._emulated(moved, [identity], value.nbytes, begun_s, deadline_s)
         return moved
 
     def take(self, identity: TransferIdentity, arrived_s: float, deadline_s: float) -> Moved:
@@ -412,8 +410,35 @@ class DirectRoute:
             peer, value = program.run((*identity.words(), *_time_words(begun_s)))
             moved = Moved(value, _check(peer, identity))
         if begun_s != arrived_s or self.links.concern(identity.transfer):
-            moved = self._emulated(moved, identity, value.nbytes, begun_s, deadline_s)
+            moved = self._emulated(moved, [identity], value.nbytes, begun_s, deadline_s)
         self.received[channel_of(identity.transfer)] += 1
+        return moved
+
+    def post_and_take(
+        self,
+        sent: TransferIdentity,
+        value: jax.Array,
+        received: TransferIdentity,
+        arrived_s: float,
+        deadline_s: float,
+    ) -> Moved:
+        """Run this end of a pair, and check which message came."""
+        require_live(sent, self.abandoned)
+        pair = SendReceive(sent.transfer, received.transfer)
+        program = self.programs[sent.transfer.link]
+        if self.kept is not None:
+            self.kept.keep(sent, value)
+        deadline_s = min(deadline_s, time.monotonic() + self.timeout_s)
+        begun_s = arrived_s
+        for each in (sent, received):
+            begun_s = self.links.wait_until_whole(each, begun_s, deadline_s, self.peer_has_left)
+        progress.stamp_queue(pair)
+        with _naming_path(sent, pair.peer, value):
+            peer, taken = program.run((*sent.words(), *_time_words(begun_s)), value)
+            moved = Moved(taken, _check(peer, received))
+        if begun_s != arrived_s or any(map(self.links.concern, (pair.sent, pair.received))):
+            moved = self._emulated(moved, [sent, received], value.nbytes, begun_s, deadline_s)
+        self.received[channel_of(pair.received)] += 1
         return moved
 
     def abandon(self, epoch: int) -> None:
@@ -421,8 +446,12 @@ class DirectRoute:
         self.abandoned = max(self.abandoned, epoch)
 
     def replace_programs(self, programs: Programs) -> None:
-        """Use other programs for some channels, while the queue is empty."""
+        """Use other programs for a link, while the queue is empty."""
         self.programs = {**self.programs, **programs}
+
+    def channels(self, link: Link) -> list[Channel]:
+        """The channels of a link."""
+        return [each for each in self.programs if isinstance(each, Channel) and each.link == link]
 
     def settle(self) -> None:
         """Nothing to wait for: transfers are over when the queue is drained."""
@@ -430,20 +459,20 @@ class DirectRoute:
     def _emulated(
         self,
         moved: Moved,
-        identity: TransferIdentity,
-        num_bytes: int,
+        of: Sequence[TransferIdentity],
+        size: int,
         begun_s: float,
-        deadline_s: float,
+        until_s: float,
     ) -> Moved:
-        """The transfer with the time until which an emulated link holds both its ends."""
+        """The transfer, or pair, with the time until which an emulated link holds both its ends."""
         if self.answered and moved.peer_arrived_s is not None:
             # Each end knows the other's time, so both compute the same number.
             met_s = max(_time_of(*_time_words(begun_s)), moved.peer_arrived_s)
         else:
             jax.block_until_ready(moved.value)
             met_s = time.monotonic()
-        over_s = self.links.over_s(identity, num_bytes, met_s, deadline_s, self.peer_has_left)
-        return replace(moved, over_s=over_s)
+        rest = size, met_s, until_s, self.peer_has_left
+        return replace(moved, over_s=max(self.links.over_s(each, *rest) for each in of))
 
     def _program(self, identity: TransferIdentity) -> LinkProgram:
         require_live(identity, self.abandoned)

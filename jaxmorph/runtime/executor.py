@@ -9,7 +9,7 @@ routes.
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from jaxmorph.program.instructions import (
     Fetch,
     Free,
     Instruction,
+    Move,
     Offload,
     Payload,
     Place,
@@ -35,12 +36,13 @@ from jaxmorph.program.instructions import (
     Reduce,
     Run,
     Send,
+    SendReceive,
     Transfer,
 )
 from jaxmorph.progress import Stall, StalledError, progress
 from jaxmorph.runtime.host_copies import AwayStash, HostCopies, wait_for
 from jaxmorph.runtime.queue import DeviceQueue, Pace, Stamp
-from jaxmorph.runtime.routes import Moved, Posting, Route, TransferIdentity
+from jaxmorph.runtime.routes import Moved, PairRoute, Posting, Route, TransferIdentity
 from jaxmorph.runtime.tied import TiedGradients
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.stage.build import StagePrograms
@@ -96,7 +98,8 @@ class StepOutcome:
         loss: Mean loss of the targets that count, on the last stage, 0 elsewhere; and what the
             stage's auxiliary losses add, which evaluations leave out.
         accumulators: Gradients, float32, of each chunk's parameters.
-        stamps: When each op and transfer ran on the queue; labels are `Op` and `Transfer`.
+        stamps: When each op and transfer ran on the queue; labels are `Op` and `Transfer`. Both
+            transfers of a pair have its times.
         arrivals: When each message received beside the queue was sent and had come.
         copies: When stashes went to host memory and came back; labels are `CopyLabel`.
         aux: The stage's auxiliary losses by name, without weights: a mean over microbatches.
@@ -163,6 +166,7 @@ class Executor:
         routes: By the names that instructions use.
         pace: How long ops last on a paced queue.
         transfer_timeout_s: How long to wait for a transfer.
+        pairs: The direct route, for pairs of transfers; None where no link is direct.
         tied: Sums the gradients of tied parameters; None where the stage holds none.
         copies: Moves stashes to host memory and back.
         seed: Of the keys of random models.
@@ -176,6 +180,7 @@ class Executor:
     routes: Mapping[str, Route]
     pace: Pace
     transfer_timeout_s: float
+    pairs: PairRoute | None = None
     tied: TiedGradients | None = None
     copies: HostCopies = field(default_factory=HostCopies)
     seed: int = 0
@@ -215,7 +220,8 @@ class Executor:
             for instruction in program.instructions:
                 progress.stamp(instruction)
                 self._enqueue(instruction, state)
-            stamps = self.queue.drain(max(self.transfer_timeout_s, progress.limit_s))
+            drained = self.queue.drain(max(self.transfer_timeout_s, progress.limit_s))
+            stamps = [each for stamp in drained for each in _of_each_transfer(stamp)]
             progress.stamp("waits for copies of its messages")
             for route in self.routes.values():
                 route.settle()
@@ -258,13 +264,8 @@ class Executor:
                 self._await_stash(op, state)
                 work = partial(self._run, op, state)
                 self.queue.enqueue(op, work, self.pace.of(op.kind))
-            case Send():
-                self._enqueue_send(instruction, state)
-            case Receive(transfer, route) if self.routes[route].holds_queue:
-                self.queue.enqueue_transfer(transfer, partial(self._receive, instruction, state))
-            case Receive(transfer):
-                moved = self._receive(instruction, state, time.monotonic())
-                state.arrivals.append(_arrival(transfer, moved))
+            case Send() | Receive() | SendReceive():
+                self._enqueue_move(instruction, state)
             case Free(buffer):
                 self.queue.enqueue(None, partial(state.buffers.pop, buffer))
             case Offload(stash):
@@ -276,6 +277,18 @@ class Executor:
                 self.queue.enqueue_wait(partial(self._over_s, state.away[stash].gone))
             case Reduce(index, buffer):
                 self.queue.enqueue(None, partial(self._reduce, index, buffer, state))
+
+    def _enqueue_move(self, move: Move, state: _Step) -> None:
+        match move:
+            case Send():
+                self._enqueue_send(move, state)
+            case SendReceive():
+                self.queue.enqueue_transfer(move, partial(self._send_and_receive, move, state))
+            case Receive(transfer, route) if self.routes[route].holds_queue:
+                self.queue.enqueue_transfer(transfer, partial(self._receive, move, state))
+            case Receive(transfer):
+                moved = self._receive(move, state, time.monotonic())
+                state.arrivals.append(_arrival(transfer, moved))
 
     def _enqueue_send(self, send: Send, state: _Step) -> None:
         """Enqueue a message part by part; only where the route holds the queue as timed items."""
@@ -296,6 +309,16 @@ class Executor:
         deadline_s = time.monotonic() + self.transfer_timeout_s
         moved = self.routes[receive.route].take(identity, arrived_s, deadline_s)
         state.buffers[received_buffer(receive.transfer)] = moved.value
+        return moved
+
+    def _send_and_receive(self, pair: SendReceive, state: _Step, arrived_s: float) -> Moved:
+        if self.pairs is None:
+            raise ValueError(f"{pair}: this stage has no direct link")
+        sent, received = map(state.identity, (pair.sent, pair.received))
+        deadline_s = time.monotonic() + self.transfer_timeout_s
+        value = self._outgoing(pair.sent, state)
+        moved = self.pairs.post_and_take(sent, value, received, arrived_s, deadline_s)
+        state.buffers[received_buffer(pair.received)] = moved.value
         return moved
 
     def _offload(self, stash: Buffer, state: _Step, made_s: float) -> None:
@@ -432,6 +455,12 @@ class Executor:
 def _num_microbatches(program: RankInstructions) -> int:
     runs = (each.op for each in program.instructions if isinstance(each, Run))
     return sum(op.kind is OpKind.F and op.chunk == 0 for op in runs)
+
+
+def _of_each_transfer(stamp: Stamp) -> list[Stamp]:
+    if not isinstance(stamp.label, SendReceive):
+        return [stamp]
+    return [replace(stamp, label=each) for each in (stamp.label.sent, stamp.label.received)]
 
 
 def _arrival(transfer: Transfer, moved: Moved) -> Stamp:

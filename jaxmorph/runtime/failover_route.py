@@ -17,6 +17,7 @@ from itertools import chain
 import jax
 
 from jaxmorph.control.link_state import PathFailure
+from jaxmorph.program.instructions import SendReceive
 from jaxmorph.progress import progress
 from jaxmorph.records import Link
 from jaxmorph.runtime.causes import LongWaits
@@ -42,8 +43,8 @@ class FailoverRoute:
 
     Only a link's `LinkEnd` knows the link's state. Identities carry its epoch.
 
-    Queue thread: `post`, `take`. Training thread, while the queue is empty: all other methods. A
-    link's own thread: `_received`, `_resend`.
+    Queue thread: `post`, `take`, `post_and_take`. Training thread, while the queue is empty: all
+    other methods. A link's own thread: `_received`, `_resend`.
 
     Args:
         direct: Carries messages while a link's path works, and keeps what it sends.
@@ -133,11 +134,37 @@ class FailoverRoute:
             else:
                 end.end_transfer()
                 return moved
-        epoch = end.await_switch(str(identity))
-        progress.stamp_queue(identity.transfer)
-        # The failed transfer may have used up the deadline.
-        deadline_s = max(deadline_s, time.monotonic() + self._timeout_s)
-        return self._delegated.take(identity._replace(epoch=epoch), arrived_s, deadline_s)
+        return self._take_delegated(end, identity, arrived_s, deadline_s)
+
+    def post_and_take(
+        self,
+        sent: TransferIdentity,
+        value: jax.Array,
+        received: TransferIdentity,
+        arrived_s: float,
+        deadline_s: float,
+    ) -> Moved:
+        """As one pair while the link's path works, else as two single messages; raises as `post`.
+
+        If the path fails in a pair, each message has come or not by itself.
+        """
+        end, pair = self._end(sent), SendReceive(sent.transfer, received.transfer)
+        jax.block_until_ready(value)  # an error of the op that made it is not the link's
+        if end.await_peer(str(sent)):
+            progress.stamp_queue(pair)
+            self.kept.release(end.link)  # the peer is here, so it has received everything before
+            now = [each._replace(epoch=end.epoch) for each in (sent, received)]
+            try:
+                with self._watch.transfer(end.link):
+                    moved = self._direct.post_and_take(now[0], value, now[1], arrived_s, deadline_s)
+            except _FAILURES as error:
+                self._leave(end, error)  # the switch resends `sent` if the peer lacks it
+            else:
+                end.end_transfer()
+                return moved
+        else:
+            self._post_delegated(end, sent, value, arrived_s)
+        return self._take_delegated(end, received, arrived_s, deadline_s)
 
     def abandon(self, epoch: int) -> None:
         """Refuse all further transfers: see `DirectRoute.abandon`."""
@@ -239,22 +266,31 @@ class FailoverRoute:
         moved = self._delegated.post(identity, value, arrived_s, self._timeout_s)
         return moved if is_free else replace(moved, over_s=time.monotonic())
 
+    def _take_delegated(
+        self, end: LinkEnd, identity: TransferIdentity, arrived_s: float, deadline_s: float
+    ) -> Moved:
+        epoch = end.await_switch(str(identity))
+        progress.stamp_queue(identity.transfer)
+        # The failed transfer may have used up the deadline.
+        deadline_s = max(deadline_s, time.monotonic() + self._timeout_s)
+        return self._delegated.take(identity._replace(epoch=epoch), arrived_s, deadline_s)
+
     def _path_failure(self, link: Link) -> str:
         return self._ends[link].path_failure if link in self._ends else ""
 
     def _received(self, link: Link) -> Counts:
         return {
             channel: self._direct.received[channel]
-            for channel in self._direct.programs
-            if channel.link == link and channel.destination == self._rank
+            for channel in self._direct.channels(link)
+            if channel.destination == self._rank
         }
 
     def _resend(self, link: Link, peer: EndState) -> int:
         """Resend, in order and in the next epoch, the messages that the peer has not received."""
         rest = [
             self.kept.take_uncovered(channel, peer.received[channel])
-            for channel in self._direct.programs
-            if channel.link == link and channel.source == self._rank
+            for channel in self._direct.channels(link)
+            if channel.source == self._rank
         ]
         for identity, value in chain.from_iterable(rest):
             again = identity._replace(epoch=peer.epoch)

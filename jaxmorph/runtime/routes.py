@@ -118,3 +118,18 @@ class Route(Protocol):
     def settle(self) -> None:
         """Wait until everything posted has left this rank's arrays, and raise errors."""
         ...
+
+
+class PairRoute(Route, Protocol):
+    """A route whose two ends meet, and can send each other a message in one program."""
+
+    def post_and_take(
+        self,
+        sent: TransferIdentity,
+        value: jax.Array,
+        received: TransferIdentity,
+        arrived_s: float,
+        deadline_s: float,
+    ) -> Moved:
+        """Send a message and receive another, as the peer does; raises what `take` raises."""
+        ...

@@ -29,7 +29,7 @@ from jaxmorph.runtime.optimizer import StageOptimizer
 from jaxmorph.runtime.payloads import slot_use
 from jaxmorph.runtime.queue import AsynchronousQueue, Pace, PacedQueue, Stamp
 from jaxmorph.runtime.rendezvous import Rendezvous
-from jaxmorph.runtime.routes import Route
+from jaxmorph.runtime.routes import PairRoute
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_state import from_parts, stage_parts
 from jaxmorph.runtime.tied import HEAD, TiedGradients
@@ -104,16 +104,18 @@ class StageTrainer:
         with ExitStack() as opened:
             self._queue = AsynchronousQueue() if settings.pace is None else PacedQueue()
             opened.callback(self._queue.close)
-            routes = self._open_routes(settings, mesh, placement, failover, opened)
+            direct = self._open_routes(settings, mesh, placement, failover, opened)
             opened.pop_all()  # nothing after this can fail
+        delegated = {} if self.delegated is None else {"delegated": self.delegated}
         pace = settings.pace or Pace()
         self.executor = Executor(
             chunks=self.programs,
             placement=placement,
             queue=self._queue,
-            routes=routes,
+            routes={"direct": direct, **delegated},
             pace=pace,
             transfer_timeout_s=settings.transfer_timeout_s,
+            pairs=direct,
             tied=TiedGradients(model.tied, self._accumulators) if model.tied else None,
             copies=HostCopies(pace.host_copy_bytes_per_s),
             seed=settings.seed,
@@ -128,8 +130,8 @@ class StageTrainer:
         placement: NamedSharding,
         failover: FailoverConnections | None,
         opened: ExitStack,
-    ) -> dict[str, Route]:
-        """The routes, by the names that programs use."""
+    ) -> PairRoute:
+        """Opens both routes; returns the direct one, which fails over where links do."""
         answered = settings.pace is not None
         timeout_s = settings.direct_timeout_s or settings.transfer_timeout_s
         payloads = {
@@ -143,7 +145,7 @@ class StageTrainer:
         programs = communicators.first_programs()
         direct = DirectRoute(programs, answered, self._links, timeout_s)
         if self._plane is None:
-            return {"direct": direct}
+            return direct
         copies = open_copies(placement, self._plane.report_memory, settings.copies)
         opened.callback(copies.close)
         self._slot_copies = copies
@@ -162,7 +164,7 @@ class StageTrainer:
             waits := LongWaits(self._rank),
         )
         if failover is None or not failover.peers:
-            return {"direct": direct, "delegated": self.delegated}
+            return direct
         hangs_s = timeout_s * _HANGS_AFTER
         self._failover = FailoverRoute(
             direct,
@@ -174,7 +176,7 @@ class StageTrainer:
             PathWatch(failover.peers, failover.pings, hangs_s, self._is_cut),
             waits,
         )
-        return {"direct": self._failover, "delegated": self.delegated}
+        return self._failover
 
     @property
     def programs(self) -> tuple[StagePrograms, ...]:

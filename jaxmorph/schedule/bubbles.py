@@ -281,7 +281,9 @@ def _cause_before(
     """The cause as a function of time, in the gap before an op."""
     waiting = BubbleCause.FORWARD if op.kind is OpKind.F else BubbleCause.BACKWARD
     made_ms, sending, receiving = need or _Need(0.0, None, None)
-    holding = [span for span in running if span.holds_queue and span is not receiving]
+    # What holds the queue at just the times of the input's transfer is the other one of its pair.
+    own = receiving and receiving[2:]
+    holding = [span for span in running if span.holds_queue and span[2:] != own]
 
     def cause(at_ms: float) -> BubbleCause:
         if at_ms < made_ms:

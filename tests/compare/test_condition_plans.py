@@ -48,7 +48,7 @@ def planner(
     ("system", "healthy_ms", "slow_ms"),
     [
         ("gpipe", 450.0, 1170.0),
-        ("1f1b", 450.0, 1170.0),
+        ("1f1b", 450.0, 840.0),
         ("zb", 390.0, 1110.0),
         ("zb-delegated", 390.0, 540.0),
         ("adaptive-informed", 390.0, 420.0),

@@ -2,26 +2,30 @@
 
 Up to that transfer the replay is that of `check`. Then the transfer fails; the source sends again
 what the destination's count doesn't cover; and this and all later messages of the link go through
-slots, while both ends keep their positions in the order of their queues.
+slots, while both ends keep their positions in the order of their queues. A pair that fails may have
+come at neither end, at one or at both; it and all later pairs are a send and then a receive.
 
 An order that completes with rendezvous also completes with one slot: consider the first unfinished
 instruction in the common order of the rendezvous. If it is a send, all earlier messages of its
 channel have been received, so a slot is free; if it is a receive, its send comes before it. So it
-can run. The replay tests that, and the counts.
+can run. Pairs keep to that, as if both sends came before both receives. The replay tests it, and
+the counts.
 """
 
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import product
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, combinations, product
 
 from jaxmorph.program.check import ProgramError
 from jaxmorph.program.instructions import (
     Channel,
     Instruction,
+    Move,
     RankInstructions,
     Receive,
     Send,
+    SendReceive,
     Transfer,
     channel_of,
 )
@@ -58,34 +62,42 @@ class _Replay:
         while moved:
             moved = sum(map(self._advance, range(len(self.programs)))) > 0
 
-    def due(self) -> Transfer | None:
-        """The link's next transfer, if both its ends have reached it."""
-        one, other = (_direct_transfer(self.head(rank), self.link) for rank in self.link)
-        return one if one == other else None
+    def due(self) -> Sequence[Transfer]:
+        """The link's next transfer, or pair, if both its ends have reached it."""
+        one, other = (_direct_move(self.head(rank), self.link) for rank in self.link)
+        return () if one is None or other != one.other_end else _transfers(one)
 
-    def meet(self, transfer: Transfer) -> None:
-        """Completes the link's next transfer over a healthy path."""
+    def meet(self, transfers: Sequence[Transfer]) -> None:
+        """Completes the link's next transfer, or pair, over a healthy path."""
         for rank in self.link:
             self.positions[rank] += 1
-        channel = channel_of(transfer)
-        self.sent.setdefault(channel, []).append(transfer)
-        self.taken.setdefault(channel, []).append(transfer)
+        for transfer in transfers:
+            channel = channel_of(transfer)
+            self.sent.setdefault(channel, []).append(transfer)
+            self.taken.setdefault(channel, []).append(transfer)
 
-    def fail(self, transfer: Transfer, *, has_come: bool) -> None:
-        """Fails the link's next transfer and switches the link.
+    def fail(self, transfers: Sequence[Transfer], come: Collection[Transfer]) -> None:
+        """Fails the link's next transfer, or pair, and switches the link.
 
-        The source has kept the output, so only what the destination has received matters.
+        Sources have kept their outputs, so only what destinations have received matters.
         """
-        channel = channel_of(transfer)
         self.has_switched = True
-        self.sent.setdefault(channel, []).append(transfer)
-        self.positions[transfer.source] += 1
-        taken = self.taken.setdefault(channel, [])
-        if has_come:
-            taken.append(transfer)
-            self.positions[transfer.destination] += 1
-        uncovered = self.sent[channel][len(taken) :]
-        self.in_slots.setdefault(channel, deque()).extend(uncovered)
+        self.programs = [
+            _without_pairs(program, self.link, position)
+            for program, position in zip(self.programs, self.positions, strict=True)
+        ]
+        for transfer in transfers:
+            channel = channel_of(transfer)
+            self.sent.setdefault(channel, []).append(transfer)
+            self.positions[transfer.source] += 1
+        for transfer in transfers:
+            channel = channel_of(transfer)
+            taken = self.taken.setdefault(channel, [])
+            if transfer in come:
+                taken.append(transfer)
+                self.positions[transfer.destination] += 1
+            uncovered = self.sent[channel][len(taken) :]
+            self.in_slots.setdefault(channel, deque()).extend(uncovered)
 
     def _advance(self, rank: int) -> bool:
         moved = False
@@ -95,10 +107,11 @@ class _Replay:
         return moved
 
     def _can_run(self, head: Instruction, rank: int) -> bool:
-        if not isinstance(head, Send | Receive):
+        if not isinstance(head, Move):
             return True
-        if self._meets(head):
-            return head.transfer.link != self.link and self._peer_is_there(head, rank)
+        if isinstance(head, SendReceive) or self._meets(head):
+            is_of_link = _link(head, rank) == self.link
+            return not is_of_link and self.head(head.peer) == head.other_end
         waiting = self.in_slots.get(channel_of(head.transfer), ())
         if isinstance(head, Receive):
             return bool(waiting) and waiting[0] == head.transfer
@@ -106,12 +119,13 @@ class _Replay:
 
     def _do(self, head: Instruction, rank: int) -> None:
         self.positions[rank] += 1
-        if not isinstance(head, Send | Receive):
+        if isinstance(head, SendReceive) or (isinstance(head, Move) and self._meets(head)):
+            self.positions[head.peer] += 1
+            return
+        if not isinstance(head, Move):
             return
         transfer, channel = head.transfer, channel_of(head.transfer)
-        if self._meets(head):
-            self.positions[_peer(transfer, rank)] += 1
-        elif isinstance(head, Send):
+        if isinstance(head, Send):
             self.in_slots.setdefault(channel, deque()).append(transfer)
             self.sent.setdefault(channel, []).append(transfer)
         else:
@@ -121,10 +135,6 @@ class _Replay:
         """Whether a transfer is a rendezvous now."""
         is_switched = self.has_switched and step.transfer.link == self.link
         return step.route == "direct" and not is_switched
-
-    def _peer_is_there(self, head: Send | Receive, rank: int) -> bool:
-        other = self.head(_peer(head.transfer, rank))
-        return isinstance(other, Send | Receive) and other.transfer == head.transfer
 
 
 def check_switch(programs: Sequence[RankInstructions], link: Link, slots: int = 1) -> int:
@@ -144,18 +154,19 @@ def check_switch(programs: Sequence[RankInstructions], link: Link, slots: int = 
     whole, replayed = _Replay(programs, link, slots), 0
     while True:
         whole.run()
-        transfer = whole.due()
-        if transfer is None:
+        transfers = whole.due()
+        if not transfers:
             _require_complete(whole, "no transfer")
             return replayed
-        for has_come in (False, True):
+        numbers = range(len(transfers) + 1)
+        for come in chain.from_iterable(combinations(transfers, number) for number in numbers):
             broken = _copy(whole)
-            broken.fail(transfer, has_come=has_come)
+            broken.fail(transfers, come)
             broken.run()
-            which = "which had come" if has_come else "which had not come"
-            _require_complete(broken, f"{transfer}, {which},")
+            after, had_come = (" and ".join(map(str, each)) for each in (transfers, come))
+            _require_complete(broken, f"{after} (had come: {had_come or 'nothing'})")
             replayed += 1
-        whole.meet(transfer)
+        whole.meet(transfers)
 
 
 def check_every_switch(programs: Sequence[RankInstructions], slots: int = 1) -> int:
@@ -174,15 +185,32 @@ def _copy(replay: _Replay) -> _Replay:
     return copied
 
 
-def _direct_transfer(step: Instruction | None, link: Link) -> Transfer | None:
-    """The instruction's transfer, if it is a direct one of the link."""
-    if not isinstance(step, Send | Receive) or step.route != "direct":
+def _direct_move(step: Instruction | None, link: Link) -> Move | None:
+    """The instruction, if it is a direct transfer of the link, or a pair."""
+    if not isinstance(step, Move) or step.route != "direct":
         return None
-    return step.transfer if step.transfer.link == link else None
+    return step if _transfers(step)[0].link == link else None
 
 
-def _peer(transfer: Transfer, rank: int) -> int:
-    return transfer.destination if transfer.source == rank else transfer.source
+def _transfers(step: Move) -> Sequence[Transfer]:
+    return (step.sent, step.received) if isinstance(step, SendReceive) else (step.transfer,)
+
+
+def _link(step: Move, rank: int) -> Link:
+    return Link(*sorted((step.peer, rank)))
+
+
+def _without_pairs(program: RankInstructions, link: Link, start: int) -> RankInstructions:
+    """From a position on, each pair of the link is a send and a receive."""
+
+    def single(step: Instruction) -> Iterator[Instruction]:
+        if isinstance(step, SendReceive) and step.sent.link == link:
+            yield from (Send(step.sent), Receive(step.received))
+        else:
+            yield step
+
+    rest = chain.from_iterable(map(single, program.instructions[start:]))
+    return replace(program, instructions=(*program.instructions[:start], *rest))
 
 
 def _require_complete(replay: _Replay, after: str) -> None:

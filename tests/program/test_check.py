@@ -1,6 +1,7 @@
 """The checker finds every kind of mismatch between ranks' programs."""
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 
@@ -14,6 +15,7 @@ from jaxmorph.program.instructions import (
     Receive,
     Run,
     Send,
+    SendReceive,
     Transfer,
 )
 from jaxmorph.program.lowering import lower
@@ -67,9 +69,54 @@ def with_chunks(num_ranks=2):
 
 def test_sound_programs_pass():
     check(programs())
+    check(in_pairs())
     check(programs("delegated"))
     check(with_chunks())
     check(with_chunks(num_ranks=1))
+
+
+def in_pairs():
+    planned = simulate(SCHEDULE, StageCosts.uniform(2, 1, 1, 1))
+    return list(lower(SCHEDULE, planned, pairs=True))
+
+
+PAIR = SendReceive(ACTIVATION_1, Transfer(Payload.GRADIENT, 1, 0, 0))
+
+
+def pair_at_one_end():
+    """The other end first receives and then sends."""
+    first, last = in_pairs()
+    steps = last.instructions
+    at = steps.index(PAIR.other_end)
+    apart = (Receive(ACTIVATION_1), Send(PAIR.received))
+    return [first, replace(last, instructions=(*steps[:at], *apart, *steps[at + 1 :]))]
+
+
+def pair_whose_gradient_needs_its_activation():
+    first, last = in_pairs()
+    early = SendReceive(ACTIVATION_0, PAIR.received)
+    output = free("output", 0)
+    pair = {PAIR: (early, output), output: ()}
+    steps = (pair.get(step, (step,)) for step in first.instructions)
+    first = replace(first, instructions=(*chain.from_iterable(steps),))
+    last = without(last, Receive(ACTIVATION_0))
+    last = replace(
+        last,
+        instructions=tuple(
+            early.other_end if s == PAIR.other_end else s for s in last.instructions
+        ),
+    )
+    return [without(first, Send(ACTIVATION_0)), last]
+
+
+def pairs_in_a_ring():
+    """Each rank waits at a pair with the next one, which waits at a pair with the one after."""
+    there = [Transfer(Payload.ACTIVATION, rank, (rank + 1) % 3, 0) for rank in range(3)]
+    back = [Transfer(Payload.GRADIENT, (rank + 1) % 3, rank, 0) for rank in range(3)]
+    pairs = [*map(SendReceive, there, back)]
+    return [
+        RankInstructions(rank, 3, 1, (pairs[rank], pairs[rank - 1].other_end)) for rank in range(3)
+    ]
 
 
 def silent_peer():
@@ -122,6 +169,16 @@ AROUND_0 = Transfer(Payload.ACTIVATION, 1, 0, 0)
     ("broken", "message"),
     [
         (silent_peer, r"deadlock: rank 0 waits at receive gradient\[1\] 1>0"),
+        (
+            pair_at_one_end,
+            r"rank 0 is at send activation\[1\] 0>1 and receive gradient\[0\] 1>0 "
+            r"while its peer is at receive activation\[1\] 0>1",
+        ),
+        (
+            pair_whose_gradient_needs_its_activation,
+            r"rank 1: run F0 runs before its input\[0\] is there",
+        ),
+        (pairs_in_a_ring, r"deadlock: rank 0 waits at send activation\[0\] 0>1 and receive grad"),
         (
             lambda: on_last(programs(), Receive(ACTIVATION_0), Receive(ACTIVATION_1)),
             "while its peer is at receive activation",

@@ -1,57 +1,47 @@
 import pytest
 
-from jaxmorph.program.dataflow import feeder, output_transfer, reads, received_buffer, writes
-from jaxmorph.program.instructions import Buffer, BufferKind, Pipeline, Run
-from jaxmorph.schedule.ops import Op
-
-
-@pytest.mark.parametrize(
-    ("op", "rank", "expected"),
-    [
-        ("F4", 0, "activation[4] 0>1"),
-        ("F4", 2, "None"),
-        ("B4", 2, "gradient[4] 2>1"),
-        ("BW4", 1, "gradient[4] 1>0"),
-        ("B4", 0, "None"),
-        ("W4", 1, "None"),
-    ],
+from jaxmorph.program.dataflow import flows, received_buffer, result_buffer, sent_buffer, uses
+from jaxmorph.program.instructions import (
+    Buffer,
+    BufferKind,
+    Payload,
+    Pipeline,
+    RankInstructions,
+    Run,
 )
-def test_an_op_sends_to_the_neighbours_same_op(op, rank, expected):
-    assert str(output_transfer(Op.parse(op), rank, Pipeline(3))) == expected
+from jaxmorph.schedule.ops import Op, OpKind
 
 
-@pytest.mark.parametrize(
-    ("op", "rank", "expected"),
-    [
-        ("F4", 1, "activation[4] 1>2"),
-        ("F4", 2, "activation[4] 2>0"),
-        ("1.F4", 1, "1.activation[4] 1>2"),
-        ("1.F4", 2, "None"),
-        ("1.B4", 1, "1.gradient[4] 1>0"),
-        ("1.BW4", 0, "1.gradient[4] 0>2"),
-        ("B4", 1, "gradient[4] 1>0"),
-        ("B4", 0, "None"),
-    ],
-)
-def test_the_last_rank_sends_to_the_next_chunk(op, rank, expected):
-    assert str(output_transfer(Op.parse(op), rank, Pipeline(3, num_chunks=2))) == expected
+def buffers_of(op, place, pipeline):
+    """What an op reads and fills at a place of the pipeline."""
+    rank, chunk = place
+    run = Run(Op.parse(op)._replace(chunk=chunk))
+    ((read, made),) = uses(RankInstructions(rank, pipeline[0], 9, (run,), pipeline[1]))
+    return set(read), set(made)
 
 
-@pytest.mark.parametrize(
-    ("op", "rank", "rank_before", "op_before"),
-    [("F4", 1, 0, "F4"), ("1.F4", 0, 2, "F4"), ("1.B4", 1, 2, "1.B4"), ("BW4", 2, 0, "1.BW4")],
-)
-def test_the_feeder_sends_what_an_op_reads(op, rank, rank_before, op_before):
-    pipeline = Pipeline(3, num_chunks=2)
-    assert feeder(Op.parse(op), rank, pipeline) == (rank_before, Op.parse(op_before))
-    message = output_transfer(Op.parse(op_before), rank_before, pipeline)
-    assert message is not None
-    assert received_buffer(message) in reads(Run(Op.parse(op)), rank, pipeline)
+def test_activations_go_to_the_next_stage_and_gradients_back():
+    sent = [str(flow.transfers(5)[4]) for flow in flows(Pipeline(3))]
+    assert sent == ["activation[4] 0>1", "gradient[4] 1>0", "activation[4] 1>2", "gradient[4] 2>1"]
 
 
-@pytest.mark.parametrize(("op", "rank"), [("F4", 0), ("1.B4", 2), ("W4", 1)])
-def test_the_ends_of_the_pipeline_have_no_feeder(op, rank):
-    assert feeder(Op.parse(op), rank, Pipeline(3, num_chunks=2)) is None
+def test_the_last_rank_sends_to_the_next_chunk():
+    sent = [str(flow.transfers(5)[4]) for flow in flows(Pipeline(3, num_chunks=2))]
+    assert sent == [
+        "activation[4] 0>1", "gradient[4] 1>0", "activation[4] 1>2", "gradient[4] 2>1",
+        "activation[4] 2>0", "1.gradient[4] 0>2",
+        "1.activation[4] 0>1", "1.gradient[4] 1>0", "1.activation[4] 1>2", "1.gradient[4] 2>1",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("pipeline", [Pipeline(2), Pipeline(5), Pipeline(2, 3), Pipeline(3, 2)])
+def test_a_flow_goes_from_what_an_op_fills_to_what_the_same_op_reads(pipeline):
+    ops = {Payload.ACTIVATION: ["F4"], Payload.GRADIENT: ["B4", "BW4"]}
+    for flow in flows(pipeline):
+        message = flow.transfers(5)[4]
+        for op in ops[flow.payload]:
+            assert sent_buffer(message) in buffers_of(op, flow.source, pipeline)[1]
+            assert received_buffer(message) in buffers_of(op, flow.target, pipeline)[0]
 
 
 @pytest.mark.parametrize(
@@ -68,26 +58,34 @@ def test_the_ends_of_the_pipeline_have_no_feeder(op, rank):
     ],
 )
 def test_buffers_depend_on_the_place_in_the_pipeline(op, rank, read, written):
-    run = Run(Op.parse(op))
-
     def buffers(names):
         return {Buffer(BufferKind(name), 1) for name in names.split()}
 
-    assert set(reads(run, rank, Pipeline(3))) == buffers(read)
-    assert set(writes(run, rank, Pipeline(3))) == buffers(written)
+    assert buffers_of(op, (rank, 0), Pipeline(3)) == (buffers(read), buffers(written))
 
 
 @pytest.mark.parametrize(
-    ("op", "read", "written"),
+    ("op", "chunk", "read", "written"),
     [
-        ("F2", "", "stash[2] 1.input[2]"),
-        ("1.F2", "1.input[2]", "1.stash[2]"),
-        ("1.BW2", "1.stash[2]", "output-gradient[2]"),
-        ("BW2", "stash[2] output-gradient[2]", ""),
+        ("F2", 0, "", "stash[2] 1.input[2]"),
+        ("F2", 1, "1.input[2]", "1.stash[2]"),
+        ("BW2", 1, "1.stash[2]", "output-gradient[2]"),
+        ("BW2", 0, "stash[2] output-gradient[2]", ""),
     ],
 )
-def test_one_rank_passes_results_between_chunks(op, read, written):
-    run, alone = Run(Op.parse(op)), Pipeline(1, num_chunks=2)
-    assert set(map(str, reads(run, 0, alone))) == set(read.split())
-    assert set(map(str, writes(run, 0, alone))) == set(written.split())
-    assert output_transfer(Op.parse(op), 0, alone) is None
+def test_one_rank_passes_results_between_chunks(op, chunk, read, written):
+    alone = Pipeline(1, num_chunks=2)
+    found = buffers_of(op, (0, chunk), alone)
+    assert [set(map(str, each)) for each in found] == [set(read.split()), set(written.split())]
+
+
+@pytest.mark.parametrize("pipeline", [Pipeline(1, 2), Pipeline(3), Pipeline(3, 2)])
+def test_a_result_is_what_an_op_fills_for_others(pipeline):
+    for flow in flows(pipeline):
+        op = Op(OpKind.F if flow.payload is Payload.ACTIVATION else OpKind.BW, 2, flow.source.chunk)
+        result = result_buffer(op, flow.source.rank, pipeline)
+        assert result in buffers_of(str(op), flow.source, pipeline)[1]
+    assert (
+        result_buffer(Op(OpKind.F, 2, pipeline.num_chunks - 1), pipeline[0] - 1, pipeline) is None
+    )
+    assert result_buffer(Op(OpKind.B, 2), 0, pipeline) is None

@@ -19,7 +19,7 @@ from jaxmorph.program.instructions import (
 )
 from jaxmorph.records import Link
 from jaxmorph.schedule.costs import StageCosts
-from jaxmorph.schedule.fixed import interleaved, zb_h2
+from jaxmorph.schedule.fixed import interleaved, one_forward_one_backward, zb_h2
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,6 @@ def test_a_bad_transfer_text_is_refused(text):
 def test_a_wrapped_transfer_is_for_the_next_chunk(text, chunk):
     transfer = Transfer.parse(text)
     assert transfer.destination_chunk == chunk
-    assert transfer.goes_around == (chunk != transfer.chunk)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +74,7 @@ def test_the_pipeline_visits_ranks_once_per_chunk(num_ranks, num_chunks, chain):
     [
         (zb_h2(3, 5), {Link(1, 2): "delegated"}),
         (interleaved(3, 6, 2), {Link(0, 2): "delegated"}),
+        (one_forward_one_backward(3, 5), {}),
         (zb_h2(1, 2), {}),
     ],
 )
@@ -101,6 +101,12 @@ def test_a_text_is_read_line_by_line():
         "free weight-stash[0]",
         "update",
     ]
+
+
+def test_a_pair_is_one_line():
+    schedule, costs = one_forward_one_backward(2, 2), StageCosts.uniform(2, 1.0, 1.0, 1.0)
+    _, last = lower_step(schedule, Profile(costs, {}))
+    assert "send gradient[0] 1>0 and receive activation[1] 0>1" in instructions_text(last)
 
 
 def test_copies_of_stashes_come_back():

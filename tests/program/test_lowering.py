@@ -11,8 +11,18 @@ from hypothesis import strategies as st
 
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.check import check
-from jaxmorph.program.dataflow import feeder, output_transfer
-from jaxmorph.program.instructions import BufferKind, Free, Pipeline, Receive, Run, Send, Transfer
+from jaxmorph.program.dataflow import flows, sent_buffer, uses
+from jaxmorph.program.instructions import (
+    BufferKind,
+    Free,
+    Payload,
+    Pipeline,
+    Receive,
+    Run,
+    Send,
+    SendReceive,
+    Transfer,
+)
 from jaxmorph.program.lowering import forward_only, global_order, lower, lower_in_step
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.records import Link, Route, Routes
@@ -30,9 +40,9 @@ TWO_STAGES = Schedule.from_rows("hand", ["F0 F1 B0 W0 B1 W1", "F0 B0 W0 F1 B1 W1
 def picture(program):
     """The instructions without frees, shortened: `F0`, `>F0` sends it, `<F0` receives it.
 
-    `>1.F0` sends what `1.F0` made; on the last rank that is for chunk 2 of the first.
+    `>1.F0` sends what `1.F0` made; on the last rank that is for chunk 2 of the first. `>F1<B0` is a
+    pair.
     """
-    letters = {"activation": "F", "gradient": "B", "tied": "tied"}
     words = []
     for step in program.instructions:
         match step:
@@ -40,18 +50,26 @@ def picture(program):
                 continue
             case Run(op):
                 words.append(str(op))
-            case Send(transfer) | Receive(transfer):
-                arrow = ">" if isinstance(step, Send) else "<"
-                chunk = f"{transfer.chunk}." if transfer.chunk else ""
-                words.append(f"{arrow}{chunk}{letters[transfer.payload]}{transfer.microbatch}")
+            case Send(transfer):
+                words.append(f">{message(transfer)}")
+            case Receive(transfer):
+                words.append(f"<{message(transfer)}")
+            case SendReceive(sent, received):
+                words.append(f">{message(sent)}<{message(received)}")
             case _:
                 words.append(str(step).replace(" ", "-"))
     return " ".join(words)
 
 
-def lowered(schedule, costs=UNIFORM, links=None, routes=None, num_tied=0):
+def message(transfer):
+    letters = {"activation": "F", "gradient": "B", "tied": "tied"}
+    chunk = f"{transfer.chunk}." if transfer.chunk else ""
+    return f"{chunk}{letters[transfer.payload]}{transfer.microbatch}"
+
+
+def lowered(schedule, costs=UNIFORM, links=None, routes=None, num_tied=0, pairs=None):
     planned = simulate(schedule, costs, links or {})
-    return lower(schedule, planned, routes, num_tied=num_tied)
+    return lower(schedule, planned, routes, num_tied=num_tied, pairs=pairs)
 
 
 def test_both_ends_order_direct_transfers_alike():
@@ -64,6 +82,40 @@ def test_a_delegated_receive_precedes_its_op():
     first, last = lowered(TWO_STAGES, routes={Link(0, 1): "delegated"})
     assert picture(first) == "F0 >F0 F1 >F1 <B0 B0 W0 <B1 B1 W1 update"
     assert picture(last) == "<F0 F0 B0 >B0 W0 <F1 F1 B1 >B1 W1 update"
+
+
+def test_one_forward_one_backward_pairs_what_is_due():
+    first, middle, last = lowered(one_forward_one_backward(3, 4), equal(3))
+    assert picture(first) == ("F0 >F0 F1 >F1 F2 >F2<B0 BW0 F3 >F3<B1 BW1 <B2 BW2 <B3 BW3 update")
+    assert picture(middle) == (
+        "<F0 F0 <F1 >F0 F1 >F1<B0 BW0 >B0<F2 F2 >F2<B1 BW1 >B1<F3 F3 >F3<B2 BW2 "
+        ">B2 <B3 BW3 >B3 update"
+    )
+    assert picture(last) == ("<F0 F0 BW0 >B0<F1 F1 BW1 >B1<F2 F2 BW2 >B2<F3 F3 BW3 >B3 update")
+
+
+def test_delegated_links_have_no_pairs():
+    first, middle, last = lowered(
+        one_forward_one_backward(3, 3), equal(3), routes={Link(0, 1): "delegated"}
+    )
+    assert picture(first) == "F0 >F0 F1 >F1 F2 >F2 <B0 BW0 <B1 BW1 <B2 BW2 update"
+    assert picture(middle) == (
+        "<F0 F0 >F0 <F1 F1 >F1<B0 BW0 >B0 <F2 F2 >F2<B1 BW1 >B1 <B2 BW2 >B2 update"
+    )
+    assert picture(last) == "<F0 F0 BW0 >B0<F1 F1 BW1 >B1<F2 F2 BW2 >B2 update"
+
+
+def test_schedules_that_split_pair_only_if_asked():
+    first, last = lowered(TWO_STAGES, pairs=True)
+    assert picture(first) == "F0 >F0 F1 >F1<B0 B0 W0 <B1 B1 W1 update"
+    assert picture(last) == "<F0 F0 B0 >B0<F1 W0 F1 B1 >B1 W1 update"
+
+
+def test_an_activation_that_an_op_needs_at_once_goes_alone():
+    """All Fs run before the first B, so none waits for a gradient."""
+    schedule = Schedule.from_rows("hand", ["F0 F1 BW0 BW1", "F0 F1 BW0 BW1"])
+    first, _ = lowered(schedule)
+    assert picture(first) == "F0 >F0 F1 >F1 <B0 BW0 <B1 BW1 update"
 
 
 def test_tied_gradients_are_exchanged_before_the_update():
@@ -87,12 +139,12 @@ def test_one_rank_alone_sums_its_own_tied_copies():
 def test_chunks_on_two_ranks_go_around_them():
     first, last = lowered(interleaved(2, 2, 2), num_tied=1)
     assert picture(first) == (
-        "F0 >F0 F1 >F1 <F0 1.F0 >1.F0 <F1 1.F1 >1.F1 "
-        "<1.B0 1.BW0 >1.B0 <1.B1 1.BW1 <B0 >1.B1 BW0 <B1 BW1 >tied0 <tied0 reduce-tied-0 update"
+        "F0 >F0 F1 >F1 <F0 1.F0 >1.F0 <F1 1.F1 >1.F1<1.B0 "
+        "1.BW0 >1.B0 <1.B1 1.BW1 <B0 >1.B1 BW0 <B1 BW1 >tied0 <tied0 reduce-tied-0 update"
     )
     assert picture(last) == (
-        "<F0 F0 <F1 >F0 F1 <1.F0 >F1 1.F0 <1.F1 1.BW0 "
-        ">1.B0 1.F1 1.BW1 <1.B0 >1.B1 BW0 >B0 <1.B1 BW1 >B1 <tied0 >tied0 reduce-tied-0 update"
+        "<F0 F0 <F1 >F0 F1 <1.F0 >F1 1.F0 1.BW0 "
+        ">1.B0<1.F1 1.F1 1.BW1 <1.B0 >1.B1 BW0 >B0 <1.B1 BW1 >B1 <tied0 >tied0 reduce-tied-0 update"
     )
 
 
@@ -119,10 +171,10 @@ def test_links_that_share_a_rank_take_turns(num_ranks):
     schedule = interleaved(num_ranks, 2 * num_ranks, 3)
     planned = simulate(schedule, StageCosts.uniform(num_ranks, 3, 3, 0))
     busy = Counter(
-        (item.key.time_us, item.key.turn, rank)
-        for item in global_order(schedule, planned, {})
-        if item.transfer is not None
-        for rank in item.transfer.link
+        (time_us, turn, rank)
+        for flow, keys in global_order(schedule, planned, {}).transfers
+        for time_us, turn in zip(keys.time_us.tolist(), keys.turn.tolist(), strict=True)
+        for rank in flow.link
     )
     assert len(busy) > 8 * num_ranks
     assert set(busy.values()) == {1}
@@ -140,7 +192,7 @@ def test_a_transfer_moves_to_the_nearer_op_boundary(late_ms, before_the_op):
     )
     if not before_the_op:  # nearer to the op's end
         shifted = replace(shifted, end_ms=(np.array([10.0, 32.0, 70.0, 90.0]), *shifted.end_ms[1:]))
-    _, receiver = lower(schedule, shifted)
+    _, receiver = lower(schedule, shifted, pairs=False)
     words = picture(receiver).split()
     assert (words.index("<F1") < words.index("BW0")) == before_the_op
 
@@ -161,8 +213,9 @@ def problems(draw, num_stages):
     return costs, links, routes
 
 
-def assert_runs_to_completion(schedule, costs, links, routes):
-    programs = lower(schedule, simulate(schedule, costs, links), routes, num_tied=1)
+def assert_runs_to_completion(schedule, costs, links, routes, pairs=None):
+    planned = simulate(schedule, costs, links)
+    programs = lower(schedule, planned, routes, num_tied=1, pairs=pairs)
     check(programs)
     assert tuple(tuple(program.ops()) for program in programs) == schedule.orders
     return programs
@@ -200,12 +253,15 @@ def any_schedules(draw):
         for microbatches in [range(num_microbatches)]
     }
     rows, ran = [[] for _ in range(num_ranks)], set()
+    kinds = {Payload.ACTIVATION: OpKind.F, Payload.GRADIENT: OpKind.B}
+    feeds = {(kinds[flow.payload], *flow.target): flow.source for flow in flows(pipeline)}
 
     def is_ready(op, rank):
-        fed_by = feeder(op, rank, pipeline)
         own = {OpKind.F: None, OpKind.B: OpKind.F, OpKind.W: OpKind.B}[op.kind]
         needs = [(rank, op._replace(kind=own))] if own else []
-        return ran.issuperset([*needs, *([fed_by] if fed_by else [])])
+        if (source := feeds.get((op.kind, rank, op.chunk))) is not None:
+            needs.append((source.rank, op._replace(chunk=source.chunk)))
+        return ran.issuperset(needs)
 
     while any(waiting.values()):
         ready = [at for at, ops in waiting.items() if ops and is_ready(ops[0], at[0])]
@@ -219,7 +275,8 @@ def any_schedules(draw):
 @given(any_schedules(), st.data())
 def test_any_mix_of_routes_completes(schedule, data):
     costs, links, routes = data.draw(problems(schedule.num_stages))
-    programs = assert_runs_to_completion(schedule, costs, links, routes)
+    pairs = data.draw(st.booleans())
+    programs = assert_runs_to_completion(schedule, costs, links, routes, pairs)
     timeline = simulate_blocking(programs, costs, links)
     free = simulate(schedule, costs, links)
     for blocked, unblocked in zip(timeline.start_ms, free.start_ms, strict=True):
@@ -230,15 +287,30 @@ def test_any_mix_of_routes_completes(schedule, data):
 
 
 @given(any_schedules(), st.data())
+def test_pairs_start_no_op_later_where_delays_are_alike(schedule, data):
+    costs, links, routes = data.draw(problems(schedule.num_stages))
+    planned = simulate(schedule, costs, links)
+    alike = {
+        link: LinkDelay(of.forward_latency_ms, of.forward_latency_ms) for link, of in links.items()
+    }
+    single, paired = (
+        simulate_blocking(lower(schedule, planned, routes, pairs=pairs), costs, alike)
+        for pairs in (False, True)
+    )
+    for with_pairs, without in zip(paired.start_ms, single.start_ms, strict=True):
+        assert (with_pairs <= without + 1e-9).all()
+
+
+@given(any_schedules(), st.data())
 def test_a_delegated_send_follows_its_op_directly(schedule, data):
     costs, links, routes = data.draw(problems(schedule.num_stages))
     for program in lower(schedule, simulate(schedule, costs, links), routes):
-        steps = [step for step in program.instructions if not isinstance(step, Free)]
-        for before, step in pairwise(steps):
+        every = zip(program.instructions, uses(program), strict=True)
+        steps = [(step, made) for step, (_, made) in every if not isinstance(step, Free)]
+        for (before, made), (step, _) in pairwise(steps):
             if isinstance(step, Send) and step.route == "delegated":
                 assert isinstance(before, Run)
-                made = output_transfer(before.op, program.rank, program.pipeline)
-                assert made == step.transfer
+                assert sent_buffer(step.transfer) in made
 
 
 def test_a_channel_is_received_in_sending_order():
@@ -339,22 +411,27 @@ def equal(num_stages):
 
 
 @pytest.mark.parametrize(
-    ("num_stages", "num_microbatches", "num_chunks", "early_ms", "in_step_ms"),
+    ("num_stages", "num_microbatches", "num_chunks", "pairs", "early_ms", "in_step_ms"),
     [
-        (2, 8, 2, 315, 270),
-        (4, 8, 2, 290, 290),
-        (5, 20, 2, 915, 705),
-        (8, 32, 2, 1475, 1140),
-        (8, 32, 4, 1457.5, 1090),
+        (2, 8, 2, False, 315, 270),
+        (4, 8, 2, False, 290, 290),
+        (5, 20, 2, False, 915, 705),
+        (8, 32, 2, False, 1475, 1140),
+        (8, 32, 4, False, 1457.5, 1090),
+        (2, 8, 2, True, 300, 270),
+        (4, 8, 2, True, 285, 285),
+        (5, 20, 2, True, 700, 700),
+        (8, 32, 2, True, 1105, 1105),
+        (8, 32, 4, True, 1057.5, 1057.5),
     ],
 )
 def test_lower_in_step_shortens_a_ring(
-    num_stages, num_microbatches, num_chunks, early_ms, in_step_ms
+    num_stages, num_microbatches, num_chunks, pairs, early_ms, in_step_ms
 ):
     schedule = interleaved(num_stages, num_microbatches, num_chunks)
     costs = equal(num_stages)
-    early = lower(schedule, simulate(schedule, costs))
-    chosen = lower_in_step(schedule, costs, {}, {})
+    early = lower(schedule, simulate(schedule, costs), pairs=pairs)
+    chosen = lower_in_step(schedule, costs, {}, {}, pairs=pairs)
     check(chosen)
     assert simulate_blocking(early, costs).makespan_ms == pytest.approx(early_ms)
     assert simulate_blocking(chosen, costs).makespan_ms == pytest.approx(in_step_ms)

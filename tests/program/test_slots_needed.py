@@ -12,6 +12,7 @@ from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.check import ProgramError
 from jaxmorph.program.instructions import (
     Channel,
+    Move,
     Offload,
     Payload,
     RankInstructions,
@@ -72,12 +73,12 @@ class Run:
         if move >= len(self.ranks):
             rank.queue.popleft()
             if step.route == "direct":
-                self._peer(step, rank).queue.popleft()
+                self.ranks[step.peer].queue.popleft()
             else:
                 self.sent.add(step.transfer)
             return
         rank.position += 1
-        if not isinstance(step, Send | Receive):
+        if not isinstance(step, Move):
             return
         if step.route == "direct" or isinstance(step, Send):
             rank.queue.append(step)
@@ -107,12 +108,8 @@ class Run:
             return not waits or step.transfer in self.sent
         if step.route == "delegated":
             return True
-        other = self._peer(step, self.ranks[move - len(self.ranks)])
-        return bool(other.queue) and other.queue[0].transfer == step.transfer
-
-    def _peer(self, step, rank):
-        ends = (step.transfer.source, step.transfer.destination)
-        return self.ranks[ends[0] if ends[1] == rank.program.rank else ends[1]]
+        other = self.ranks[step.peer]
+        return bool(other.queue) and other.queue[0] == step.other_end
 
 
 def most_under_way(programs, channel, choose):
@@ -142,7 +139,8 @@ def lowered(draw):
         schedule = plan(costs, links, Limits(), microbatches, name).schedule
     links.setdefault(Link(0, stages - 1), LinkDelay())
     routes = {link: draw(st.sampled_from(["direct", "delegated"])) for link in links}
-    programs = lower(schedule, simulate(schedule, costs, links), routes, num_tied=1)
+    planned, pairs = simulate(schedule, costs, links), draw(st.booleans())
+    programs = lower(schedule, planned, routes, num_tied=1, pairs=pairs)
     return programs, {link for link, route in routes.items() if route == "delegated"}
 
 

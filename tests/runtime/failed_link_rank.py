@@ -55,13 +55,24 @@ class End:
         return None
 
     def over_each(self):
-        """Whether a message each way arrives over each remaining communicator."""
+        """Whether a message each way, and a pair, arrive over each remaining communicator."""
         came = []
         for number in range(1, self.communicators.count):
             self.route.replace_programs(self.communicators.programs(LINK, number))
             self.rendezvous.exchange({})
-            came.append([self.move(transfer) for transfer in (UP, DOWN)])
+            came.append([self.move(transfer) for transfer in (UP, DOWN)] + [self.move_both()])
         return came
+
+    def move_both(self):
+        """Do this end's part of a pair; returns whether the payload is intact."""
+        sent, received = (UP, DOWN) if self.rank == 0 else (DOWN, UP)
+        identities = [TransferIdentity(0, 0, each) for each in (sent, received)]
+        now_s = time.monotonic()
+        moved = self.route.post_and_take(
+            identities[0], output(sent), identities[1], now_s, now_s + TIMEOUT_S
+        )
+        self.taken.append(moved.value)
+        return np.array_equal(np.asarray(moved.value), np.asarray(output(received)))
 
 
 def main(arguments, link, rest):

@@ -1,4 +1,7 @@
-"""One of three ranks whose link 0-1 fails within steps: reports the results of each step."""
+"""One of three ranks whose link 0-1 fails within steps: reports the results of each step.
+
+Activations 2 and 3 of the link go in pairs with gradients 0 and 1.
+"""
 
 import hashlib
 import os
@@ -142,7 +145,8 @@ def opened(rendezvous, link, queue):
     ends = channel_specs(settings.payloads(model), links, rendezvous.rank)
     costs = StageCosts.uniform(3, 4, 4, 4)
     schedule = plan(costs, {}, Limits(), MICROBATCHES, "zb-h1").schedule
-    programs = lower(schedule, simulate(schedule, costs, {}), num_tied=len(model.tied))
+    planned = simulate(schedule, costs, {})
+    programs = lower(schedule, planned, num_tied=len(model.tied), pairs=True)
     check(programs)
     check_every_switch(programs)
     own, acting = programs[rendezvous.rank], LinksWithActions()

@@ -130,7 +130,7 @@ class Parity:
         counts = [self.model.num_layers - others, *[1] * others]
         return cut_layers(self.model.num_layers, self.num_ranks, counts, num_chunks)
 
-    def program(self, schedule_name, num_microbatches, routes=None, narrowed_to=None):
+    def program(self, schedule_name, num_microbatches, routes=None, narrowed_to=None, pairs=None):
         programs, slots = lowered(
             self.num_ranks,
             self.num_chunks,
@@ -139,6 +139,7 @@ class Parity:
             num_microbatches,
             tuple(sorted((routes or {}).items())),
             narrowed_to,
+            pairs,
         )
         if routes:
             self.trainer.add_slots(slots)
@@ -149,13 +150,13 @@ class Parity:
         assert count_offloads([placed]) > 0
         return placed
 
-    def run(self, schedule_name, tokens, targets, step=0, routes=None):
+    def run(self, schedule_name, tokens, targets, step=0, routes=None, pairs=None):
         """One step's loss and norm over all ranks; the gradients stay on the trainer."""
         arrays, targets, extras = data_of(self.model, tokens, targets)
         weight = 1.0 / np.count_nonzero(targets >= 0)
         length_index = self.lengths.index(tokens.shape[-1])
         inputs = StepInputs(arrays, targets, weight, extras, length_index=length_index)
-        program = self.program(schedule_name, len(tokens), routes)
+        program = self.program(schedule_name, len(tokens), routes, pairs=pairs)
         outcome = self.trainer.run(program, inputs, step)
         squared_norm = self.trainer.squared_norm()
         not_finite = not_finite_in_words(self.trainer, outcome, squared_norm)
@@ -200,10 +201,12 @@ class Parity:
 
 
 @cache
-def lowered(num_ranks, num_chunks, num_tied, schedule_name, num_microbatches, routes, narrowed_to):
+def lowered(
+    num_ranks, num_chunks, num_tied, schedule_name, num_microbatches, routes, narrowed_to, pairs
+):
     """Every rank's checked program of a step, and the slots it needs."""
     schedule, planned = planned_schedule(num_ranks, num_chunks, schedule_name, num_microbatches)
-    programs = lower(schedule, planned, dict(routes) or None, num_tied=num_tied)
+    programs = lower(schedule, planned, dict(routes) or None, num_tied=num_tied, pairs=pairs)
     if narrowed_to is not None:
         programs = [forward_only(program, first_microbatch=narrowed_to) for program in programs]
     check(programs)
@@ -253,8 +256,8 @@ def batch(num_microbatches, seed):
     return ids[..., :-1], ids[..., 1:]
 
 
-def gradients_of(parity, schedule_name, tokens, targets, routes, step=0):
-    parity.run(schedule_name, tokens, targets, step, routes=routes)
+def gradients_of(parity, schedule_name, tokens, targets, routes, step=0, pairs=None):
+    parity.run(schedule_name, tokens, targets, step, routes=routes, pairs=pairs)
     gradients = jax.tree.map(np.asarray, parity.trainer.gradients)
     parity.trainer.discard()
     return gradients

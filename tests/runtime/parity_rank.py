@@ -11,6 +11,7 @@ from compiled_once import compile_alike_once
 from parity import CHUNKS, OPTIMIZER, Parity, batch, gradients_of, worst_leaf
 from parity_models import check_auxiliary, check_dropout, check_examples
 
+from jaxmorph.program.instructions import SendReceive
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.join import join_run
 from jaxmorph.runtime.kept_programs import CompilationCounter
@@ -86,6 +87,28 @@ def check_routes(parity, schedules, compilations):
         before = before or compilations.count  # without the first schedule's small helper programs
     counts = vars(parity.trainer.delegated.counts)
     parity.report("route changes", compiled=compilations.count - before, counts=counts)
+
+
+def check_pairs(parity, schedules, compilations):
+    """Pairs change no bit, compile nothing, and each of their messages is timed."""
+    tokens, targets = batch(8, 29)
+    for schedule_name in schedules:
+        ways = []
+        for pairs in (False, True):
+            before = compilations.count
+            gradients = gradients_of(parity, schedule_name, tokens, targets, None, pairs=pairs)
+            timed = sorted(str(label) for label, _ in parity.trainer.message_times_ms())
+            ways.append((gradients, timed))
+        (single, messages), (paired, same_messages) = ways
+        program = parity.program(schedule_name, len(tokens), pairs=True)
+        same = jax.tree.leaves(jax.tree.map(np.array_equal, single, paired))
+        parity.report(
+            "pairs",
+            schedule=schedule_name,
+            same=all(same) and messages == same_messages,
+            pairs=sum(isinstance(step, SendReceive) for step in program.instructions),
+            compiled=compilations.count - before,
+        )
 
 
 def check_recomputing(rendezvous, link, reference):
@@ -253,6 +276,7 @@ def check_whole_stages(rendezvous, link, tied, compilations):
     check_forwards_alone(parity, ("1f1b", "zb-h2"), compilations)
     if rendezvous.num_ranks > 1:
         check_routes(parity, ("zb-h1", "1f1b", "adaptive"), compilations)
+        check_pairs(parity, ("1f1b", "1f1b-eager", "zb-h2", "adaptive"), compilations)
     expected = parity.reference.steps(OPTIMIZER, CLIP_NORM, TRAINED_ON)
     check_overflow(parity)
     check_parameters(parity, "zb-h2", expected)
@@ -277,6 +301,7 @@ def check_chunked_stages(rendezvous, link, tied, reference, compilations):
     check_chunks(chunks, expected)
     if rendezvous.num_ranks > 1:
         check_routes(chunks, ("interleaved",), compilations)
+        check_pairs(chunks, ("interleaved",), compilations)
     chunks.close()
 
 

@@ -22,7 +22,7 @@ def test_an_unmatched_transfer_closes_both_directions(results):
 
 def test_each_tuple_of_devices_has_a_communicator(results):
     for result in results:
-        assert result["over_each"] == [[True, True]] * 7
+        assert result["over_each"] == [[True, True, True]] * 7
         assert result["exhausted"].startswith("link 0-1 has failed 8 times, and a direct link can")
 
 

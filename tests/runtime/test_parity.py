@@ -13,7 +13,7 @@ AS_USERS, EXAMPLES, RANDOM = "2 as users compile", "2 of examples", "2 of random
 SCHEDULES = ["gpipe", "1f1b", "zb-h1", "zb-h2", "adaptive", "initial"]
 TESTS_OF_WHOLE_STAGES = {
     "first", "gradients", "compilations", "ignored microbatch", "contribution vanishes", "bitwise",
-    "forwards alone", "routes", "route changes", "overflow", "parameters",
+    "forwards alone", "routes", "route changes", "pairs", "overflow", "parameters",
 }  # fmt: skip
 TYINGS = (("tied", True), ("untied", False))
 MORE_STAGES = [pytest.mark.long, pytest.mark.one_jax]
@@ -150,6 +150,15 @@ def all_routes_give_the_same_bits(several, schedule):
     mixes = {tuple(sorted(result["routes"].items())) for result in found}
     assert len(mixes) == (1 if len(next(iter(mixes))) == 1 else 3)
     assert all(result["same"] for result in found)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("schedule", ["1f1b", "1f1b-eager", "zb-h2", "adaptive", "interleaved"])
+def test_pairs_change_no_bit_and_compile_nothing(several, schedule):
+    for result in only(several, "pairs", schedule=schedule):
+        assert result["same"]
+        assert result["pairs"] >= 4
+        assert result["compiled"] == 0
 
 
 @pytest.mark.multiprocess

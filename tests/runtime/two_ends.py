@@ -15,7 +15,7 @@ from oracles.loopback import LoopbackNetwork
 
 from jaxmorph.copies.backends import PayloadShape, SlotUse
 from jaxmorph.copies.host_memory import ImmediateSend, host_callback_backends
-from jaxmorph.program.instructions import Payload, Transfer, channel_of
+from jaxmorph.program.instructions import Payload, SendReceive, Transfer, channel_of
 from jaxmorph.records import Link
 from jaxmorph.runtime.connection import ConnectionLostError
 from jaxmorph.runtime.delegated import DelegatedRoute
@@ -167,7 +167,8 @@ class Communicators:
 
     def programs(self, link, number):
         collectives = self.collectives[number]
-        return {channel: Program(collectives, channel, self.rank) for channel in CHANNELS}
+        programs = {channel: Program(collectives, channel, self.rank) for channel in CHANNELS}
+        return {**programs, LINK: programs[CHANNELS[0]]}
 
 
 class NothingFound:
@@ -251,7 +252,8 @@ class RankThread(threading.Thread):
     Args:
         ends: Both ranks'.
         rank: Which one.
-        transfers: Each may be a transfer, or something to be called between two of them.
+        transfers: Each may be a transfer, a pair as rank 0 has it, or something to be called
+            between two of them.
         step: Their step.
     """
 
@@ -272,6 +274,9 @@ class RankThread(threading.Thread):
         if callable(transfer):
             transfer()
             return
+        if isinstance(transfer, SendReceive):
+            self.move_pair(transfer if self.rank == 0 else transfer.other_end)
+            return
         identity = TransferIdentity(0, self.step, transfer)
         if transfer.source == self.rank:
             value = jnp.asarray(payload_of(transfer, self.step))
@@ -280,6 +285,14 @@ class RankThread(threading.Thread):
             now_s = time.monotonic()
             moved = self.route.take(identity, now_s, now_s + LIMIT_S)
             self.taken.append((transfer, np.asarray(moved.value)))
+
+    def move_pair(self, pair):
+        sent, received = (
+            TransferIdentity(0, self.step, each) for each in (pair.sent, pair.received)
+        )
+        value, now_s = jnp.asarray(payload_of(pair.sent, self.step)), time.monotonic()
+        moved = self.route.post_and_take(sent, value, received, now_s, now_s + LIMIT_S)
+        self.taken.append((pair.received, np.asarray(moved.value)))
 
     def finish(self):
         self.join(LIMIT_S)

@@ -75,6 +75,17 @@ def test_only_transfers_of_other_data_are_blocking():
     ]
 
 
+def test_a_pair_is_not_blocked_by_itself():
+    timeline = _measured(
+        [[("F0", 0, 10), ("F1", 10, 20), ("B0", 50, 60)], [("F0", 10, 24), ("B0", 24, 34)]],
+        TransferSpan(0, "activation[1] 0>1", 20, 45),
+        TransferSpan(0, "gradient[0] 1>0", 20, 45),
+        TransferSpan(1, "gradient[0] 1>0", 34, 45),
+        TransferSpan(1, "activation[1] 0>1", 34, 45),
+    )
+    assert _rows(timeline)[0] == "20-34 waits for B, 34-45 link delay, 45-50 other"
+
+
 def test_a_late_sender_blocks_its_receiver():
     timeline = _measured(
         [[("F0", 0, 10), ("F1", 25, 35)], [("F0", 30, 40)]],

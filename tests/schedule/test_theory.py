@@ -4,8 +4,9 @@ from itertools import pairwise
 
 import pytest
 
+from jaxmorph.control.profiler import Profile
+from jaxmorph.control.step_programs import lower_step
 from jaxmorph.program.blocking import simulate_blocking
-from jaxmorph.program.lowering import lower
 from jaxmorph.records import Link
 from jaxmorph.schedule.bubbles import BubbleCause, bubble_ms
 from jaxmorph.schedule.costs import NO_LATENCY, Limits, LinkDelay, StageCosts, chain_links
@@ -151,8 +152,8 @@ def test_three_schedules_over_the_same_slow_link():
 def test_a_direct_route_blocks_ready_ops():
     costs, links = StageCosts.uniform(4, OP_MS, OP_MS, OP_MS), chain_links([0.0, 0.0, 20.0])
     schedule = zb_h2(4, 12)
-    direct = simulate_blocking(lower(schedule, simulate(schedule, costs)), costs, links)
+    direct = simulate_blocking(lower_step(schedule, Profile(costs, links)), costs, links)
     assert simulate(schedule, costs, links).makespan_ms == 460.0
-    assert direct.makespan_ms == 870.0
+    assert direct.makespan_ms == 670.0
     causes = bubble_ms(direct)
     assert causes[BubbleCause.BLOCKING] > 0.5 * sum(causes.values())

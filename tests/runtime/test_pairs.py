@@ -1,0 +1,146 @@
+"""Pairs of transfers: one message each way in one program, and what becomes of both if it fails.
+
+Both ends are threads; tests choose which collectives fail; the data plane is in memory.
+"""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from two_ends import (
+    LIMIT_S,
+    LINK,
+    TIED,
+    Collectives,
+    RankThread,
+    TwoEnds,
+    down,
+    payload_of,
+    up,
+)
+
+from jaxmorph.emulation.link_conditions import LinkCondition
+from jaxmorph.program.instructions import SendReceive
+from jaxmorph.runtime.routes import TransferIdentity, TransferMismatchError
+
+ORDER = [
+    up(0),
+    SendReceive(up(1), down(0)),
+    SendReceive(up(2), down(1)),
+    TIED,
+    down(2),
+]
+PAIRS = [at for at, each in enumerate(ORDER) if isinstance(each, SendReceive)]
+MICROSECOND = 1.1e-6  # times go to the peer in whole ones
+
+
+@pytest.fixture
+def make_ends():
+    made = []
+
+    def make(*collectives, **settings):
+        made.append(TwoEnds(*collectives, **settings))
+        return made[-1]
+
+    yield make
+    for ends in made:
+        ends.close()
+
+
+def move(ends, step=0, order=ORDER):
+    """Move them all; each rank must receive its messages once, in order and bit by bit."""
+    ranks = [RankThread(ends, rank, order, step) for rank in range(2)]
+    for rank in ranks:
+        rank.join(LIMIT_S)
+    for rank in ranks:
+        taken = rank.finish()
+        expected = [each for each in singles(order) if each.destination == rank.rank]
+        assert [transfer for transfer, _ in taken] == expected
+        for transfer, value in taken:
+            assert np.array_equal(value, payload_of(transfer, step))
+
+
+def singles(order):
+    for each in order:
+        yield from (each.sent, each.received) if isinstance(each, SendReceive) else (each,)
+
+
+def failures_of_both(ends):
+    for route in ends.routes:
+        route._ends[LINK].await_switch("the link's report")
+    return [failure for route in ends.routes for failure in route.take_failures()]
+
+
+def test_a_pair_is_one_collective(make_ends):
+    ends = make_ends(collectives := Collectives())
+    move(ends)
+    assert collectives.counts == [len(ORDER)] * 2
+    assert [route.has_failed_over(LINK) for route in ends.routes] == [False, False]
+
+
+@pytest.mark.parametrize("raises_at", [("source", "destination"), ("source",), ("destination",)])
+@pytest.mark.parametrize("fails_at", PAIRS)
+def test_a_failed_pair_loses_no_message(make_ends, fails_at, raises_at):
+    """An end at which it fails lacks its message; the other end sends that one again."""
+    ends = make_ends(Collectives(fails_at, raises_at), Collectives())
+    move(ends)
+    assert sum(failure.resent for failure in failures_of_both(ends)) == len(raises_at)
+    move(ends, step=1)  # two single messages for each pair
+    for route in ends.routes:
+        route.restore(LINK)
+    move(ends, step=2)
+    assert not any(route.has_failed_over(LINK) for route in ends.routes)
+
+
+def test_a_cut_of_one_direction_fails_the_pair(make_ends):
+    ends = make_ends()
+    for links in ends.links:
+        links.emulate([LinkCondition((0, 1), cut=True, source=1, route="direct")])
+    move(ends, order=ORDER[1:])
+    reported = failures_of_both(ends)
+    assert any("link 0-1 is cut" in failure.detail for failure in reported)
+    assert sum(failure.resent for failure in reported) == 2
+
+
+def test_another_message_in_a_pair_ends_the_run(make_ends):
+    ends = make_ends()
+    ranks = [RankThread(ends, 0, [ORDER[1]]), RankThread(ends, 1, [SendReceive(up(1), down(1))])]
+    with pytest.raises(TransferMismatchError, match=r"expected gradient\[0\] 1>0"):
+        ranks[0].finish()
+
+
+def test_a_single_transfer_does_not_meet_a_pair(make_ends):
+    ends = make_ends()
+    pair = RankThread(ends, 0, [ORDER[1]])
+    RankThread(ends, 1, [up(1)])
+    with pytest.raises(TransferMismatchError, match=r"expected gradient\[0\] 1>0"):
+        pair.finish()
+
+
+def test_an_emulated_link_holds_a_pair_once(make_ends):
+    """For as long as its slower direction takes; each direction has its own bandwidth."""
+    ends = make_ends()
+    pair, conditions = (
+        ORDER[1],
+        [
+            LinkCondition((0, 1), latency_ms=30.0, source=0),
+            LinkCondition((0, 1), latency_ms=50.0, source=1),
+            LinkCondition((0, 1), bandwidth_mbps=8 * payload_of(up(1)).nbytes / 20e3),
+        ],
+    )
+
+    def held(rank):
+        route, now_s = ends.routes[rank]._direct, time.monotonic()
+        ends.links[rank].emulate(conditions, 0.0)
+        own = pair if rank == 0 else pair.other_end
+        sent, received = (TransferIdentity(0, 0, each) for each in (own.sent, own.received))
+        value = jnp.asarray(payload_of(own.sent))
+        moved = route.post_and_take(sent, value, received, now_s, now_s + LIMIT_S)
+        return moved.over_s, max(now_s, moved.peer_arrived_s)
+
+    with ThreadPoolExecutor(2) as threads:
+        (over_s, met_s), (there_s, _) = threads.map(held, range(2))
+    assert over_s == pytest.approx(there_s, abs=MICROSECOND)
+    assert over_s - met_s == pytest.approx(0.07, abs=MICROSECOND)
