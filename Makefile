@@ -101,10 +101,11 @@ check: lint types test
 goldens: setup
 	$(BIN)/python -m tests.goldens $(if $(AGAINST),--against $(AGAINST)) $(if $(ONLY),--only $(ONLY)) $(if $(UPDATE),--update)
 
-# The tables of docs/reference/, from the types and commands that they describe.
+# The tables of docs/reference/, from the types and commands that they describe, and those of results.
 reference: setup
 	$(BIN)/python -m tests.reference
 	$(BIN)/python -m tests.command_reference
+	$(BIN)/python -m benchmarks.result_pages
 
 # The documentation as a site in build/site; a dead link or anchor is an error.
 docs: setup
@@ -151,9 +152,15 @@ bench-chaos: setup
 bench-netns: setup
 	$(BIN)/python -m benchmarks.netns
 
-# The paper's figures 14 to 18, its trace and head-of-line blocking, about 100 minutes on an idle machine.
+# The paper's figures 14 to 18, its trace and head-of-line blocking, about 100 minutes on an idle machine:
+# those that runs/figures has not, and then all their bars.
+FIGURES := hol figure14 figure15 figure16 figure16_14b figure17 figure18 table3 ablation memory
 bench-figures: setup
-	$(BIN)/python -m benchmarks.paper_figures
+	@for figure in $(FIGURES); do \
+	    [ -f runs/figures/$$figure/results.json ] \
+	    || $(BIN)/jaxmorph compare configs/$$figure.yaml run.dir=runs/figures/$$figure || exit 1; \
+	done
+	$(BIN)/python -m benchmarks.judge runs/figures
 
 clean:
 	rm -rf $(VENV) .venv-jax-* build dist .pytest_cache .ruff_cache .hypothesis

@@ -203,7 +203,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         run_ranks("benchmarks.dispatch", [], 2, Path(folder), messages.append)
     (figures,) = (message["figures"] for message in messages)
-    print(f"load average before: {values['load_before']:.2f}")
+    print(f"load average before: {values['load_before'][0]:.2f}")
     for name, value_us in figures.items():
         print(f"{name:32}{value_us:8.0f} us")
     if arguments.json:

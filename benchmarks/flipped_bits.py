@@ -15,7 +15,6 @@ its own.
 
 import argparse
 import json
-import os
 import random
 import shutil
 import subprocess
@@ -30,6 +29,7 @@ from typing import Any
 
 from benchmarks.chaos.judgement import Computed, computed_by, differences
 from benchmarks.results import ROOT, Bar, finish, provenance, write_json
+from jaxmorph.compare.provenance import load_averages
 from jaxmorph.records import Event, EventKind
 from jaxmorph.report.run_directory import EVENTS, METRICS, read_records
 
@@ -265,7 +265,7 @@ def main() -> int:
                 said = "; ".join(flip.reported)
                 file = f"{flip.file}, bit {flip.bit}"
                 print(f"{len(flips) - 1:4} {file}: {flip.verdict}  {said}", flush=True)
-            goes[-1] |= {"until": len(flips), "load_after": os.getloadavg()[0]}
+            goes[-1] |= {"until": len(flips), "load_after": load_averages()}
             if arguments.json:
                 values = {"goes": goes, "flips": [asdict(each) for each in flips]}
                 write_json(arguments.json, values)

@@ -22,6 +22,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.results import ROOT, provenance, write_json
+from jaxmorph.compare.provenance import load_averages
 
 FIRST_STEPS = 4  # left out: caches are still cold
 IDLE_LOAD = 0.5
@@ -172,10 +173,10 @@ def main() -> int:
     )
     options = parser.parse_args()
     result = record(options)
-    if result["load_before"] > IDLE_LOAD and not options.busy:
-        load = result["load_before"]
+    if result["load_before"][0] > IDLE_LOAD and not options.busy:
+        load = result["load_before"][0]
         parser.error(f"got a load average of {load:.2f}, expected at most {IDLE_LOAD}, or --busy")
-    print(f"load average before: {result['load_before']:.2f}")
+    print(f"load average before: {result['load_before'][0]:.2f}")
     print("case          old      new  new/old  95 % interval", flush=True)
     result["cases"] = {}
     with checked_out(options.commit) as old:
@@ -189,7 +190,7 @@ def main() -> int:
                 f"{case['ratio']:9.3f}  {least:.3f} to {most:.3f}  {unit}",
                 flush=True,
             )
-            result["load_after"] = os.getloadavg()[0]
+            result["load_after"] = load_averages()
             if options.json:
                 write_json(options.json, result)
     print(f"load average after: {os.getloadavg()[0]:.2f}")

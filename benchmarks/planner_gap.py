@@ -145,7 +145,7 @@ def main() -> int:
     if not arguments.draw:
         keep_optima(solved)
     held = [hold(problem, solved[problem.key]) for problem in problems]
-    print(f"load average before: {values['load_before']:.2f}")
+    print(f"load average before: {values['load_before'][0]:.2f}")
     print_table(held)
     bars = [*gap_bars(held), *time_bars()]
     values["problems"] = [asdict(row) for row in held]

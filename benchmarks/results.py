@@ -1,15 +1,15 @@
 """What a benchmark writes down: where and when it ran, its bars, and JSON that can be read."""
 
 import json
-import os
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
 from typing import Any
+
+from jaxmorph.compare.provenance import load_averages
+from jaxmorph.compare.provenance import provenance as begin
 
 ROOT = Path(__file__).parent.parent
 
@@ -46,21 +46,14 @@ def finish(bars: Sequence[Bar], path: Path | None, values: dict[str, Any]) -> in
     print(*bars, sep="\n", flush=True)
     if path is not None:
         found = [bar.to_json() for bar in bars]
-        write_json(path, {**values, "load_after": os.getloadavg()[0], "bars": found})
+        write_json(path, {**values, "load_after": load_averages(), "bars": found})
     return 0 if all(bar.holds for bar in bars) else 1
 
 
 def provenance(module: str) -> dict[str, Any]:
-    """The command (`python -m module ...`), commit, date and load of what begins now."""
-    head = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "command": " ".join([f"python -m {module}", *sys.argv[1:]]),
-        "commit": commit,
-        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "processors": os.cpu_count(),
-        "load_before": os.getloadavg()[0],
-    }
+    """The provenance of what begins now, `python -m module ...`, in JSON's types."""
+    values = asdict(begin(" ".join([f"python -m {module}", *sys.argv[1:]])))
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def write_json(path: Path, value: Any) -> None:

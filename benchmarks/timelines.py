@@ -1,6 +1,6 @@
 """Draws measured steps of a comparison's systems under each other, on one time axis.
 
-`python -m benchmarks.timelines runs/hol --condition "2-3 30 ms" --systems zb,zb-delegated,adaptive`
+`python -m benchmarks.timelines runs/hol --condition "2-3 30 ms" --systems zb,adaptive-informed`
 reads what `jaxmorph compare` has written. Of each system it is the step nearest to the median.
 """
 

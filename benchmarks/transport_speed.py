@@ -9,7 +9,6 @@ other work on the machine slows down all alike.
 import argparse
 import contextlib
 import multiprocessing
-import os
 import secrets
 import socket
 import sys
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.results import Bar, finish, provenance
+from jaxmorph.compare.provenance import load_averages
 from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.plane import ChannelSpec, PayloadChecks, TransportSettings
@@ -346,12 +346,12 @@ def main() -> int:
         latency = in_rounds(arguments.rounds, SMALL, small)
         parts = _parts(other)
     result |= {
-        "load_after": os.getloadavg()[0],
+        "load_after": load_averages(),
         "gb_per_s": {size: _summary(row, 1e-9) for size, row in throughput.items()},
         "one_way_us": {size: _summary(row, 1e6) for size, row in latency.items()},
         "parts": parts,
     }
-    loads = "load {load_before:.1f} before, {load_after:.1f} after; {processors} cores"
+    loads = "load {load_before[0]:.1f} before, {load_after[0]:.1f} after; {machine}"
     print(loads.format(**result))
     _table("GB/s by message size in MB (ratio to raw)", result["gb_per_s"], MB)
     _table(

@@ -9,7 +9,6 @@ at once, N times at moments of all sorts. Linux only.
 """
 
 import argparse
-import os
 import random
 import signal
 import sys
@@ -34,6 +33,7 @@ from benchmarks.chaos.judgement import (
 )
 from benchmarks.chaos.watched_run import EndedError, HungError
 from benchmarks.results import provenance, write_json
+from jaxmorph.compare.provenance import load_averages
 
 _SHOWN = 12  # lines of what went wrong
 _MOST_FAILED = 5  # runs, then it's over
@@ -49,7 +49,8 @@ def main() -> int:
         needed = {"everything killed": arguments.kill_everything, **dict.fromkeys(LINK_KINDS, 0)}
     possible = {kind: n for kind, n in needed.items() if own_disk or kind != "disk full"}
     values = provenance("benchmarks.chaos")
-    print(f"load {values['load_before']:.2f}; kinds of faults: {', '.join(possible)}", flush=True)
+    load, kinds = values["load_before"][0], ", ".join(possible)
+    print(f"load {load:.2f}; kinds of faults: {kinds}", flush=True)
     bad_endings = 0 if arguments.no_endings else _end_in_all_ways()
     runs: list[DisturbedRun] = []
     dealer = Dealer(random.Random(arguments.seed), possible)
@@ -58,7 +59,7 @@ def main() -> int:
         _print(run)
         if arguments.json:  # after each run, so that one that is ended early has its results
             table = _table(runs, [*needed])
-            values |= {"load_after": os.getloadavg()[0], "table": table}
+            values |= {"load_after": load_averages(), "table": table}
             values["too_few"] = too_few(table, needed, arguments.faults)
             values["runs"] = [each.to_json() for each in runs]
             write_json(arguments.json, values)

@@ -38,7 +38,7 @@ def main() -> int:
         *(of_torch(options.stages) if torch_python else ()),
     ]
     values = provenance("benchmarks.training_speed")
-    print(f"{workload}; load average before: {values['load_before']:.2f}", flush=True)
+    print(f"{workload}; load average before: {values['load_before'][0]:.2f}", flush=True)
     print(f"{options.stages} stages; processes {'share' if options.unpinned else 'have'} cores")
     if not _python_with("spectrax"):
         print("SpectraX takes no part: pip install --no-deps spectrax-lib treescope")

@@ -2,6 +2,6 @@
 
 Read `comparison` first. Then: `systems`, `condition_links` and `condition_plans` (what a system
 runs under a condition), `condition_steps` (measured steps), `rounds`, `rank` (one process of one
-system), and `matrix_record` (the results). `whole_runs` compares whole runs instead, with their
-failures.
+system), and `matrix_record` with `provenance` (the results). `whole_runs` compares whole runs
+instead, with their failures.
 """

@@ -5,6 +5,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,13 @@ from jaxmorph.compare.condition_links import round_links
 from jaxmorph.compare.matrix_record import (
     MatrixRecord,
     comparison_notes,
-    load_averages,
     parse_comparison_message,
+)
+from jaxmorph.compare.provenance import (
+    Provenance,
+    configuration_digest,
+    load_averages,
+    provenance,
 )
 from jaxmorph.compare.systems import SYSTEMS, System, system_config
 from jaxmorph.compare.whole_runs import RUNS, run_whole, whole_config
@@ -43,8 +49,9 @@ def start_comparison(path: Path, overrides: Sequence[str]) -> int:
     wanted = _checked(path, overrides, config)
     directory = claim_run_directory(config)
     command = shlex.join(["jaxmorph", "compare", str(path), *overrides])
-    notes = comparison_notes(config, wanted, command)
-    results = _Results(path.stem, wanted, directory, notes)
+    notes = comparison_notes(config, wanted)
+    begins = provenance(command, configuration_digest(config))
+    results = _Results(path.stem, wanted, directory, notes, begins)
     with closing(MatrixView()) as view:
         view.say(f"writes {directory}")
         if "left aside" in notes:
@@ -58,6 +65,8 @@ def start_comparison(path: Path, overrides: Sequence[str]) -> int:
                 _run_system(system, config, results, view, place)
         names = RESULTS, TABLE, FIGURE, RECOVERY_FIGURE, TIMELINES, REPORT
         written = [str(directory / name) for name in names if (directory / name).is_file()]
+        for bar in results.matrix().bars:
+            view.say(str(bar))
         view.say(f"wrote {', '.join(written)}")
     return len(results.record.failures)
 
@@ -103,15 +112,20 @@ class _Results:
     """The record of a comparison, and its files."""
 
     def __init__(
-        self, name: str, wanted: Compare, directory: Path, notes: Mapping[str, str]
+        self,
+        name: str,
+        wanted: Compare,
+        directory: Path,
+        notes: Mapping[str, str],
+        begins: Provenance,
     ) -> None:
         self.record = MatrixRecord(wanted, name)
         self.directory = directory
-        self._notes = dict(notes)
+        self._notes, self._begins = dict(notes), begins
 
     def matrix(self) -> Matrix:
         """The runs so far."""
-        return self.record.matrix(self._notes | {"load at the end": load_averages()})
+        return self.record.matrix(self._notes, replace(self._begins, load_after=load_averages()))
 
     def write(self) -> list[str]:
         """Write all files with the runs so far; returns a line for each file that failed."""
@@ -150,7 +164,7 @@ def _run_system(
 
     def take(message: dict[str, Any]) -> None:
         lines.end()
-        results.record.take(system, parse_comparison_message(message))
+        results.record.take(system, parse_comparison_message(message), load_averages()[0])
         view.update(results.matrix(), f"{system} is running ({place})")
 
     view.update(results.matrix(), f"{system} is starting ({place})")
@@ -189,7 +203,7 @@ def _run_whole_system(
     failures: list[str] = []
 
     def put(run: Run) -> None:
-        results.record.put(run)
+        results.record.put(replace(run, load=(load_averages()[0],)))
         failures.extend([] if run.failed is None else [f"{run.condition}: {run.failed}"])
         for complaint in results.write():
             view.say(complaint)

@@ -74,8 +74,8 @@ class RoundLinks:
     """The conditions of links in a round.
 
     Attributes:
-        steady: In force throughout the round; a system that adapts gets them in advance.
-        traced: Changing by time or step; a system that adapts gets those that have passed.
+        steady: In force throughout the round; an informed system gets them in advance.
+        traced: Changing by time or step; an informed system gets those that have passed.
     """
 
     steady: tuple[LinkCondition, ...]

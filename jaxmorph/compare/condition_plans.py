@@ -1,6 +1,6 @@
 """Plans a system's step under a condition, and predicts it.
 
-A system that adapts plans for the condition's delays, or for the recent past of a trace.
+An informed system plans for the condition's delays, or for the recent past of a trace.
 """
 
 import math
@@ -26,7 +26,7 @@ OVERLAPS = "overlaps"
 
 _WORTH = 0.01  # the least gain of delegating more links
 RECENT_S = 10.0
-"""A system that adapts plans for the delays of so many seconds."""
+"""An informed system plans for the delays of so many seconds."""
 _LEAST_CHANGE_MS, _LEAST_CHANGE = 1.0, 0.1  # a smaller change of delays needs no new plan
 
 
@@ -52,7 +52,7 @@ class ConditionPlanner:
         """The system's plan under conditions and, on rank 0, its prediction."""
         actual = self._profile_under(conditions, margin_of_jitter=0.0)
         believed = self.profile
-        if self.system.adapts:
+        if self.system.is_informed:
             believed = self._profile_under(conditions, JITTER_MARGIN)
         slow = [Link(*condition.between) for condition in conditions]
         plans = [

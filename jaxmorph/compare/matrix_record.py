@@ -1,22 +1,19 @@
 """The record of a comparison: its runs, from the ranks' messages, and its notes."""
 
 import math
-import os
-import platform
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from statistics import median
 from typing import Any, TypeAlias
 
-import jaxmorph
 from jaxmorph.compare.systems import SYSTEMS
 from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Compare, Condition
 from jaxmorph.config.link_sections import Routes
 from jaxmorph.plain_json import Json, parse
-from jaxmorph.report.run_matrix import Matrix, PlannedRun, Run, StepTimes
+from jaxmorph.report.bars import judge
+from jaxmorph.report.run_matrix import Matrix, PlannedRun, Provenance, Run, StepTimes
 from jaxmorph.report.text import describe_regime, describe_trace
 from jaxmorph.schedule.timeline import Timeline
 
@@ -100,10 +97,11 @@ class MatrixRecord:
         self._measured: dict[Key, dict[str, list]] = defaultdict(lambda: defaultdict(list))
         self._events: dict[Key, Counter[str]] = defaultdict(Counter)
         self._timelines: dict[Key, list[tuple[float, Json]]] = defaultdict(list)
+        self._loads: dict[Key, list[float]] = defaultdict(list)
         self._whole: dict[Key, Run] = {}
 
-    def take(self, system: str, message: ComparisonMessage) -> None:
-        """Handle one message."""
+    def take(self, system: str, message: ComparisonMessage, load: float) -> None:
+        """Handle one message, which came when the machine's load was `load`."""
         match message:
             case AllPlanned(plans):
                 for name, plan in zip(self._names, plans, strict=True):
@@ -116,6 +114,7 @@ class MatrixRecord:
                     self._measured[key][field].extend(getattr(message, field))
                 self._events[key].update(message.events)
                 self._timelines[key].append((message.timeline_ms, message.timeline))
+                self._loads[key].append(load)
 
     def put(self, run: Run) -> None:
         """Add a whole run; its slowdown is computed later."""
@@ -141,26 +140,30 @@ class MatrixRecord:
         step_ms, nearest = min(seen, key=lambda pair: abs(pair[0] - middle_ms))
         return step_ms, Timeline.from_json(nearest)
 
-    def matrix(self, notes: Mapping[str, str]) -> Matrix:
+    def matrix(self, notes: Mapping[str, str], provenance: Provenance | None = None) -> Matrix:
         """All runs so far."""
         compare = self._compare
         link, latencies_ms = one_slow_link(compare.conditions)
         systems = compare.systems
-        runs = [self._run(system, name) for system in systems for name in self._names]
+        made = [self._run(system, name) for system in systems for name in self._names]
+        runs = {(run.system, run.condition): run for run in made if run is not None}
         return Matrix(
             name=self._name,
             systems=tuple(systems),
             conditions=tuple(self._names),
-            runs={(run.system, run.condition): run for run in runs if run is not None},
+            runs=runs,
             latencies_ms=latencies_ms,
             link=link,
             reference_source=compare.reference_source,
             notes=dict(notes),
+            informed=tuple(name for name in systems if SYSTEMS[name].is_informed),
+            bars=judge(compare, runs),
+            provenance=provenance,
         )
 
     def _run(self, system: str, condition: str) -> Run | None:
         if (whole := self._whole.get((system, condition))) is not None:
-            reference = self._whole.get((system, self._names[self._compare.healthy_index]))
+            reference = self._whole.get((system, self._compare.healthy or ""))
             return replace(whole, slowdown=_times_as_long(whole, reference))
         seen = self._measured.get((system, condition), {})
         if not seen and system not in self._finished:
@@ -184,10 +187,11 @@ class MatrixRecord:
             events=dict(self._events[system, condition]),
             total_s=sum(seen["step_ms"]) / 1e3 if seen else None,
             peak_on_device=_most(seen["peak_on_device"]) if seen else (),
+            load=tuple(self._loads[system, condition]),
         )
 
     def _slowdown(self, system: str, step_ms: StepTimes | None) -> float | None:
-        healthy = self._measured.get((system, self._names[self._compare.healthy_index]))
+        healthy = self._measured.get((system, self._compare.healthy or ""))
         if step_ms is None or not healthy:
             return None
         return step_ms.median / median(healthy["step_ms"])
@@ -250,13 +254,8 @@ def _most(steps: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(max(stage) for stage in zip(*steps, strict=True))
 
 
-def comparison_notes(config: Config, wanted: Compare, command: str) -> dict[str, str]:
-    """What a reader must know to judge and repeat a comparison, by label."""
-    versions = [
-        f"jaxmorph {jaxmorph.__version__}",
-        *(f"{name} {metadata.version(name)}" for name in ("jax", "numpy")),
-        f"Python {platform.python_version()}",
-    ]
+def comparison_notes(config: Config, wanted: Compare) -> dict[str, str]:
+    """What a reader must know to judge a comparison, by label."""
     emulated = (
         "latency and bandwidth of links are emulated: a direct transfer holds the queues of both "
         "its stages for the delay ('holds queues'); delegated messages in flight overlap, and no "
@@ -277,10 +276,6 @@ def comparison_notes(config: Config, wanted: Compare, command: str) -> dict[str,
         else f"{profiled}; {rounds}; {left_out}; {noisy}; {predicted}",
         **_traces(wanted),
         **_left_aside(config),
-        "command": f"`{command}`",
-        "versions": ", ".join(versions),
-        "machine": f"{os.cpu_count()} processors, {platform.system()} {platform.machine()}",
-        "load at the start": load_averages(),
     }
 
 
@@ -292,7 +287,7 @@ def _traces(wanted: Compare) -> dict[str, str]:
         if condition.trace is not None
     )
     meaning = (
-        "a trace starts again in each round, the same for all systems; a system that adapts gets "
+        "a trace starts again in each round, the same for all systems; an informed system is given "
         "each link's recent delays before every step; predictions are for the mean delays of the "
         "last round"
     )
@@ -315,8 +310,3 @@ def _left_aside(config: Config) -> dict[str, str]:
         "compare.steps says how many steps run, and nothing else does"
     )
     return {"left aside": f"{', '.join(names)}: {reason}"} if names else {}
-
-
-def load_averages() -> str:
-    """How busy the machine is."""
-    return " ".join(f"{load:.2f}" for load in os.getloadavg()) + " (averages of 1, 5, 15 minutes)"

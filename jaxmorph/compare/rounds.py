@@ -198,7 +198,7 @@ class Rounds:
         if self.system.detects:
             done, events = self._run_detecting(run, failed)
         else:
-            replans = links.traced and self.system.adapts
+            replans = links.traced and self.system.is_informed
             done = run(replan=Replanner(self.planner, links) if replans else None)
             if self.paths is not None:
                 events = self.paths.failures(failed)

@@ -18,7 +18,7 @@ class System:
 
     Attributes:
         route: The route of all links, unless the system reroutes.
-        adapts: Plans for each condition's delays; else it keeps the plan for healthy links.
+        is_informed: Is given each condition's delays, and plans for them; no other system is.
         reroutes: May delegate single links.
         detects: Gets no delays in advance, and morphs when it detects slow links.
         memory: The cap on stashes: the configuration's (`config`), or one that plans keep
@@ -31,7 +31,7 @@ class System:
     schedule: str
     route: Route
     meaning: str
-    adapts: bool = False
+    is_informed: bool = False
     reroutes: bool = False
     detects: bool = False
     memory: Memory = "config"
@@ -45,27 +45,26 @@ _LISTED = (
     System("zb", "zb-h2", "direct", "zero bubbles while links are healthy"),
     System("zb-delegated", "zb-h2", "delegated", "zb in the same order, no queue held"),
     System(
-        "adaptive-direct", "adaptive", "direct",
-        "planned for the links as they are, none of them delegated", adapts=True,
-    ),
-    System(
-        "adaptive", "adaptive", "direct",
-        "planned for the links as they are", adapts=True, reroutes=True,
-    ),
-    System(
-        "adaptive-detecting", "adaptive", "direct",
-        "gets no delays in advance: it detects slow links and morphs",
+        "adaptive", "adaptive", "direct", "detects slow links, and changes its plan and routes",
         reroutes=True, detects=True,
     ),
     System(
+        "adaptive-informed", "adaptive", "direct",
+        "informed: given the links' delays, and planned for them", is_informed=True, reroutes=True,
+    ),
+    System(
+        "adaptive-direct", "adaptive", "direct",
+        "informed, with no link delegated", is_informed=True,
+    ),
+    System(
         "adaptive-capped", "adaptive", "direct",
-        "adaptive within a cap on device memory",
-        adapts=True, reroutes=True, memory="capped",
+        "informed, within a cap on device memory",
+        is_informed=True, reroutes=True, memory="capped",
     ),
     System(
         "adaptive-offload", "adaptive", "direct",
-        "the same cap, stashes beyond it in host memory",
-        adapts=True, reroutes=True, memory="offload",
+        "informed, the same cap, stashes beyond it in host memory",
+        is_informed=True, reroutes=True, memory="offload",
     ),
     System(
         "restart", "1f1b", "direct",
@@ -84,13 +83,17 @@ def system_config(config: Config, system: System) -> Config:
     """The configuration of a system on healthy links, with its schedule and routes.
 
     No link is emulated, since the ranks change the links' conditions while they run. A capped
-    system without a configured cap holds at most 2 S - 1 microbatches on each of S stages.
+    system without a configured cap holds at most 2 S - 1 microbatches on each of S stages. One that
+    restarts gives a transfer up after as long as the others give a direct path.
     """
     steps = config.compare.total_steps if config.compare else config.run.steps
     warmup_steps = min(config.optimizer.warmup_steps, steps)
     chunks = max(2, config.parallelism.chunks) if system.schedule == "interleaved" else 1
     offload = {} if system.memory == "config" else {"enabled": system.memory == "offload"}
-    failover = {} if system.restarts == "never" else {"enabled": False}  # it restarts instead
+    failover, timeouts = {}, {}
+    if system.restarts != "never":  # it restarts instead, after the time that others wait
+        failover = {"enabled": False}
+        timeouts = {"step_s": config.failover_timeout_s}
     return config.model_copy(
         update={
             "run": config.run.model_copy(update={"steps": steps}),
@@ -100,6 +103,7 @@ def system_config(config: Config, system: System) -> Config:
             ),
             "offload": config.offload.model_copy(update=offload),
             "failover": config.failover.model_copy(update=failover),
+            "timeouts": config.timeouts.model_copy(update=timeouts),
             "parallelism": config.parallelism.model_copy(update={"chunks": chunks}),
             "routes": Routes.model_validate({"default": system.route}),
             "adaptation": config.adaptation.model_copy(update={"enabled": system.detects}),
@@ -122,7 +126,7 @@ def route_choices(config: Config, system: System, slow: Sequence[Link]) -> Itera
 
     A system that can't reroute has its configured routes alone.
     """
-    if not (system.adapts and system.reroutes):
+    if not (system.is_informed and system.reroutes):
         yield config
         return
     cut = config.parallelism

@@ -1,45 +1,65 @@
 """The section that names what `jaxmorph compare` compares: systems, under conditions of links."""
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import Annotated, Literal, get_args
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from jaxmorph.config.link_problems import emulated_link_problems, link_trace_problems
 from jaxmorph.config.link_sections import TRACE_EXPECTED, EmulatedLink, EmulatedLinks, LinkTrace
 from jaxmorph.config.problems import Problem, mismatch
 from jaxmorph.config.sections import Count, CountOrZero, Expected, Positive, Section, Text
 
-SystemName = Literal[
+_Name = Literal[
     "gpipe",
     "1f1b",
     "interleaved",
     "zb",
     "zb-delegated",
-    "adaptive-direct",
     "adaptive",
-    "adaptive-detecting",
+    "adaptive-informed",
+    "adaptive-direct",
     "adaptive-capped",
     "adaptive-offload",
     "restart",
     "restart-cold",
 ]
-_SYSTEMS = ", ".join(get_args(SystemName))
-_UNAVAILABLE = "(falcon is not available yet)"
+SYSTEM_NAMES: tuple[str, ...] = get_args(_Name)
+_FORMER_NAMES = {"adaptive-detecting": "adaptive"}
+
+
+def _current(name: Any) -> Any:
+    return _FORMER_NAMES.get(name, name) if isinstance(name, str) else name
+
+
+def _named_once(by_system: Any) -> Any:
+    """Refuses a system under both its names, one of which would be lost."""
+    if isinstance(by_system, Mapping) and len({*map(_current, by_system)}) < len(by_system):
+        raise ValueError("a system is there under both its names")
+    return by_system
+
+
+SystemName = Annotated[_Name, BeforeValidator(_current)]
+_SYSTEMS = ", ".join(SYSTEM_NAMES)
+Systems = Annotated[
+    tuple[SystemName, ...],
+    Field(strict=False, min_length=1),
+    Expected(f"a list of systems among {_SYSTEMS} (falcon is not available yet)"),
+]
 _RESTARTING = ("restart", "restart-cold")
-# Whole runs are made as `jaxmorph train` makes them, so a system that plans with the condition's
+# Whole runs are made as `jaxmorph train` makes them, so a system that is given the condition's
 # latencies, as between the rounds of other comparisons, cannot be among them.
-_WHOLE_RUN_SYSTEMS = ("gpipe", "1f1b", "zb", "zb-delegated", "adaptive-detecting", *_RESTARTING)
-HEALTHY = "healthy"
+_WHOLE_RUN_SYSTEMS = ("gpipe", "1f1b", "zb", "zb-delegated", "adaptive", *_RESTARTING)
+HEALTHY, PREDICTION, LOWER_BOUND = "healthy", "prediction", "lower bound"
+"""What a bar may compare a system with, apart from another system."""
 
 
 class Condition(Section):
     """A state of the links; without `links` and `trace` they are healthy."""
 
     name: Text
-    """Names the condition in tables and figures; slowdowns are relative to `healthy`, or to the
-    first condition if none has that name."""
+    """Names the condition in tables and figures."""
 
     links: EmulatedLinks = ()
     """Emulated links, as in `emulation.links`."""
@@ -49,6 +69,40 @@ class Condition(Section):
     next seed for each round, the same for all systems."""
 
 
+class Bar(Section):
+    """What the runs of a comparison should hold: a value, or a ratio of two, between limits.
+
+    It applies to each of `systems` under each of `conditions`.
+    """
+
+    systems: Systems
+    """The systems that it is about."""
+
+    conditions: Annotated[
+        Annotated[tuple[Text, ...], Field(strict=False)] | None,
+        Expected("null, or a list of names of conditions"),
+    ] = None
+    """The conditions in which it applies; null: all."""
+
+    value: Literal["step", "total", "blocked", "waiting", "on device"] = "step"
+    """`step`: the median step; `total`: all steps together; `blocked`: the largest share of the
+    step in which a transfer blocks a stage; `waiting`: in which a ready op waits, for whatever
+    reason; `on device`: the most microbatches whose stash a device held at once."""
+
+    over: Annotated[
+        SystemName | Literal["healthy", "prediction", "lower bound"] | None,
+        Expected(f"null, healthy, prediction, lower bound, or a system among {_SYSTEMS}"),
+    ] = None
+    """What the value is divided by: the same value of another system under this condition or of the
+    same system under the healthy one, or the predicted step, or its lower bound. Null: nothing."""
+
+    at_least: Annotated[float | None, Expected("null, or a number")] = None
+    """The lower limit."""
+
+    at_most: Annotated[float | None, Expected("null, or a number")] = None
+    """The upper limit."""
+
+
 class Compare(Section):
     """Which systems `jaxmorph compare` runs under which conditions, and for how long.
 
@@ -56,12 +110,9 @@ class Compare(Section):
     steps, and conditions may cut links and change them from step to step.
     """
 
-    systems: Annotated[
-        tuple[SystemName, ...],
-        Field(strict=False, min_length=1),
-        Expected(f"a list of systems among {_SYSTEMS} {_UNAVAILABLE}"),
-    ] = ("1f1b", "zb", "zb-delegated", "adaptive")
-    """The systems, see docs/how-to/compare.md."""
+    systems: Systems = ("1f1b", "zb", "zb-delegated", "adaptive")
+    """The systems, see docs/how-to/compare.md. `adaptive-detecting` is a former name of
+    `adaptive`."""
 
     conditions: Annotated[
         tuple[Condition, ...],
@@ -73,9 +124,9 @@ class Compare(Section):
     steps: Count = 10
     """Measured steps in a round of a condition."""
 
-    warmup_steps: CountOrZero = 2
-    """Unmeasured steps before them; take at least 4 for `adaptive-detecting`, which detects and
-    changes its plan in them."""
+    warmup_steps: CountOrZero = 4
+    """Unmeasured steps before them. `adaptive` needs 4 to detect slow links and change its plan;
+    for others 2 are enough."""
 
     repeats: Count = 2
     """Rounds of each condition."""
@@ -87,8 +138,12 @@ class Compare(Section):
     """A run whose 90th percentile of steps is more than this times its 10th is marked noisy, except
     under a trace, where steps differ because delays do."""
 
+    bars: Annotated[tuple[Bar, ...], Field(strict=False), Expected("a list of bars")] = ()
+    """What the runs should hold; the comparison prints each bar, met or missed."""
+
     reference: Annotated[
         dict[SystemName, Annotated[tuple[Positive | None, ...], Field(strict=False)]],
+        BeforeValidator(_named_once),
         Expected(f"by system ({_SYSTEMS}), a list of ms above 0 or null for each condition"),
     ] = Field(default_factory=dict)
     """Published steps to show beside the measured ones: by system, a list of milliseconds with one
@@ -98,10 +153,10 @@ class Compare(Section):
     """Where `reference` is from."""
 
     @property
-    def healthy_index(self) -> int:
-        """The condition that slowdowns are relative to."""
-        names = [condition.name for condition in self.conditions]
-        return names.index(HEALTHY) if HEALTHY in names else 0
+    def healthy(self) -> str | None:
+        """The condition that slowdowns are relative to: the first without links and trace."""
+        healthy = (each.name for each in self.conditions if not each.links and each.trace is None)
+        return next(healthy, None)
 
     @property
     def has_whole_runs(self) -> bool:
@@ -126,7 +181,9 @@ def compare_problems(compare: Compare, num_stages: int) -> Iterator[Problem]:
     for name in (name for name, count in names.items() if count > 1):
         yield Problem("compare.conditions", f"got {name!r} twice, expected different names")
     if len(set(compare.systems)) < len(compare.systems):
-        yield mismatch("compare.systems", list(compare.systems), "each system once")
+        former = "adaptive-detecting is adaptive now, and the informed one adaptive-informed"
+        expected = f"each system once{f': {former}' * (compare.systems.count('adaptive') > 1)}"
+        yield mismatch("compare.systems", list(compare.systems), expected)
     others = [system for system in compare.systems if system not in _WHOLE_RUN_SYSTEMS]
     if compare.has_whole_runs and others:
         expected = f"only {', '.join(_WHOLE_RUN_SYSTEMS)} beside a system that restarts"
@@ -142,6 +199,25 @@ def compare_problems(compare: Compare, num_stages: int) -> Iterator[Problem]:
         if len(steps_ms) != count:
             expected = f"a list of {count}, one for each of compare.conditions"
             yield mismatch(f"compare.reference.{system}", list(steps_ms), expected)
+
+    yield from _bar_problems(compare)
+
+
+def _bar_problems(compare: Compare) -> Iterator[Problem]:
+    """Refuses bars that no run could be held against; the systems may be some of those named."""
+    names = [condition.name for condition in compare.conditions]
+    for index, bar in enumerate(compare.bars):
+        key = f"compare.bars.{index}"
+        if unknown := [name for name in bar.conditions or () if name not in names]:
+            expected = f"some of {', '.join(names)} (or no bars: compare.bars=[])"
+            yield mismatch(f"{key}.conditions", unknown, expected)
+        if bar.at_least is None and bar.at_most is None:
+            yield Problem(key, "got no limit, expected at_least, at_most, or both")
+        if bar.over == HEALTHY and compare.healthy is None:
+            expected = "another one, as no condition is without links and trace"
+            yield mismatch(f"{key}.over", bar.over, expected)
+        if bar.over in (PREDICTION, LOWER_BOUND) and bar.value != "step":
+            yield mismatch(f"{key}.value", bar.value, f"step, as over is {bar.over}")
 
 
 def _span_problems(key: str, link: EmulatedLink) -> Iterator[Problem]:

@@ -99,9 +99,12 @@ class Config(BaseModel):
     @property
     def direct_timeout_s(self) -> float:
         """The deadline of a direct transfer, in seconds."""
+        return self.failover_timeout_s if self.fails_over else self.timeouts.step_s
+
+    @property
+    def failover_timeout_s(self) -> float:
+        """The deadline of a direct transfer with failover, in seconds."""
         step_s, direct_s = self.timeouts.step_s, self.timeouts.direct_s
-        if not self.fails_over:
-            return step_s
         if direct_s is not None:
             return direct_s
         return min(step_s, max(step_s / _STEP_SHARES, self.longest_backlog_s))

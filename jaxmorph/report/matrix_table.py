@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from jaxmorph.records import PHASES
-from jaxmorph.report.run_matrix import Matrix, Run
+from jaxmorph.report.run_matrix import BAR_COLUMNS, Matrix, Run
 from jaxmorph.report.text import describe_routes
 
 RUN_COLUMNS = (
     "system", "condition", "schedule", "warm-up forwards", "routes", "delays", "lower bound ms",
-    "on device", "bubble", "dependency", "blocking", "other", "most blocked", "loss",
+    "on device", "bubble", "dependency", "blocking", "other", "most blocked", "loss", "load",
 )  # fmt: skip
 """The columns of `run_cells`: what ran, and why its stages idled."""
 WHOLE_COLUMNS = (
@@ -25,23 +25,28 @@ _UNKNOWN = "-"
 
 def matrix_markdown(matrix: Matrix) -> str:
     """A comparison as a page of Markdown: its steps, what ran, what failed, and the notes."""
-    whole = f"{whole_runs_legend(matrix)}\n\n{_table(WHOLE_COLUMNS, whole_rows(matrix))}"
+    whole = f"{whole_runs_legend(matrix)}\n\n{markdown_table(WHOLE_COLUMNS, whole_rows(matrix))}"
     parts = [
         f"# {matrix.name}\n",
         _legend(matrix),
-        _table(
+        markdown_table(
             ["", *matrix.conditions],
-            ([system, *map(_times_cell, row)] for system, row in matrix.rows()),
+            ([matrix.label(system), *map(_times_cell, row)] for system, row in matrix.rows()),
         ),
         "What ran, and why its stages idled, as shares of the step, averaged over the stages. "
         "*Dependency*: the data isn't computed yet, or is in flight; *blocking*: a ready op waits "
         "behind a transfer; *other*: dispatch and copies; *most blocked*: the stage that waits "
         "longest behind transfers. *On device*: the most microbatches whose stash each stage's "
-        "device held at once.\n",
-        _table(RUN_COLUMNS, map(run_cells, _measured(matrix))),
+        "device held at once. *Load*: of the machine, at the end of each round.\n",
+        markdown_table(RUN_COLUMNS, map(run_cells, _measured(matrix))),
         *([whole] if matrix.has_whole_runs else []),
+        *(
+            [markdown_table(BAR_COLUMNS, (bar.cells() for bar in matrix.bars))]
+            if matrix.bars
+            else []
+        ),
         *_complaints(matrix),
-        "\n".join(f"- {label}: {text}" for label, text in matrix.notes.items()) + "\n",
+        "\n".join(f"- {label}: {text}" for label, text in matrix.all_notes()) + "\n",
     ]
     return "\n".join(parts)
 
@@ -75,6 +80,7 @@ def run_cells(run: Run) -> list[str]:
         _share(_mean(run.other_idle_rate)),
         f"{_share(most)} (stage {blocking.index(most)})" if blocking else _UNKNOWN,
         _UNKNOWN if run.loss is None else f"{run.loss:.6f}",
+        " ".join(f"{load:.1f}" for load in run.load) or _UNKNOWN,
     ]
 
 
@@ -121,10 +127,22 @@ def _more(run: Run, first: Run | None) -> str:
 
 def _legend(matrix: Matrix) -> str:
     reference = f"; *{matrix.reference_source or 'reference'}*" if matrix.has_reference else ""
+    is_slower = any(run.slowdown is not None for run in matrix.runs.values())
+    slowdown = "; slowdown over the system's own healthy step" if is_slower else ""
     return (
-        "Step in ms, barrier to barrier: **median** (p10 to p90); predicted step; slowdown over "
-        f"the system's own healthy step{reference}.\n"
+        "Step in ms, barrier to barrier: **median** (p10 to p90); predicted step"
+        f"{slowdown}{reference}. {informed_sentence(matrix)}\n"
     )
+
+
+def informed_sentence(matrix: Matrix) -> str:
+    """Which systems are given the delays of links."""
+    if matrix.informed is None:
+        return ""
+    names = ", ".join(matrix.informed)
+    if not names:
+        return "No system is given the links' delays."
+    return f"Informed, that is given the links' delays in advance: {names}; no other system is."
 
 
 def _times_cell(run: Run | None) -> str:
@@ -168,7 +186,8 @@ def _complaints(matrix: Matrix) -> Iterator[str]:
             yield f"- {run.system}, {run.condition}: {counts}\n"
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown, a line for each row."""
     lines = [heads, ["---"] * len(heads), *rows]
     escaped = ([cell.replace("|", "\\|") for cell in line] for line in lines)
     return "".join(f"| {' | '.join(line)} |\n" for line in escaped)

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxmorph.config.compare_section import HEALTHY, LOWER_BOUND, PREDICTION
+
 RESULTS, TIMELINES = "results.json", "timelines.json"
 """Files of a comparison: the matrix, and a typical step of each run."""
 
@@ -57,8 +59,8 @@ class Run:
     Attributes:
         step_ms: The measured steps, from barrier to barrier.
         plan: None if the system failed before it had planned.
-        slowdown: The median step over that of the same system under the healthy condition; for a
-            whole run, the same of `total_s`.
+        slowdown: The median step over that of the same system under the healthy condition, if the
+            comparison has one; for a whole run, the same of `total_s`.
         bubble_rate: The median idle share of the stages.
         blocking_stall_rate: For each stage, the median share of the step in which a transfer held
             the queue that its next, ready op needed.
@@ -75,6 +77,7 @@ class Run:
         recoveries: Of a whole run: the failures that led to a restart, as in `recovery.json`.
         held_up_s: Of a whole run: how long failed direct paths held up the queues of their ends
             before their links were delegated; of those that failed in one step, the longest.
+        load: The machine's load average of a minute at the end of each round, or of a whole run.
     """
 
     system: str
@@ -96,6 +99,7 @@ class Run:
     goodput: float | None = None
     recoveries: tuple[Mapping[str, Any], ...] = ()
     held_up_s: float | None = None
+    load: tuple[float, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The run as a JSON object, with the plan's fields among its own."""
@@ -125,6 +129,110 @@ def _fixed(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+MET, MISSED, NOT_MEASURED = "met", "missed", "not measured"
+_OVER = {
+    HEALTHY: "its healthy step", PREDICTION: "its prediction", LOWER_BOUND: "the lower bound",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class JudgedBar:
+    """A bar of the configuration (`jaxmorph.config.compare_section.Bar`), and what was measured.
+
+    Attributes:
+        measured: The value that it limits; None if a run is missing or failed.
+    """
+
+    system: str
+    condition: str
+    value: str
+    over: str | None
+    at_least: float | None
+    at_most: float | None
+    measured: float | None
+
+    @property
+    def verdict(self) -> str:
+        """Whether it is met."""
+        if self.measured is None:
+            return NOT_MEASURED
+        is_low = self.at_least is not None and self.measured < self.at_least
+        is_high = self.at_most is not None and self.measured > self.at_most
+        return MISSED if is_low or is_high else MET
+
+    @property
+    def claim(self) -> str:
+        """What it is about, under any condition."""
+        what = "" if self.value == "step" else f", {self.value}"
+        over = "" if self.over is None else f" over {_OVER.get(self.over, self.over)}"
+        return f"{self.system}{what}{over}"
+
+    @property
+    def limits(self) -> str:
+        """Its limits in words."""
+        low = [] if self.at_least is None else [f"at least {self.at_least:g}"]
+        return ", ".join(low + ([] if self.at_most is None else [f"at most {self.at_most:g}"]))
+
+    def cells(self) -> list[str]:
+        """A cell for each of `BAR_COLUMNS`."""
+        measured = "-" if self.measured is None else f"{self.measured:.3f}"
+        return [self.condition, self.claim, measured, self.limits, self.verdict]
+
+    def __str__(self) -> str:
+        condition, claim, measured, limits, verdict = self.cells()
+        return f"{f'{condition}: {claim}':64} {measured:>8}  {limits}: {verdict}"
+
+
+BAR_COLUMNS = ("condition", "bar", "measured", "limit", "verdict")
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """How, where, when and with what something was measured.
+
+    Attributes:
+        commit: Of the sources, with `-dirty` if files of it were changed; of an installed package,
+            which has none, its name and version.
+        date: When it began, in UTC.
+        load_before: The load averages of 1, 5 and 15 minutes; as `load_after`.
+        configuration: `configuration_digest` of `jaxmorph.compare.provenance`; None for what has no
+            configuration.
+    """
+
+    command: str
+    commit: str
+    date: str
+    machine: str
+    versions: str
+    load_before: tuple[float, ...]
+    load_after: tuple[float, ...] | None = None
+    configuration: str | None = None
+
+    def rows(self) -> list[tuple[str, str]]:
+        """It as (label, text) pairs, in reading order."""
+        return [
+            ("command", f"`{self.command}`"),
+            *([("configuration", f"sha256 {self.configuration}")] if self.configuration else []),
+            ("commit", self.commit),
+            ("date", self.date),
+            ("versions", self.versions),
+            ("machine", self.machine),
+            ("load before", _load_text(self.load_before)),
+            *([("load after", _load_text(self.load_after))] if self.load_after else []),
+        ]
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Provenance":
+        """The inverse of `dataclasses.asdict`, after JSON."""
+        after = data["load_after"]
+        loads = {"load_before": tuple(data["load_before"]), "load_after": after and tuple(after)}
+        return cls(**data | loads)
+
+
+def _load_text(loads: tuple[float, ...]) -> str:
+    return " ".join(f"{load:.2f}" for load in loads) + " (averages of 1, 5, 15 minutes)"
+
+
 @dataclass(frozen=True)
 class Matrix:
     """All runs of a comparison.
@@ -137,7 +245,10 @@ class Matrix:
             differ in more than that.
         link: The name of that link.
         reference_source: Where `reference_ms` comes from.
-        notes: What a reader must know, by label: regime, machine, load, command.
+        notes: What a reader must know, by label, such as the regime.
+        informed: The systems that are given the delays of links; None: not recorded.
+        bars: What runs were to hold.
+        provenance: None in results of earlier versions.
     """
 
     name: str
@@ -148,6 +259,18 @@ class Matrix:
     link: str = ""
     reference_source: str = ""
     notes: Mapping[str, str] = field(default_factory=dict)
+    informed: tuple[str, ...] | None = None
+    bars: tuple[JudgedBar, ...] = ()
+    provenance: Provenance | None = None
+
+    def label(self, system: str) -> str:
+        """A system's name, which says if it is informed."""
+        says_so = "informed" in system or system not in (self.informed or ())
+        return system if says_so else f"{system} (informed)"
+
+    def all_notes(self) -> list[tuple[str, str]]:
+        """Notes and provenance as (label, text) pairs."""
+        return [*self.notes.items(), *(self.provenance.rows() if self.provenance else [])]
 
     @property
     def has_reference(self) -> bool:
@@ -187,7 +310,10 @@ class Matrix:
             "name": self.name,
             "reference_source": self.reference_source,
             "loss_difference": self.loss_difference,
+            "provenance": self.provenance and asdict(self.provenance),
             "notes": dict(self.notes),
+            "informed": self.informed,
+            "bars": [asdict(bar) | {"verdict": bar.verdict} for bar in self.bars],
             "runs": [run.to_json() for _, row in self.rows() for run in row if run is not None],
         }
 
@@ -198,6 +324,8 @@ class Matrix:
         Raises KeyError or TypeError for anything else.
         """
         runs = [Run.from_json(run) for run in data["runs"]]
+        known = [item.name for item in fields(JudgedBar)]
+        provenance = data.get("provenance")
         return cls(
             name=data["name"],
             systems=tuple(dict.fromkeys(run.system for run in runs)),
@@ -205,4 +333,9 @@ class Matrix:
             runs={(run.system, run.condition): run for run in runs},
             reference_source=data["reference_source"],
             notes=data["notes"],
+            informed=_fixed(data.get("informed")),
+            bars=tuple(
+                JudgedBar(**{name: bar[name] for name in known}) for bar in data.get("bars", ())
+            ),
+            provenance=provenance and Provenance.from_json(provenance),
         )

@@ -339,5 +339,5 @@ def matrix_view(matrix: Matrix, doing: str = "") -> RenderableType:
     for condition in matrix.conditions:
         table.add_column(condition, justify="right")
     for system, row in matrix.rows():
-        table.add_row(system, *map(short_cell, row))
+        table.add_row(matrix.label(system), *map(short_cell, row))
     return Group(table, Text(doing, style="dim")) if doing else table

@@ -51,7 +51,7 @@ def planner(
         ("1f1b", 450.0, 840.0),
         ("zb", 390.0, 1110.0),
         ("zb-delegated", 390.0, 540.0),
-        ("adaptive", 390.0, 420.0),
+        ("adaptive-informed", 390.0, 420.0),
     ],
 )
 def test_direct_delays_block_and_delegated_ones_overlap(system, healthy_ms, slow_ms):
@@ -78,7 +78,7 @@ def test_without_adaptation_programs_stay(system):
 
 
 def test_the_adaptive_step_meets_its_bound():
-    in_force, planned = planner("adaptive").make(SLOW)
+    in_force, planned = planner("adaptive-informed").make(SLOW)
     assert planned.predicted_ms == pytest.approx(planned.lower_bound_ms)
     assert planned.routes == {"0-1": "direct", "1-2": "direct", "2-3": "delegated"}
     assert planned.regime == OVERLAPS
@@ -96,7 +96,7 @@ def test_direct_adaptation_is_never_worse():
 
 
 def test_a_plan_expects_the_step_it_was_made_for():
-    plans = planner("adaptive")
+    plans = planner("adaptive-informed")
     in_force, planned = plans.make(SLOW)
     assert plans.expect(in_force, SLOW) == planned
     assert plans.expect(in_force, ()).predicted_ms < planned.predicted_ms
@@ -104,41 +104,41 @@ def test_a_plan_expects_the_step_it_was_made_for():
 
 
 def test_healthy_links_are_delegated_only_for_a_gain():
-    _, planned = planner("adaptive").make(())
+    _, planned = planner("adaptive-informed").make(())
     assert set(planned.routes.values()) == {"direct"}
     assert planned.regime == HOLDS_QUEUES
-    _, planned = planner("adaptive", UNEVEN).make(())
+    _, planned = planner("adaptive-informed", UNEVEN).make(())
     assert set(planned.routes.values()) == {"delegated"}
 
 
 def test_jitter_adds_a_margin_to_plans_alone():
-    steady = planner("adaptive").make(SLOW)[1]
+    steady = planner("adaptive-informed").make(SLOW)[1]
     unsteady = (LinkCondition((2, 3), latency_ms=30.0, jitter_ms=20.0),)
-    wary = planner("adaptive").make(unsteady)[1]
+    wary = planner("adaptive-informed").make(unsteady)[1]
     assert wary.lower_bound_ms == steady.lower_bound_ms  # of the link as it is
     assert wary.predicted_ms >= steady.predicted_ms
 
 
 def test_a_mixed_plan_has_the_regime_of_its_slow_links():
     both = (*SLOW, LinkCondition((0, 1), latency_ms=30.0))
-    assert planner("adaptive").make(both)[1].regime == OVERLAPS
+    assert planner("adaptive-informed").make(both)[1].regime == OVERLAPS
     assert planner("zb").make(both)[1].regime == HOLDS_QUEUES
 
 
 def test_a_detecting_system_begins_with_its_first_plan():
     first = planner("zb-delegated").make(())[0]  # any plan that differs from the configured one
-    begins = planner("adaptive-detecting")
+    begins = planner("adaptive")
     for conditions in ((), SLOW):
         in_force, planned = begins.begin(first, conditions)
         assert in_force is first
         assert set(planned.routes.values()) == {"delegated"}
     assert planned.predicted_ms == pytest.approx(540.0)
-    assert planner("adaptive").begin(first, SLOW)[1].predicted_ms == pytest.approx(420.0)
+    assert planner("adaptive-informed").begin(first, SLOW)[1].predicted_ms == pytest.approx(420.0)
 
 
 def test_a_detecting_system_may_begin_delegated():
-    informed = planner("adaptive", UNEVEN).make(())[0].plan
-    system = SYSTEMS["adaptive-detecting"]
+    informed = planner("adaptive-informed", UNEVEN).make(())[0].plan
+    system = SYSTEMS["adaptive"]
     routes = Routes.model_validate({"default": "delegated"})
     config = system_config(CONFIG, system).model_copy(update={"routes": routes})
     own = plan_step(config, Profile(UNEVEN, {}))

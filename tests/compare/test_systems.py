@@ -1,11 +1,9 @@
-from typing import get_args
-
 import pytest
 
 from jaxmorph.compare.comparison import _place
 from jaxmorph.compare.systems import SYSTEMS, route_choices, system_config
 from jaxmorph.config import Config
-from jaxmorph.config.compare_section import SystemName
+from jaxmorph.config.compare_section import SYSTEM_NAMES
 from jaxmorph.records import Link
 from jaxmorph.training.plan_in_force import plan_step, unmeasured_profile
 
@@ -24,7 +22,7 @@ CONFIG = Config.model_validate(
 
 
 def test_configuration_and_table_name_the_same_systems():
-    assert set(SYSTEMS) == set(get_args(SystemName))
+    assert set(SYSTEMS) == set(SYSTEM_NAMES)
     assert all(name == system.name for name, system in SYSTEMS.items())
 
 
@@ -50,7 +48,7 @@ def test_only_a_detecting_system_enables_adaptation(system):
 def test_a_detecting_system_keeps_configured_adaptation():
     asked = CONFIG.adaptation.model_copy(update={"delegates": "any"})
     config = CONFIG.model_copy(update={"adaptation": asked})
-    own = system_config(config, SYSTEMS["adaptive-detecting"])
+    own = system_config(config, SYSTEMS["adaptive"])
     assert (own.adaptation.enabled, own.adaptation.delegates) == (True, "any")
 
 
@@ -81,9 +79,9 @@ def test_only_a_rerouting_system_chooses_routes():
     assert delegated("zb", Link(2, 3)) == [set()]
     assert delegated("zb-delegated", Link(2, 3)) == [{"0-1", "1-2", "2-3"}]
     assert delegated("adaptive-direct", Link(2, 3)) == [set()]
-    assert delegated("adaptive-detecting", Link(2, 3)) == [set()]  # it gets no slow link in advance
-    assert delegated("adaptive") == [set(), {"0-1", "1-2", "2-3"}]
-    assert delegated("adaptive", Link(2, 3)) == [{"2-3"}, {"0-1", "1-2", "2-3"}]
+    assert delegated("adaptive", Link(2, 3)) == [set()]  # it gets no slow link in advance
+    assert delegated("adaptive-informed") == [set(), {"0-1", "1-2", "2-3"}]
+    assert delegated("adaptive-informed", Link(2, 3)) == [{"2-3"}, {"0-1", "1-2", "2-3"}]
 
 
 def test_restarting_systems_do_not_fail_over():
@@ -92,6 +90,13 @@ def test_restarting_systems_do_not_fail_over():
         name: system_config(config, system).fails_over for name, system in SYSTEMS.items()
     }
     assert {name for name, does in fails_over.items() if not does} == {"restart", "restart-cold"}
+
+
+@pytest.mark.parametrize("timeouts", [{"step_s": 60, "direct_s": 15}, {"step_s": 60}])
+def test_all_systems_give_a_path_up_after_the_same_time(timeouts):
+    config = Config.model_validate({"parallelism": {"stages": 2}, "timeouts": timeouts})
+    for name in ("adaptive", "restart", "restart-cold"):
+        assert system_config(config, SYSTEMS[name]).direct_timeout_s == 15
 
 
 def test_a_comparison_says_how_long_it_may_take():

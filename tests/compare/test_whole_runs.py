@@ -31,7 +31,7 @@ CONFIG = check_config(
         "checkpoint": {"every_steps": 5, "dir": "elsewhere"},
         "restart_policy": {"max_restarts": 7},
         "compare": {
-            "systems": ["restart", "restart-cold", "adaptive-detecting"],
+            "systems": ["restart", "restart-cold", "adaptive"],
             "conditions": [
                 {"name": "healthy"},
                 {"name": "cut", "links": [{"between": [2, 3], "cut": True, "from_step": 12}]},
@@ -62,9 +62,9 @@ def test_a_whole_run_has_its_systems_policy(tmp_path, name):
     assert (own.checkpoint.every_steps, own.checkpoint.dir) == (5, None)
     policy = own.restart_policy
     assert (policy.max_restarts, policy.compilation_cache) == {
-        "restart": (7, True), "restart-cold": (7, False), "adaptive-detecting": (0, True),
+        "restart": (7, True), "restart-cold": (7, False), "adaptive": (0, True),
     }[name]  # fmt: skip
-    assert own.adapts == (name == "adaptive-detecting")
+    assert own.adapts == (name == "adaptive")
 
 
 def written(path, num_steps, recoveries=(), held_up_s=()):
@@ -106,7 +106,7 @@ def test_a_whole_run_is_compared_with_its_healthy_one(matrix):
     failed = matrix.runs["restart-cold", "cut"]
     assert failed.failed == "20 steps done: rank 2 failed: in vain"
     assert failed.slowdown is None
-    assert ("adaptive-detecting", "cut") not in matrix.runs
+    assert ("adaptive", "cut") not in matrix.runs
 
 
 def test_results_keep_recoveries(matrix):
@@ -144,7 +144,7 @@ def test_the_table_shows_the_cost_of_failures(matrix):
 def test_the_table_shows_stalls_of_failed_paths(matrix, tmp_path):
     held_up_s = ((6, 2.0), (6, 1.9), (11, 0.01))  # one card with both its links, then one link
     delegated = written(tmp_path / "delegated", 20, held_up_s=held_up_s)
-    run = read_whole("adaptive-detecting", "cut", delegated, 21.0, None)
+    run = read_whole("adaptive", "cut", delegated, 21.0, None)
     assert run.held_up_s == pytest.approx(2.01)
     assert run.events["link_failed"] == 3
     with_it = replace(matrix, runs=dict(matrix.runs) | {(run.system, run.condition): run})
@@ -253,8 +253,11 @@ def test_a_stopped_comparison_writes_its_results(runs, tmp_path, monkeypatch):
         "restart-cold, healthy: asked to end after 8 of 20 steps, saved; the comparison has ended "
         "with it, and its results so far are written"
     )
-    results = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
-    assert [(each["system"], each["condition"], each["failed"]) for each in results] == [
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["provenance"]["command"].startswith("jaxmorph compare ")
+    found = results["runs"]
+    assert [len(each["load"]) for each in found] == [1, 1, 1]
+    assert [(each["system"], each["condition"], each["failed"]) for each in found] == [
         ("restart", "healthy", None),
         ("restart", "cut", None),
         ("restart-cold", "healthy", "8 steps done: asked to end"),

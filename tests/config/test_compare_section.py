@@ -50,9 +50,36 @@ def test_a_conditions_trace_is_a_path_or_a_regime():
     assert by_regime.conditions[0].trace == LinkTrace(regime="A", seed=3)
 
 
-def test_slowdowns_are_relative_to_healthy_or_the_first():
-    assert getattr(load().compare, "healthy_index", None) == 1
-    assert getattr(load("compare.conditions.1.name=calm").compare, "healthy_index", None) == 0
+def healthy(*overrides: str) -> str | None:
+    compare = load(*overrides).compare
+    assert compare is not None
+    return compare.healthy
+
+
+def test_a_healthy_condition_has_neither_links_nor_trace():
+    assert healthy() == "healthy"
+    assert healthy("compare.conditions.1.name=calm") == "calm"
+    assert healthy("compare.conditions.1.trace={regime: A}") is None
+    assert healthy("compare.conditions.0.name=healthy", "compare.conditions.1.name=b") == "b"
+
+
+def test_a_former_name_is_the_system():
+    systems = "compare.systems=[adaptive-detecting, adaptive-informed]"
+    compare = load(systems, "compare.reference={adaptive-detecting: [703, null]}").compare
+    assert compare is not None
+    assert compare.systems == ("adaptive", "adaptive-informed")
+    assert compare.reference == {"adaptive": (703.0, None)}
+
+
+def test_bars_are_read_and_written_back():
+    bars = "compare.bars=[{systems: [zb], over: adaptive, at_most: 2}]"
+    config = load(bars)
+    assert config.compare is not None
+    (bar,) = config.compare.bars
+    assert (bar.systems, bar.conditions, bar.value) == (("zb",), None, "step")
+    assert (bar.over, bar.at_least, bar.at_most) == ("adaptive", None, 2.0)
+    Path("again.yaml").write_text(dump_config(config))
+    assert load_config("again.yaml").compare == config.compare
 
 
 def test_the_section_is_optional_and_written_back():
@@ -63,7 +90,7 @@ def test_the_section_is_optional_and_written_back():
 
 def test_a_restarting_system_makes_whole_runs_with_cuts():
     cut = "compare.conditions.0.links=[{between: [2, 3], cut: true, from_step: 9, to_step: 12}]"
-    systems = "compare.systems=[restart, adaptive-detecting]"
+    systems = "compare.systems=[restart, adaptive]"
     compare = load(cut, systems, "compare.reference={}", "checkpoint.every_steps=2")
     assert compare.compare is not None
     assert compare.compare.has_whole_runs
@@ -83,7 +110,8 @@ def test_every_configuration_loads(path):
     [
         ("compare.systems=[zbb]", "got [zbb], expected a list of systems among gpipe, 1f1b, inter"),
         ("compare.systems=[falcon]", "(falcon is not available yet)"),
-        ("compare.systems=[restart, adaptive]", "expected only gpipe, 1f1b, zb, zb-delegated"),
+        ("compare.systems=[restart, adaptive-informed]", "expected only gpipe, 1f1b, zb, zb-dele"),
+        ("compare.systems=[adaptive, adaptive-detecting]", "once: adaptive-detecting is adaptive"),
         ("compare.systems=[]", "got [], expected a list of systems among"),
         ("compare.systems=[zb, zb]", "got [zb, zb], expected each system once"),
         ("compare.conditions=[]", "got [], expected a list of conditions"),
@@ -96,6 +124,25 @@ def test_every_configuration_loads(path):
         ("compare.conditions.0.trace={regime: A, seed: -1}", "got -1, expected a whole number of"),
         ("compare.reference.zb=[1]", "got [1.0], expected a list of 2, one for each of compare.c"),
         ("compare.reference.zzb=[1, 2]", "expected by system (gpipe, "),
+        ("compare.reference={adaptive: [1, 2], adaptive-detecting: [1, 2]}", "expected by system"),
+        ("compare.bars=[{systems: [zb]}]", "got no limit, expected at_least, at_most, or both"),
+        (
+            "compare.bars=[{systems: [zb], conditions: [x], at_most: 1}]",
+            "got [x], expected some of",
+        ),
+        (
+            "compare.bars=[{systems: [zb], over: zbb, at_most: 1}]",
+            "expected null, healthy, predict",
+        ),
+        (
+            "compare.bars=[{systems: [zb], value: total, over: prediction, at_most: 1}]",
+            "expected step, as over is prediction",
+        ),
+        (
+            "compare={conditions: [{name: A, trace: {regime: A}}], "
+            "bars: [{systems: [zb], over: healthy, at_most: 1}]}",
+            "expected another one, as no condition is without links and trace",
+        ),
         ("compare.steps=0", "got 0, expected a whole number of at least 1"),
     ],
 )

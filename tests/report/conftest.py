@@ -2,7 +2,14 @@ import pytest
 from example_step import STEP
 
 from jaxmorph.records import StepRecord
-from jaxmorph.report.run_matrix import Matrix, PlannedRun, Run, StepTimes
+from jaxmorph.report.run_matrix import (
+    JudgedBar,
+    Matrix,
+    PlannedRun,
+    Provenance,
+    Run,
+    StepTimes,
+)
 
 
 @pytest.fixture
@@ -28,7 +35,7 @@ _SOUND = Run(
     system="zb", condition="healthy", step_ms=StepTimes(402.25, 399.0, 405.0, 20),
     plan=_planned(390.0), slowdown=1.0, bubble_rate=0.08, blocking_stall_rate=(0.01, 0.03),
     dependency_bubble_rate=(0.05, 0.07), other_idle_rate=(0.0, 0.0), loss=4.25, reference_ms=368.0,
-    peak_on_device=(3, 1),
+    peak_on_device=(3, 1), load=(0.54, 1.2),
 )  # fmt: skip
 _NOISY = Run(
     system="zb", condition="slow", step_ms=StepTimes(1150.0, 900.0, 1400.0, 20),
@@ -46,7 +53,21 @@ _MATRIX = Matrix(
     conditions=("healthy", "slow"),
     runs={(run.system, run.condition): run for run in (_SOUND, _NOISY, _FAILED)},
     reference_source="the paper",
-    notes={"command": "`jaxmorph compare x.yaml`", "load at the start": "0.10"},
+    notes={"regime": "paced"},
+    informed=("adaptive",),
+    bars=(
+        JudgedBar("zb", "slow", "step", "prediction", None, 1.03, 1150 / 1110),
+        JudgedBar("adaptive", "slow", "step", "zb", None, 1.0, None),
+    ),
+    provenance=Provenance(
+        command="jaxmorph compare x.yaml",
+        commit="83890dd",
+        date="2026-11-24 12:00 UTC",
+        machine="2 processors",
+        versions="jax 0.10.2",
+        load_before=(0.1, 0.2, 0.3),
+        configuration="5f" * 32,
+    ),
 )
 
 

@@ -15,11 +15,11 @@ def test_markdown_shows_steps_and_idle_causes(made_up):
         "| --- | --- | --- |",
         "| zb | **402.2** (399.0 to 405.0)<br>predicted 390.0, 1.00x<br>*368* "
         "| **1,150.0** (900.0 to 1,400.0) noisy<br>predicted 1,110.0, 2.86x<br>*703* |",
-        "| adaptive | FAILED<br>*400* | … |",
+        "| adaptive (informed) | FAILED<br>*400* | … |",
     ]
     assert rows(matrix_markdown(made_up))[6] == (
         "| zb | healthy | zb-h2 | 3 1 | direct | holds queues | 390.0 | 3 1 | 8.0% | 6.0% | 2.0% "
-        "| 0.0% | 3.0% (stage 1) | 4.250000 |"
+        "| 0.0% | 3.0% (stage 1) | 4.250000 | 0.5 1.2 |"
     )
 
 
@@ -29,9 +29,26 @@ def test_failed_and_noisy_runs_are_explained(made_up):
     assert "- zb, slow: p90 / p10 is 1.556, above 1.15\n" in page
     assert "rank 1 failed: ended by SIGKILL its log: | here\n" in page
     assert "*the paper*" in page
-    assert "- command: `jaxmorph compare x.yaml`\n- load at the start: 0.10\n" in page
     bare = {key: replace(run, reference_ms=None) for key, run in made_up.runs.items()}
     assert "*the paper*" not in matrix_markdown(replace(made_up, runs=bare))
+
+
+def test_bars_and_provenance_are_shown(made_up):
+    page = matrix_markdown(made_up)
+    assert rows(page)[-2:] == [
+        "| slow | zb over its prediction | 1.036 | at most 1.03 | missed |",
+        "| slow | adaptive over zb | - | at most 1 | not measured |",
+    ]
+    assert "- command: `jaxmorph compare x.yaml`\n- configuration: sha256 5f5f" in page
+    assert "- load before: 0.10 0.20 0.30 (averages of 1, 5, 15 minutes)\n" in page
+    assert "in advance: adaptive; no other system is." in page
+
+
+def test_results_of_earlier_versions_are_shown(made_up):
+    page = matrix_markdown(replace(made_up, informed=None, bars=(), provenance=None))
+    assert rows(page)[3].startswith("| adaptive | FAILED")
+    assert "nformed" not in page
+    assert page.endswith("\n- regime: paced\n")
 
 
 def test_a_bar_in_a_name_is_escaped(made_up):

@@ -34,6 +34,7 @@ compare:
   largest_spread: 50
   reference: {zb: [60, 400]}
   reference_source: a guess
+  bars: [{systems: [zb], conditions: [slow], over: healthy, at_least: 1.5}]
 """
 
 pytestmark = pytest.mark.multiprocess
@@ -99,7 +100,8 @@ def test_all_result_files_are_written(two_systems):
     assert "# few\n" in table
     assert "*a guess*" in table
     assert "Of 4 runs 0 failed and 0 are too noisy." in table
-    for note in ("regime", "command", "versions", "load at the start", "load at the end"):
+    assert "\n| slow | zb over its healthy step | " in table
+    for note in ("regime", "command", "configuration", "commit", "date", "versions", "load after"):
         assert f"\n- {note}: " in table
     assert (out / "figure.png").read_bytes().startswith(b"\x89PNG")
     timelines = json.loads((out / "timelines.json").read_text())
@@ -108,6 +110,11 @@ def test_all_result_files_are_written(two_systems):
     assert timelines["slow"]["zb"]["step_ms"] >= slow.makespan_ms - 1.0  # by two ranks' clocks
     assert "<title>Comparison few</title>" in (out / "report.html").read_text()
     assert str(out) in done.stdout
+    assert "slow: zb over its healthy step" in done.stdout
+    results = json.loads((out / "results.json").read_text())
+    assert {"commit", "date", "configuration", "load_before"} < {*results["provenance"]}
+    assert [bar["verdict"] for bar in results["bars"]] == ["met"]
+    assert [len(run["load"]) for run in results["runs"]] == [2, 2, 2, 2]  # of each round
 
 
 def start_comparison(folder):
@@ -119,7 +126,7 @@ def start_comparison(folder):
     path.write_text(CONFIG)
     settings = (
         f"run.dir={folder / 'out'}",
-        "compare.systems=[zb, adaptive]",
+        "compare.systems=[zb, adaptive-informed]",
         "compare.conditions.1={name: slow, trace: {regime: A, seed: 1}}",
         "compare.reference={}",
     )
@@ -146,11 +153,11 @@ def test_a_failed_system_does_not_stop_the_others(tmp_path):
     watchdog.cancel()
     assert run.returncode == 1
     runs = read_runs(tmp_path / "out")
-    assert runs["adaptive", "slow"]["failed"] is None
-    assert runs["adaptive", "slow"]["step_ms"]["n"] == 6
+    slow, healthy = (runs["adaptive-informed", name] for name in ("slow", "healthy"))
+    assert (slow["failed"], slow["step_ms"]["n"]) == (None, 6)
     # It planned without the trace at first, and with its past before every later step.
-    assert runs["adaptive", "slow"]["routes"] == {"0-1": "delegated"}
-    assert runs["adaptive", "slow"]["predicted_ms"] > runs["adaptive", "healthy"]["predicted_ms"]
+    assert slow["routes"] == {"0-1": "delegated"}
+    assert slow["predicted_ms"] > healthy["predicted_ms"]
     assert "rank 1 failed: ended by SIGKILL" in runs["zb", "slow"]["failed"]
     assert "FAILED" in (tmp_path / "out" / "table.md").read_text()
 
@@ -160,9 +167,10 @@ def adaptive(tmp_path_factory):
     """The runs of adaptive systems under one slow link."""
     done, out = compare(
         tmp_path_factory.mktemp("adaptive"),
-        "compare.systems=[adaptive-detecting, adaptive, adaptive-capped, adaptive-offload]",
+        "compare.systems=[adaptive, adaptive-informed, adaptive-capped, adaptive-offload]",
         "compare.conditions=[{name: slow, links: [{between: [0, 1], latency_ms: 60}]}]",
         "compare.reference={}",
+        "compare.bars=[]",
         "compare.repeats=1",
         "compare.warmup_steps=6",
         "batch.microbatches=8",
@@ -173,7 +181,7 @@ def adaptive(tmp_path_factory):
 
 @pytest.mark.long
 def test_a_detecting_system_adapts(adaptive):
-    run = adaptive["adaptive-detecting", "slow"]
+    run = adaptive["adaptive", "slow"]
     assert run["routes"] == {"0-1": "delegated"}
     assert run["events"]["straggler_detected"] >= 2  # both directions
     assert run["events"]["plan_changed"] >= 1
@@ -184,7 +192,7 @@ def test_a_detecting_system_adapts(adaptive):
 
 @pytest.mark.long
 def test_peak_stashes_on_devices_are_recorded(adaptive):
-    assert max(adaptive["adaptive", "slow"]["peak_on_device"]) > 3  # as many as hide 60 ms
+    assert max(adaptive["adaptive-informed", "slow"]["peak_on_device"]) > 3  # as many as hide 60 ms
     for system in ("adaptive-capped", "adaptive-offload"):
         assert max(adaptive[system, "slow"]["peak_on_device"]) <= 3
     losses = {run["loss"] for run in adaptive.values()}

@@ -6,6 +6,7 @@ from jaxmorph.report.matrix_figure import matrix_figure, recovery_figure
 from jaxmorph.report.matrix_table import (
     RUN_COLUMNS,
     WHOLE_COLUMNS,
+    informed_sentence,
     run_cells,
     whole_rows,
     whole_runs_legend,
@@ -13,7 +14,7 @@ from jaxmorph.report.matrix_table import (
 from jaxmorph.report.page.files import ComparisonFiles
 from jaxmorph.report.page.html import UNKNOWN, inline_svg, milliseconds, render
 from jaxmorph.report.page.timelines import MEANINGS, SHARES, show_steps
-from jaxmorph.report.run_matrix import Matrix, Run
+from jaxmorph.report.run_matrix import BAR_COLUMNS, Matrix, Run
 
 MOST_CONDITIONS = 12
 """The timelines of more conditions are left out, to keep the page small."""
@@ -50,7 +51,10 @@ def comparison_page(files: ComparisonFiles) -> str:
         conditions_left_out=max(0, len(files.steps) - MOST_CONDITIONS),
         shares=SHARES,
         meanings=MEANINGS,
-        notes=matrix.notes,
+        informed=informed_sentence(matrix),
+        bar_heads=BAR_COLUMNS,
+        bar_rows=[bar.cells() for bar in matrix.bars],
+        notes=matrix.all_notes(),
     )
 
 

@@ -1,0 +1,103 @@
+"""What results carry: the digest of what was measured, and the commit of what measured."""
+
+import json
+import subprocess
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+import jaxmorph
+from jaxmorph.compare.provenance import configuration_digest, provenance
+from jaxmorph.config import load_config
+from jaxmorph.report.run_matrix import Provenance
+
+TEXT = """
+parallelism: {stages: 4}
+compare:
+  systems: [zb]
+  conditions: [{name: healthy}, {name: A, trace: delays.csv}]
+"""
+
+
+@pytest.fixture(autouse=True)
+def _a_folder_with_a_configuration(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("x.yaml").write_text(TEXT)
+    Path("delays.csv").write_text("step,link\n")
+
+
+def digest(*overrides: str) -> str:
+    return configuration_digest(load_config("x.yaml", overrides))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.dir=elsewhere",
+        "compare.systems=[zb, adaptive]",
+        "compare.bars=[{systems: [zb], at_most: 400}]",
+        "compare.reference={zb: [1, 2]}",
+        "compare.reference_source=a guess",
+        "run.seed=0",  # as by default
+        "compare.repeats=2",
+    ],
+)
+def test_a_digest_is_of_what_is_measured(override):
+    assert digest(override) == digest()
+
+
+@pytest.mark.parametrize(
+    "override", ["compare.steps=7", "compare.conditions.0.name=calm", "batch.microbatches=16"]
+)
+def test_what_is_measured_changes_the_digest(override):
+    assert digest(override) != digest()
+
+
+def test_a_traces_contents_change_the_digest():
+    before = digest()
+    Path("delays.csv").write_text("step,link,latency_ms\n")
+    assert digest() != before
+
+
+def test_provenance_survives_json():
+    made = provenance("jaxmorph compare x.yaml", digest())
+    for each in (made, replace(made, load_after=(1.0, 2.0, 3.0))):
+        assert Provenance.from_json(json.loads(json.dumps(asdict(each)))) == each
+    labels = [label for label, _ in made.rows()]
+    assert labels[:4] == ["command", "configuration", "commit", "date"]
+
+
+def git(*words: str) -> None:
+    name = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+    subprocess.run(["git", *name, *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def _a_repository(tmp_path, monkeypatch):
+    """A package's sources in a repository with one commit."""
+    package = tmp_path / "jaxmorph"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    monkeypatch.setattr(jaxmorph, "__file__", str(package / "__init__.py"))
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "a")
+
+
+@pytest.mark.usefixtures("_a_repository")
+def test_a_commit_says_if_files_were_changed(tmp_path):
+    commit = provenance("x").commit
+    assert len(commit) >= 7
+    assert int(commit, 16) >= 0
+    (tmp_path / "jaxmorph" / "__init__.py").write_text("changed = True\n")
+    assert provenance("x").commit == f"{commit}-dirty"
+
+
+@pytest.mark.usefixtures("_a_repository")
+def test_an_installed_package_has_its_version(tmp_path, monkeypatch):
+    # In somebody's repository, whose commit is not the package's.
+    installed = tmp_path / "env" / "jaxmorph" / "__init__.py"
+    installed.parent.mkdir(parents=True)
+    monkeypatch.setattr(jaxmorph, "__file__", str(installed))
+    assert provenance("x").commit == f"jaxmorph {jaxmorph.__version__}"

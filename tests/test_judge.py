@@ -1,0 +1,198 @@
+"""Committed results, their configurations and the pages that state their numbers agree.
+
+Each planted lie, in a copy of the files, is a contradiction.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from benchmarks.judge import FOLDER, ROOT, judgements, main, problems
+from benchmarks.result_pages import Results, pages, with_results
+from jaxmorph.config import load_config
+from jaxmorph.config.compare_section import SYSTEM_NAMES
+
+NAMES = sorted(path.parent.name for path in (ROOT / FOLDER).glob("*/results.json"))
+OLDER = {"figure15", "figure16", "nic-failure"}
+"""Results from before their configurations changed; one that is measured again leaves this list."""
+
+
+def test_nothing_contradicts_the_committed_results():
+    assert problems() == []
+
+
+def test_only_known_results_are_older_than_their_configurations():
+    assert {name for name, each in judgements().items() if each.changes} == OLDER
+
+
+def test_every_comparison_has_a_result():
+    with_section = {path.stem for path in (ROOT / "configs").glob("*.yaml")
+                    if "\ncompare:" in path.read_text(encoding="utf-8")}  # fmt: skip
+    assert judgements().keys() == with_section == {*NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_bar_is_on_systems_that_are_compared(name):
+    compare = load_config(ROOT / "configs" / f"{name}.yaml").compare
+    assert compare is not None
+    named = {system for bar in compare.bars for system in (*bar.systems, bar.over)}
+    assert named & {*SYSTEM_NAMES} <= {*compare.systems}
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of configurations, results and pages."""
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("*.png"))
+    shutil.copy(ROOT / "README.md", tmp_path)
+    return tmp_path
+
+
+def plant(root: Path, file: str, truth: str, lie: str) -> None:
+    """Put a lie in the place of what stands in a file once."""
+    text = (root / file).read_text(encoding="utf-8")
+    assert text.count(truth) == 1, f"{file}: {truth!r} is there {text.count(truth)} times"
+    (root / file).write_text(text.replace(truth, lie), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("page", "truth", "lie"),
+    [
+        ("README.md", "| adaptive | 704 | 774 | 775 |", "| adaptive | 704 | 774 | 765 |"),
+        ("docs/explanation/measurements.md", "-->382.7<!-- end -->", "-->392.7<!-- end -->"),
+        ("docs/tutorial/first-comparison.md", "| zb | 397 (390) |", "| zb | 397 (380) |"),
+        ("docs/explanation/measurements.md", "median_ms .1f -->30.0<!", "median_ms .1f -->20.0<!"),
+        ("docs/explanation/measurements.md", "| 15 | 12 | 0 |", "| 16 | 11 | 0 |"),
+        ("docs/explanation/measurements.md", "0-1 3-4 6-7: 1.223", "0-1 3-4 6-7: 1.123"),
+        ("docs/explanation/restarts.md", "| 252.1 | -4.2 |", "| 242.1 | -14.2 |"),
+        (
+            "docs/explanation/memory.md",
+            "2-3 60 ms -->1.07<!-- end -->",
+            "2-3 60 ms -->1.02<!-- end -->",
+        ),
+    ],
+)
+def test_a_page_states_what_its_result_holds(copy, page, truth, lie):
+    plant(copy, page, truth, lie)
+    (found,) = problems(copy)
+    assert found.startswith(f"{page}:")
+    assert "not what its result gives" in found
+
+
+def test_a_results_table_is_that_of_its_runs(copy):
+    table = "docs/results/hol/table.md"
+    plant(copy, table, "| adaptive-informed | **396.1**", "| adaptive-informed | **386.1**")
+    assert problems(copy) == [
+        f"{table}: not the table of results.json; make reference writes it again"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("truth", "lie"),
+    [
+        ("  steps: 8\n", "  steps: 80\n"),
+        ("latency_ms: 30", "latency_ms: 20"),
+        ("{forward_ms: 10,", "{forward_ms: 11,"),
+    ],
+)
+def test_a_changed_configuration_makes_a_result_older(copy, truth, lie):
+    plant(copy, "configs/hol.yaml", truth, lie)
+    hol = judgements(copy)["hol"]
+    assert hol.changes == ("what it measures has changed",)
+    assert "older than its configuration: what it measures has changed" in hol.headline
+    assert any("measurements.md" in problem for problem in problems(copy))
+
+
+def test_a_changed_trace_makes_a_result_older(copy):
+    trace = copy / "configs" / "traces" / "adaptra-table3.csv"
+    trace.write_text(trace.read_text(encoding="utf-8").replace("\n", "\n\n", 1), encoding="utf-8")
+    assert judgements(copy)["table3"].changes == ("what it measures has changed",)
+
+
+def test_a_new_system_makes_a_result_older(copy):
+    plant(copy, "configs/hol.yaml", "[1f1b, zb, zb-", "[1f1b, zb, adaptive, zb-")
+    assert judgements(copy)["hol"].changes == ("no runs of adaptive",)
+
+
+@pytest.mark.parametrize(
+    ("truth", "lie", "says"),
+    [
+        ("at_most: 1.12", "at_most: 1.2", "was at most 1.12, and is at most 1.2 without a new"),
+        ("at_least: 2}", "at_least: 1.5}", "was at least 2, and is at least 1.5 without a new"),
+        ("over: lower bound, ", "", "the bar (at most 1.04) is gone"),
+        ("value: waiting, at_most: 0.01", "value: waiting, at_least: 0", "(at most 0.01) is gone"),
+    ],
+)
+def test_a_bar_is_not_loosened_without_a_new_result(copy, truth, lie, says):
+    plant(copy, "configs/hol.yaml", truth, lie)
+    assert any(each.startswith("hol: 2-3 30 ms: ") and says in each for each in problems(copy))
+
+
+def test_a_stricter_bar_needs_no_new_result(copy):
+    plant(copy, "configs/hol.yaml", "at_most: 1.12", "at_most: 1.11")
+    assert problems(copy) == []
+
+
+def test_a_recorded_ratio_is_that_of_the_runs(copy):
+    results = copy / FOLDER / "hol" / "results.json"
+    data = json.loads(results.read_text(encoding="utf-8"))
+    data["bars"][0]["measured"] = 3.0
+    results.write_text(json.dumps(data), encoding="utf-8")
+    assert any("recorded as 3.0, but the runs give 2.8" in each for each in problems(copy))
+
+
+def test_each_miss_has_a_reason_and_no_other_bar(copy):
+    reasons = "docs/results/misses.yaml"
+    plant(
+        copy, reasons, "    memory: [adaptive-offload over adaptive-informed]", "    hol: [zb, zbb]"
+    )
+    found = [each for each in problems(copy) if each.startswith(reasons)]
+    assert found == [
+        f"{reasons}: memory: adaptive-offload over adaptive-informed is missed, and no reason is "
+        "given",
+        f"{reasons}: hol: zb is not missed, but a reason is given",
+        f"{reasons}: hol: zbb is not missed, but a reason is given",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("marker", "says"),
+    [
+        ("<!-- steps of holl -->", "no result of this name"),
+        ("<!-- steps of hol: zbb -->", "the result has no zbb, healthy"),
+        ("<!-- steps of hol: zb; ill -->", "the result has no zb, ill"),
+        ("<!-- value of rank0/after: median .1f -->", "after.json has no such number: KeyError"),
+        ("<!-- value of rank0/later: median_ms .1f -->", "later.json has no such number: FileNot"),
+        ("<!-- steps of hol --><!-- misses -->", "a marker has no <!-- end -->"),
+        ("<!-- spets of hol -->", "the result has no 1f1b, healthy"),
+    ],
+)
+def test_a_marker_names_what_a_result_has(marker, says):
+    with pytest.raises(ValueError, match=says):
+        with_results(f"{marker}<!-- end -->", Results(judgements(), {}, ROOT / FOLDER))
+
+
+def test_pages_have_numbers_by_markers():
+    marked = [page for page in pages(ROOT) if "<!-- end -->" in page.read_text(encoding="utf-8")]
+    assert {page.name for page in marked} >= {"README.md", "measurements.md", "restarts.md"}
+
+
+def test_the_judge_prints_every_bar(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["judge"])
+    assert main() == 1  # some are missed
+    printed = capsys.readouterr().out
+    judged = judgements()
+    assert all(str(bar) in printed for each in judged.values() for bar in each.bars)
+    assert printed.endswith(f"older than its configuration: {', '.join(sorted(OLDER))}\n")
+
+
+def test_the_judge_takes_a_folder_of_runs(copy, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["judge", str(copy / FOLDER / "..")])
+    assert main() == 1  # there are none
+    (copy / "runs").mkdir()
+    shutil.copytree(copy / FOLDER / "hol", copy / "runs" / "hol")
+    monkeypatch.setattr("sys.argv", ["judge", str(copy / "runs")])
+    assert main() == 0
+    assert capsys.readouterr().out.endswith("6 met\n")
