@@ -286,10 +286,10 @@ class _Rank:
         while awaited not in other:
             yield awaited
         met_ms = max(start_ms, other[awaited])
-        self.clock_ms = met_ms + max(self._message_ms(transfer, met_ms) for transfer, *_ in ends)
         for transfer, *_ in ends:
-            span = TransferSpan(self.rank, _label(transfer), start_ms, self.clock_ms)
-            self.transfers.append(span)
+            end_ms = met_ms + self._message_ms(transfer, met_ms)
+            self.clock_ms = max(self.clock_ms, end_ms)
+            self.transfers.append(TransferSpan(self.rank, _label(transfer), start_ms, end_ms))
 
     def _message_ms(self, transfer: Transfer, begins_ms: float) -> float:
         planned_ms = self.board.delay(transfer).total_ms

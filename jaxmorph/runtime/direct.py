@@ -472,7 +472,8 @@ class DirectRoute:
             jax.block_until_ready(moved.value)
             met_s = time.monotonic()
         rest = size, met_s, until_s, self.peer_has_left
-        return replace(moved, over_s=max(self.links.over_s(each, *rest) for each in of))
+        over_s = tuple(self.links.over_s(each, *rest) for each in of)
+        return replace(moved, over_s=max(over_s), each_over_s=over_s)
 
     def _program(self, identity: TransferIdentity) -> LinkProgram:
         require_live(identity, self.abandoned)

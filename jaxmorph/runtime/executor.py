@@ -9,7 +9,7 @@ routes.
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -99,7 +99,7 @@ class StepOutcome:
             stage's auxiliary losses add, which evaluations leave out.
         accumulators: Gradients, float32, of each chunk's parameters.
         stamps: When each op and transfer ran on the queue; labels are `Op` and `Transfer`. Both
-            transfers of a pair have its times.
+            transfers of a pair have its times, unless an emulated link tells their ends apart.
         arrivals: When each message received beside the queue was sent and had come.
         copies: When stashes went to host memory and came back; labels are `CopyLabel`.
         aux: The stage's auxiliary losses by name, without weights: a mean over microbatches.
@@ -133,6 +133,7 @@ class _Step:
     aux_gradient: tuple[jax.Array, ...] = ()
     arrivals: list[Stamp] = field(default_factory=list)
     away: dict[Buffer, AwayStash] = field(default_factory=dict)
+    pair_ends_s: dict[SendReceive, tuple[float, ...]] = field(default_factory=dict)
 
     def is_first(self, op: Op) -> bool:
         return self.program.pipeline.before(Place(self.program.rank, op.chunk)) is None
@@ -221,7 +222,7 @@ class Executor:
                 progress.stamp(instruction)
                 self._enqueue(instruction, state)
             drained = self.queue.drain(max(self.transfer_timeout_s, progress.limit_s))
-            stamps = [each for stamp in drained for each in _of_each_transfer(stamp)]
+            stamps = [each for stamp in drained for each in _of_each_transfer(stamp, state)]
             progress.stamp("waits for copies of its messages")
             for route in self.routes.values():
                 route.settle()
@@ -319,6 +320,7 @@ class Executor:
         value = self._outgoing(pair.sent, state)
         moved = self.pairs.post_and_take(sent, value, received, arrived_s, deadline_s)
         state.buffers[received_buffer(pair.received)] = moved.value
+        state.pair_ends_s[pair] = moved.each_over_s
         return moved
 
     def _offload(self, stash: Buffer, state: _Step, made_s: float) -> None:
@@ -457,10 +459,13 @@ def _num_microbatches(program: RankInstructions) -> int:
     return sum(op.kind is OpKind.F and op.chunk == 0 for op in runs)
 
 
-def _of_each_transfer(stamp: Stamp) -> list[Stamp]:
-    if not isinstance(stamp.label, SendReceive):
+def _of_each_transfer(stamp: Stamp, state: _Step) -> list[Stamp]:
+    pair = stamp.label
+    if not isinstance(pair, SendReceive):
         return [stamp]
-    return [replace(stamp, label=each) for each in (stamp.label.sent, stamp.label.received)]
+    ends_s = state.pair_ends_s[pair] or (stamp.end_s, stamp.end_s)
+    each = zip((pair.sent, pair.received), ends_s, strict=True)
+    return [Stamp(label, stamp.start_s, max(stamp.start_s, end_s)) for label, end_s in each]
 
 
 def _arrival(transfer: Transfer, moved: Moved) -> Stamp:

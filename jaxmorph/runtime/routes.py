@@ -61,11 +61,13 @@ class Moved:
             posted), as a time of this end's clock; None: not asked.
         over_s: When the transfer was over, by the same clock: when an emulated link let it pass, or
             a delegated message had arrived. None: as soon as both ends had come to it.
+        each_over_s: As `over_s`, of each transfer of a pair, where emulated links tell them apart.
     """
 
     value: jax.Array | np.ndarray
     peer_arrived_s: float | None = None
     over_s: float | None = None
+    each_over_s: tuple[float, ...] = ()
 
 
 Posting = Callable[[jax.Array, float], Moved]

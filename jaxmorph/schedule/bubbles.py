@@ -281,14 +281,15 @@ def _cause_before(
     """The cause as a function of time, in the gap before an op."""
     waiting = BubbleCause.FORWARD if op.kind is OpKind.F else BubbleCause.BACKWARD
     made_ms, sending, receiving = need or _Need(0.0, None, None)
-    # What holds the queue at just the times of the input's transfer is the other one of its pair.
-    own = receiving and receiving[2:]
-    holding = [span for span in running if span.holds_queue and span[2:] != own]
+    holding = [span for span in running if span.holds_queue and span is not receiving]
+    # What holds the queue while this transfer does is the other one of its pair, and no obstacle.
+    own = receiving if receiving and receiving.holds_queue else None
 
     def cause(at_ms: float) -> BubbleCause:
         if at_ms < made_ms:
             return BubbleCause.WARM_UP if is_first else waiting
-        if any(span.start_ms <= at_ms < span.end_ms for span in holding):
+        is_at_own = own is not None and own.start_ms <= at_ms < own.end_ms
+        if not is_at_own and any(span.start_ms <= at_ms < span.end_ms for span in holding):
             return BubbleCause.BLOCKING
         is_copied = any(start_ms <= at_ms < end_ms for start_ms, end_ms in copies)
         if need is None:

@@ -142,8 +142,8 @@ def test_a_pair_holds_both_ends_once():
     ranks = programs("F0 >F0 F1 >F1<B0 B0", "<F0 F0 B0 >B0<F1 F1")
     timeline = simulate_blocking(ranks, UNIFORM, {Link(0, 1): LinkDelay(3, 5)})
     assert picture(timeline) == [
-        "F0:0-10 activation[0]:10-13 F1:13-23 activation[1]:23-38 gradient[0]:23-38 B0:38-48",
-        "activation[0]:0-13 F0:13-23 B0:23-33 activation[1]:33-38 gradient[0]:33-38 F1:38-48",
+        "F0:0-10 activation[0]:10-13 F1:13-23 activation[1]:23-36 gradient[0]:23-38 B0:38-48",
+        "activation[0]:0-13 F0:13-23 B0:23-33 activation[1]:33-36 gradient[0]:33-38 F1:38-48",
     ]
 
 

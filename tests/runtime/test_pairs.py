@@ -138,9 +138,11 @@ def test_an_emulated_link_holds_a_pair_once(make_ends):
         sent, received = (TransferIdentity(0, 0, each) for each in (own.sent, own.received))
         value = jnp.asarray(payload_of(own.sent))
         moved = route.post_and_take(sent, value, received, now_s, now_s + LIMIT_S)
-        return moved.over_s, max(now_s, moved.peer_arrived_s)
+        met_s = max(now_s, moved.peer_arrived_s)
+        return moved.over_s, [over_s - met_s for over_s in moved.each_over_s]
 
     with ThreadPoolExecutor(2) as threads:
-        (over_s, met_s), (there_s, _) = threads.map(held, range(2))
+        (over_s, here_s), (there_s, peers_s) = threads.map(held, range(2))
     assert over_s == pytest.approx(there_s, abs=MICROSECOND)
-    assert over_s - met_s == pytest.approx(0.07, abs=MICROSECOND)
+    assert here_s == pytest.approx([0.05, 0.07], abs=MICROSECOND)  # sent, received
+    assert peers_s == pytest.approx([0.07, 0.05], abs=MICROSECOND)

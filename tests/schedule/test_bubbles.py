@@ -75,15 +75,19 @@ def test_only_transfers_of_other_data_are_blocking():
     ]
 
 
-def test_a_pair_is_not_blocked_by_itself():
+@pytest.mark.parametrize(
+    ("other_ms", "rest"),
+    [(45, "45-50 other"), (40, "45-50 other"), (48, "45-48 blocking, 48-50 other")],
+)
+def test_a_pair_blocks_only_by_its_slower_direction(other_ms, rest):
     timeline = _measured(
         [[("F0", 0, 10), ("F1", 10, 20), ("B0", 50, 60)], [("F0", 10, 24), ("B0", 24, 34)]],
-        TransferSpan(0, "activation[1] 0>1", 20, 45),
+        TransferSpan(0, "activation[1] 0>1", 20, other_ms),
         TransferSpan(0, "gradient[0] 1>0", 20, 45),
         TransferSpan(1, "gradient[0] 1>0", 34, 45),
-        TransferSpan(1, "activation[1] 0>1", 34, 45),
+        TransferSpan(1, "activation[1] 0>1", 34, other_ms),
     )
-    assert _rows(timeline)[0] == "20-34 waits for B, 34-45 link delay, 45-50 other"
+    assert _rows(timeline)[0] == f"20-34 waits for B, 34-45 link delay, {rest}"
 
 
 def test_a_late_sender_blocks_its_receiver():

@@ -166,10 +166,10 @@ def test_failed_planning_is_retried_with_a_new_process(begin_run):
     run = begin_run(FailingPlans(0, 1))
     run.steps(6)
     run.steps(20, costs=SLOWER)
-    assert run.of_kind("planning_failed", "plan_kept") == [
+    assert run.of_kind("planning_failed", "plan_kept", "plan_changed") == [
         (11, "planning_failed", None),  # 4 steps after its request
         (15, "planning_failed", None),  # 8 steps after that
-        (23, "plan_kept", None),
+        (23, "plan_changed", None),
     ]
     assert run.details[1:3] == [
         "the planning process has died; the plan in force stays, and planning is tried again in "

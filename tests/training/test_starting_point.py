@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from adapting_run import CONFIG, COSTS, FIRST, PLANNED_FOR, USUAL, PlansHere
 
+from jaxmorph.config.link_sections import Routes
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.link_state import LinkHealth, PathState
 from jaxmorph.control.profiler import Profile, Profiler
@@ -161,7 +162,10 @@ def test_home_is_direct_where_delegating_gains_too_little():
 def test_the_home_order_returns_on_delegated_links(run_on):
     adaptive = {"name": "adaptive"}
     slow = Profile(COSTS, BETTER_BUT_SLOW["delegated"])
-    config = ANY.model_copy(update={"schedule": ANY.schedule.model_copy(update=adaptive)})
+    delegated = Routes.model_validate({"default": "delegated"})
+    config = ANY.model_copy(
+        update={"schedule": ANY.schedule.model_copy(update=adaptive), "routes": delegated}
+    )
     all_delegated = dict.fromkeys(FIRST.routes, "delegated")
     first = first_plan_of(BETTER_BUT_SLOW, all_delegated)
     plan = replace(plan_step(config, slow), routes=all_delegated)
