@@ -26,7 +26,7 @@ from jaxmorph.config import load_config
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.report.bars import judge
 from jaxmorph.report.matrix_table import matrix_markdown
-from jaxmorph.report.run_matrix import MISSED, RESULTS, JudgedBar, Matrix
+from jaxmorph.report.run_matrix import MISSED, NOT_MEASURED, RESULTS, JudgedBar, Matrix
 
 FOLDER = Path("docs/results")
 REASONS = FOLDER / "misses.yaml"
@@ -173,7 +173,11 @@ def problems(root: Path = ROOT) -> list[str]:
 
 
 def main() -> int:
-    """Print each bar and each contradiction; 1 if a bar is missed, or for a contradiction."""
+    """Print each bar and each contradiction.
+
+    Returns:
+        1 if a bar is missed, for a contradiction, or if results in a given folder are incomplete.
+    """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.judge")
     parser.add_argument(
         "folder", nargs="?", type=Path, help="of results; the committed ones if not"
@@ -187,7 +191,8 @@ def main() -> int:
     print(*contradictions, ", ".join(f"{n} {verdict}" for verdict, n in counts.items()), sep="\n")
     if older := [name for name, each in judged.items() if each.changes]:
         print(f"older than its configuration: {', '.join(older)}")
-    return 1 if counts[MISSED] or contradictions or not judged else 0
+    is_incomplete = folder is not None and (counts[NOT_MEASURED] or older or not judged)
+    return 1 if counts[MISSED] or contradictions or is_incomplete else 0
 
 
 if __name__ == "__main__":

@@ -131,6 +131,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=Workload.width)
     parser.add_argument("--layers", type=int, default=Workload.num_layers)
     options = parser.parse_args()
+    if options.layers % options.stages:
+        parser.error(
+            f"got {options.layers} layers for {options.stages} stages, expected a multiple"
+        )
     if not hasattr(os, "sched_getaffinity"):
         parser.error("got no means to confine a process to a core, expected Linux")
     if len(os.sched_getaffinity(0)) < _NUM_CORES:

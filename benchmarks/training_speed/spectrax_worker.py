@@ -56,7 +56,9 @@ class SpectraXLoop:
         optimizer = adamw(workload)
         self._clip_norm = workload.clip_norm
         self._gradients, self._update = mpmd.sxvalue_and_grad(mean_loss), update
-        self._squared_norm = jax.jit(lambda tree: sum(map(jnp.vdot, *2 * [jax.tree.leaves(tree)])))
+        self._squared_norm = jax.jit(
+            lambda tree: sum(jnp.vdot(leaf, leaf) for leaf in jax.tree.leaves(tree))
+        )
         cut = _cut(initial_params(workload), num_stages)
         devices = jax.devices()
         self._stages = [jax.device_put(own, at) for own, at in zip(cut, devices, strict=True)]

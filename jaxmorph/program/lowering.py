@@ -160,7 +160,7 @@ class Keys(NamedTuple):
     tie: np.ndarray
 
 
-_TURN_OF_OPS = 6  # after all transfers'
+_TURN_OF_OPS = 6  # after the turns of all transfers
 
 
 class GlobalOrder(NamedTuple):

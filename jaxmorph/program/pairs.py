@@ -35,9 +35,9 @@ def goes_in_pairs(schedule: Schedule) -> bool:
 def join_pairs(programs: Sequence[RankInstructions]) -> list[RankInstructions]:
     """Joins an activation and a gradient that follow each other on a direct link to a pair.
 
-    The first one goes when the second does, unless an op needs it before that. Then its own
-    rendezvous is gone, and the op comes after the second one's in any case, as queues are in order.
-    So where a link delays both directions alike, pairs never make a step longer.
+    The first one goes when the second does, unless an op needs it before that. An op that comes
+    after the second one in its queue loses nothing by the wait, and the first one's own rendezvous
+    is gone. So where a link delays both directions alike, pairs never make a step longer.
     """
     ends = [*map(_direct_ends, programs)]
     before: dict[Link, Transfer] = {}  # of each link, the transfer that the next one may take along
@@ -56,9 +56,9 @@ def join_pairs(programs: Sequence[RankInstructions]) -> list[RankInstructions]:
 
 
 def _direct_ends(program: RankInstructions) -> dict[Transfer, tuple[int, float]]:
-    """Where a rank's direct transfers of ops' results are, and the ops that need them.
+    """The positions of a rank's direct transfers of ops' results, and of the ops that need them.
 
-    No op of its own needs what it sends.
+    That of an op is infinite for what the rank sends.
     """
     read_at: dict[Buffer, int] = {}
     found: dict[Transfer, int] = {}
@@ -78,14 +78,14 @@ def _may_be_paired(step: Send | Receive) -> bool:
 
 
 def _may_join(
-    first: Transfer, second: Transfer, there: Mapping[Transfer, tuple[int, float]]
+    first: Transfer, second: Transfer, at_receiver: Mapping[Transfer, tuple[int, float]]
 ) -> bool:
     """Whether one transfer of a link can wait for the next, by what the first one's receiver runs.
 
     They go in opposite directions, one is an activation and one a gradient.
     """
-    is_back = first.source == second.destination and first.payload is not second.payload
-    return is_back and there[first][1] > there[second][0]
+    goes_back = first.source == second.destination and first.payload is not second.payload
+    return goes_back and at_receiver[first][1] > at_receiver[second][0]
 
 
 def _with_pairs(

@@ -72,7 +72,7 @@ def _draw_lines(
         yerr=_error_bars(times),
         marker=_MARKERS[index % len(_MARKERS)],
         capsize=3,
-        label=system,
+        label=matrix.label(system),
         **look,
     )
     known = [(x, run.reference_ms) for x, run in zip(at, row, strict=True) if run]
@@ -94,7 +94,7 @@ def _draw_bars(
         0.92 * width,
         yerr=_error_bars(times),
         capsize=2.5,
-        label=system,
+        label=matrix.label(system),
         color=_colour(index),
         hatch=_HATCHES[index % len(_HATCHES)],
         edgecolor="white",

@@ -1,7 +1,7 @@
 """The results of a comparison: a run for each system under each condition of the links."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -323,7 +323,9 @@ class Matrix:
 
         Raises KeyError or TypeError for anything else.
         """
-        runs = [Run.from_json(run) for run in data["runs"]]
+        names = names_now(data)
+        found = map(Run.from_json, data["runs"])
+        runs = [replace(run, system=names.get(run.system, run.system)) for run in found]
         known = [item.name for item in fields(JudgedBar)]
         provenance = data.get("provenance")
         return cls(
@@ -339,3 +341,13 @@ class Matrix:
             ),
             provenance=provenance and Provenance.from_json(provenance),
         )
+
+
+def names_now(data: Mapping[str, Any]) -> Mapping[str, str]:
+    """Today's names of the systems of a comparison, by those in its file where they differ.
+
+    Until files said which systems were informed, `adaptive` was the informed one.
+    """
+    if "informed" in data:
+        return {}
+    return {"adaptive": "adaptive-informed", "adaptive-detecting": "adaptive"}

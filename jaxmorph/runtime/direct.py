@@ -352,8 +352,8 @@ class DirectRoute:
     (`join`). `take` can't choose another one, except for an emulated cut: then neither end begins,
     and each gives up at its own deadline.
 
-    Queue thread: `post`, `take`. Training thread, while the queue is empty: `replace_programs`. A
-    link's own thread reads `received` while no transfer of the link runs here. No lock.
+    Queue thread: `post`, `take`, `post_and_take`. Training thread, at an empty queue:
+    `replace_programs`. A link's own thread: `received`, while no transfer of it runs. No lock.
 
     Attributes:
         answered: Whether the programs bring the peer's identity to the sender too. A paced queue

@@ -162,9 +162,11 @@ class FailoverRoute:
             else:
                 end.end_transfer()
                 return moved
-        else:
-            self._post_delegated(end, sent, value, arrived_s)
-        return self._take_delegated(end, received, arrived_s, deadline_s)
+            return self._take_delegated(end, received, arrived_s, deadline_s)
+        posted = self._post_delegated(end, sent, value, arrived_s)
+        moved = self._take_delegated(end, received, arrived_s, deadline_s)
+        ends_s = [each.over_s for each in (posted, moved) if each.over_s is not None]
+        return replace(moved, over_s=max(ends_s, default=None))
 
     def abandon(self, epoch: int) -> None:
         """Refuse all further transfers: see `DirectRoute.abandon`."""

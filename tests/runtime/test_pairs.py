@@ -3,6 +3,7 @@
 Both ends are threads; tests choose which collectives fail; the data plane is in memory.
 """
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -102,6 +103,38 @@ def test_a_cut_of_one_direction_fails_the_pair(make_ends):
     reported = failures_of_both(ends)
     assert any("link 0-1 is cut" in failure.detail for failure in reported)
     assert sum(failure.resent for failure in reported) == 2
+
+
+def test_a_pair_on_slots_ends_once_its_own_message_has_one(make_ends):
+    """The peer's message has come before."""
+    ends = make_ends(Collectives(PAIRS[0], ("source", "destination")), Collectives())
+    move(ends)
+    failures_of_both(ends)
+    peer_has_sent, found_s = threading.Event(), []
+    first, second = (route._delegated for route in ends.routes)
+    posts = first.post, second.post
+
+    def post_late(*args):
+        assert peer_has_sent.wait(LIMIT_S)
+        found_s.append(time.monotonic())
+        return posts[0](*args)
+
+    def post_early(*args):
+        moved = posts[1](*args)
+        peer_has_sent.set()
+        return moved
+
+    first.has_free_slot, first.post, second.post = lambda identity: False, post_late, post_early
+
+    def exchange(rank):
+        own, now_s = ORDER[1] if rank == 0 else ORDER[1].other_end, time.monotonic()
+        sent, received = (TransferIdentity(0, 1, each) for each in (own.sent, own.received))
+        value = jnp.asarray(payload_of(own.sent, 1))
+        return ends.routes[rank].post_and_take(sent, value, received, now_s, now_s + LIMIT_S)
+
+    with ThreadPoolExecutor(2) as threads:
+        moved, _ = threads.map(exchange, range(2))
+    assert moved.over_s >= found_s[0]
 
 
 def test_another_message_in_a_pair_ends_the_run(make_ends):

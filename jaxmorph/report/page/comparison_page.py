@@ -66,8 +66,8 @@ def result_sentence(matrix: Matrix) -> str:
         return f"{size}; no run is complete."
     worst = max(measured, key=lambda run: run.slowdown or 0.0).condition
     there = sorted((run for run in measured if run.condition == worst), key=_median_ms)
-    first = f"under '{worst}' {there[0].system} takes {_took(there[0])}"
-    last = f", {there[-1].system} {_took(there[-1])}" if len(there) > 1 else ""
+    first = f"under '{worst}' {matrix.label(there[0].system)} takes {_took(there[0])}"
+    last = f", {matrix.label(there[-1].system)} {_took(there[-1])}" if len(there) > 1 else ""
     return f"{size}: {first}{last}."
 
 

@@ -20,7 +20,7 @@ from jaxmorph.report.run_directory import (
     RecoveryFile,
     find_traces,
 )
-from jaxmorph.report.run_matrix import RESULTS, TIMELINES, Matrix
+from jaxmorph.report.run_matrix import RESULTS, TIMELINES, Matrix, names_now
 from jaxmorph.schedule.timeline import Timeline
 
 _Line = TypeVar("_Line")
@@ -183,12 +183,17 @@ def read_comparison_files(path: Path) -> ComparisonFiles:
         )
     at = path / RESULTS
     try:
-        matrix = Matrix.from_json(_parsed(at.read_text(encoding="utf-8"), at))
+        data = _parsed(at.read_text(encoding="utf-8"), at)
+        matrix, names = Matrix.from_json(data), names_now(data)
         at = path / TIMELINES
         timelines = _parsed(at.read_text(encoding="utf-8"), at) if at.is_file() else {}
         steps = {
             condition: [
-                ShownStep(system, Timeline.from_json(timeline), step_ms=timeline.get("step_ms"))
+                ShownStep(
+                    names.get(system, system),
+                    Timeline.from_json(timeline),
+                    step_ms=timeline.get("step_ms"),
+                )
                 for system, timeline in of_systems.items()
             ]
             for condition, of_systems in timelines.items()
