@@ -213,8 +213,9 @@ def _bar_problems(compare: Compare) -> Iterator[Problem]:
             yield mismatch(f"{key}.conditions", unknown, expected)
         if bar.at_least is None and bar.at_most is None:
             yield Problem(key, "got no limit, expected at_least, at_most, or both")
-        elif None not in (bar.at_least, bar.at_most) and bar.at_least > bar.at_most:
-            yield mismatch(f"{key}.at_least", bar.at_least, f"at most at_most, {bar.at_most:g}")
+        least, most = bar.at_least, bar.at_most
+        if least is not None and most is not None and least > most:
+            yield mismatch(f"{key}.at_least", least, f"at most at_most, {most:g}")
         if bar in compare.bars[:index]:
             yield Problem(key, "got a bar twice, expected different ones")
         if bar.over == HEALTHY and compare.healthy is None:

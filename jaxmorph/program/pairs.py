@@ -27,7 +27,8 @@ from jaxmorph.schedule.schedule import Schedule
 def goes_in_pairs(schedule: Schedule) -> bool:
     """Whether a schedule's transfers always go in pairs: if its backwards are whole ops.
 
-    Such are 1F1B, its eager form and interleaving, whose own authors exchange messages so.
+    Such are 1F1B, its eager form and interleaving, whose own authors exchange messages so, and
+    GPipe, which has few pairs.
     """
     return any(op.kind is OpKind.BW for order in schedule.orders for op in order)
 
