@@ -46,9 +46,9 @@ test-others: setup
 	    $(call MARKED,not ($(SEVERAL_PROCESSES))) $(TESTS) >$(VENV)/others.log 2>&1; \
 	status=$$?; echo "all other tests:"; cat $(VENV)/others.log; exit $$status
 
-# What CI adds: properties with 100 examples in place of 25, what needs `make extras`, and gradients of
-# more models and numbers of stages.
-IN_CI := hypothesis or extras or (long and parity)
+# What CI adds: properties with 100 examples in place of 25, what needs `make extras`, gradients of more
+# models and numbers of stages, and the wheel.
+IN_CI := hypothesis or extras or (long and in_ci)
 
 test-more: setup
 	@HYPOTHESIS_PROFILE=thorough $(MAKE) test ONLY='$(IN_CI)' WITHOUT=

@@ -17,7 +17,7 @@ import jaxmorph
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 240
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.one_jax]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.in_ci, pytest.mark.one_jax]
 
 
 def call(*words, cwd, code=0):

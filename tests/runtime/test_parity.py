@@ -18,7 +18,7 @@ TESTS_OF_WHOLE_STAGES = {
 TYINGS = (("tied", True), ("untied", False))
 MORE_STAGES = [pytest.mark.long, pytest.mark.one_jax]
 # Its first test of a number of stages waits for all that ranks compile: minutes on a busy machine.
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.parity]
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.in_ci]
 TWO = [pytest.param(("2", tied), id=f"2 {name}") for name, tied in TYINGS]
 ALONE = [pytest.param(("1", tied), id=f"1 {name}", marks=MORE_STAGES) for name, tied in TYINGS]
 FOUR = [pytest.param(("4", True), id="4 tied", marks=MORE_STAGES)]
