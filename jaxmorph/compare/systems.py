@@ -43,14 +43,14 @@ _LISTED = (
     System("1f1b", "1f1b", "direct", "one forward, one backward"),
     System("interleaved", "interleaved", "direct", "1f1b with two chunks on each stage"),
     System("zb", "zb-h2", "direct", "zero bubbles while links are healthy"),
-    System("zb-delegated", "zb-h2", "delegated", "zb in the same order, no queue held"),
+    System("zb-delegated", "zb-h2", "delegated", "zb in the same order, with all links delegated"),
     System(
         "adaptive", "adaptive", "direct", "detects slow links, and changes its plan and routes",
         reroutes=True, detects=True,
     ),
     System(
         "adaptive-informed", "adaptive", "direct",
-        "informed: given the links' delays, and planned for them", is_informed=True, reroutes=True,
+        "informed of the links' delays, and planned for them", is_informed=True, reroutes=True,
     ),
     System(
         "adaptive-direct", "adaptive", "direct",

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,17 @@ HERE = Path(__file__).parent
 
 if str(HERE) not in sys.path:  # `two_ends` lies beside these tests
     sys.path.append(str(HERE))
+
+
+@pytest.fixture
+def make_ends():
+    """Makes both ends of a link in this process, and closes them."""
+    from two_ends import TwoEnds
+
+    with ExitStack() as made:
+        yield lambda *collectives, **settings: made.enter_context(
+            closing(TwoEnds(*collectives, **settings))
+        )
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,6 @@ from two_ends import (
     Collectives,
     NothingFound,
     RankThread,
-    TwoEnds,
     down,
     kept_bytes,
     payload_of,
@@ -39,19 +38,6 @@ from jaxmorph.runtime.routes import AbandonedEpochError, TransferIdentity, Trans
 ORDER = [up(0), up(1), down(0), up(2), down(1), TIED, down(2)]
 CUT = LinkCondition((0, 1), cut=True, route="direct")
 LONG_S = 10 * LIMIT_S
-
-
-@pytest.fixture
-def make_ends():
-    made = []
-
-    def make(*collectives, **settings):
-        made.append(TwoEnds(*collectives, **settings))
-        return made[-1]
-
-    yield make
-    for ends in made:
-        ends.close()
 
 
 def move(ends, transfers=ORDER, step=0):

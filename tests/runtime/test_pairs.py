@@ -16,7 +16,6 @@ from two_ends import (
     TIED,
     Collectives,
     RankThread,
-    TwoEnds,
     down,
     payload_of,
     up,
@@ -35,19 +34,6 @@ ORDER = [
 ]
 PAIRS = [at for at, each in enumerate(ORDER) if isinstance(each, SendReceive)]
 MICROSECOND = 1.1e-6  # times go to the peer in whole ones
-
-
-@pytest.fixture
-def make_ends():
-    made = []
-
-    def make(*collectives, **settings):
-        made.append(TwoEnds(*collectives, **settings))
-        return made[-1]
-
-    yield make
-    for ends in made:
-        ends.close()
 
 
 def move(ends, step=0, order=ORDER):
