@@ -1,11 +1,10 @@
 """Lowers a schedule to every rank's instructions; picks one for in-order queues or few slots."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import partial
 from statistics import median
-from typing import Protocol
 
 from jaxmorph.control.profiler import Profile
 from jaxmorph.errors import UserError
@@ -38,8 +37,8 @@ def lower_step(
 ) -> tuple[RankInstructions, ...]:
     """Every rank's instructions for a step, checked by a replay of all ranks.
 
-    Where the schedule splits its backwards, direct transfers go in pairs if the simulated step is
-    then shorter.
+    Where the schedule splits its backwards and is not too large to simulate, direct transfers go in
+    pairs if the simulated step is then clearly shorter.
 
     Args:
         profile: Its costs decide the order of direct transfers.
@@ -61,16 +60,17 @@ def lower_step(
     return programs
 
 
-class _Lowering(Protocol):
-    """Lowers one schedule, with direct transfers in pairs or as its kind has them."""
-
-    def __call__(self, *, pairs: bool | None = None) -> tuple[RankInstructions, ...]: ...
-
-
 def _paired_if_shorter(
-    lowering: _Lowering, schedule: Schedule, routes: Routes, profile: Profile
+    lowering: Callable[..., tuple[RankInstructions, ...]],
+    schedule: Schedule,
+    routes: Routes,
+    profile: Profile,
 ) -> tuple[RankInstructions, ...]:
-    """The instructions, with pairs where a schedule without them has a clearly shorter step."""
+    """The instructions, in pairs if that makes the step of a schedule that splits clearly shorter.
+
+    Args:
+        lowering: Lowers the schedule; `pairs=True` asks for pairs.
+    """
     programs = lowering()
     links = pipeline_links(schedule.num_stages, schedule.num_chunks)
     is_direct = any(routes.get(link, "direct") == "direct" for link in links)

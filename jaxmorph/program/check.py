@@ -98,11 +98,10 @@ def _replay_transfers(ranks: list[_Transfers]) -> None:
     while awake:
         rank = awake.popleft()
         while (head := rank.head) is not None:
-            peer = ranks[head.peer]
-            if not _move(head, rank, peer, ranks, in_flight):
+            if not _move(head, rank, ranks, in_flight):
                 break
             rank.ran += 1
-            awake.append(peer)
+            awake.append(ranks[head.peer])
     if any(rank.head for rank in ranks):
         raise _stuck(ranks)
     left = sorted(transfer for waiting in in_flight.values() for transfer in waiting)
@@ -110,18 +109,12 @@ def _replay_transfers(ranks: list[_Transfers]) -> None:
         raise _error(f"no rank receives {', '.join(map(str, left))}", ranks)
 
 
-def _move(
-    head: Move,
-    rank: _Transfers,
-    peer: _Transfers,
-    ranks: list[_Transfers],
-    in_flight: InFlight,
-) -> bool:
+def _move(head: Move, rank: _Transfers, ranks: list[_Transfers], in_flight: InFlight) -> bool:
     """Moves a transfer's other end, or the messages in flight, if the transfer can run now."""
     if head.route == "direct":
-        if not _peer_is_there(head, rank, peer, ranks):
+        if not _peer_is_there(head, rank, ranks):
             return False
-        peer.ran += 1
+        ranks[head.peer].ran += 1
         return True
     transfer = head.transfer
     if isinstance(head, Send):
@@ -141,9 +134,9 @@ def _is_next(transfer: Transfer, in_flight: InFlight, ranks: list[_Transfers]) -
     return bool(waiting)
 
 
-def _peer_is_there(head: Move, rank: _Transfers, peer: _Transfers, ranks: list[_Transfers]) -> bool:
+def _peer_is_there(head: Move, rank: _Transfers, ranks: list[_Transfers]) -> bool:
     """Whether the peer has reached the same transfer; another one on this link is an error."""
-    other, number = peer.head, rank.program.rank
+    other, number = ranks[head.peer].head, rank.program.rank
     if other is None or other.route != "direct" or other.peer != number:
         return False
     if other != head.other_end:

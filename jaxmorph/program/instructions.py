@@ -80,7 +80,8 @@ class Payload(StrEnum):
     __hash__ = str.__hash__  # as `OpKind`'s
 
 
-_ACTIVATION, _GRADIENT, _TIED = Payload  # an enumeration's own attributes are slow to look up
+# An enumeration's attributes are slow to look up.
+_ACTIVATION, _GRADIENT, _TIED = Payload.ACTIVATION, Payload.GRADIENT, Payload.TIED
 _TRANSFER_TEXT = re.compile(r"(?:(\d+)\.)?(activation|gradient|tied)\[(\d+)\] (\d+)>(\d+)")
 
 

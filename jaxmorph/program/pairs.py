@@ -59,7 +59,7 @@ def join_pairs(programs: Sequence[RankInstructions]) -> list[RankInstructions]:
 def _direct_ends(program: RankInstructions) -> dict[Transfer, tuple[int, float]]:
     """The positions of a rank's direct transfers of ops' results, and of the ops that need them.
 
-    That of an op is infinite for what the rank sends.
+    That of an op has a meaning only for what the rank receives.
     """
     read_at: dict[Buffer, int] = {}
     found: dict[Transfer, int] = {}

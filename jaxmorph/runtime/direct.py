@@ -459,10 +459,10 @@ class DirectRoute:
     def _emulated(
         self,
         moved: Moved,
-        of: Sequence[TransferIdentity],
-        size: int,
+        identities: Sequence[TransferIdentity],
+        num_bytes: int,
         begun_s: float,
-        until_s: float,
+        deadline_s: float,
     ) -> Moved:
         """The transfer, or pair, with the time until which an emulated link holds both its ends."""
         if self.answered and moved.peer_arrived_s is not None:
@@ -471,8 +471,8 @@ class DirectRoute:
         else:
             jax.block_until_ready(moved.value)
             met_s = time.monotonic()
-        rest = size, met_s, until_s, self.peer_has_left
-        over_s = tuple(self.links.over_s(each, *rest) for each in of)
+        rest = num_bytes, met_s, deadline_s, self.peer_has_left
+        over_s = tuple(self.links.over_s(each, *rest) for each in identities)
         return replace(moved, over_s=max(over_s), each_over_s=over_s)
 
     def _program(self, identity: TransferIdentity) -> LinkProgram:

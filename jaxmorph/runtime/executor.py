@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -99,7 +99,8 @@ class StepOutcome:
             stage's auxiliary losses add, which evaluations leave out.
         accumulators: Gradients, float32, of each chunk's parameters.
         stamps: When each op and transfer ran on the queue; labels are `Op` and `Transfer`. Both
-            transfers of a pair have its times, unless an emulated link tells their ends apart.
+            transfers of a pair have its times, unless an emulated link ends them at
+            different times.
         arrivals: When each message received beside the queue was sent and had come.
         copies: When stashes went to host memory and came back; labels are `CopyLabel`.
         aux: The stage's auxiliary losses by name, without weights: a mean over microbatches.
@@ -167,7 +168,6 @@ class Executor:
         routes: By the names that instructions use.
         pace: How long ops last on a paced queue.
         transfer_timeout_s: How long to wait for a transfer.
-        pairs: The direct route, for pairs of transfers; None where no link is direct.
         tied: Sums the gradients of tied parameters; None where the stage holds none.
         copies: Moves stashes to host memory and back.
         seed: Of the keys of random models.
@@ -181,7 +181,6 @@ class Executor:
     routes: Mapping[str, Route]
     pace: Pace
     transfer_timeout_s: float
-    pairs: PairRoute | None = None
     tied: TiedGradients | None = None
     copies: HostCopies = field(default_factory=HostCopies)
     seed: int = 0
@@ -313,12 +312,11 @@ class Executor:
         return moved
 
     def _send_and_receive(self, pair: SendReceive, state: _Step, arrived_s: float) -> Moved:
-        if self.pairs is None:
-            raise ValueError(f"{pair}: this stage has no direct link")
+        direct = cast(PairRoute, self.routes[pair.route])  # the only route whose two ends meet
         sent, received = map(state.identity, (pair.sent, pair.received))
         deadline_s = time.monotonic() + self.transfer_timeout_s
         value = self._outgoing(pair.sent, state)
-        moved = self.pairs.post_and_take(sent, value, received, arrived_s, deadline_s)
+        moved = direct.post_and_take(sent, value, received, arrived_s, deadline_s)
         state.buffers[received_buffer(pair.received)] = moved.value
         state.pair_ends_s[pair] = moved.each_over_s
         return moved

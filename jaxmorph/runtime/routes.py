@@ -61,7 +61,7 @@ class Moved:
             posted), as a time of this end's clock; None: not asked.
         over_s: When the transfer was over, by the same clock: when an emulated link let it pass, or
             a delegated message had arrived. None: as soon as both ends had come to it.
-        each_over_s: As `over_s`, of each transfer of a pair, where emulated links tell them apart.
+        each_over_s: As `over_s`, of each transfer; empty where no emulated link held them.
     """
 
     value: jax.Array | np.ndarray

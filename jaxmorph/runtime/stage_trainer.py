@@ -115,7 +115,6 @@ class StageTrainer:
             routes={"direct": direct, **delegated},
             pace=pace,
             transfer_timeout_s=settings.transfer_timeout_s,
-            pairs=direct,
             tied=TiedGradients(model.tied, self._accumulators) if model.tied else None,
             copies=HostCopies(pace.host_copy_bytes_per_s),
             seed=settings.seed,

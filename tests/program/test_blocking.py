@@ -319,10 +319,8 @@ def test_direct_links_take_the_longest_path(seed, pairs):
     costs, links, num_microbatches = _problem(seed)
     for schedule in _schedules(costs, links, min(num_microbatches, 4)):
         ranks = lower_order(schedule, simulate(schedule, costs, links), pairs=pairs)
-        timeline, found_ms = (
-            simulate_blocking(ranks, costs, links),
-            longest_paths(ranks, costs, links),
-        )
+        timeline = simulate_blocking(ranks, costs, links)
+        found_ms = longest_paths(ranks, costs, links)
         for rank, ends_ms, simulated_ms in zip(ranks, found_ms, timeline.end_ms, strict=True):
             steps = zip(rank.instructions, ends_ms, strict=True)
             expected_ms = [end for step, end in steps if isinstance(step, Run)]

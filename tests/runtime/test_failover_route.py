@@ -23,7 +23,10 @@ from two_ends import (
     NothingFound,
     RankThread,
     down,
+    failures,
+    failures_of_both,
     kept_bytes,
+    move,
     payload_of,
     up,
 )
@@ -40,44 +43,9 @@ CUT = LinkCondition((0, 1), cut=True, route="direct")
 LONG_S = 10 * LIMIT_S
 
 
-def move(ends, transfers=ORDER, step=0):
-    """Move them all; each rank must receive its messages once, in order and bit by bit."""
-    ranks = [RankThread(ends, rank, transfers, step) for rank in range(2)]
-    for rank, taken in zip(ranks, finish(ranks), strict=True):
-        expected = [each for each in transfers if each.destination == rank.rank]
-        assert [transfer for transfer, _ in taken] == expected
-        for transfer, value in taken:
-            assert np.array_equal(value, payload_of(transfer, step))
-
-
-def finish(ranks):
-    """What each rank received; raises a rank's own error before the other's timeout."""
-    for rank in ranks:
-        rank.join(LIMIT_S / 2)
-    for rank in sorted(ranks, key=lambda rank: rank.error is None):
-        rank.finish()
-    return [rank.taken for rank in ranks]
-
-
-def failures(ends):
-    """All ranks' failures; each rank may report at most one."""
-    reported = [route.take_failures() for route in ends.routes]
-    assert all(len(of_rank) <= 1 for of_rank in reported)
-    return [failure for of_rank in reported for failure in of_rank]
-
-
-def failures_of_both(ends):
-    """Both ends' reports, once both have left the path."""
-    for route in ends.routes:
-        route._ends[LINK].await_switch("the link's report")
-    reported = failures(ends)
-    assert len(reported) == 2
-    return reported
-
-
 def test_a_whole_path_carries_everything_directly(make_ends):
     ends = make_ends()
-    move(ends)
+    move(ends, ORDER)
     assert failures(ends) == []
     assert not any(route.has_failed_over(LINK) for route in ends.routes)
 
@@ -88,11 +56,11 @@ def test_a_whole_path_carries_everything_directly(make_ends):
 )
 def test_a_failed_collective_loses_no_message(make_ends, fails_at, raises_at, part_elements):
     ends = make_ends(Collectives(fails_at, raises_at), part_elements=part_elements)
-    move(ends)
+    move(ends, ORDER)
     reported = failures_of_both(ends)
     assert all(failure.link == LINK for failure in reported)
     assert sum(failure.resent for failure in reported) == ("destination" in raises_at)
-    move(ends, step=1)  # delegated as well
+    move(ends, ORDER, step=1)  # delegated as well
 
 
 def test_lost_messages_are_resent_while_the_queue_waits(make_ends):
@@ -114,7 +82,7 @@ def test_a_cut_beyond_the_deadline_fails_the_path(make_ends):
     move(ends, ORDER[:3])
     for links in ends.links:
         links.emulate([CUT])
-    move(ends, step=1)
+    move(ends, ORDER, step=1)
     reported = failures_of_both(ends)
     pattern = r"link 0-1 is cut, still after ([\d.]+) s"
     found = [re.search(pattern, each.detail) for each in reported]
@@ -127,7 +95,7 @@ def test_a_cut_beyond_the_deadline_fails_the_path(make_ends):
 def test_ends_agree_if_only_one_had_begun(make_ends):
     ends = make_ends(Collectives(timeout_s=0.2))
     ends.links[1].emulate([CUT])  # the other end sees no cut, and waits in the collective
-    move(ends)
+    move(ends, ORDER)
     reported = failures_of_both(ends)
     assert sorted(failure.began for failure in reported) == [False, True]
     assert [failure.restores_left for failure in reported] == [COMMUNICATORS - 1] * 2
@@ -137,7 +105,7 @@ def test_a_wait_ends_when_the_peer_gives_up(make_ends):
     ends = make_ends(direct_s=(LONG_S, 0.05))
     for links in ends.links:
         links.emulate([CUT])
-    move(ends)
+    move(ends, ORDER)
 
 
 def test_ends_of_different_epochs_do_not_match(make_ends):
@@ -249,7 +217,7 @@ def test_a_link_is_restored_over_other_devices_again_and_again(make_ends):
     fails_at = (2, 5, 0, 3)
     ends = make_ends(*(Collectives(fails_at=number) for number in fails_at))
     for step, left in enumerate((3, 2, 1, 0)):
-        move(ends, step=step)
+        move(ends, ORDER, step=step)
         assert [failure.restores_left for failure in failures_of_both(ends)] == [left, left]
         for route in ends.routes:
             assert route.has_failed_over(LINK)
@@ -257,18 +225,18 @@ def test_a_link_is_restored_over_other_devices_again_and_again(make_ends):
             if left:
                 route.restore(LINK)
                 assert not route.has_failed_over(LINK)
-    move(ends, step=len(fails_at))
+    move(ends, ORDER, step=len(fails_at))
 
 
 def test_a_cut_link_keeps_its_devices(make_ends):
     ends = make_ends(Collectives())
     for links in ends.links:
         links.emulate([CUT])
-    move(ends)
+    move(ends, ORDER)
     for links, route in zip(ends.links, ends.routes, strict=True):
         links.emulate(())
         route.restore(LINK)
-    move(ends, step=1)
+    move(ends, ORDER, step=1)
     assert not any(route.has_failed_over(LINK) for route in ends.routes)
 
 
@@ -288,19 +256,19 @@ def compiled_after(ends):
 def test_the_next_communicator_compiles_on_a_daemon_thread(make_ends):
     ends = make_ends(Collectives(fails_at=2), Collectives(fails_at=5))
     compiled = compiled_after(ends)
-    move(ends)
+    move(ends, ORDER)
     failures_of_both(ends)
     for route in ends.routes:
         route.restore(LINK)
     assert compiled == [(1, True)]
-    move(ends, step=1)
+    move(ends, ORDER, step=1)
     failures_of_both(ends)  # the last communicator was closed
     assert list(ends.routes[0]._compiled) == [(LINK, 1)]
 
 
 def test_the_end_restored_first_waits(make_ends):
     ends = make_ends(Collectives(fails_at=0), Collectives())
-    move(ends)
+    move(ends, ORDER)
     first, second = ends.routes
     first.restore(LINK)
     early = RankThread(ends, 0, [up(0)], step=1)
@@ -350,7 +318,7 @@ def test_a_dead_path_is_given_up_without_a_transfer(make_ends, finds):
     ends = make_ends(collectives := Collectives())
     for rank in finds:
         ends.routes[rank]._watch = FoundDead()
-    move(ends, step=1)
+    move(ends, ORDER, step=1)
     assert collectives.counts == [0, 0]
     reported = failures_of_both(ends)
     assert any("found dead while a transfer of another link" in each.detail for each in reported)

@@ -8,7 +8,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from two_ends import (
     LIMIT_S,
@@ -17,6 +16,8 @@ from two_ends import (
     Collectives,
     RankThread,
     down,
+    failures_of_both,
+    move,
     payload_of,
     up,
 )
@@ -36,33 +37,9 @@ PAIRS = [at for at, each in enumerate(ORDER) if isinstance(each, SendReceive)]
 MICROSECOND = 1.1e-6  # times go to the peer in whole ones
 
 
-def move(ends, step=0, order=ORDER):
-    """Move them all; each rank must receive its messages once, in order and bit by bit."""
-    ranks = [RankThread(ends, rank, order, step) for rank in range(2)]
-    for rank in ranks:
-        rank.join(LIMIT_S)
-    for rank in ranks:
-        taken = rank.finish()
-        expected = [each for each in singles(order) if each.destination == rank.rank]
-        assert [transfer for transfer, _ in taken] == expected
-        for transfer, value in taken:
-            assert np.array_equal(value, payload_of(transfer, step))
-
-
-def singles(order):
-    for each in order:
-        yield from (each.sent, each.received) if isinstance(each, SendReceive) else (each,)
-
-
-def failures_of_both(ends):
-    for route in ends.routes:
-        route._ends[LINK].await_switch("the link's report")
-    return [failure for route in ends.routes for failure in route.take_failures()]
-
-
 def test_a_pair_is_one_collective(make_ends):
     ends = make_ends(collectives := Collectives())
-    move(ends)
+    move(ends, ORDER)
     assert collectives.counts == [len(ORDER)] * 2
     assert [route.has_failed_over(LINK) for route in ends.routes] == [False, False]
 
@@ -72,12 +49,12 @@ def test_a_pair_is_one_collective(make_ends):
 def test_a_failed_pair_loses_no_message(make_ends, fails_at, raises_at):
     """An end at which it fails lacks its message; the other end sends that one again."""
     ends = make_ends(Collectives(fails_at, raises_at), Collectives())
-    move(ends)
+    move(ends, ORDER)
     assert sum(failure.resent for failure in failures_of_both(ends)) == len(raises_at)
-    move(ends, step=1)  # two single messages for each pair
+    move(ends, ORDER, step=1)  # two single messages for each pair
     for route in ends.routes:
         route.restore(LINK)
-    move(ends, step=2)
+    move(ends, ORDER, step=2)
     assert not any(route.has_failed_over(LINK) for route in ends.routes)
 
 
@@ -85,7 +62,7 @@ def test_a_cut_of_one_direction_fails_the_pair(make_ends):
     ends = make_ends()
     for links in ends.links:
         links.emulate([LinkCondition((0, 1), cut=True, source=1, route="direct")])
-    move(ends, order=ORDER[1:])
+    move(ends, ORDER[1:])
     reported = failures_of_both(ends)
     assert any("link 0-1 is cut" in failure.detail for failure in reported)
     assert sum(failure.resent for failure in reported) == 2
@@ -94,7 +71,7 @@ def test_a_cut_of_one_direction_fails_the_pair(make_ends):
 def test_a_pair_on_slots_ends_once_its_own_message_has_one(make_ends):
     """The peer's message has come before."""
     ends = make_ends(Collectives(PAIRS[0], ("source", "destination")), Collectives())
-    move(ends)
+    move(ends, ORDER)
     failures_of_both(ends)
     peer_has_sent, found_s = threading.Event(), []
     first, second = (route._delegated for route in ends.routes)
@@ -141,14 +118,12 @@ def test_a_single_transfer_does_not_meet_a_pair(make_ends):
 def test_an_emulated_link_holds_a_pair_once(make_ends):
     """For as long as its slower direction takes; each direction has its own bandwidth."""
     ends = make_ends()
-    pair, conditions = (
-        ORDER[1],
-        [
-            LinkCondition((0, 1), latency_ms=30.0, source=0),
-            LinkCondition((0, 1), latency_ms=50.0, source=1),
-            LinkCondition((0, 1), bandwidth_mbps=8 * payload_of(up(1)).nbytes / 20e3),
-        ],
-    )
+    pair = ORDER[1]
+    conditions = [
+        LinkCondition((0, 1), latency_ms=30.0, source=0),
+        LinkCondition((0, 1), latency_ms=50.0, source=1),
+        LinkCondition((0, 1), bandwidth_mbps=8 * payload_of(up(1)).nbytes / 20e3),
+    ]
 
     def held(rank):
         route, now_s = ends.routes[rank]._direct, time.monotonic()

@@ -300,3 +300,44 @@ class RankThread(threading.Thread):
         if self.error is not None:
             raise self.error
         return self.taken
+
+
+def move(ends, transfers, step=0):
+    """Move them all; each rank must receive its messages once, in order and bit by bit."""
+    ranks = [RankThread(ends, rank, transfers, step) for rank in range(2)]
+    for rank, taken in zip(ranks, finish(ranks), strict=True):
+        expected = [each for each in singles(transfers) if each.destination == rank.rank]
+        assert [transfer for transfer, _ in taken] == expected
+        for transfer, value in taken:
+            assert np.array_equal(value, payload_of(transfer, step))
+
+
+def finish(ranks):
+    """What each rank received; raises a rank's own error before the other's timeout."""
+    for rank in ranks:
+        rank.join(LIMIT_S / 2)
+    for rank in sorted(ranks, key=lambda rank: rank.error is None):
+        rank.finish()
+    return [rank.taken for rank in ranks]
+
+
+def failures(ends):
+    """All ranks' failures; each rank may report at most one."""
+    reported = [route.take_failures() for route in ends.routes]
+    assert all(len(of_rank) <= 1 for of_rank in reported)
+    return [failure for of_rank in reported for failure in of_rank]
+
+
+def failures_of_both(ends):
+    """Both ends' reports, once both have left the path."""
+    for route in ends.routes:
+        route._ends[LINK].await_switch("the link's report")
+    reported = failures(ends)
+    assert len(reported) == 2
+    return reported
+
+
+def singles(transfers):
+    """The transfers, and both of each pair."""
+    for each in transfers:
+        yield from (each.sent, each.received) if isinstance(each, SendReceive) else (each,)
