@@ -193,7 +193,7 @@ def main() -> int:
             result["load_after"] = load_averages()
             if options.json:
                 write_json(options.json, result)
-    print(f"load average after: {os.getloadavg()[0]:.2f}")
+    print(f"load average after: {load_averages()[0]:.2f}")
     return 0
 
 

@@ -5,6 +5,7 @@ and optimizer state are donated. Only the initial parameters come from jaxmorph,
 contenders start alike.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -64,19 +65,21 @@ def initial_module(workload: Workload) -> WholeGPT2:
     return module
 
 
-def adamw(workload: Workload) -> optax.GradientTransformation:
-    """AdamW with decay of matrices alone, which stacked layers have one axis more of."""
+def _all_matrices(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.ndim >= 2, params)
 
-    def is_matrix(path: jax.tree_util.KeyPath, leaf: jax.Array) -> bool:
-        return leaf.ndim - (jax.tree_util.DictKey("layers") in path) >= 2
 
+def adamw(
+    workload: Workload, is_matrix: Callable[[Any], Any] = _all_matrices
+) -> optax.GradientTransformation:
+    """AdamW with decay of matrices alone."""
     return optax.adamw(
         workload.learning_rate,
         b1=workload.beta1,
         b2=workload.beta2,
         eps=workload.epsilon,
         weight_decay=workload.weight_decay,
-        mask=lambda params: jax.tree.map_with_path(is_matrix, params),
+        mask=is_matrix,
     )
 
 

@@ -84,6 +84,7 @@ def bars(contenders: Sequence[Contender], turns: Turns) -> Iterator[Bar]:
         if {ours, theirs} <= turns.keys():
             over = per_core(by_name[ours], turns) / per_core(by_name[theirs], turns)
             yield Bar(f"per core of alone: {ours} / {theirs}", over, at_least=LEAST_OF_PEER)
+    # SpectraX has no zb-h2: its zero bubbles keep fewer stashes.
     pairs = (names.STAGES_1F1B, names.SPECTRAX_1F1B), (names.STAGES_ZB, names.SPECTRAX_ZB)
     for ours, theirs in pairs:
         if {ours, theirs} <= turns.keys():

@@ -31,6 +31,7 @@ class SpectraXLoop:
 
         from benchmarks.training_speed.plain_jax import adamw, gpt2_config, initial_params
         from jaxmorph.models.gpt2.model import GPT2
+        from jaxmorph.runtime.optimizer import is_matrix
 
         workload, num_stages = options.workload, options.num_stages
         model = GPT2(gpt2_config(workload))
@@ -53,7 +54,7 @@ class SpectraXLoop:
             updates, state = optimizer.update(scaled, state, params)
             return optax.apply_updates(params, updates), state
 
-        optimizer = adamw(workload)
+        optimizer = adamw(workload, lambda stage: is_matrix([stage])[0])
         self._clip_norm = workload.clip_norm
         self._gradients, self._update = mpmd.sxvalue_and_grad(mean_loss), update
         self._squared_norm = jax.jit(

@@ -47,8 +47,8 @@ def configuration_digest(config: Config) -> str:
     """SHA-256 of all in a configuration that matters to what is measured.
 
     That is how many steps a comparison takes, every other value that differs from its default, and
-    the contents of traces. So a key that a later version adds changes no digest. Nor does another
-    default in it, which is a change of the sources, as the commit names them.
+    the contents of traces. A key that a later version adds changes no digest, nor does a changed
+    default: the commit names the sources.
 
     Raises:
         OSError: A trace can't be read.

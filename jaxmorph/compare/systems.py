@@ -83,15 +83,15 @@ def system_config(config: Config, system: System) -> Config:
     """The configuration of a system on healthy links, with its schedule and routes.
 
     No link is emulated, since the ranks change the links' conditions while they run. A capped
-    system without a configured cap holds at most 2 S - 1 microbatches on each of S stages. One that
-    restarts gives a transfer up after as long as the others give a direct path.
+    system without a configured cap holds at most 2 S - 1 microbatches on each of S stages. A system
+    that restarts waits for a transfer as long as the others wait for a direct path.
     """
     steps = config.compare.total_steps if config.compare else config.run.steps
     warmup_steps = min(config.optimizer.warmup_steps, steps)
     chunks = max(2, config.parallelism.chunks) if system.schedule == "interleaved" else 1
     offload = {} if system.memory == "config" else {"enabled": system.memory == "offload"}
     failover, timeouts = {}, {}
-    if system.restarts != "never":  # it restarts instead, after the time that others wait
+    if system.restarts != "never":  # it restarts instead, after the same wait
         failover = {"enabled": False}
         timeouts = {"step_s": config.failover_timeout_s}
     return config.model_copy(

@@ -191,8 +191,8 @@ class Provenance:
     """How, where, when and with what something was measured.
 
     Attributes:
-        commit: Of the sources, with `-dirty` if files of it were changed; of an installed package,
-            which has none, its name and version.
+        commit: Of the sources, with `-dirty` if files had uncommitted changes; of an installed
+            package, which has none, its name and version.
         date: When it began, in UTC.
         load_before: The load averages of 1, 5 and 15 minutes; as `load_after`.
         configuration: `configuration_digest` of `jaxmorph.compare.provenance`; None for what has no

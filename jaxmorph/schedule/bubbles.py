@@ -282,7 +282,7 @@ def _cause_before(
     waiting = BubbleCause.FORWARD if op.kind is OpKind.F else BubbleCause.BACKWARD
     made_ms, sending, receiving = need or _Need(0.0, None, None)
     holding = [span for span in running if span.holds_queue and span is not receiving]
-    # While this transfer holds the queue, only the other one of its pair does, which blocks nothing.
+    # While this transfer holds the queue, only the other one of its pair does: it blocks nothing.
     own = receiving if receiving and receiving.holds_queue else None
 
     def cause(at_ms: float) -> BubbleCause:

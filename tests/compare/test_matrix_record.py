@@ -208,7 +208,7 @@ def notes_of(compare, **sections):
     return comparison_notes(config, config.compare)
 
 
-def test_notes_let_a_reader_repeat_the_comparison():
+def test_notes_let_a_reader_judge_the_comparison():
     paced = {"forward_ms": 10.0, "backward_input_ms": 9.0, "backward_weight_ms": 8.0}
     compare = {"systems": ["zb", "zb-delegated"], "steps": 5, "repeats": 3, "largest_spread": 1.25}
     notes = notes_of(compare, emulation={"accelerator": paced})

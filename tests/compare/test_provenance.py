@@ -66,6 +66,8 @@ def test_provenance_survives_json():
         assert Provenance.from_json(json.loads(json.dumps(asdict(each)))) == each
     labels = [label for label, _ in made.rows()]
     assert labels[:4] == ["command", "configuration", "commit", "date"]
+    assert "jax 0." in made.versions
+    assert (made.command, len(made.load_before)) == ("jaxmorph compare x.yaml", 3)
 
 
 def git(*words: str) -> None:
