@@ -11,6 +11,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from hashlib import sha256
 from hmac import compare_digest
 from itertools import count
 from typing import NamedTuple
@@ -58,6 +59,11 @@ def _losses_named() -> Iterator[None]:
         raise ConnectionLostError(str(error)) from error
 
 
+def digest_of(message: bytes) -> bytes:
+    """What is sealed in place of a message: one that goes to many ranks is read once for all."""
+    return sha256(message).digest()
+
+
 class Connection:
     """A connection of framed messages; for the deadline see `limit`."""
 
@@ -78,11 +84,18 @@ class Connection:
         """Change how long the peer may be silent before or within a message; None: no limit."""
         self._socket.settimeout(deadline_s)
 
-    def send(self, message: bytes) -> None:
-        """Send one message within the deadline; `ConnectionLostError` if the peer is gone."""
-        data = _LENGTH.pack(len(message)) + message
+    def send(self, message: bytes, digest: bytes | None = None) -> None:
+        """Send one message within the deadline; `ConnectionLostError` if the peer is gone.
+
+        Args:
+            digest: The message's, by `digest_of`; None: it is computed.
+        """
+        length = _LENGTH.pack(len(message))
         with self._sending, _losses_named():  # seals go out in the order in which they are made
-            self._socket.sendall(data + self._own_seal(data) if self._own_seal else data)
+            seal = b""
+            if self._own_seal:
+                seal = self._own_seal(length + (digest or digest_of(message)))
+            self._socket.sendall(b"".join((length, message, seal)))
 
     def receive(self, limit_bytes: int = _LARGEST_BYTES) -> bytes:
         """Wait for one message.
@@ -102,11 +115,12 @@ class Connection:
         end = begin + length
         sealed = end + (SEAL_BYTES if self._peers_seal else 0)
         self._receive_up_to(sealed)
-        framed, seal = self._received[:end], self._received[end:sealed]
+        message, seal = bytes(self._received[begin:end]), self._received[end:sealed]
         del self._received[:sealed]
-        if self._peers_seal and not compare_digest(self._peers_seal(framed), seal):
+        expected = self._peers_seal and self._peers_seal(_LENGTH.pack(length) + digest_of(message))
+        if expected and not compare_digest(expected, seal):
             raise ConnectionLostError("a message was changed on its way, or isn't the peer's")
-        return bytes(memoryview(framed)[begin:])
+        return message
 
     def notice_lost_hosts(self) -> None:
         """Have the kernel ask every 10 s whether the peer's host answers; without it, after 2 h.

@@ -21,6 +21,7 @@ from jaxmorph.runtime.connection import (
     ConnectionLostError,
     Member,
     RefusedError,
+    digest_of,
     introduce,
     other_version,
     serve_members,
@@ -276,8 +277,12 @@ class HostRendezvous:
         received = [each.partition(_THEN_OWN) for each in (own, *map(self._receive, others))]
         messages = b"[" + b",".join(message for message, _, _ in received) + b"]"
         own_keys = [_THEN_OWN + dump(each).encode() for each in addressed]
+        digest = digest_of(messages)
         for rank in others:
-            self._send(rank, messages + own_keys[rank] if own_keys else messages)
+            if own_keys:
+                self._send(rank, messages + own_keys[rank])
+            else:
+                self._send(rank, messages, digest)
         found = _with_own(messages, b"", own_keys[0][1:] if own_keys else b"")
         details = ({DETAIL: detail} for _, _, detail in received)
         return [each | detail for each, detail in zip(found, details, strict=True)]
@@ -288,9 +293,9 @@ class HostRendezvous:
         for peer in self._peers.values():
             peer.close()
 
-    def _send(self, rank: int, message: bytes) -> None:
+    def _send(self, rank: int, message: bytes, digest: bytes | None = None) -> None:
         with self._naming(rank):
-            self._peers[rank].send(message)
+            self._peers[rank].send(message, digest)
 
     def _receive(self, rank: int) -> bytes:
         """The rank's next message; notes come before it for as long as the rank makes progress."""

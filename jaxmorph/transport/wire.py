@@ -171,7 +171,7 @@ TO_WRITTEN = (*TO_RECEIVER, Offer, Written)  # if the sender writes into the rec
 TO_WRITER = (*TO_SENDER, AgentPart, Grant)
 
 MAGIC = 0x4D4A
-VERSION = 6
+VERSION = 7
 _HEAD = struct.Struct("<HBBH")
 HEAD_BYTES, CHECK_BYTES = _HEAD.size, SEAL_BYTES
 _CHANNEL = struct.Struct("<HHHH")
