@@ -152,9 +152,9 @@ bench-chaos: setup
 bench-netns: setup
 	$(BIN)/python -m benchmarks.netns
 
-# The paper's figures 14 to 18, its trace and head-of-line blocking, about 100 minutes on an idle machine:
-# those that have not finished in runs/figures, and then all their bars.
-FIGURES := hol figure14 figure15 figure16 figure16_14b figure17 figure18 table3 ablation memory
+# The paper's figures, its traces and head-of-line blocking, about two hours on an idle machine: those
+# that have not finished in runs/figures, and then all their bars.
+FIGURES := hol figure3 figure14 figure15 figure16 figure16_14b figure17 figure18 figure22 table3 ablation memory
 bench-figures: setup
 	@for figure in $(FIGURES); do \
 	    to=runs/figures/$$figure; \
