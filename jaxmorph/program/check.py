@@ -175,27 +175,36 @@ class _Alone:
     away: set[Buffer] = field(default_factory=set)
     offloaded: set[Buffer] = field(default_factory=set)
 
-    def run(self, step: Instruction, read: Sequence[Buffer], made: Sequence[Buffer]) -> str | None:
-        """Runs an instruction; why it can't, or None. The most frequent kinds come first."""
-        for buffer in read:
-            if buffer not in self.held and not isinstance(step, Fetch):
-                return self._why_missing(step, buffer)
-        if isinstance(step, Free):
-            self.held.discard(step.buffer)
-        elif isinstance(step, Run):
-            if step.op in self.done:
-                return f"{step} a second time"
-            self.done.add(step.op)
-            self.held.update(made)
-        elif isinstance(step, Receive | SendReceive):
-            self.held.update(made)
-        elif isinstance(step, Send):
-            return self._unfinished(step) if step.transfer.payload is _TIED else None
-        elif isinstance(step, Offload | Fetch | AwaitRoom):
-            return self._copy(step)
-        else:
-            return self._unfinished(step)
+    def replay(self) -> str | None:
+        """Runs all instructions; why one can't run, or that something is never freed."""
+        done, held = self.done, self.held  # large steps have a million instructions
+        steps = zip(self.program.instructions, uses(self.program), strict=True)
+        for self.position, (step, (read, made)) in enumerate(steps):
+            if not held.issuperset(read) and not isinstance(step, Fetch):
+                return self._why_missing(step, next(each for each in read if each not in held))
+            if isinstance(step, Free):
+                held.discard(step.buffer)
+            elif isinstance(step, Run):
+                if step.op in done:
+                    return f"{step} a second time"
+                done.add(step.op)
+                held.update(made)
+            elif made:  # by a message that has come
+                held.update(made)
+            elif (reason := self._take(step)) is not None:
+                return reason
+        self.position += 1
+        if left := held | self.away:
+            return f"it never frees {', '.join(map(str, sorted(left)))}"
         return None
+
+    def _take(self, step: Instruction) -> str | None:
+        """Runs an instruction of a rare kind, or a send; why it can't, or None."""
+        if isinstance(step, Send):
+            return self._unfinished(step) if step.transfer.payload is _TIED else None
+        if isinstance(step, Offload | Fetch | AwaitRoom):
+            return self._copy(step)
+        return self._unfinished(step)
 
     def _why_missing(self, step: Instruction, buffer: Buffer) -> str:
         """Why an instruction can't use a buffer that isn't on the device."""
@@ -241,16 +250,9 @@ class _Alone:
 def _replay_alone(program: RankInstructions) -> None:
     """Runs the instructions of one rank; a message is there from its receive on."""
     rank = _Alone(program)
-    for step, (read, made) in zip(program.instructions, uses(program), strict=True):
-        reason = rank.run(step, read, made)
-        if reason is not None:
-            where = _around(program, rank.position)
-            raise ProgramError(f"rank {program.rank}: {reason}\n{where}")
-        rank.position += 1
-    if left := rank.held | rank.away:
-        names = ", ".join(map(str, sorted(left)))
+    if (reason := rank.replay()) is not None:
         where = _around(program, rank.position)
-        raise ProgramError(f"rank {program.rank} never frees {names}\n{where}")
+        raise ProgramError(f"rank {program.rank}: {reason}\n{where}")
 
 
 def _check_room(program: RankInstructions, memory: StageMemory) -> None:

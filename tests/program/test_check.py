@@ -195,7 +195,7 @@ AROUND_0 = Transfer(Payload.ACTIVATION, 1, 0, 0)
         ),
         (
             lambda: [without(programs()[0], free("output", 1)), programs()[1]],
-            r"rank 0 never frees output\[1\]",
+            r"rank 0: it never frees output\[1\]",
         ),
         (lost_message, r"no rank receives activation\[0\] 0>1"),
         (unsent_message, r"deadlock: .*rank 1 waits at receive activation"),
