@@ -22,7 +22,7 @@ def validate(
     context: typer.Context,
     file: Annotated[
         Path,
-        typer.Argument(help="PyTorch's compute-only .csv, or a .json or .txt of plan --export."),
+        typer.Argument(help="PyTorch's .csv, or a .json or .txt of plan --export."),
     ],
     forward_ms: options.ForwardMs = "10",
     backward_input_ms: options.BackwardInputMs = "10",

@@ -1,10 +1,12 @@
 """Reads and writes schedules as torch's CSV, as JSON or as the printed grid, by file suffix.
 
-The CSV is torch.distributed.pipelining's compute-only format: a row per rank, a column per turn. A
-cell such as ``5F2`` is stage 5, action F, microbatch 2; an empty cell is idle. The actions are F,
-I (gradient of the input, our B), W, and B for a full backward (our BW). Older files have no I and
-write B for the gradient of the input beside W. Its stages are our virtual stages: with S ranks,
-stage s is chunk s // S of rank s % S.
+The CSV is torch.distributed.pipelining's: a row per rank, a column per turn. A cell such as ``5F2``
+is stage 5, action F, microbatch 2; an empty cell is idle. The actions are F, I (gradient of the
+input, our B), W, and B for a full backward (our BW). Older files have no I and write B for the
+gradient of the input beside W. Its stages are our virtual stages: with S ranks, stage s is chunk
+s // S of rank s % S. Compute-only files have these actions alone, and are what is written; others
+also have messages, and what is done to a stage's parameters, which are left out: both follow from
+the order of ops.
 """
 
 import csv
@@ -59,7 +61,7 @@ def save_schedule(path: Path, schedule: Schedule) -> None:
 def load_schedule(path: Path) -> Schedule:
     """Reads a schedule from a file, without validating it.
 
-    ``.csv`` is torch's compute-only CSV, and its schedule gets the file's name; ``.json`` is a
+    ``.csv`` is torch's CSV, and its schedule gets the file's name; ``.json`` is a
     saved schedule or an answer of ``jaxmorph plan --json``; any other file is a printed grid.
 
     Raises:
@@ -100,6 +102,7 @@ def _from_json(data: Any) -> Schedule:
 
 
 _CELL = re.compile(r"(\d+)([FIBW])(\d+)", re.ASCII)
+_NO_OP = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)", re.ASCII)
 _ACTIONS = {OpKind.F: "F", OpKind.B: "I", OpKind.W: "W", OpKind.BW: "B"}
 _SPLIT = {"F": (OpKind.F,), "I": (OpKind.B,), "W": (OpKind.W,), "B": (OpKind.B, OpKind.W)}
 _WHOLE = _SPLIT | {"B": (OpKind.BW,)}
@@ -116,7 +119,7 @@ class _Cell(NamedTuple):
 
 
 def parse_torch_csv(text: str, name: str) -> Schedule:
-    """Reads a compute-only CSV, without validating the schedule.
+    """Reads a CSV of either kind, without validating the schedule.
 
     In a file that splits some backwards, full ones are read as B followed by W.
 
@@ -170,7 +173,7 @@ def format_torch_csv(schedule: Schedule) -> str:
 def _cells(rank: int, line: Iterable[str]) -> Iterator[_Cell]:
     for column, cell in enumerate(line):
         word = cell.strip()
-        if not word:
+        if not word or _NO_OP.fullmatch(word):
             continue
         match = _CELL.fullmatch(word)
         if match is None:

@@ -94,6 +94,14 @@ def test_empty_cells_and_spaces_are_ignored():
     assert _rows(schedule) == ["F0 BW0", "F0 BW0"]
 
 
+def test_messages_and_what_is_done_to_parameters_are_left_out():
+    text = (
+        "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD\n"
+        "1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD,1RESHARD\n"
+    )
+    assert _rows(parse_torch_csv(text, "whole")) == ["F0 BW0", "F0 BW0"]
+
+
 def test_old_files_write_b_for_the_input_gradient():
     assert _rows(parse_torch_csv("0F0,,0B0,0W0\n,1F0,1B0,1W0\n", "old")) == ["F0 B0 W0"] * 2
 
@@ -139,7 +147,7 @@ def test_an_op_stands_behind_all_it_needs(stages, microbatches):
         ("", "got no rows, expected one per rank"),
         ("\n,,\n", "got no rows"),
         ("0F0,0X0\n", "row 0, column 1: got '0X0', expected an empty cell or a computation"),
-        ("0F0\n,1SEND_F0\n", "row 1, column 1: got '1SEND_F0', expected an empty cell"),
+        ("0F0\n,1SEND_F\n", "row 1, column 1: got '1SEND_F', expected an empty cell"),
         (
             "0F0,3F0\n1F0,2F0\n",
             "row 0: got stage 3 on rank 0, expected it on rank 1: of 2 ranks, stage s must be on "
