@@ -12,8 +12,9 @@ parallelism: {{stages: 2}}
 batch: {{microbatches: {NUM_MICROBATCHES}, microbatch_size: 1}}
 schedule: {{name: 1f1b}}
 """
-# Every message of a step holds both queues for its latency, one after another.
-SLOW_STEP_S = 2 * NUM_MICROBATCHES * LATENCY_MS / 1e3
+# Messages hold both queues for their latency, one after another. All but the first activation and
+# the last gradient may go in pairs, which hold them once.
+SLOW_STEP_S = (NUM_MICROBATCHES + 1) * LATENCY_MS / 1e3
 OP_MS = 15
 STEP_S = 3 * NUM_MICROBATCHES * OP_MS / 1e3  # at least
 CUT_S, HEALED_S = 2 * STEP_S, 2 * STEP_S + 1.5
