@@ -51,10 +51,10 @@ class Results:
 
 
 def _step(run: Run) -> str:
-    noisy = ", noisy" if run.noisy else ""
+    marks = f", {run.marks}" if run.marks else ""
     predicted = f" ({run.plan.predicted_ms:,.0f})" if run.plan else ""
     reference = f" *{run.reference_ms:,g}*" if run.reference_ms is not None else ""
-    return f"{_median_ms(run):,.0f}{noisy}{predicted}{reference}"
+    return f"{_median_ms(run):,.0f}{marks}{predicted}{reference}"
 
 
 def _median_ms(run: Run) -> float:
