@@ -153,15 +153,12 @@ bench-netns: setup
 	$(BIN)/python -m benchmarks.netns
 
 # The paper's figures 14 to 18, its trace and head-of-line blocking, about 100 minutes on an idle machine:
-# those that have not finished in runs/figures, and then all their bars.
+# what of them is missing in runs/figures, and then all their bars.
 FIGURES := hol figure14 figure15 figure16 figure16_14b figure17 figure18 table3 ablation memory
 bench-figures: setup
 	@for figure in $(FIGURES); do \
-	    to=runs/figures/$$figure; \
-	    [ -f $$to/finished ] || { \
-	        rm -rf $$to; \
-	        $(BIN)/jaxmorph compare configs/$$figure.yaml run.dir=$$to && touch $$to/finished; \
-	    } || exit 1; \
+	    $(BIN)/jaxmorph compare configs/$$figure.yaml run.dir=runs/figures/$$figure --resume auto \
+	        || exit 1; \
 	done
 	$(BIN)/python -m benchmarks.judge runs/figures
 
