@@ -3,10 +3,11 @@ from dataclasses import replace
 
 import pytest
 
+from jaxmorph.report.matrix_table import short_cell
 from jaxmorph.report.page.comparison_page import comparison_page, result_sentence
-from jaxmorph.report.page.files import read_comparison_files
+from jaxmorph.report.page.files import ComparisonFiles, read_comparison_files
 from jaxmorph.report.run_directory import plain_json
-from jaxmorph.report.run_matrix import Matrix
+from jaxmorph.report.run_matrix import BlockLoad, Matrix
 
 
 @pytest.fixture
@@ -72,3 +73,23 @@ def test_bars_have_rows(page):
         "at most 1.03",
         "missed",
     ]
+
+
+def test_blocks_beside_other_work_are_shown(made_up, parse):
+    calm, busy = (0.1, 0.2, 0.3), (1.5, 0.4, 0.3)
+    blocks = (
+        BlockLoad("zb", 1, "2026-11-28 04:12 UTC", calm, (0.4, 0.5), calm, 0.004),
+        BlockLoad("zb", 2, "2026-11-28 04:15 UTC", calm, (), busy, 0.25),
+        BlockLoad("adaptive-direct", 1, "2026-11-28 04:17 UTC", calm, (), busy, None),
+    )
+    run = replace(made_up.runs["zb", "healthy"], disturbed="block 2 beside other work")
+    matrix = replace(made_up, runs={("zb", "healthy"): run}, blocks=blocks)
+    page = parse(comparison_page(ComparisonFiles(matrix, {})))
+    assert [row[3:] for row in page.rows("Blocks")] == [
+        ["0.1", "0.4 0.5", "0.1", "0.4%"],
+        ["0.1", "-", "1.5", "25.0%, beside other work"],
+        ["0.1", "-", "1.5", "-"],
+    ]
+    assert "zb, healthy, beside other work: block 2 beside other work" in page.texts("p", "what")
+    assert "beside other work" in page.texts("svg", "chart")[0]
+    assert short_cell(run) == "402 1.00x beside other work"
