@@ -59,9 +59,13 @@ def short_cell(run: Run | None) -> str:
     if run.step_ms is None or run.failed:
         return _FAILED
     slowdown = f" {run.slowdown:.2f}x" if run.slowdown is not None else ""
-    to_come = f" {_NOT_YET}" if run.blocks_to_come else ""
+    return f"{run.step_ms.median:,.0f}{slowdown}{_marks(run)}"
+
+
+def _marks(run: Run) -> str:
+    """What keeps its times from being trusted, and whether more are still to come."""
     marks = f" {run.marks}" if run.marks else ""
-    return f"{run.step_ms.median:,.0f}{slowdown}{marks}{to_come}"
+    return f"{marks} {_NOT_YET}" if run.blocks_to_come else marks
 
 
 def run_cells(run: Run) -> list[str]:
@@ -163,8 +167,7 @@ def _times_cell(run: Run | None) -> str:
     lines = [_FAILED] if run.failed else []
     if run.step_ms is not None:
         times = run.step_ms
-        marks = f" {run.marks}" if run.marks else ""
-        lines.append(f"**{times.median:,.1f}** ({times.p10:,.1f} to {times.p90:,.1f}){marks}")
+        lines.append(f"**{times.median:,.1f}** ({times.p10:,.1f} to {times.p90:,.1f}){_marks(run)}")
         if len(run.block_ms) > 1:
             lines.append(f"blocks {', '.join(f'{median_ms:,.1f}' for median_ms in run.block_ms)}")
     if run.plan is not None:
@@ -198,7 +201,7 @@ def _complaints(matrix: Matrix) -> Iterator[str]:
         for reason in filter(None, (run.failed, run.noisy, run.disturbed)):
             yield f"- {run.system}, {run.condition}: {' '.join(reason.split())}\n"
         if run.blocks_to_come:
-            yield f"- {run.system}, {run.condition}: {run.blocks_to_come} blocks still to come\n"
+            yield f"- {run.system}, {run.condition}: blocks still to come: {run.blocks_to_come}\n"
         if run.events:
             counts = ", ".join(f"{count} x {kind}" for kind, count in sorted(run.events.items()))
             yield f"- {run.system}, {run.condition}: {counts}\n"

@@ -142,8 +142,8 @@ def test_blocks_of_a_system_are_one_run():
     )  # fmt: skip
     half = comparison_matrix(compare, "made up", [first], {})
     assert [run.blocks_to_come for run in half.runs.values()] == [1, 1]
-    assert "| zb | 402 …" not in matrix_markdown(half)
-    assert "- zb, slow: 1 blocks still to come\n" in matrix_markdown(half)
+    assert "| zb | **402.0** (400.4 to 403.6) …<br>" in matrix_markdown(half)
+    assert "- zb, slow: blocks still to come: 1\n" in matrix_markdown(half)
     matrix = comparison_matrix(compare, "made up", [second, first], {})
     run = matrix.runs["zb", "healthy"]
     assert run.step_ms is not None
