@@ -152,16 +152,13 @@ bench-chaos: setup
 bench-netns: setup
 	$(BIN)/python -m benchmarks.netns
 
-# The paper's figures, its traces and head-of-line blocking, about two hours on an idle machine: those
-# that have not finished in runs/figures, and then all their bars.
+# The paper's figures, its traces and head-of-line blocking, about two hours on an idle machine: what
+# of them is missing in runs/figures, and then all their bars.
 FIGURES := hol figure3 figure14 figure15 figure16 figure16_14b figure17 figure18 figure22 table3 ablation memory
 bench-figures: setup
 	@for figure in $(FIGURES); do \
-	    to=runs/figures/$$figure; \
-	    [ -f $$to/finished ] || { \
-	        rm -rf $$to; \
-	        $(BIN)/jaxmorph compare configs/$$figure.yaml run.dir=$$to && touch $$to/finished; \
-	    } || exit 1; \
+	    $(BIN)/jaxmorph compare configs/$$figure.yaml run.dir=runs/figures/$$figure --resume auto \
+	        || exit 1; \
 	done
 	$(BIN)/python -m benchmarks.judge runs/figures
 

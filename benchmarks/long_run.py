@@ -8,7 +8,6 @@ fifth, and says what the run left on disk. Linux only.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from statistics import median
 
 from benchmarks.leftovers import children, resident_bytes
 from benchmarks.results import ROOT, provenance, write_json
+from jaxmorph.compare.provenance import load_averages
 from jaxmorph.records import StepRecord
 from jaxmorph.report.run_directory import METRICS, read_records
 
@@ -65,7 +65,7 @@ class Result:
 
 def run(route: str, steps: int) -> Result:
     """Train, and look on."""
-    load_average = os.getloadavg()[0]
+    load_average = load_averages()[0]
     with tempfile.TemporaryDirectory() as folder:
         config, out = Path(folder) / "long.yaml", Path(folder) / "run"
         config.write_text(json.dumps(_CONFIG))  # which is YAML too

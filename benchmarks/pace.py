@@ -10,7 +10,6 @@ them want an otherwise idle machine.
 """
 
 import argparse
-import os
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from statistics import median
 
 from benchmarks.results import ROOT, Bar, finish, provenance
 from jaxmorph.cli.measured_run import read_run
+from jaxmorph.compare.provenance import load_averages
 from jaxmorph.config import Config
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step
@@ -45,7 +45,7 @@ BLOCKING = (
 
 def train(out: Path, config: str, *overrides: str) -> tuple[float, float]:
     """Train in a directory; the median step and the median prediction, in milliseconds."""
-    load = os.getloadavg()[0]
+    load = load_averages()[0]
     command = [sys.executable, "-m", "jaxmorph", "train", f"configs/{config}.yaml"]
     command += [f"run.dir={out}", *overrides]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)

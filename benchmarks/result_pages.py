@@ -24,7 +24,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from benchmarks.judge import FOLDER, TABLE, Judgement, judgements, read_reasons
+from benchmarks.judgements import FOLDER, TABLE, Judgement, judgements, read_reasons
 from benchmarks.results import ROOT
 from jaxmorph.report.matrix_table import WHOLE_COLUMNS, markdown_table, matrix_markdown, whole_rows
 from jaxmorph.report.run_matrix import MET, MISSED, NOT_MEASURED, JudgedBar, Matrix, Run
@@ -41,7 +41,7 @@ class Results:
     """What pages take their numbers from.
 
     Attributes:
-        reasons: `benchmarks.judge.read_reasons`.
+        reasons: `benchmarks.judgements.read_reasons`.
         folder: Of the other files.
     """
 
@@ -51,10 +51,10 @@ class Results:
 
 
 def _step(run: Run) -> str:
-    noisy = ", noisy" if run.noisy else ""
+    marks = f", {run.marks}" if run.marks else ""
     predicted = f" ({run.plan.predicted_ms:,.0f})" if run.plan else ""
     reference = f" *{run.reference_ms:,g}*" if run.reference_ms is not None else ""
-    return f"{_median_ms(run):,.0f}{noisy}{predicted}{reference}"
+    return f"{_median_ms(run):,.0f}{marks}{predicted}{reference}"
 
 
 def _median_ms(run: Run) -> float:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from statistics import median
 
+from jaxmorph.compare.provenance import load_averages
 from jaxmorph.transport.lanes import CHECKSUMS, CRC32, CRC32C, PayloadMac
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.plane import TransportSettings
@@ -52,7 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     rounds = parser.parse_args().rounds
-    load, chunks = os.getloadavg()[0], 1e9 / CHUNK_BYTES
+    load, chunks = load_averages()[0], 1e9 / CHUNK_BYTES
     frames = {"plain check": (plain_check, plain_check), "seal": (Seal(KEY), Seal(KEY))}
     print(f"frames, both ends{'':>13} us each   ms per GB")
     for name, checks in frames.items():
@@ -73,7 +74,7 @@ def main() -> None:
     for name, work in works.items():
         each_s = seconds(work, 100, rounds)
         print(f"{name:>28} {CHUNK_BYTES / each_s / 1e9:>11.2f} {1e3 * each_s * chunks:>11.1f}")
-    print(f"load {load:.1f} before, {os.getloadavg()[0]:.1f} after; {os.cpu_count()} cores")
+    print(f"load {load:.1f} before, {load_averages()[0]:.1f} after; {os.cpu_count()} cores")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import time
 from multiprocessing.connection import Connection
 from statistics import median
 
+from jaxmorph.compare.provenance import load_averages
 from jaxmorph.transport.plane import TransportSettings
 from jaxmorph.transport.sidecar_trial import SidecarTrial, try_sidecars
 
@@ -83,7 +84,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--counts", type=int, nargs="+", default=COUNTS)
     arguments = parser.parse_args()
-    load, found = os.getloadavg()[0], {count: [] for count in arguments.counts}
+    load, found = load_averages()[0], {count: [] for count in arguments.counts}
     for number in range(arguments.rounds + 1):
         for count, values in found.items():
             one_way, both = trial(count, both_ways=False), trial(count, both_ways=True)
@@ -105,7 +106,7 @@ def main() -> None:
         f"one sidecar with a core of its own: {1e-9 / cost:.1f} GB/s both ways together; "
         f"{NEEDED_BYTES_PER_S / 1e9:.0f} GB/s take {NEEDED_BYTES_PER_S * cost:.1f} cores a rank"
     )
-    print(f"load {load:.1f} before, {os.getloadavg()[0]:.1f} after; {os.cpu_count()} cores")
+    print(f"load {load:.1f} before, {load_averages()[0]:.1f} after; {os.cpu_count()} cores")
 
 
 if __name__ == "__main__":

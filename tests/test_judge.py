@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.judge import FOLDER, ROOT, judgements, main, problems
+from benchmarks.judge import main, problems
+from benchmarks.judgements import FOLDER, judgements
 from benchmarks.result_pages import Results, pages, with_results
+from benchmarks.results import ROOT
 from jaxmorph.config import load_config
 from jaxmorph.config.compare_section import SYSTEM_NAMES
 

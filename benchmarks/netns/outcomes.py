@@ -1,8 +1,9 @@
 """The bench's figures and their bars, a row each."""
 
-import os
 from dataclasses import dataclass, field
 from typing import Any
+
+from jaxmorph.compare.provenance import load_averages
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Outcome:
     bar: float | None = None
     at_least: bool = False
     details: dict[str, Any] = field(default_factory=dict)
-    load: float = field(default_factory=lambda: os.getloadavg()[0])
+    load: float = field(default_factory=lambda: load_averages()[0])
 
     @property
     def passes(self) -> bool:

@@ -259,15 +259,48 @@ def sample(
 
 @app.command()
 def compare(
-    config: Annotated[Path, typer.Argument(help="A YAML file with a section `compare`.")],
+    config: Annotated[
+        str | None,
+        typer.Argument(
+            help="A YAML file with a section `compare`; leave it out with --resume RUN_DIR."
+        ),
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Argument(help="section.key=value; the value is read as YAML.")
     ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN_DIR",
+            help="Measure what the comparison in this directory lacks. auto, with CONFIG: continue "
+            "the comparison in run.dir, or begin it there.",
+        ),
+    ] = None,
+    redo_disturbed: Annotated[
+        bool,
+        typer.Option(
+            "--redo-disturbed",
+            help="With --resume: also measure again what was measured beside other work.",
+        ),
+    ] = False,
 ) -> int:
     """Measure systems under conditions of links."""
-    from jaxmorph.compare.comparison import start_comparison
+    from jaxmorph.compare.comparison import resume_comparison, start_comparison
 
-    return 1 if start_comparison(config, overrides or []) else 0
+    if redo_disturbed and resume is None:
+        raise UserError("--redo-disturbed: got no comparison, expected --resume RUN_DIR too")
+    if config is None and resume in (None, "auto"):
+        raise UserError("compare: got no configuration, expected a YAML file, or --resume RUN_DIR")
+    words = [*([config] if config is not None else []), *(overrides or [])]
+    if resume is None:
+        num_failed = start_comparison(Path(words[0]), words[1:])
+    elif resume == "auto":
+        num_failed = resume_comparison(
+            resume, Path(words[0]), words[1:], redo_disturbed=redo_disturbed
+        )
+    else:
+        num_failed = resume_comparison(resume, None, words, redo_disturbed=redo_disturbed)
+    return 1 if num_failed else 0
 
 
 @app.command()

@@ -1,81 +1,136 @@
-"""Runs the systems of a comparison one after another, and writes the results."""
+"""Measures the blocks of a comparison one after another, and writes the results."""
 
 import json
 import shlex
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import chain, count
 from pathlib import Path
+from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 
-from jaxmorph.compare.condition_links import round_links
-from jaxmorph.compare.matrix_record import (
-    MatrixRecord,
-    comparison_notes,
+from jaxmorph.compare.blocks import (
+    Block,
+    Key,
+    all_keys,
     parse_comparison_message,
+    reopen,
+    write_block,
 )
-from jaxmorph.compare.provenance import (
-    Provenance,
-    configuration_digest,
-    load_averages,
-    provenance,
-)
+from jaxmorph.compare.condition_links import round_links
+from jaxmorph.compare.matrix_record import comparison_matrix, comparison_notes, typical_step
+from jaxmorph.compare.other_work import ProcessorTimes, others_share, processor_times
+from jaxmorph.compare.provenance import configuration_digest, load_averages, provenance
 from jaxmorph.compare.systems import SYSTEMS, System, system_config
 from jaxmorph.compare.whole_runs import RUNS, run_whole, whole_config
 from jaxmorph.config import Config, load_config, located_error, locating_errors
 from jaxmorph.config.compare_section import Compare
-from jaxmorph.errors import RunFailedError, UserError
+from jaxmorph.errors import RunFailedError, RunStoppedError, UserError
 from jaxmorph.report.matrix_table import matrix_markdown
 from jaxmorph.report.page import REPORT, write_report
-from jaxmorph.report.run_directory import claim_run_directory, plain_json, replace_file
-from jaxmorph.report.run_matrix import RESULTS, TIMELINES, Matrix, Run
+from jaxmorph.report.run_directory import CONFIG, claim_run_directory, plain_json, replace_file
+from jaxmorph.report.run_matrix import BLOCK_COLUMNS, RESULTS, TIMELINES, Matrix, Run
 from jaxmorph.report.terminal import MatrixView
 from jaxmorph.report.text import duration
 from jaxmorph.runtime.launcher import run_ranks, threads_for
+from jaxmorph.training.resume import hold
 from jaxmorph.training.start import check_run
 from jaxmorph.training.start_lines import StartLines
+from jaxmorph.transport.host import num_processors
 
 TABLE, FIGURE, RECOVERY_FIGURE = "table.md", "figure.png", "recovery.png"
 
 
 def start_comparison(path: Path, overrides: Sequence[str]) -> int:
-    """Run a configuration's comparison; returns the number of systems that failed.
+    """Run a configuration's comparison in a new directory.
+
+    Returns:
+        The number of systems that failed.
 
     Raises:
         RunStoppedError: It was asked to end during a whole run, which has saved its state.
     """
     config = load_config(path, overrides)
     wanted = _checked(path, overrides, config)
-    directory = claim_run_directory(config)
-    command = shlex.join(["jaxmorph", "compare", str(path), *overrides])
-    notes = comparison_notes(config, wanted)
-    begins = provenance(command, configuration_digest(config))
-    results = _Results(path.stem, wanted, directory, notes, begins)
-    with closing(MatrixView()) as view:
-        view.say(f"writes {directory}")
-        if "left aside" in notes:
-            view.say(f"left aside: {notes['left aside']}")
-        began_s = time.monotonic()
-        for number, system in enumerate(wanted.systems):
-            place = _place(number, len(wanted.systems), time.monotonic() - began_s)
-            if wanted.has_whole_runs:
-                _run_whole_system(system, config, wanted, results, view, place)
-            else:
-                _run_system(system, config, results, view, place)
-        names = RESULTS, TABLE, FIGURE, RECOVERY_FIGURE, TIMELINES, REPORT
-        written = [str(directory / name) for name in names if (directory / name).is_file()]
-        for bar in results.matrix().bars:
-            view.say(str(bar))
-        view.say(f"wrote {', '.join(written)}")
-    return len(results.record.failures)
+    results = _Results(path.stem, config, wanted, claim_run_directory(config))
+    with hold([results.directory]), closing(MatrixView()) as view:
+        return _measure(results, all_keys(wanted), [str(path), *overrides], view)
 
 
-def _place(num_done: int, num_systems: int, took_s: float) -> str:
-    """Which system is next, and how long all that are left may take."""
-    left_s = took_s / num_done * (num_systems - num_done) if num_done else 0.0
-    about = f", about {duration(left_s)} left" if num_done else ""
-    return f"{num_done + 1} of {num_systems} systems{about}"
+def resume_comparison(
+    resume: str, path: Path | None, overrides: Sequence[str], *, redo_disturbed: bool = False
+) -> int:
+    """Measure the blocks that a comparison lacks; returns as `start_comparison`.
+
+    Args:
+        resume: The comparison's directory; "auto": the configuration's `run.dir`, which may be new.
+        path: The configuration; None: that in the directory.
+        redo_disturbed: Whether blocks that were measured beside other work are measured again.
+    """
+    words = [*([] if path is None else [str(path)]), *overrides, "--resume", resume]
+    if path is None and not (path := Path(resume) / CONFIG).is_file():
+        expected = f"expected a comparison's directory, with a {CONFIG}"
+        raise UserError(f"--resume: got {resume}, {expected}")
+    config = load_config(path, overrides)
+    wanted = _checked(path, overrides, config)
+    directory = Path(config.run.dir if resume == "auto" else resume)
+    with closing(MatrixView()) as view, reopen(directory, config, wanted, view.say) as blocks:
+        known = (block.comparison for block in blocks.values())
+        name = path.stem if resume == "auto" else next(known, directory.name)
+        results = _Results(name, config, wanted, directory, blocks)
+        keys = results.missing(redo_disturbed=redo_disturbed)
+        view.say(f"{len(keys)} of {len([*all_keys(wanted)])} blocks are to be measured")
+        return _measure(results, keys, words, view)
+
+
+def _measure(
+    results: "_Results", keys: Iterable[Key], words: Sequence[str], view: MatrixView
+) -> int:
+    """Measure blocks; returns the number of systems that failed.
+
+    Args:
+        words: Of the command, for the provenance.
+    """
+    wanted, directory, keys = results.wanted, results.directory, [*keys]
+    command = shlex.join(["jaxmorph", "compare", *words])
+    digest = configuration_digest(results.config)
+    view.say(f"writes {directory}")
+    if "left aside" in results.notes:
+        view.say(f"left aside: {results.notes['left aside']}")
+    failed: set[str] = set()
+    try:
+        for index, (system, number) in enumerate(keys):
+            if system in failed and not wanted.has_whole_runs:
+                continue  # its other blocks would fail as well; they stay missing
+            took_s = [block.took_s for block in results.blocks.values()]
+            place = _place(number, wanted.num_blocks, len(keys) - index, took_s)
+            block = Block(results.name, system, number, provenance(command, digest))
+            measure = _run_whole if wanted.has_whole_runs else _run_ranks
+            if measure(block, results, view, place).failure is not None:
+                failed.add(system)
+    except (KeyboardInterrupt, RunStoppedError):
+        view.say(f"to continue: jaxmorph compare --resume {shlex.quote(str(directory))}")
+        raise
+    for complaint in results.write() if not keys else ():
+        view.say(complaint)
+    for bar in results.matrix().bars:
+        view.say(str(bar))
+    names = RESULTS, TABLE, FIGURE, RECOVERY_FIGURE, TIMELINES, REPORT
+    written = [str(directory / name) for name in names if (directory / name).is_file()]
+    view.say(f"wrote {', '.join(written)}")
+    return len(failed | results.failed)
+
+
+def _place(number: int, num_blocks: int, num_left: int, took_s: Sequence[float]) -> str:
+    """Which of a system's blocks is next, and how long all that are left may take.
+
+    Args:
+        took_s: How long blocks took.
+    """
+    about = f", about {duration(num_left * fmean(took_s))}" if took_s else ""
+    return f"block {number} of {num_blocks}; {num_left} left{about}"
 
 
 def _checked(path: Path, overrides: Sequence[str], config: Config) -> Compare:
@@ -109,23 +164,50 @@ def _check_traces(path: Path, overrides: Sequence[str], wanted: Compare, num_sta
 
 
 class _Results:
-    """The record of a comparison, and its files."""
+    """The blocks of a comparison, and the files that are made from them."""
 
     def __init__(
         self,
         name: str,
+        config: Config,
         wanted: Compare,
         directory: Path,
-        notes: Mapping[str, str],
-        begins: Provenance,
+        blocks: Mapping[Key, Block] = MappingProxyType({}),
     ) -> None:
-        self.record = MatrixRecord(wanted, name)
-        self.directory = directory
-        self._notes, self._begins = dict(notes), begins
+        self.name, self.config, self.wanted, self.directory = name, config, wanted, directory
+        self.notes = comparison_notes(config, wanted)
+        self.blocks = dict(blocks)
 
-    def matrix(self) -> Matrix:
-        """The runs so far."""
-        return self.record.matrix(self._notes, replace(self._begins, load_after=load_averages()))
+    def missing(self, *, redo_disturbed: bool) -> list[Key]:
+        """The blocks that are missing or failed, and those that were disturbed if asked for."""
+        return [
+            key
+            for key in all_keys(self.wanted)
+            if (block := self.blocks.get(key)) is None
+            or block.failure is not None
+            or (redo_disturbed and block.load.is_disturbed)
+        ]
+
+    @property
+    def failed(self) -> set[str]:
+        """The systems with a block that failed, or with a whole run that did."""
+        return {
+            block.system
+            for block in self.blocks.values()
+            if block.failure is not None or (block.run is not None and block.run.failed is not None)
+        }
+
+    def matrix(self, at_work: Block | None = None) -> Matrix:
+        """The runs so far, also with a block that is being measured."""
+        blocks = self.blocks | ({} if at_work is None else {at_work.key: at_work})
+        return comparison_matrix(self.wanted, self.name, blocks.values(), self.notes)
+
+    def keep(self, block: Block) -> None:
+        """Write a block's file; one that failed is kept unless the block was measured before."""
+        before = self.blocks.get(block.key)
+        if block.failure is None or before is None or before.failure is not None:
+            write_block(self.directory, block)
+            self.blocks[block.key] = block
 
     def write(self) -> list[str]:
         """Write all files with the runs so far; returns a line for each file that failed."""
@@ -137,7 +219,7 @@ class _Results:
         made: dict[str, Callable[[], object]] = {
             RESULTS: lambda: replace_file(directory / RESULTS, results),
             TABLE: lambda: replace_file(directory / TABLE, matrix_markdown(matrix)),
-            TIMELINES: lambda: replace_file(directory / TIMELINES, _timelines(self.record, matrix)),
+            TIMELINES: lambda: replace_file(directory / TIMELINES, self._timelines()),
             FIGURE: lambda: save_figure(directory / FIGURE, matrix_figure, matrix),
             REPORT: lambda: write_report(directory),
         }
@@ -145,6 +227,21 @@ class _Results:
             path = directory / RECOVERY_FIGURE
             made[RECOVERY_FIGURE] = lambda: save_figure(path, recovery_figure, matrix)
         return [*filter(None, map(_failure, made, made.values()))]
+
+    def _timelines(self) -> str:
+        """The contents of `timelines.json`: by condition and system, a typical measured step."""
+        typical_steps = {
+            condition.name: {
+                system: typical[1].to_json() | {"step_ms": typical[0]}
+                for system in self.wanted.systems
+                if (typical := typical_step(self._of_system(system), index)) is not None
+            }
+            for index, condition in enumerate(self.wanted.conditions)
+        }
+        return json.dumps(typical_steps) + "\n"
+
+    def _of_system(self, system: str) -> list[Block]:
+        return [block for block in self.blocks.values() if block.system == system]
 
 
 def _failure(name: str, make: Callable[[], object]) -> str | None:
@@ -157,90 +254,96 @@ def _failure(name: str, make: Callable[[], object]) -> str | None:
     return None
 
 
-def _run_system(
-    system: str, config: Config, results: _Results, view: MatrixView, place: str
-) -> None:
+def _run_ranks(block: Block, results: _Results, view: MatrixView, place: str) -> Block:
+    """Measure a block of a system by its ranks; returns it, with why it failed if it did."""
+    system, config, before = block.system, results.config, processor_times()
     lines = StartLines(lambda line: view.update(results.matrix(), f"{system} is starting: {line}"))
 
     def take(message: dict[str, Any]) -> None:
+        nonlocal block
         lines.end()
-        results.record.take(system, parse_comparison_message(message), load_averages()[0])
-        view.update(results.matrix(), f"{system} is running ({place})")
+        block = block.with_message(parse_comparison_message(message), load_averages()[0])
+        view.update(results.matrix(block), f"{system} is running ({place})")
 
     view.update(results.matrix(), f"{system} is starting ({place})")
-    arguments = [str(results.directory / "config.yaml"), system]
-    logs = results.directory / "logs" / system
     failure: str | None = "interrupted"
     lines.begin()
     try:
         run_ranks(
             "jaxmorph.compare.rank",
-            arguments,
+            [str(results.directory / CONFIG), system, str(block.number)],
             config.parallelism.stages,
-            logs,
+            results.directory / "logs" / f"{system}-{block.number}",
             take,
             on_look=lines.look,
             least_threads=threads_for(system_config(config, SYSTEMS[system])),
         )
-        failure = None
+        wanted = len(results.wanted.rounds(block.number)) * len(results.wanted.conditions)
+        failure = None if len(block.rounds) == wanted else "its ranks ended early"
     except (RunFailedError, UserError) as error:
         view.say(f"{system} failed: {error}")
         failure = "; ".join(str(error).splitlines()[:2])  # without the last lines of the log
         if isinstance(error, UserError):
             raise
     finally:
-        results.record.finish(system, failure)
-        for complaint in results.write():
-            view.say(complaint)
-        view.update(results.matrix(), "")
+        block = _keep(replace(block, failure=failure), before, results, view)
         _say_results(system, results.matrix(), view)
+    return block
 
 
-def _run_whole_system(
-    name: str, config: Config, wanted: Compare, results: _Results, view: MatrixView, place: str
-) -> None:
-    """Run a system under each condition; a failed run doesn't keep the next from starting."""
-    failures: list[str] = []
+def _run_whole(block: Block, results: _Results, view: MatrixView, place: str) -> Block:
+    """Make a whole run; returns it, with why it has to be made again if it was ended."""
+    name, before = block.system, processor_times()
+    condition = results.wanted.conditions[block.number - 1]
+    runs: list[Run] = []
+    view.update(results.matrix(), f"{name} is running under '{condition.name}' ({place})")
+    directory = _new_folder(results.directory / RUNS, f"{name}-{block.number}")
+    try:
+        run_whole(results.config, SYSTEMS[name], condition, directory, view.say, runs.append)
+    except (KeyboardInterrupt, RunStoppedError):
+        block = replace(block, failure=runs[0].failed if runs else "interrupted")
+        raise
+    finally:
+        block = _keep(replace(block, run=next(iter(runs), None)), before, results, view)
+        for run in runs:
+            if run.total_s is not None:
+                total = f"{name:19} {run.condition:20} {run.total_s:8.1f} s"
+                shown = f"{len(run.recoveries)} restarts, goodput {run.goodput or 0.0:.1%}"
+                view.say(f"{total}, {shown}")
+    return block
 
-    def put(run: Run) -> None:
-        results.record.put(replace(run, load=(load_averages()[0],)))
-        failures.extend([] if run.failed is None else [f"{run.condition}: {run.failed}"])
-        for complaint in results.write():
-            view.say(complaint)
-        if run.total_s is not None:
-            total = f"{name:19} {run.condition:20} {run.total_s:8.1f} s"
-            view.say(f"{total}, {len(run.recoveries)} restarts, goodput {run.goodput or 0.0:.1%}")
 
-    for number, condition in enumerate(wanted.conditions):
-        view.update(results.matrix(), f"{name} is running under '{condition.name}' ({place})")
-        directory = results.directory / RUNS / f"{name}-{number}"
-        run_whole(config, SYSTEMS[name], condition, directory, view.say, put)
-    results.record.finish(name, "; ".join(failures) or None)
+def _new_folder(within: Path, name: str) -> Path:
+    """A folder that doesn't exist yet: a run that was ended stays beside the next one."""
+    numbered = (within / f"{name}-again-{number}" for number in count(1))
+    return next(path for path in chain([within / name], numbered) if not path.exists())
+
+
+def _keep(block: Block, before: ProcessorTimes, results: _Results, view: MatrixView) -> Block:
+    """Complete a block that has ended, and write it and the results."""
+    after = processor_times()
+    block = replace(
+        block,
+        provenance=replace(block.provenance, load_after=load_averages()),
+        took_s=after.at_s - before.at_s,
+        others_share=others_share(before, after, num_processors()),
+    )
+    results.keep(block)
     for complaint in results.write():
         view.say(complaint)
     view.update(results.matrix(), "")
+    loads = ", ".join(map(" ".join, zip(BLOCK_COLUMNS, block.load.cells(), strict=True)))
+    view.say(f"{loads}, took {duration(block.took_s)}")
+    return block
 
 
 def _say_results(system: str, matrix: Matrix, view: MatrixView) -> None:
     for condition in matrix.conditions:
         run = matrix.runs.get((system, condition))
-        if run is not None and run.step_ms is not None and run.plan is not None:
+        if run and run.step_ms and run.plan and not run.blocks_to_come:
             times = run.step_ms
             view.say(
                 f"{system:19} {condition:20} {times.median:8.1f} ms "
                 f"({times.p10:.1f} to {times.p90:.1f}), predicted {run.plan.predicted_ms:.1f}"
-                f"{', noisy' if run.noisy else ''}"
+                f"{f', {run.marks}' if run.marks else ''}"
             )
-
-
-def _timelines(record: MatrixRecord, matrix: Matrix) -> str:
-    """The contents of `timelines.json`: by condition and system, a typical measured step."""
-    typical_steps = {
-        condition: {
-            system: typical[1].to_json() | {"step_ms": typical[0]}
-            for system in matrix.systems
-            if (typical := record.typical_step(system, condition)) is not None
-        }
-        for condition in matrix.conditions
-    }
-    return json.dumps(typical_steps) + "\n"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from types import MappingProxyType
 
-from jaxmorph.compare.matrix_record import RoundMeasured
+from jaxmorph.compare.blocks import RoundMeasured
 from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.runtime.emulated_links import EmulatedLinks, agree_on_origin_s
 from jaxmorph.runtime.executor import StepInputs

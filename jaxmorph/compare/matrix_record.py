@@ -1,79 +1,21 @@
-"""The record of a comparison: its runs, from the ranks' messages, and its notes."""
+"""The results of a comparison, from its blocks, and its notes."""
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
-from typing import Any, TypeAlias
 
+from jaxmorph.compare.blocks import Block, RoundMeasured, all_keys, joint_provenance
 from jaxmorph.compare.systems import SYSTEMS
 from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Compare, Condition
 from jaxmorph.config.link_sections import Routes
-from jaxmorph.plain_json import Json, parse
 from jaxmorph.report.bars import judge
-from jaxmorph.report.run_matrix import Matrix, PlannedRun, Provenance, Run, StepTimes
+from jaxmorph.report.run_matrix import BESIDE, Matrix, PlannedRun, Run, StepTimes
 from jaxmorph.report.text import describe_regime, describe_trace
 from jaxmorph.schedule.timeline import Timeline
 
-
-@dataclass(frozen=True)
-class AllPlanned:
-    """The plan for each condition, in their order, before the first round."""
-
-    plans: tuple[PlannedRun, ...]
-
-
-@dataclass(frozen=True)
-class RoundPlanned:
-    """The plan at the end of a round with a trace, or of a system that detects.
-
-    Attributes:
-        condition: The condition's number.
-        plan: With a prediction for the mean delays of the round.
-    """
-
-    condition: int
-    plan: PlannedRun
-
-
-@dataclass(frozen=True)
-class RoundMeasured:
-    """The measured steps of a round; a tuple has an item for each step.
-
-    Attributes:
-        condition: The condition's number.
-        blocking: For each step and stage, a share of the step; as `dependency` and `other`.
-        peak_on_device: For each step and stage, the most stashes on the device at once.
-        events: The number of events by kind.
-        timeline: `Timeline.to_json` of the step nearest to the median.
-        timeline_ms: The length of that step.
-    """
-
-    condition: int
-    step_ms: tuple[float, ...]
-    loss: tuple[float, ...]
-    bubble_rate: tuple[float, ...]
-    blocking: tuple[tuple[float, ...], ...]
-    dependency: tuple[tuple[float, ...], ...]
-    other: tuple[tuple[float, ...], ...]
-    peak_on_device: tuple[tuple[int, ...], ...]
-    events: Mapping[str, int]
-    timeline: Json
-    timeline_ms: float
-
-
-ComparisonMessage: TypeAlias = AllPlanned | RoundPlanned | RoundMeasured
-"""A message from rank 0 of a system."""
-
-
-def parse_comparison_message(data: Any) -> ComparisonMessage:
-    """Parse a rank's message; raises ParseError for anything else."""
-    return parse(ComparisonMessage, data, "a message of a rank")
-
-
-Key = tuple[str, str]
 _LISTED = (
     "step_ms", "loss", "bubble_rate", "blocking", "dependency", "other", "peak_on_device",
 )  # fmt: skip
@@ -84,134 +26,169 @@ _WHOLE = (
 )
 
 
-class MatrixRecord:
-    """The results of a comparison so far, in the process that the user started."""
+def comparison_matrix(
+    compare: Compare, name: str, blocks: Iterable[Block], notes: Mapping[str, str]
+) -> Matrix:
+    """The results of the blocks so far.
 
-    def __init__(self, compare: Compare, name: str) -> None:
-        self._compare = compare
-        self._name = name
-        self._names = [condition.name for condition in compare.conditions]
-        self._plans: dict[Key, PlannedRun] = {}
-        self._failures: dict[str, str] = {}
-        self._finished: set[str] = set()
-        self._measured: dict[Key, dict[str, list]] = defaultdict(lambda: defaultdict(list))
-        self._events: dict[Key, Counter[str]] = defaultdict(Counter)
-        self._timelines: dict[Key, list[tuple[float, Json]]] = defaultdict(list)
-        self._loads: dict[Key, list[float]] = defaultdict(list)
-        self._whole: dict[Key, Run] = {}
+    Args:
+        notes: `comparison_notes`.
+    """
+    places = {key: place for place, key in enumerate(all_keys(compare))}
+    blocks = sorted(blocks, key=lambda block: places[block.key])
+    make = _whole_runs if compare.has_whole_runs else _runs
+    made = [
+        run
+        for system in compare.systems
+        for run in make(compare, system, [block for block in blocks if block.system == system])
+    ]
+    link, latencies_ms = one_slow_link(compare.conditions)
+    runs = {(run.system, run.condition): run for run in made}
+    return Matrix(
+        name=name,
+        systems=tuple(compare.systems),
+        conditions=tuple(condition.name for condition in compare.conditions),
+        runs=runs,
+        latencies_ms=latencies_ms,
+        link=link,
+        reference_source=compare.reference_source,
+        notes=dict(notes),
+        informed=tuple(name for name in compare.systems if SYSTEMS[name].is_informed),
+        bars=judge(compare, runs),
+        provenance=joint_provenance(blocks),
+        blocks=tuple(block.load for block in blocks),
+    )
 
-    def take(self, system: str, message: ComparisonMessage, load: float) -> None:
-        """Handle one message, which came when the machine's load was `load`."""
-        match message:
-            case AllPlanned(plans):
-                for name, plan in zip(self._names, plans, strict=True):
-                    self._plans[system, name] = plan
-            case RoundPlanned(index, plan):
-                self._plans[system, self._names[index]] = plan
-            case RoundMeasured(index):
-                key = (system, self._names[index])
-                for field in _LISTED:
-                    self._measured[key][field].extend(getattr(message, field))
-                self._events[key].update(message.events)
-                self._timelines[key].append((message.timeline_ms, message.timeline))
-                self._loads[key].append(load)
 
-    def put(self, run: Run) -> None:
-        """Add a whole run; its slowdown is computed later."""
-        self._whole[run.system, run.condition] = run
+def typical_step(blocks: Iterable[Block], condition: int) -> tuple[float, Timeline] | None:
+    """The measured step nearest to the median of a system's blocks: milliseconds and timeline."""
+    rounds = _rounds(blocks, condition)
+    if not rounds:
+        return None
+    middle_ms = median(step_ms for each in rounds for step_ms in each.step_ms)
+    nearest = min(rounds, key=lambda each: abs(each.timeline_ms - middle_ms))
+    return nearest.timeline_ms, Timeline.from_json(nearest.timeline)
 
-    def finish(self, system: str, failure: str | None = None) -> None:
-        """Record that a system has ended."""
-        self._finished.add(system)
-        if failure is not None:
-            self._failures[system] = failure
 
-    @property
-    def failures(self) -> Mapping[str, str]:
-        """The systems that failed, and why."""
-        return self._failures
+def _rounds(blocks: Iterable[Block], condition: int) -> list[RoundMeasured]:
+    return [each for block in blocks for each in block.rounds if each.condition == condition]
 
-    def typical_step(self, system: str, condition: str) -> tuple[float, Timeline] | None:
-        """The measured step nearest to the run's median: milliseconds and timeline."""
-        seen = self._timelines.get((system, condition))
-        if not seen:
-            return None
-        middle_ms = median(self._measured[system, condition]["step_ms"])
-        step_ms, nearest = min(seen, key=lambda pair: abs(pair[0] - middle_ms))
-        return step_ms, Timeline.from_json(nearest)
 
-    def matrix(self, notes: Mapping[str, str], provenance: Provenance | None = None) -> Matrix:
-        """All runs so far."""
-        compare = self._compare
-        link, latencies_ms = one_slow_link(compare.conditions)
-        systems = compare.systems
-        made = [self._run(system, name) for system in systems for name in self._names]
-        runs = {(run.system, run.condition): run for run in made if run is not None}
-        return Matrix(
-            name=self._name,
-            systems=tuple(systems),
-            conditions=tuple(self._names),
-            runs=runs,
-            latencies_ms=latencies_ms,
-            link=link,
-            reference_source=compare.reference_source,
-            notes=dict(notes),
-            informed=tuple(name for name in systems if SYSTEMS[name].is_informed),
-            bars=judge(compare, runs),
-            provenance=provenance,
+def _runs(compare: Compare, system: str, blocks: Sequence[Block]) -> Iterator[Run]:
+    """The runs of a system, one for each condition, from its blocks in their order."""
+    names = [condition.name for condition in compare.conditions]
+    healthy = names.index(compare.healthy) if compare.healthy else None
+    steps_ms = [
+        [step_ms for each in _rounds(blocks, index) for step_ms in each.step_ms]
+        for index in range(len(names))
+    ]
+    healthy_ms = steps_ms[healthy] if healthy is not None else []
+    for index, of_steps in enumerate(steps_ms):
+        if of_steps or any(block.failure is not None for block in blocks):
+            run = _run(compare, system, index, blocks)
+            slowdown = median(of_steps) / median(healthy_ms) if of_steps and healthy_ms else None
+            yield replace(run, slowdown=slowdown)
+
+
+def _run(compare: Compare, system: str, index: int, blocks: Sequence[Block]) -> Run:
+    condition, rounds = compare.conditions[index], _rounds(blocks, index)
+    run = Run(
+        system=system,
+        condition=condition.name,
+        plan=_plan(blocks, index),
+        reference_ms=_reference_ms(compare, system, index),
+        failed=_failure(compare, blocks, sum(len(each.step_ms) for each in rounds)),
+        disturbed=_disturbance(blocks),
+        blocks_to_come=compare.num_blocks - len(blocks),
+    )
+    if not rounds:
+        return run
+    together = {
+        name: [value for each in rounds for value in getattr(each, name)] for name in _LISTED
+    }
+    step_ms = StepTimes.of(together["step_ms"])
+    of_blocks = (_rounds([block], index) for block in blocks)
+    return replace(
+        run,
+        step_ms=step_ms,
+        bubble_rate=median(together["bubble_rate"]),
+        blocking_stall_rate=_medians(together["blocking"]),
+        dependency_bubble_rate=_medians(together["dependency"]),
+        other_idle_rate=_medians(together["other"]),
+        loss=_rounds(blocks[:1], index)[-1].loss[-1] if _rounds(blocks[:1], index) else None,
+        failed=run.failed or _divergence(together["loss"]),
+        noisy=None if condition.trace else _noise(compare, step_ms),
+        block_ms=tuple(
+            median(value for each in of_block for value in each.step_ms)
+            for of_block in of_blocks
+            if of_block
+        ),
+        events=dict(sum((Counter(each.events) for each in rounds), Counter())),
+        total_s=sum(together["step_ms"]) / 1e3,
+        peak_on_device=_most(together["peak_on_device"]),
+        load=tuple(
+            load
+            for block in blocks
+            for each, load in zip(block.rounds, block.load_during, strict=True)
+            if each.condition == index
+        ),
+    )
+
+
+def _plan(blocks: Iterable[Block], condition: int) -> PlannedRun | None:
+    """The plan of the last block, with the medians of what all blocks' plans predict."""
+    plans = [plan for block in blocks if (plan := block.plan(condition)) is not None]
+    if not plans:
+        return None
+    return replace(
+        plans[-1],
+        predicted_ms=median(plan.predicted_ms for plan in plans),
+        lower_bound_ms=median(plan.lower_bound_ms for plan in plans),
+    )
+
+
+def _reference_ms(compare: Compare, system: str, index: int) -> float | None:
+    steps_ms = {str(name): values for name, values in compare.reference.items()}
+    return steps_ms[system][index] if system in steps_ms else None
+
+
+def _failure(compare: Compare, blocks: Sequence[Block], num_steps: int) -> str | None:
+    wanted = compare.steps * compare.repeats
+    failures = [block.failure for block in blocks if block.failure is not None]
+    if not failures or num_steps >= wanted:
+        return None
+    return f"{num_steps} of {wanted} steps measured: {failures[-1]}"
+
+
+def _disturbance(blocks: Iterable[Block]) -> str | None:
+    """Which blocks were measured beside other work, if any were."""
+    loads = [block.load for block in blocks]
+    beside = "; ".join(
+        f"block {load.block} {BESIDE}, for which {load.others_share:.0%} of the processors' time "
+        "was used"
+        for load in loads
+        if load.is_disturbed
+    )
+    return beside or None
+
+
+def _noise(compare: Compare, step_ms: StepTimes) -> str | None:
+    if step_ms.spread <= compare.largest_spread:
+        return None
+    return f"p90 / p10 is {step_ms.spread:.3f}, above {compare.largest_spread:g}"
+
+
+def _whole_runs(compare: Compare, system: str, blocks: Sequence[Block]) -> Iterator[Run]:
+    """The whole runs of a system."""
+    runs = [(block, block.run) for block in blocks if block.run is not None]
+    reference = next((run for _, run in runs if run.condition == compare.healthy), None)
+    for block, run in runs:
+        yield replace(
+            run,
+            slowdown=_times_as_long(run, reference),
+            disturbed=_disturbance([block]),
+            load=(block.provenance.load_after or ())[:1],
         )
-
-    def _run(self, system: str, condition: str) -> Run | None:
-        if (whole := self._whole.get((system, condition))) is not None:
-            reference = self._whole.get((system, self._compare.healthy or ""))
-            return replace(whole, slowdown=_times_as_long(whole, reference))
-        seen = self._measured.get((system, condition), {})
-        if not seen and system not in self._finished:
-            return None
-        step_ms = StepTimes.of(seen["step_ms"]) if seen else None
-        index = self._names.index(condition)
-        return Run(
-            system=system,
-            condition=condition,
-            step_ms=step_ms,
-            plan=self._plans.get((system, condition)),
-            slowdown=self._slowdown(system, step_ms),
-            bubble_rate=median(seen["bubble_rate"]) if seen else None,
-            blocking_stall_rate=_medians(seen["blocking"]) if seen else (),
-            dependency_bubble_rate=_medians(seen["dependency"]) if seen else (),
-            other_idle_rate=_medians(seen["other"]) if seen else (),
-            loss=seen["loss"][-1] if seen else None,
-            reference_ms=self._reference_ms(system, index),
-            failed=self._failure(system, step_ms) or _divergence(seen.get("loss", ())),
-            noisy=None if self._compare.conditions[index].trace else self._noise(step_ms),
-            events=dict(self._events[system, condition]),
-            total_s=sum(seen["step_ms"]) / 1e3 if seen else None,
-            peak_on_device=_most(seen["peak_on_device"]) if seen else (),
-            load=tuple(self._loads[system, condition]),
-        )
-
-    def _slowdown(self, system: str, step_ms: StepTimes | None) -> float | None:
-        healthy = self._measured.get((system, self._compare.healthy or ""))
-        if step_ms is None or not healthy:
-            return None
-        return step_ms.median / median(healthy["step_ms"])
-
-    def _reference_ms(self, system: str, index: int) -> float | None:
-        steps_ms = {str(name): values for name, values in self._compare.reference.items()}
-        return steps_ms[system][index] if system in steps_ms else None
-
-    def _failure(self, system: str, step_ms: StepTimes | None) -> str | None:
-        wanted = self._compare.steps * self._compare.repeats
-        if system not in self._finished or (step_ms is not None and step_ms.n >= wanted):
-            return None
-        got = f"{step_ms.n if step_ms else 0} of {wanted} steps measured"
-        return f"{got}: {self._failures.get(system, 'its ranks ended early')}"
-
-    def _noise(self, step_ms: StepTimes | None) -> str | None:
-        largest = self._compare.largest_spread
-        if step_ms is None or step_ms.spread <= largest:
-            return None
-        return f"p90 / p10 is {step_ms.spread:.3f}, above {largest:g}"
 
 
 def _times_as_long(run: Run, reference: Run | None) -> float | None:
@@ -261,7 +238,8 @@ def comparison_notes(config: Config, wanted: Compare) -> dict[str, str]:
         "its stages for the delay ('holds queues'); delegated messages in flight overlap, and no "
         "queue waits for them ('overlaps')"
     )
-    rounds = f"{wanted.repeats} rounds of {wanted.steps} steps a condition, in turn"
+    blocks = f"in {wanted.num_blocks} blocks of each system in turn"
+    rounds = f"{wanted.repeats} rounds of {wanted.steps} steps a condition, {blocks}"
     left_out = f"{wanted.warmup_steps} steps before each are left out"
     noisy = f"noisy: p90 / p10 above {wanted.largest_spread:g}"
     healthy = f"{wanted.profiling_steps} healthy steps" if wanted.profiling_steps else "warm-up"

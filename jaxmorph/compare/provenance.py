@@ -64,6 +64,20 @@ def configuration_digest(config: Config) -> str:
     return sha256(text.encode()).hexdigest()
 
 
+def measured_differences(config: Config, other: Config) -> list[str]:
+    """The keys in which two configurations differ, of those that the digest is of."""
+    now, then = (
+        {
+            f"{section}.{key}": value
+            for section, values in each.model_dump(mode="json", exclude=_NOT_MEASURED).items()
+            for key, value in (values if isinstance(values, dict) else {"": values}).items()
+        }
+        for each in (config, other)
+    )
+    differ = (key.rstrip(".") for key in now | then if now.get(key) != then.get(key))
+    return sorted(differ)
+
+
 def _commit(root: Path) -> str:
     # A package's folder may lie in somebody else's repository, whose commit says nothing of it.
     if (root / ".git").exists():

@@ -1,4 +1,4 @@
-"""One rank of one system of a comparison, for all conditions: `python -m jaxmorph.compare.rank`."""
+"""One rank of one system of a comparison, for one block: `python -m jaxmorph.compare.rank`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -6,10 +6,10 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+from jaxmorph.compare.blocks import AllPlanned, ComparisonMessage
 from jaxmorph.compare.condition_links import link_conditions
 from jaxmorph.compare.condition_plans import ConditionPlanner
 from jaxmorph.compare.condition_steps import ConditionRunner
-from jaxmorph.compare.matrix_record import AllPlanned, ComparisonMessage
 from jaxmorph.compare.rounds import RoundPaths, Rounds
 from jaxmorph.compare.systems import SYSTEMS, System, system_config
 from jaxmorph.config import Config, load_config
@@ -22,6 +22,7 @@ from jaxmorph.plain_json import tagged
 from jaxmorph.records import Link, Route
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.join import join_run
+from jaxmorph.runtime.kept_programs import keep_compiled
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import timings_of
@@ -41,8 +42,14 @@ def serve(
     system: System,
     rendezvous: Rendezvous,
     send: Callable[[ComparisonMessage], None],
+    directory: Path,
+    block: int,
 ) -> None:
-    """Run one system under every condition, as one rank."""
+    """Run one block of one system under every condition, as one rank.
+
+    Args:
+        directory: The comparison's, where compiled programs are kept for the next blocks.
+    """
     rank, healthy = rendezvous.rank, system_config(config, system)
     parts = load_parts(healthy)
     if parts.shapes.shorter:
@@ -60,6 +67,7 @@ def serve(
     )
     links, num_tied = EmulatedLinks(), len(parts.model.tied)
     with (
+        keep_compiled(config, directory, rank, starts_again=True) as programs_ran,
         open_stage(healthy, rendezvous, parts.model, settings, links) as trainer,
         ReadAhead(read := step_reader(healthy, parts.batches, rank, trainer)) as inputs,
     ):
@@ -74,6 +82,7 @@ def serve(
         rendezvous.limit(config.timeouts.step_s)
         runner = ConditionRunner(rendezvous, trainer, links, inputs, healthy.optimizer.clip_norm)
         first = _profiled(first, runner, wanted.profiling_steps, rank)
+        programs_ran()
         message_bytes = settings.message_bytes(parts.model)
         planner = ConditionPlanner(
             healthy, system, rendezvous, first.planned_for, num_tied, message_bytes, room
@@ -90,7 +99,7 @@ def serve(
             healthy, wanted, system, rendezvous, trainer, runner, planner, paths, first, num_tied
         )
         # Each condition has one turn a round, so that a disturbance of the machine affects all.
-        for number, index in product(range(wanted.repeats), range(len(wanted.conditions))):
+        for number, index in product(wanted.rounds(block), range(len(wanted.conditions))):
             for message in rounds.run(number, index, made[index][0]):
                 send(message)
 
@@ -129,7 +138,7 @@ def with_measured(usual: UsualLinks, measured: Links, routes: Mapping[Link, Rout
 
 
 def _run_rank(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> None:
-    config_path, system = rest
+    config_path, system, block = rest
     config = load_config(Path(config_path))
     healthy = system_config(config, SYSTEMS[system])
     rendezvous = join_run(
@@ -146,6 +155,8 @@ def _run_rank(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> 
         SYSTEMS[system],
         rendezvous,
         lambda message: link.send(tagged(message)),
+        Path(config_path).parent,
+        int(block),
     )
 
 

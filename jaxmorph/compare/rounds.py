@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from jaxmorph.compare.blocks import ComparisonMessage, RoundPlanned
 from jaxmorph.compare.condition_links import DelayHistory, RoundLinks, round_links
 from jaxmorph.compare.condition_plans import ConditionPlanner, Replanner
 from jaxmorph.compare.condition_steps import ConditionRunner, MeasuredRound, summarize_steps
-from jaxmorph.compare.matrix_record import ComparisonMessage, RoundPlanned
 from jaxmorph.compare.systems import System
 from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Compare

@@ -81,8 +81,8 @@ class RestartPolicy(Section):
     compilation_cache: Annotated[
         bool | Annotated[str, Field(min_length=1)], Expected("true, false, or a folder")
     ] = True
-    """Where ranks keep compiled programs for a restart: true is `compilation_cache` in the run
-    directory, false keeps none."""
+    """Where ranks keep compiled programs for a restart, and for the next block of a comparison:
+    true is `compilation_cache` in the run directory, false keeps none."""
 
     def wait_s(self, attempt: int) -> float:
         """How long to wait before a restart.

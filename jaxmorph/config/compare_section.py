@@ -131,8 +131,13 @@ class Compare(Section):
     repeats: Count = 2
     """Rounds of each condition."""
 
+    blocks: Count = 2
+    """Into how many blocks the rounds are divided, at most one for each round. A block is one
+    launch of each system in turn, so that a disturbance of the machine affects all alike; each
+    begins from the same parameters. Finished blocks are kept when a comparison is ended."""
+
     profiling_steps: CountOrZero = 8
-    """Steps on healthy links at the start of each system, for the costs that it plans with."""
+    """Steps on healthy links at the start of each block, for the costs that it plans with."""
 
     largest_spread: Annotated[float, Field(gt=1), Expected("a number above 1")] = 1.15
     """A run whose 90th percentile of steps is more than this times its 10th is marked noisy, except
@@ -169,10 +174,21 @@ class Compare(Section):
         return tuple(system for system in self.systems if system in _RESTARTING)
 
     @property
+    def num_blocks(self) -> int:
+        """The number of blocks of each system; a whole run is a block of its own."""
+        return len(self.conditions) if self.has_whole_runs else min(self.blocks, self.repeats)
+
+    def rounds(self, block: int) -> range:
+        """The numbers, from 0, of the rounds of each condition in a block, which counts from 1."""
+        bounds = (number * self.repeats // self.num_blocks for number in (block - 1, block))
+        return range(*bounds)
+
+    @property
     def total_steps(self) -> int:
-        """Optimizer steps of one system, measured or not."""
-        rounds = self.repeats * len(self.conditions) * (self.warmup_steps + self.steps)
-        return self.profiling_steps + rounds
+        """Optimizer steps of one system in its longest block, measured or not."""
+        rounds = max(len(self.rounds(block + 1)) for block in range(self.num_blocks))
+        each = len(self.conditions) * (self.warmup_steps + self.steps)
+        return self.profiling_steps + rounds * each
 
 
 def compare_problems(compare: Compare, num_stages: int) -> Iterator[Problem]:

@@ -38,7 +38,7 @@ def judge(compare: Compare, runs: Runs) -> tuple[JudgedBar, ...]:
 
 
 def _ratio(bar: Bar, system: str, condition: str, healthy: str | None, runs: Runs) -> float | None:
-    """The value that a bar limits; None if a run is missing or failed."""
+    """The value that a bar limits; None if a run is missing, incomplete or failed."""
     own = runs.get((system, condition))
     value, base = _value(own, bar.value), None
     if value is None or own is None or bar.over is None:
@@ -55,8 +55,8 @@ def _ratio(bar: Bar, system: str, condition: str, healthy: str | None, runs: Run
 
 
 def _value(run: Run | None, name: str) -> float | None:
-    """One of a run's values, as `Bar.value` names them; None if it was not measured."""
-    if run is None or run.failed:
+    """One of a run's values, as `Bar.value` names them; None if not all of it is measured."""
+    if run is None or run.failed or run.blocks_to_come:
         return None
     match name:
         case "step":

@@ -120,10 +120,10 @@ def _error_bars(times: Sequence[StepTimes]) -> list[list[float]]:
 
 
 def _mark(axes: Axes, at: Sequence[float], row: Sequence[Run | None], colour: str) -> None:
-    """Mark noisy and failed runs."""
+    """Mark failed runs, and those whose times can't be trusted."""
     for x, run in zip(at, row, strict=True):
-        if run and run.noisy and run.step_ms:
-            _write(axes, x, run.step_ms.p90, "noisy")
+        if run and run.marks and run.step_ms:
+            _write(axes, x, run.step_ms.p90, run.marks)
         if run and run.failed:
             look: dict[str, Any] = {"color": colour, "markeredgewidth": 2, "clip_on": False}
             axes.plot([x], [0], marker="x", markersize=9, **look)
@@ -152,7 +152,7 @@ def _finish_steps(axes: Axes, matrix: Matrix) -> None:
 
 
 def _title(matrix: Matrix) -> str:
-    missing = sum(run is None for _, row in matrix.rows() for run in row)
+    missing = sum(run is None or run.blocks_to_come > 0 for _, row in matrix.rows() for run in row)
     count = len(matrix.systems) * len(matrix.conditions)
     still = f" ({missing} of {count} runs still to come)" if missing else ""
     return f"{matrix.name}: median step, p10 to p90{still}"

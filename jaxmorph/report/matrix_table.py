@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from jaxmorph.records import PHASES
-from jaxmorph.report.run_matrix import BAR_COLUMNS, Matrix, Run
+from jaxmorph.report.run_matrix import BAR_COLUMNS, BESIDE, BLOCK_COLUMNS, Matrix, Run
 from jaxmorph.report.text import describe_routes
 
 RUN_COLUMNS = (
@@ -45,6 +45,7 @@ def matrix_markdown(matrix: Matrix) -> str:
             if matrix.bars
             else []
         ),
+        *([_blocks(matrix)] if matrix.blocks else []),
         *_complaints(matrix),
         "\n".join(f"- {label}: {text}" for label, text in matrix.all_notes()) + "\n",
     ]
@@ -58,7 +59,13 @@ def short_cell(run: Run | None) -> str:
     if run.step_ms is None or run.failed:
         return _FAILED
     slowdown = f" {run.slowdown:.2f}x" if run.slowdown is not None else ""
-    return f"{run.step_ms.median:,.0f}{slowdown}{' noisy' if run.noisy else ''}"
+    return f"{run.step_ms.median:,.0f}{slowdown}{_marks(run)}"
+
+
+def _marks(run: Run) -> str:
+    """What keeps its times from being trusted, and whether more are still to come."""
+    marks = f" {run.marks}" if run.marks else ""
+    return f"{marks} {_NOT_YET}" if run.blocks_to_come else marks
 
 
 def run_cells(run: Run) -> list[str]:
@@ -125,6 +132,15 @@ def _more(run: Run, first: Run | None) -> str:
     return f"{run.total_s - first.total_s:+,.1f}"
 
 
+def _blocks(matrix: Matrix) -> str:
+    table = markdown_table(BLOCK_COLUMNS, (each.cells() for each in matrix.blocks))
+    return (
+        "Systems took turns block by block. *Load*: of the machine, averaged over a minute, also "
+        "at the end of each measured round. *Others' processor time*: the mean share of the "
+        f"processors that other processes kept busy.\n\n{table}"
+    )
+
+
 def _legend(matrix: Matrix) -> str:
     reference = f"; *{matrix.reference_source or 'reference'}*" if matrix.has_reference else ""
     is_slower = any(run.slowdown is not None for run in matrix.runs.values())
@@ -151,8 +167,9 @@ def _times_cell(run: Run | None) -> str:
     lines = [_FAILED] if run.failed else []
     if run.step_ms is not None:
         times = run.step_ms
-        noisy = " noisy" if run.noisy else ""
-        lines.append(f"**{times.median:,.1f}** ({times.p10:,.1f} to {times.p90:,.1f}){noisy}")
+        lines.append(f"**{times.median:,.1f}** ({times.p10:,.1f} to {times.p90:,.1f}){_marks(run)}")
+        if len(run.block_ms) > 1:
+            lines.append(f"blocks {', '.join(f'{median_ms:,.1f}' for median_ms in run.block_ms)}")
     if run.plan is not None:
         slowdown = f", {run.slowdown:.2f}x" if run.slowdown is not None else ""
         lines.append(f"predicted {run.plan.predicted_ms:,.1f}{slowdown}")
@@ -173,14 +190,18 @@ def _complaints(matrix: Matrix) -> Iterator[str]:
         f"Of {len(runs)} runs {counts['failed']} failed and {counts['noisy']} "
         f"{'is' if counts['noisy'] == 1 else 'are'} too noisy.\n"
     )
+    if disturbed := sum(run.disturbed is not None for run in runs):
+        yield f"{disturbed} of them {'was' if disturbed == 1 else 'were'} measured {BESIDE}.\n"
     if matrix.loss_difference is not None:
         yield (
             "Systems trained on the same data; under one condition their losses differ by at most "
             f"{matrix.loss_difference:.1g} of the loss.\n"
         )
     for run in runs:
-        for reason in filter(None, (run.failed, run.noisy)):
+        for reason in filter(None, (run.failed, run.noisy, run.disturbed)):
             yield f"- {run.system}, {run.condition}: {' '.join(reason.split())}\n"
+        if run.blocks_to_come:
+            yield f"- {run.system}, {run.condition}: blocks still to come: {run.blocks_to_come}\n"
         if run.events:
             counts = ", ".join(f"{count} x {kind}" for kind, count in sorted(run.events.items()))
             yield f"- {run.system}, {run.condition}: {counts}\n"

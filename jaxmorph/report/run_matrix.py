@@ -38,7 +38,8 @@ class PlannedRun:
     """The plan of a system under a condition.
 
     Attributes:
-        predicted_ms: The step, simulated with measured op costs and the condition's delays.
+        predicted_ms: The step, simulated with measured op costs and the condition's delays; of
+            several blocks the median.
         lower_bound_ms: No schedule is faster with the same costs and delays.
         warmup_forwards: Of each stage.
         regime: What delays of links do: ``holds queues`` or ``overlaps``.
@@ -50,6 +51,59 @@ class PlannedRun:
     warmup_forwards: tuple[int, ...]
     routes: Mapping[str, str]
     regime: str
+
+
+BESIDE = "beside other work"
+LARGEST_SHARE = 0.05
+"""A block is disturbed in which other processes kept a larger share of the processors busy.
+
+Measured: on an idle machine of two processors others use 0.001 to 0.013 of them, and the share is
+within 0.006 of the sum over all processes.
+"""
+
+
+@dataclass(frozen=True)
+class BlockLoad:
+    """What else the machine did while a block of a comparison was measured.
+
+    Attributes:
+        block: Its number, from 1.
+        date: When it began.
+        load_before: The load averages of 1, 5 and 15 minutes; as `load_after`.
+        load_during: That of one minute at the end of each measured round.
+        others_share: The mean share of the processors that other processes kept busy; None: not
+            known.
+    """
+
+    system: str
+    block: int
+    date: str
+    load_before: tuple[float, ...]
+    load_during: tuple[float, ...]
+    load_after: tuple[float, ...]
+    others_share: float | None
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether it was measured beside other work."""
+        return self.others_share is not None and self.others_share > LARGEST_SHARE
+
+    def cells(self) -> list[str]:
+        """A cell for each of `BLOCK_COLUMNS`."""
+        loads = (self.load_before[:1], self.load_during, self.load_after[:1])
+        share = "-" if self.others_share is None else f"{self.others_share:.1%}"
+        return [
+            self.system,
+            str(self.block),
+            self.date,
+            *(" ".join(f"{load:.1f}" for load in each) or "-" for each in loads),
+            share + f", {BESIDE}" * self.is_disturbed,
+        ]
+
+
+BLOCK_COLUMNS = (
+    "system", "block", "date", "load before", "during", "after", "others' processor time",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,10 +120,14 @@ class Run:
             the queue that its next, ready op needed.
         dependency_bubble_rate: For each stage, the median share in which it waited for data.
         other_idle_rate: For each stage, the median share of other idle time: dispatch, copies.
-        loss: Of the last measured step.
+        loss: Of the last measured step of the first block; each block begins from the same
+            parameters.
         reference_ms: A published measurement to compare with, such as the paper's.
         failed: Why the run is not complete, if it isn't.
         noisy: Why its times can't be trusted, if they can't.
+        disturbed: Which blocks were measured beside other work, if any were.
+        blocks_to_come: The number of blocks that are still to be measured.
+        block_ms: The median step of each block.
         events: The number of events in the measured steps, by kind.
         total_s: From the start of the first step to the end of the last, failures included.
         peak_on_device: For each stage, the most microbatches whose stash its device held at once.
@@ -93,6 +151,9 @@ class Run:
     reference_ms: float | None = None
     failed: str | None = None
     noisy: str | None = None
+    disturbed: str | None = None
+    blocks_to_come: int = 0
+    block_ms: tuple[float, ...] = ()
     events: Mapping[str, int] = field(default_factory=dict)
     total_s: float | None = None
     peak_on_device: tuple[int, ...] = ()
@@ -100,6 +161,12 @@ class Run:
     recoveries: tuple[Mapping[str, Any], ...] = ()
     held_up_s: float | None = None
     load: tuple[float, ...] = ()
+
+    @property
+    def marks(self) -> str:
+        """What keeps its times from being trusted, in few words; "" if nothing does."""
+        marks = {"noisy": self.noisy, BESIDE: self.disturbed}
+        return ", ".join(mark for mark, reason in marks.items() if reason)
 
     def to_json(self) -> dict[str, Any]:
         """The run as a JSON object, with the plan's fields among its own."""
@@ -248,7 +315,8 @@ class Matrix:
         notes: What a reader must know, by label, such as the regime.
         informed: The systems that are given the delays of links; None: not recorded.
         bars: What runs were to hold.
-        provenance: None in results of earlier versions.
+        blocks: What else the machine did in each block, in their order; empty in results of
+            earlier versions, as `provenance` is None.
     """
 
     name: str
@@ -262,6 +330,7 @@ class Matrix:
     informed: tuple[str, ...] | None = None
     bars: tuple[JudgedBar, ...] = ()
     provenance: Provenance | None = None
+    blocks: tuple[BlockLoad, ...] = ()
 
     def label(self, system: str) -> str:
         """A system's name, which says if it is informed."""
@@ -314,6 +383,7 @@ class Matrix:
             "notes": dict(self.notes),
             "informed": self.informed,
             "bars": [asdict(bar) | {"verdict": bar.verdict} for bar in self.bars],
+            "blocks": [asdict(each) for each in self.blocks],
             "runs": [run.to_json() for _, row in self.rows() for run in row if run is not None],
         }
 
@@ -340,6 +410,10 @@ class Matrix:
                 JudgedBar(**{name: bar[name] for name in known}) for bar in data.get("bars", ())
             ),
             provenance=provenance and Provenance.from_json(provenance),
+            blocks=tuple(
+                BlockLoad(**{name: _fixed(value) for name, value in each.items()})
+                for each in data.get("blocks", ())
+            ),
         )
 
 

@@ -148,14 +148,19 @@ def _processor() -> str:
 
 
 @contextmanager
-def keep_compiled(config: "Config", directory: Path, rank: int) -> Iterator[Callable[[], None]]:
+def keep_compiled(
+    config: "Config", directory: Path, rank: int, *, starts_again: bool = False
+) -> Iterator[Callable[[], None]]:
     """Make this process keep its stage's programs from now on, if its run may restart.
+
+    Args:
+        starts_again: Whether its ranks are started again in any case.
 
     Yields:
         A function to call once a step is done: the programs that were read have proved to run.
     """
     wanted = config.restart_policy.compilation_cache
-    if not config.may_restart or wanted is False:
+    if wanted is False or not (config.may_restart or starts_again):
         yield lambda: None
         return
     folder = (directory / FOLDER if wanted is True else Path(wanted)).absolute()

@@ -3,6 +3,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import jaxmorph
 
 VERSION = [sys.executable, "-m", "jaxmorph", "--version"]
@@ -16,6 +18,22 @@ def test_without_arguments_the_commands_are_listed(run):
     code, out, _ = run()
     assert code == 0
     assert all(command in out for command in ("plan", "validate", "train", "model", "init"))
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], "compare: got no configuration, expected a YAML file, or --resume RUN_DIR"),
+        (["--resume", "auto"], "compare: got no configuration, expected a YAML file, or --resume"),
+        (["--resume", "none"], "--resume: got none, expected a comparison's directory, with a con"),
+        (["a.yaml", "--redo-disturbed"], "--redo-disturbed: got no comparison, expected --resume"),
+    ],
+)
+def test_a_comparison_that_is_not_there_is_one_line(run, words, line):
+    code, _, error = run("compare", *words)
+    assert code == 2
+    assert error.startswith(f"error: {line}")
+    assert error.count("\n") == 1
 
 
 def test_a_full_disk_is_one_line():

@@ -2,23 +2,23 @@ import json
 from importlib import import_module
 from math import nan
 
-import numpy as np
 import pytest
+from example_round import PLAN, steps
 
+from jaxmorph.compare.blocks import Block, parse_comparison_message
 from jaxmorph.compare.comparison import _Results
 from jaxmorph.compare.matrix_record import (
-    MatrixRecord,
+    comparison_matrix,
     comparison_notes,
     one_slow_link,
-    parse_comparison_message,
+    typical_step,
 )
 from jaxmorph.compare.provenance import provenance
 from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.plain_json import ParseError
 from jaxmorph.report.matrix_table import matrix_markdown
-from jaxmorph.schedule.ops import Op
-from jaxmorph.schedule.timeline import Timeline
+from jaxmorph.report.run_matrix import Matrix
 
 CONDITIONS = [
     {"name": "healthy"},
@@ -30,14 +30,11 @@ COMPARE = Compare.model_validate(
         "conditions": CONDITIONS,
         "steps": 3,
         "repeats": 2,
+        "blocks": 1,
         "largest_spread": 1.2,
         "reference": {"zb": [390.0, None]},
     }
 )
-PLAN = {
-    "predicted_ms": 390.0, "lower_bound_ms": 380.0, "schedule": "zb-h2", "warmup_forwards": [3, 1],
-    "routes": {"0-1": "direct"}, "regime": "holds queues",
-}  # fmt: skip
 TRACED = Compare.model_validate(
     {
         "systems": ["zb"],
@@ -49,37 +46,28 @@ TRACED = Compare.model_validate(
 FEW = Compare.model_validate({"systems": ["zb"], "conditions": [{"name": "healthy"}]})
 
 
-def steps(condition: int, *step_ms: float) -> dict:
-    """Rank 0's message about a round of two stages; the second is blocked for a tenth of it."""
-    count = len(step_ms)
-    end = np.array([max(step_ms)])
-    timeline = Timeline(((Op.parse("F0"),),), (np.array([0.0]),), (end,))
-    return {
-        "kind": "RoundMeasured", "condition": condition, "step_ms": list(step_ms),
-        "loss": [5.0 - at for at in range(count)], "bubble_rate": [0.25] * count,
-        "blocking": [[0.0, 0.1]] * count, "dependency": [[0.2, 0.1]] * count,
-        "other": [[0.01, 0.02]] * count, "events": {"lane_down": 1},
-        "peak_on_device": [[3, 1]] * (count - 1) + [[2, 2]],
-        "timeline": timeline.to_json(), "timeline_ms": sorted(step_ms)[count // 2],
-    }  # fmt: skip
+def block(*rounds, number=1, system="zb", predicted_ms=390.0, **values) -> Block:
+    """A block with some rounds and, if there are any, the plans for them."""
+    plans = {
+        "kind": "AllPlanned",
+        "plans": [PLAN | {"predicted_ms": ms} for ms in (predicted_ms, 1110.0)],
+    }
+    made = Block("made up", system, number, provenance("jaxmorph compare few.yaml"), **values)
+    for message in (plans, *rounds) if rounds else ():
+        made = made.with_message(parse_comparison_message(message), 1.5)
+    return made
 
 
-def record(*rounds, compare=COMPARE) -> MatrixRecord:
-    """The record of rounds of `zb`, with the plans for them."""
-    results = MatrixRecord(compare, "made up")
-    plans = {"kind": "AllPlanned", "plans": [PLAN, PLAN | {"predicted_ms": 1110.0}]}
-    for message in (plans, *rounds):
-        results.take("zb", parse_comparison_message(message), 1.5)
-    return results
+def matrix_of(*rounds, compare=COMPARE, notes=None, **values) -> Matrix:
+    """The results of one block of `zb`."""
+    return comparison_matrix(compare, "made up", [block(*rounds, **values)], notes or {})
 
 
 def test_rounds_of_a_condition_are_one_run():
-    results = record(
+    matrix = matrix_of(
         steps(0, 400, 402, 404), steps(1, 800, 804, 808), steps(0, 396, 398, 400),
-        steps(1, 802, 806, 810),
+        steps(1, 802, 806, 810), notes={"load": "none"},
     )  # fmt: skip
-    results.finish("zb")
-    matrix = results.matrix({"load": "none"})
     run = matrix.runs["zb", "slow"]
     assert run.step_ms is not None
     assert (run.step_ms.median, run.step_ms.n) == (805.0, 6)
@@ -101,15 +89,15 @@ def test_rounds_of_a_condition_are_one_run():
 def test_without_a_healthy_condition_there_is_no_slowdown():
     conditions = [CONDITIONS[1], {"name": "healthy", "trace": {"regime": "A"}}]
     compare = COMPARE.model_copy(update=dict(Compare.model_validate({"conditions": conditions})))
-    results = record(*(steps(at, 400, 402, 404) for at in (0, 1)), compare=compare)
-    assert [run.slowdown for run in results.matrix({}).runs.values()] == [None, None]
+    matrix = matrix_of(*(steps(at, 400, 402, 404) for at in (0, 1)), compare=compare)
+    assert [run.slowdown for run in matrix.runs.values()] == [None, None]
 
 
 def test_a_comparison_says_who_is_informed_and_which_bars_are_met():
     settings = {"systems": ["zb", "adaptive-direct"], "conditions": CONDITIONS}
     bar = {"systems": ["zb"], "over": "healthy", "at_most": 1.5}
-    compare = Compare.model_validate(settings | {"bars": [bar]})
-    matrix = record(steps(0, 400), steps(1, 800), compare=compare).matrix({})
+    compare = Compare.model_validate(settings | {"bars": [bar], "blocks": 1})
+    matrix = matrix_of(steps(0, 400), steps(1, 800), compare=compare)
     assert matrix.informed == ("adaptive-direct",)
     assert [(bar.measured, bar.verdict) for bar in matrix.bars] == [(1.0, "met"), (2.0, "missed")]
     page = matrix_markdown(matrix)
@@ -119,15 +107,14 @@ def test_a_comparison_says_who_is_informed_and_which_bars_are_met():
 
 
 def test_a_diverged_loss_is_a_failed_run():
-    results = record(steps(0, 400, 402, 404), steps(0, 396, 398, 400) | {"loss": [5.0, nan, nan]})
-    results.finish("zb")
-    matrix = results.matrix({})
+    diverged = steps(0, 396, 398, 400) | {"loss": [5.0, nan, nan]}
+    matrix = matrix_of(steps(0, 400, 402, 404), diverged)
     assert matrix.runs["zb", "healthy"].failed == "the loss is not finite in 2 of 6 steps"
     assert matrix.loss_difference is None
 
 
 def test_results_have_the_contracts_fields():
-    (run,) = record(steps(0, 400, 402, 404)).matrix({}).to_json()["runs"]
+    (run,) = matrix_of(steps(0, 400, 402, 404)).to_json()["runs"]
     assert run["step_ms"] == {"median": 402.0, "p10": 400.4, "p90": 403.6, "n": 3}
     assert {"system", "condition", "predicted_ms", "bubble_rate", "slowdown", "loss"} <= set(run)
     assert (run["regime"], run["failed"], run["noisy"]) == ("holds queues", None, None)
@@ -135,26 +122,65 @@ def test_results_have_the_contracts_fields():
 
 def test_a_failed_system_keeps_its_finished_rounds():
     healthy = steps(0, 400, 402, 404)
-    results = record(healthy, steps(1, 800, 801, 802), healthy)
-    results.finish("zb", "rank 1 failed: ended by SIGKILL")
-    results.finish("1f1b", "rank 0 failed: no memory")
-    runs = results.matrix({}).runs
+    blocks = [
+        block(healthy, steps(1, 800, 801, 802), healthy, failure="rank 1 failed: ended by SIGKILL"),
+        block(system="1f1b", failure="rank 0 failed: no memory"),
+    ]
+    runs = comparison_matrix(COMPARE, "made up", blocks, {}).runs
     assert runs["zb", "healthy"].failed is None
     assert runs["zb", "slow"].failed == ("3 of 6 steps measured: rank 1 failed: ended by SIGKILL")
     assert runs["1f1b", "slow"].step_ms is None
     assert runs["1f1b", "slow"].failed == "0 of 6 steps measured: rank 0 failed: no memory"
-    assert set(results.failures) == {"zb", "1f1b"}
+
+
+def test_blocks_of_a_system_are_one_run():
+    compare = COMPARE.model_copy(update={"blocks": 2})
+    first = block(steps(0, 400, 402, 404), steps(1, 800, 804, 808), others_share=0.01)
+    second = block(
+        steps(0, 410, 412, 414), steps(1, 802, 806, 810) | {"loss": [2.0, 2.0, 2.0]},
+        number=2, predicted_ms=400.0, others_share=0.25,
+    )  # fmt: skip
+    half = comparison_matrix(compare, "made up", [first], {})
+    assert [run.blocks_to_come for run in half.runs.values()] == [1, 1]
+    assert "| zb | **402.0** (400.4 to 403.6) …<br>" in matrix_markdown(half)
+    assert "- zb, slow: blocks still to come: 1\n" in matrix_markdown(half)
+    matrix = comparison_matrix(compare, "made up", [second, first], {})
+    run = matrix.runs["zb", "healthy"]
+    assert run.step_ms is not None
+    assert run.plan is not None
+    assert (run.step_ms.n, run.step_ms.median, run.block_ms) == (6, 407.0, (402.0, 412.0))
+    assert (run.plan.predicted_ms, run.blocks_to_come) == (395.0, 0)
+    assert matrix.runs["zb", "slow"].loss == 3.0  # each block begins from the same parameters
+    assert run.disturbed == (
+        "block 2 beside other work, for which 25% of the processors' time was used"
+    )
+    page = matrix_markdown(matrix)
+    assert "**407.0** (401.0 to 413.0) beside other work<br>blocks 402.0, 412.0<br>" in page
+    assert "| zb | 2 | " in page
+    assert Matrix.from_json(json.loads(json.dumps(matrix.to_json()))).blocks == matrix.blocks
+
+
+def test_half_of_a_run_meets_no_bar():
+    bar = {"systems": ["zb"], "at_most": 500}
+    settings = {"systems": ["zb"], "conditions": CONDITIONS[:1], "steps": 1, "bars": [bar]}
+    compare = Compare.model_validate(settings)
+    blocks = [block(steps(0, 400), number=number) for number in (1, 2)]
+    verdicts = [
+        [each.verdict for each in comparison_matrix(compare, "made up", some, {}).bars]
+        for some in ([], blocks[:1], blocks)
+    ]
+    assert verdicts == [["not measured"], ["not measured"], ["met"]]
 
 
 def test_widely_spread_times_are_noisy():
-    results = record(steps(0, 400, 400, 480), steps(0, 400, 500, 500))
-    assert results.matrix({}).runs["zb", "healthy"].noisy == "p90 / p10 is 1.250, above 1.2"
+    matrix = matrix_of(steps(0, 400, 400, 480), steps(0, 400, 500, 500))
+    assert matrix.runs["zb", "healthy"].noisy == "p90 / p10 is 1.250, above 1.2"
 
 
 def test_the_typical_step_is_nearest_to_the_median():
-    assert record().typical_step("zb", "healthy") is None
-    results = record(steps(0, 500, 510, 520), steps(0, 400, 401, 402), steps(0, 400, 403, 404))
-    kept = results.typical_step("zb", "healthy")
+    assert typical_step([block()], 0) is None
+    measured = block(steps(0, 500, 510, 520), steps(0, 400, 401, 402), steps(0, 400, 403, 404))
+    kept = typical_step([measured], 0)
     assert kept is not None
     step_ms, timeline = kept
     assert (step_ms, timeline.makespan_ms) == (403.0, 404.0)
@@ -163,7 +189,7 @@ def test_the_typical_step_is_nearest_to_the_median():
 def test_a_traced_condition_keeps_its_last_prediction():
     planned = {"kind": "RoundPlanned", "condition": 1, "plan": PLAN | {"predicted_ms": 900.0}}
     of_both = [steps(condition, 400, 800, 1200) for condition in (0, 1)]
-    runs = record(planned, *of_both, compare=TRACED).matrix({}).runs
+    runs = matrix_of(planned, *of_both, compare=TRACED).runs
     predicted_ms = [getattr(runs["zb", name].plan, "predicted_ms", 0) for name in ("healthy", "A")]
     assert predicted_ms == [390.0, 900.0]
     assert runs["zb", "healthy"].noisy is not None
@@ -266,11 +292,11 @@ def test_a_file_that_fails_is_one_line(tmp_path, monkeypatch, broken, name):
     import_module("jaxmorph.report.page.comparison_page")  # the page's figure is the whole one
     if broken:
         monkeypatch.setattr(f"jaxmorph.{broken}", fail)
-    results = _Results("few", FEW, tmp_path, {}, provenance("jaxmorph compare few.yaml"))
-    results.record.finish("zb", "rank 0 failed: no memory")
+    results = _Results("few", Config(), FEW, tmp_path)
+    results.keep(block(failure="rank 0 failed: no memory"))
     complaints = [f"could not write {name}: ValueError: no such shape"] if broken else []
     assert results.write() == complaints
     (run,) = json.loads((tmp_path / "results.json").read_text())["runs"]
     assert run["failed"].endswith("rank 0 failed: no memory")
-    written = {"results.json", "table.md", "timelines.json", "figure.png", "report.html"}
+    written = {"blocks", "results.json", "table.md", "timelines.json", "figure.png", "report.html"}
     assert {path.name for path in tmp_path.iterdir()} == written - {name}

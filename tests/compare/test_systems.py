@@ -32,7 +32,7 @@ def test_a_system_sets_schedule_and_routes(system):
     assert own.schedule.name == system.schedule
     assert (own.routes.default, own.routes.by_link) == (system.route, {})
     assert (own.emulation.links, own.schedule.link_ms) == ((), None)
-    assert own.run.steps == 14  # of the comparison, and the warm-up of the rate fits into it
+    assert own.run.steps == 11  # of a block, and the warm-up of the rate fits into it
     assert own.optimizer.warmup_steps == 5
     made = plan_step(own, unmeasured_profile(own))
     assert made.schedule.num_chunks == (2 if system.name == "interleaved" else 1)
@@ -100,5 +100,5 @@ def test_all_systems_give_a_path_up_after_the_same_time(timeouts):
 
 
 def test_a_comparison_says_how_long_it_may_take():
-    assert _place(0, 4, 0.0) == "1 of 4 systems"
-    assert _place(2, 4, 300.0) == "3 of 4 systems, about 5:00 left"
+    assert _place(1, 2, 4, []) == "block 1 of 2; 4 left"
+    assert _place(2, 2, 2, [200.0, 100.0]) == "block 2 of 2; 2 left, about 5:00"

@@ -10,7 +10,9 @@ import pytest
 from example_step import STEP
 
 from jaxmorph.compare import comparison, whole_runs
-from jaxmorph.compare.matrix_record import MatrixRecord
+from jaxmorph.compare.blocks import Block
+from jaxmorph.compare.matrix_record import comparison_matrix
+from jaxmorph.compare.provenance import provenance
 from jaxmorph.compare.systems import SYSTEMS
 from jaxmorph.compare.whole_runs import Progress, read_whole, run_whole, whole_config
 from jaxmorph.config import check_config, dump_config, load_config
@@ -88,13 +90,16 @@ def written(path, num_steps, recoveries=(), held_up_s=()):
 @pytest.fixture
 def matrix(tmp_path):
     """A system that was restarted, one that failed, and one still to come."""
-    record = MatrixRecord(COMPARE, "few")
+    blocks: list[Block] = []
     for system, totals_s in (("restart", (10.0, 32.5)), ("restart-cold", (11.0, None))):
-        for name, total_s in zip(("healthy", "cut"), totals_s, strict=True):
+        for number, total_s in enumerate(totals_s, start=1):
+            name = COMPARE.conditions[number - 1].name
             path = written(tmp_path / f"{system}-{name}", 20, [RECOVERY] if name == "cut" else [])
             failure = None if total_s else "rank 2 failed: in vain"
-            record.put(read_whole(system, name, path, total_s, failure))
-    return record.matrix({"load": "2.0"})
+            run = read_whole(system, name, path, total_s, failure)
+            source = provenance("jaxmorph compare few.yaml")
+            blocks.append(Block("few", system, number, source, run=run))
+    return comparison_matrix(COMPARE, "few", blocks, {"load": "2.0"})
 
 
 def test_a_whole_run_is_compared_with_its_healthy_one(matrix):
@@ -250,7 +255,7 @@ def test_a_stopped_comparison_writes_its_results(runs, tmp_path, monkeypatch):
     with pytest.raises(RunStoppedError) as raised:
         comparison.start_comparison(tmp_path / "few.yaml", [f"run.dir={tmp_path / 'out'}"])
     assert str(raised.value) == (
-        "restart-cold, healthy: asked to end after 8 of 20 steps, saved; the comparison has ended "
+        "adaptive, healthy: asked to end after 8 of 20 steps, saved; the comparison has ended "
         "with it, and its results so far are written"
     )
     results = json.loads((tmp_path / "out" / "results.json").read_text())
@@ -259,6 +264,27 @@ def test_a_stopped_comparison_writes_its_results(runs, tmp_path, monkeypatch):
     assert [len(each["load"]) for each in found] == [1, 1, 1]
     assert [(each["system"], each["condition"], each["failed"]) for each in found] == [
         ("restart", "healthy", None),
-        ("restart", "cut", None),
-        ("restart-cold", "healthy", "8 steps done: asked to end"),
+        ("restart-cold", "healthy", None),
+        ("adaptive", "healthy", "8 steps done: asked to end"),
     ]
+
+
+def test_a_resumed_comparison_makes_the_runs_that_were_not_finished(runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(comparison, "check_run", lambda config: None)
+    (tmp_path / "few.yaml").write_text(dump_config(CONFIG))
+    runs.ends = [None, RunFailedError("rank 1 failed"), KeyboardInterrupt()]
+    given = ["auto", tmp_path / "few.yaml", [f"run.dir={tmp_path / 'out'}"]]
+    with pytest.raises(KeyboardInterrupt):
+        comparison.resume_comparison(*given)
+    assert len(runs.caches) == 3
+    assert comparison.resume_comparison(*given) == 1  # a run that failed by itself is a result
+    assert len(runs.caches) == 3 + 4
+    found = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
+    failed = {(run["system"], run["condition"]): run["failed"] for run in found}
+    assert len(failed) == 6
+    assert {key: why for key, why in failed.items() if why} == {
+        ("restart-cold", "healthy"): "8 steps done: rank 1 failed"
+    }
+    folders = {path.name for path in (tmp_path / "out" / "runs").iterdir()}
+    assert {"adaptive-1", "adaptive-1-again-1"} <= folders
+    assert len(folders) == 7

@@ -44,20 +44,20 @@ _NOISY = Run(
     noisy="p90 / p10 is 1.556, above 1.15",
 )  # fmt: skip
 _FAILED = Run(
-    system="adaptive", condition="healthy", reference_ms=400.0,
+    system="adaptive-direct", condition="healthy", reference_ms=400.0,
     failed="0 of 20 steps measured: rank 1 failed: ended by SIGKILL\nits log: | here",
 )  # fmt: skip
 _MATRIX = Matrix(
     name="made up",
-    systems=("zb", "adaptive"),
+    systems=("zb", "adaptive-direct"),
     conditions=("healthy", "slow"),
     runs={(run.system, run.condition): run for run in (_SOUND, _NOISY, _FAILED)},
     reference_source="the paper",
     notes={"regime": "paced"},
-    informed=("adaptive",),
+    informed=("adaptive-direct",),
     bars=(
         JudgedBar("zb", "slow", "step", "prediction", None, 1.03, 1150 / 1110),
-        JudgedBar("adaptive", "slow", "step", "zb", None, 1.0, None),
+        JudgedBar("adaptive-direct", "slow", "step", "zb", None, 1.0, None),
     ),
     provenance=Provenance(
         command="jaxmorph compare x.yaml",

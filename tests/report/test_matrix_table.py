@@ -15,7 +15,7 @@ def test_markdown_shows_steps_and_idle_causes(made_up):
         "| --- | --- | --- |",
         "| zb | **402.2** (399.0 to 405.0)<br>predicted 390.0, 1.00x<br>*368* "
         "| **1,150.0** (900.0 to 1,400.0) noisy<br>predicted 1,110.0, 2.86x<br>*703* |",
-        "| adaptive (informed) | FAILED<br>*400* | … |",
+        "| adaptive-direct (informed) | FAILED<br>*400* | … |",
     ]
     assert rows(matrix_markdown(made_up))[6] == (
         "| zb | healthy | zb-h2 | 3 1 | direct | holds queues | 390.0 | 3 1 | 8.0% | 6.0% | 2.0% "
@@ -37,16 +37,16 @@ def test_bars_and_provenance_are_shown(made_up):
     page = matrix_markdown(made_up)
     assert rows(page)[-2:] == [
         "| slow | zb over its prediction | 1.036 | at most 1.03 | missed |",
-        "| slow | adaptive over zb | - | at most 1 | not measured |",
+        "| slow | adaptive-direct over zb | - | at most 1 | not measured |",
     ]
     assert "- command: `jaxmorph compare x.yaml`\n- configuration: sha256 5f5f" in page
     assert "- load before: 0.10 0.20 0.30 (averages of 1, 5, 15 minutes)\n" in page
-    assert "in advance: adaptive; no other system is." in page
+    assert "in advance: adaptive-direct; no other system is." in page
 
 
 def test_results_of_earlier_versions_are_shown(made_up):
     page = matrix_markdown(replace(made_up, informed=None, bars=(), provenance=None))
-    assert rows(page)[3].startswith("| adaptive | FAILED")
+    assert rows(page)[3].startswith("| adaptive-direct | FAILED")
     assert "nformed" not in page
     assert page.endswith("\n- regime: paced\n")
 
@@ -66,10 +66,10 @@ def test_a_failed_run_shows_its_measurements(made_up):
 def test_losses_of_systems_are_compared(made_up):
     assert made_up.loss_difference is None
     assert "their losses differ" not in matrix_markdown(made_up)
-    other = replace(made_up.runs["zb", "healthy"], system="adaptive", loss=4.0)
-    both = replace(made_up, runs={**made_up.runs, ("adaptive", "healthy"): other})
+    other = replace(made_up.runs["zb", "healthy"], system="adaptive-direct", loss=4.0)
+    both = replace(made_up, runs={**made_up.runs, ("adaptive-direct", "healthy"): other})
     assert both.loss_difference == pytest.approx(0.25 / 4.25)
     assert "their losses differ by at most 0.06 of the loss" in matrix_markdown(both)
     failed = replace(other, failed="1 of 20 steps measured: no memory")
-    runs = {**made_up.runs, ("adaptive", "healthy"): failed}
+    runs = {**made_up.runs, ("adaptive-direct", "healthy"): failed}
     assert replace(made_up, runs=runs).loss_difference is None

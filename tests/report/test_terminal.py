@@ -287,7 +287,7 @@ def test_a_comparison_has_a_cell_for_each_run(made_up):
     lines = [" ".join(line.split()) for line in drawn(matrix_view(made_up, "busy")).splitlines()]
     assert "step ms healthy slow" in lines
     assert "zb 402 1.00x 1,150 2.86x noisy" in lines
-    assert "adaptive (informed) FAILED …" in lines
+    assert "adaptive-direct (informed) FAILED …" in lines
     assert "busy" in lines
 
 

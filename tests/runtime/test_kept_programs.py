@@ -203,6 +203,14 @@ def test_a_run_without_restarts_keeps_nothing(keepers, tmp_path, sections):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("wanted", "count"), [(True, 1), (False, 0)])
+def test_ranks_that_start_again_in_any_case_keep_programs(keepers, tmp_path, wanted, count):
+    sections = {"max_restarts": 0, "compilation_cache": wanted}
+    config = check_config({"restart_policy": sections})
+    with keep_compiled(config, tmp_path, 0, starts_again=True):
+        assert len(keepers) == count
+
+
 def test_after_a_killed_start_nothing_kept_is_used(keepers, tmp_path, caplog, counter):
     config, endings, started = check_config(SAVES), [], []
     for how in ("first step", "an error", "a signal", "after a signal"):

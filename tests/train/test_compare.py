@@ -55,9 +55,23 @@ def read_runs(out):
 
 @pytest.fixture(scope="module")
 def two_systems(tmp_path_factory):
-    done, out = compare(tmp_path_factory.mktemp("two"))
+    """A comparison of one system in one block, resumed with another system."""
+    settings = ("compare.blocks=1", "compare.systems=[zb]")
+    first, out = compare(tmp_path_factory.mktemp("two"), *settings)
+    assert first.returncode == 0, first.stderr
+    kept = (out / "blocks" / "zb-1.json").read_bytes()
+    done = jaxmorph("compare", "--resume", out, "compare.systems=[zb, zb-delegated]")
     assert done.returncode == 0, done.stderr
+    assert (out / "blocks" / "zb-1.json").read_bytes() == kept
     return done, out
+
+
+def test_a_resumed_comparison_measures_what_is_missing(two_systems):
+    done, out = two_systems
+    assert "1 of 2 blocks are to be measured" in done.stdout
+    blocks = json.loads((out / "results.json").read_text())["blocks"]
+    assert [each["system"] for each in blocks] == ["zb", "zb-delegated"]
+    assert all(len(each["load_during"]) == 4 for each in blocks)  # two rounds of each condition
 
 
 def test_every_run_is_in_the_results(two_systems):
@@ -144,6 +158,10 @@ def start_comparison(folder):
     return run, watchdog, [int(word) for word in children.split()]
 
 
+def _measured(block):
+    return [each for each in block["messages"] if each["kind"] == "RoundMeasured"]
+
+
 @pytest.mark.long
 def test_a_failed_system_does_not_stop_the_others(tmp_path):
     run, watchdog, ranks = start_comparison(tmp_path)
@@ -155,6 +173,14 @@ def test_a_failed_system_does_not_stop_the_others(tmp_path):
     runs = read_runs(tmp_path / "out")
     slow, healthy = (runs["adaptive-informed", name] for name in ("slow", "healthy"))
     assert (slow["failed"], slow["step_ms"]["n"]) == (None, 6)
+    assert len(slow["block_ms"]) == 2
+    blocks = [
+        json.loads((tmp_path / "out" / "blocks" / f"adaptive-informed-{number}.json").read_text())
+        for number in (1, 2)
+    ]
+    # Both begin from the same parameters and see the same data.
+    assert len({str([each["loss"] for each in _measured(block)]) for block in blocks}) == 1
+    assert [*(tmp_path / "out" / "compilation_cache" / "rank_1").glob("*.program")]
     # It planned without the trace at first, and with its past before every later step.
     assert slow["routes"] == {"0-1": "delegated"}
     assert slow["predicted_ms"] > healthy["predicted_ms"]

@@ -14,7 +14,7 @@ from jaxmorph.report.matrix_table import (
 from jaxmorph.report.page.files import ComparisonFiles
 from jaxmorph.report.page.html import UNKNOWN, inline_svg, milliseconds, render
 from jaxmorph.report.page.timelines import MEANINGS, SHARES, show_steps
-from jaxmorph.report.run_matrix import BAR_COLUMNS, Matrix, Run
+from jaxmorph.report.run_matrix import BAR_COLUMNS, BESIDE, BLOCK_COLUMNS, Matrix, Run
 
 MOST_CONDITIONS = 12
 """The timelines of more conditions are left out, to keep the page small."""
@@ -54,6 +54,8 @@ def comparison_page(files: ComparisonFiles) -> str:
         informed=informed_sentence(matrix),
         bar_heads=BAR_COLUMNS,
         bar_rows=[bar.cells() for bar in matrix.bars],
+        block_heads=BLOCK_COLUMNS,
+        block_rows=[each.cells() for each in matrix.blocks],
         notes=matrix.all_notes(),
     )
 
@@ -82,7 +84,8 @@ def _took(run: Run) -> str:
 
 def _complaints(matrix: Matrix) -> Iterator[str]:
     for run in matrix.runs.values():
-        for what, reason in (("failed", run.failed), ("noisy", run.noisy)):
+        complaints = {"failed": run.failed, "noisy": run.noisy, BESIDE: run.disturbed}
+        for what, reason in complaints.items():
             if reason:
                 yield f"{run.system}, {run.condition}, {what}: {' '.join(reason.split())}"
 

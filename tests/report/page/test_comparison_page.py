@@ -3,10 +3,11 @@ from dataclasses import replace
 
 import pytest
 
+from jaxmorph.report.matrix_table import short_cell
 from jaxmorph.report.page.comparison_page import comparison_page, result_sentence
-from jaxmorph.report.page.files import read_comparison_files
+from jaxmorph.report.page.files import ComparisonFiles, read_comparison_files
 from jaxmorph.report.run_directory import plain_json
-from jaxmorph.report.run_matrix import Matrix
+from jaxmorph.report.run_matrix import BlockLoad, Matrix
 
 
 @pytest.fixture
@@ -21,13 +22,14 @@ def test_a_matrix_survives_json(made_up):
 
 
 def test_the_informed_system_of_earlier_versions_has_its_name_of_today(made_up):
-    data = json.loads(json.dumps(plain_json(made_up.to_json())))
-    for name in ("provenance", "informed", "bars"):
+    text = json.dumps(plain_json(made_up.to_json()))
+    data = json.loads(text.replace("adaptive-direct", "adaptive"))
+    for name in ("provenance", "informed", "bars", "blocks"):
         del data[name]
     older = Matrix.from_json(data)
-    assert (made_up.systems, older.systems) == (("zb", "adaptive"), ("zb", "adaptive-informed"))
-    before, now = made_up.runs["adaptive", "healthy"], older.runs["adaptive-informed", "healthy"]
-    assert replace(now, system="adaptive") == before
+    assert older.systems == ("zb", "adaptive-informed")
+    now = older.runs["adaptive-informed", "healthy"]
+    assert replace(now, system="adaptive-direct") == made_up.runs["adaptive-direct", "healthy"]
 
 
 def test_the_sentence_names_the_best_at_the_largest_slowdown(made_up):
@@ -40,7 +42,8 @@ def test_the_sentence_names_the_best_at_the_largest_slowdown(made_up):
 
 def test_each_run_has_a_row_and_failures_a_reason(page):
     rows = page.rows("Runs")
-    assert [row[:2] for row in rows] == [["zb", "healthy"], ["zb", "slow"], ["adaptive", "healthy"]]
+    of_runs = [["zb", "healthy"], ["zb", "slow"], ["adaptive-direct", "healthy"]]
+    assert [row[:2] for row in rows] == of_runs
     assert rows[0][2:] == [
         "zb-h2", "3 1", "direct", "holds queues", "402.2 ms", "399.0 ms", "405.0 ms", "390.0 ms",
         "1.00", "368 ms", "390.0", "3 1", "8.0%", "6.0%", "2.0%", "0.0%", "3.0% (stage 1)",
@@ -70,3 +73,23 @@ def test_bars_have_rows(page):
         "at most 1.03",
         "missed",
     ]
+
+
+def test_blocks_beside_other_work_are_shown(made_up, parse):
+    calm, busy = (0.1, 0.2, 0.3), (1.5, 0.4, 0.3)
+    blocks = (
+        BlockLoad("zb", 1, "2026-11-28 04:12 UTC", calm, (0.4, 0.5), calm, 0.004),
+        BlockLoad("zb", 2, "2026-11-28 04:15 UTC", calm, (), busy, 0.25),
+        BlockLoad("adaptive-direct", 1, "2026-11-28 04:17 UTC", calm, (), busy, None),
+    )
+    run = replace(made_up.runs["zb", "healthy"], disturbed="block 2 beside other work")
+    matrix = replace(made_up, runs={("zb", "healthy"): run}, blocks=blocks)
+    page = parse(comparison_page(ComparisonFiles(matrix, {})))
+    assert [row[3:] for row in page.rows("Blocks")] == [
+        ["0.1", "0.4 0.5", "0.1", "0.4%"],
+        ["0.1", "-", "1.5", "25.0%, beside other work"],
+        ["0.1", "-", "1.5", "-"],
+    ]
+    assert "zb, healthy, beside other work: block 2 beside other work" in page.texts("p", "what")
+    assert "beside other work" in page.texts("svg", "chart")[0]
+    assert short_cell(run) == "402 1.00x beside other work"
