@@ -4,16 +4,24 @@ An informed system plans for the condition's delays, or for the recent past of a
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from jaxmorph.compare.condition_links import DelayHistory, RoundLinks, declared_states, delayed
+from jaxmorph.compare.condition_links import (
+    DelayHistory,
+    RoundLinks,
+    copies_of_messages,
+    declared_states,
+    delayed,
+)
 from jaxmorph.compare.systems import System, route_choices
 from jaxmorph.config import Config
+from jaxmorph.config.link_problems import possible_links
+from jaxmorph.control.link_state import delegated_links
 from jaxmorph.control.profiler import Profile
 from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.program.slots_needed import HostRoom
-from jaxmorph.records import Link
+from jaxmorph.records import Link, Route
 from jaxmorph.report.run_matrix import PlannedRun
 from jaxmorph.runtime.rendezvous import Rendezvous, agree
 from jaxmorph.schedule.bound import certified_ms, lower_bound_ms
@@ -37,7 +45,9 @@ class ConditionPlanner:
     Attributes:
         profile: The costs of ops and healthy links; only rank 0's is read.
         num_tied: The number of tied parameters.
+        message_bytes: What an activation or a gradient counts as.
         room: The ranks' host memory for slots and stashes; None: no limit.
+        measured_on: The routes of the links in the profile; a missing link was direct.
     """
 
     config: Config
@@ -47,21 +57,22 @@ class ConditionPlanner:
     num_tied: int
     message_bytes: int
     room: HostRoom | None = None
+    measured_on: Mapping[Link, Route] = field(default_factory=dict)
 
     def make(self, conditions: Sequence[LinkCondition]) -> tuple[PlanInForce, PlannedRun]:
         """The system's plan under conditions and, on rank 0, its prediction."""
-        actual = self._profile_under(conditions, margin_of_jitter=0.0)
-        believed = self.profile
-        if self.system.is_informed:
-            believed = self._profile_under(conditions, JITTER_MARGIN)
         slow = [Link(*condition.between) for condition in conditions]
-        plans = [
-            agree_on_plan(choice, self.rendezvous, believed, self.num_tied, self.room)
-            for choice in route_choices(self.config, self.system, slow)
-        ]
-        steps_ms = [plan.simulate(actual).makespan_ms for plan in plans]
+        plans: list[PlanInForce] = []
+        for choice in route_choices(self.config, self.system, slow):
+            believed = self.profile
+            if self.system.is_informed:
+                routes = choice.routes.of_links(possible_links(choice.parallelism.stages))
+                believed = self._profile_under(conditions, routes, JITTER_MARGIN)
+            plans.append(agree_on_plan(choice, self.rendezvous, believed, self.num_tied, self.room))
+        planned = [self.expect(plan, conditions) for plan in plans]
+        steps_ms = [each.predicted_ms for each in planned]
         chosen = agree(self.rendezvous, int, _worthwhile(steps_ms))
-        return plans[chosen], self._planned(plans[chosen].plan, steps_ms[chosen], actual, slow)
+        return plans[chosen], planned[chosen]
 
     def begin(
         self, first: PlanInForce, conditions: Sequence[LinkCondition]
@@ -77,16 +88,24 @@ class ConditionPlanner:
 
     def expect(self, in_force: PlanInForce, conditions: Sequence[LinkCondition]) -> PlannedRun:
         """Predict a plan's step under conditions, whatever it was made for."""
-        actual = self._profile_under(conditions, margin_of_jitter=0.0)
+        actual = self._profile_under(conditions, in_force.plan.routes, margin_of_jitter=0.0)
         predicted_ms = in_force.simulate(actual).makespan_ms
         slow = [Link(*condition.between) for condition in conditions]
         return self._planned(in_force.plan, predicted_ms, actual, slow)
 
     def _profile_under(
-        self, conditions: Sequence[LinkCondition], margin_of_jitter: float
+        self,
+        conditions: Sequence[LinkCondition],
+        routes: Mapping[Link, Route],
+        margin_of_jitter: float,
     ) -> Profile:
-        added = declared_states(conditions, self.message_bytes, margin_of_jitter)
-        return replace(self.profile, links=delayed(self.profile.links, added))
+        """The profile with what conditions, and routes other than the measured ones, add."""
+        wire_mbps = self.config.emulation.wire_mbps
+        added = declared_states(conditions, self.message_bytes, margin_of_jitter, wire_mbps)
+        links = delayed(self.profile.links, added)
+        newly = delegated_links(routes) - delegated_links(self.measured_on)
+        copies = copies_of_messages(self.config.emulation)
+        return replace(self.profile, links=delayed(links, dict.fromkeys(newly, copies)))
 
     def _planned(
         self, plan: Plan, predicted_ms: float, actual: Profile, slow: Sequence[Link]

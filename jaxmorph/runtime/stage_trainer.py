@@ -161,6 +161,7 @@ class StageTrainer:
             self._queue.raise_error,
             copies.incoming,
             waits := LongWaits(self._rank),
+            self._links,
         )
         if failover is None or not failover.peers:
             return direct
