@@ -17,9 +17,11 @@ from jaxmorph.compare.condition_links import (
 from jaxmorph.compare.systems import System, route_choices
 from jaxmorph.config import Config
 from jaxmorph.config.link_problems import possible_links
+from jaxmorph.config.link_sections import Emulation
 from jaxmorph.control.link_state import delegated_links
 from jaxmorph.control.profiler import Profile
 from jaxmorph.emulation.link_conditions import LinkCondition
+from jaxmorph.program.instructions import Move, RankInstructions, Receive
 from jaxmorph.program.slots_needed import HostRoom
 from jaxmorph.records import Link, Route
 from jaxmorph.report.run_matrix import PlannedRun
@@ -91,7 +93,8 @@ class ConditionPlanner:
         actual = self._profile_under(conditions, in_force.plan.routes, margin_of_jitter=0.0)
         predicted_ms = in_force.simulate(actual).makespan_ms
         slow = [Link(*condition.between) for condition in conditions]
-        return self._planned(in_force.plan, predicted_ms, actual, slow)
+        parts_ms = message_parts_ms(in_force.programs, self.config.emulation)
+        return self._planned(in_force.plan, predicted_ms, actual, slow, parts_ms)
 
     def _profile_under(
         self,
@@ -108,7 +111,12 @@ class ConditionPlanner:
         return replace(self.profile, links=delayed(links, dict.fromkeys(newly, copies)))
 
     def _planned(
-        self, plan: Plan, predicted_ms: float, actual: Profile, slow: Sequence[Link]
+        self,
+        plan: Plan,
+        predicted_ms: float,
+        actual: Profile,
+        slow: Sequence[Link],
+        parts_ms: Mapping[str, float],
     ) -> PlannedRun:
         sizes = self.config.batch.microbatches, self.config.parallelism.chunks
         bound_ms = lower_bound_ms(actual.costs, sizes[0], actual.links, Limits(), sizes[1])
@@ -119,7 +127,30 @@ class ConditionPlanner:
             warmup_forwards=plan.schedule.warmup_forwards,
             routes={str(link): route for link, route in plan.routes.items()},
             regime=_regime(plan, slow),
+            message_parts_ms=parts_ms,
         )
+
+
+def message_parts_ms(
+    programs: Sequence[RankInstructions], emulation: Emulation
+) -> Mapping[str, float]:
+    """How long a step's emulated messages take the busiest rank: see `PlannedRun`."""
+    if emulation.message_bytes is None:
+        return {}
+    copy_ms = copies_of_messages(emulation).forward_latency_ms
+    wire_ms = 8e-3 * emulation.message_bytes / (emulation.wire_mbps or math.inf)
+    parts_ms = {"copies out": 0.0, "wire": 0.0, "copies in": 0.0}
+    for program in programs:
+        moves = [step for step in program.instructions if isinstance(step, Move)]
+        sent = [move.route for move in moves if not isinstance(move, Receive)]
+        received = [move.route for move in moves if isinstance(move, Receive)]
+        own_ms = {
+            "copies out": copy_ms * sent.count("delegated"),
+            "wire": wire_ms * len(sent),
+            "copies in": copy_ms * received.count("delegated"),
+        }
+        parts_ms = {name: max(parts_ms[name], own_ms[name]) for name in parts_ms}
+    return parts_ms
 
 
 def _worthwhile(steps_ms: Sequence[float]) -> int:

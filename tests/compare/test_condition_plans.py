@@ -125,6 +125,15 @@ def test_copies_weigh_against_delegating_healthy_links():
         assert set(planned.routes.values()) == {route}
 
 
+def test_parts_of_messages_are_those_of_the_busiest_rank():
+    emulation = Emulation(message_bytes=10**6, host_copy_gbps=1.0, wire_mbps=4000.0)
+    parts_ms = planner("zb-delegated", emulation=emulation).make(())[1].message_parts_ms
+    assert parts_ms == pytest.approx({"copies out": 24.0, "wire": 48.0, "copies in": 24.0})
+    parts_ms = planner("zb", emulation=emulation).make(())[1].message_parts_ms
+    assert parts_ms == pytest.approx({"copies out": 0.0, "wire": 48.0, "copies in": 0.0})
+    assert planner("zb").make(())[1].message_parts_ms == {}
+
+
 def test_a_slow_link_is_delegated_with_its_copies_in_the_prediction():
     emulation = Emulation(message_bytes=10**7, host_copy_gbps=5.0)  # 2 ms a copy
     in_force, planned = planner("adaptive-informed", emulation=emulation).make(SLOW)
