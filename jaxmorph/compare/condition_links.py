@@ -77,6 +77,13 @@ def copies_of_messages(emulation: Emulation) -> LinkDelay:
     return LinkDelay(copy_ms, copy_ms, copy_ms, copy_ms)
 
 
+def wire_ms_of(emulation: Emulation) -> float:
+    """How long an emulated message takes the wire of a healthy link."""
+    if emulation.message_bytes is None or emulation.wire_mbps is None:
+        return 0.0
+    return 8e-3 * emulation.message_bytes / emulation.wire_mbps
+
+
 def _occupancy_ms(
     conditions: Sequence[LinkCondition], source: int, message_bytes: int, wire_mbps: float | None
 ) -> float:

@@ -13,6 +13,7 @@ from jaxmorph.compare.condition_links import (
     copies_of_messages,
     declared_states,
     delayed,
+    wire_ms_of,
 )
 from jaxmorph.compare.systems import System, route_choices
 from jaxmorph.config import Config
@@ -27,7 +28,7 @@ from jaxmorph.records import Link, Route
 from jaxmorph.report.run_matrix import PlannedRun
 from jaxmorph.runtime.rendezvous import Rendezvous, agree
 from jaxmorph.schedule.bound import certified_ms, lower_bound_ms
-from jaxmorph.schedule.costs import JITTER_MARGIN, Limits
+from jaxmorph.schedule.costs import JITTER_MARGIN, NO_LATENCY, Limits, LinkDelay, Links
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.training.plan_in_force import PlanInForce, agree_on_plan
 
@@ -91,7 +92,8 @@ class ConditionPlanner:
     def expect(self, in_force: PlanInForce, conditions: Sequence[LinkCondition]) -> PlannedRun:
         """Predict a plan's step under conditions, whatever it was made for."""
         actual = self._profile_under(conditions, in_force.plan.routes, margin_of_jitter=0.0)
-        predicted_ms = in_force.simulate(actual).makespan_ms
+        send_takes = self._on_links(conditions) if self.system.sends_take_compute else NO_LATENCY
+        predicted_ms = in_force.simulate(actual, send_takes).makespan_ms
         slow = [Link(*condition.between) for condition in conditions]
         parts_ms = message_parts_ms(in_force.programs, self.config.emulation)
         return self._planned(in_force.plan, predicted_ms, actual, slow, parts_ms)
@@ -103,12 +105,23 @@ class ConditionPlanner:
         margin_of_jitter: float,
     ) -> Profile:
         """The profile with what conditions, and routes other than the measured ones, add."""
-        wire_mbps = self.config.emulation.wire_mbps
-        added = declared_states(conditions, self.message_bytes, margin_of_jitter, wire_mbps)
-        links = delayed(self.profile.links, added)
+        links = delayed(self.profile.links, self._added(conditions, margin_of_jitter))
         newly = delegated_links(routes) - delegated_links(self.measured_on)
         copies = copies_of_messages(self.config.emulation)
         return replace(self.profile, links=delayed(links, dict.fromkeys(newly, copies)))
+
+    def _added(
+        self, conditions: Sequence[LinkCondition], margin_of_jitter: float = 0.0
+    ) -> dict[Link, LinkDelay]:
+        wire_mbps = self.config.emulation.wire_mbps
+        return declared_states(conditions, self.message_bytes, margin_of_jitter, wire_mbps)
+
+    def _on_links(self, conditions: Sequence[LinkCondition]) -> Links:
+        """How long messages are on the links, on the direct route."""
+        wire_ms = wire_ms_of(self.config.emulation)
+        every = possible_links(self.config.parallelism.stages)
+        healthy = dict.fromkeys(every, LinkDelay(0.0, 0.0, wire_ms, wire_ms))
+        return delayed(healthy, self._added(conditions))
 
     def _planned(
         self,
@@ -138,7 +151,7 @@ def message_parts_ms(
     if emulation.message_bytes is None:
         return {}
     copy_ms = copies_of_messages(emulation).forward_latency_ms
-    wire_ms = 8e-3 * emulation.message_bytes / (emulation.wire_mbps or math.inf)
+    wire_ms = wire_ms_of(emulation)
     parts_ms = {"copies out": 0.0, "wire": 0.0, "copies in": 0.0}
     for program in programs:
         moves = [step for step in program.instructions if isinstance(step, Move)]

@@ -59,6 +59,8 @@ def serve(
     settings = stage_settings(
         healthy, cut.layers, rank, adapts=system.reroutes, shapes=parts.shapes
     )
+    if system.sends_take_compute and settings.pace is not None:
+        settings = replace(settings, pace=replace(settings.pace, sends_take_compute=True))
     hardware = hardware_conditions(healthy.emulation, healthy.parallelism.stages)
     links, num_tied = EmulatedLinks(hardware), len(parts.model.tied)
     with (

@@ -17,6 +17,7 @@ _Name = Literal[
     "interleaved",
     "zb",
     "zb-delegated",
+    "zb-opportunistic",
     "adaptive",
     "adaptive-informed",
     "adaptive-direct",

@@ -168,6 +168,9 @@ def _disagreements(config: Config) -> Iterator[Problem]:
     if config.compare is not None:
         yield from compare_problems(config.compare, config.parallelism.stages)
         yield from restarting_problems(config.compare, config.checkpoint, config.restart_policy)
+        if "zb-opportunistic" in config.compare.systems and config.emulation.accelerator is None:
+            expected = "op times, as messages of zb-opportunistic take compute from emulated ops"
+            yield mismatch("emulation.accelerator", None, expected)
 
 
 def _waiting_problems(config: Config) -> Iterator[Problem]:

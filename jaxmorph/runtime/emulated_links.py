@@ -31,9 +31,9 @@ class EmulatedLinks:
     delays delegated transfers itself, all but their copies from host memory, which are the
     receiving rank's. Without conditions nothing is delayed.
 
-    Queue thread: `wait_until_whole`, `over_s`, `concern`. Training thread: `join`, `emulate`. Any
-    thread: `is_cut`, `look_again`, `received_s`. Lock (`_changed`): the emulators' state, and their
-    replacement.
+    Queue thread: `wait_until_whole`, `over_s`, `on_link_s`, `concern`. Training thread: `join`,
+    `emulate`. Any thread: `is_cut`, `look_again`, `received_s`. Lock (`_changed`): the emulators'
+    state, and their replacement.
 
     Args:
         always: Conditions that hold beside those of each `emulate`.
@@ -136,6 +136,17 @@ class EmulatedLinks:
             if over_s is not None:
                 return over_s
             met_s = self.wait_until_whole(identity, met_s, deadline_s, peer_has_left)
+
+    def on_link_s(self, identity: TransferIdentity) -> float:
+        """How long a direct message that begins now is on its link; 0 if that is cut.
+
+        Without conditions that say what messages count as, it has no bytes.
+        """
+        transfer, now_s = identity.transfer, time.monotonic()
+        direction = (transfer.source, transfer.destination)
+        with self._changed:
+            over_s = self._emulator.departure_s(*direction, identity.words(), 0, now_s)
+        return 0.0 if over_s is None else over_s - now_s
 
     def received_s(self, identity: TransferIdentity, num_bytes: int, arrived_s: float) -> float:
         """When a delegated message that arrived in host memory is on this rank's device."""

@@ -119,6 +119,7 @@ class StageTrainer:
             copies=HostCopies(pace.host_copy_bytes_per_s),
             seed=settings.seed,
             aux_weights=aux_weights_of(model),
+            send_takes_s=self._links.on_link_s if pace.sends_take_compute else None,
             first_layers=[settings.layers[i].start for i in settings.own_stages(rank)],
         )
 

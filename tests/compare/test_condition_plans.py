@@ -134,6 +134,16 @@ def test_parts_of_messages_are_those_of_the_busiest_rank():
     assert planner("zb").make(())[1].message_parts_ms == {}
 
 
+def test_messages_that_take_compute_make_the_step_longer():
+    emulation = Emulation(message_bytes=10**6, host_copy_gbps=1e3, wire_mbps=8000.0)  # 1 ms
+    plans = planner("zb-opportunistic", emulation=emulation)
+    healthy_ms, slow_ms = (plans.make(each)[1].predicted_ms for each in ((), SLOW))
+    others = planner("zb-delegated", emulation=emulation)
+    assert healthy_ms > others.make(())[1].predicted_ms
+    # The last stage sends twelve gradients, each of which takes 31 ms of its 360 ms of compute.
+    assert slow_ms >= 12 * 30 + 11 * 31 > others.make(SLOW)[1].predicted_ms
+
+
 def test_a_slow_link_is_delegated_with_its_copies_in_the_prediction():
     emulation = Emulation(message_bytes=10**7, host_copy_gbps=5.0)  # 2 ms a copy
     in_force, planned = planner("adaptive-informed", emulation=emulation).make(SLOW)
