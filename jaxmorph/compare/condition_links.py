@@ -11,7 +11,7 @@ from jaxmorph.config.link_sections import Emulation
 from jaxmorph.emulation.link_conditions import LinkCondition, begun_at
 from jaxmorph.emulation.link_settings import trace_conditions
 from jaxmorph.records import Link
-from jaxmorph.schedule.costs import LinkDelay, Links
+from jaxmorph.schedule.costs import LinkDelay, Links, MessageCosts
 from jaxmorph.transport.link_emulator import DirectionConditions, by_direction
 
 
@@ -65,23 +65,12 @@ def _direction_ms(conditions: Sequence[LinkCondition], margin: float) -> float:
     return max(0.0, latency_ms + margin * jitter_ms)
 
 
-def copies_of_messages(emulation: Emulation) -> LinkDelay:
-    """What an emulated message takes longer on the delegated route than on the direct one.
-
-    It is copied at both ends. Copies of a direction wait for one another, which the occupancy
-    stands for; that all links of a rank share its copies is left out.
-    """
+def message_costs(emulation: Emulation) -> MessageCosts:
+    """What an emulated message costs on healthy links."""
     if emulation.message_bytes is None:
-        return LinkDelay()
-    copy_ms = 1e-6 * emulation.message_bytes / emulation.host_copy_gbps
-    return LinkDelay(copy_ms, copy_ms, copy_ms, copy_ms)
-
-
-def wire_ms_of(emulation: Emulation) -> float:
-    """How long an emulated message takes the wire of a healthy link."""
-    if emulation.message_bytes is None or emulation.wire_mbps is None:
-        return 0.0
-    return 8e-3 * emulation.message_bytes / emulation.wire_mbps
+        return MessageCosts()
+    rates = emulation.wire_mbps, emulation.host_copy_gbps
+    return MessageCosts.of(emulation.message_bytes, *rates)
 
 
 def _occupancy_ms(

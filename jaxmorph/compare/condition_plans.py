@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, replace
 from jaxmorph.compare.condition_links import (
     DelayHistory,
     RoundLinks,
-    copies_of_messages,
     declared_states,
     delayed,
-    wire_ms_of,
+    message_costs,
 )
 from jaxmorph.compare.systems import System, route_choices
 from jaxmorph.config import Config
@@ -107,7 +106,9 @@ class ConditionPlanner:
         """The profile with what conditions, and routes other than the measured ones, add."""
         links = delayed(self.profile.links, self._added(conditions, margin_of_jitter))
         newly = delegated_links(routes) - delegated_links(self.measured_on)
-        copies = copies_of_messages(self.config.emulation)
+        # One of a message's two copies is what later messages of its direction wait for.
+        copy_ms = message_costs(self.config.emulation).copy_ms
+        copies = LinkDelay(copy_ms, copy_ms, copy_ms, copy_ms)
         return replace(self.profile, links=delayed(links, dict.fromkeys(newly, copies)))
 
     def _added(
@@ -118,9 +119,8 @@ class ConditionPlanner:
 
     def _on_links(self, conditions: Sequence[LinkCondition]) -> Links:
         """How long messages are on the links, on the direct route."""
-        wire_ms = wire_ms_of(self.config.emulation)
         every = possible_links(self.config.parallelism.stages)
-        healthy = dict.fromkeys(every, LinkDelay(0.0, 0.0, wire_ms, wire_ms))
+        healthy = dict.fromkeys(every, message_costs(self.config.emulation).direct)
         return delayed(healthy, self._added(conditions))
 
     def _planned(
@@ -150,17 +150,16 @@ def message_parts_ms(
     """How long a step's emulated messages take the busiest rank: see `PlannedRun`."""
     if emulation.message_bytes is None:
         return {}
-    copy_ms = copies_of_messages(emulation).forward_latency_ms
-    wire_ms = wire_ms_of(emulation)
+    costs = message_costs(emulation)
     parts_ms = {"copies out": 0.0, "wire": 0.0, "copies in": 0.0}
     for program in programs:
         moves = [step for step in program.instructions if isinstance(step, Move)]
         sent = [move.route for move in moves if not isinstance(move, Receive)]
         received = [move.route for move in moves if isinstance(move, Receive)]
         own_ms = {
-            "copies out": copy_ms * sent.count("delegated"),
-            "wire": wire_ms * len(sent),
-            "copies in": copy_ms * received.count("delegated"),
+            "copies out": costs.copy_ms * sent.count("delegated"),
+            "wire": costs.wire_ms * len(sent),
+            "copies in": costs.copy_ms * received.count("delegated"),
         }
         parts_ms = {name: max(parts_ms[name], own_ms[name]) for name in parts_ms}
     return parts_ms
