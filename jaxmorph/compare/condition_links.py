@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from jaxmorph.config.compare_section import Condition
+from jaxmorph.config.link_sections import Emulation
 from jaxmorph.emulation.link_conditions import LinkCondition, begun_at
 from jaxmorph.emulation.link_settings import trace_conditions
 from jaxmorph.records import Link
-from jaxmorph.schedule.costs import LinkDelay, Links
+from jaxmorph.schedule.costs import LinkDelay, Links, MessageCosts
 from jaxmorph.transport.link_emulator import DirectionConditions, by_direction
 
 
@@ -20,13 +21,17 @@ def link_conditions(condition: Condition) -> tuple[LinkCondition, ...]:
 
 
 def declared_states(
-    conditions: Sequence[LinkCondition], message_bytes: int, margin_of_jitter: float = 0.0
+    conditions: Sequence[LinkCondition],
+    message_bytes: int,
+    margin_of_jitter: float = 0.0,
+    wire_mbps: float | None = None,
 ) -> dict[Link, LinkDelay]:
     """The delays that conditions add to links, whatever their spans of steps and times.
 
     Args:
         message_bytes: Length of an activation or a gradient.
         margin_of_jitter: Standard deviations of a link's jitter to add to its latency.
+        wire_mbps: The bandwidth of healthy links, whose time is not added; None: no limit.
     """
     states: dict[Link, LinkDelay] = {}
     for link in sorted({Link(*condition.between) for condition in conditions}):
@@ -35,7 +40,7 @@ def declared_states(
             _direction_ms([c for c in own if c.source in (None, source)], margin_of_jitter)
             for source in link
         )
-        occupied = (_occupancy_ms(own, source, message_bytes) for source in link)
+        occupied = (_occupancy_ms(own, source, message_bytes, wire_mbps) for source in link)
         states[link] = LinkDelay(up, down, *occupied)
     return states
 
@@ -60,13 +65,26 @@ def _direction_ms(conditions: Sequence[LinkCondition], margin: float) -> float:
     return max(0.0, latency_ms + margin * jitter_ms)
 
 
-def _occupancy_ms(conditions: Sequence[LinkCondition], source: int, message_bytes: int) -> float:
+def message_costs(emulation: Emulation) -> MessageCosts:
+    """What an emulated message costs on healthy links."""
+    if emulation.message_bytes is None:
+        return MessageCosts()
+    rates = emulation.wire_mbps, emulation.host_copy_gbps
+    return MessageCosts.of(emulation.message_bytes, *rates)
+
+
+def _occupancy_ms(
+    conditions: Sequence[LinkCondition], source: int, message_bytes: int, wire_mbps: float | None
+) -> float:
     limits = [
         condition.bandwidth_mbps
         for condition in conditions
         if condition.source in (None, source) and condition.bandwidth_mbps is not None
     ]
-    return 8e-3 * message_bytes / min(limits) if limits else 0.0
+    if not limits:
+        return 0.0
+    on_wire = 0.0 if wire_mbps is None else 1 / wire_mbps
+    return 8e-3 * message_bytes * max(0.0, 1 / min(limits) - on_wire)
 
 
 @dataclass(frozen=True)

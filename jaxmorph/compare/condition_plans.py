@@ -4,20 +4,30 @@ An informed system plans for the condition's delays, or for the recent past of a
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from jaxmorph.compare.condition_links import DelayHistory, RoundLinks, declared_states, delayed
+from jaxmorph.compare.condition_links import (
+    DelayHistory,
+    RoundLinks,
+    declared_states,
+    delayed,
+    message_costs,
+)
 from jaxmorph.compare.systems import System, route_choices
 from jaxmorph.config import Config
+from jaxmorph.config.link_problems import possible_links
+from jaxmorph.config.link_sections import Emulation
+from jaxmorph.control.link_state import delegated_links
 from jaxmorph.control.profiler import Profile
 from jaxmorph.emulation.link_conditions import LinkCondition
+from jaxmorph.program.instructions import Move, RankInstructions, Receive
 from jaxmorph.program.slots_needed import HostRoom
-from jaxmorph.records import Link
+from jaxmorph.records import Link, Route
 from jaxmorph.report.run_matrix import PlannedRun
 from jaxmorph.runtime.rendezvous import Rendezvous, agree
 from jaxmorph.schedule.bound import certified_ms, lower_bound_ms
-from jaxmorph.schedule.costs import JITTER_MARGIN, Limits
+from jaxmorph.schedule.costs import JITTER_MARGIN, NO_LATENCY, Limits, LinkDelay, Links
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.training.plan_in_force import PlanInForce, agree_on_plan
 
@@ -37,7 +47,9 @@ class ConditionPlanner:
     Attributes:
         profile: The costs of ops and healthy links; only rank 0's is read.
         num_tied: The number of tied parameters.
+        message_bytes: What an activation or a gradient counts as.
         room: The ranks' host memory for slots and stashes; None: no limit.
+        measured_on: The routes of the links in the profile; a missing link was direct.
     """
 
     config: Config
@@ -47,21 +59,22 @@ class ConditionPlanner:
     num_tied: int
     message_bytes: int
     room: HostRoom | None = None
+    measured_on: Mapping[Link, Route] = field(default_factory=dict)
 
     def make(self, conditions: Sequence[LinkCondition]) -> tuple[PlanInForce, PlannedRun]:
         """The system's plan under conditions and, on rank 0, its prediction."""
-        actual = self._profile_under(conditions, margin_of_jitter=0.0)
-        believed = self.profile
-        if self.system.is_informed:
-            believed = self._profile_under(conditions, JITTER_MARGIN)
         slow = [Link(*condition.between) for condition in conditions]
-        plans = [
-            agree_on_plan(choice, self.rendezvous, believed, self.num_tied, self.room)
-            for choice in route_choices(self.config, self.system, slow)
-        ]
-        steps_ms = [plan.simulate(actual).makespan_ms for plan in plans]
+        plans: list[PlanInForce] = []
+        for choice in route_choices(self.config, self.system, slow):
+            believed = self.profile
+            if self.system.is_informed:
+                routes = choice.routes.of_links(possible_links(choice.parallelism.stages))
+                believed = self._profile_under(conditions, routes, JITTER_MARGIN)
+            plans.append(agree_on_plan(choice, self.rendezvous, believed, self.num_tied, self.room))
+        planned = [self.expect(plan, conditions) for plan in plans]
+        steps_ms = [each.predicted_ms for each in planned]
         chosen = agree(self.rendezvous, int, _worthwhile(steps_ms))
-        return plans[chosen], self._planned(plans[chosen].plan, steps_ms[chosen], actual, slow)
+        return plans[chosen], planned[chosen]
 
     def begin(
         self, first: PlanInForce, conditions: Sequence[LinkCondition]
@@ -77,19 +90,46 @@ class ConditionPlanner:
 
     def expect(self, in_force: PlanInForce, conditions: Sequence[LinkCondition]) -> PlannedRun:
         """Predict a plan's step under conditions, whatever it was made for."""
-        actual = self._profile_under(conditions, margin_of_jitter=0.0)
-        predicted_ms = in_force.simulate(actual).makespan_ms
+        actual = self._profile_under(conditions, in_force.plan.routes, margin_of_jitter=0.0)
+        send_takes = self._on_links(conditions) if self.system.sends_take_compute else NO_LATENCY
+        predicted_ms = in_force.simulate(actual, send_takes).makespan_ms
         slow = [Link(*condition.between) for condition in conditions]
-        return self._planned(in_force.plan, predicted_ms, actual, slow)
+        parts_ms = message_parts_ms(in_force.programs, self.config.emulation)
+        return self._planned(in_force.plan, predicted_ms, actual, slow, parts_ms)
 
     def _profile_under(
-        self, conditions: Sequence[LinkCondition], margin_of_jitter: float
+        self,
+        conditions: Sequence[LinkCondition],
+        routes: Mapping[Link, Route],
+        margin_of_jitter: float,
     ) -> Profile:
-        added = declared_states(conditions, self.message_bytes, margin_of_jitter)
-        return replace(self.profile, links=delayed(self.profile.links, added))
+        """The profile with what conditions, and routes other than the measured ones, add."""
+        links = delayed(self.profile.links, self._added(conditions, margin_of_jitter))
+        newly = delegated_links(routes) - delegated_links(self.measured_on)
+        # One of a message's two copies is what later messages of its direction wait for.
+        copy_ms = message_costs(self.config.emulation).copy_ms
+        copies = LinkDelay(copy_ms, copy_ms, copy_ms, copy_ms)
+        return replace(self.profile, links=delayed(links, dict.fromkeys(newly, copies)))
+
+    def _added(
+        self, conditions: Sequence[LinkCondition], margin_of_jitter: float = 0.0
+    ) -> dict[Link, LinkDelay]:
+        wire_mbps = self.config.emulation.wire_mbps
+        return declared_states(conditions, self.message_bytes, margin_of_jitter, wire_mbps)
+
+    def _on_links(self, conditions: Sequence[LinkCondition]) -> Links:
+        """How long messages are on the links, on the direct route."""
+        every = possible_links(self.config.parallelism.stages)
+        healthy = dict.fromkeys(every, message_costs(self.config.emulation).direct)
+        return delayed(healthy, self._added(conditions))
 
     def _planned(
-        self, plan: Plan, predicted_ms: float, actual: Profile, slow: Sequence[Link]
+        self,
+        plan: Plan,
+        predicted_ms: float,
+        actual: Profile,
+        slow: Sequence[Link],
+        parts_ms: Mapping[str, float],
     ) -> PlannedRun:
         sizes = self.config.batch.microbatches, self.config.parallelism.chunks
         bound_ms = lower_bound_ms(actual.costs, sizes[0], actual.links, Limits(), sizes[1])
@@ -100,7 +140,29 @@ class ConditionPlanner:
             warmup_forwards=plan.schedule.warmup_forwards,
             routes={str(link): route for link, route in plan.routes.items()},
             regime=_regime(plan, slow),
+            message_parts_ms=parts_ms,
         )
+
+
+def message_parts_ms(
+    programs: Sequence[RankInstructions], emulation: Emulation
+) -> Mapping[str, float]:
+    """How long a step's emulated messages take the busiest rank: see `PlannedRun`."""
+    if emulation.message_bytes is None:
+        return {}
+    costs = message_costs(emulation)
+    parts_ms = {"copies out": 0.0, "wire": 0.0, "copies in": 0.0}
+    for program in programs:
+        moves = [step for step in program.instructions if isinstance(step, Move)]
+        sent = [move.route for move in moves if not isinstance(move, Receive)]
+        received = [move.route for move in moves if isinstance(move, Receive)]
+        own_ms = {
+            "copies out": costs.copy_ms * sent.count("delegated"),
+            "wire": costs.wire_ms * len(sent),
+            "copies in": costs.copy_ms * received.count("delegated"),
+        }
+        parts_ms = {name: max(parts_ms[name], own_ms[name]) for name in parts_ms}
+    return parts_ms
 
 
 def _worthwhile(steps_ms: Sequence[float]) -> int:

@@ -17,6 +17,7 @@ from jaxmorph.config.compare_section import Compare
 from jaxmorph.config.link_problems import possible_links
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.data import ReadAhead
+from jaxmorph.emulation.link_settings import hardware_conditions
 from jaxmorph.errors import UserError
 from jaxmorph.plain_json import tagged
 from jaxmorph.records import Link, Route
@@ -65,7 +66,10 @@ def serve(
     settings = stage_settings(
         healthy, cut.layers, rank, adapts=system.reroutes, shapes=parts.shapes
     )
-    links, num_tied = EmulatedLinks(), len(parts.model.tied)
+    if system.sends_take_compute and settings.pace is not None:
+        settings = replace(settings, pace=replace(settings.pace, sends_take_compute=True))
+    hardware = hardware_conditions(healthy.emulation, healthy.parallelism.stages)
+    links, num_tied = EmulatedLinks(hardware), len(parts.model.tied)
     with (
         keep_compiled(config, directory, rank, starts_again=True) as programs_ran,
         open_stage(healthy, rendezvous, parts.model, settings, links) as trainer,
@@ -83,9 +87,10 @@ def serve(
         runner = ConditionRunner(rendezvous, trainer, links, inputs, healthy.optimizer.clip_norm)
         first = _profiled(first, runner, wanted.profiling_steps, rank)
         programs_ran()
-        message_bytes = settings.message_bytes(parts.model)
+        message_bytes = config.emulation.message_bytes or settings.message_bytes(parts.model)
+        costs, routes = first.planned_for, first.in_force.plan.routes
         planner = ConditionPlanner(
-            healthy, system, rendezvous, first.planned_for, num_tied, message_bytes, room
+            healthy, system, rendezvous, costs, num_tied, message_bytes, room, routes
         )
         made = [
             planner.begin(first.in_force, link_conditions(condition))

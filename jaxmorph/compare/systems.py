@@ -23,6 +23,8 @@ class System:
         detects: Gets no delays in advance, and morphs when it detects slow links.
         memory: The cap on stashes: the configuration's (`config`), or one that plans keep
             (`capped`), or one beyond which stashes go to host memory (`offload`).
+        sends_take_compute: Delegated messages take compute from their senders, as an accelerator's
+            own sends do that run beside other kernels.
         restarts: After a rank's failure: `never`, or from the last checkpoint, with compiled
             programs kept (`warm`) or not (`cold`).
     """
@@ -36,6 +38,7 @@ class System:
     detects: bool = False
     memory: Memory = "config"
     restarts: Restarts = "never"
+    sends_take_compute: bool = False
 
 
 _LISTED = (
@@ -44,6 +47,11 @@ _LISTED = (
     System("interleaved", "interleaved", "direct", "1f1b with two chunks on each stage"),
     System("zb", "zb-h2", "direct", "zero bubbles while links are healthy"),
     System("zb-delegated", "zb-h2", "delegated", "zb in the same order, with all links delegated"),
+    System(
+        "zb-opportunistic", "zb-h2", "delegated",
+        "zb-delegated, but each message takes its time on the link out of its sender's compute",
+        sends_take_compute=True,
+    ),
     System(
         "adaptive", "adaptive", "direct", "detects slow links, and changes its plan and routes",
         reroutes=True, detects=True,

@@ -17,6 +17,7 @@ _Name = Literal[
     "interleaved",
     "zb",
     "zb-delegated",
+    "zb-opportunistic",
     "adaptive",
     "adaptive-informed",
     "adaptive-direct",
@@ -84,10 +85,14 @@ class Bar(Section):
     ] = None
     """The conditions in which it applies; null: all."""
 
-    value: Literal["step", "total", "blocked", "waiting", "on device"] = "step"
+    value: Literal[
+        "step", "total", "blocked", "waiting", "on device", "copies out", "wire", "copies in"
+    ] = "step"
     """`step`: the median step; `total`: all steps together; `blocked`: the largest share of the
     step in which a transfer blocks a stage; `waiting`: in which a ready op waits, for whatever
-    reason; `on device`: the most microbatches whose stash a device held at once."""
+    reason; `on device`: the most microbatches whose stash a device held at once; `copies out`,
+    `wire`, `copies in`: the largest share of the step that messages of `emulation.message_bytes`
+    take a rank's copies to host memory, the wire, its copies back."""
 
     over: Annotated[
         SystemName | Literal["healthy", "prediction", "lower bound"] | None,

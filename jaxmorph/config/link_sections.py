@@ -1,6 +1,6 @@
 """The sections about links: routes, emulation, failover and the data plane."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from ipaddress import IPv4Network, ip_address
 from typing import Annotated, Any, Literal, get_args
 
@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from jaxmorph.config.sections import (
     STRICT,
+    Bytes,
     CountOrZero,
     Expected,
     NotNegative,
@@ -146,8 +147,24 @@ EmulatedLinks = Annotated[
 ]
 
 
+HARDWARE: Mapping[str, Mapping[str, float]] = {
+    "h800": {
+        # PCIe 5.0 x16, each way: 16 lanes of 32 GT/s, 128 bits in 130, by the PCI Express Base
+        # Specification 5.0. NVIDIA's data sheet of the H100 has 128 GB/s for both ways together.
+        "host_copy_gbps": 63.0,
+        # 400 Gb/s InfiniBand (NDR): PipeMorph (NSDI 2026), section 7.1, "Cluster setup".
+        "wire_mbps": 400_000.0,
+    },
+}
+"""The values of presets: published ones of the hardware, none measured or fitted."""
+
+
 class Emulation(Section):
     """Op durations and links to emulate; planning never reads them, only what is measured."""
+
+    preset: Annotated[Literal["h800"] | None, Expected("null or h800")] = None
+    """Sets `host_copy_gbps` and `wire_mbps`, where they are not given, to what is published of
+    hardware. `h800`: an H800 on PCIe 5.0 x16 (63 GB/s), with a 400 Gb/s card."""
 
     accelerator: Annotated[
         Accelerator | None,
@@ -162,9 +179,26 @@ class Emulation(Section):
     trace: Annotated[LinkTrace | None, TRACE_EXPECTED] = None
     """Links that change over time, on top of `links`."""
 
+    message_bytes: Annotated[Bytes | None, Expected("null, or a whole number of at least 1")] = None
+    """What each message between stages counts as, for `wire_mbps`, `host_copy_gbps` and the
+    bandwidth of links. Null: its own bytes, which are few, and its copies take no time."""
+
     host_copy_gbps: Positive = 25.0
-    """Gigabytes per second of a copy between an emulated accelerator and host memory, in each
-    direction; 25 is about what PCIe 4.0 x16 reaches."""
+    """Gigabytes (8 gigabits) per second of a copy between an emulated accelerator and host memory,
+    in each direction; 25 is about what PCIe 4.0 x16 reaches. Stashes take it, and with
+    `message_bytes` delegated messages."""
+
+    wire_mbps: Annotated[
+        float | None, Field(gt=0), Expected("megabits per second above 0, or null")
+    ] = None
+    """Megabits per second of each direction of each link, on either route; 400000 is a card of 400
+    Gb/s. It needs `message_bytes`. Null: no limit."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset_is_for_what_is_not_given(cls, section: Any) -> Any:
+        preset = section.get("preset") if isinstance(section, Mapping) else None
+        return {**HARDWARE.get(str(preset), {}), **section} if preset else section
 
 
 class Failover(Section):

@@ -12,7 +12,7 @@ class LinkCondition:
     """How one link behaves, always or within a span of steps or of time.
 
     Several conditions on a link combine: latencies add up, jitters add up as independent ones do,
-    the smallest bandwidth holds, and any cut cuts the link.
+    the smallest bandwidth and the slowest copies hold, and any cut cuts the link.
 
     Attributes:
         between: The ranks it joins, the lower one first.
@@ -27,6 +27,9 @@ class LinkCondition:
         source: The sending rank of the only direction it affects; None for both directions.
         route: The route it affects. A cut of the direct route alone is a network card that failed
             on an accelerator whose host still has another one.
+        message_bytes: What every message counts as; None for its own bytes.
+        host_copy_gbps: Gigabytes per second at which a rank's messages go to host memory, one after
+            another, and come out of it at the other end; None for copies that take no time.
     """
 
     between: tuple[int, int]
@@ -40,6 +43,8 @@ class LinkCondition:
     to_s: float | None = None
     source: int | None = None
     route: AffectedRoute = "both"
+    message_bytes: int | None = None
+    host_copy_gbps: float | None = None
 
     def directions(self) -> tuple[tuple[int, int], ...]:
         """The (source, destination) pairs it affects."""

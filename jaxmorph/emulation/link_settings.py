@@ -4,7 +4,8 @@ from dataclasses import replace
 from functools import partial
 
 from jaxmorph.config import Config
-from jaxmorph.config.link_sections import LinkTrace
+from jaxmorph.config.link_problems import possible_links
+from jaxmorph.config.link_sections import Emulation, LinkTrace
 from jaxmorph.emulation.delay_traces import draw_regime
 from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.emulation.link_trace import read_link_trace, require_few_changes, require_links_of
@@ -77,3 +78,25 @@ def emulated_conditions(config: Config, restarts: int = 0) -> tuple[LinkConditio
     found = (*listed, *trace_conditions(trace, stages, "emulation.trace"))
     # A cut holds until a restart: the ranks would then be started on what still works.
     return tuple(each for each in found if not (restarts and each.cut))
+
+
+def hardware_conditions(emulation: Emulation, num_stages: int) -> tuple[LinkCondition, ...]:
+    """What messages cost on all links, at any time: the wire, and on hosts the copies."""
+    if emulation.message_bytes is None:
+        return ()
+    return tuple(
+        condition
+        for link in possible_links(num_stages)
+        for condition in (
+            LinkCondition(
+                (link.lower, link.upper),
+                bandwidth_mbps=emulation.wire_mbps,
+                message_bytes=emulation.message_bytes,
+            ),
+            LinkCondition(
+                (link.lower, link.upper),
+                host_copy_gbps=emulation.host_copy_gbps,
+                route="delegated",
+            ),
+        )
+    )

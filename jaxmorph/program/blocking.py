@@ -55,6 +55,7 @@ def simulate_blocking(
     disturbance: Disturbance | None = None,
     copies: CopyCosts | None = None,
     slots: Mapping[Channel, int] | None = None,
+    send_takes: Links = NO_LATENCY,
 ) -> Timeline:
     """The exact times of every op, transfer and copy, as in a measured timeline.
 
@@ -72,6 +73,7 @@ def simulate_blocking(
         costs: An op of one of V chunks takes 1/V of these.
         copies: None for copies that take no time.
         slots: The slots of either end of delegated channels; those not in it have enough.
+        send_takes: The compute that each delegated message takes from its sender.
 
     Raises:
         ProgramError: The ranks wait for each other for ever.
@@ -81,7 +83,7 @@ def simulate_blocking(
         raise ValueError(f"got costs of {costs.num_stages} stages, expected {len(programs)}")
     chunks = (op.chunk for program in programs for op in program.ops())
     times = stage_times(costs, links, num_chunks=1 + max(chunks, default=0))
-    board = _Board(links, slots or {})
+    board = _Board(links, slots or {}, send_takes)
     common = (board, disturbance or Disturbance())
     copies = copies or CopyCosts.uniform(costs.num_stages, 0.0)
     engines = map(_CopyEngines, range(len(programs)), copies.offload_ms, copies.fetch_ms)
@@ -149,6 +151,7 @@ class _Board:
 
     links: Links
     slots: Mapping[Channel, int]
+    send_takes: Links
     sent_ms: _Posted = field(default_factory=dict)
     received_ms: _Posted = field(default_factory=dict)
     waiting: dict[Transfer | Channel, int] = field(default_factory=dict)
@@ -180,8 +183,7 @@ class _Board:
         """The delay of a transfer's link direction."""
         ends = transfer.source, transfer.destination
         if ends not in self._delays:
-            link = self.links.get(transfer.link, LinkDelay())
-            self._delays[ends] = upward(link) if ends[0] < ends[1] else downward(link)
+            self._delays[ends] = _direction(self.links, transfer)
         return self._delays[ends]
 
     def limited(self, transfer: Transfer) -> "_LimitedChannel | None":
@@ -260,6 +262,8 @@ class _Rank:
                     yield from self._meet(step)
                 case Send(transfer):
                     yield from self._send(transfer)
+                    if self.board.send_takes:
+                        self.clock_ms += _direction(self.board.send_takes, transfer).total_ms
                 case Receive(transfer):
                     yield from self._await(transfer)
                 case Offload() | Fetch():
@@ -341,6 +345,11 @@ class _Rank:
         """The host waits; what it enqueues afterwards runs no earlier."""
         self.host_ms = max(self.host_ms, time_ms)
         self.clock_ms = max(self.clock_ms, self.host_ms)
+
+
+def _direction(links: Links, transfer: Transfer) -> DirectionDelay:
+    link = links.get(transfer.link, LinkDelay())
+    return upward(link) if transfer.source < transfer.destination else downward(link)
 
 
 def _run_until_idle(

@@ -43,6 +43,9 @@ class PlannedRun:
         lower_bound_ms: No schedule is faster with the same costs and delays.
         warmup_forwards: Of each stage.
         regime: What delays of links do: ``holds queues`` or ``overlaps``.
+        message_parts_ms: How long the messages of a step, if they have an emulated size, take the
+            rank that they take longest: its copies to host memory (``copies out``), the ``wire``,
+            and its copies back (``copies in``), one after another.
     """
 
     predicted_ms: float
@@ -51,6 +54,7 @@ class PlannedRun:
     warmup_forwards: tuple[int, ...]
     routes: Mapping[str, str]
     regime: str
+    message_parts_ms: Mapping[str, float] = field(default_factory=dict)
 
 
 BESIDE = "beside other work"
@@ -179,6 +183,7 @@ class Run:
         """The inverse of `to_json`; raises KeyError or TypeError for anything else."""
         own = {item.name: _fixed(data[item.name]) for item in fields(cls) if item.name in data}
         planned = {name: _fixed(data.get(name)) for name in _PLANNED}
+        planned["message_parts_ms"] = planned["message_parts_ms"] or {}
         times = data["step_ms"]
         return cls(
             **own

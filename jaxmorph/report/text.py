@@ -71,15 +71,23 @@ def _memory(peaks: Sequence[int]) -> str:
 
 
 def describe_regime(emulation: Emulation) -> str:
-    """Whether ops are paced, in words; every table of results must say so."""
+    """Whether ops are paced, and what messages cost; every table of results must say so."""
     accelerator = emulation.accelerator
     if accelerator is None:
-        return "unpaced: ops run as fast as this machine computes them"
+        return f"unpaced: ops run as fast as this machine computes them{_hardware(emulation)}"
     return (
         f"paced: F {numbers(accelerator.forward_ms)} ms, "
         f"B {numbers(accelerator.backward_input_ms)} ms, "
-        f"W {numbers(accelerator.backward_weight_ms)} ms"
+        f"W {numbers(accelerator.backward_weight_ms)} ms{_hardware(emulation)}"
     )
+
+
+def _hardware(emulation: Emulation) -> str:
+    if emulation.message_bytes is None:
+        return ""
+    wire = "" if emulation.wire_mbps is None else f", a wire of {emulation.wire_mbps / 1e3:g} Gb/s"
+    copies = f"copied at {emulation.host_copy_gbps:g} GB/s where delegated"
+    return f"; messages of {in_bytes(emulation.message_bytes)}, {copies}{wire}"
 
 
 def describe_trace(trace: LinkTrace) -> str:

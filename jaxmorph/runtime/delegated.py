@@ -33,7 +33,9 @@ from jaxmorph.program.slots_needed import FIRST_SLOTS
 from jaxmorph.progress import progress
 from jaxmorph.records import EventKind, Link
 from jaxmorph.runtime.causes import LongWaits
+from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.payloads import channel_name
+from jaxmorph.runtime.queue import sleep_until
 from jaxmorph.runtime.routes import (
     AbandonedEpochError,
     Moved,
@@ -88,6 +90,7 @@ class DelegatedRoute:
             error the message they wait for may never come.
         receive_backend: Copies payloads out of slots; None: in host memory.
         waits: Learns which waits are long, and names the cause of those that are in vain.
+        links: Emulates copies from host memory, which hold no queue; None: none.
     """
 
     holds_queue = False  # a receive waits on the host
@@ -102,6 +105,7 @@ class DelegatedRoute:
         check: Callable[[], None] = lambda: None,
         receive_backend: ReceiveBackend | None = None,
         waits: LongWaits | None = None,
+        links: EmulatedLinks | None = None,
     ) -> None:
         receive_backend = receive_backend or HostReceive()
         self.send_backend, self.receive_backend = send_backend.name, receive_backend.name
@@ -111,6 +115,7 @@ class DelegatedRoute:
         self._receive_backend = receive_backend
         self._check = check
         self._waits = waits or LongWaits(rank)
+        self._links = links or EmulatedLinks()
         self.path_failure: Callable[[Link], str] = lambda link: ""
         self._abandoned = -1
         self._reserved: dict[tuple[ChannelName, int], tuple[OutgoingSlot, Tag]] = {}
@@ -215,18 +220,24 @@ class DelegatedRoute:
         return last
 
     def take(self, identity: TransferIdentity, arrived_s: float, deadline_s: float) -> Moved:
-        """Receive on the host; also returns when the first part was sent and the last one came."""
-        del arrived_s
+        """Receive on the host; also returns when the first part was sent and the last one came.
+
+        An emulated copy to the device is part of its way. It begins when a part has come, whatever
+        the host does then, and the host waits until it is over.
+        """
         receiver = self._receivers[self._live_channel(identity)]
         arrival = receiver.receive()
         posted_s, received_s = np.inf, -np.inf
         for index, part in enumerate(receiver.use.parts):
             tag = _tag(identity, index, len(receiver.use.parts))
             slot = self._expected(identity, receiver, tag, deadline_s)
-            posted_s, received_s = min(posted_s, slot.posted_s), max(received_s, slot.received_s)
+            posted_s, num_bytes = min(posted_s, slot.posted_s), len(slot.payload)
+            arrived_s = self._links.received_s(identity, num_bytes, slot.received_s)
+            received_s = max(received_s, arrived_s)
             _require_content(slot, identity)
             _require_length(slot, len(part) * receiver.use.payload.dtype.itemsize, identity)
             arrival.add(part, slot)
+        sleep_until(received_s)
         return Moved(arrival.value(), posted_s, received_s)
 
     def has_free_slot(self, identity: TransferIdentity) -> bool:

@@ -28,14 +28,21 @@ class EmulatedLinks:
 
     Both ends of a direct transfer compute its delay here. From the same conditions and times they
     get the same result, so they exchange nothing. The data plane gets the same conditions and
-    delays delegated transfers itself. Without conditions nothing is delayed.
+    delays delegated transfers itself, all but their copies from host memory, which are the
+    receiving rank's. Without conditions nothing is delayed.
 
-    Queue thread: `wait_until_whole`, `over_s`, `concern`. Training thread: `join`, `emulate`. Any
-    thread: `is_cut`, `look_again`. Lock (`_changed`): the emulator's state, and its replacement.
+    Queue thread: `wait_until_whole`, `over_s`, `on_link_s`, `concern`. Training thread: `join`,
+    `emulate`. Any thread: `is_cut`, `look_again`, `received_s`. Lock (`_changed`): the emulators'
+    state, and their replacement.
+
+    Args:
+        always: Conditions that hold beside those of each `emulate`.
     """
 
-    def __init__(self) -> None:
-        self._emulator = LinkEmulator(())
+    def __init__(self, always: Sequence[LinkCondition] = ()) -> None:
+        self._always = tuple(always)
+        self._emulator = LinkEmulator(of_route(always, "direct"))
+        self._arrivals = LinkEmulator(of_route(always, "delegated"))
         self._planes: list[DataPlane] = []
         self._changed = threading.Condition()
 
@@ -55,11 +62,14 @@ class EmulatedLinks:
             origin_s: Time zero of the conditions, the same on all ranks; None: now.
         """
         origin_s = time.monotonic() if origin_s is None else origin_s
+        both = (*self._always, *conditions)
+        direct, delegated = of_route(both, "direct"), of_route(both, "delegated")
         with self._changed:
-            self._emulator = LinkEmulator(of_route(conditions, "direct"), origin_s=origin_s)
+            self._emulator = LinkEmulator(direct, origin_s=origin_s)
+            self._arrivals = LinkEmulator(delegated, origin_s=origin_s)
             self._changed.notify_all()
         for plane in self._planes:
-            plane.emulate(of_route(conditions, "delegated"), origin_s)
+            plane.emulate(delegated, origin_s)
 
     def is_cut(self, link: Link, step: int) -> bool:
         """Whether a link is cut now for direct messages of a step, in any direction."""
@@ -126,6 +136,24 @@ class EmulatedLinks:
             if over_s is not None:
                 return over_s
             met_s = self.wait_until_whole(identity, met_s, deadline_s, peer_has_left)
+
+    def on_link_s(self, identity: TransferIdentity) -> float:
+        """How long a direct message that begins now is on its link; 0 if that is cut.
+
+        Without conditions that say what messages count as, it has no bytes.
+        """
+        transfer, now_s = identity.transfer, time.monotonic()
+        direction = (transfer.source, transfer.destination)
+        with self._changed:
+            over_s = self._emulator.departure_s(*direction, identity.words(), 0, now_s)
+        return 0.0 if over_s is None else over_s - now_s
+
+    def received_s(self, identity: TransferIdentity, num_bytes: int, arrived_s: float) -> float:
+        """When a delegated message that arrived in host memory is on this rank's device."""
+        transfer = identity.transfer
+        direction = (transfer.source, transfer.destination)
+        with self._changed:
+            return self._arrivals.received_s(*direction, identity.words(), num_bytes, arrived_s)
 
     def _healed_s(self, identity: TransferIdentity, at_s: float) -> float:
         transfer = identity.transfer

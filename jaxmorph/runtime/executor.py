@@ -7,7 +7,7 @@ routes.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -173,6 +173,7 @@ class Executor:
         seed: Of the keys of random models.
         first_layers: The number of each chunk's first layer.
         aux_weights: The weights of auxiliary losses, in the order of their names.
+        send_takes_s: The compute that a delegated message takes from its sender; None: none.
     """
 
     chunks: Sequence[StagePrograms]
@@ -186,6 +187,7 @@ class Executor:
     seed: int = 0
     first_layers: Sequence[int] = (0,)
     aux_weights: Mapping[str, float] = field(default_factory=dict)
+    send_takes_s: Callable[[TransferIdentity], float] | None = None
 
     def execute(
         self,
@@ -300,6 +302,11 @@ class Executor:
                 self.queue.enqueue_transfer(transfer, work)
             else:
                 self.queue.enqueue(None, partial(work, time.monotonic()))
+        if self.send_takes_s is not None and not route.holds_queue:
+            sent_s: list[float] = []
+            takes_s = partial(self.send_takes_s, state.identity(transfer))
+            self.queue.enqueue_after(sent_s.append)
+            self.queue.enqueue_wait(lambda: sent_s[0] + takes_s())
 
     def _send(self, posting: Posting, transfer: Transfer, state: _Step, arrived_s: float) -> Moved:
         return posting(self._outgoing(transfer, state), arrived_s)

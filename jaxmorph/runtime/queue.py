@@ -45,10 +45,13 @@ class Pace:
         duration_s: Seconds per kind of op.
         host_copy_bytes_per_s: Speed of the accelerator's copies to host memory and back; None: as
             fast as this machine's.
+        sends_take_compute: Whether a delegated message takes its time on the link out of its
+            sender's compute, as an accelerator's own send does that runs beside other kernels.
     """
 
     duration_s: Mapping[OpKind, float] = field(default_factory=dict)
     host_copy_bytes_per_s: float | None = None
+    sends_take_compute: bool = False
 
     @classmethod
     def of_stage(

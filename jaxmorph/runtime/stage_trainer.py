@@ -119,6 +119,7 @@ class StageTrainer:
             copies=HostCopies(pace.host_copy_bytes_per_s),
             seed=settings.seed,
             aux_weights=aux_weights_of(model),
+            send_takes_s=self._links.on_link_s if pace.sends_take_compute else None,
             first_layers=[settings.layers[i].start for i in settings.own_stages(rank)],
         )
 
@@ -161,6 +162,7 @@ class StageTrainer:
             self._queue.raise_error,
             copies.incoming,
             waits := LongWaits(self._rank),
+            self._links,
         )
         if failover is None or not failover.peers:
             return direct

@@ -335,7 +335,8 @@ def agree_on_sidecars(
     if transport.sidecars == "auto":
         # Several would share no emulated bandwidth; RDMA leaves the work to the network cards.
         # The host's budget counts one slot for each sidecar of a channel up to `FIRST_SLOTS`.
-        fixed = transport.backend != "tcp" or emulation.links or emulation.trace
+        emulated = emulation.links or emulation.trace or emulation.message_bytes
+        fixed = transport.backend != "tcp" or emulated
         most = FIRST_SLOTS if config.limits.host_gib is not None else None
         count, busy = choose_sidecars(loads, most=1 if fixed else most)
         if count > 1:

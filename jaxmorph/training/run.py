@@ -16,7 +16,7 @@ from jaxmorph.config import Config
 from jaxmorph.control.verdicts import KnownDirection, dead_of
 from jaxmorph.data import StepData
 from jaxmorph.emulation.link_conditions import LinkCondition, untimed
-from jaxmorph.emulation.link_settings import emulated_conditions
+from jaxmorph.emulation.link_settings import emulated_conditions, hardware_conditions
 from jaxmorph.errors import RunFailedError
 from jaxmorph.messages import RunMessage
 from jaxmorph.output import write_stderr
@@ -153,7 +153,7 @@ def load_run(
         cut,
         settings,
         conditions,
-        EmulatedLinks(),
+        EmulatedLinks(hardware_conditions(config.emulation, config.parallelism.stages)),
     )
 
 

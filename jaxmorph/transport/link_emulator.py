@@ -1,9 +1,10 @@
-"""An emulated link: slow, jittery, narrow or cut, the same on every route."""
+"""Emulated links, slow, narrow or cut on every route, and the copies of delegated messages."""
 
 import hashlib
 import math
 import struct
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import NormalDist
 from typing import Generic, TypeVar
@@ -14,6 +15,7 @@ from jaxmorph.transport.names import TAG_WORDS
 Item = TypeVar("Item")
 
 _STEP_WORD = 1
+_MOST_COPIES = 256  # that an engine remembers
 _STANDARD_NORMAL = NormalDist()
 
 
@@ -76,8 +78,30 @@ def by_direction(conditions: Iterable[LinkCondition]) -> dict[tuple[int, int], D
     return {direction: DirectionConditions(own) for direction, own in found.items()}
 
 
+class CopyEngine:
+    """One direction of an accelerator's copies, one after another.
+
+    Copies may be asked for in another order than they became ready in: each takes the first gap
+    that it fits into.
+    """
+
+    def __init__(self) -> None:
+        self._busy: list[tuple[float, float]] = []
+
+    def copied_s(self, ready_s: float, takes_s: float) -> float:
+        """When a copy is over that could begin at `ready_s`."""
+        begins_s = ready_s
+        for busy_s, free_s in self._busy:
+            if begins_s + takes_s <= busy_s:
+                break
+            begins_s = max(begins_s, free_s)
+        insort(self._busy, (begins_s, begins_s + takes_s))
+        del self._busy[:-_MOST_COPIES]
+        return begins_s + takes_s
+
+
 class LinkEmulator:
-    """Decides when an emulated link lets messages go.
+    """Decides when an emulated link lets messages go, and when copies of messages are over.
 
     It has no clock and never waits. Its answers depend only on its arguments and earlier calls, so
     two emulators with the same calls give the same answers.
@@ -93,6 +117,8 @@ class LinkEmulator:
         self._seed = seed
         self._origin_s = origin_s
         self._free_at_s: dict[tuple[int, int], float] = {}
+        self._copies_out: defaultdict[int, CopyEngine] = defaultdict(CopyEngine)
+        self._copies_in: defaultdict[int, CopyEngine] = defaultdict(CopyEngine)
         self._of_direction = by_direction(conditions)
 
     def concerns(self, source: int, destination: int) -> bool:
@@ -102,9 +128,10 @@ class LinkEmulator:
     def departure_s(
         self, source: int, destination: int, tag: Sequence[int], num_bytes: int, now_s: float
     ) -> float | None:
-        """When the link lets a message go, after its bandwidth, latency and jitter.
+        """When the link lets a message go, after its copy, bandwidth, latency and jitter.
 
-        The message occupies the bandwidth: later ones wait for it.
+        The message occupies the sender's copies to host memory, and then the bandwidth: later ones
+        wait for it.
 
         Args:
             tag: The message's words, at most eight; missing ones count as 0.
@@ -119,12 +146,25 @@ class LinkEmulator:
         holding = self._holding(direction, step_of(tag), now_s)
         if any(condition.cut for condition in holding):
             return None
-        sent_s = self._occupy(direction, holding, num_bytes, now_s)
+        num_bytes = _counted(holding, num_bytes)
+        copied_s = _copied_s(self._copies_out[source], holding, num_bytes, now_s)
+        sent_s = self._occupy(direction, holding, num_bytes, copied_s)
         latency_ms = math.fsum(condition.latency_ms for condition in holding)
         deviation_ms = math.hypot(*(condition.jitter_ms for condition in holding))
         if deviation_ms:
             latency_ms += deviation_ms * self._draw(direction, tag)
         return sent_s + max(latency_ms, 0.0) / 1e3
+
+    def received_s(
+        self, source: int, destination: int, tag: Sequence[int], num_bytes: int, arrived_s: float
+    ) -> float:
+        """When a message that has arrived is in its receiver's device memory.
+
+        It occupies the copies of all that this rank receives.
+        """
+        holding = self._holding((source, destination), step_of(tag), arrived_s)
+        counted = _counted(holding, num_bytes)
+        return _copied_s(self._copies_in[destination], holding, counted, arrived_s)
 
     def is_cut(self, source: int, destination: int, step: int, now_s: float) -> bool:
         """Whether the link delivers nothing."""
@@ -170,6 +210,18 @@ class LinkEmulator:
         name = struct.pack(f"<q2Q{TAG_WORDS}Q", self._seed, *direction, *words)
         (number,) = struct.unpack("<Q", hashlib.blake2b(name, digest_size=8).digest())
         return _STANDARD_NORMAL.inv_cdf((number // 2**12 + 0.5) / 2**52)
+
+
+def _counted(holding: Iterable[LinkCondition], num_bytes: int) -> int:
+    sizes = [item.message_bytes for item in holding if item.message_bytes is not None]
+    return max(sizes, default=num_bytes)
+
+
+def _copied_s(
+    engine: CopyEngine, holding: Iterable[LinkCondition], num_bytes: int, ready_s: float
+) -> float:
+    rates = [item.host_copy_gbps for item in holding if item.host_copy_gbps is not None]
+    return engine.copied_s(ready_s, 1e-9 * num_bytes / min(rates)) if rates else ready_s
 
 
 def step_of(tag: Sequence[int]) -> int:

@@ -155,12 +155,15 @@ class SeveralSidecars(DataPlane):
         """Replace the emulated conditions, for all messages posted from now on.
 
         Raises:
-            UserError: Several sidecars would share a bandwidth.
+            UserError: Several sidecars would share a bandwidth, or a device's copies.
         """
-        if len(self.planes) > 1 and any(each.bandwidth_mbps for each in conditions):
+        shared = (
+            rate for each in conditions for rate in (each.bandwidth_mbps, each.host_copy_gbps)
+        )
+        if len(self.planes) > 1 and any(shared):
             raise UserError(
                 f"transport.sidecars: got {len(self.planes)}, expected 1, as the bandwidth of a "
-                "link is emulated, and each sidecar would have all of it"
+                "link or of copies is emulated, and each sidecar would have all of it"
             )
         origin_s = time.monotonic() if origin_s is None else origin_s
         self._conditions = conditions, origin_s

@@ -52,6 +52,13 @@ def test_bandwidth_occupies_the_link():
     assert declared_states(conditions, 2500) == {Link(0, 1): LinkDelay(0.0, 0.0, 2.0, 0.2)}
 
 
+def test_the_wire_of_healthy_links_is_not_added_again():
+    narrow = (LinkCondition((0, 1), bandwidth_mbps=100.0),)
+    for wire_mbps, added_ms in ((200.0, 0.1), (100.0, 0.0), (50.0, 0.0)):
+        states = declared_states(narrow, 2500, wire_mbps=wire_mbps)
+        assert states[Link(0, 1)].forward_occupancy_ms == pytest.approx(added_ms)
+
+
 def test_delays_add_to_links():
     links = {Link(0, 1): LinkDelay(1.0, 2.0, 0.5), Link(1, 2): LinkDelay(3.0, 3.0)}
     added = {Link(0, 1): LinkDelay(10.0, 20.0, 1.0, 4.0), Link(2, 3): LinkDelay(7.0)}

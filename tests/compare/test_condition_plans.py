@@ -1,5 +1,7 @@
 """Systems' plans under conditions, on rank 0 of four stages."""
 
+from dataclasses import replace
+
 import pytest
 
 from jaxmorph.compare.condition_links import RoundLinks
@@ -12,13 +14,13 @@ from jaxmorph.compare.condition_plans import (
 )
 from jaxmorph.compare.systems import SYSTEMS, system_config
 from jaxmorph.config import Config
-from jaxmorph.config.link_sections import Routes
+from jaxmorph.config.link_sections import Emulation, Routes
 from jaxmorph.control.profiler import Profile
 from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.program.slots_needed import HostRoom
-from jaxmorph.records import Link
+from jaxmorph.records import Link, pipeline_links
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.schedule.costs import LinkDelay, StageCosts
 from jaxmorph.training.plan_in_force import plan_step
@@ -36,12 +38,17 @@ UNEVEN = StageCosts((8.0, *[9.0] * 3), (10.0, 10.0, 10.0, 9.0), (5.0, *[6.0] * 3
 
 
 def planner(
-    name: str, costs: StageCosts | None = None, room: HostRoom | None = None
+    name: str,
+    costs: StageCosts | None = None,
+    room: HostRoom | None = None,
+    emulation: Emulation | None = None,
 ) -> ConditionPlanner:
     system = SYSTEMS[name]
     profile = Profile(costs or StageCosts.uniform(4, 10.0, 10.0, 10.0), {})
-    config = system_config(CONFIG, system)
-    return ConditionPlanner(config, system, SoleRank(), profile, 0, message_bytes=0, room=room)
+    emulation = emulation or Emulation()
+    config = system_config(CONFIG.model_copy(update={"emulation": emulation}), system)
+    size = emulation.message_bytes or 0
+    return ConditionPlanner(config, system, SoleRank(), profile, 0, size, room)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +116,51 @@ def test_healthy_links_are_delegated_only_for_a_gain():
     assert planned.regime == HOLDS_QUEUES
     _, planned = planner("adaptive-informed", UNEVEN).make(())
     assert set(planned.routes.values()) == {"delegated"}
+
+
+def test_copies_weigh_against_delegating_healthy_links():
+    for copy_ms, route in ((0.2, "delegated"), (5.0, "direct")):
+        emulation = Emulation(message_bytes=10**7, host_copy_gbps=10.0 / copy_ms)
+        _, planned = planner("adaptive-informed", UNEVEN, emulation=emulation).make(())
+        assert set(planned.routes.values()) == {route}
+
+
+def test_parts_of_messages_are_those_of_the_busiest_rank():
+    emulation = Emulation(message_bytes=10**6, host_copy_gbps=1.0, wire_mbps=4000.0)
+    parts_ms = planner("zb-delegated", emulation=emulation).make(())[1].message_parts_ms
+    assert parts_ms == pytest.approx({"copies out": 24.0, "wire": 48.0, "copies in": 24.0})
+    parts_ms = planner("zb", emulation=emulation).make(())[1].message_parts_ms
+    assert parts_ms == pytest.approx({"copies out": 0.0, "wire": 48.0, "copies in": 0.0})
+    assert planner("zb").make(())[1].message_parts_ms == {}
+
+
+def test_messages_that_take_compute_make_the_step_longer():
+    emulation = Emulation(message_bytes=10**6, host_copy_gbps=1e3, wire_mbps=8000.0)  # 1 ms
+    plans = planner("zb-opportunistic", emulation=emulation)
+    healthy_ms, slow_ms = (plans.make(each)[1].predicted_ms for each in ((), SLOW))
+    others = planner("zb-delegated", emulation=emulation)
+    assert healthy_ms > others.make(())[1].predicted_ms
+    # The last stage sends twelve gradients, each of which takes 31 ms of its 360 ms of compute.
+    assert slow_ms >= 12 * 30 + 11 * 31 > others.make(SLOW)[1].predicted_ms
+
+
+def test_a_slow_link_is_delegated_with_its_copies_in_the_prediction():
+    emulation = Emulation(message_bytes=10**7, host_copy_gbps=5.0)  # 2 ms a copy
+    in_force, planned = planner("adaptive-informed", emulation=emulation).make(SLOW)
+    assert planned.routes == {"0-1": "direct", "1-2": "direct", "2-3": "delegated"}
+    links = {Link(2, 3): LinkDelay(32.0, 32.0, 2.0, 2.0)}
+    costs = StageCosts.uniform(4, 10.0, 10.0, 10.0)
+    step_ms = simulate_blocking(in_force.programs, costs, links).makespan_ms
+    assert planned.predicted_ms == pytest.approx(step_ms)
+
+
+def test_copies_are_not_counted_twice_where_delegated_links_were_measured():
+    emulation = Emulation(message_bytes=10**7, host_copy_gbps=5.0)
+    plans = planner("zb-delegated", emulation=emulation)
+    measured_on = dict.fromkeys(pipeline_links(4), "delegated")
+    counted = replace(plans, measured_on=measured_on)
+    assert counted.make(())[1].predicted_ms == planner("zb-delegated").make(())[1].predicted_ms
+    assert plans.make(())[1].predicted_ms > counted.make(())[1].predicted_ms
 
 
 def test_jitter_adds_a_margin_to_plans_alone():

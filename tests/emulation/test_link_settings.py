@@ -7,7 +7,11 @@ from jaxmorph.config.link_sections import LinkTrace
 from jaxmorph.emulation import link_trace
 from jaxmorph.emulation.delay_traces import draw_regime
 from jaxmorph.emulation.link_conditions import LinkCondition, begun_at, untimed
-from jaxmorph.emulation.link_settings import emulated_conditions, trace_conditions
+from jaxmorph.emulation.link_settings import (
+    emulated_conditions,
+    hardware_conditions,
+    trace_conditions,
+)
 from jaxmorph.errors import UserError
 from jaxmorph.records import pipeline_links
 from jaxmorph.training.open_stage import transport_settings
@@ -25,6 +29,23 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 def load(*overrides):
     Path("x.yaml").write_text("parallelism: {stages: 4}")
     return load_config("x.yaml", overrides)
+
+
+def test_hardware_is_on_every_link_once_messages_have_a_size():
+    assert hardware_conditions(load("emulation.host_copy_gbps=50").emulation, 2) == ()
+    config = load("emulation={message_bytes: 1000, host_copy_gbps: 50, wire_mbps: 400000}")
+    found = hardware_conditions(config.emulation, 4)
+    wire = LinkCondition((2, 3), bandwidth_mbps=400_000.0, message_bytes=1000)
+    copies = LinkCondition((2, 3), host_copy_gbps=50.0, route="delegated")
+    assert [each for each in found if each.between == (2, 3)] == [wire, copies]
+    assert {each.between for each in found} == {(0, 1), (1, 2), (2, 3), (0, 3)}
+
+
+def test_a_preset_sets_what_is_not_given():
+    preset = load("emulation={preset: h800, message_bytes: 1000}").emulation
+    assert (preset.host_copy_gbps, preset.wire_mbps) == (63.0, 400_000.0)
+    own = load("emulation={preset: h800, message_bytes: 1000, host_copy_gbps: 50}").emulation
+    assert (own.host_copy_gbps, own.wire_mbps) == (50.0, 400_000.0)
 
 
 def test_listed_links_and_a_trace_combine():

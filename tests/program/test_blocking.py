@@ -124,6 +124,16 @@ def test_a_message_waits_in_the_senders_slot_while_the_receivers_are_taken():
         simulate_blocking(both, UNIFORM, slots={there: 1})
 
 
+def test_a_delegated_send_may_take_compute_from_its_sender_alone():
+    ranks = programs("F0 >F0 F1 >F1 <B0 B0", "<F0 F0 B0 >B0 <F1 F1", route="delegated")
+    takes = {Link(0, 1): LinkDelay(3, 5, 1, 0)}
+    timeline = simulate_blocking(ranks, UNIFORM, {Link(0, 1): LinkDelay(2, 2)}, send_takes=takes)
+    assert picture(timeline) == [
+        "F0:0-10 F1:14-24 gradient[0]~32-34 B0:34-44",
+        "activation[0]~10-12 F0:12-22 B0:22-32 activation[1]~24-26 F1:37-47",
+    ]
+
+
 def test_a_sender_waits_for_a_late_receiver():
     ranks = programs(
         "F0 >F0 F1 >F1 <B0 B0 <B1 B1",

@@ -51,6 +51,10 @@ def test_the_regime_says_whether_ops_are_paced():
         {"accelerator": {"forward_ms": 10, "backward_input_ms": [9, 11.5], "backward_weight_ms": 8}}
     )
     assert describe_regime(paced) == "paced: F 10 ms, B 9 11.5 ms, W 8 ms"
+    sized = Emulation.model_validate({"preset": "h800", "message_bytes": 10**7})
+    assert describe_regime(sized).endswith(
+        "; messages of 9.5 MiB, copied at 63 GB/s where delegated, a wire of 400 Gb/s"
+    )
 
 
 def test_a_summary_compares_measured_and_planned_steps():

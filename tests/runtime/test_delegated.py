@@ -13,8 +13,10 @@ from oracles.loopback import LoopbackNetwork
 
 from jaxmorph.copies.backends import PayloadShape, SlotUse
 from jaxmorph.copies.host_memory import ImmediateSend, host_callback_backends
+from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.program.instructions import Channel, Payload, Transfer, channel_of
 from jaxmorph.runtime.delegated import DelegatedRoute
+from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.payloads import channel_name
 from jaxmorph.runtime.routes import AbandonedEpochError, TransferIdentity, TransferMismatchError
 from jaxmorph.transport.names import PeerGoneError
@@ -48,7 +50,7 @@ def uses(dtype="float32", part_elements=None):
 class Pair:
     """Ranks 0 and 1 in one process, joined in memory."""
 
-    def __init__(self, backend, check=lambda: None, **kind):
+    def __init__(self, backend, check=lambda: None, links=None, **kind):
         placement = SingleDeviceSharding(jax.devices()[0])
         specs = [
             ChannelSpec(channel_name(channel), use.slot_bytes, 2)
@@ -59,7 +61,7 @@ class Pair:
         for rank, plane in enumerate(self.planes):
             plane.connect({1 - rank: self.planes[1 - rank].addresses()}, b"secret")
         self.sender, self.receiver = (
-            DelegatedRoute(plane, uses(**kind), rank, placement, backend, check)
+            DelegatedRoute(plane, uses(**kind), rank, placement, backend, check, links=links)
             for rank, plane in enumerate(self.planes)
         )
 
@@ -309,6 +311,17 @@ def test_a_failed_copy_of_an_abandoned_epoch_is_ignored(make_pair, fails_first):
     with pytest.raises(TimeoutError):
         pair.take(activation(0, epoch=1), wait_s=0.05)
     assert pair.receiver.counts.skipped == 1
+
+
+def test_copies_from_host_memory_are_part_of_a_messages_way(make_pair):
+    copies = LinkCondition((0, 1), message_bytes=10**6, host_copy_gbps=0.02, route="delegated")
+    pair = make_pair(links=EmulatedLinks([copies]))  # 50 ms each
+    for microbatch in range(2):
+        pair.send(activation(microbatch), values(microbatch))
+    first, second = (pair.take(activation(microbatch)) for microbatch in range(2))
+    assert first.over_s - first.peer_arrived_s >= 0.05
+    assert second.over_s - first.over_s >= 0.05 - 1e-9  # it waited for the first one's copy
+    assert time.monotonic() >= second.over_s
 
 
 def test_a_message_that_does_not_come_is_named(pair):

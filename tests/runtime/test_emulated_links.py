@@ -47,6 +47,20 @@ def test_routes_get_their_own_conditions_and_one_origin():
     assert not links.is_cut(Link(0, 1), 7)
 
 
+def test_conditions_that_always_hold_are_never_replaced():
+    wire = LinkCondition((0, 1), bandwidth_mbps=80.0, message_bytes=1000)
+    copies = LinkCondition((0, 1), host_copy_gbps=1e-4, route="delegated")
+    links, plane = EmulatedLinks((wire, copies)), RecordingPlane()
+    links.join(plane)  # pyright: ignore[reportArgumentType] (it only records)
+    slow = LinkCondition((0, 1), latency_ms=30.0)
+    for conditions, over_s in (((), 1.0001), ((slow,), 1.0301)):
+        links.emulate(conditions, 0.0)
+        assert plane.received[-1] == ((wire, copies, *conditions), 0.0)
+        assert links.over_s(identity(), 8, 1.0, 9.0) == pytest.approx(over_s)
+        assert links.received_s(identity(), 8, 1.0) == pytest.approx(1.01)
+        assert links.received_s(identity(), 8, 1.0) == pytest.approx(1.02)
+
+
 def test_a_cut_link_can_be_given_up_early():
     links, given_up, errors = EmulatedLinks(), threading.Event(), []
     links.emulate([CUT])

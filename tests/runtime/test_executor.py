@@ -9,7 +9,14 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from jaxmorph.program.dataflow import received_buffer
-from jaxmorph.program.instructions import Free, Payload, RankInstructions, Receive, Transfer
+from jaxmorph.program.instructions import (
+    Free,
+    Payload,
+    RankInstructions,
+    Receive,
+    Send,
+    Transfer,
+)
 from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.executor import Executor, StepInputs
 from jaxmorph.runtime.queue import Pace, PacedQueue, Stamp
@@ -35,6 +42,9 @@ class RecordingRoute:
             raise self.error
         return Moved(jnp.zeros(()), 1.0, 3.5)
 
+    def reserve(self, identity, deadline_s):
+        return iter(())
+
     def settle(self):
         pass
 
@@ -49,11 +59,13 @@ def queue():
     queue.close()
 
 
-def execute(queue, route):
+RECEIVE = Receive(TRANSFER, "delegated"), Free(received_buffer(TRANSFER))
+
+
+def execute(queue, route, instructions=RECEIVE, **more):
     placement = SingleDeviceSharding(jax.devices()[0])
-    executor = Executor((), placement, queue, {"delegated": route}, Pace(), 5.0)
-    receive = Receive(TRANSFER, "delegated")
-    program = RankInstructions(0, 2, 1, (receive, Free(received_buffer(TRANSFER))))
+    executor = Executor((), placement, queue, {"delegated": route}, Pace(), 5.0, **more)
+    program = RankInstructions(0, 2, 1, instructions)
     return executor.execute(program, (), (), INPUTS, step=0)
 
 
@@ -71,6 +83,21 @@ def test_a_receive_on_the_queue_waits_there(queue):
     assert route.threads != [threading.current_thread()]
     assert [stamp.label for stamp in outcome.stamps] == [TRANSFER]
     assert outcome.arrivals == []
+
+
+def test_a_delegated_send_may_take_compute(queue):
+    sends = [Send(TRANSFER._replace(microbatch=number), "delegated") for number in range(3)]
+    asked, ends_s = [], []
+
+    def takes_s(identity):
+        asked.append(identity.transfer)
+        return 5.0
+
+    execute(queue, RecordingRoute(holds_queue=False), tuple(sends), send_takes_s=takes_s)
+    queue.enqueue_after(ends_s.append)
+    queue.drain()
+    assert asked == [send.transfer for send in sends]
+    assert ends_s == [15.0]  # by the queue's clock, which began at 0
 
 
 @pytest.mark.parametrize("holds_queue", [True, False])

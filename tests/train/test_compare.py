@@ -108,6 +108,28 @@ def test_systems_that_split_the_backward_train_the_same_bits(two_systems):
     assert runs["zb", "healthy"]["loss"] != runs["zb", "slow"]["loss"]  # it went on training
 
 
+def test_emulated_messages_pay_for_their_copies_and_the_wire(tmp_path):
+    messages = "message_bytes: 1000000, host_copy_gbps: 0.1, wire_mbps: 800"  # 10 ms for each part
+    ops = "accelerator: {forward_ms: 5, backward_input_ms: 5, backward_weight_ms: 5}"
+    systems = "compare.systems=[zb, zb-delegated, zb-opportunistic]"
+    healthy, one_round = "compare.conditions=[{name: healthy}]", "compare.repeats=1"
+    done, out = compare(
+        tmp_path, systems, healthy, one_round, "compare.bars=[]", "compare.reference={}",
+        f"emulation={{{messages}, {ops}}}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    runs = read_runs(out)
+    for run in runs.values():
+        assert run["step_ms"]["median"] >= 0.98 * run["predicted_ms"]
+    # The first microbatch goes up and comes back: F, message, F, B, message, B, W.
+    assert runs["zb", "healthy"]["predicted_ms"] >= 25 + 2 * 10
+    assert runs["zb-delegated", "healthy"]["predicted_ms"] >= 25 + 2 * 30
+    # Each of the first stage's four activations takes 10 ms of its compute, which is 60 ms.
+    assert runs["zb-opportunistic", "healthy"]["predicted_ms"] >= 60 + 4 * 10
+    parts_ms = {"copies out": 40.0, "wire": 40.0, "copies in": 40.0}
+    assert runs["zb-delegated", "healthy"]["message_parts_ms"] == pytest.approx(parts_ms)
+
+
 def test_all_result_files_are_written(two_systems):
     done, out = two_systems
     table = (out / "table.md").read_text()

@@ -4,8 +4,14 @@ from statistics import fmean, stdev
 
 import pytest
 
-from jaxmorph.emulation.link_conditions import LinkCondition
-from jaxmorph.transport.link_emulator import DirectionConditions, LinkEmulator, Spans, step_of
+from jaxmorph.emulation.link_conditions import LinkCondition, of_route
+from jaxmorph.transport.link_emulator import (
+    CopyEngine,
+    DirectionConditions,
+    LinkEmulator,
+    Spans,
+    step_of,
+)
 
 
 def tag(message=0, step=0, epoch=0):
@@ -162,3 +168,53 @@ def test_the_index_finds_exactly_the_holding_conditions():
         for elapsed_s in (-0.5, 0.0, 0.5, 3.0, 7.0, 11.99, 12.0, 100.0):
             held = sorted(index.holding(step, elapsed_s), key=lambda each: each.latency_ms)
             assert held == [each for each in conditions if each.holds(step, elapsed_s)]
+
+
+HARDWARE = (  # 1 MB at 100 MB/s: a wire and copies that each take 10 ms a message
+    LinkCondition((0, 1), bandwidth_mbps=800.0, message_bytes=1_000_000),
+    LinkCondition((1, 2), bandwidth_mbps=800.0, message_bytes=1_000_000),
+    LinkCondition((0, 1), host_copy_gbps=0.1, route="delegated"),
+    LinkCondition((1, 2), host_copy_gbps=0.1, route="delegated"),
+)
+
+
+def test_a_message_counts_as_many_bytes_as_its_condition_says():
+    direct = LinkEmulator(of_route(HARDWARE, "direct"))
+    assert departures(direct, [1.0, 1.0], 8192, 1, 2) == pytest.approx([1.01, 1.02])
+    assert direct.received_s(1, 2, tag(), 8192, 1.01) == 1.01  # it is on the device already
+
+
+def test_copies_to_host_memory_queue_across_a_ranks_links_before_the_wire():
+    sender = LinkEmulator(HARDWARE)
+    assert departures(sender, [1.0], 8192, 1, 2) == pytest.approx([1.02])
+    assert departures(sender, [1.0], 8192, 1, 0) == pytest.approx([1.03])  # after the other's copy
+    assert departures(sender, [1.0], 8192, 1, 2) == pytest.approx([1.04])
+    assert departures(sender, [1.0], 8192, 2, 1) == pytest.approx([1.02])  # another rank's engine
+
+
+def test_messages_of_a_direction_wait_for_its_wire_after_their_copies():
+    narrow = LinkEmulator([*HARDWARE, LinkCondition((1, 2), bandwidth_mbps=400.0)])
+    assert departures(narrow, [1.0, 1.0], 8192, 1, 2) == pytest.approx([1.03, 1.05])
+    slow = LinkEmulator([*HARDWARE, LinkCondition((1, 2), latency_ms=30.0)])
+    assert departures(slow, [1.0], 8192, 1, 2) == pytest.approx([1.05])
+
+
+def test_copies_from_host_memory_queue_across_all_that_a_rank_receives():
+    receiver = LinkEmulator(HARDWARE)
+    received = [(0, 1.0), (2, 1.0), (0, 1.005)]
+    ends_s = [receiver.received_s(source, 1, tag(), 8192, at_s) for source, at_s in received]
+    assert ends_s == pytest.approx([1.01, 1.02, 1.03])
+
+
+def test_a_copy_that_is_asked_for_late_takes_the_gap_at_its_time():
+    engine = CopyEngine()
+    assert engine.copied_s(5.0, 2.0) == 7.0
+    assert engine.copied_s(1.0, 2.0) == 3.0
+    assert engine.copied_s(2.5, 2.0) == 5.0
+    assert engine.copied_s(2.5, 2.0) == 9.0  # no gap is long enough
+
+
+def test_copies_leave_a_message_of_a_cut_link_where_it_is():
+    sender = LinkEmulator([*HARDWARE, LinkCondition((1, 2), cut=True)])
+    assert sender.departure_s(1, 2, tag(), 8192, 1.0) is None
+    assert departures(sender, [1.0], 8192, 1, 0) == pytest.approx([1.02])
