@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import ceil
 from pathlib import Path
 from statistics import mean, median
 
@@ -24,7 +23,7 @@ from benchmarks.planner_problems import Problem, gap_problems, timing_problems
 from benchmarks.results import Bar, finish, provenance
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.planner import Plan, plan, require_room
-from jaxmorph.schedule.simulate import simulate
+from jaxmorph.schedule.simulate import in_whole_steps, simulate
 
 PLANNERS = ("paper", "adaptive")
 STEPS_AN_OP = (1, 2, 3, 5, 10, 20, 30)
@@ -87,7 +86,7 @@ def in_time_steps(problem: Problem, steps_an_op: int) -> Problem:
     step_ms = mean(ms for row in rows for ms in row) / steps_an_op
 
     def rounded(row: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(step_ms * ceil(ms / step_ms - _ROUNDING) for ms in row)
+        return tuple(in_whole_steps(ms, step_ms) for ms in row)
 
     costs = StageCosts(*map(rounded, rows))
     return replace(problem, costs=costs, latencies_ms=rounded(problem.latencies_ms))

@@ -33,7 +33,7 @@ def test_only_known_results_are_older_than_their_configurations():
     assert {name for name, each in judgements().items() if each.changes} == OLDER
 
 
-def test_every_other_comparison_has_a_result():
+def test_every_measured_comparison_has_a_result():
     with_section = {path.stem for path in (ROOT / "configs").glob("*.yaml")
                     if "\ncompare:" in path.read_text(encoding="utf-8")}  # fmt: skip
     assert judgements().keys() == with_section - NOT_YET == {*NAMES}

@@ -285,21 +285,12 @@ def compare(
     ] = False,
 ) -> int:
     """Measure systems under conditions of links."""
-    from jaxmorph.compare.comparison import resume_comparison, start_comparison
+    from jaxmorph.compare.comparison import run_comparison
 
     if redo_disturbed and resume is None:
         raise UserError("--redo-disturbed: got no comparison, expected --resume RUN_DIR too")
-    if config is None and resume in (None, "auto"):
-        raise UserError("compare: got no configuration, expected a YAML file, or --resume RUN_DIR")
-    words = [*([config] if config is not None else []), *(overrides or [])]
-    if resume is None:
-        num_failed = start_comparison(Path(words[0]), words[1:])
-    elif resume == "auto":
-        num_failed = resume_comparison(
-            resume, Path(words[0]), words[1:], redo_disturbed=redo_disturbed
-        )
-    else:
-        num_failed = resume_comparison(resume, None, words, redo_disturbed=redo_disturbed)
+    given = [*([config] if config is not None else []), *(overrides or [])]
+    num_failed = run_comparison(given, resume, redo_disturbed=redo_disturbed)
     return 1 if num_failed else 0
 
 

@@ -40,9 +40,6 @@ def plan(
     link_backward_ms: options.LinkBackwardMs = None,
     link_occupancy_ms: options.LinkOccupancyMs = None,
     link_jitter_ms: options.LinkJitterMs = None,
-    message_bytes: options.MessageBytes = None,
-    wire_mbps: options.WireMbps = None,
-    host_copy_gbps: options.HostCopyGbps = None,
     link_model: options.LinkModel = "latency",
     time_step: options.TimeStep = None,
     schedule: Annotated[
@@ -116,7 +113,7 @@ def _check(given: Given, out: Path | None, export: Path | None) -> None:
     options.require_without(given, "compare", "what_if", "layers_cost", "schedule", "export")
     options.require_without(given, "what_if", "layers_cost", "export")
     options.require_without(given, "layers_cost", "profile", "chunks")
-    options.require_without(given, "profile", "stages", "message_bytes")  # it has been measured
+    options.require_without(given, "profile", "stages")
     for name in ("embedding_cost", "head_cost"):
         if name in given and "layers_cost" not in given:
             raise UserError(f"{options.flag(name)}: got no --layers-cost, expected both")

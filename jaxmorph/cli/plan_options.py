@@ -34,20 +34,6 @@ LinkJitterMs = Annotated[
     str | None,
     typer.Option(help="Standard deviation of the latency; plans add 0.7 of it to the latency."),
 ]
-MessageBytes = Annotated[
-    int | None,
-    typer.Option(help="Bytes of a message, which adds the time of wire and copies to each link."),
-]
-WireMbps = Annotated[
-    float | None, typer.Option(help="Megabits per second of the wire, for --message-bytes.")
-]
-HostCopyGbps = Annotated[
-    float | None,
-    typer.Option(
-        help="Gigabytes per second of copies to host memory and back, for --message-bytes; "
-        "blocking messages have none."
-    ),
-]
 LinkModel = Annotated[
     str,
     typer.Option(
@@ -100,9 +86,6 @@ _FIELDS = {  # options that are a field as they stand
     "microbatches": "num_microbatches",
     "schedule": "schedule",
     "chunks": "chunks",
-    "message_bytes": "message_bytes",
-    "wire_mbps": "wire_mbps",
-    "host_copy_gbps": "host_copy_gbps",
     "link_model": "link_model",
     "time_step": "time_step_ms",
     "live_until": "live_until",

@@ -1,7 +1,7 @@
 """The blocks of a comparison: the parts that are measured in one go, each kept as one file.
 
-A block is one launch of a system's ranks, for some rounds of all conditions; of whole runs it is
-one run. All results are made from blocks, so a comparison that was ended loses the block at work.
+A block is one launch of a system's ranks, for one round of all conditions; of whole runs it is one
+run. All results are made from blocks, so a comparison that was ended loses the block at work.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from jaxmorph.config.compare_section import Compare
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.plain_json import Json, ParseError, dump, parse, parse_line, with_sum
 from jaxmorph.report.run_directory import CONFIG, replace_file
-from jaxmorph.report.run_matrix import BlockLoad, PlannedRun, Provenance, Run
+from jaxmorph.report.run_matrix import RESULTS, BlockLoad, PlannedRun, Provenance, Run
 from jaxmorph.training.resume import hold
 
 FOLDER = "blocks"
@@ -95,7 +95,7 @@ class Block:
         took_s: Start and end included.
         others_share: The mean share of the processors that other processes kept busy; None: not
             known.
-        failure: Why it has to be measured again, if it has.
+        failure: Why it must be measured again; None: it is complete.
     """
 
     comparison: str
@@ -171,24 +171,34 @@ def joint_provenance(blocks: Iterable[Block]) -> Provenance | None:
 def reopen(
     directory: Path, config: Config, wanted: Compare, say: Callable[[str], None]
 ) -> Iterator[dict[Key, Block]]:
-    """Open a comparison's directory for this process alone; yields the blocks that it has.
+    """Open a comparison's directory for this process alone, and write its configuration there.
+
+    Yields the blocks that it has.
 
     Args:
         directory: Made if it is missing.
-        config: Replaces the configuration there.
         say: Takes a line about each block that is damaged, which counts as missing.
 
     Raises:
-        UserError: It can't be written to, is in use, or has what another configuration measured.
+        UserError: It can't be written to, is in use, has something else, or has what another
+            configuration measured.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _cannot_write(directory, error) from error
+    path = directory / CONFIG
+    if not path.is_file() and any(not each.name.startswith(".") for each in directory.iterdir()):
+        raise UserError(f"--resume: got {directory}, expected a comparison's directory, or none")
+    if (directory / RESULTS).is_file() and not (directory / FOLDER).is_dir():
+        raise UserError(
+            f"--resume: {directory}: got results of a version without blocks, expected another "
+            "run.dir"
+        )
     with hold([directory]):
         blocks = _read_blocks(directory, wanted, say)
-        path = directory / CONFIG
-        _require_same(config, load_config(path) if path.is_file() else config, directory, blocks)
+        was = load_config(path) if path.is_file() else config
+        _require_same(config, was, wanted, directory, blocks)
         try:
             replace_file(path, dump_config(config))
         except OSError as error:
@@ -200,13 +210,22 @@ def _cannot_write(path: Path, error: OSError) -> UserError:
     return UserError(f"--resume: {path}: cannot be written: {error.strerror}")
 
 
-def _require_same(config: Config, was: Config, directory: Path, blocks: Sequence[Block]) -> None:
+def _require_same(
+    config: Config, was: Config, wanted: Compare, directory: Path, blocks: Sequence[Block]
+) -> None:
     """Require that blocks were measured with a configuration; `was` is that in their directory."""
     if was.compare is None:
         raise UserError(f"--resume: got {directory}, the directory of a run, not of a comparison")
-    digest = configuration_digest(config)
-    if any(block.provenance.configuration != digest for block in blocks):
+    if not (directory / FOLDER).is_dir():
+        return
+    # The blocks of systems that are no longer compared were not read: `was` stands for them.
+    digests = {configuration_digest(was), *(block.provenance.configuration for block in blocks)}
+    other = ""
+    if digests != {configuration_digest(config)}:
         other = ", ".join(measured_differences(config, was)) or "contents of a trace"
+    elif was.compare.has_whole_runs != wanted.has_whole_runs:
+        other = "compare.systems, with or without those that restart,"
+    if other:
         raise UserError(
             f"--resume: got other {other} than the blocks in {directory} were measured with, "
             "expected the same"

@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
 from statistics import fmean
-from types import MappingProxyType
 from typing import Any
 
 from jaxmorph.compare.blocks import (
@@ -31,11 +30,10 @@ from jaxmorph.errors import RunFailedError, RunStoppedError, UserError
 from jaxmorph.report.matrix_table import matrix_markdown
 from jaxmorph.report.page import REPORT, write_report
 from jaxmorph.report.run_directory import CONFIG, claim_run_directory, plain_json, replace_file
-from jaxmorph.report.run_matrix import BLOCK_COLUMNS, RESULTS, TIMELINES, Matrix, Run
+from jaxmorph.report.run_matrix import BLOCK_COLUMNS, RESULTS, TIMELINES, Matrix, Provenance, Run
 from jaxmorph.report.terminal import MatrixView
 from jaxmorph.report.text import duration
 from jaxmorph.runtime.launcher import run_ranks, threads_for
-from jaxmorph.training.resume import hold
 from jaxmorph.training.start import check_run
 from jaxmorph.training.start_lines import StartLines
 from jaxmorph.transport.host import num_processors
@@ -43,8 +41,16 @@ from jaxmorph.transport.host import num_processors
 TABLE, FIGURE, RECOVERY_FIGURE = "table.md", "figure.png", "recovery.png"
 
 
-def start_comparison(path: Path, overrides: Sequence[str]) -> int:
-    """Run a configuration's comparison in a new directory.
+def run_comparison(
+    given: Sequence[str], resume: str | None = None, *, redo_disturbed: bool = False
+) -> int:
+    """Measure the blocks that a comparison lacks; all if it is new.
+
+    Args:
+        given: The configuration's path, which a directory to resume has itself, and overrides.
+        resume: The comparison's directory; "auto": the configuration's `run.dir`, which may be new;
+            None: a new one.
+        redo_disturbed: Whether blocks that were measured beside other work are measured again.
 
     Returns:
         The number of systems that failed.
@@ -52,49 +58,63 @@ def start_comparison(path: Path, overrides: Sequence[str]) -> int:
     Raises:
         RunStoppedError: It was asked to end during a whole run, which has saved its state.
     """
+    path, overrides = _configuration(given, resume)
     config = load_config(path, overrides)
     wanted = _checked(path, overrides, config)
-    results = _Results(path.stem, config, wanted, claim_run_directory(config))
-    with hold([results.directory]), closing(MatrixView()) as view:
-        return _measure(results, all_keys(wanted), [str(path), *overrides], view)
-
-
-def resume_comparison(
-    resume: str, path: Path | None, overrides: Sequence[str], *, redo_disturbed: bool = False
-) -> int:
-    """Measure the blocks that a comparison lacks; returns as `start_comparison`.
-
-    Args:
-        resume: The comparison's directory; "auto": the configuration's `run.dir`, which may be new.
-        path: The configuration; None: that in the directory.
-        redo_disturbed: Whether blocks that were measured beside other work are measured again.
-    """
-    words = [*([] if path is None else [str(path)]), *overrides, "--resume", resume]
-    if path is None and not (path := Path(resume) / CONFIG).is_file():
-        expected = f"expected a comparison's directory, with a {CONFIG}"
-        raise UserError(f"--resume: got {resume}, {expected}")
-    config = load_config(path, overrides)
-    wanted = _checked(path, overrides, config)
-    directory = Path(config.run.dir if resume == "auto" else resume)
+    if resume is None:
+        directory = claim_run_directory(config)
+    else:
+        directory = Path(config.run.dir if resume == "auto" else resume)
     with closing(MatrixView()) as view, reopen(directory, config, wanted, view.say) as blocks:
         known = (block.comparison for block in blocks.values())
-        name = path.stem if resume == "auto" else next(known, directory.name)
+        name = next(known, directory.name) if path.name == CONFIG else path.stem
         results = _Results(name, config, wanted, directory, blocks)
         keys = results.missing(redo_disturbed=redo_disturbed)
-        view.say(f"{len(keys)} of {len([*all_keys(wanted)])} blocks are to be measured")
-        return _measure(results, keys, words, view)
+        words = [*given, *([] if resume is None else ["--resume", resume])]
+        command = shlex.join(["jaxmorph", "compare", *words])
+        if resume is not None:
+            view.say(f"{len(keys)} of {len([*all_keys(wanted)])} blocks are to be measured")
+        for line in _changes(blocks.values(), provenance(command, "")) if keys else ():
+            view.say(line)
+        return _measure(results, keys, command, view)
 
 
-def _measure(
-    results: "_Results", keys: Iterable[Key], words: Sequence[str], view: MatrixView
-) -> int:
+def _changes(blocks: Iterable[Block], now: Provenance) -> Iterator[str]:
+    """What has changed since blocks were measured: ratios to new ones may not hold."""
+    for name in ("commit", "machine", "versions"):
+        was = {getattr(block.provenance, name) for block in blocks} - {getattr(now, name)}
+        if was:
+            yield f"{name}: blocks are there of {', '.join(sorted(was))}, now {getattr(now, name)}"
+
+
+def _configuration(given: Sequence[str], resume: str | None) -> tuple[Path, Sequence[str]]:
+    """The path of a comparison's configuration, and what is overridden there."""
+    named, others = [each for each in given[:1] if "=" not in each], given[1:]
+    if resume in (None, "auto"):
+        if not named:
+            raise UserError(
+                "compare: got no configuration, expected a YAML file, or --resume RUN_DIR"
+            )
+        return Path(named[0]), others
+    if named:
+        raise UserError(
+            f"--resume: got {named[0]} beside {resume}, expected the directory alone, or --resume "
+            "auto"
+        )
+    path = Path(str(resume)) / CONFIG
+    if not path.is_file():
+        expected = f"expected a comparison's directory, with a {CONFIG}"
+        raise UserError(f"--resume: got {resume}, {expected}")
+    return path, given
+
+
+def _measure(results: "_Results", keys: Iterable[Key], command: str, view: MatrixView) -> int:
     """Measure blocks; returns the number of systems that failed.
 
     Args:
-        words: Of the command, for the provenance.
+        command: For the provenance.
     """
     wanted, directory, keys = results.wanted, results.directory, [*keys]
-    command = shlex.join(["jaxmorph", "compare", *words])
     digest = configuration_digest(results.config)
     view.say(f"writes {directory}")
     if "left aside" in results.notes:
@@ -172,7 +192,7 @@ class _Results:
         config: Config,
         wanted: Compare,
         directory: Path,
-        blocks: Mapping[Key, Block] = MappingProxyType({}),
+        blocks: Mapping[Key, Block],
     ) -> None:
         self.name, self.config, self.wanted, self.directory = name, config, wanted, directory
         self.notes = comparison_notes(config, wanted)
@@ -278,8 +298,8 @@ def _run_ranks(block: Block, results: _Results, view: MatrixView, place: str) ->
             on_look=lines.look,
             least_threads=threads_for(system_config(config, SYSTEMS[system])),
         )
-        wanted = len(results.wanted.rounds(block.number)) * len(results.wanted.conditions)
-        failure = None if len(block.rounds) == wanted else "its ranks ended early"
+        is_whole = len(block.rounds) == len(results.wanted.conditions)
+        failure = None if is_whole else "its ranks ended early"
     except (RunFailedError, UserError) as error:
         view.say(f"{system} failed: {error}")
         failure = "; ".join(str(error).splitlines()[:2])  # without the last lines of the log
@@ -295,21 +315,27 @@ def _run_whole(block: Block, results: _Results, view: MatrixView, place: str) ->
     """Make a whole run; returns it, with why it has to be made again if it was ended."""
     name, before = block.system, processor_times()
     condition = results.wanted.conditions[block.number - 1]
-    runs: list[Run] = []
+    run: Run | None = None
+    failure: str | None = "interrupted"
+
+    def put(done: Run) -> None:
+        nonlocal run
+        run = done
+
     view.update(results.matrix(), f"{name} is running under '{condition.name}' ({place})")
     directory = _new_folder(results.directory / RUNS, f"{name}-{block.number}")
     try:
-        run_whole(results.config, SYSTEMS[name], condition, directory, view.say, runs.append)
+        run_whole(results.config, SYSTEMS[name], condition, directory, view.say, put)
+        failure = None
     except (KeyboardInterrupt, RunStoppedError):
-        block = replace(block, failure=runs[0].failed if runs else "interrupted")
+        failure = failure if run is None else run.failed  # it may have been in its last step
         raise
     finally:
-        block = _keep(replace(block, run=next(iter(runs), None)), before, results, view)
-        for run in runs:
-            if run.total_s is not None:
-                total = f"{name:19} {run.condition:20} {run.total_s:8.1f} s"
-                shown = f"{len(run.recoveries)} restarts, goodput {run.goodput or 0.0:.1%}"
-                view.say(f"{total}, {shown}")
+        block = _keep(replace(block, run=run, failure=failure), before, results, view)
+        if run is not None and run.total_s is not None:
+            total = f"{name:19} {run.condition:20} {run.total_s:8.1f} s"
+            shown = f"{len(run.recoveries)} restarts, goodput {run.goodput or 0.0:.1%}"
+            view.say(f"{total}, {shown}")
     return block
 
 

@@ -11,7 +11,7 @@ from jaxmorph.config.link_sections import Emulation
 from jaxmorph.emulation.link_conditions import LinkCondition, begun_at
 from jaxmorph.emulation.link_settings import trace_conditions
 from jaxmorph.records import Link
-from jaxmorph.schedule.costs import LinkDelay, Links, MessageCosts
+from jaxmorph.schedule.costs import LinkDelay, Links
 from jaxmorph.transport.link_emulator import DirectionConditions, by_direction
 
 
@@ -65,12 +65,29 @@ def _direction_ms(conditions: Sequence[LinkCondition], margin: float) -> float:
     return max(0.0, latency_ms + margin * jitter_ms)
 
 
-def message_costs(emulation: Emulation) -> MessageCosts:
-    """What an emulated message costs on healthy links."""
+def copy_ms_of(emulation: Emulation) -> float:
+    """How long an emulated message takes one copy between device and host memory."""
     if emulation.message_bytes is None:
-        return MessageCosts()
-    rates = emulation.wire_mbps, emulation.host_copy_gbps
-    return MessageCosts.of(emulation.message_bytes, *rates)
+        return 0.0
+    return 1e-6 * emulation.message_bytes / emulation.host_copy_gbps
+
+
+def with_copies(link: LinkDelay, copy_ms: float) -> LinkDelay:
+    """A link whose messages are copied at both ends, one after another at each.
+
+    Later messages wait for the slowest part. That all links of a rank share its copies is left out.
+    """
+    waits = [max(ms, copy_ms) for ms in (link.forward_occupancy_ms, link.backward_occupancy_ms)]
+    forward_ms = link.forward_latency_ms + link.forward_occupancy_ms + 2 * copy_ms - waits[0]
+    backward_ms = link.backward_latency_ms + link.backward_occupancy_ms + 2 * copy_ms - waits[1]
+    return LinkDelay(forward_ms, backward_ms, *waits)
+
+
+def wire_ms_of(emulation: Emulation) -> float:
+    """How long an emulated message takes the wire of a healthy link."""
+    if emulation.message_bytes is None or emulation.wire_mbps is None:
+        return 0.0
+    return 8e-3 * emulation.message_bytes / emulation.wire_mbps
 
 
 def _occupancy_ms(

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field, replace
 from jaxmorph.compare.condition_links import (
     DelayHistory,
     RoundLinks,
+    copy_ms_of,
     declared_states,
     delayed,
-    message_costs,
+    wire_ms_of,
+    with_copies,
 )
 from jaxmorph.compare.systems import System, route_choices
 from jaxmorph.config import Config
@@ -21,6 +23,7 @@ from jaxmorph.config.link_sections import Emulation
 from jaxmorph.control.link_state import delegated_links
 from jaxmorph.control.profiler import Profile
 from jaxmorph.emulation.link_conditions import LinkCondition
+from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.instructions import Move, RankInstructions, Receive
 from jaxmorph.program.slots_needed import HostRoom
 from jaxmorph.records import Link, Route
@@ -92,10 +95,17 @@ class ConditionPlanner:
         """Predict a plan's step under conditions, whatever it was made for."""
         actual = self._profile_under(conditions, in_force.plan.routes, margin_of_jitter=0.0)
         send_takes = self._on_links(conditions) if self.system.sends_take_compute else NO_LATENCY
-        predicted_ms = in_force.simulate(actual, send_takes).makespan_ms
+        predicted = simulate_blocking(
+            in_force.programs,
+            actual.costs,
+            actual.links,
+            copies=actual.copies,
+            slots=in_force.scarce,
+            send_takes=send_takes,
+        )
         slow = [Link(*condition.between) for condition in conditions]
         parts_ms = message_parts_ms(in_force.programs, self.config.emulation)
-        return self._planned(in_force.plan, predicted_ms, actual, slow, parts_ms)
+        return self._planned(in_force.plan, predicted.makespan_ms, actual, slow, parts_ms)
 
     def _profile_under(
         self,
@@ -106,10 +116,9 @@ class ConditionPlanner:
         """The profile with what conditions, and routes other than the measured ones, add."""
         links = delayed(self.profile.links, self._added(conditions, margin_of_jitter))
         newly = delegated_links(routes) - delegated_links(self.measured_on)
-        # One of a message's two copies is what later messages of its direction wait for.
-        copy_ms = message_costs(self.config.emulation).copy_ms
-        copies = LinkDelay(copy_ms, copy_ms, copy_ms, copy_ms)
-        return replace(self.profile, links=delayed(links, dict.fromkeys(newly, copies)))
+        copy_ms = copy_ms_of(self.config.emulation)
+        copied = {link: with_copies(links.get(link, LinkDelay()), copy_ms) for link in newly}
+        return replace(self.profile, links={**links, **copied})
 
     def _added(
         self, conditions: Sequence[LinkCondition], margin_of_jitter: float = 0.0
@@ -119,8 +128,9 @@ class ConditionPlanner:
 
     def _on_links(self, conditions: Sequence[LinkCondition]) -> Links:
         """How long messages are on the links, on the direct route."""
+        wire_ms = wire_ms_of(self.config.emulation)
         every = possible_links(self.config.parallelism.stages)
-        healthy = dict.fromkeys(every, message_costs(self.config.emulation).direct)
+        healthy = dict.fromkeys(every, LinkDelay(0.0, 0.0, wire_ms, wire_ms))
         return delayed(healthy, self._added(conditions))
 
     def _planned(
@@ -150,16 +160,17 @@ def message_parts_ms(
     """How long a step's emulated messages take the busiest rank: see `PlannedRun`."""
     if emulation.message_bytes is None:
         return {}
-    costs = message_costs(emulation)
+    copy_ms = copy_ms_of(emulation)
+    wire_ms = wire_ms_of(emulation)
     parts_ms = {"copies out": 0.0, "wire": 0.0, "copies in": 0.0}
     for program in programs:
         moves = [step for step in program.instructions if isinstance(step, Move)]
         sent = [move.route for move in moves if not isinstance(move, Receive)]
         received = [move.route for move in moves if isinstance(move, Receive)]
         own_ms = {
-            "copies out": costs.copy_ms * sent.count("delegated"),
-            "wire": costs.wire_ms * len(sent),
-            "copies in": costs.copy_ms * received.count("delegated"),
+            "copies out": copy_ms * sent.count("delegated"),
+            "wire": wire_ms * len(sent),
+            "copies in": copy_ms * received.count("delegated"),
         }
         parts_ms = {name: max(parts_ms[name], own_ms[name]) for name in parts_ms}
     return parts_ms

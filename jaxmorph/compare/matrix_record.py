@@ -107,7 +107,6 @@ def _run(compare: Compare, system: str, index: int, blocks: Sequence[Block]) -> 
         name: [value for each in rounds for value in getattr(each, name)] for name in _LISTED
     }
     step_ms = StepTimes.of(together["step_ms"])
-    of_blocks = (_rounds([block], index) for block in blocks)
     return replace(
         run,
         step_ms=step_ms,
@@ -115,14 +114,10 @@ def _run(compare: Compare, system: str, index: int, blocks: Sequence[Block]) -> 
         blocking_stall_rate=_medians(together["blocking"]),
         dependency_bubble_rate=_medians(together["dependency"]),
         other_idle_rate=_medians(together["other"]),
-        loss=_rounds(blocks[:1], index)[-1].loss[-1] if _rounds(blocks[:1], index) else None,
+        loss=rounds[0].loss[-1],
         failed=run.failed or _divergence(together["loss"]),
         noisy=None if condition.trace else _noise(compare, step_ms),
-        block_ms=tuple(
-            median(value for each in of_block for value in each.step_ms)
-            for of_block in of_blocks
-            if of_block
-        ),
+        block_ms=tuple(median(each.step_ms) for each in rounds),
         events=dict(sum((Counter(each.events) for each in rounds), Counter())),
         total_s=sum(together["step_ms"]) / 1e3,
         peak_on_device=_most(together["peak_on_device"]),
@@ -238,8 +233,7 @@ def comparison_notes(config: Config, wanted: Compare) -> dict[str, str]:
         "its stages for the delay ('holds queues'); delegated messages in flight overlap, and no "
         "queue waits for them ('overlaps')"
     )
-    blocks = f"in {wanted.num_blocks} blocks of each system in turn"
-    rounds = f"{wanted.repeats} rounds of {wanted.steps} steps a condition, {blocks}"
+    rounds = f"{wanted.repeats} rounds of {wanted.steps} steps a condition, systems in turn"
     left_out = f"{wanted.warmup_steps} steps before each are left out"
     noisy = f"noisy: p90 / p10 above {wanted.largest_spread:g}"
     healthy = f"{wanted.profiling_steps} healthy steps" if wanted.profiling_steps else "warm-up"

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 from jaxmorph.compare.blocks import AllPlanned, ComparisonMessage
@@ -66,7 +65,7 @@ def serve(
     settings = stage_settings(
         healthy, cut.layers, rank, adapts=system.reroutes, shapes=parts.shapes
     )
-    if system.sends_take_compute and settings.pace is not None:
+    if system.sends_take_compute and settings.pace is not None:  # it is there, by the configuration
         settings = replace(settings, pace=replace(settings.pace, sends_take_compute=True))
     hardware = hardware_conditions(healthy.emulation, healthy.parallelism.stages)
     links, num_tied = EmulatedLinks(hardware), len(parts.model.tied)
@@ -103,9 +102,8 @@ def serve(
         rounds = Rounds(
             healthy, wanted, system, rendezvous, trainer, runner, planner, paths, first, num_tied
         )
-        # Each condition has one turn a round, so that a disturbance of the machine affects all.
-        for number, index in product(wanted.rounds(block), range(len(wanted.conditions))):
-            for message in rounds.run(number, index, made[index][0]):
+        for index, (in_force, _) in enumerate(made):
+            for message in rounds.run(block - 1, index, in_force):
                 send(message)
 
 

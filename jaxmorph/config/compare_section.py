@@ -85,14 +85,10 @@ class Bar(Section):
     ] = None
     """The conditions in which it applies; null: all."""
 
-    value: Literal[
-        "step", "total", "blocked", "waiting", "on device", "copies out", "wire", "copies in"
-    ] = "step"
+    value: Literal["step", "total", "blocked", "waiting", "on device"] = "step"
     """`step`: the median step; `total`: all steps together; `blocked`: the largest share of the
     step in which a transfer blocks a stage; `waiting`: in which a ready op waits, for whatever
-    reason; `on device`: the most microbatches whose stash a device held at once; `copies out`,
-    `wire`, `copies in`: the largest share of the step that messages of `emulation.message_bytes`
-    take a rank's copies to host memory, the wire, its copies back."""
+    reason; `on device`: the most microbatches whose stash a device held at once."""
 
     over: Annotated[
         SystemName | Literal["healthy", "prediction", "lower bound"] | None,
@@ -134,12 +130,9 @@ class Compare(Section):
     for others 2 are enough."""
 
     repeats: Count = 2
-    """Rounds of each condition."""
-
-    blocks: Count = 2
-    """Into how many blocks the rounds are divided, at most one for each round. A block is one
-    launch of each system in turn, so that a disturbance of the machine affects all alike; each
-    begins from the same parameters. Finished blocks are kept when a comparison is ended."""
+    """Rounds of each condition. The systems take turns: one launch of a system is one round of all
+    conditions, a block, and begins from the same parameters. Finished blocks are kept when a
+    comparison is ended."""
 
     profiling_steps: CountOrZero = 8
     """Steps on healthy links at the start of each block, for the costs that it plans with."""
@@ -181,19 +174,12 @@ class Compare(Section):
     @property
     def num_blocks(self) -> int:
         """The number of blocks of each system; a whole run is a block of its own."""
-        return len(self.conditions) if self.has_whole_runs else min(self.blocks, self.repeats)
-
-    def rounds(self, block: int) -> range:
-        """The numbers, from 0, of the rounds of each condition in a block, which counts from 1."""
-        bounds = (number * self.repeats // self.num_blocks for number in (block - 1, block))
-        return range(*bounds)
+        return len(self.conditions) if self.has_whole_runs else self.repeats
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of one system in its longest block, measured or not."""
-        rounds = max(len(self.rounds(block + 1)) for block in range(self.num_blocks))
-        each = len(self.conditions) * (self.warmup_steps + self.steps)
-        return self.profiling_steps + rounds * each
+        """Optimizer steps of one system in a block, measured or not."""
+        return self.profiling_steps + len(self.conditions) * (self.warmup_steps + self.steps)
 
 
 def compare_problems(compare: Compare, num_stages: int) -> Iterator[Problem]:

@@ -168,9 +168,17 @@ def _disagreements(config: Config) -> Iterator[Problem]:
     if config.compare is not None:
         yield from compare_problems(config.compare, config.parallelism.stages)
         yield from restarting_problems(config.compare, config.checkpoint, config.restart_policy)
-        if "zb-opportunistic" in config.compare.systems and config.emulation.accelerator is None:
-            expected = "op times, as messages of zb-opportunistic take compute from emulated ops"
-            yield mismatch("emulation.accelerator", None, expected)
+        if "zb-opportunistic" in config.compare.systems:
+            yield from _opportunistic_problems(config.emulation)
+
+
+def _opportunistic_problems(emulation: Emulation) -> Iterator[Problem]:
+    if emulation.accelerator is None:
+        expected = "op times, as messages of zb-opportunistic take compute from emulated ops"
+        yield mismatch("emulation.accelerator", None, expected)
+    if emulation.message_bytes is None:
+        expected = "a number of bytes, as messages of zb-opportunistic take compute by their size"
+        yield mismatch("emulation.message_bytes", None, expected)
 
 
 def _waiting_problems(config: Config) -> Iterator[Problem]:
@@ -196,7 +204,8 @@ def _link_problems(config: Config) -> Iterator[Problem]:
     yield from emulated_link_problems("emulation.links", config.emulation.links, stages)
     yield from link_trace_problems("emulation.trace", config.emulation.trace)
     if config.emulation.wire_mbps is not None and config.emulation.message_bytes is None:
-        expected = "a number of bytes, as the speed of the wire is given"
+        given = "preset" if config.emulation.preset else "wire_mbps"
+        expected = f"a number of bytes, as emulation.{given} is given"
         yield mismatch("emulation.message_bytes", None, expected)
 
 

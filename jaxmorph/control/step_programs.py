@@ -16,7 +16,7 @@ from jaxmorph.program.offload import offload
 from jaxmorph.program.pairs import goes_in_pairs
 from jaxmorph.program.slots_needed import HostRoom, scarce_slots, slots_needed
 from jaxmorph.records import Routes, in_bytes, pipeline_links
-from jaxmorph.schedule.costs import NO_LATENCY, Limits, Links, StageCosts
+from jaxmorph.schedule.costs import Limits, Links, StageCosts
 from jaxmorph.schedule.planner import Offloading, Plan, alternatives
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
@@ -199,24 +199,15 @@ def _in_slots(
 
 
 def simulate_step(
-    programs: Sequence[RankInstructions],
-    profile: Profile,
-    scarce: Mapping[Channel, int],
-    send_takes: Links = NO_LATENCY,
+    programs: Sequence[RankInstructions], profile: Profile, scarce: Mapping[Channel, int]
 ) -> Timeline:
     """A step under a profile; direct transfers hold queues, delegated ones don't.
 
     Args:
         scarce: The channels with too few slots, whose sends may wait, and how many they have.
-        send_takes: The compute that each delegated message takes from its sender.
     """
     return simulate_blocking(
-        programs,
-        profile.costs,
-        profile.links,
-        copies=profile.copies,
-        slots=scarce,
-        send_takes=send_takes,
+        programs, profile.costs, profile.links, copies=profile.copies, slots=scarce
     )
 
 

@@ -189,7 +189,7 @@ class _Alone:
                     return f"{step} a second time"
                 done.add(step.op)
                 held.update(made)
-            elif made:  # by a message that has come
+            elif made:  # by a message that has come; a fetch fills nothing anew
                 held.update(made)
             elif (reason := self._take(step)) is not None:
                 return reason

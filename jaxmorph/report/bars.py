@@ -70,8 +70,5 @@ def _value(run: Run | None, name: str) -> float | None:
             return max(map(sum, shares), default=None)
         case "on device":
             return max(run.peak_on_device, default=None)
-        case "copies out" | "wire" | "copies in":
-            parts_ms = run.plan.message_parts_ms if run.plan else {}
-            return parts_ms[name] / run.step_ms.median if parts_ms and run.step_ms else None
         case _:
             raise ValueError(f"unknown value of a bar: {name!r}")

@@ -41,7 +41,7 @@ from jaxmorph.program.instructions import (
 )
 from jaxmorph.progress import Stall, StalledError, progress
 from jaxmorph.runtime.host_copies import AwayStash, HostCopies, wait_for
-from jaxmorph.runtime.queue import DeviceQueue, Pace, Stamp
+from jaxmorph.runtime.queue import DeviceQueue, Pace, Stamp, sleep_until
 from jaxmorph.runtime.routes import Moved, PairRoute, Posting, Route, TransferIdentity
 from jaxmorph.runtime.tied import TiedGradients
 from jaxmorph.schedule.ops import Op, OpKind
@@ -305,8 +305,14 @@ class Executor:
         if self.send_takes_s is not None and not route.holds_queue:
             sent_s: list[float] = []
             takes_s = partial(self.send_takes_s, state.identity(transfer))
+
+            def wait() -> float:
+                over_s = sent_s[0] + takes_s()
+                sleep_until(over_s)
+                return over_s
+
             self.queue.enqueue_after(sent_s.append)
-            self.queue.enqueue_wait(lambda: sent_s[0] + takes_s())
+            self.queue.enqueue_wait(wait)
 
     def _send(self, posting: Posting, transfer: Transfer, state: _Step, arrived_s: float) -> Moved:
         return posting(self._outgoing(transfer, state), arrived_s)

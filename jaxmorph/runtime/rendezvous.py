@@ -277,12 +277,9 @@ class HostRendezvous:
         received = [each.partition(_THEN_OWN) for each in (own, *map(self._receive, others))]
         messages = b"[" + b",".join(message for message, _, _ in received) + b"]"
         own_keys = [_THEN_OWN + dump(each).encode() for each in addressed]
-        digest = digest_of(messages)
+        digest = None if own_keys else digest_of(messages)
         for rank in others:
-            if own_keys:
-                self._send(rank, messages + own_keys[rank])
-            else:
-                self._send(rank, messages, digest)
+            self._send(rank, messages + own_keys[rank] if own_keys else messages, digest)
         found = _with_own(messages, b"", own_keys[0][1:] if own_keys else b"")
         details = ({DETAIL: detail} for _, _, detail in received)
         return [each | detail for each, detail in zip(found, details, strict=True)]

@@ -91,39 +91,6 @@ class LinkDelay:
         return self.forward_occupancy_ms > 0 or self.backward_occupancy_ms > 0
 
 
-@dataclass(frozen=True)
-class MessageCosts:
-    """How long a message takes each part of its way over a healthy link without latency.
-
-    Args:
-        wire_ms: A direction of the link, on either route.
-        copy_ms: A device's copies to host memory, and the other's out of it, if it is delegated.
-    """
-
-    wire_ms: float = 0.0
-    copy_ms: float = 0.0
-
-    @classmethod
-    def of(
-        cls, message_bytes: float, wire_mbps: float | None, host_copy_gbps: float | None
-    ) -> "MessageCosts":
-        """The costs of so many bytes, by megabits and gigabytes per second; None for no limit."""
-        wire_ms = 8e-3 * message_bytes / (wire_mbps or math.inf)
-        return cls(wire_ms, 1e-6 * message_bytes / (host_copy_gbps or math.inf))
-
-    @property
-    def direct(self) -> LinkDelay:
-        """The delay of a direct message, which takes the wire alone."""
-        return LinkDelay(0.0, 0.0, self.wire_ms, self.wire_ms)
-
-    @property
-    def delegated(self) -> LinkDelay:
-        """The delay of a delegated message: messages wait for one another at the slowest part."""
-        slowest_ms = max(self.wire_ms, self.copy_ms)
-        others_ms = self.wire_ms + 2 * self.copy_ms - slowest_ms
-        return LinkDelay(others_ms, others_ms, slowest_ms, slowest_ms)
-
-
 Links = Mapping[Link, LinkDelay]
 """The delay of each link; a link that is not in the mapping has none."""
 

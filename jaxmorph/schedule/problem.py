@@ -1,10 +1,8 @@
 """Reads one planning problem from a JSON object and checks it field by field."""
 
 import difflib
-import math
-import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 from jaxmorph.errors import UserError, quoted
@@ -14,7 +12,6 @@ from jaxmorph.schedule.costs import (
     Limits,
     LinkDelay,
     Links,
-    MessageCosts,
     StageCosts,
     StashBytes,
 )
@@ -26,7 +23,6 @@ _CAP, _AFTER_FORWARD, _AFTER_BACKWARD = _BYTE_FIELDS = (
     "stash_bytes_after_forward",
     "stash_bytes_after_backward",
 )
-_SIZE, _WIRE, _COPIES = _MESSAGE_FIELDS = ("message_bytes", "wire_mbps", "host_copy_gbps")
 SimulatedLinkModel = Literal["latency", "serialized", "blocking"]
 """A ``replay.LinkModel``, or ``blocking``: transfers hold the queues of both ends."""
 
@@ -37,7 +33,7 @@ _REQUIRED = (
 _OPTIONAL = (
     "max_live", "live_until", "schedule", "warmup_forwards", "orders", "chunks", "link_model",
     "time_step_ms", "planned_link_ms", "link_forward_ms", "link_backward_ms", "link_occupancy_ms",
-    "link_jitter_ms", *_MESSAGE_FIELDS, *_BYTE_FIELDS,
+    "link_jitter_ms", *_BYTE_FIELDS,
 )  # fmt: skip
 _MOST_MICROBATCHES_OVER_STAGES = 2**22
 _CHUNKS_OF_INTERLEAVED = 2
@@ -246,35 +242,19 @@ def _links(fields: Mapping[str, Any], num_stages: int, num_chunks: int) -> _Link
     both = given("link_ms", ())
     occupancy = given("link_occupancy_ms", (0.0,) * len(links))
     forward, backward = given("link_forward_ms", both), given("link_backward_ms", both)
-    message = _message(fields)
-    simulated = _delays(links, message, forward, backward, occupancy)
+    simulated = _delays(links, forward, backward, occupancy)
     jitter = _jitter(fields.get("link_jitter_ms"), num_stages)
     planned = _with_margin(simulated, jitter or ())
     if fields.get("planned_link_ms") is not None:
         latency = given("planned_link_ms", ())
-        planned = _delays(links, message, latency, latency, occupancy)
+        planned = _delays(links, latency, latency, occupancy)
     return _Links(simulated, planned, jitter)
 
 
-def _message(fields: Mapping[str, Any]) -> LinkDelay:
-    """What messages of a size add to each link: the wire and, unless they block, their copies."""
-    if fields.get(_SIZE) is None:
-        given = [field for field in (_WIRE, _COPIES) if fields.get(field) is not None]
-        if given:
-            raise UserError(f"{_SIZE}: missing, expected bytes, since {given[0]} is given")
-        return LinkDelay()
-    rates = (rate(field, fields.get(field)) for field in (_WIRE, _COPIES))
-    costs = MessageCosts.of(count(_SIZE, fields[_SIZE]), *rates)
-    return costs.direct if fields.get("link_model") == "blocking" else costs.delegated
-
-
-def _delays(
-    links: tuple[Link, ...], message: LinkDelay, *columns: tuple[float, ...]
-) -> dict[Link, LinkDelay]:
+def _delays(links: tuple[Link, ...], *columns: tuple[float, ...]) -> dict[Link, LinkDelay]:
     forward, backward, occupancy = columns
     rows = zip(links, forward, backward, occupancy, occupancy, strict=True)
-    more = astuple(message)
-    return {link: LinkDelay(*map(operator.add, delay, more)) for link, *delay in rows}
+    return {link: LinkDelay(*delay) for link, *delay in rows}
 
 
 def _jitter(value: object, num_stages: int) -> tuple[float, ...] | None:
@@ -349,15 +329,6 @@ def duration_ms(field: str, value: object) -> float:
     raise UserError(
         f"{field}: got {quoted(value)}, expected a number of ms from 0 to {_LONGEST_MS:g}"
     )
-
-
-def rate(field: str, value: object) -> float | None:
-    """A number above 0; None stays None."""
-    if value is None:
-        return None
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
-        return float(value)
-    raise UserError(f"{field}: got {quoted(value)}, expected a number above 0")
 
 
 def counts(field: str, value: object, length: int, least: int = 1) -> tuple[int, ...] | None:

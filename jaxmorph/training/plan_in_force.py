@@ -21,14 +21,7 @@ from jaxmorph.program.instructions import Channel, RankInstructions
 from jaxmorph.program.slots_needed import HostRoom, scarce_slots, slots_needed
 from jaxmorph.records import Link, Route
 from jaxmorph.runtime.rendezvous import Rendezvous, agree, gather
-from jaxmorph.schedule.costs import (
-    NO_LATENCY,
-    CopyCosts,
-    Limits,
-    Links,
-    StageCosts,
-    StashBytes,
-)
+from jaxmorph.schedule.costs import CopyCosts, Limits, StageCosts, StashBytes
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import Plan, plan
 from jaxmorph.schedule.timeline import Timeline
@@ -57,9 +50,9 @@ class PlanInForce:
         """This rank's instructions."""
         return self.programs[self.rank]
 
-    def simulate(self, profile: Profile, send_takes: Links = NO_LATENCY) -> Timeline:
+    def simulate(self, profile: Profile) -> Timeline:
         """See `simulate_step`."""
-        return simulate_step(self.programs, profile, self.scarce, send_takes)
+        return simulate_step(self.programs, profile, self.scarce)
 
     def with_slots_that_fit(self, room: HostRoom | None) -> "PlanInForce":
         """The plan with the slots that fit: those of its steps before any others that it has."""

@@ -162,6 +162,8 @@ class LinkEmulator:
 
         It occupies the copies of all that this rank receives.
         """
+        if not self.concerns(source, destination):
+            return arrived_s
         holding = self._holding((source, destination), step_of(tag), arrived_s)
         counted = _counted(holding, num_bytes)
         return _copied_s(self._copies_in[destination], holding, counted, arrived_s)

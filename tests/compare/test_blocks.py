@@ -10,10 +10,11 @@ import pytest
 from example_round import PLAN, steps
 
 from jaxmorph.compare import comparison
-from jaxmorph.compare.comparison import resume_comparison, start_comparison
+from jaxmorph.compare.comparison import run_comparison
 from jaxmorph.compare.other_work import ProcessorTimes
 from jaxmorph.config import load_config
 from jaxmorph.errors import RunFailedError, UserError
+from jaxmorph.training.resume import hold
 
 TEXT = """
 parallelism: {stages: 2}
@@ -23,6 +24,7 @@ compare:
   steps: 3
   repeats: 2
 """
+RESTARTS = ("checkpoint.every_steps=1", "compare.conditions=[{name: healthy}]")
 ALL = [("zb", 1), ("1f1b", 1), ("zb", 2), ("1f1b", 2)]
 
 
@@ -51,12 +53,11 @@ class Ranks:
         self._busy_s += self.steals_s.get(at, 0.0)
         take({"kind": "AllPlanned", "plans": [PLAN, PLAN]})
         num_rounds, end = self.ends.get(at, (-1, None))
-        for round_ in compare.rounds(int(number)):
-            for condition in range(len(compare.conditions)):
-                if num_rounds == 0 and end is not None:
-                    raise end
-                num_rounds -= 1
-                take(steps(condition, *(400.0 + 10 * round_ + each for each in range(3))))
+        for condition in range(len(compare.conditions)):
+            if num_rounds == 0 and end is not None:
+                raise end
+            num_rounds -= 1
+            take(steps(condition, *(400.0 + 10 * int(number) + each for each in range(3))))
 
     def times(self):
         return ProcessorTimes(self._now_s, self._busy_s, 0.0)
@@ -80,11 +81,11 @@ def ranks(monkeypatch, tmp_path):
 
 
 def start(*overrides: str) -> int:
-    return start_comparison(Path("few.yaml"), ["run.dir=out", *overrides])
+    return run_comparison(["few.yaml", "run.dir=out", *overrides])
 
 
 def resume(*overrides: str, **options) -> int:
-    return resume_comparison("out", None, overrides, **options)
+    return run_comparison(overrides, "out", **options)
 
 
 def results():
@@ -98,16 +99,15 @@ def found_runs():
 def is_whole() -> bool:
     runs = found_runs().values()
     whole = [run["step_ms"]["n"] == 6 and not run["failed"] for run in runs]
-    return len(whole) == 4 and all(whole) and [*results()["blocks"]] == results()["blocks"]
+    measured = [(each["system"], each["block"]) for each in results()["blocks"]]
+    return len(whole) == 4 and all(whole) and measured == ALL
 
 
 def test_systems_take_turns_block_by_block(ranks):
     assert start() == 0
     assert ranks.launches == ALL
     assert is_whole()
-    assert [(each["system"], each["block"]) for each in results()["blocks"]] == [
-        ("zb", 1), ("1f1b", 1), ("zb", 2), ("1f1b", 2),
-    ]  # fmt: skip
+    assert [(each["system"], each["block"]) for each in results()["blocks"]] == ALL
 
 
 @pytest.mark.parametrize(("launch", "num_rounds"), [(0, 0), (1, 0), (1, 1), (3, 1)])
@@ -139,11 +139,11 @@ def test_a_killed_comparison_keeps_its_finished_blocks(ranks, monkeypatch):
 
 def test_one_command_starts_and_continues(ranks):
     ranks.ends[1] = (0, KeyboardInterrupt())
-    given = ("auto", Path("few.yaml"), ["run.dir=out"])
+    given = ["few.yaml", "run.dir=out"], "auto"
     with pytest.raises(KeyboardInterrupt):
-        resume_comparison(*given)
+        run_comparison(*given)
     for _ in range(2):
-        assert resume_comparison(*given) == 0
+        assert run_comparison(*given) == 0
     assert ranks.launches == [*ALL[:2], *ALL[1:]]
     assert is_whole()
     assert results()["name"] == "few"
@@ -164,7 +164,7 @@ def test_resumed_results_keep_name_and_command(ranks):
 
 @pytest.mark.parametrize(
     "damage",
-    [lambda text: text[:90], lambda text: "", lambda text: text.replace("401.0", "301.0", 1)],
+    [lambda text: text[:90], lambda text: "", lambda text: text.replace("411.0", "311.0", 1)],
 )
 def test_a_damaged_block_is_measured_again(ranks, capsys, damage):
     start()
@@ -189,7 +189,7 @@ def test_another_blocks_file_is_measured_again(ranks, capsys):
     ("overrides", "other"),
     [
         (["compare.steps=5"], "compare.steps"),
-        (["compare.blocks=1", "batch.microbatches=4"], "batch.microbatches, compare.blocks"),
+        (["compare.repeats=1", "batch.microbatches=4"], "batch.microbatches, compare.repeats"),
     ],
 )
 def test_another_configuration_is_refused(ranks, overrides, other):
@@ -199,9 +199,26 @@ def test_another_configuration_is_refused(ranks, overrides, other):
     with pytest.raises(UserError, match=says):
         resume(*overrides)
     with pytest.raises(UserError, match=says):
-        resume_comparison("auto", Path("few.yaml"), ["run.dir=out", *overrides])
+        run_comparison(["few.yaml", "run.dir=out", *overrides], "auto")
     assert Path("out/config.yaml").read_text() == before
     assert ranks.launches == ALL
+
+
+def test_another_configuration_is_refused_though_its_systems_are_new(ranks):
+    start("compare.systems=[zb]", *RESTARTS)
+    with pytest.raises(UserError, match=r"got other batch\.microbatches than the blocks in out"):
+        resume("compare.systems=[1f1b]", "batch.microbatches=4")
+    with pytest.raises(UserError, match=r"got other compare\.systems, with or without those that"):
+        resume("compare.systems=[1f1b, restart]")
+
+
+def test_another_commit_is_told_and_kept(ranks, capsys, monkeypatch):
+    start("compare.systems=[zb]")
+    monkeypatch.setattr("jaxmorph.compare.provenance._commit", lambda root: "f00")
+    assert resume("compare.systems=[zb, 1f1b]") == 0
+    (line,) = [each for each in capsys.readouterr().out.splitlines() if each.startswith("commit: ")]
+    assert line.endswith(", now f00")
+    assert results()["provenance"]["commit"].endswith(", then f00")
 
 
 def test_another_trace_is_refused(ranks):
@@ -218,8 +235,19 @@ def test_only_a_comparison_is_resumed(ranks):
     Path("out/config.yaml").write_text("parallelism: {stages: 2}\n")
     with pytest.raises(UserError, match="compare: missing"):
         resume()
+    given = ["few.yaml", "run.dir=out"]
     with pytest.raises(UserError, match="got out, the directory of a run, not of a comparison"):
-        resume_comparison("auto", Path("few.yaml"), ["run.dir=out"])
+        run_comparison(given, "auto")
+    Path("out/results.json").touch()
+    with pytest.raises(UserError, match="got results of a version without blocks"):
+        run_comparison(given, "auto")
+    Path("out/config.yaml").unlink()
+    with pytest.raises(UserError, match="got out, expected a comparison's directory, or none"):
+        run_comparison(given, "auto")
+    with pytest.raises(UserError, match=r"--resume: got few\.yaml beside out, expected"):
+        run_comparison(given, "out")
+    with pytest.raises(UserError, match="compare: got no configuration, expected a YAML file"):
+        run_comparison([], "auto")
 
 
 def test_a_system_can_be_added(ranks):
@@ -270,5 +298,5 @@ def test_a_disturbed_block_is_marked_and_measured_again_alone(ranks, capsys):
 
 def test_a_directory_in_use_is_refused(ranks):
     start()
-    with comparison.hold([Path("out")]), pytest.raises(UserError, match="in use by another run"):
+    with hold([Path("out")]), pytest.raises(UserError, match="in use by another run"):
         resume()

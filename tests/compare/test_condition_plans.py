@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxmorph.compare.condition_links import RoundLinks
+from jaxmorph.compare.condition_links import RoundLinks, with_copies
 from jaxmorph.compare.condition_plans import (
     HOLDS_QUEUES,
     OVERLAPS,
@@ -123,6 +123,10 @@ def test_copies_weigh_against_delegating_healthy_links():
         emulation = Emulation(message_bytes=10**7, host_copy_gbps=10.0 / copy_ms)
         _, planned = planner("adaptive-informed", UNEVEN, emulation=emulation).make(())
         assert set(planned.routes.values()) == {route}
+
+
+def test_messages_wait_for_the_slowest_part_of_a_delegated_link():
+    assert with_copies(LinkDelay(30.0, 0.0, 20.0, 2.0), 5.0) == LinkDelay(40.0, 7.0, 20.0, 5.0)
 
 
 def test_parts_of_messages_are_those_of_the_busiest_rank():

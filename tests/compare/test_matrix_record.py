@@ -30,7 +30,6 @@ COMPARE = Compare.model_validate(
         "conditions": CONDITIONS,
         "steps": 3,
         "repeats": 2,
-        "blocks": 1,
         "largest_spread": 1.2,
         "reference": {"zb": [390.0, None]},
     }
@@ -58,9 +57,15 @@ def block(*rounds, number=1, system="zb", predicted_ms=390.0, **values) -> Block
     return made
 
 
-def matrix_of(*rounds, compare=COMPARE, notes=None, **values) -> Matrix:
-    """The results of one block of `zb`."""
-    return comparison_matrix(compare, "made up", [block(*rounds, **values)], notes or {})
+def matrix_of(*rounds, compare=COMPARE, notes=None) -> Matrix:
+    """The results of `zb`; a second round of a condition is in another block than the first."""
+    parts = [[]]
+    for each in rounds:
+        if any(other["condition"] == each["condition"] for other in parts[-1]):
+            parts.append([])
+        parts[-1].append(each)
+    blocks = [block(*part, number=number) for number, part in enumerate(parts, start=1)]
+    return comparison_matrix(compare, "made up", blocks, notes or {})
 
 
 def test_rounds_of_a_condition_are_one_run():
@@ -96,7 +101,7 @@ def test_without_a_healthy_condition_there_is_no_slowdown():
 def test_a_comparison_says_who_is_informed_and_which_bars_are_met():
     settings = {"systems": ["zb", "adaptive-direct"], "conditions": CONDITIONS}
     bar = {"systems": ["zb"], "over": "healthy", "at_most": 1.5}
-    compare = Compare.model_validate(settings | {"bars": [bar], "blocks": 1})
+    compare = Compare.model_validate(settings | {"bars": [bar], "repeats": 1})
     matrix = matrix_of(steps(0, 400), steps(1, 800), compare=compare)
     assert matrix.informed == ("adaptive-direct",)
     assert [(bar.measured, bar.verdict) for bar in matrix.bars] == [(1.0, "met"), (2.0, "missed")]
@@ -123,7 +128,8 @@ def test_results_have_the_contracts_fields():
 def test_a_failed_system_keeps_its_finished_rounds():
     healthy = steps(0, 400, 402, 404)
     blocks = [
-        block(healthy, steps(1, 800, 801, 802), healthy, failure="rank 1 failed: ended by SIGKILL"),
+        block(healthy, steps(1, 800, 801, 802)),
+        block(healthy, number=2, failure="rank 1 failed: ended by SIGKILL"),
         block(system="1f1b", failure="rank 0 failed: no memory"),
     ]
     runs = comparison_matrix(COMPARE, "made up", blocks, {}).runs
@@ -134,17 +140,16 @@ def test_a_failed_system_keeps_its_finished_rounds():
 
 
 def test_blocks_of_a_system_are_one_run():
-    compare = COMPARE.model_copy(update={"blocks": 2})
     first = block(steps(0, 400, 402, 404), steps(1, 800, 804, 808), others_share=0.01)
     second = block(
         steps(0, 410, 412, 414), steps(1, 802, 806, 810) | {"loss": [2.0, 2.0, 2.0]},
         number=2, predicted_ms=400.0, others_share=0.25,
     )  # fmt: skip
-    half = comparison_matrix(compare, "made up", [first], {})
+    half = comparison_matrix(COMPARE, "made up", [first], {})
     assert [run.blocks_to_come for run in half.runs.values()] == [1, 1]
     assert "| zb | **402.0** (400.4 to 403.6) …<br>" in matrix_markdown(half)
     assert "- zb, slow: blocks still to come: 1\n" in matrix_markdown(half)
-    matrix = comparison_matrix(compare, "made up", [second, first], {})
+    matrix = comparison_matrix(COMPARE, "made up", [second, first], {})
     run = matrix.runs["zb", "healthy"]
     assert run.step_ms is not None
     assert run.plan is not None
@@ -189,7 +194,7 @@ def test_the_typical_step_is_nearest_to_the_median():
 def test_a_traced_condition_keeps_its_last_prediction():
     planned = {"kind": "RoundPlanned", "condition": 1, "plan": PLAN | {"predicted_ms": 900.0}}
     of_both = [steps(condition, 400, 800, 1200) for condition in (0, 1)]
-    runs = matrix_of(planned, *of_both, compare=TRACED).runs
+    runs = comparison_matrix(TRACED, "made up", [block(planned, *of_both)], {}).runs
     predicted_ms = [getattr(runs["zb", name].plan, "predicted_ms", 0) for name in ("healthy", "A")]
     assert predicted_ms == [390.0, 900.0]
     assert runs["zb", "healthy"].noisy is not None
@@ -292,7 +297,7 @@ def test_a_file_that_fails_is_one_line(tmp_path, monkeypatch, broken, name):
     import_module("jaxmorph.report.page.comparison_page")  # the page's figure is the whole one
     if broken:
         monkeypatch.setattr(f"jaxmorph.{broken}", fail)
-    results = _Results("few", Config(), FEW, tmp_path)
+    results = _Results("few", Config(), FEW, tmp_path, {})
     results.keep(block(failure="rank 0 failed: no memory"))
     complaints = [f"could not write {name}: ValueError: no such shape"] if broken else []
     assert results.write() == complaints

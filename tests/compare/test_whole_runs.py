@@ -17,7 +17,7 @@ from jaxmorph.compare.systems import SYSTEMS
 from jaxmorph.compare.whole_runs import Progress, read_whole, run_whole, whole_config
 from jaxmorph.config import check_config, dump_config, load_config
 from jaxmorph.config.compare_section import Compare
-from jaxmorph.errors import RunFailedError, RunStoppedError
+from jaxmorph.errors import RunFailedError, RunStoppedError, UserError
 from jaxmorph.records import Event, EventKind, RunSummary
 from jaxmorph.report.matrix_figure import recovery_figure, save_figure
 from jaxmorph.report.matrix_table import WHOLE_COLUMNS, matrix_markdown, whole_rows
@@ -253,7 +253,7 @@ def test_a_stopped_comparison_writes_its_results(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(comparison, "check_run", lambda config: None)
     (tmp_path / "few.yaml").write_text(dump_config(CONFIG))
     with pytest.raises(RunStoppedError) as raised:
-        comparison.start_comparison(tmp_path / "few.yaml", [f"run.dir={tmp_path / 'out'}"])
+        comparison.run_comparison([str(tmp_path / "few.yaml"), f"run.dir={tmp_path / 'out'}"])
     assert str(raised.value) == (
         "adaptive, healthy: asked to end after 8 of 20 steps, saved; the comparison has ended "
         "with it, and its results so far are written"
@@ -269,15 +269,18 @@ def test_a_stopped_comparison_writes_its_results(runs, tmp_path, monkeypatch):
     ]
 
 
-def test_a_resumed_comparison_makes_the_runs_that_were_not_finished(runs, tmp_path, monkeypatch):
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), UserError("checkpoint.dir: no room")])
+def test_a_resumed_comparison_makes_the_runs_that_were_not_finished(
+    runs, tmp_path, monkeypatch, end
+):
     monkeypatch.setattr(comparison, "check_run", lambda config: None)
     (tmp_path / "few.yaml").write_text(dump_config(CONFIG))
-    runs.ends = [None, RunFailedError("rank 1 failed"), KeyboardInterrupt()]
-    given = ["auto", tmp_path / "few.yaml", [f"run.dir={tmp_path / 'out'}"]]
-    with pytest.raises(KeyboardInterrupt):
-        comparison.resume_comparison(*given)
+    runs.ends = [None, RunFailedError("rank 1 failed"), end]
+    given = [str(tmp_path / "few.yaml"), f"run.dir={tmp_path / 'out'}"], "auto"
+    with pytest.raises(type(end)):
+        comparison.run_comparison(*given)
     assert len(runs.caches) == 3
-    assert comparison.resume_comparison(*given) == 1  # a run that failed by itself is a result
+    assert comparison.run_comparison(*given) == 1  # a run that failed by itself is a result
     assert len(runs.caches) == 3 + 4
     found = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
     failed = {(run["system"], run["condition"]): run["failed"] for run in found}

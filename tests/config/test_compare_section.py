@@ -38,19 +38,7 @@ def test_systems_conditions_and_steps_are_read():
     assert compare.conditions[0].links[0].between == (2, 3)
     assert compare.conditions[1].links == ()
     assert compare.reference == {"zb": (703.0, None)}
-    assert compare.total_steps == 8 + 2 * 2 * (1 + 5)  # of the longer block
-
-
-@pytest.mark.parametrize(
-    ("repeats", "blocks", "rounds"),
-    [(3, 1, [range(3)]), (3, 2, [range(1), range(1, 3)]), (2, 5, [range(1), range(1, 2)])],
-)
-def test_rounds_are_divided_among_blocks(repeats, blocks, rounds):
-    compare = load(f"compare.repeats={repeats}", f"compare.blocks={blocks}").compare
-    assert compare is not None
-    assert [compare.rounds(block + 1) for block in range(compare.num_blocks)] == rounds
-    if blocks == 1:
-        assert compare.total_steps == 8 + 3 * 2 * (1 + 5)
+    assert compare.total_steps == 8 + 2 * (1 + 5)  # of a block, which is one round
 
 
 def test_a_conditions_trace_is_a_path_or_a_regime():

@@ -8,8 +8,7 @@ from jaxmorph.report.run_matrix import PlannedRun, Run, StepTimes
 
 
 def run(system: str, condition: str, step_ms: float, predicted_ms: float, **more) -> Run:
-    parts_ms = {} if condition == "healthy" else {"copies out": 5.0, "wire": 7.0, "copies in": 6.0}
-    plan = PlannedRun(predicted_ms, 0.5 * predicted_ms, "zb-h2", (1,), {}, "overlaps", parts_ms)
+    plan = PlannedRun(predicted_ms, 0.5 * predicted_ms, "zb-h2", (1,), {}, "overlaps")
     return Run(system, condition, StepTimes(step_ms, step_ms, step_ms, 3), plan, **more)
 
 
@@ -44,9 +43,6 @@ def judged(condition: str = "slow", runs=RUNS, **bar):
         ({"value": "blocked"}, 0.5, "zb, blocked"),
         ({"value": "waiting"}, 0.7, "zb, waiting"),
         ({"condition": "healthy", "value": "on device"}, 7, "zb, on device"),
-        ({"value": "wire"}, 0.007, "zb, wire"),
-        ({"value": "copies out", "over": "adaptive"}, 0.5, "zb, copies out over adaptive"),
-        ({"condition": "healthy", "value": "copies in"}, None, "zb, copies in"),
         ({"over": "1f1b"}, None, "zb over 1f1b"),
         ({"condition": "healthy", "over": "adaptive"}, None, "zb over adaptive"),
     ],

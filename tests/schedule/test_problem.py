@@ -87,24 +87,6 @@ def test_messages_may_occupy_their_link():
     assert serialized["makespan_ms"] == 26.0
 
 
-def test_messages_of_a_size_add_the_wire_and_unless_they_block_copies():
-    message = {"message_bytes": 10**6, "wire_mbps": 4000, "host_copy_gbps": 0.2}  # 2 and 5 ms
-    delegated = parse_problem(_fields(link_ms=[30, 0, 0], **message))
-    assert delegated.links[Link(0, 1)] == LinkDelay(37, 37, 5, 5)
-    assert delegated.planned_links == delegated.links
-    direct = parse_problem(_fields(link_ms=[30, 0, 0], link_model="blocking", **message))
-    assert direct.links[Link(0, 1)] == LinkDelay(30, 30, 2, 2)
-    believed = parse_problem(_fields(planned_link_ms=0, **message))
-    assert believed.planned_links[Link(2, 3)] == LinkDelay(7, 7, 5, 5)
-
-
-def test_slow_copies_change_the_plan():
-    healthy = _answer(message_bytes=10**6, host_copy_gbps=1e3)
-    copied = _answer(message_bytes=10**6, host_copy_gbps=0.1)  # 20 ms a message on each link
-    assert copied["warmup_forwards"] != healthy["warmup_forwards"]
-    assert copied["makespan_ms"] > healthy["makespan_ms"]
-
-
 def test_a_time_step_rounds_times_up():
     assert _answer(schedule="zb-h2", time_step_ms=4)["makespan_ms"] == 39 * 12.0
     assert _answer(schedule="zb-h2", time_step_ms=5)["makespan_ms"] == 390.0
@@ -203,8 +185,6 @@ def test_solve_accepts_another_simulation():
         ({"stash_bytes_after_forward": 9}, "stash_bytes_after_backward: missing, expected bytes"),
         ({"stash_bytes_after_backward": 9}, "stash_bytes_after_forward: missing, expected bytes"),
         (BYTES | {"max_live": 4}, "max_stash_bytes: got max_live as well, expected only one"),
-        ({"wire_mbps": 9}, "message_bytes: missing, expected bytes, since wire_mbps is given"),
-        ({"message_bytes": 9, "host_copy_gbps": 0}, "host_copy_gbps: got 0, expected a number ab"),
         ({"max_lve": [3] * 4}, "'max_lve': unknown field, did you mean max_live?"),
         ({"forward_ms": "x" * 500}, f"forward_ms: got '{'x' * 56}..., expected"),
     ],
