@@ -229,21 +229,28 @@ def outcomes(timeline: Timeline) -> tuple[StepOutcome, ...]:
 
 
 class Stage:
-    """Stands in for a rank's `StageTrainer`: computes nothing and returns simulated times."""
+    """Stands in for a rank's `StageTrainer`: computes nothing and returns simulated times.
+
+    Attributes:
+        took_s: Processor time of that itself, which counts for nothing.
+    """
 
     device = SimpleNamespace(memory_stats=dict)
     delegated = None
 
     def __init__(self, case: Case, rank: int) -> None:
         self._case, self._rank = case, rank
+        self.took_s = 0.0
 
     def run(self, program: RankInstructions, inputs: StepInputs, step: int) -> StepOutcome:
         """The outcome of a step that begins now."""
+        began_s = time.thread_time()
         outcome, now_s = self._case.outcome(step, self._rank), time.monotonic()
         moved = [
             [Stamp(each.label, each.start_s + now_s, each.end_s + now_s) for each in stamps]
             for stamps in (outcome.stamps, outcome.arrivals)
         ]
+        self.took_s += time.thread_time() - began_s
         return replace(outcome, stamps=moved[0], arrivals=moved[1])
 
     def squared_norm(self) -> float:
@@ -311,7 +318,7 @@ def run_other_ranks(case: Case, store: Store, report: Any) -> None:
         began_s = time.thread_time()
         for _ in range(case.num_steps):
             loop.step(_INPUTS)
-        took_s.append((time.thread_time() - began_s) / case.num_steps)
+        took_s.append((time.thread_time() - began_s - stage.took_s) / case.num_steps)
         own.exchange({})  # rank 0 has recorded all
 
     ranks = [threading.Thread(target=run, args=[each]) for each in range(1, len(case.healthy[0]))]
@@ -351,7 +358,7 @@ def measure(case: Case) -> Measured:
     others.start()
     with ExitStack() as opened:
         own = opened.enter_context(closing(join(case, store, 0)))
-        loop, recorder = opened.enter_context(opened_rank_0(case, own, found))
+        loop, recorder, stage = opened.enter_context(opened_rank_0(case, own, found))
         for number in range(case.num_steps):
             if number == case.steady_steps:
                 clock.watch()
@@ -359,10 +366,10 @@ def measure(case: Case) -> Measured:
                 found.parts_s = {
                     name: took_s / _WATCHED_STEPS for name, took_s in clock.took_s.items()
                 }
-            began_s = time.process_time()
+            began_s = time.process_time() - stage.took_s
             loop.step(_INPUTS)
             recorder.on_disk().result(_DEADLINE_S)
-            took_s = time.process_time() - began_s
+            took_s = time.process_time() - stage.took_s - began_s
             if number < case.steady_steps:
                 found.steady_s.append(took_s)
             elif number >= case.slow_from:
@@ -376,8 +383,8 @@ def measure(case: Case) -> Measured:
 @contextmanager
 def opened_rank_0(
     case: Case, own: HostRendezvous, found: Measured
-) -> Iterator[tuple[Loop, StepRecorder]]:
-    """Rank 0's loop and recorder, as `training.run` opens them."""
+) -> Iterator[tuple[Loop, StepRecorder, Stage]]:
+    """Rank 0's loop, recorder and stage, as `training.run` opens them."""
     config = case.config
     stage: Any = Stage(case, 0)
     plan, profile = case.plans[0], case.profile
@@ -419,7 +426,7 @@ def opened_rank_0(
         adaptation = Adaptation(own, stage, recording, control, None)
         runner = StepRunner(stage, own)
         control._planner.submit(lambda: None).result(_DEADLINE_S)  # the process has begun
-        yield Loop(runner, in_force.program, [recording, adaptation]), recorder
+        yield Loop(runner, in_force.program, [recording, adaptation]), recorder, stage
 
 
 def result_of(case: Case, found: Measured) -> dict[str, Any]:
