@@ -5,7 +5,7 @@ run. All results are made from blocks, so a comparison that was ended loses the 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -207,7 +207,7 @@ def reopen(
 
 
 def _cannot_write(path: Path, error: OSError) -> UserError:
-    return UserError(f"--resume: {path}: cannot be written: {error.strerror}")
+    return UserError(f"run.dir: {path}: cannot be written: {error.strerror}")
 
 
 def _require_same(
@@ -219,16 +219,19 @@ def _require_same(
     if not (directory / FOLDER).is_dir():
         return
     # The blocks of systems that are no longer compared were not read: `was` stands for them.
-    digests = {configuration_digest(was), *(block.provenance.configuration for block in blocks)}
-    other = ""
+    digests: set[str | None] = {block.provenance.configuration for block in blocks}
+    with suppress(OSError):  # a trace of the configuration there is gone
+        digests.add(configuration_digest(was))
     if digests != {configuration_digest(config)}:
         other = ", ".join(measured_differences(config, was)) or "contents of a trace"
-    elif was.compare.has_whole_runs != wanted.has_whole_runs:
-        other = "compare.systems, with or without those that restart,"
-    if other:
         raise UserError(
             f"--resume: got other {other} than the blocks in {directory} were measured with, "
             "expected the same"
+        )
+    if was.compare.has_whole_runs != wanted.has_whole_runs:
+        raise UserError(
+            f"--resume: got systems that restart beside blocks of others in {directory}, or the "
+            "reverse, expected another run.dir"
         )
 
 

@@ -74,7 +74,8 @@ def run_comparison(
         command = shlex.join(["jaxmorph", "compare", *words])
         if resume is not None:
             view.say(f"{len(keys)} of {len([*all_keys(wanted)])} blocks are to be measured")
-        for line in _changes(blocks.values(), provenance(command, "")) if keys else ():
+        stay = [block for key, block in blocks.items() if key not in keys]
+        for line in _changes(stay, provenance(command, "")) if keys else ():
             view.say(line)
         return _measure(results, keys, command, view)
 
@@ -89,7 +90,8 @@ def _changes(blocks: Iterable[Block], now: Provenance) -> Iterator[str]:
 
 def _configuration(given: Sequence[str], resume: str | None) -> tuple[Path, Sequence[str]]:
     """The path of a comparison's configuration, and what is overridden there."""
-    named, others = [each for each in given[:1] if "=" not in each], given[1:]
+    first, others = given[:1], given[1:]
+    named = [each for each in first if "=" not in each or Path(each).is_file()]
     if resume in (None, "auto"):
         if not named:
             raise UserError(
@@ -327,6 +329,9 @@ def _run_whole(block: Block, results: _Results, view: MatrixView, place: str) ->
     try:
         run_whole(results.config, SYSTEMS[name], condition, directory, view.say, put)
         failure = None
+    except UserError as error:
+        failure = str(error)
+        raise
     except (KeyboardInterrupt, RunStoppedError):
         failure = failure if run is None else run.failed  # it may have been in its last step
         raise

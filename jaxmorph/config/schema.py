@@ -177,7 +177,7 @@ def _opportunistic_problems(emulation: Emulation) -> Iterator[Problem]:
         expected = "op times, as messages of zb-opportunistic take compute from emulated ops"
         yield mismatch("emulation.accelerator", None, expected)
     if emulation.message_bytes is None:
-        expected = "a number of bytes, as messages of zb-opportunistic take compute by their size"
+        expected = "a number of bytes, which zb-opportunistic needs for its messages"
         yield mismatch("emulation.message_bytes", None, expected)
 
 

@@ -279,6 +279,8 @@ def test_a_resumed_comparison_makes_the_runs_that_were_not_finished(
     given = [str(tmp_path / "few.yaml"), f"run.dir={tmp_path / 'out'}"], "auto"
     with pytest.raises(type(end)):
         comparison.run_comparison(*given)
+    block = json.loads((tmp_path / "out" / "blocks" / "adaptive-1.json").read_text())
+    assert block["failure"] == (str(end) or "8 steps done: interrupted")
     assert len(runs.caches) == 3
     assert comparison.run_comparison(*given) == 1  # a run that failed by itself is a result
     assert len(runs.caches) == 3 + 4
