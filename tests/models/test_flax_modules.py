@@ -95,7 +95,11 @@ def whole_decoder(params, keys):
     return module
 
 
-@pytest.mark.parametrize("keys", [None, KEYS], ids=["without a key", "with keys"])
+@pytest.mark.parametrize(
+    "keys",
+    [pytest.param(None, marks=[pytest.mark.long, pytest.mark.in_ci]), KEYS],
+    ids=["without a key", "with keys"],
+)
 def test_nnx_modules_compute_what_the_whole_module_does(keys):
     model = decoder()
     params = init_stage_params(model, jax.random.key(7), range(LAYERS), True, True)

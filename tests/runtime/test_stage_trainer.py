@@ -76,6 +76,8 @@ def test_virtual_stages_are_num_ranks_apart():
     assert [stage for stage in range(6) if settings.is_last(stage)] == [5]
 
 
+@pytest.mark.long
+@pytest.mark.in_ci
 def test_chunks_may_split_their_backwards_too():
     trainer = trainer_of(num_layers=2, num_chunks=2, kinds=OpKind)
     tokens = np.arange(8, dtype=np.int32).reshape(2, 1, 4)

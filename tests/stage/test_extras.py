@@ -84,7 +84,10 @@ def loss_of(model, params, data, numbers):
 
 @pytest.mark.parametrize(
     ("stash", "drops"),
-    [("full", True), pytest.param("recompute", False, marks=pytest.mark.long)],
+    [
+        pytest.param("full", True, marks=[pytest.mark.long, pytest.mark.in_ci]),
+        pytest.param("recompute", False, marks=pytest.mark.long),
+    ],
 )
 def test_gradients_are_those_of_one_device(stash: StashPolicy, drops):
     data: Any = arrays()

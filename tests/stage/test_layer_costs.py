@@ -42,6 +42,8 @@ def test_parts_take_time_and_leave_no_arrays_behind(settings):
     assert all(math.isfinite(cost) and cost > 0 for cost in costs)
 
 
+@pytest.mark.long
+@pytest.mark.in_ci
 @pytest.mark.one_jax
 def test_a_head_with_a_large_vocabulary_costs_more():
     costs = measured(20_000)

@@ -92,7 +92,7 @@ def pipeline_of(model, whole, stash: StashPolicy = "full", kinds=OP_KINDS):
 @pytest.mark.parametrize(
     ("name", "stash"),
     [
-        ("llama", "full"),
+        pytest.param("llama", "full", marks=[pytest.mark.long, pytest.mark.in_ci]),
         pytest.param("llama, tied", "recompute", marks=[pytest.mark.long, pytest.mark.one_jax]),
         pytest.param("causal mixer", "full", marks=pytest.mark.long),
         pytest.param("the page's", "full", marks=pytest.mark.long),

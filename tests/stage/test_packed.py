@@ -66,7 +66,13 @@ def expected_of(name):
     return params, *jax.jit(jax.value_and_grad(of_all))(params)
 
 
-@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.long), "llama"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("gpt2", marks=pytest.mark.long),
+        pytest.param("llama", marks=[pytest.mark.long, pytest.mark.in_ci]),
+    ],
+)
 def test_a_packed_row_is_its_documents_alone(name):
     model, (params, expected_loss, expected) = build(name), expected_of(name)
 

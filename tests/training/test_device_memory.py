@@ -185,7 +185,7 @@ def built(config, model, rank):
 @pytest.mark.parametrize(
     ("config", "rank"),
     [
-        (config_of(2), 0),
+        pytest.param(config_of(2), 0, marks=[pytest.mark.long, pytest.mark.in_ci]),
         pytest.param(
             config_of(2, compute="bfloat16", stash="recompute"), 1, marks=pytest.mark.long
         ),
