@@ -20,8 +20,14 @@ from jaxmorph.compare.blocks import (
 )
 from jaxmorph.compare.condition_links import round_links
 from jaxmorph.compare.matrix_record import comparison_matrix, comparison_notes, typical_step
-from jaxmorph.compare.other_work import ProcessorTimes, others_share, processor_times
-from jaxmorph.compare.provenance import configuration_digest, load_averages, provenance
+from jaxmorph.compare.provenance import (
+    ProcessorTimes,
+    configuration_digest,
+    load_averages,
+    others_share,
+    processor_times,
+    provenance,
+)
 from jaxmorph.compare.systems import SYSTEMS, System, system_config
 from jaxmorph.compare.whole_runs import RUNS, run_whole, whole_config
 from jaxmorph.config import Config, load_config, located_error, locating_errors
@@ -110,13 +116,13 @@ def _configuration(given: Sequence[str], resume: str | None) -> tuple[Path, Sequ
     return path, given
 
 
-def _measure(results: "_Results", keys: Iterable[Key], command: str, view: MatrixView) -> int:
+def _measure(results: "_Results", keys: Sequence[Key], command: str, view: MatrixView) -> int:
     """Measure blocks; returns the number of systems that failed.
 
     Args:
         command: For the provenance.
     """
-    wanted, directory, keys = results.wanted, results.directory, [*keys]
+    wanted, directory = results.wanted, results.directory
     digest = configuration_digest(results.config)
     view.say(f"writes {directory}")
     if "left aside" in results.notes:

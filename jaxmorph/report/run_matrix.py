@@ -43,9 +43,9 @@ class PlannedRun:
         lower_bound_ms: No schedule is faster with the same costs and delays.
         warmup_forwards: Of each stage.
         regime: What delays of links do: ``holds queues`` or ``overlaps``.
-        message_parts_ms: How long the messages of a step, if they have an emulated size, take the
-            rank that they take longest: its copies to host memory (``copies out``), the ``wire``,
-            and its copies back (``copies in``), one after another.
+        message_parts_ms: How long messages of an emulated size keep each part busy in a step, on
+            the rank where that part is busiest: copies to host memory (``copies out``), the
+            ``wire``, and copies back (``copies in``).
     """
 
     predicted_ms: float

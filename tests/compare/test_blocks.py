@@ -11,7 +11,7 @@ from example_round import PLAN, steps
 
 from jaxmorph.compare import comparison
 from jaxmorph.compare.comparison import run_comparison
-from jaxmorph.compare.other_work import ProcessorTimes
+from jaxmorph.compare.provenance import ProcessorTimes
 from jaxmorph.config import load_config
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.training.resume import hold
