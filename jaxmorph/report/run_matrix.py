@@ -61,8 +61,7 @@ BESIDE = "beside other work"
 LARGEST_SHARE = 0.05
 """A block is disturbed in which other processes kept a larger share of the processors busy.
 
-Measured: on an idle machine of two processors others use 0.001 to 0.013 of them, and the share is
-within 0.006 of the sum over all processes.
+On an idle machine of two processors it is below 0.01: see the blocks of docs/results/figure9.
 """
 
 
