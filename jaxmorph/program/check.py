@@ -72,17 +72,17 @@ def check(programs: Sequence[RankInstructions], memory: Sequence[StageMemory] = 
 
 
 class _Transfers:
-    """One rank's transfers, in order, and how many of them have run."""
+    """One rank's transfers, in order: how many of them have run, and the next; None at the end."""
 
     def __init__(self, program: RankInstructions) -> None:
         self.program, self.ran = program, 0
-        found = (step for step in program.instructions if isinstance(step, _MOVES))
-        self._steps: list[Move | None] = [*found, None]
+        self._coming = (step for step in program.instructions if isinstance(step, _MOVES))
+        self.head: Move | None = next(self._coming, None)
 
-    @property
-    def head(self) -> Move | None:
-        """The next transfer; None at the end."""
-        return self._steps[self.ran]
+    def advance(self) -> None:
+        """Goes on to the next transfer."""
+        self.ran += 1
+        self.head = next(self._coming, None)
 
     def around_head(self) -> str:
         """A few instructions around the next transfer."""
@@ -98,10 +98,11 @@ def _replay_transfers(ranks: list[_Transfers]) -> None:
     while awake:
         rank = awake.popleft()
         while (head := rank.head) is not None:
-            if not _move(head, rank, ranks, in_flight):
+            peer = ranks[head.peer]
+            if not _move(head, rank, peer, ranks, in_flight):
                 break
-            rank.ran += 1
-            awake.append(ranks[head.peer])
+            rank.advance()
+            awake.append(peer)
     if any(rank.head for rank in ranks):
         raise _stuck(ranks)
     left = sorted(transfer for waiting in in_flight.values() for transfer in waiting)
@@ -109,12 +110,14 @@ def _replay_transfers(ranks: list[_Transfers]) -> None:
         raise _error(f"no rank receives {', '.join(map(str, left))}", ranks)
 
 
-def _move(head: Move, rank: _Transfers, ranks: list[_Transfers], in_flight: InFlight) -> bool:
+def _move(
+    head: Move, rank: _Transfers, peer: _Transfers, ranks: list[_Transfers], in_flight: InFlight
+) -> bool:
     """Moves a transfer's other end, or the messages in flight, if the transfer can run now."""
     if head.route == "direct":
-        if not _peer_is_there(head, rank, ranks):
+        if not _peer_is_there(head, rank, peer, ranks):
             return False
-        ranks[head.peer].ran += 1
+        peer.advance()
         return True
     transfer = head.transfer
     if isinstance(head, Send):
@@ -134,14 +137,21 @@ def _is_next(transfer: Transfer, in_flight: InFlight, ranks: list[_Transfers]) -
     return bool(waiting)
 
 
-def _peer_is_there(head: Move, rank: _Transfers, ranks: list[_Transfers]) -> bool:
+def _peer_is_there(head: Move, rank: _Transfers, peer: _Transfers, ranks: list[_Transfers]) -> bool:
     """Whether the peer has reached the same transfer; another one on this link is an error."""
-    other, number = ranks[head.peer].head, rank.program.rank
+    other, number = peer.head, rank.program.rank
     if other is None or other.route != "direct" or other.peer != number:
         return False
-    if other != head.other_end:
+    if not _are_two_ends(head, other):
         raise _error(f"rank {number} is at {head} while its peer is at {other}", ranks)
     return True
+
+
+def _are_two_ends(head: Move, other: Move) -> bool:
+    """Whether one is the other's `other_end`, which is slow to make for every transfer."""
+    if isinstance(head, SendReceive) or isinstance(other, SendReceive):
+        return other == head.other_end
+    return type(other) is not type(head) and other.transfer == head.transfer
 
 
 def _stuck(ranks: list[_Transfers]) -> ProgramError:

@@ -168,7 +168,7 @@ def channel_of(transfer: Transfer) -> Channel:
     return Channel(transfer.payload, transfer.source, transfer.destination, index)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Run:
     """Runs the op's compiled program."""
 
@@ -178,7 +178,7 @@ class Run:
         return f"run {self.op}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Send:
     """Sends a buffer; on a direct route the queue waits until the peer receives."""
 
@@ -199,7 +199,7 @@ class Send:
         return f"send {self.transfer}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Receive:
     """Waits for a message and stores it as a buffer."""
 
@@ -220,7 +220,7 @@ class Receive:
         return f"receive {self.transfer}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SendReceive:
     """A pair: sends a buffer and receives a message of the same link, both in one program.
 
@@ -249,7 +249,7 @@ Move: TypeAlias = Send | Receive | SendReceive
 """Moves one message, or a pair of them, over a link."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Free:
     """Drops a buffer that no later instruction reads."""
 
@@ -259,7 +259,7 @@ class Free:
         return f"free {self.buffer}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Offload:
     """Starts to copy a stash to host memory, which frees its place on the device at the end.
 
@@ -272,7 +272,7 @@ class Offload:
         return f"offload {self.buffer}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Fetch:
     """Starts to copy a stash back while ops run; the op that reads it waits for the copy.
 
@@ -287,7 +287,7 @@ class Fetch:
         return f"fetch {self.buffer}" + (f" after {self.after}" if self.after else "")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class AwaitRoom:
     """Waits until a stash's offload has ended: what follows needs its place."""
 
@@ -297,7 +297,7 @@ class AwaitRoom:
         return f"await room of {self.buffer}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Reduce:
     """Sums the gradients of a tied parameter's two copies, in stage order on both ends.
 
@@ -313,7 +313,7 @@ class Reduce:
         return f"reduce tied {self.index}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Update:
     """Exchanges the step's scalars over the host network and applies the optimizer."""
 

@@ -6,8 +6,10 @@ dependencies, and every rank's instructions are a subsequence of it. The earlies
 that order can always run, so nothing deadlocks.
 """
 
+import gc
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, count
@@ -45,6 +47,22 @@ from jaxmorph.schedule.timeline import Timeline
 _run, _free = lru_cache(maxsize=1 << 14)(Run), lru_cache(maxsize=1 << 14)(Free)
 
 
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Pauses garbage collection, which finds nothing in instructions: they hold no cycles.
+
+    It would walk the instructions of a large step, a million objects, again and again as they grow.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_without_collections()
 def lower(
     schedule: Schedule,
     planned: Timeline,
@@ -100,6 +118,7 @@ def lower_order(
     )
 
 
+@_without_collections()
 def lower_in_step(
     schedule: Schedule,
     costs: StageCosts,
@@ -406,16 +425,15 @@ def _tied_exchange(rank: int, last: int, index: int, routes: Routes) -> list[Ins
 
 def insert_frees(program: RankInstructions) -> RankInstructions:
     """Frees each buffer right after its last reader, or right after it was made."""
-    used: set[Buffer] = set()
-    backwards: list[Instruction] = []
-    every = [*uses(program)]
-    for step, (read, made) in zip(reversed(program.instructions), reversed(every), strict=True):
-        for buffer in reversed((*read, *made)):
-            if buffer not in used:  # from here on to the end
-                used.add(buffer)
-                backwards.append(_free(buffer))
-        backwards.append(step)
-    return replace(program, instructions=tuple(reversed(backwards)))
+    used = [read + made for read, made in uses(program)]
+    buffers = [*chain.from_iterable(used)]
+    last_at = dict(zip(buffers, count(), strict=False))  # a later use replaces an earlier one
+    last = np.sort(np.array([*last_at.values()], np.int64))
+    steps = np.arange(len(used))
+    behind = np.repeat(steps, np.array([*map(len, used)], np.int64))[last]
+    every = [*program.instructions, *(_free(buffers[at]) for at in last.tolist())]
+    order = np.argsort(np.concatenate([steps, behind]), kind="stable").tolist()
+    return replace(program, instructions=tuple(every[at] for at in order))
 
 
 def forward_only(program: RankInstructions, first_microbatch: int = 0) -> RankInstructions:
