@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from jaxmorph.placement import Place, Placement
 from jaxmorph.program.instructions import (
     Buffer,
     BufferKind,
@@ -15,8 +16,6 @@ from jaxmorph.program.instructions import (
     Free,
     Offload,
     Payload,
-    Pipeline,
-    Place,
     RankInstructions,
     Receive,
     Reduce,
@@ -58,15 +57,11 @@ class Flow(NamedTuple):
         ]
 
 
-def flows(pipeline: Pipeline) -> Iterator[Flow]:
+def flows(placement: Placement) -> Iterator[Flow]:
     """All flows of a pipeline: activations to the next virtual stage, gradients back from it."""
-    for chunk in range(pipeline.num_chunks):
-        for rank in range(pipeline.num_ranks):
-            here = Place(rank, chunk)
-            after = pipeline.after(here)
-            if after is not None:
-                yield Flow(Payload.ACTIVATION, here, after)
-                yield Flow(Payload.GRADIENT, after, here)
+    for here, after in placement.hops():
+        yield Flow(Payload.ACTIVATION, here, after)
+        yield Flow(Payload.GRADIENT, after, here)
 
 
 Uses = tuple[tuple[Buffer, ...], tuple[Buffer, ...]]
@@ -82,8 +77,8 @@ def uses(program: RankInstructions) -> Iterator[Uses]:
 
     The tokens of the first F and the loss weight of the last B come from the host, not a buffer.
     """
-    pipeline = program.pipeline
-    ends = [_ends(program.rank, chunk, pipeline) for chunk in range(pipeline.num_chunks)]
+    placement = program.placement
+    ends = [_ends(Place(program.rank, chunk), placement) for chunk in range(placement.num_chunks)]
     for step in program.instructions:  # the most frequent kinds first
         if isinstance(step, Free):
             yield (step.buffer,), ()
@@ -91,12 +86,13 @@ def uses(program: RankInstructions) -> Iterator[Uses]:
             yield _op_uses(step.op, ends[step.op.chunk])
         elif isinstance(step, Receive):
             transfer = step.transfer
-            yield _receive_uses(transfer.payload, transfer.microbatch, transfer.destination_chunk)
+            chunk = destination_chunk(transfer, placement)
+            yield _receive_uses(transfer.payload, transfer.microbatch, chunk)
         elif isinstance(step, Send):
             transfer = step.transfer
             yield _send_uses(transfer.payload, transfer.microbatch, transfer.chunk)
         elif isinstance(step, SendReceive):
-            yield (sent_buffer(step.sent),), (received_buffer(step.received),)
+            yield (sent_buffer(step.sent),), (received_buffer(step.received, placement),)
         elif isinstance(step, Reduce):
             yield (() if step.buffer is None else (step.buffer,)), ()
         elif isinstance(step, Offload | Fetch):
@@ -114,10 +110,8 @@ class _Ends(NamedTuple):
 
 
 @_cached
-def _ends(rank: int, chunk: int, pipeline: Pipeline) -> _Ends:
-    here = Place(rank, chunk)
-    before, after = pipeline.before(here), pipeline.after(here)
-    return _Ends(before is None, after is None, pipeline.num_ranks == 1)
+def _ends(here: Place, placement: Placement) -> _Ends:
+    return _Ends(here == placement.first, here == placement.last, placement.num_ranks == 1)
 
 
 @_cached
@@ -136,9 +130,9 @@ def _op_uses(op: Op, ends: _Ends) -> Uses:
     return reads, (*made, weight_stash) if op.kind is OpKind.B else made
 
 
-def result_buffer(op: Op, rank: int, pipeline: Pipeline) -> Buffer | None:
+def result_buffer(op: Op, rank: int, placement: Placement) -> Buffer | None:
     """The buffer of an F's activations or a B's input gradient; None at an end of the chain."""
-    return _result(op, _ends(rank, op.chunk, pipeline))
+    return _result(op, _ends(Place(rank, op.chunk), placement))
 
 
 @_cached
@@ -181,9 +175,27 @@ def sent_buffer(transfer: Transfer) -> Buffer:
     return _buffer(_SENT[transfer.payload], transfer.microbatch, transfer.chunk)
 
 
-def received_buffer(transfer: Transfer) -> Buffer:
+def received_buffer(transfer: Transfer, placement: Placement) -> Buffer:
     """The buffer that a transfer fills on its destination."""
-    return _buffer(_RECEIVED[transfer.payload], transfer.microbatch, transfer.destination_chunk)
+    chunk = destination_chunk(transfer, placement)
+    return _buffer(_RECEIVED[transfer.payload], transfer.microbatch, chunk)
+
+
+def destination_chunk(transfer: Transfer, placement: Placement) -> int:
+    """The chunk of the destination that needs the payload."""
+    payload, source, _, _, chunk = transfer
+    return _destination_chunk(payload, Place(source, chunk), placement)
+
+
+@_cached
+def _destination_chunk(payload: Payload, source: Place, placement: Placement) -> int:
+    if payload is Payload.TIED:
+        return source.chunk
+    neighbour = placement.after if payload is Payload.ACTIVATION else placement.before
+    target = neighbour(source)
+    if target is None:
+        raise ValueError(f"got {payload} from {source}, expected one that has a neighbour")
+    return target.chunk
 
 
 _PAYLOADS = frozenset({*_SENT.values(), *_RECEIVED.values()} - {BufferKind.TIED_GRADIENT})

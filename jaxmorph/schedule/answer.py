@@ -125,7 +125,7 @@ def solve(problem: Problem, simulate_step: SimulateStep = simulate_links) -> Ans
         problem.num_microbatches,
         problem.links,
         problem.limits,
-        problem.num_chunks,
+        schedule.placement,
     )
     return Answer(
         problem.name,

@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from jaxmorph.errors import UserError
-from jaxmorph.records import Link, Routes, pipeline_links
+from jaxmorph.placement import Placement
+from jaxmorph.records import Link, Routes
 from jaxmorph.schedule.adaptive import adaptive_schedule
 from jaxmorph.schedule.bound import certified_ms, lower_bound_ms
 from jaxmorph.schedule.costs import Limits, Links, StageCosts, StageMemory
@@ -124,13 +125,14 @@ def plan(
     """
     problem = _Problem(costs, links, limits, num_microbatches)
     _validate(problem, name, warmup_forwards, num_chunks)
-    bound_ms = lower_bound_ms(costs, num_microbatches, links, limits, num_chunks)
+    placement = Placement(costs.num_stages, num_chunks)
+    bound_ms = lower_bound_ms(costs, num_microbatches, links, limits, placement)
     schedule, reason = _order(problem, name, warmup_forwards, num_chunks, bound_ms)
     require_room(schedule, limits)
     makespan_ms = simulate(schedule, costs, links).makespan_ms
     return Plan(
         schedule,
-        dict.fromkeys(pipeline_links(schedule.num_stages, schedule.num_chunks), "direct"),
+        dict.fromkeys(schedule.placement.links, "direct"),
         makespan_ms / 1e3,
         certified_ms(bound_ms, makespan_ms) / 1e3,
         reason,

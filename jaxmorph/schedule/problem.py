@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 from jaxmorph.errors import UserError, quoted
-from jaxmorph.records import Link, pipeline_links
+from jaxmorph.placement import Placement
+from jaxmorph.records import Link
 from jaxmorph.schedule.costs import (
     JITTER_MARGIN,
     Limits,
@@ -231,7 +232,7 @@ def _links(fields: Mapping[str, Any], num_stages: int, num_chunks: int) -> _Link
     A list may leave out the wrap-around link of chunks, which then has no delay; ``link_jitter_ms``
     has one number for each pair of neighbours.
     """
-    links = pipeline_links(num_stages, num_chunks)
+    links = Placement(num_stages, num_chunks).links
 
     def given(field: str, fallback: tuple[float, ...]) -> tuple[float, ...]:
         value = fields.get(field)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+from jaxmorph.placement import Placement
 from jaxmorph.schedule.ops import LiveUntil, Op, OpKind, peak_live
 from jaxmorph.schedule.replay import replay
 
@@ -34,7 +35,7 @@ class ScheduleError(ValueError):
 class Schedule:
     """The order in which every stage runs its ops, one row per stage; no times and no routes.
 
-    With V chunks, a row belongs to a rank: chunk c of rank r of S ranks is virtual stage c * S + r.
+    With several chunks, a row belongs to a rank, which runs its virtual stages (`placement`).
     """
 
     name: str
@@ -62,6 +63,11 @@ class Schedule:
         """Number of virtual stages a rank runs, V."""
         return 1 + max((op.chunk for order in self.orders for op in order), default=0)
 
+    @cached_property
+    def placement(self) -> Placement:
+        """Which rank runs which virtual stage."""
+        return Placement(self.num_stages, self.num_chunks)
+
     @property
     def splits_backward(self) -> bool:
         """Whether backwards run as B and W rather than as BW."""
@@ -86,7 +92,7 @@ class Schedule:
             ScheduleError: The first broken rule; its grid marks the op.
         """
         self.validate_rows()
-        ran = replay(self.orders, self.num_microbatches, num_chunks=self.num_chunks)
+        ran = replay(self.orders, self.num_microbatches, self.placement)
         self.require_complete(ran.ends)
 
     def validate_rows(self) -> None:

@@ -3,11 +3,13 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxmorph.placement import Placement
 from jaxmorph.schedule.ops import LiveUntil, Op, OpKind, peak_live
 
 
@@ -84,6 +86,12 @@ class Timeline:
     def num_stages(self) -> int:
         """S."""
         return len(self.orders)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Which rank runs which virtual stage, by the chunks that the ops name."""
+        chunks = (op.chunk for order in self.orders for op in order)
+        return Placement(self.num_stages, 1 + max(chunks, default=0))
 
     @property
     def makespan_ms(self) -> float:

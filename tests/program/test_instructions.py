@@ -10,8 +10,6 @@ from jaxmorph.program.instructions import (
     BufferKind,
     Fetch,
     Offload,
-    Pipeline,
-    Place,
     RankInstructions,
     Transfer,
     instructions_text,
@@ -35,38 +33,6 @@ def test_a_transfer_is_read_back_from_its_text(text):
 def test_a_bad_transfer_text_is_refused(text):
     with pytest.raises(ValueError, match=r"expected a transfer such as 'activation\[3\] 0>1'"):
         Transfer.parse(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "chunk"),
-    [
-        ("1.activation[0] 0>1", 1),
-        ("1.gradient[0] 1>0", 1),
-        ("1.activation[0] 3>0", 2),
-        ("1.gradient[0] 0>3", 0),
-        ("tied[0] 0>3", 0),
-        ("tied[0] 3>0", 0),
-    ],
-)
-def test_a_wrapped_transfer_is_for_the_next_chunk(text, chunk):
-    transfer = Transfer.parse(text)
-    assert transfer.destination_chunk == chunk
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "num_chunks", "chain"),
-    [
-        (3, 1, "0.0 1.0 2.0"),
-        (3, 2, "0.0 1.0 2.0 0.1 1.1 2.1"),
-        (2, 3, "0.0 1.0 0.1 1.1 0.2 1.2"),
-        (1, 2, "0.0 0.1"),
-    ],
-)
-def test_the_pipeline_visits_ranks_once_per_chunk(num_ranks, num_chunks, chain):
-    pipeline = Pipeline(num_ranks, num_chunks)
-    places = [Place(*map(int, word.split("."))) for word in chain.split()]
-    assert list(map(pipeline.after, places)) == [*places[1:], None]
-    assert list(map(pipeline.before, places)) == [None, *places[:-1]]
 
 
 @pytest.mark.parametrize(

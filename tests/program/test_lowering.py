@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxmorph.placement import Placement
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.check import check
 from jaxmorph.program.dataflow import flows, sent_buffer, uses
@@ -16,7 +17,6 @@ from jaxmorph.program.instructions import (
     BufferKind,
     Free,
     Payload,
-    Pipeline,
     Receive,
     Run,
     Send,
@@ -244,7 +244,7 @@ def any_schedules(draw):
     num_ranks, num_chunks = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     num_microbatches = draw(st.integers(1, 4))
     random = draw(st.randoms(use_true_random=False))
-    pipeline = Pipeline(num_ranks, num_chunks)
+    pipeline = Placement(num_ranks, num_chunks)
     waiting = {
         (rank, chunk, kind): deque(Op(kind, microbatch, chunk) for microbatch in microbatches)
         for rank in range(num_ranks)

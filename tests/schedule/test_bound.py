@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxmorph.placement import Placement
 from jaxmorph.records import Link
 from jaxmorph.schedule.bound import WarmupBound, certified_ms, lower_bound_ms
 from jaxmorph.schedule.costs import Limits, LinkDelay, StageCosts, StashBytes, chain_links
@@ -73,14 +74,16 @@ def test_interleaved_never_beats_the_bound_of_its_chunks(problem, chunks):
     costs, links, microbatches = problem
     schedule = interleaved(costs.num_stages, microbatches, chunks)
     makespan_ms = simulate(schedule, costs, links).makespan_ms
-    bound_ms = lower_bound_ms(costs, microbatches, links, num_chunks=chunks)
+    bound_ms = lower_bound_ms(costs, microbatches, links, placement=schedule.placement)
     assert bound_ms <= makespan_ms * (1 + 1e-12)
 
 
 def test_a_first_backward_follows_the_forwards_of_all_chunks():
     # Ops take 1. Down: 4 F, and 3, 5, 3 between them; up to rank 0: B and 5. Then two B, two W.
     costs = StageCosts.uniform(2, 2.0, 2.0, 2.0)
-    bound_ms = lower_bound_ms(costs, 1, {Link(0, 1): LinkDelay(3.0, 5.0)}, num_chunks=2)
+    bound_ms = lower_bound_ms(
+        costs, 1, {Link(0, 1): LinkDelay(3.0, 5.0)}, placement=Placement(2, 2)
+    )
     assert bound_ms == (4 + 11) + (1 + 5) + 2 + 2
 
 
@@ -88,7 +91,7 @@ def test_a_first_backward_follows_the_forwards_of_all_chunks():
 def test_interleaved_on_equal_ranks_meets_the_bound(chunks):
     costs = StageCosts.uniform(4, 4.0, 8.0, 0.0)
     makespan_ms = simulate(interleaved(4, 8, chunks), costs).makespan_ms
-    bound_ms = lower_bound_ms(costs, 8, num_chunks=chunks)
+    bound_ms = lower_bound_ms(costs, 8, placement=Placement(4, chunks))
     assert makespan_ms == bound_ms == 8 * 12.0 + 3 * 12.0 / chunks
 
 
