@@ -5,9 +5,13 @@ All that depends on it asks a `Placement`: neighbours, links, and the ranks of t
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jaxmorph.records import Link
+
+PlacementKind = Literal["wrap", "v"]
+"""``wrap``: each chunk goes from the first rank to the last. ``v``: chunk 0 does, and chunk 1 goes
+back, so that the first rank has both ends of the pipeline."""
 
 
 class Place(NamedTuple):
@@ -20,11 +24,13 @@ class Place(NamedTuple):
 class Placement(NamedTuple):
     """S ranks with V chunks each: chunk c of rank r is virtual stage c * S + r.
 
-    The pipeline goes around the ranks V times; with V = 1 a rank is a stage.
+    The pipeline goes around the ranks V times; with V = 1 a rank is a stage. In a V, which has two
+    chunks, chunk 1 of rank r is virtual stage 2 S - 1 - r instead.
     """
 
     num_ranks: int
     num_chunks: int = 1
+    kind: PlacementKind = "wrap"
 
     @property
     def num_virtual_stages(self) -> int:
@@ -33,12 +39,13 @@ class Placement(NamedTuple):
 
     def virtual_stage(self, place: Place) -> int:
         """The number of a place in the order of the pipeline."""
-        return place.chunk * self.num_ranks + place.rank
+        rank, chunk = place
+        return chunk * self.num_ranks + (self._mirrored(rank) if self._goes_back(chunk) else rank)
 
     def place(self, virtual_stage: int) -> Place:
         """Where a virtual stage runs."""
         chunk, rank = divmod(virtual_stage, self.num_ranks)
-        return Place(rank, chunk)
+        return Place(self._mirrored(rank) if self._goes_back(chunk) else rank, chunk)
 
     def places(self) -> list[Place]:
         """All places, in the order of the pipeline."""
@@ -83,3 +90,9 @@ class Placement(NamedTuple):
         """The link that tied gradients take; None if one rank has both ends of the pipeline."""
         ends = sorted((self.first.rank, self.last.rank))
         return Link(*ends) if ends[0] != ends[1] else None
+
+    def _goes_back(self, chunk: int) -> bool:
+        return self.kind == "v" and chunk == 1
+
+    def _mirrored(self, rank: int) -> int:
+        return self.num_ranks - 1 - rank

@@ -23,6 +23,15 @@ def test_the_pipeline_visits_ranks_once_per_chunk(num_ranks, num_chunks, chain):
     assert (placement.first, placement.last) == (places[0], places[-1])
 
 
+def test_a_v_goes_down_the_ranks_and_back():
+    in_a_v = Placement(3, 2, "v")
+    places = [Place(0, 0), Place(1, 0), Place(2, 0), Place(2, 1), Place(1, 1), Place(0, 1)]
+    assert in_a_v.places() == places
+    assert [*map(in_a_v.virtual_stage, places)] == [*range(6)]
+    assert [*map(in_a_v.after, places)] == [*places[1:], None]
+    assert [*map(in_a_v.own_stages, range(3))] == [[0, 5], [1, 4], [2, 3]]
+
+
 def test_a_rank_runs_every_s_th_virtual_stage():
     assert [*map(Placement(3, 2).own_stages, range(3))] == [[0, 3], [1, 4], [2, 5]]
 
@@ -36,6 +45,7 @@ def test_a_rank_runs_every_s_th_virtual_stage():
         (Placement(2, 2), ["0-1"], "0-1"),
         (Placement(4), ["0-1", "1-2", "2-3"], "0-3"),
         (Placement(4, 3), ["0-1", "1-2", "2-3", "0-3"], "0-3"),
+        (Placement(3, 2, "v"), ["0-1", "1-2"], None),
     ],
 )
 def test_links_join_the_ranks_of_hops_and_of_the_ends(placement, links, ends_link):

@@ -7,10 +7,10 @@ from typing import Any
 from jaxmorph.config import Config, load_config
 from jaxmorph.control.profiler import Profile
 from jaxmorph.errors import UserError
-from jaxmorph.placement import Placement
 from jaxmorph.plain_json import without_sum
 from jaxmorph.report.run_directory import PROFILE
 from jaxmorph.schedule.costs import LinkDelay
+from jaxmorph.schedule.fixed import placement_of
 from jaxmorph.schedule.problem import default_chunks
 
 
@@ -51,7 +51,7 @@ def run_fields(
         num_chunks = default_chunks(schedule or "") if other else config.parallelism.chunks
     stages = config.parallelism.stages
     # A link that the run has not measured has no delay.
-    placement = Placement(stages, num_chunks)
+    placement = placement_of(schedule or own.name, stages, num_chunks)
     links = [profile.links.get(link, LinkDelay()) for link in placement.links]
     return _stash_fields(config, profile) | {
         "num_stages": stages,

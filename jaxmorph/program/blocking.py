@@ -99,6 +99,7 @@ def simulate_blocking(
         end_ms=tuple(np.array(rank.ends_ms, np.float64) for rank in ranks),
         transfers=tuple(span for rank in ranks for span in rank.transfers),
         copies=tuple(span for rank in ranks for span in rank.copies.spans),
+        placement_kind=programs[0].placement_kind,
     )
 
 

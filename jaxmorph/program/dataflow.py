@@ -44,6 +44,11 @@ class Flow(NamedTuple):
         return Link(*sorted((self.source.rank, self.target.rank)))
 
     @property
+    def is_handover(self) -> bool:
+        """Whether its two virtual stages are of one rank, so that it needs no message."""
+        return self.source.rank == self.target.rank
+
+    @property
     def goes_around(self) -> bool:
         """Whether it wraps around between the last rank and the first, to another chunk."""
         return self.source.chunk != self.target.chunk
@@ -102,16 +107,25 @@ def uses(program: RankInstructions) -> Iterator[Uses]:
 
 
 class _Ends(NamedTuple):
-    """Whether a virtual stage is the chain's first or last, and whether one rank runs them all."""
+    """What a virtual stage has on either side.
+
+    Attributes:
+        is_first: Whether it is the first one of the pipeline.
+        forward_to: The chunk that its activations are handed to, if it is of the same rank.
+        backward_to: The chunk that its gradients are handed to, if it is of the same rank.
+    """
 
     is_first: bool
     is_last: bool
-    is_alone: bool
+    forward_to: int | None
+    backward_to: int | None
 
 
 @_cached
 def _ends(here: Place, placement: Placement) -> _Ends:
-    return _Ends(here == placement.first, here == placement.last, placement.num_ranks == 1)
+    beside = placement.after(here), placement.before(here)
+    own = (it.chunk if it is not None and it.rank == here.rank else None for it in beside)
+    return _Ends(here == placement.first, here == placement.last, *own)
 
 
 @_cached
@@ -138,14 +152,14 @@ def result_buffer(op: Op, rank: int, placement: Placement) -> Buffer | None:
 @_cached
 def _result(op: Op, ends: _Ends) -> Buffer | None:
     microbatch, chunk = op.microbatch, op.chunk
-    # A single rank sends nothing: a result is the next chunk's input.
+    # A handover needs no message: the result is the other chunk's input at once.
     if op.kind is OpKind.F and not ends.is_last:
-        if ends.is_alone:
-            return _buffer(BufferKind.INPUT, microbatch, chunk + 1)
+        if ends.forward_to is not None:
+            return _buffer(BufferKind.INPUT, microbatch, ends.forward_to)
         return _buffer(BufferKind.OUTPUT, microbatch, chunk)
     if op.kind in (OpKind.B, OpKind.BW) and not ends.is_first:
-        if ends.is_alone:
-            return _buffer(BufferKind.OUTPUT_GRADIENT, microbatch, chunk - 1)
+        if ends.backward_to is not None:
+            return _buffer(BufferKind.OUTPUT_GRADIENT, microbatch, ends.backward_to)
         return _buffer(BufferKind.INPUT_GRADIENT, microbatch, chunk)
     return None
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
-from jaxmorph.placement import Placement
+from jaxmorph.placement import Placement, PlacementKind
 from jaxmorph.records import Link, Route
 from jaxmorph.schedule.ops import Op
 
@@ -290,11 +290,12 @@ class RankInstructions:
     num_microbatches: int
     instructions: tuple[Instruction, ...]
     num_chunks: int = 1
+    placement_kind: PlacementKind = "wrap"
 
     @cached_property
     def placement(self) -> Placement:
         """Which rank of the pipeline runs which virtual stage."""
-        return Placement(self.num_ranks, self.num_chunks)
+        return Placement(self.num_ranks, self.num_chunks, self.placement_kind)
 
     def __str__(self) -> str:
         lines = (str(instruction) for instruction in self.instructions)
@@ -310,7 +311,7 @@ class RankInstructions:
         return (step.op for step in self.instructions if isinstance(step, Run))
 
 
-_HEADING = re.compile(r"rank (\d+) of (\d+), (\d+) microbatches, (\d+) chunks")
+_HEADING = re.compile(r"rank (\d+) of (\d+), (\d+) microbatches, (\d+) chunks( in a v)?")
 _BUFFER = re.compile(r"(?:(\d+)\.)?([a-z-]+)\[(\d+)\]")
 
 
@@ -320,6 +321,8 @@ def instructions_text(program: RankInstructions) -> str:
         f"rank {program.rank} of {program.num_ranks}, {program.num_microbatches} microbatches, "
         f"{program.num_chunks} chunks"
     )
+    if program.placement_kind == "v":
+        heading += " in a v"
     return "\n".join([heading, *map(_line, program.instructions)])
 
 
@@ -333,9 +336,12 @@ def parse_instructions(text: str) -> RankInstructions:
     found = _HEADING.fullmatch(heading)
     if found is None:
         raise ValueError(f"got {heading!r}, expected a line such as 'rank 0 of 4, ...'")
-    rank, num_ranks, num_microbatches, num_chunks = map(int, found.groups())
+    *sizes, in_a_v = found.groups()
+    rank, num_ranks, num_microbatches, num_chunks = map(int, sizes)
     instructions = tuple(map(_instruction, lines))
-    return RankInstructions(rank, num_ranks, num_microbatches, instructions, num_chunks)
+    return RankInstructions(
+        rank, num_ranks, num_microbatches, instructions, num_chunks, "v" if in_a_v else "wrap"
+    )
 
 
 def _line(step: Instruction) -> str:

@@ -89,6 +89,7 @@ def lower_order(
             schedule.num_microbatches,
             (*row, *_step_end(rank, schedule.placement, routes, num_tied)),
             schedule.num_chunks,
+            schedule.placement_kind,
         )
         for rank, row in enumerate(rows)
     ]
@@ -210,7 +211,7 @@ def global_order(schedule: Schedule, planned: Timeline, routes: Routes) -> Globa
     transfers: list[tuple[Flow, Keys]] = []
     for flow in found:
         source, target = flow.source.rank, flow.target.rank
-        if source == target:
+        if flow.is_handover:
             continue
         made = times[source].of_ops(positions[source][flow.payload][flow.source.chunk])
         is_direct = routes.get(flow.link, "direct") == "direct"

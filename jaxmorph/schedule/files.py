@@ -96,7 +96,8 @@ def _from_json(data: Any) -> Schedule:
         rows = [" ".join(row) for row in data["orders"]]
         schedule = Schedule.from_rows(str(data.get("schedule", data.get("name"))), rows)
         num_microbatches = data.get("num_microbatches", schedule.num_microbatches)
-        return Schedule(schedule.name, int(num_microbatches), schedule.orders)
+        sizes = {"name": schedule.name, "num_microbatches": int(num_microbatches)}
+        return Schedule.from_json({**data, **sizes})
     except (TypeError, OverflowError) as error:
         raise ValueError(f"got {error}, {expected}") from error
 
@@ -132,9 +133,7 @@ def parse_torch_csv(text: str, name: str) -> Schedule:
     if not lines:
         raise ValueError("got no rows, expected one per rank with cells such as 0F0")
     rows = [list(_cells(rank, line)) for rank, line in enumerate(lines)]
-    last = max((cell.stage for row in rows for cell in row), default=0)
-    placement = Placement(len(rows), 1 + last // len(rows))
-    _require_placement(rows, placement)
+    placement = _placement(rows)
     kinds = _kinds_of({cell.action for row in rows for cell in row})
     orders = tuple(
         tuple(
@@ -145,7 +144,7 @@ def parse_torch_csv(text: str, name: str) -> Schedule:
         for row in rows
     )
     microbatches = max((cell.microbatch for row in rows for cell in row), default=-1) + 1
-    return Schedule(name, microbatches, orders)
+    return Schedule(name, microbatches, orders, placement.kind)
 
 
 def format_torch_csv(schedule: Schedule) -> str:
@@ -188,17 +187,37 @@ def _cells(rank: int, line: Iterable[str]) -> Iterator[_Cell]:
         yield _Cell(int(stage), action, int(microbatch))
 
 
-def _require_placement(rows: Sequence[Sequence[_Cell]], placement: Placement) -> None:
-    """Refuses V-shaped and other placements, whose stages have other neighbours and links."""
-    num_ranks = len(rows)
+def _placement(rows: Sequence[Sequence[_Cell]]) -> Placement:
+    """The placement whose virtual stages the rows have.
+
+    Raises:
+        ValueError: The rows go around the ranks no more than they go in a V.
+    """
+    last = max((cell.stage for row in rows for cell in row), default=0)
+    wrapped = Placement(len(rows), 1 + last // len(rows))
+    misplaced = _first_misplaced(rows, wrapped)
+    if misplaced is None:
+        return wrapped
+    in_a_v = Placement(len(rows), 2, "v")
+    if wrapped.num_chunks == 2 and _first_misplaced(rows, in_a_v) is None:
+        return in_a_v
+    rank, stage = misplaced
+    raise ValueError(
+        f"row {rank}: got stage {stage} on rank {rank}, expected it on rank "
+        f"{wrapped.place(stage).rank}: of {len(rows)} ranks, stage s must be on rank s mod "
+        f"{len(rows)}, or two stages of each rank in a V"
+    )
+
+
+def _first_misplaced(
+    rows: Sequence[Sequence[_Cell]], placement: Placement
+) -> tuple[int, int] | None:
+    """The first rank, and its lowest stage, that a placement has on another rank."""
     for rank, row in enumerate(rows):
         for stage in sorted({cell.stage for cell in row}):
-            if (expected := placement.place(stage).rank) != rank:
-                raise ValueError(
-                    f"row {rank}: got stage {stage} on rank {rank}, expected it on rank "
-                    f"{expected}: of {num_ranks} ranks, stage s must be on rank "
-                    f"s mod {num_ranks} (V-shaped placements are not supported)"
-                )
+            if placement.place(stage).rank != rank:
+                return rank, stage
+    return None
 
 
 def _kinds_of(actions: set[str]) -> dict[str, tuple[OpKind, ...]]:

@@ -68,6 +68,7 @@ def simulate(
         schedule.orders,
         tuple(np.array(starts, np.float64) for starts in ran.starts),
         tuple(np.array(ends, np.float64) for ends in ran.ends),
+        placement_kind=schedule.placement_kind,
     )
 
 

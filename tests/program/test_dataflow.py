@@ -104,6 +104,20 @@ def test_a_wrapped_transfer_is_for_the_next_chunk(text, chunk):
     assert received_buffer(transfer, Placement(4, num_chunks=3)).chunk == chunk
 
 
+def test_a_v_hands_over_at_its_turn_and_sends_elsewhere():
+    in_a_v = Placement(2, 2, "v")
+    results = [
+        result_buffer(Op.parse(op), rank, in_a_v)
+        for op, rank in [("F3", 0), ("F3", 1), ("1.F3", 1), ("1.F3", 0), ("1.B3", 1), ("B3", 1)]
+    ]
+    assert [*map(str, results)] == [
+        "output[3]", "1.input[3]", "1.output[3]", "None", "output-gradient[3]", "input-gradient[3]",
+    ]  # fmt: skip
+    assert [str(flow.transfers(4)[3]) for flow in flows(in_a_v) if not flow.is_handover] == [
+        "activation[3] 0>1", "gradient[3] 1>0", "1.activation[3] 1>0", "1.gradient[3] 0>1",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("pipeline", [Placement(1, 2), Placement(3), Placement(3, 2)])
 def test_a_result_is_what_an_op_fills_for_others(pipeline):
     for flow in flows(pipeline):

@@ -17,7 +17,7 @@ from jaxmorph.program.instructions import (
 )
 from jaxmorph.records import Link
 from jaxmorph.schedule.costs import StageCosts
-from jaxmorph.schedule.fixed import interleaved, one_forward_one_backward, zb_h2
+from jaxmorph.schedule.fixed import interleaved, one_forward_one_backward, zb_h2, zb_v
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,7 @@ def test_a_bad_transfer_text_is_refused(text):
         (interleaved(3, 6, 2), {Link(0, 2): "delegated"}),
         (one_forward_one_backward(3, 5), {}),
         (zb_h2(1, 2), {}),
+        (zb_v(3, 2), {}),
     ],
 )
 def test_every_ranks_program_comes_back(schedule, routes):

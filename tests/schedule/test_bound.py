@@ -10,7 +10,7 @@ from jaxmorph.placement import Placement
 from jaxmorph.records import Link
 from jaxmorph.schedule.bound import WarmupBound, certified_ms, lower_bound_ms
 from jaxmorph.schedule.costs import Limits, LinkDelay, StageCosts, StashBytes, chain_links
-from jaxmorph.schedule.fixed import interleaved
+from jaxmorph.schedule.fixed import interleaved, zb_v
 from jaxmorph.schedule.list_schedule import Rule, list_schedule, make_workload
 from jaxmorph.schedule.simulate import simulate
 from tests.oracles.brute_force import shortest_ms
@@ -76,6 +76,21 @@ def test_interleaved_never_beats_the_bound_of_its_chunks(problem, chunks):
     makespan_ms = simulate(schedule, costs, links).makespan_ms
     bound_ms = lower_bound_ms(costs, microbatches, links, placement=schedule.placement)
     assert bound_ms <= makespan_ms * (1 + 1e-12)
+
+
+@given(_chunked())
+def test_a_v_never_beats_its_bound(problem):
+    costs, links, microbatches = problem
+    schedule = zb_v(costs.num_stages, microbatches)
+    makespan_ms = simulate(schedule, costs, links).makespan_ms
+    bound_ms = lower_bound_ms(costs, microbatches, links, placement=schedule.placement)
+    assert bound_ms <= makespan_ms * (1 + 1e-12)
+
+
+def test_zb_v_on_equal_ranks_meets_its_bound():
+    schedule, costs = zb_v(4, 8), StageCosts.uniform(4, 4.0, 4.0, 4.0)
+    bound_ms = lower_bound_ms(costs, 8, placement=schedule.placement)
+    assert simulate(schedule, costs).makespan_ms == bound_ms == 8 * 12.0 + 3 * 2.0
 
 
 def test_a_first_backward_follows_the_forwards_of_all_chunks():
