@@ -82,7 +82,7 @@ def uses(program: RankInstructions) -> Iterator[Uses]:
 
     The tokens of the first F and the loss weight of the last B come from the host, not a buffer.
     """
-    placement = program.placement
+    placement, target_chunks = program.placement, _target_chunks(program.placement)
     ends = [_ends(Place(program.rank, chunk), placement) for chunk in range(placement.num_chunks)]
     for step in program.instructions:  # the most frequent kinds first
         if isinstance(step, Free):
@@ -90,9 +90,9 @@ def uses(program: RankInstructions) -> Iterator[Uses]:
         elif isinstance(step, Run):
             yield _op_uses(step.op, ends[step.op.chunk])
         elif isinstance(step, Receive):
-            transfer = step.transfer
-            chunk = destination_chunk(transfer, placement)
-            yield _receive_uses(transfer.payload, transfer.microbatch, chunk)
+            payload, source, _, microbatch, chunk = step.transfer
+            target = target_chunks.get((payload, source, chunk), chunk)
+            yield _receive_uses(payload, microbatch, target)
         elif isinstance(step, Send):
             transfer = step.transfer
             yield _send_uses(transfer.payload, transfer.microbatch, transfer.chunk)
@@ -198,18 +198,14 @@ def received_buffer(transfer: Transfer, placement: Placement) -> Buffer:
 def destination_chunk(transfer: Transfer, placement: Placement) -> int:
     """The chunk of the destination that needs the payload."""
     payload, source, _, _, chunk = transfer
-    return _destination_chunk(payload, Place(source, chunk), placement)
+    return _target_chunks(placement).get((payload, source, chunk), chunk)
 
 
 @_cached
-def _destination_chunk(payload: Payload, source: Place, placement: Placement) -> int:
-    if payload is Payload.TIED:
-        return source.chunk
-    neighbour = placement.after if payload is Payload.ACTIVATION else placement.before
-    target = neighbour(source)
-    if target is None:
-        raise ValueError(f"got {payload} from {source}, expected one that has a neighbour")
-    return target.chunk
+def _target_chunks(placement: Placement) -> dict[tuple[Payload, int, int], int]:
+    """By payload, rank and chunk of a flow's source: its target's chunk. Tied ones have no flow."""
+    made = flows(placement)
+    return {(it.payload, it.source.rank, it.source.chunk): it.target.chunk for it in made}
 
 
 _PAYLOADS = frozenset({*_SENT.values(), *_RECEIVED.values()} - {BufferKind.TIED_GRADIENT})

@@ -266,7 +266,10 @@ def _run_stage(
 
 
 def _run_until_idle(stages: list[Iterator[None]], ends: list[list[float]]) -> None:
-    """Resumes stages until none can move; a stage that moved wakes its neighbours in the ring."""
+    """Resumes stages until none can move; a stage that moved wakes its neighbours in the ring.
+
+    No placement sends further than to them.
+    """
     awake = deque(range(len(stages)))
     queued = [True] * len(stages)
     while awake:
