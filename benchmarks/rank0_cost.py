@@ -38,11 +38,12 @@ from jaxmorph.control.orchestrator import Option, Options
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.messages import EventEmitted
+from jaxmorph.placement import Placement
 from jaxmorph.plain_json import dump, tagged
 from jaxmorph.program.blocking import Disturbance, simulate_blocking
 from jaxmorph.program.instructions import RankInstructions, Transfer, instructions_text
 from jaxmorph.program.slots_needed import slots_needed
-from jaxmorph.records import Link, pipeline_links
+from jaxmorph.records import Link
 from jaxmorph.report.run_directory import RunLines
 from jaxmorph.runtime.executor import StepInputs, StepOutcome
 from jaxmorph.runtime.queue import Stamp
@@ -201,7 +202,7 @@ def make_case(stages: int, microbatches: int, steady_steps: int) -> Case:
     })  # fmt: skip
     op_ms = 1e3 * STEP_S / (3 * (microbatches + stages))
     costs = StageCosts.uniform(stages, op_ms, op_ms, op_ms)
-    links = dict.fromkeys(pipeline_links(stages), LinkDelay(0.1, 0.1))
+    links = dict.fromkeys(Placement(stages).links, LinkDelay(0.1, 0.1))
     profile = Profile(costs, links)
     first = plan_step(config, profile)
     slow = Link(stages // 2 - 1, stages // 2)

@@ -36,16 +36,6 @@ Routes: TypeAlias = Mapping[Link, Route]
 """The route of each link; a link that is not in the mapping is direct."""
 
 
-def pipeline_links(num_stages: int, num_chunks: int = 1) -> tuple[Link, ...]:
-    """The links that activations and gradients take: 0-1, 1-2, ...
-
-    With several chunks (virtual stages per rank) then 0-(S-1), unless that is link 0-1 itself.
-    """
-    chain = tuple(Link(stage, stage + 1) for stage in range(num_stages - 1))
-    wraps = num_chunks > 1 and num_stages > 2
-    return (*chain, Link(0, num_stages - 1)) if wraps else chain
-
-
 DETECT, TEAR_DOWN, BACK_OFF = "detect", "tear_down", "back_off"
 START, COMPILE, RESTORE, PLAN = "start", "compile", "restore", "plan"
 REPLAY = "replay"

@@ -15,8 +15,8 @@ IMPORTS_JAX = {"grain"}  # other packages whose import imports JAX
 
 # The packages in their order: each imports only those before it, not those in its own group.
 ORDER = (
-    ("errors", "output", "progress"), ("plain_json", "records"), ("messages",), ("config",),
-    ("emulation", "data"), ("schedule",), ("program",), ("control",),
+    ("errors", "output", "progress"), ("plain_json", "records"), ("messages", "placement"),
+    ("config",), ("emulation", "data"), ("schedule",), ("program",), ("control",),
     ("stage", "transport", "pallas_kernels"), ("copies",), ("runtime",), ("checkpoints",),
     ("report",), ("training",), ("compare",), ("cli",),
 )  # fmt: skip
@@ -24,9 +24,10 @@ ONLY = {  # packages that could be used without the rest
     "records": set(),
     "plain_json": set(),
     "messages": {"plain_json", "records"},
+    "placement": {"records"},
     "data": {"errors"},
-    "schedule": {"errors", "records"},
-    "program": {"errors", "records", "schedule"},
+    "schedule": {"errors", "records", "placement"},
+    "program": {"errors", "records", "placement", "schedule"},
     "progress": set(),
     "transport": {"errors", "emulation", "progress"},
     "stage": {"errors", "progress"},
@@ -34,8 +35,8 @@ ONLY = {  # packages that could be used without the rest
     "copies": {"errors", "transport", "pallas_kernels"},
 }
 WITHOUT_JAX = {
-    "errors", "output", "progress", "plain_json", "records", "messages", "config", "emulation",
-    "data", "schedule", "program", "control", "transport", "report",
+    "errors", "output", "progress", "plain_json", "records", "messages", "placement", "config",
+    "emulation", "data", "schedule", "program", "control", "transport", "report",
 }  # fmt: skip
 IN_FUNCTIONS_ALONE = {"data"}  # may import the packages that import JAX, but not on import
 

@@ -8,9 +8,9 @@ from jaxmorph.config import Config, load_config
 from jaxmorph.control.profiler import Profile
 from jaxmorph.errors import UserError
 from jaxmorph.plain_json import without_sum
-from jaxmorph.records import pipeline_links
 from jaxmorph.report.run_directory import PROFILE
 from jaxmorph.schedule.costs import LinkDelay
+from jaxmorph.schedule.fixed import placement_of
 from jaxmorph.schedule.problem import default_chunks
 
 
@@ -51,7 +51,8 @@ def run_fields(
         num_chunks = default_chunks(schedule or "") if other else config.parallelism.chunks
     stages = config.parallelism.stages
     # A link that the run has not measured has no delay.
-    links = [profile.links.get(link, LinkDelay()) for link in pipeline_links(stages, num_chunks)]
+    placement = placement_of(schedule or own.name, stages, num_chunks)
+    links = [profile.links.get(link, LinkDelay()) for link in placement.links]
     return _stash_fields(config, profile) | {
         "num_stages": stages,
         "num_microbatches": config.batch.microbatches,

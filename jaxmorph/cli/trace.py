@@ -16,7 +16,8 @@ from jaxmorph.emulation.delay_traces import (
 )
 from jaxmorph.emulation.link_trace import require_few_changes, require_links_of
 from jaxmorph.errors import UserError
-from jaxmorph.records import Link, pipeline_links
+from jaxmorph.placement import Placement
+from jaxmorph.records import Link
 
 EVENTS = "events"
 KINDS = (*REGIMES, EVENTS)
@@ -83,7 +84,7 @@ def _require_duration(duration_s: float) -> None:
 
 def _links(text: str | None, stages: int | None) -> tuple[Link, ...]:
     if text is None:
-        return pipeline_links(stages or _STAGES)
+        return Placement(stages or _STAGES).links
     try:
         links = tuple(map(Link.parse, text.split()))
     except ValueError as error:

@@ -141,8 +141,8 @@ class ConditionPlanner:
         slow: Sequence[Link],
         parts_ms: Mapping[str, float],
     ) -> PlannedRun:
-        sizes = self.config.batch.microbatches, self.config.parallelism.chunks
-        bound_ms = lower_bound_ms(actual.costs, sizes[0], actual.links, Limits(), sizes[1])
+        count, placement = self.config.batch.microbatches, plan.schedule.placement
+        bound_ms = lower_bound_ms(actual.costs, count, actual.links, Limits(), placement)
         return PlannedRun(
             predicted_ms=predicted_ms,
             lower_bound_ms=certified_ms(bound_ms, predicted_ms),

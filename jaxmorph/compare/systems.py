@@ -6,7 +6,7 @@ from typing import Literal
 
 from jaxmorph.config import Config
 from jaxmorph.config.link_sections import Routes
-from jaxmorph.records import Link, Route, pipeline_links
+from jaxmorph.records import Link, Route
 
 Memory = Literal["config", "capped", "offload"]
 Restarts = Literal["never", "cold", "warm"]
@@ -137,8 +137,7 @@ def route_choices(config: Config, system: System, slow: Sequence[Link]) -> Itera
     if not (system.is_informed and system.reroutes):
         yield config
         return
-    cut = config.parallelism
-    links = list(pipeline_links(cut.stages, cut.chunks))
+    links = config.parallelism.placement.links
     for delegated in (set(slow), set(links)):
         routes = {str(link): "delegated" for link in links if link in delegated}
         if len(routes) == len(links):

@@ -4,12 +4,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from jaxmorph.config.link_sections import EmulatedLink, LinkTrace
 from jaxmorph.config.problems import Problem, mismatch, unknown_key
-from jaxmorph.records import Link, pipeline_links
+from jaxmorph.placement import Placement
+from jaxmorph.records import Link
 
 
 def possible_links(num_stages: int) -> tuple[Link, ...]:
     """The links of neighbours, and the one of first and last for chunks and tied parameters."""
-    return pipeline_links(num_stages, num_chunks=2)
+    return Placement(num_stages, num_chunks=2).links
 
 
 def emulated_link_problems(

@@ -10,6 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from jaxmorph.placement import Placement
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -229,9 +231,14 @@ class Parallelism(Section):
     vocabulary makes the ends slow; with chunks or emulated ops it is the same as `even`."""
 
     @property
+    def placement(self) -> Placement:
+        """Which rank runs which of the parts that the layers are cut into."""
+        return Placement(self.stages, self.chunks)
+
+    @property
     def virtual_stages(self) -> int:
         """How many parts the layers are cut into."""
-        return self.stages * self.chunks
+        return self.placement.num_virtual_stages
 
 
 class Batch(Section):

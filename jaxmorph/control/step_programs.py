@@ -15,7 +15,7 @@ from jaxmorph.program.lowering import lower_in_step, lower_order
 from jaxmorph.program.offload import offload
 from jaxmorph.program.pairs import goes_in_pairs
 from jaxmorph.program.slots_needed import HostRoom, scarce_slots, slots_needed
-from jaxmorph.records import Routes, in_bytes, pipeline_links
+from jaxmorph.records import Routes, in_bytes
 from jaxmorph.schedule.costs import Limits, Links, StageCosts
 from jaxmorph.schedule.planner import Offloading, Plan, alternatives
 from jaxmorph.schedule.schedule import Schedule
@@ -72,8 +72,7 @@ def _paired_if_shorter(
         lowering: Lowers the schedule; `pairs=True` asks for pairs.
     """
     programs = lowering()
-    links = pipeline_links(schedule.num_stages, schedule.num_chunks)
-    is_direct = any(routes.get(link, "direct") == "direct" for link in links)
+    is_direct = any(routes.get(each, "direct") == "direct" for each in schedule.placement.links)
     if goes_in_pairs(schedule) or not is_direct or _is_large(schedule):
         return programs
     paired = lowering(pairs=True)

@@ -10,7 +10,8 @@ from jaxmorph.emulation.delay_traces import draw_regime
 from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.emulation.link_trace import read_link_trace, require_few_changes, require_links_of
 from jaxmorph.errors import UserError
-from jaxmorph.records import Link, pipeline_links
+from jaxmorph.placement import Placement
+from jaxmorph.records import Link
 
 
 def trace_conditions(
@@ -31,7 +32,7 @@ def trace_conditions(
     if trace.file is not None:
         found = _read(trace.file, num_stages, key)
     elif trace.regime is not None:
-        links, seed = pipeline_links(num_stages), trace.seed + draw
+        links, seed = Placement(num_stages).links, trace.seed + draw
         found = draw_regime(trace.regime, links, trace.duration_s, seed).conditions()
     else:
         raise ValueError(f"{key} has neither a file nor a regime")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from jaxmorph.placement import Place, Placement
 from jaxmorph.program.instructions import (
     Buffer,
     BufferKind,
@@ -15,8 +16,6 @@ from jaxmorph.program.instructions import (
     Free,
     Offload,
     Payload,
-    Pipeline,
-    Place,
     RankInstructions,
     Receive,
     Reduce,
@@ -45,6 +44,11 @@ class Flow(NamedTuple):
         return Link(*sorted((self.source.rank, self.target.rank)))
 
     @property
+    def is_handover(self) -> bool:
+        """Whether its two virtual stages are of one rank, so that it needs no message."""
+        return self.source.rank == self.target.rank
+
+    @property
     def goes_around(self) -> bool:
         """Whether it wraps around between the last rank and the first, to another chunk."""
         return self.source.chunk != self.target.chunk
@@ -58,15 +62,11 @@ class Flow(NamedTuple):
         ]
 
 
-def flows(pipeline: Pipeline) -> Iterator[Flow]:
+def flows(placement: Placement) -> Iterator[Flow]:
     """All flows of a pipeline: activations to the next virtual stage, gradients back from it."""
-    for chunk in range(pipeline.num_chunks):
-        for rank in range(pipeline.num_ranks):
-            here = Place(rank, chunk)
-            after = pipeline.after(here)
-            if after is not None:
-                yield Flow(Payload.ACTIVATION, here, after)
-                yield Flow(Payload.GRADIENT, after, here)
+    for here, after in placement.hops():
+        yield Flow(Payload.ACTIVATION, here, after)
+        yield Flow(Payload.GRADIENT, after, here)
 
 
 Uses = tuple[tuple[Buffer, ...], tuple[Buffer, ...]]
@@ -82,21 +82,22 @@ def uses(program: RankInstructions) -> Iterator[Uses]:
 
     The tokens of the first F and the loss weight of the last B come from the host, not a buffer.
     """
-    pipeline = program.pipeline
-    ends = [_ends(program.rank, chunk, pipeline) for chunk in range(pipeline.num_chunks)]
+    placement, target_chunks = program.placement, _target_chunks(program.placement)
+    ends = [_ends(Place(program.rank, chunk), placement) for chunk in range(placement.num_chunks)]
     for step in program.instructions:  # the most frequent kinds first
         if isinstance(step, Free):
             yield (step.buffer,), ()
         elif isinstance(step, Run):
             yield _op_uses(step.op, ends[step.op.chunk])
         elif isinstance(step, Receive):
-            transfer = step.transfer
-            yield _receive_uses(transfer.payload, transfer.microbatch, transfer.destination_chunk)
+            payload, source, _, microbatch, chunk = step.transfer
+            target = target_chunks.get((payload, source, chunk), chunk)
+            yield _receive_uses(payload, microbatch, target)
         elif isinstance(step, Send):
             transfer = step.transfer
             yield _send_uses(transfer.payload, transfer.microbatch, transfer.chunk)
         elif isinstance(step, SendReceive):
-            yield (sent_buffer(step.sent),), (received_buffer(step.received),)
+            yield (sent_buffer(step.sent),), (received_buffer(step.received, placement),)
         elif isinstance(step, Reduce):
             yield (() if step.buffer is None else (step.buffer,)), ()
         elif isinstance(step, Offload | Fetch):
@@ -106,18 +107,25 @@ def uses(program: RankInstructions) -> Iterator[Uses]:
 
 
 class _Ends(NamedTuple):
-    """Whether a virtual stage is the chain's first or last, and whether one rank runs them all."""
+    """What a virtual stage has on either side.
+
+    Attributes:
+        is_first: Whether it is the first one of the pipeline.
+        forward_to: The chunk that its activations are handed to, if it is of the same rank.
+        backward_to: The chunk that its gradients are handed to, if it is of the same rank.
+    """
 
     is_first: bool
     is_last: bool
-    is_alone: bool
+    forward_to: int | None
+    backward_to: int | None
 
 
 @_cached
-def _ends(rank: int, chunk: int, pipeline: Pipeline) -> _Ends:
-    here = Place(rank, chunk)
-    before, after = pipeline.before(here), pipeline.after(here)
-    return _Ends(before is None, after is None, pipeline.num_ranks == 1)
+def _ends(here: Place, placement: Placement) -> _Ends:
+    beside = placement.after(here), placement.before(here)
+    own = (it.chunk if it is not None and it.rank == here.rank else None for it in beside)
+    return _Ends(here == placement.first, here == placement.last, *own)
 
 
 @_cached
@@ -136,22 +144,22 @@ def _op_uses(op: Op, ends: _Ends) -> Uses:
     return reads, (*made, weight_stash) if op.kind is OpKind.B else made
 
 
-def result_buffer(op: Op, rank: int, pipeline: Pipeline) -> Buffer | None:
+def result_buffer(op: Op, rank: int, placement: Placement) -> Buffer | None:
     """The buffer of an F's activations or a B's input gradient; None at an end of the chain."""
-    return _result(op, _ends(rank, op.chunk, pipeline))
+    return _result(op, _ends(Place(rank, op.chunk), placement))
 
 
 @_cached
 def _result(op: Op, ends: _Ends) -> Buffer | None:
     microbatch, chunk = op.microbatch, op.chunk
-    # A single rank sends nothing: a result is the next chunk's input.
+    # A handover needs no message: the result is the other chunk's input at once.
     if op.kind is OpKind.F and not ends.is_last:
-        if ends.is_alone:
-            return _buffer(BufferKind.INPUT, microbatch, chunk + 1)
+        if ends.forward_to is not None:
+            return _buffer(BufferKind.INPUT, microbatch, ends.forward_to)
         return _buffer(BufferKind.OUTPUT, microbatch, chunk)
     if op.kind in (OpKind.B, OpKind.BW) and not ends.is_first:
-        if ends.is_alone:
-            return _buffer(BufferKind.OUTPUT_GRADIENT, microbatch, chunk - 1)
+        if ends.backward_to is not None:
+            return _buffer(BufferKind.OUTPUT_GRADIENT, microbatch, ends.backward_to)
         return _buffer(BufferKind.INPUT_GRADIENT, microbatch, chunk)
     return None
 
@@ -181,9 +189,23 @@ def sent_buffer(transfer: Transfer) -> Buffer:
     return _buffer(_SENT[transfer.payload], transfer.microbatch, transfer.chunk)
 
 
-def received_buffer(transfer: Transfer) -> Buffer:
+def received_buffer(transfer: Transfer, placement: Placement) -> Buffer:
     """The buffer that a transfer fills on its destination."""
-    return _buffer(_RECEIVED[transfer.payload], transfer.microbatch, transfer.destination_chunk)
+    chunk = destination_chunk(transfer, placement)
+    return _buffer(_RECEIVED[transfer.payload], transfer.microbatch, chunk)
+
+
+def destination_chunk(transfer: Transfer, placement: Placement) -> int:
+    """The chunk of the destination that needs the payload."""
+    payload, source, _, _, chunk = transfer
+    return _target_chunks(placement).get((payload, source, chunk), chunk)
+
+
+@_cached
+def _target_chunks(placement: Placement) -> dict[tuple[Payload, int, int], int]:
+    """By payload, rank and chunk of a flow's source: its target's chunk. Tied ones have no flow."""
+    made = flows(placement)
+    return {(it.payload, it.source.rank, it.source.chunk): it.target.chunk for it in made}
 
 
 _PAYLOADS = frozenset({*_SENT.values(), *_RECEIVED.values()} - {BufferKind.TIED_GRADIENT})

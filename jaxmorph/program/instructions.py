@@ -8,41 +8,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
+from jaxmorph.placement import Placement, PlacementKind
 from jaxmorph.records import Link, Route
 from jaxmorph.schedule.ops import Op
-
-
-class Place(NamedTuple):
-    """Where a virtual stage runs: a rank and one of its chunks."""
-
-    rank: int
-    chunk: int
-
-
-class Pipeline(NamedTuple):
-    """S ranks with V chunks each: chunk c of rank r is virtual stage c * S + r.
-
-    The chain goes around the ranks V times; with V = 1 a rank is a stage.
-    """
-
-    num_ranks: int
-    num_chunks: int = 1
-
-    def after(self, place: Place) -> Place | None:
-        """The next virtual stage, or None."""
-        rank, chunk = place
-        if rank + 1 < self.num_ranks:
-            return Place(rank + 1, chunk)
-        return Place(0, chunk + 1) if chunk + 1 < self.num_chunks else None
-
-    def before(self, place: Place) -> Place | None:
-        """The previous virtual stage, or None."""
-        rank, chunk = place
-        if rank > 0:
-            return Place(rank - 1, chunk)
-        return Place(self.num_ranks - 1, chunk - 1) if chunk > 0 else None
 
 
 class BufferKind(StrEnum):
@@ -81,7 +52,7 @@ class Payload(StrEnum):
 
 
 # An enumeration's attributes are slow to look up.
-_ACTIVATION, _GRADIENT, _TIED = Payload.ACTIVATION, Payload.GRADIENT, Payload.TIED
+_TIED = Payload.TIED
 _TRANSFER_TEXT = re.compile(r"(?:(\d+)\.)?(activation|gradient|tied)\[(\d+)\] (\d+)>(\d+)")
 
 
@@ -102,20 +73,6 @@ class Transfer(NamedTuple):
     def link(self) -> Link:
         """The link between its two ranks."""
         return Link(min(self.source, self.destination), max(self.source, self.destination))
-
-    @property
-    def destination_chunk(self) -> int:
-        """The destination's chunk that needs the payload.
-
-        It is another one than the source's where the chain wraps around: an activation that goes to
-        a lower rank, or a gradient to a higher one.
-        """
-        payload, source, destination, _, chunk = self
-        if payload is _ACTIVATION:
-            return chunk + (source > destination)
-        if payload is _GRADIENT:
-            return chunk - (source < destination)
-        return chunk
 
     def __str__(self) -> str:
         payload = _of_chunk(self.chunk, f"{self.payload}[{self.microbatch}]")
@@ -333,11 +290,12 @@ class RankInstructions:
     num_microbatches: int
     instructions: tuple[Instruction, ...]
     num_chunks: int = 1
+    placement_kind: PlacementKind = "wrap"
 
-    @property
-    def pipeline(self) -> Pipeline:
-        """The pipeline that the rank is part of."""
-        return Pipeline(self.num_ranks, self.num_chunks)
+    @cached_property
+    def placement(self) -> Placement:
+        """Which rank of the pipeline runs which virtual stage."""
+        return Placement(self.num_ranks, self.num_chunks, self.placement_kind)
 
     def __str__(self) -> str:
         lines = (str(instruction) for instruction in self.instructions)
@@ -353,7 +311,7 @@ class RankInstructions:
         return (step.op for step in self.instructions if isinstance(step, Run))
 
 
-_HEADING = re.compile(r"rank (\d+) of (\d+), (\d+) microbatches, (\d+) chunks")
+_HEADING = re.compile(r"rank (\d+) of (\d+), (\d+) microbatches, (\d+) chunks( in a v)?")
 _BUFFER = re.compile(r"(?:(\d+)\.)?([a-z-]+)\[(\d+)\]")
 
 
@@ -363,6 +321,8 @@ def instructions_text(program: RankInstructions) -> str:
         f"rank {program.rank} of {program.num_ranks}, {program.num_microbatches} microbatches, "
         f"{program.num_chunks} chunks"
     )
+    if program.placement_kind == "v":
+        heading += " in a v"
     return "\n".join([heading, *map(_line, program.instructions)])
 
 
@@ -376,9 +336,12 @@ def parse_instructions(text: str) -> RankInstructions:
     found = _HEADING.fullmatch(heading)
     if found is None:
         raise ValueError(f"got {heading!r}, expected a line such as 'rank 0 of 4, ...'")
-    rank, num_ranks, num_microbatches, num_chunks = map(int, found.groups())
+    *sizes, in_a_v = found.groups()
+    rank, num_ranks, num_microbatches, num_chunks = map(int, sizes)
     instructions = tuple(map(_instruction, lines))
-    return RankInstructions(rank, num_ranks, num_microbatches, instructions, num_chunks)
+    return RankInstructions(
+        rank, num_ranks, num_microbatches, instructions, num_chunks, "v" if in_a_v else "wrap"
+    )
 
 
 def _line(step: Instruction) -> str:

@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeGuard
 
 import numpy as np
 
+from jaxmorph.placement import Placement
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.dataflow import Flow, flows, received_buffer, sent_buffer, uses
 from jaxmorph.program.instructions import (
@@ -25,7 +26,6 @@ from jaxmorph.program.instructions import (
     Free,
     Instruction,
     Payload,
-    Pipeline,
     RankInstructions,
     Receive,
     Reduce,
@@ -36,7 +36,7 @@ from jaxmorph.program.instructions import (
     Update,
 )
 from jaxmorph.program.pairs import goes_in_pairs, join_pairs
-from jaxmorph.records import Link, Routes
+from jaxmorph.records import Routes
 from jaxmorph.schedule.costs import LinkDelay, Links, StageCosts
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.schedule import Schedule
@@ -105,8 +105,9 @@ def lower_order(
             rank,
             num_ranks,
             schedule.num_microbatches,
-            (*row, *_step_end(rank, num_ranks, routes, num_tied)),
+            (*row, *_step_end(rank, schedule.placement, routes, num_tied)),
             schedule.num_chunks,
+            schedule.placement_kind,
         )
         for rank, row in enumerate(rows)
     ]
@@ -146,8 +147,7 @@ def _timelines(
     schedule: Schedule, costs: StageCosts, links: Links, routes: Routes
 ) -> Iterator[Timeline]:
     yield simulate(schedule, costs, links)
-    ring = range(schedule.num_stages)
-    if schedule.num_chunks == 1 or len(ring) == 1:
+    if schedule.num_chunks == 1 or schedule.num_stages == 1:
         return
     # If all ops run as early as possible, each rank is one forward behind the previous one. Around
     # a ring these delays add up. Unless the sum is a whole number of turns of forward and backward,
@@ -155,8 +155,7 @@ def _timelines(
     # turn. If messages are planned to take as long as a forward, all ranks stay in step, at the
     # price of a longer warm-up.
     forward_ms = max(costs.forward_ms) / schedule.num_chunks
-    pairs = (sorted((rank, (rank + 1) % len(ring))) for rank in ring)
-    direct = [link for link in map(Link._make, pairs) if routes.get(link, "direct") == "direct"]
+    direct = [it for it in schedule.placement.links if routes.get(it, "direct") == "direct"]
     yield simulate(
         schedule, costs, {**links, **dict.fromkeys(direct, LinkDelay(forward_ms, forward_ms))}
     )
@@ -222,7 +221,7 @@ def global_order(schedule: Schedule, planned: Timeline, routes: Routes) -> Globa
     a direct transfer has started an op shortly before, the transfer goes before that op: the
     receiver then waits a little instead of the sender a lot.
     """
-    found = [*flows(Pipeline(schedule.num_stages, schedule.num_chunks))]
+    found = [*flows(schedule.placement)]
     sizes = schedule.num_chunks, schedule.num_microbatches
     positions = [_positions(order, *sizes) for order in schedule.orders]
     ties = _topological_index(schedule, found, positions)
@@ -231,7 +230,7 @@ def global_order(schedule: Schedule, planned: Timeline, routes: Routes) -> Globa
     transfers: list[tuple[Flow, Keys]] = []
     for flow in found:
         source, target = flow.source.rank, flow.target.rank
-        if source == target:
+        if flow.is_handover:
             continue
         made = times[source].of_ops(positions[source][flow.payload][flow.source.chunk])
         is_direct = routes.get(flow.link, "direct") == "direct"
@@ -360,7 +359,8 @@ def _place_delegated(program: RankInstructions) -> RankInstructions:
     """
     moved = [step for step in program.instructions if _is_delegated(step)]
     sends = {sent_buffer(step.transfer): step for step in moved if isinstance(step, Send)}
-    receives = _Receives(step for step in moved if isinstance(step, Receive))
+    received = [step for step in moved if isinstance(step, Receive)]
+    receives = _Receives(received, program.placement)
     placed: list[Instruction] = []
     for step, (read, made) in zip(program.instructions, uses(program), strict=True):
         if isinstance(step, Run):
@@ -383,41 +383,45 @@ def _is_delegated(step: Instruction) -> TypeGuard[Send | Receive]:
 class _Receives:
     """A rank's delegated receives, by channel and in the order of sending."""
 
-    def __init__(self, receives: Iterable[Receive]) -> None:
+    def __init__(self, receives: Iterable[Receive], placement: Placement) -> None:
+        self._placement = placement
         self._waiting: dict[tuple[Payload, int], deque[Receive]] = {}
         self._channel: dict[Buffer, tuple[Payload, int]] = {}
         for step in receives:
             channel = (step.transfer.payload, step.transfer.source)
             self._waiting.setdefault(channel, deque()).append(step)
-            self._channel[received_buffer(step.transfer)] = channel
+            self._channel[received_buffer(step.transfer, placement)] = channel
 
     def up_to(self, buffer: Buffer) -> Iterator[Receive]:
         """Removes the receives of a buffer's channel up to the buffer's own, if still waiting."""
         while buffer in self._channel:
             step = self._waiting[self._channel[buffer]].popleft()
-            del self._channel[received_buffer(step.transfer)]
+            del self._channel[received_buffer(step.transfer, self._placement)]
             yield step
 
 
-def _step_end(rank: int, num_ranks: int, routes: Routes, num_tied: int) -> list[Instruction]:
-    """The exchange of tied gradients between the first and the last rank, and the update."""
-    if num_ranks == 1:
-        return [*(Reduce(index, None) for index in range(num_tied)), Update()]
-    if rank not in (0, num_ranks - 1):
+def _step_end(rank: int, placement: Placement, routes: Routes, num_tied: int) -> list[Instruction]:
+    """The exchange of tied gradients between the ends of the pipeline, and the update."""
+    first, last = placement.first.rank, placement.last.rank
+    if rank not in (first, last):
         return [Update()]
+    if first == last:
+        return [*(Reduce(index, None) for index in range(num_tied)), Update()]
     ending: list[Instruction] = []
     for index in range(num_tied):
-        ending += _tied_exchange(rank, num_ranks - 1, index, routes)
+        ending += _tied_exchange(rank, first, last, index, routes)
     return [*ending, Update()]
 
 
-def _tied_exchange(rank: int, last: int, index: int, routes: Routes) -> list[Instruction]:
-    route = routes.get(Link(0, last), "direct")
-    toward_last = Transfer(Payload.TIED, 0, last, index)
-    toward_first = Transfer(Payload.TIED, last, 0, index)
+def _tied_exchange(
+    rank: int, first: int, last: int, index: int, routes: Routes
+) -> list[Instruction]:
+    toward_last = Transfer(Payload.TIED, first, last, index)
+    toward_first = Transfer(Payload.TIED, last, first, index)
+    route = routes.get(toward_last.link, "direct")
     messages: list[Instruction] = (
         [Send(toward_last, route), Receive(toward_first, route)]
-        if rank == 0
+        if rank == first
         else [Receive(toward_last, route), Send(toward_first, route)]
     )
     return [*messages, Reduce(index, Buffer(BufferKind.TIED_GRADIENT, index))]

@@ -69,7 +69,7 @@ def _direct_ends(program: RankInstructions) -> dict[Transfer, tuple[int, float]]
         elif isinstance(step, Send | Receive) and _may_be_paired(step):
             found[step.transfer] = at
     return {
-        transfer: (at, read_at.get(received_buffer(transfer), math.inf))
+        transfer: (at, read_at.get(received_buffer(transfer, program.placement), math.inf))
         for transfer, at in found.items()
     }
 

@@ -19,6 +19,7 @@ from jax.sharding import Sharding
 from jax.typing import ArrayLike
 
 from jaxmorph.copies.host_memory import for_program
+from jaxmorph.placement import Place
 from jaxmorph.program.dataflow import received_buffer, result_buffer, sent_buffer
 from jaxmorph.program.instructions import (
     AwaitRoom,
@@ -30,7 +31,6 @@ from jaxmorph.program.instructions import (
     Move,
     Offload,
     Payload,
-    Place,
     RankInstructions,
     Receive,
     Reduce,
@@ -137,10 +137,10 @@ class _Step:
     pair_ends_s: dict[SendReceive, tuple[float, ...]] = field(default_factory=dict)
 
     def is_first(self, op: Op) -> bool:
-        return self.program.pipeline.before(Place(self.program.rank, op.chunk)) is None
+        return Place(self.program.rank, op.chunk) == self.program.placement.first
 
     def is_last(self, op: Op) -> bool:
-        return self.program.pipeline.after(Place(self.program.rank, op.chunk)) is None
+        return Place(self.program.rank, op.chunk) == self.program.placement.last
 
     def identity(self, transfer: Transfer) -> TransferIdentity:
         return TransferIdentity(_FIRST_EPOCH, self.step, transfer)
@@ -153,7 +153,7 @@ class _Step:
 
     def keep_result(self, op: Op, value: Any) -> None:
         """Keep the activations or the input gradient for the next virtual stage."""
-        buffer = result_buffer(op, self.program.rank, self.program.pipeline)
+        buffer = result_buffer(op, self.program.rank, self.program.placement)
         if buffer is not None:
             self.buffers[buffer] = value
 
@@ -321,7 +321,7 @@ class Executor:
         identity = state.identity(receive.transfer)
         deadline_s = time.monotonic() + self.transfer_timeout_s
         moved = self.routes[receive.route].take(identity, arrived_s, deadline_s)
-        state.buffers[received_buffer(receive.transfer)] = moved.value
+        state.buffers[received_buffer(receive.transfer, state.program.placement)] = moved.value
         return moved
 
     def _send_and_receive(self, pair: SendReceive, state: _Step, arrived_s: float) -> Moved:
@@ -330,7 +330,7 @@ class Executor:
         deadline_s = time.monotonic() + self.transfer_timeout_s
         value = self._outgoing(pair.sent, state)
         moved = direct.post_and_take(sent, value, received, arrived_s, deadline_s)
-        state.buffers[received_buffer(pair.received)] = moved.value
+        state.buffers[received_buffer(pair.received, state.program.placement)] = moved.value
         state.pair_ends_s[pair] = moved.each_over_s
         return moved
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmorph.copies.backends import PayloadShape, SlotUse
+from jaxmorph.placement import Placement
 from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.program.slots_needed import FIRST_SLOTS
 from jaxmorph.records import Link
@@ -60,8 +61,7 @@ def channel_specs(
 
 def channel_payloads(
     model: PipelineModel,
-    num_ranks: int,
-    num_chunks: int,
+    placement: Placement,
     shapes: MicrobatchShapes,
 ) -> dict[Channel, PayloadShape]:
     """Every channel of a pipeline, with the payload of one message.
@@ -69,19 +69,17 @@ def channel_payloads(
     Args:
         shapes: The data of one microbatch.
     """
-    last = num_ranks - 1
-    hops = [(lower, lower + 1) for lower in range(last)]
-    if num_chunks > 1 and last > 0:
-        hops.append((last, 0))  # from a chunk of the last rank to the next one of the first
     shape = sent_activations(model, shapes)
     activation = PayloadShape(shape.shape, shape.dtype)
     channels: dict[Channel, PayloadShape] = {}
-    for rank, next_rank in hops:
-        channels[Channel(Payload.ACTIVATION, rank, next_rank)] = activation
-        channels[Channel(Payload.GRADIENT, next_rank, rank)] = activation
-    for index, shape in enumerate(_tied_shapes(model) if last > 0 else ()):
-        channels[Channel(Payload.TIED, 0, last, index)] = shape
-        channels[Channel(Payload.TIED, last, 0, index)] = shape
+    for (rank, _), (next_rank, _) in placement.hops():
+        if rank != next_rank:
+            channels[Channel(Payload.ACTIVATION, rank, next_rank)] = activation
+            channels[Channel(Payload.GRADIENT, next_rank, rank)] = activation
+    first, last = placement.first.rank, placement.last.rank
+    for index, shape in enumerate(_tied_shapes(model) if first != last else ()):
+        channels[Channel(Payload.TIED, first, last, index)] = shape
+        channels[Channel(Payload.TIED, last, first, index)] = shape
     return channels
 
 

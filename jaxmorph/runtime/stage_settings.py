@@ -8,6 +8,7 @@ import optax
 
 from jaxmorph.copies.backends import PayloadShape
 from jaxmorph.copies.choosing import AUTO
+from jaxmorph.placement import Placement
 from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.records import Link
 from jaxmorph.runtime.optimizer import OptimizerSettings
@@ -30,7 +31,7 @@ class StageSettings:
         optimizer: AdamW's settings, or an Optax transformation: see `StageOptimizer`.
         pace: How long this stage's ops last, each of one chunk; None: as long as they take.
         transfer_timeout_s: How long to wait for a transfer.
-        num_chunks: Virtual stages per rank; chunk c of rank r is number c * ranks + r.
+        num_chunks: Virtual stages per rank.
         weights: Where to read stored weights; None: parameters start from `seed`.
         direct: The links that may be on the direct route; None: all of them.
         delegated: The links that may be delegated; programs for both routes are compiled ahead.
@@ -72,9 +73,14 @@ class StageSettings:
         """Ranks of the pipeline."""
         return len(self.layers) // self.num_chunks
 
-    def own_stages(self, rank: int) -> range:
+    @property
+    def placement(self) -> Placement:
+        """Which rank runs which virtual stage."""
+        return Placement(self.num_ranks, self.num_chunks)
+
+    def own_stages(self, rank: int) -> list[int]:
         """The virtual stages of a rank, in the order of its chunks."""
-        return range(rank, len(self.layers), self.num_ranks)
+        return self.placement.own_stages(rank)
 
     def is_last(self, virtual_stage: int) -> bool:
         """Whether a virtual stage has the head; number 0 has the embedding."""
@@ -88,9 +94,4 @@ class StageSettings:
 
     def payloads(self, model: PipelineModel) -> dict[Channel, PayloadShape]:
         """Every channel of the pipeline, with the payload of one message."""
-        return channel_payloads(
-            model,
-            num_ranks=self.num_ranks,
-            num_chunks=self.num_chunks,
-            shapes=self.shapes,
-        )
+        return channel_payloads(model, self.placement, self.shapes)

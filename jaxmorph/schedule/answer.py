@@ -84,6 +84,8 @@ class Answer:
             "planning_ms": self.planning_ms,
             "orders": self.schedule.to_json()["orders"],
         }
+        if self.schedule.placement_kind != "wrap":
+            answer["placement"] = self.schedule.placement_kind
         if self.jittered is not None:
             answer["expected_makespan_ms"] = self.jittered.mean_ms
             answer["p90_makespan_ms"] = self.jittered.p90_ms
@@ -125,7 +127,7 @@ def solve(problem: Problem, simulate_step: SimulateStep = simulate_links) -> Ans
         problem.num_microbatches,
         problem.links,
         problem.limits,
-        problem.num_chunks,
+        schedule.placement,
     )
     return Answer(
         problem.name,

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from jaxmorph.placement import Placement
 from jaxmorph.schedule.costs import NO_LATENCY, Limits, Links, StageCosts, StageMemory
 from jaxmorph.schedule.list_schedule import Workload
 from jaxmorph.schedule.replay import StageTimes
@@ -19,7 +20,7 @@ def lower_bound_ms(
     num_microbatches: int,
     links: Links = NO_LATENCY,
     limits: Limits = _NO_LIMITS,
-    num_chunks: int = 1,
+    placement: Placement | None = None,
 ) -> float:
     """A time below which no schedule can finish the step, in milliseconds.
 
@@ -31,12 +32,13 @@ def lower_bound_ms(
 
     Args:
         links: Messages are assumed to overlap.
-        num_chunks: Virtual stages per rank. With more than one, caps are ignored.
+        placement: None: one chunk per rank. With more than one, caps are ignored.
     """
-    times = stage_times(costs, links, num_chunks)
-    alone = LoneTimes.of(times, num_chunks)
-    work = max(_work_bounds(times, alone, costs, num_microbatches, num_chunks, limits))
-    if num_chunks > 1:
+    placement = placement or Placement(costs.num_stages)
+    times = stage_times(costs, links, placement)
+    alone = LoneTimes.of(times)
+    work = max(_work_bounds(times, alone, placement, num_microbatches, limits))
+    if placement.num_chunks > 1:
         return work
     memory = limits.stage_memory(costs.num_stages, num_microbatches)
     return max(work, *_turn_bounds(times, alone, memory, num_microbatches))
@@ -58,7 +60,7 @@ def certified_ms(bound_ms: float, makespan_ms: float) -> float:
 
 @dataclass(frozen=True)
 class LoneTimes:
-    """The times of a microbatch that is alone in the pipeline, for each stage.
+    """The times of a microbatch that is alone in the pipeline, for each virtual stage.
 
     Args:
         head: From the step's start until it reaches the stage.
@@ -71,13 +73,12 @@ class LoneTimes:
     tail: list[float]
 
     @classmethod
-    def of(cls, times: Sequence[StageTimes], num_chunks: int) -> "LoneTimes":
-        """Down the stages, through all chunks, and up again."""
+    def of(cls, times: Sequence[StageTimes]) -> "LoneTimes":
+        """Down the virtual stages and up again."""
         steps = [stage.forward + stage.forward_latency for stage in times]
         head = list(accumulate(steps[:-1], initial=0.0))
-        turn = num_chunks * sum(steps) - times[-1].forward_latency  # the last chunk sends nothing
         steps_up = (stage.backward_input + stage.backward_latency for stage in reversed(times[1:]))
-        first_backward = list(accumulate(steps_up, initial=turn))[::-1]
+        first_backward = list(accumulate(steps_up, initial=sum(steps)))[::-1]
         return cls(head, first_backward, _tails(times))
 
 
@@ -93,22 +94,24 @@ def _tails(times: Sequence[StageTimes]) -> list[float]:
 def _work_bounds(
     times: Sequence[StageTimes],
     alone: LoneTimes,
-    costs: StageCosts,
+    placement: Placement,
     num_microbatches: int,
-    num_chunks: int,
     limits: Limits,
 ) -> Iterator[float]:
-    """All of a stage's forwards, then all B, then either all W or the last gradient's tail."""
-    caps = limits.caps(costs.num_stages, num_microbatches)
-    count = num_microbatches * num_chunks
-    for stage, row in enumerate(times):
-        late = max(0, num_microbatches - caps[stage]) if num_chunks == 1 else 0
+    """All of a rank's forwards, then all B, then either all W or the last gradient's tail."""
+    caps = limits.caps(placement.num_ranks, num_microbatches)
+    count = num_microbatches * placement.num_chunks
+    for rank, cap in enumerate(caps):
+        own = placement.own_stages(rank)
+        first, last = own[0], own[-1]
+        late = max(0, num_microbatches - cap) if placement.num_chunks == 1 else 0
+        row = times[first]
         forwards_done = max(
-            alone.head[stage] + count * row.forward,
-            alone.first_backward[stage] + late * row.forward,
+            alone.head[first] + count * row.forward,
+            alone.first_backward[last] + late * row.forward,
         )
         inputs_done = forwards_done + count * row.backward_input
-        yield inputs_done + max(count * row.backward_weight, alone.tail[stage])
+        yield inputs_done + max(count * row.backward_weight, alone.tail[first])
 
 
 def _turn_bounds(
@@ -187,7 +190,7 @@ class WarmupBound:
             strict=True,
         )
         self._times = [StageTimes(*row) for row in rows]
-        self._alone = LoneTimes.of(self._times, num_chunks=1)
+        self._alone = LoneTimes.of(self._times)
         self._turns: dict[tuple[int, int], float] = {}
 
     def of(self, warmup_forwards: Sequence[int]) -> float:

@@ -10,6 +10,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import NamedTuple
 
+from jaxmorph.placement import Place
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferIndex, TransferSpan
 
@@ -203,9 +204,9 @@ class _Needs:
 
     def __init__(self, timeline: Timeline) -> None:
         self.transfers, self.copies = TransferIndex(timeline), _CopyWaits(timeline)
-        self._num_stages = timeline.num_stages
+        self._placement = timeline.placement
         self._made_ms = {
-            (op.kind is OpKind.F, op.chunk * timeline.num_stages + stage, op.microbatch): end
+            (op.kind is OpKind.F, Place(stage, op.chunk), op.microbatch): end
             for stage, op, _, end in timeline.spans()
             if op.kind is not OpKind.W
         }
@@ -213,12 +214,14 @@ class _Needs:
     def of(self, op: Op, stage: int) -> _Need | None:
         """An op's input from another stage; None if it needs none."""
         is_forward = op.kind is OpKind.F
-        virtual = op.chunk * self._num_stages + stage + (-1 if is_forward else 1)
-        chunk, source = divmod(virtual, self._num_stages)
-        made_ms = self._made_ms.get((is_forward, virtual, op.microbatch))
-        if op.kind is OpKind.W or made_ms is None or source == stage:
+        maker = self._placement.before if is_forward else self._placement.after
+        source = maker(Place(stage, op.chunk))
+        if op.kind is OpKind.W or source is None or source.rank == stage:
             return None
-        ends = self.transfers.ends_of(op.kind, chunk, op.microbatch, source, stage)
+        made_ms = self._made_ms.get((is_forward, source, op.microbatch))
+        if made_ms is None:
+            return None
+        ends = self.transfers.ends_of(op.kind, source.chunk, op.microbatch, source.rank, stage)
         return _Need(made_ms, *ends)
 
 

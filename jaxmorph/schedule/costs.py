@@ -111,8 +111,8 @@ def chain_links(latency_ms: Sequence[float]) -> dict[Link, LinkDelay]:
     }
 
 
-def neighbour_links(links: Links, num_stages: int) -> tuple[LinkDelay, ...]:
-    """The delays of links 0-1, 1-2, ..., one for each pair of neighbours.
+def require_stages_exist(links: Links, num_stages: int) -> None:
+    """Checks the stages that links name.
 
     Raises:
         ValueError: A link names a stage that does not exist.
@@ -120,6 +120,15 @@ def neighbour_links(links: Links, num_stages: int) -> tuple[LinkDelay, ...]:
     for link in links:
         if not 0 <= link.lower < link.upper < num_stages:
             raise ValueError(f"link {link}: expected two of the stages 0 to {num_stages - 1}")
+
+
+def neighbour_links(links: Links, num_stages: int) -> tuple[LinkDelay, ...]:
+    """The delays of links 0-1, 1-2, ..., one for each pair of neighbours.
+
+    Raises:
+        ValueError: A link names a stage that does not exist.
+    """
+    require_stages_exist(links, num_stages)
     healthy = LinkDelay()
     return tuple(links.get(Link(stage, stage + 1), healthy) for stage in range(num_stages - 1))
 

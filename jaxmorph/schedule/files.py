@@ -3,10 +3,9 @@
 The CSV is torch.distributed.pipelining's: a row per rank, a column per turn. A cell such as ``5F2``
 is stage 5, action F, microbatch 2; an empty cell is idle. The actions are F, I (gradient of the
 input, our B), W, and B for a full backward (our BW). Older files have no I and write B for the
-gradient of the input beside W. Its stages are our virtual stages: with S ranks, stage s is chunk
-s // S of rank s % S. Compute-only files have these actions alone, and are what is written; others
-also have messages, and what is done to a stage's parameters, which are left out: both follow from
-the order of ops.
+gradient of the input beside W. Its stages are our virtual stages. Compute-only files have these
+actions alone, and are what is written; others also have messages, and what is done to a stage's
+parameters, which are left out: both follow from the order of ops.
 """
 
 import csv
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmorph.errors import UserError
+from jaxmorph.placement import Place, Placement
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.replay import StageTimes, replay
 from jaxmorph.schedule.schedule import Schedule
@@ -96,7 +96,8 @@ def _from_json(data: Any) -> Schedule:
         rows = [" ".join(row) for row in data["orders"]]
         schedule = Schedule.from_rows(str(data.get("schedule", data.get("name"))), rows)
         num_microbatches = data.get("num_microbatches", schedule.num_microbatches)
-        return Schedule(schedule.name, int(num_microbatches), schedule.orders)
+        sizes = {"name": schedule.name, "num_microbatches": int(num_microbatches)}
+        return Schedule.from_json({**data, **sizes})
     except (TypeError, OverflowError) as error:
         raise ValueError(f"got {error}, {expected}") from error
 
@@ -132,18 +133,18 @@ def parse_torch_csv(text: str, name: str) -> Schedule:
     if not lines:
         raise ValueError("got no rows, expected one per rank with cells such as 0F0")
     rows = [list(_cells(rank, line)) for rank, line in enumerate(lines)]
-    _require_loop_placement(rows)
+    placement = _placement(rows)
     kinds = _kinds_of({cell.action for row in rows for cell in row})
     orders = tuple(
         tuple(
-            Op(kind, cell.microbatch, cell.stage // len(rows))
+            Op(kind, cell.microbatch, placement.place(cell.stage).chunk)
             for cell in row
             for kind in kinds[cell.action]
         )
         for row in rows
     )
     microbatches = max((cell.microbatch for row in rows for cell in row), default=-1) + 1
-    return Schedule(name, microbatches, orders)
+    return Schedule(name, microbatches, orders, placement.kind)
 
 
 def format_torch_csv(schedule: Schedule) -> str:
@@ -155,8 +156,9 @@ def format_torch_csv(schedule: Schedule) -> str:
         ScheduleError: The schedule's stages wait for each other for ever.
     """
     turns = _SPLIT_TURNS if schedule.splits_backward else _WHOLE_TURNS
-    times = [turns] * schedule.num_stages
-    ran = replay(schedule.orders, schedule.num_microbatches, times, num_chunks=schedule.num_chunks)
+    placement = schedule.placement
+    times = [turns] * placement.num_virtual_stages
+    ran = replay(schedule.orders, schedule.num_microbatches, placement, times)
     schedule.require_complete(ran.ends)
     width = 1 + max(int(start) for starts in ran.starts for start in starts)
     written = io.StringIO()
@@ -164,7 +166,7 @@ def format_torch_csv(schedule: Schedule) -> str:
     for rank, (order, starts) in enumerate(zip(schedule.orders, ran.starts, strict=True)):
         row = [""] * width
         for op, start in zip(order, starts, strict=True):
-            stage = op.chunk * schedule.num_stages + rank
+            stage = placement.virtual_stage(Place(rank, op.chunk))
             row[int(start)] = f"{stage}{_ACTIONS[op.kind]}{op.microbatch}"
         writer.writerow(row)
     return written.getvalue()
@@ -185,17 +187,37 @@ def _cells(rank: int, line: Iterable[str]) -> Iterator[_Cell]:
         yield _Cell(int(stage), action, int(microbatch))
 
 
-def _require_loop_placement(rows: Sequence[Sequence[_Cell]]) -> None:
-    """Refuses V-shaped and other placements, whose stages have other neighbours and links."""
-    num_ranks = len(rows)
+def _placement(rows: Sequence[Sequence[_Cell]]) -> Placement:
+    """The placement whose virtual stages the rows have.
+
+    Raises:
+        ValueError: The rows go around the ranks no more than they go in a V.
+    """
+    last = max((cell.stage for row in rows for cell in row), default=0)
+    wrapped = Placement(len(rows), 1 + last // len(rows))
+    misplaced = _first_misplaced(rows, wrapped)
+    if misplaced is None:
+        return wrapped
+    in_a_v = Placement(len(rows), 2, "v")
+    if wrapped.num_chunks == 2 and _first_misplaced(rows, in_a_v) is None:
+        return in_a_v
+    rank, stage = misplaced
+    raise ValueError(
+        f"row {rank}: got stage {stage} on rank {rank}, expected it on rank "
+        f"{wrapped.place(stage).rank}: of {len(rows)} ranks, stage s must be on rank s mod "
+        f"{len(rows)}, or two stages of each rank in a V"
+    )
+
+
+def _first_misplaced(
+    rows: Sequence[Sequence[_Cell]], placement: Placement
+) -> tuple[int, int] | None:
+    """The first rank, and its lowest stage, that a placement has on another rank."""
     for rank, row in enumerate(rows):
         for stage in sorted({cell.stage for cell in row}):
-            if stage % num_ranks != rank:
-                raise ValueError(
-                    f"row {rank}: got stage {stage} on rank {rank}, expected it on rank "
-                    f"{stage % num_ranks}: of {num_ranks} ranks, stage s must be on rank "
-                    f"s mod {num_ranks} (V-shaped placements are not supported)"
-                )
+            if placement.place(stage).rank != rank:
+                return rank, stage
+    return None
 
 
 def _kinds_of(actions: set[str]) -> dict[str, tuple[OpKind, ...]]:

@@ -1,10 +1,12 @@
 """Schedules that depend only on the numbers of stages, microbatches and chunks."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
 
 from jaxmorph.errors import UserError
+from jaxmorph.placement import Placement
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.schedule import Schedule
 
@@ -111,6 +113,32 @@ def zb_h2(num_stages: int, num_microbatches: int) -> Schedule:
     return _schedule("zb-h2", num_stages, num_microbatches, row)
 
 
+def zb_v(num_stages: int, num_microbatches: int) -> Schedule:
+    """Zero-bubble V: no bubble inside a rank if ops are equal, with the memory of 1F1B.
+
+    Each rank runs two virtual stages of half the size, placed in a V. It holds at most 2 S of their
+    stashes, until B and until W: as much as S of a whole stage. Rank r runs 2(S - r) - 1 forwards
+    of chunk 0, then r of each chunk in turn, then F, B, W of chunk 1 until chunk 0 has its first
+    gradient. From there on, F, B, W of the chunks take turns. Once forwards and the B that follow
+    them run out, W that were put off fill the time until the next B.
+
+    Source: Qi et al., "Pipeline Parallelism with Controllable Memory", whose V-ZB it is; first in
+    section 6 of "Zero Bubble Pipeline Parallelism".
+    """
+    most = max(num_microbatches, 2 * num_stages - 1)  # fewer: the same without the last ones
+
+    def row(rank: int) -> Iterator[Op]:
+        seen = Counter[tuple[OpKind, int]]()
+        for kind, chunk in _zb_v_turns(num_stages, rank, most):
+            microbatch = seen[kind, chunk]
+            seen[kind, chunk] += 1
+            if microbatch < num_microbatches:
+                yield Op(kind, microbatch, chunk)
+
+    rows = tuple(tuple(row(rank)) for rank in range(num_stages))
+    return Schedule("zb-v", num_microbatches, rows, "v")
+
+
 FIXED_SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
@@ -118,7 +146,18 @@ FIXED_SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
 }
-"""Builders by name; each takes the numbers of stages and microbatches."""
+"""Builders of schedules with one chunk; each takes the numbers of stages and microbatches."""
+
+
+def placement_of(name: str, num_stages: int, num_chunks: int = 1) -> Placement:
+    """Where the virtual stages of a schedule are; ``num_chunks`` is that of ``interleaved``."""
+    match name:
+        case "zb-v":
+            return Placement(num_stages, 2, "v")
+        case "interleaved":
+            return Placement(num_stages, num_chunks)
+        case _:
+            return Placement(num_stages)
 
 
 def _round_size(num_stages: int, num_microbatches: int) -> int:
@@ -151,6 +190,22 @@ def _split_row(warmup: int, weight_delay: int, num_microbatches: int) -> Iterato
             yield Op(OpKind.F, warmup + microbatch)
     done = max(0, num_microbatches - weight_delay)
     yield from (Op(OpKind.W, microbatch) for microbatch in range(done, num_microbatches))
+
+
+def _zb_v_turns(num_stages: int, rank: int, num_microbatches: int) -> list[tuple[OpKind, int]]:
+    """The kinds and chunks of a rank's ops, in order, for at least 2 S - 1 microbatches."""
+    first, second = ([(kind, chunk) for kind in (OpKind.F, OpKind.B, OpKind.W)] for chunk in (0, 1))
+    without_forward = num_stages - rank - 1
+    return [
+        *first[:1] * (2 * (num_stages - rank) - 1),
+        *[second[0], first[0]] * rank,
+        *second * (num_stages - rank),
+        *[*first, *second] * (num_microbatches - num_stages - without_forward),
+        *[*first[1:], *second] * without_forward,
+        *[first[1], second[1]] * rank,
+        *first[1:] * (num_stages - rank),
+        *[second[2], first[2]] * rank,
+    ]
 
 
 def _ops(kind: OpKind, num_microbatches: int) -> list[Op]:

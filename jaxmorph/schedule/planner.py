@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from jaxmorph.errors import UserError
-from jaxmorph.records import Link, Routes, pipeline_links
+from jaxmorph.records import Link, Routes
 from jaxmorph.schedule.adaptive import adaptive_schedule
 from jaxmorph.schedule.bound import certified_ms, lower_bound_ms
 from jaxmorph.schedule.costs import Limits, Links, StageCosts, StageMemory
-from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved
+from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved, placement_of, zb_v
 from jaxmorph.schedule.list_schedule import make_workload, to_picoseconds, to_schedule
 from jaxmorph.schedule.paper import (
     adapted_warmup_forwards,
@@ -20,9 +20,9 @@ from jaxmorph.schedule.paper import (
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
 
-INTERLEAVED = "interleaved"
+INTERLEAVED, ZB_V = "interleaved", "zb-v"
 PLANNED_SCHEDULES = ("paper", "adaptive", "initial")
-SCHEDULE_NAMES = (*FIXED_SCHEDULES, INTERLEAVED, *PLANNED_SCHEDULES)
+SCHEDULE_NAMES = (*FIXED_SCHEDULES, ZB_V, INTERLEAVED, *PLANNED_SCHEDULES)
 _ALTERNATIVES = ("paper", "initial", "zb-h1", "zb-h2")
 _TAKES_WARMUPS = ("paper", "adaptive")
 _FIXED_REASON = "{} was asked for; its order depends on no cost"
@@ -117,20 +117,21 @@ def plan(
             delays of any one link (Algorithm 1).
         warmup_forwards: Warm-up forwards of each stage in place of Algorithm 2's. With them,
             ``adaptive`` is the same as ``paper``.
-        num_chunks: Virtual stages per rank, for ``interleaved``.
+        num_chunks: Virtual stages per rank, for ``interleaved``; others have their own number.
 
     Raises:
         UserError: An unknown name, a cap that the schedule cannot keep, or impossible warm-ups.
     """
     problem = _Problem(costs, links, limits, num_microbatches)
     _validate(problem, name, warmup_forwards, num_chunks)
-    bound_ms = lower_bound_ms(costs, num_microbatches, links, limits, num_chunks)
+    placement = placement_of(name, costs.num_stages, num_chunks)
+    bound_ms = lower_bound_ms(costs, num_microbatches, links, limits, placement)
     schedule, reason = _order(problem, name, warmup_forwards, num_chunks, bound_ms)
     require_room(schedule, limits)
     makespan_ms = simulate(schedule, costs, links).makespan_ms
     return Plan(
         schedule,
-        dict.fromkeys(pipeline_links(schedule.num_stages, schedule.num_chunks), "direct"),
+        dict.fromkeys(schedule.placement.links, "direct"),
         makespan_ms / 1e3,
         certified_ms(bound_ms, makespan_ms) / 1e3,
         reason,
@@ -155,8 +156,10 @@ def _validate(
         raise UserError(f"schedule: got {name!r}, expected one of {', '.join(SCHEDULE_NAMES)}")
     if problem.num_microbatches < 1:
         raise UserError(f"num_microbatches: got {problem.num_microbatches}, expected at least 1")
-    if num_chunks != 1 and name != INTERLEAVED:
-        raise UserError(f"num_chunks: {name} has one chunk per rank, got {num_chunks}")
+    own_chunks = placement_of(name, problem.costs.num_stages, num_chunks).num_chunks
+    if num_chunks not in (1, own_chunks):
+        chunks = "one chunk" if own_chunks == 1 else f"{own_chunks} chunks"
+        raise UserError(f"num_chunks: {name} has {chunks} per rank, got {num_chunks}")
     if warmup_forwards is not None and name not in _TAKES_WARMUPS:
         raise UserError(f"warmup_forwards: {name} has its own, expected paper or adaptive")
     require_feasible(problem.limits, problem.costs.num_stages, problem.num_microbatches)
@@ -173,6 +176,8 @@ def _order(
     stages, microbatches = problem.costs.num_stages, problem.num_microbatches
     if name == INTERLEAVED:
         return interleaved(stages, microbatches, num_chunks), _FIXED_REASON.format(name)
+    if name == ZB_V:
+        return zb_v(stages, microbatches), _FIXED_REASON.format(name)
     if name in FIXED_SCHEDULES:
         return FIXED_SCHEDULES[name](stages, microbatches), _FIXED_REASON.format(name)
     if name == "initial":

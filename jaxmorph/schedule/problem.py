@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 from jaxmorph.errors import UserError, quoted
-from jaxmorph.records import Link, pipeline_links
+from jaxmorph.placement import Placement
+from jaxmorph.records import Link
 from jaxmorph.schedule.costs import (
     JITTER_MARGIN,
     Limits,
@@ -15,6 +16,7 @@ from jaxmorph.schedule.costs import (
     StageCosts,
     StashBytes,
 )
+from jaxmorph.schedule.fixed import placement_of
 from jaxmorph.schedule.ops import LiveUntil, Op
 from jaxmorph.schedule.schedule import Schedule, ScheduleError
 
@@ -93,7 +95,8 @@ def _problem(fields: Mapping[str, Any], orders: Schedule | None) -> Problem:
     schedule = text("schedule", fields.get("schedule") or "adaptive")
     chunks = _chunks(fields.get("chunks"), schedule, orders)
     _require_few_ops(stages * microbatches, chunks)
-    links = _links(fields, stages, chunks)
+    placement = orders.placement if orders else placement_of(schedule, stages, chunks)
+    links = _links(fields, placement)
     link_model = one_of(
         "link_model", fields.get("link_model") or "latency", get_args(SimulatedLinkModel)
     )
@@ -116,7 +119,7 @@ def _problem(fields: Mapping[str, Any], orders: Schedule | None) -> Problem:
 
 def default_chunks(schedule: str) -> int:
     """The number of chunks of a schedule for which none is given."""
-    return _CHUNKS_OF_INTERLEAVED if schedule == "interleaved" else 1
+    return placement_of(schedule, 1, _CHUNKS_OF_INTERLEAVED).num_chunks
 
 
 def _known_fields(data: object) -> Mapping[str, Any]:
@@ -168,8 +171,9 @@ def _chunks(value: object, schedule: str, orders: Schedule | None) -> int:
             raise UserError(f"chunks: got {quoted(value)}, but orders have {orders.num_chunks}")
         return orders.num_chunks
     chunks = default_chunks(schedule) if value is None else count("chunks", value)
-    if chunks > 1 and schedule != "interleaved":
-        raise UserError(f"chunks: got {chunks}, expected 1 for {schedule} (or interleaved)")
+    own = placement_of(schedule, 1, chunks).num_chunks
+    if chunks != own:
+        raise UserError(f"chunks: got {chunks}, expected {own} for {schedule} (or interleaved)")
     return chunks
 
 
@@ -225,13 +229,13 @@ class _Links:
     jitter_ms: tuple[float, ...] | None
 
 
-def _links(fields: Mapping[str, Any], num_stages: int, num_chunks: int) -> _Links:
+def _links(fields: Mapping[str, Any], placement: Placement) -> _Links:
     """Reads the fields about links: one number for all, or a list with one for each link.
 
     A list may leave out the wrap-around link of chunks, which then has no delay; ``link_jitter_ms``
     has one number for each pair of neighbours.
     """
-    links = pipeline_links(num_stages, num_chunks)
+    links, num_stages = placement.links, placement.num_ranks
 
     def given(field: str, fallback: tuple[float, ...]) -> tuple[float, ...]:
         value = fields.get(field)

@@ -3,8 +3,7 @@
 F of a microbatch needs the previous stage's F, B (or BW) the next stage's; the last stage's B
 needs its own F. W needs only its own stage's B, which the row rules already put before it.
 
-With V chunks the pipeline has V * S virtual stages: chunk c of rank r is virtual stage c * S + r,
-so the last rank's next stage is the first rank's next chunk.
+With several chunks a rank runs several virtual stages, each of which has its own neighbours.
 
 No events need sorting: a stage's ops end one after another, and each direction of a link has one
 sender, so messages enter its queue in the sender's execution order.
@@ -14,17 +13,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, get_args
 
+from jaxmorph.placement import Place, Placement
 from jaxmorph.records import Link
-from jaxmorph.schedule.costs import LinkDelay, Links, neighbour_links
+from jaxmorph.schedule.costs import LinkDelay, Links, require_stages_exist
 from jaxmorph.schedule.ops import Op, OpKind
 
 
 class StageTimes(NamedTuple):
-    """Durations of one stage's ops (of one chunk) and delays of its outputs, in any unit of time.
-
-    F sends up and B down; with several chunks, the last stage's up and the first stage's down wrap
-    around to each other.
-    """
+    """Durations of one virtual stage's ops and delays of its outputs, in any unit of time."""
 
     forward: float
     backward_input: float
@@ -58,27 +54,34 @@ class DirectionDelay(NamedTuple):
 
 
 class OutgoingDelays(NamedTuple):
-    """The delays of what one stage sends: up the pipeline (F) and down it (B)."""
+    """The delays of what one virtual stage sends: up the pipeline (F) and down it (B)."""
 
     forward: DirectionDelay
     backward: DirectionDelay
 
 
-def outgoing(links: Links, num_stages: int, num_chunks: int = 1) -> list[OutgoingDelays]:
-    """The delays of what each stage sends, one record per stage; the chain's ends have none.
+def outgoing(links: Links, placement: Placement) -> list[OutgoingDelays]:
+    """The delays of what each virtual stage sends, in the order of the pipeline.
 
-    With several chunks, activations of the last stage go down link 0-(S-1) to the first stage, and
-    gradients come up it.
+    The ends of the pipeline have none, and neither have messages within a rank.
 
     Raises:
         ValueError: A link names a stage that does not exist.
     """
-    chain = neighbour_links(links, num_stages)
-    wraps = num_chunks > 1 and num_stages > 1
-    around = links.get(Link(0, num_stages - 1), LinkDelay()) if wraps else LinkDelay()
-    forward = [*map(upward, chain), downward(around)]
-    backward = [upward(around), *map(downward, chain)]
-    return [OutgoingDelays(*delays) for delays in zip(forward, backward, strict=True)]
+    require_stages_exist(links, placement.num_ranks)
+    none = DirectionDelay(0.0, 0.0)
+    hops = [*placement.hops()]
+    forward = [_delay(links, source, target) for source, target in hops]
+    backward = [_delay(links, target, source) for source, target in hops]
+    return [*map(OutgoingDelays, [*forward, none], [none, *backward])]
+
+
+def _delay(links: Links, source: Place, target: Place) -> DirectionDelay:
+    if source.rank == target.rank:
+        return DirectionDelay(0.0, 0.0)
+    if source.rank < target.rank:
+        return upward(links.get(Link(source.rank, target.rank), LinkDelay()))
+    return downward(links.get(Link(target.rank, source.rank), LinkDelay()))
 
 
 def upward(link: LinkDelay) -> DirectionDelay:
@@ -108,35 +111,38 @@ class LinkQueue:
 
 
 class StageQueues(NamedTuple):
-    """The queues of one stage's messages, up and down; None where messages overlap."""
+    """The queues of one virtual stage's messages, up and down; None where messages overlap."""
 
     forward: LinkQueue | None = None
     backward: LinkQueue | None = None
 
 
-def stage_queues(delays: list[OutgoingDelays], link_model: LinkModel) -> list[StageQueues] | None:
-    """Fresh queues for each stage's messages; None when all messages overlap.
+def stage_queues(
+    delays: Sequence[OutgoingDelays], placement: Placement, link_model: LinkModel
+) -> list[StageQueues] | None:
+    """Fresh queues for each virtual stage's messages; None when all messages overlap.
 
     Raises:
         ValueError: An unknown link model.
     """
     if link_model not in get_args(LinkModel):
         raise ValueError(f"link_model: got {link_model!r}, expected 'latency' or 'serialized'")
-    last = len(delays) - 1
-    # By sender and receiver: on two stages, activations that wrap around share the direction, and
-    # so the queue, of the gradients.
+    # By sender and receiver: all messages that take a direction of a link share its queue, such as
+    # gradients and, on two stages, activations that wrap around.
     queues: dict[tuple[int, int], LinkQueue] = {}
 
-    def queue(sender: int, receiver: int, delay: DirectionDelay) -> LinkQueue | None:
+    def queue(sender: Place, receiver: Place | None, delay: DirectionDelay) -> LinkQueue | None:
         occupancy = delay.total_ms if link_model == "serialized" else delay.occupancy_ms
-        return queues.setdefault((sender, receiver), LinkQueue(occupancy)) if occupancy else None
+        if receiver is None or not occupancy:
+            return None
+        return queues.setdefault((sender.rank, receiver.rank), LinkQueue(occupancy))
 
     stages = [
         StageQueues(
-            queue(stage, stage + 1 if stage < last else 0, sends.forward),
-            queue(stage, stage - 1 if stage else last, sends.backward),
+            queue(place, placement.after(place), sends.forward),
+            queue(place, placement.before(place), sends.backward),
         )
-        for stage, sends in enumerate(delays)
+        for place, sends in zip(placement.places(), delays, strict=True)
     ]
     return stages if queues else None
 
@@ -144,9 +150,8 @@ def stage_queues(delays: list[OutgoingDelays], link_model: LinkModel) -> list[St
 def replay(
     orders: Sequence[Sequence[Op]],
     num_microbatches: int,
+    placement: Placement,
     times: Sequence[StageTimes] | None = None,
-    *,
-    num_chunks: int = 1,
     queues: Sequence[StageQueues] | None = None,
 ) -> Replay:
     """Runs every stage in its order, each op as early as its data and its stage allow.
@@ -156,21 +161,20 @@ def replay(
 
     Args:
         orders: Each stage's ops; each row must keep the rules of ``schedule.row_fault``.
-        times: Durations and delays of each stage; unit durations when None.
-        queues: Fresh queues of each stage's messages; None when messages overlap.
+        times: Durations and delays of each virtual stage; unit durations when None.
+        queues: Fresh queues of each virtual stage's messages; None when messages overlap.
 
     Returns:
         Every op that could run: all of them, unless the stages wait for each other in a circle.
     """
-    times = times or [_UNIT] * len(orders)
-    queues = queues or [StageQueues()] * len(orders)
-    runs = _chunk_runs(num_microbatches, times, num_chunks, queues)
+    times = times or [_UNIT] * placement.num_virtual_stages
+    queues = queues or [StageQueues()] * placement.num_virtual_stages
+    runs = _chunk_runs(num_microbatches, times, queues)
     result = Replay([[] for _ in orders], [[] for _ in orders])
     stages = [
         _run_stage(
             order,
-            runs[stage :: len(orders)],
-            times[stage].backward_weight,
+            [runs[own] for own in placement.own_stages(stage)],
             result.starts[stage],
             result.ends[stage],
         )
@@ -198,35 +202,29 @@ class _ChunkRuns(NamedTuple):
     forward: _KindRun
     backward_input: _KindRun
     full_backward: _KindRun
+    weight_duration: float
 
 
 def _chunk_runs(
-    num_microbatches: int,
-    times: Sequence[StageTimes],
-    num_chunks: int,
-    queues: Sequence[StageQueues],
+    num_microbatches: int, times: Sequence[StageTimes], queues: Sequence[StageQueues]
 ) -> list[_ChunkRuns]:
     """How the ops of each virtual stage run, in the order of the pipeline."""
-    num_virtual = len(times) * num_chunks
     # F of virtual stage k waits for forward[k] and fills forward[k + 1]; its B waits for
     # backward[k + 1] and fills backward[k]. The first F and the last B wait for no message: the
     # last stage's own F comes before its B in its row.
-    forward: list[_Arrivals] = [[None] * num_microbatches for _ in range(num_virtual + 1)]
-    backward: list[_Arrivals] = [[None] * num_microbatches for _ in range(num_virtual + 1)]
-    forward[0] = backward[num_virtual] = [0.0] * num_microbatches
+    forward: list[_Arrivals] = [[None] * num_microbatches for _ in range(len(times) + 1)]
+    backward: list[_Arrivals] = [[None] * num_microbatches for _ in range(len(times) + 1)]
+    forward[0] = backward[len(times)] = [0.0] * num_microbatches
     runs: list[_ChunkRuns] = []
-    for virtual in range(num_virtual):
-        here, above = virtual % len(times), virtual + 1
-        stage, queue = times[here], queues[here]
-        up = (forward[virtual], forward[above])
-        up_queue = queue.forward if above < num_virtual else None
-        down = (backward[above], backward[virtual])
-        down_delay = (stage.backward_latency, queue.backward if virtual else None)
+    for here, (stage, queue) in enumerate(zip(times, queues, strict=True)):
+        up, down = (forward[here], forward[here + 1]), (backward[here + 1], backward[here])
+        down_delay = (stage.backward_latency, queue.backward)
         runs.append(
             _ChunkRuns(
-                _KindRun(*up, stage.forward, stage.forward_latency, up_queue),
+                _KindRun(*up, stage.forward, stage.forward_latency, queue.forward),
                 _KindRun(*down, stage.backward_input, *down_delay),
                 _KindRun(*down, stage.backward_input + stage.backward_weight, *down_delay),
+                stage.backward_weight,
             )
         )
     return runs
@@ -235,19 +233,18 @@ def _chunk_runs(
 def _run_stage(
     order: Sequence[Op],
     chunk_runs: Sequence[_ChunkRuns],
-    weight_duration: float,
     starts: list[float],
     ends: list[float],
 ) -> Iterator[None]:
     """Runs one stage's ops in order; yields whenever the next op's data has not arrived."""
     # A flat loop over local names: it runs once for every op of a simulation.
     forward_kind, weight_kind, input_kind = OpKind.F, OpKind.W, OpKind.B
-    forward_runs, input_runs, full_runs = zip(*chunk_runs, strict=True)
+    forward_runs, input_runs, full_runs, weight_durations = zip(*chunk_runs, strict=True)
     clock = 0.0
     for kind, microbatch, chunk in order:
         start = clock
         if kind is weight_kind:
-            clock += weight_duration
+            clock += weight_durations[chunk]
         else:
             runs = (
                 forward_runs
@@ -269,7 +266,10 @@ def _run_stage(
 
 
 def _run_until_idle(stages: list[Iterator[None]], ends: list[list[float]]) -> None:
-    """Resumes stages until none can move; a stage that moved wakes its neighbours in the ring."""
+    """Resumes stages until none can move; a stage that moved wakes its neighbours in the ring.
+
+    No placement sends further than to them.
+    """
     awake = deque(range(len(stages)))
     queued = [True] * len(stages)
     while awake:

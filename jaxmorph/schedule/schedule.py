@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
+from jaxmorph.placement import Placement, PlacementKind
 from jaxmorph.schedule.ops import LiveUntil, Op, OpKind, peak_live
 from jaxmorph.schedule.replay import replay
 
@@ -34,12 +35,13 @@ class ScheduleError(ValueError):
 class Schedule:
     """The order in which every stage runs its ops, one row per stage; no times and no routes.
 
-    With V chunks, a row belongs to a rank: chunk c of rank r of S ranks is virtual stage c * S + r.
+    With several chunks, a row belongs to a rank, which runs its virtual stages (`placement`).
     """
 
     name: str
     num_microbatches: int
     orders: tuple[tuple[Op, ...], ...]
+    placement_kind: PlacementKind = "wrap"
 
     @classmethod
     def from_rows(cls, name: str, rows: Sequence[str]) -> "Schedule":
@@ -60,7 +62,14 @@ class Schedule:
     @cached_property
     def num_chunks(self) -> int:
         """Number of virtual stages a rank runs, V."""
+        if self.placement_kind == "v":
+            return 2
         return 1 + max((op.chunk for order in self.orders for op in order), default=0)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Which rank runs which virtual stage."""
+        return Placement(self.num_stages, self.num_chunks, self.placement_kind)
 
     @property
     def splits_backward(self) -> bool:
@@ -86,7 +95,7 @@ class Schedule:
             ScheduleError: The first broken rule; its grid marks the op.
         """
         self.validate_rows()
-        ran = replay(self.orders, self.num_microbatches, num_chunks=self.num_chunks)
+        ran = replay(self.orders, self.num_microbatches, self.placement)
         self.require_complete(ran.ends)
 
     def validate_rows(self) -> None:
@@ -142,6 +151,8 @@ class Schedule:
 
     def __str__(self) -> str:
         head = f"{self.name}: {self.num_stages} stages, {self.num_microbatches} microbatches"
+        if self.placement_kind == "v":
+            head += ", in a v"
         return f"{head}\n{format_grid(self.orders)}"
 
     @classmethod
@@ -154,27 +165,36 @@ class Schedule:
         head, *lines = text.strip().splitlines() or [""]
         name, colon, sizes = head.rpartition(": ")
         words = sizes.split()
-        if not colon or words[1::2] != ["stages,", "microbatches"]:
+        in_a_v = words[3:] == ["microbatches,", "in", "a", "v"]
+        if not colon or words[1:2] != ["stages,"] or not (in_a_v or words[3:] == ["microbatches"]):
             raise ValueError(f"got {head!r}, expected 'NAME: S stages, N microbatches'")
         orders = tuple(tuple(map(Op.parse, line.split()[2:])) for line in lines)
         if len(orders) != int(words[0]):
             raise ValueError(f"got {len(orders)} rows of ops, expected {words[0]}")
-        return cls(name, int(words[2]), orders)
+        return cls(name, int(words[2]), orders, "v" if in_a_v else "wrap")
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object of ``name``, ``num_microbatches`` and ``orders``, with ops as text."""
+        """A JSON object of ``name``, ``num_microbatches`` and ``orders``, with ops as text.
+
+        It has ``placement`` too, unless that is ``wrap``.
+        """
         orders = [[str(op) for op in order] for order in self.orders]
-        return {"name": self.name, "num_microbatches": self.num_microbatches, "orders": orders}
+        placement = {} if self.placement_kind == "wrap" else {"placement": self.placement_kind}
+        sizes = {"name": self.name, "num_microbatches": self.num_microbatches}
+        return {**sizes, **placement, "orders": orders}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Schedule":
         """The schedule that ``to_json`` described.
 
         Raises:
-            ValueError: An op cannot be read.
+            ValueError: An op cannot be read, or the placement is unknown.
         """
         orders = tuple(tuple(map(Op.parse, order)) for order in data["orders"])
-        return cls(data["name"], data["num_microbatches"], orders)
+        placement = data.get("placement", "wrap")
+        if placement not in get_args(PlacementKind):
+            raise ValueError(f"placement: got {placement!r}, expected 'wrap' or 'v'")
+        return cls(data["name"], data["num_microbatches"], orders, placement)
 
 
 class RowFault(NamedTuple):

@@ -2,11 +2,13 @@
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 
 import numpy as np
 
+from jaxmorph.placement import Place, Placement
+from jaxmorph.records import Link
 from jaxmorph.schedule.costs import NO_LATENCY, LinkDelay, Links, StageCosts
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.replay import (
@@ -55,46 +57,40 @@ def simulate(
         raise ValueError(f"got costs of {costs.num_stages} stages, expected {schedule.num_stages}")
     if time_step_ms is not None:
         links = links_in_whole_steps(links, time_step_ms)
-    times = stage_times(costs, links, schedule.num_chunks)
+    times = stage_times(costs, links, schedule.placement)
     if time_step_ms is not None:
         times = [StageTimes(*(in_whole_steps(ms, time_step_ms) for ms in row)) for row in times]
-    delays = outgoing(links, schedule.num_stages, schedule.num_chunks)
-    ran = replay(
-        schedule.orders,
-        schedule.num_microbatches,
-        times,
-        num_chunks=schedule.num_chunks,
-        queues=stage_queues(delays, link_model),
-    )
+    delays = outgoing(links, schedule.placement)
+    queues = stage_queues(delays, schedule.placement, link_model)
+    ran = replay(schedule.orders, schedule.num_microbatches, schedule.placement, times, queues)
     schedule.require_complete(ran.ends)
     return Timeline(
         schedule.orders,
         tuple(np.array(starts, np.float64) for starts in ran.starts),
         tuple(np.array(ends, np.float64) for ends in ran.ends),
+        placement_kind=schedule.placement_kind,
     )
 
 
-def stage_times(costs: StageCosts, links: Links, num_chunks: int = 1) -> list[StageTimes]:
-    """Each stage's times in milliseconds: durations of one chunk's ops, and delays of idle links.
+def stage_times(
+    costs: StageCosts, links: Links, placement: Placement | None = None
+) -> list[StageTimes]:
+    """Each virtual stage's times in milliseconds: durations of its ops, and delays of idle links.
 
-    With one chunk, the ends of the chain send nothing and have no delay.
+    Args:
+        placement: None: one chunk per rank.
     """
-    rows = zip(
-        costs.forward_ms,
-        costs.backward_input_ms,
-        costs.backward_weight_ms,
-        outgoing(links, costs.num_stages, num_chunks),
-        strict=True,
-    )
+    placement = placement or Placement(costs.num_stages)
+    chunks = placement.num_chunks
     return [
         StageTimes(
-            forward_ms / num_chunks,
-            backward_input_ms / num_chunks,
-            backward_weight_ms / num_chunks,
+            costs.forward_ms[rank] / chunks,
+            costs.backward_input_ms[rank] / chunks,
+            costs.backward_weight_ms[rank] / chunks,
             delays.forward.total_ms,
             delays.backward.total_ms,
         )
-        for forward_ms, backward_input_ms, backward_weight_ms, delays in rows
+        for (rank, _), delays in zip(placement.places(), outgoing(links, placement), strict=True)
     ]
 
 
@@ -153,22 +149,22 @@ def jittered_makespans_ms(
     schedule.validate_rows()
     if costs.num_stages != schedule.num_stages:
         raise ValueError(f"got costs of {costs.num_stages} stages, expected {schedule.num_stages}")
-    sigmas = _jitter_of_stages(jitter_ms, schedule.num_stages)
-    delays = outgoing(links, schedule.num_stages, schedule.num_chunks)
-    up, down = _messages(delays, sigmas, schedule.num_chunks, samples, seed)
-    times = stage_times(costs, links, schedule.num_chunks)
+    sigmas = _jitter_of_links(jitter_ms, schedule.num_stages)
+    delays = outgoing(links, schedule.placement)
+    up, down = _messages(delays, sigmas, schedule.placement, samples, seed)
+    times = stage_times(costs, links, schedule.placement)
     clocks = np.zeros((schedule.num_stages, samples))
     for stage, op in _in_dependency_order(schedule):
-        virtual = op.chunk * schedule.num_stages + stage
+        virtual = schedule.placement.virtual_stage(Place(stage, op.chunk))
         match op.kind:
             case OpKind.F:
-                _run(clocks[stage], times[stage].forward, up[virtual], up[virtual + 1])
+                _run(clocks[stage], times[virtual].forward, up[virtual], up[virtual + 1])
             case OpKind.W:
-                clocks[stage] += times[stage].backward_weight
+                clocks[stage] += times[virtual].backward_weight
             case _:
-                duration = times[stage].backward_input
+                duration = times[virtual].backward_input
                 if op.kind is OpKind.BW:
-                    duration += times[stage].backward_weight
+                    duration += times[virtual].backward_weight
                 _run(clocks[stage], duration, down[virtual + 1], down[virtual])
     return clocks.max(axis=0)
 
@@ -212,7 +208,7 @@ def _run(
 
 def _in_dependency_order(schedule: Schedule) -> list[tuple[int, Op]]:
     """All ops with their stages, each after all that it depends on."""
-    ran = replay(schedule.orders, schedule.num_microbatches, num_chunks=schedule.num_chunks)
+    ran = replay(schedule.orders, schedule.num_microbatches, schedule.placement)
     schedule.require_complete(ran.ends)
     started = [
         (start, stage, op)
@@ -222,8 +218,7 @@ def _in_dependency_order(schedule: Schedule) -> list[tuple[int, Op]]:
     return [(stage, op) for _, stage, op in sorted(started, key=lambda op: op[0])]
 
 
-def _jitter_of_stages(jitter_ms: Sequence[float], num_stages: int) -> list[float]:
-    """The sigma from each stage to the next one; the last one's next is the first."""
+def _jitter_of_links(jitter_ms: Sequence[float], num_stages: int) -> dict[Link, float]:
     if len(jitter_ms) != num_stages - 1:
         raise ValueError(
             f"jitter_ms: got {len(jitter_ms)} values, expected {num_stages - 1} (one per link)"
@@ -231,30 +226,30 @@ def _jitter_of_stages(jitter_ms: Sequence[float], num_stages: int) -> list[float
     for link, sigma in enumerate(jitter_ms):
         if not (math.isfinite(sigma) and sigma >= 0):
             raise ValueError(f"jitter_ms[{link}]: got {sigma}, expected a finite number of ms >= 0")
-    return [*jitter_ms, jitter_ms[0] if num_stages == 2 else 0.0]
+    return {Link(stage, stage + 1): sigma for stage, sigma in enumerate(jitter_ms)}
 
 
 def _messages(
     delays: Sequence[OutgoingDelays],
-    sigmas: Sequence[float],
-    num_chunks: int,
+    sigmas: Mapping[Link, float],
+    placement: Placement,
     samples: int,
     seed: int,
 ) -> tuple[list[_Messages | None], list[_Messages | None]]:
     """The messages up to, and down from, each virtual stage; None at the ends of the pipeline."""
-    num_stages = len(delays)
     free_at = defaultdict[tuple[int, int], np.ndarray](lambda: np.zeros(samples))
     up: list[_Messages | None] = [None]
     down: list[_Messages | None] = [None]
-    for virtual in range(1, num_stages * num_chunks):
-        below, here = (virtual - 1) % num_stages, virtual % num_stages
+    for virtual, (below, here) in enumerate(placement.hops(), start=1):
+        sigma = sigmas.get(Link(*sorted((below.rank, here.rank))), 0.0)
         for messages, sender, receiver, delay in (
-            (up, below, here, delays[below].forward),
-            (down, here, below, delays[here].backward),
+            (up, below, here, delays[virtual - 1].forward),
+            (down, here, below, delays[virtual].backward),
         ):
             random = np.random.default_rng((seed, virtual, messages is up))
-            drawn = _drawn_delays(delay, sigmas[below], samples, random)
-            messages.append(_Messages(drawn, delay.occupancy_ms, free_at[sender, receiver]))
+            drawn = _drawn_delays(delay, sigma, samples, random)
+            free = free_at[sender.rank, receiver.rank]
+            messages.append(_Messages(drawn, delay.occupancy_ms, free))
     return [*up, None], [*down, None]
 
 

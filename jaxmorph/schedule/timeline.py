@@ -3,11 +3,13 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxmorph.placement import Placement, PlacementKind
 from jaxmorph.schedule.ops import LiveUntil, Op, OpKind, peak_live
 
 
@@ -70,6 +72,7 @@ class Timeline:
     end_ms: tuple[np.ndarray, ...]
     transfers: tuple[TransferSpan, ...] = ()
     copies: tuple[CopySpan, ...] = ()
+    placement_kind: PlacementKind = "wrap"
 
     def __post_init__(self) -> None:
         rows = zip(self.orders, self.start_ms, self.end_ms, strict=True)
@@ -84,6 +87,12 @@ class Timeline:
     def num_stages(self) -> int:
         """S."""
         return len(self.orders)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Which rank runs which virtual stage, by the chunks that the ops name."""
+        chunks = (op.chunk for order in self.orders for op in order)
+        return Placement(self.num_stages, 1 + max(chunks, default=0), self.placement_kind)
 
     @property
     def makespan_ms(self) -> float:
@@ -128,6 +137,7 @@ class Timeline:
             ],
             "transfers": [list(transfer) for transfer in self.transfers],
             "copies": [list(copy) for copy in self.copies],
+            **({} if self.placement_kind == "wrap" else {"placement": self.placement_kind}),
         }
 
     @classmethod
@@ -144,6 +154,7 @@ class Timeline:
             end_ms=tuple(np.asarray(stage["end_ms"], np.float64) for stage in stages),
             transfers=tuple(TransferSpan(*transfer) for transfer in data["transfers"]),
             copies=tuple(CopySpan(*copy) for copy in data.get("copies", ())),
+            placement_kind=data.get("placement", "wrap"),
         )
 
 

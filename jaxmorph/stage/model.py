@@ -148,9 +148,8 @@ def cut_layers(
       layers: the number of layers of each virtual stage, or "even". With "even" the middle stages
         get the remainder, because the first stage also embeds and the last also has the head.
         "auto" means "even" here, where no costs are known.
-      num_chunks: the number of virtual stages of each stage. Chunk c of stage s is virtual stage
-        c * num_stages + s. The planner takes chunks to be equally long, so with several of them
-        "even" allows no remainder.
+      num_chunks: the number of virtual stages of each stage. The planner takes chunks to be equally
+        long, so with several of them "even" allows no remainder.
 
     Raises:
       UserError: more stages than layers, counts that do not add up, or a remainder with chunks.

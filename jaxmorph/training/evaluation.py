@@ -146,11 +146,11 @@ class Evaluation(Callback):
         self, batches: StepData, index: int, first: int, program: RankInstructions, step: int
     ) -> ForwardTotals:
         rank = self._rendezvous.rank
-        is_last = rank == self._rendezvous.num_ranks - 1
+        placement = self._config.parallelism.placement
         reads_extras = self._runner.stage.reads_extras
         inputs = StepInputs(
-            inputs=batches.inputs(index) if rank == 0 else None,
-            targets=batches.targets(index) if is_last else None,
+            inputs=batches.inputs(index) if rank == placement.first.rank else None,
+            targets=batches.targets(index) if rank == placement.last.rank else None,
             loss_weight=1.0,
             extras=batches.extras(index) if reads_extras else {},
             first_microbatch=first,

@@ -146,9 +146,9 @@ def _plan_within(
 
 def _routes(config: Config, made: Plan, num_tied: int) -> dict[Link, Route]:
     routes = config.routes.of_links(made.routes)
-    last = config.parallelism.stages - 1
-    if num_tied and last > 0:
-        tied = config.routes.of_links([Link(0, last)])
+    ends = config.parallelism.placement.ends_link
+    if num_tied and ends is not None:
+        tied = config.routes.of_links([ends])
         routes |= {link: route for link, route in tied.items() if route != "direct"}
     return routes
 

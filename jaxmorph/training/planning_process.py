@@ -204,8 +204,8 @@ class CandidatePlanner:
 
     def _to_delegate(self, verdicts: Sequence[Verdict]) -> list[Link]:
         """The degraded links that activations, gradients or tied gradients take."""
-        last = self._run.config.parallelism.stages - 1
-        tied = {Link(0, last)} if self._run.num_tied and last > 0 else set()
+        ends = self._run.config.parallelism.placement.ends_link
+        tied = {ends} if self._run.num_tied and ends else set()
         return sorted(degraded_links(verdicts) & (self._run.home.routes.keys() | tied))
 
     def _config_on(self, routes: Mapping[Link, Route]) -> Config:

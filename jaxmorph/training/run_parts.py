@@ -155,12 +155,13 @@ def step_reader(
     config: Config, batches: StepData, rank: int, stage: StageTrainer
 ) -> Callable[[int], StepInputs]:
     """A function from a step's number to what the rank's stage reads of its data."""
-    is_last = rank == config.parallelism.stages - 1
+    placement = config.parallelism.placement
+    is_first, is_last = rank == placement.first.rank, rank == placement.last.rank
 
     def read(step: int) -> StepInputs:
         targets = batches.targets(step) if is_last else None
         return StepInputs(
-            inputs=batches.inputs(step) if rank == 0 else None,
+            inputs=batches.inputs(step) if is_first else None,
             targets=targets,
             loss_weight=1.0 / max(count_targets(targets), 1),
             extras=batches.extras(step) if stage.reads_extras else {},

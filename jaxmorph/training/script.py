@@ -308,10 +308,10 @@ def cut_batch(
     if vocab_size is not None and is_text:
         _check_ids("tokens", int(inputs.min()), int(inputs.max()), vocab_size)
         _check_ids("targets", 0, int(targets.max()), vocab_size)
-    is_last = rank == config.parallelism.stages - 1
+    placement = config.parallelism.placement
     return StepInputs(
-        inputs=inputs if rank == 0 else None,
-        targets=targets if is_last else None,
+        inputs=inputs if rank == placement.first.rank else None,
+        targets=targets if rank == placement.last.rank else None,
         loss_weight=1.0 / max(1, count_targets(targets)),
         extras=extras if reads_extras else {},
         length_index=length_index,

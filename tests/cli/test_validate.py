@@ -82,8 +82,8 @@ def test_mistakes_are_one_line(expect_mistake, saved, arguments, message):
 
 
 def test_a_file_that_is_no_schedule_is_named(expect_mistake, tmp_path):
-    path = tmp_path / "v.csv"
-    path.write_text("0F0,3F0\n1F0,2F0\n")
+    path = tmp_path / "mixed.csv"
+    path.write_text("0F0,3F0\n1F0,2F0,4F0\n")
     says = f"{path}: row 0: got stage 3 on rank 0, expected it on rank 1"
     expect_mistake(says, "validate", path)
     expect_mistake(f"{tmp_path}/none.csv: cannot", "validate", tmp_path / "none.csv")

@@ -11,7 +11,8 @@ from jaxmorph.config.compare_section import Condition
 from jaxmorph.emulation.delay_traces import draw_regime
 from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.errors import UserError
-from jaxmorph.records import Link, pipeline_links
+from jaxmorph.placement import Placement
+from jaxmorph.records import Link
 from jaxmorph.schedule.costs import LinkDelay
 
 LISTED = {"between": [2, 3], "latency_ms": 30.0}
@@ -75,7 +76,7 @@ def test_each_round_draws_its_own_trace():
     )
     links = round_links(condition, 4, "compare.conditions.0", number=1, first_step=40)
     assert links.steady == (LinkCondition((2, 3), 30.0),)
-    assert links.traced == tuple(draw_regime("A", pipeline_links(4), 3.0, seed=3).conditions())
+    assert links.traced == tuple(draw_regime("A", Placement(4).links, 3.0, seed=3).conditions())
     assert links.all == (*links.steady, *links.traced)
 
 

@@ -17,10 +17,11 @@ from jaxmorph.config import Config
 from jaxmorph.config.link_sections import Emulation, Routes
 from jaxmorph.control.profiler import Profile
 from jaxmorph.emulation.link_conditions import LinkCondition
+from jaxmorph.placement import Placement
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.program.slots_needed import HostRoom
-from jaxmorph.records import Link, pipeline_links
+from jaxmorph.records import Link
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.schedule.costs import LinkDelay, StageCosts
 from jaxmorph.training.plan_in_force import plan_step
@@ -161,7 +162,7 @@ def test_a_slow_link_is_delegated_with_its_copies_in_the_prediction():
 def test_copies_are_not_counted_twice_where_delegated_links_were_measured():
     emulation = Emulation(message_bytes=10**7, host_copy_gbps=5.0)
     plans = planner("zb-delegated", emulation=emulation)
-    measured_on = dict.fromkeys(pipeline_links(4), "delegated")
+    measured_on = dict.fromkeys(Placement(4).links, "delegated")
     counted = replace(plans, measured_on=measured_on)
     assert counted.make(())[1].predicted_ms == planner("zb-delegated").make(())[1].predicted_ms
     assert plans.make(())[1].predicted_ms > counted.make(())[1].predicted_ms

@@ -17,9 +17,10 @@ from jaxmorph.emulation.delay_traces import (
 )
 from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.emulation.link_trace import read_link_trace
-from jaxmorph.records import Link, pipeline_links
+from jaxmorph.placement import Placement
+from jaxmorph.records import Link
 
-LINKS = pipeline_links(4)
+LINKS = Placement(4).links
 TABLE_3 = Path(__file__).parents[2] / "configs/traces/adaptra-table3.csv"
 
 

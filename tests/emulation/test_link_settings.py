@@ -13,7 +13,7 @@ from jaxmorph.emulation.link_settings import (
     trace_conditions,
 )
 from jaxmorph.errors import UserError
-from jaxmorph.records import pipeline_links
+from jaxmorph.placement import Placement
 from jaxmorph.training.open_stage import transport_settings
 from jaxmorph.transport.plane import TransportSettings
 
@@ -63,7 +63,7 @@ def test_listed_links_and_a_trace_combine():
 
 def test_a_regime_applies_to_all_neighbour_links():
     found = emulated_conditions(load("emulation.trace={regime: B, seed: 2, duration_s: 5}"))
-    drawn = draw_regime("B", pipeline_links(4), 5.0, seed=2)
+    drawn = draw_regime("B", Placement(4).links, 5.0, seed=2)
     assert found == tuple(drawn.conditions())
 
 
@@ -115,7 +115,7 @@ def test_steps_times_and_delays_are_scaled(tmp_path):
 
 def test_each_draw_takes_the_next_seed():
     trace = LinkTrace(regime="A", seed=5, duration_s=2.0)
-    links = pipeline_links(3)
+    links = Placement(3).links
     for draw in (0, 2):
         drawn = draw_regime("A", links, 2.0, seed=5 + draw).conditions()
         assert trace_conditions(trace, 3, KEY, draw) == tuple(drawn)

@@ -36,7 +36,7 @@ def direct_sends(programs):
 
 
 @given(
-    name=st.sampled_from([*FIXED_SCHEDULES, *PLANNED_SCHEDULES, "interleaved"]),
+    name=st.sampled_from([*FIXED_SCHEDULES, *PLANNED_SCHEDULES, "interleaved", "zb-v"]),
     stages=st.integers(2, 4),
     rounds=st.integers(1, 3),
     num_tied=st.integers(0, 2),

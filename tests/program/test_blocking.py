@@ -32,7 +32,7 @@ from jaxmorph.schedule.costs import (
     StageMemory,
     chain_links,
 )
-from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved
+from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved, zb_v
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
 from jaxmorph.schedule.schedule import Schedule
@@ -255,7 +255,7 @@ def _problem(seed):
 
 
 def _schedules(costs, links, num_microbatches):
-    for build in FIXED_SCHEDULES.values():
+    for build in (*FIXED_SCHEDULES.values(), zb_v):
         yield build(costs.num_stages, num_microbatches)
     for num_chunks in (2, 3):
         yield interleaved(costs.num_stages, num_microbatches * costs.num_stages, num_chunks)

@@ -1,13 +1,21 @@
 import pytest
 
-from jaxmorph.program.dataflow import flows, received_buffer, result_buffer, sent_buffer, uses
+from jaxmorph.placement import Placement
+from jaxmorph.program.dataflow import (
+    destination_chunk,
+    flows,
+    received_buffer,
+    result_buffer,
+    sent_buffer,
+    uses,
+)
 from jaxmorph.program.instructions import (
     Buffer,
     BufferKind,
     Payload,
-    Pipeline,
     RankInstructions,
     Run,
+    Transfer,
 )
 from jaxmorph.schedule.ops import Op, OpKind
 
@@ -21,12 +29,12 @@ def buffers_of(op, place, pipeline):
 
 
 def test_activations_go_to_the_next_stage_and_gradients_back():
-    sent = [str(flow.transfers(5)[4]) for flow in flows(Pipeline(3))]
+    sent = [str(flow.transfers(5)[4]) for flow in flows(Placement(3))]
     assert sent == ["activation[4] 0>1", "gradient[4] 1>0", "activation[4] 1>2", "gradient[4] 2>1"]
 
 
 def test_the_last_rank_sends_to_the_next_chunk():
-    sent = [str(flow.transfers(5)[4]) for flow in flows(Pipeline(3, num_chunks=2))]
+    sent = [str(flow.transfers(5)[4]) for flow in flows(Placement(3, num_chunks=2))]
     assert sent == [
         "activation[4] 0>1", "gradient[4] 1>0", "activation[4] 1>2", "gradient[4] 2>1",
         "activation[4] 2>0", "1.gradient[4] 0>2",
@@ -34,14 +42,14 @@ def test_the_last_rank_sends_to_the_next_chunk():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("pipeline", [Pipeline(2), Pipeline(5), Pipeline(2, 3), Pipeline(3, 2)])
+@pytest.mark.parametrize("pipeline", [Placement(2), Placement(5), Placement(2, 3), Placement(3, 2)])
 def test_a_flow_goes_from_what_an_op_fills_to_what_the_same_op_reads(pipeline):
     ops = {Payload.ACTIVATION: ["F4"], Payload.GRADIENT: ["B4", "BW4"]}
     for flow in flows(pipeline):
         message = flow.transfers(5)[4]
         for op in ops[flow.payload]:
             assert sent_buffer(message) in buffers_of(op, flow.source, pipeline)[1]
-            assert received_buffer(message) in buffers_of(op, flow.target, pipeline)[0]
+            assert received_buffer(message, pipeline) in buffers_of(op, flow.target, pipeline)[0]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +69,7 @@ def test_buffers_depend_on_the_place_in_the_pipeline(op, rank, read, written):
     def buffers(names):
         return {Buffer(BufferKind(name), 1) for name in names.split()}
 
-    assert buffers_of(op, (rank, 0), Pipeline(3)) == (buffers(read), buffers(written))
+    assert buffers_of(op, (rank, 0), Placement(3)) == (buffers(read), buffers(written))
 
 
 @pytest.mark.parametrize(
@@ -74,12 +82,43 @@ def test_buffers_depend_on_the_place_in_the_pipeline(op, rank, read, written):
     ],
 )
 def test_one_rank_passes_results_between_chunks(op, chunk, read, written):
-    alone = Pipeline(1, num_chunks=2)
+    alone = Placement(1, num_chunks=2)
     found = buffers_of(op, (0, chunk), alone)
     assert [set(map(str, each)) for each in found] == [set(read.split()), set(written.split())]
 
 
-@pytest.mark.parametrize("pipeline", [Pipeline(1, 2), Pipeline(3), Pipeline(3, 2)])
+@pytest.mark.parametrize(
+    ("text", "chunk"),
+    [
+        ("1.activation[0] 0>1", 1),
+        ("1.gradient[0] 1>0", 1),
+        ("1.activation[0] 3>0", 2),
+        ("1.gradient[0] 0>3", 0),
+        ("tied[0] 0>3", 0),
+        ("tied[0] 3>0", 0),
+    ],
+)
+def test_a_wrapped_transfer_is_for_the_next_chunk(text, chunk):
+    transfer = Transfer.parse(text)
+    assert destination_chunk(transfer, Placement(4, num_chunks=3)) == chunk
+    assert received_buffer(transfer, Placement(4, num_chunks=3)).chunk == chunk
+
+
+def test_a_v_hands_over_at_its_turn_and_sends_elsewhere():
+    in_a_v = Placement(2, 2, "v")
+    results = [
+        result_buffer(Op.parse(op), rank, in_a_v)
+        for op, rank in [("F3", 0), ("F3", 1), ("1.F3", 1), ("1.F3", 0), ("1.B3", 1), ("B3", 1)]
+    ]
+    assert [*map(str, results)] == [
+        "output[3]", "1.input[3]", "1.output[3]", "None", "output-gradient[3]", "input-gradient[3]",
+    ]  # fmt: skip
+    assert [str(flow.transfers(4)[3]) for flow in flows(in_a_v) if not flow.is_handover] == [
+        "activation[3] 0>1", "gradient[3] 1>0", "1.activation[3] 1>0", "1.gradient[3] 0>1",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("pipeline", [Placement(1, 2), Placement(3), Placement(3, 2)])
 def test_a_result_is_what_an_op_fills_for_others(pipeline):
     for flow in flows(pipeline):
         op = Op(OpKind.F if flow.payload is Payload.ACTIVATION else OpKind.BW, 2, flow.source.chunk)

@@ -10,8 +10,6 @@ from jaxmorph.program.instructions import (
     BufferKind,
     Fetch,
     Offload,
-    Pipeline,
-    Place,
     RankInstructions,
     Transfer,
     instructions_text,
@@ -19,7 +17,7 @@ from jaxmorph.program.instructions import (
 )
 from jaxmorph.records import Link
 from jaxmorph.schedule.costs import StageCosts
-from jaxmorph.schedule.fixed import interleaved, one_forward_one_backward, zb_h2
+from jaxmorph.schedule.fixed import interleaved, one_forward_one_backward, zb_h2, zb_v
 
 
 @pytest.mark.parametrize(
@@ -38,44 +36,13 @@ def test_a_bad_transfer_text_is_refused(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "chunk"),
-    [
-        ("1.activation[0] 0>1", 1),
-        ("1.gradient[0] 1>0", 1),
-        ("1.activation[0] 3>0", 2),
-        ("1.gradient[0] 0>3", 0),
-        ("tied[0] 0>3", 0),
-        ("tied[0] 3>0", 0),
-    ],
-)
-def test_a_wrapped_transfer_is_for_the_next_chunk(text, chunk):
-    transfer = Transfer.parse(text)
-    assert transfer.destination_chunk == chunk
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "num_chunks", "chain"),
-    [
-        (3, 1, "0.0 1.0 2.0"),
-        (3, 2, "0.0 1.0 2.0 0.1 1.1 2.1"),
-        (2, 3, "0.0 1.0 0.1 1.1 0.2 1.2"),
-        (1, 2, "0.0 0.1"),
-    ],
-)
-def test_the_pipeline_visits_ranks_once_per_chunk(num_ranks, num_chunks, chain):
-    pipeline = Pipeline(num_ranks, num_chunks)
-    places = [Place(*map(int, word.split("."))) for word in chain.split()]
-    assert list(map(pipeline.after, places)) == [*places[1:], None]
-    assert list(map(pipeline.before, places)) == [None, *places[:-1]]
-
-
-@pytest.mark.parametrize(
     ("schedule", "routes"),
     [
         (zb_h2(3, 5), {Link(1, 2): "delegated"}),
         (interleaved(3, 6, 2), {Link(0, 2): "delegated"}),
         (one_forward_one_backward(3, 5), {}),
         (zb_h2(1, 2), {}),
+        (zb_v(3, 2), {}),
     ],
 )
 def test_every_ranks_program_comes_back(schedule, routes):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxmorph.placement import Placement
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.check import check
 from jaxmorph.program.dataflow import flows, sent_buffer, uses
@@ -16,7 +17,6 @@ from jaxmorph.program.instructions import (
     BufferKind,
     Free,
     Payload,
-    Pipeline,
     Receive,
     Run,
     Send,
@@ -27,7 +27,7 @@ from jaxmorph.program.lowering import forward_only, global_order, lower, lower_i
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.records import Link, Route, Routes
 from jaxmorph.schedule.costs import Limits, LinkDelay, StageCosts, chain_links
-from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved, one_forward_one_backward
+from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved, one_forward_one_backward, zb_v
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
 from jaxmorph.schedule.schedule import Schedule
@@ -225,7 +225,7 @@ def assert_runs_to_completion(schedule, costs, links, routes, pairs=None):
 def test_every_lowered_schedule_completes(data):
     num_stages = data.draw(st.integers(1, 6))
     costs, links, routes = data.draw(problems(num_stages))
-    name = data.draw(st.sampled_from([*FIXED_SCHEDULES, *PLANNED_SCHEDULES, "interleaved"]))
+    name = data.draw(st.sampled_from([*FIXED_SCHEDULES, *PLANNED_SCHEDULES, "interleaved", "zb-v"]))
     limits = Limits()
     if name in PLANNED_SCHEDULES:
         caps = data.draw(st.none() | st.tuples(*[st.integers(1, 9)] * num_stages))
@@ -244,7 +244,8 @@ def any_schedules(draw):
     num_ranks, num_chunks = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     num_microbatches = draw(st.integers(1, 4))
     random = draw(st.randoms(use_true_random=False))
-    pipeline = Pipeline(num_ranks, num_chunks)
+    kind = draw(st.sampled_from(["wrap", "v"])) if num_chunks == 2 else "wrap"
+    pipeline = Placement(num_ranks, num_chunks, kind)
     waiting = {
         (rank, chunk, kind): deque(Op(kind, microbatch, chunk) for microbatch in microbatches)
         for rank in range(num_ranks)
@@ -269,7 +270,7 @@ def any_schedules(draw):
         op = waiting[chosen].popleft()
         rows[chosen[0]].append(op)
         ran.add((chosen[0], op))
-    return Schedule("random", num_microbatches, tuple(map(tuple, rows)))
+    return Schedule("random", num_microbatches, tuple(map(tuple, rows)), kind)
 
 
 @given(any_schedules(), st.data())
@@ -351,6 +352,7 @@ SCHEDULES = {
     "interleaved": interleaved(STAGES, MICROBATCHES, 3),
     "interleaved on two": interleaved(2, MICROBATCHES, 2),
     "alone": FIXED_SCHEDULES["zb-h1"](1, MICROBATCHES),
+    "zb-v": zb_v(STAGES, MICROBATCHES),
 }
 
 
@@ -404,6 +406,18 @@ def test_forward_only_programs_complete(name, route):
     needed = slots_needed(programs)
     assert bool(needed) == (route == "delegated" and schedule.num_stages > 1)
     assert all(slots <= MICROBATCHES * schedule.num_chunks for slots in needed.values())
+
+
+def test_a_v_turns_on_the_last_rank_and_reduces_tied_gradients_on_the_first():
+    schedule = zb_v(2, 1)
+    planned = simulate(schedule, StageCosts.uniform(2, 2, 2, 2))
+    first, last = lower(schedule, planned, num_tied=1)
+    assert [str(step) for step in last.instructions if not isinstance(step, Free)] == [
+        "receive activation[0] 0>1", "run F0", "run 1.F0", "send 1.activation[0] 1>0",
+        "receive 1.gradient[0] 0>1", "run 1.B0", "run 1.W0",
+        "run B0", "send gradient[0] 1>0", "run W0", "update",
+    ]  # fmt: skip
+    assert [str(step) for step in first.instructions[-2:]] == ["reduce tied 0", "update"]
 
 
 def equal(num_stages):

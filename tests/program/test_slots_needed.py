@@ -132,7 +132,7 @@ def lowered(draw):
     row = st.tuples(*[st.floats(0.5, 8)] * stages)
     costs = StageCosts(draw(row), draw(row), draw(row))
     links = chain_links([draw(st.sampled_from([0.0, 20.0])) for _ in range(stages - 1)])
-    name = draw(st.sampled_from([*FIXED_SCHEDULES, *PLANNED_SCHEDULES, "interleaved"]))
+    name = draw(st.sampled_from([*FIXED_SCHEDULES, *PLANNED_SCHEDULES, "interleaved", "zb-v"]))
     if name == "interleaved":
         schedule = interleaved(stages, stages * draw(st.integers(1, 2)), draw(st.integers(2, 3)))
     else:

@@ -1,5 +1,6 @@
 import pytest
 
+from jaxmorph.placement import Placement
 from jaxmorph.records import Link
 from jaxmorph.report.draw.messages import link_delays_ms, messages_in_flight
 from jaxmorph.schedule.costs import LinkDelay, Links, StageCosts, chain_links
@@ -85,8 +86,8 @@ def test_a_link_slow_in_one_direction_is_slow():
         Link(1, 2): LinkDelay(),
         Link(0, 2): LinkDelay(5.0, 6.0),
     }
-    assert link_delays_ms(links, 3) == {Link(0, 1): (4.0, 6.0)}
-    assert link_delays_ms(links, 3, num_chunks=2) == {
+    assert link_delays_ms(links, Placement(3)) == {Link(0, 1): (4.0, 6.0)}
+    assert link_delays_ms(links, Placement(3, num_chunks=2)) == {
         Link(0, 1): (4.0, 6.0),
         Link(0, 2): (5.0, 6.0),
     }

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from jaxmorph.placement import Placement
 from jaxmorph.program.dataflow import received_buffer
 from jaxmorph.program.instructions import (
     Free,
@@ -59,7 +60,7 @@ def queue():
     queue.close()
 
 
-RECEIVE = Receive(TRANSFER, "delegated"), Free(received_buffer(TRANSFER))
+RECEIVE = Receive(TRANSFER, "delegated"), Free(received_buffer(TRANSFER, Placement(2)))
 
 
 def execute(queue, route, instructions=RECEIVE, **more):

@@ -5,6 +5,7 @@ import pytest
 
 from jaxmorph.copies.backends import PayloadShape
 from jaxmorph.models.gpt2 import build
+from jaxmorph.placement import Placement
 from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.records import Link
 from jaxmorph.runtime.direct import is_of_path, read_identity
@@ -35,7 +36,7 @@ def payloads(num_ranks, num_chunks=1, *, tied=True):
         num_heads=1,
         num_layers=4,
     )
-    return channel_payloads(model, num_ranks, num_chunks, MicrobatchShapes.of_text(2, 4))
+    return channel_payloads(model, Placement(num_ranks, num_chunks), MicrobatchShapes.of_text(2, 4))
 
 
 def test_each_payload_and_direction_has_a_channel():

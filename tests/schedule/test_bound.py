@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxmorph.placement import Placement
 from jaxmorph.records import Link
 from jaxmorph.schedule.bound import WarmupBound, certified_ms, lower_bound_ms
 from jaxmorph.schedule.costs import Limits, LinkDelay, StageCosts, StashBytes, chain_links
-from jaxmorph.schedule.fixed import interleaved
+from jaxmorph.schedule.fixed import interleaved, zb_v
 from jaxmorph.schedule.list_schedule import Rule, list_schedule, make_workload
 from jaxmorph.schedule.simulate import simulate
 from tests.oracles.brute_force import shortest_ms
@@ -73,14 +74,31 @@ def test_interleaved_never_beats_the_bound_of_its_chunks(problem, chunks):
     costs, links, microbatches = problem
     schedule = interleaved(costs.num_stages, microbatches, chunks)
     makespan_ms = simulate(schedule, costs, links).makespan_ms
-    bound_ms = lower_bound_ms(costs, microbatches, links, num_chunks=chunks)
+    bound_ms = lower_bound_ms(costs, microbatches, links, placement=schedule.placement)
     assert bound_ms <= makespan_ms * (1 + 1e-12)
+
+
+@given(_chunked())
+def test_a_v_never_beats_its_bound(problem):
+    costs, links, microbatches = problem
+    schedule = zb_v(costs.num_stages, microbatches)
+    makespan_ms = simulate(schedule, costs, links).makespan_ms
+    bound_ms = lower_bound_ms(costs, microbatches, links, placement=schedule.placement)
+    assert bound_ms <= makespan_ms * (1 + 1e-12)
+
+
+def test_zb_v_on_equal_ranks_meets_its_bound():
+    schedule, costs = zb_v(4, 8), StageCosts.uniform(4, 4.0, 4.0, 4.0)
+    bound_ms = lower_bound_ms(costs, 8, placement=schedule.placement)
+    assert simulate(schedule, costs).makespan_ms == bound_ms == 8 * 12.0 + 3 * 2.0
 
 
 def test_a_first_backward_follows_the_forwards_of_all_chunks():
     # Ops take 1. Down: 4 F, and 3, 5, 3 between them; up to rank 0: B and 5. Then two B, two W.
     costs = StageCosts.uniform(2, 2.0, 2.0, 2.0)
-    bound_ms = lower_bound_ms(costs, 1, {Link(0, 1): LinkDelay(3.0, 5.0)}, num_chunks=2)
+    bound_ms = lower_bound_ms(
+        costs, 1, {Link(0, 1): LinkDelay(3.0, 5.0)}, placement=Placement(2, 2)
+    )
     assert bound_ms == (4 + 11) + (1 + 5) + 2 + 2
 
 
@@ -88,7 +106,7 @@ def test_a_first_backward_follows_the_forwards_of_all_chunks():
 def test_interleaved_on_equal_ranks_meets_the_bound(chunks):
     costs = StageCosts.uniform(4, 4.0, 8.0, 0.0)
     makespan_ms = simulate(interleaved(4, 8, chunks), costs).makespan_ms
-    bound_ms = lower_bound_ms(costs, 8, num_chunks=chunks)
+    bound_ms = lower_bound_ms(costs, 8, placement=Placement(4, chunks))
     assert makespan_ms == bound_ms == 8 * 12.0 + 3 * 12.0 / chunks
 
 

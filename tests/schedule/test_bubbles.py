@@ -20,7 +20,7 @@ from jaxmorph.schedule.bubbles import (
     step_shares,
 )
 from jaxmorph.schedule.costs import LinkDelay, StageCosts, chain_links
-from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved, one_forward_one_backward
+from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved, one_forward_one_backward, zb_v
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.simulate import simulate
 from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
@@ -219,17 +219,17 @@ def test_a_step_lasts_at_least_as_long_as_its_ops():
 
 
 @given(
-    name=st.sampled_from([*FIXED_SCHEDULES]),
+    build=st.sampled_from([*FIXED_SCHEDULES.values(), zb_v]),
     stages=st.integers(1, 5),
     microbatches=st.integers(1, 7),
     tail_ms=st.sampled_from([0.0, 3.0]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_ops_and_idle_times_fill_every_step(name, stages, microbatches, tail_ms, seed):
+def test_ops_and_idle_times_fill_every_step(build, stages, microbatches, tail_ms, seed):
     random = np.random.default_rng(seed)
     costs = StageCosts(*(tuple(random.uniform(0.1, 9.0, stages)) for _ in range(3)))
     links = chain_links(tuple(random.choice([0.0, 3.3, 17.0], stages - 1)))
-    timeline = simulate(FIXED_SCHEDULES[name](stages, microbatches), costs, links)
+    timeline = simulate(build(stages, microbatches), costs, links)
     filled = [[] for _ in range(stages)]
     for stage, _, start, end in timeline.spans():
         filled[stage].append((start, end))

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from jaxmorph.errors import UserError
 from jaxmorph.schedule.files import format_torch_csv, load_schedule, parse_torch_csv, save_schedule
-from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved, one_forward_one_backward
+from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved, one_forward_one_backward, zb_v
 from jaxmorph.schedule.schedule import Schedule, ScheduleError
 
 SCHEDULE = one_forward_one_backward(3, 4)
@@ -129,6 +129,13 @@ def test_a_csv_reads_back(name, stages, microbatches):
     assert parse_torch_csv(format_torch_csv(schedule), schedule.name) == schedule
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".json", ".txt"])
+def test_a_v_is_read_back(tmp_path, suffix):
+    path = tmp_path / f"zb-v{suffix}"
+    save_schedule(path, zb_v(3, 4))
+    assert load_schedule(path) == zb_v(3, 4)
+
+
 @given(stages=st.integers(1, 5), microbatches=st.integers(1, 6))
 def test_an_op_stands_behind_all_it_needs(stages, microbatches):
     text = format_torch_csv(FIXED_SCHEDULES["zb-h2"](stages, microbatches))
@@ -149,9 +156,9 @@ def test_an_op_stands_behind_all_it_needs(stages, microbatches):
         ("0F0,0X0\n", "row 0, column 1: got '0X0', expected an empty cell or a computation"),
         ("0F0\n,1SEND_F\n", "row 1, column 1: got '1SEND_F', expected an empty cell"),
         (
-            "0F0,3F0\n1F0,2F0\n",
+            "0F0,3F0\n1F0,2F0,4F0\n",
             "row 0: got stage 3 on rank 0, expected it on rank 1: of 2 ranks, stage s must be on "
-            "rank s mod 2 \\(V-shaped placements are not supported\\)",
+            "rank s mod 2, or two stages of each rank in a V",
         ),
     ],
 )

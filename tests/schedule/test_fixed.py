@@ -11,6 +11,7 @@ from jaxmorph.schedule.fixed import (
     one_forward_one_backward,
     zb_h1,
     zb_h2,
+    zb_v,
 )
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
@@ -66,6 +67,15 @@ SIZES = [(1, 1), (1, 5), (2, 1), (2, 4), (3, 2), (4, 4), (4, 12), (8, 16), (8, 4
                 "F0 F1 F2 F3 F4 B0 W0 F5 B1 W1 B2 W2 B3 W3 B4 W4 B5 W5",
                 "F0 F1 F2 B0 F3 B1 F4 B2 W0 F5 B3 W1 B4 W2 B5 W3 W4 W5",
                 "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 W0 F5 B5 W1 W2 W3 W4 W5",
+            ],
+        ),
+        (
+            zb_v(2, 4),
+            [
+                "F0 F1 F2 1.F0 1.B0 1.W0 1.F1 1.B1 1.W1 F3 B0 W0 1.F2 1.B2 1.W2 B1 W1 "
+                "1.F3 1.B3 1.W3 B2 W2 B3 W3",
+                "F0 1.F0 F1 1.F1 1.B0 1.W0 F2 B0 W0 1.F2 1.B1 1.W1 F3 B1 W1 1.F3 1.B2 1.W2 "
+                "B2 1.B3 B3 W2 1.W3 W3",
             ],
         ),
     ],
@@ -167,6 +177,27 @@ def test_zb_h2_leaves_only_the_warm_up_bubble(stages, op_ms):
     assert simulate(zb_h2(stages, 8 * stages), costs).makespan_ms == pytest.approx(
         8 * stages * sum(op_ms) + (stages - 1) * op_ms[0]
     )
+
+
+def test_zb_v_has_no_bubble_within_a_rank_and_the_memory_of_1f1b():
+    for stages in (1, 2, 3, 5, 8):
+        for microbatches in (2 * stages - 1, 2 * stages, 5 * stages):
+            schedule = zb_v(stages, microbatches)
+            timeline = simulate(schedule, StageCosts.uniform(stages, 20.0, 20.0, 20.0))
+            spans = zip(timeline.start_ms, timeline.end_ms, strict=True)
+            assert {end[-1] - start[0] for start, end in spans} == {60.0 * microbatches}
+            assert timeline.makespan_ms == 60.0 * microbatches + 10.0 * (stages - 1)
+            # Stashes of half a stage: half as many whole ones, S, are what 1F1B's stage 0 holds.
+            assert schedule.peak_live("B") == schedule.peak_live("W") == (2 * stages,) * stages
+
+
+@pytest.mark.parametrize("stages", range(1, 6))
+def test_zb_v_runs_any_number_of_microbatches(stages):
+    for microbatches in range(1, 2 * stages + 2):
+        schedule = zb_v(stages, microbatches)
+        schedule.validate()
+        assert (schedule.num_microbatches, schedule.num_chunks) == (microbatches, 2)
+        assert max(schedule.peak_live("W")) <= 2 * min(stages, microbatches)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])

@@ -103,6 +103,14 @@ def test_interleaved_has_two_chunks_and_a_link_around():
     assert list(parse_problem(two).links) == [Link(0, 1)]
 
 
+def test_zb_v_has_two_chunks_and_no_link_around():
+    problem = parse_problem(_fields(schedule="zb-v", link_ms=[1, 2, 3]))
+    assert (problem.num_chunks, list(problem.links)) == (2, [Link(0, 1), Link(1, 2), Link(2, 3)])
+    assert solve(problem).to_json()["placement"] == "v"
+    with pytest.raises(UserError, match="chunks: got 3, expected 2 for zb-v"):
+        parse_problem(_fields(schedule="zb-v", chunks=3))
+
+
 def test_given_orders_say_how_many_chunks_there_are():
     rows = [["F0", "1.F0", "1.BW0", "BW0"]] * 4
     fields = _fields(num_microbatches=1, orders=rows, link_ms=[0, 0, 0, 5])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxmorph.records import Link
 from jaxmorph.schedule.costs import LinkDelay, Links, StageCosts
-from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved
+from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved, zb_v
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.replay import LinkModel
 from jaxmorph.schedule.schedule import Schedule
@@ -30,8 +30,8 @@ class _Case(NamedTuple):
 def _schedules(draw) -> Schedule:
     stages = draw(st.integers(1, 5))
     if draw(st.booleans()):
-        name = draw(st.sampled_from(sorted(FIXED_SCHEDULES)))
-        return FIXED_SCHEDULES[name](stages, draw(st.integers(1, 12)))
+        build = draw(st.sampled_from([*FIXED_SCHEDULES.values(), zb_v]))
+        return build(stages, draw(st.integers(1, 12)))
     sizes = [size for size in range(1, 13) if size % max(1, size // stages) == 0]
     schedule = interleaved(stages, draw(st.sampled_from(sizes)), draw(st.integers(1, 3)))
     return draw(st.sampled_from([schedule, _split(schedule, draw(st.integers(0, 4)))]))
@@ -125,6 +125,9 @@ def _data(schedule: Schedule) -> list[tuple[_Node, _Node]]:
     """Each op whose output another virtual stage needs, and that one's op."""
     backward = OpKind.B if schedule.splits_backward else OpKind.BW
     pipeline = list(product(range(schedule.num_chunks), range(schedule.num_stages)))
+    if schedule.placement_kind == "v":
+        down = range(schedule.num_stages)
+        pipeline = [*((0, stage) for stage in down), *((1, stage) for stage in reversed(down))]
     hops = [(OpKind.F, *hop) for hop in pairwise(pipeline)]
     hops += [(backward, *hop) for hop in pairwise(pipeline[::-1])]
     return [

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxmorph.errors import UserError
+from jaxmorph.placement import Placement
 from jaxmorph.runtime.payloads import channel_payloads
 from jaxmorph.stage.activations import with_one_activation
 from jaxmorph.stage.build import build_stage
@@ -146,13 +147,15 @@ def test_packed_values_are_the_same_bits(dtype):
 
 
 def test_a_hop_carries_the_packed_array_and_one_array_stays_as_it_is():
-    (payload,) = set(channel_payloads(Twofold(), 2, 1, MicrobatchShapes(INPUTS, INPUTS)).values())
+    (payload,) = set(
+        channel_payloads(Twofold(), Placement(2), MicrobatchShapes(INPUTS, INPUTS)).values()
+    )
     assert payload.shape == (BATCH, LENGTH * WIDTH + WIDTH)
     assert payload.dtype == np.float32
     longer = jax.ShapeDtypeStruct((BATCH, LENGTH + 1), jnp.int32)
     shapes = MicrobatchShapes(INPUTS, INPUTS, shorter=(MicrobatchShapes(longer, longer),))
     with pytest.raises(UserError, match=r"^embed: got activations float32\[2, 160\] of a shorter"):
-        channel_payloads(Twofold(), 2, 1, shapes)
+        channel_payloads(Twofold(), Placement(2), shapes)
     plain = SimpleNamespace(init_embed=lambda key: {}, embed=lambda params, tokens: tokens)
     model: Any = plain
     assert with_one_activation(model, INPUTS) == (plain, INPUTS)

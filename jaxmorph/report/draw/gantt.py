@@ -23,7 +23,7 @@ from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
 
 from jaxmorph.records import Link
-from jaxmorph.report.draw.messages import link_delays_ms, messages_in_flight, num_chunks
+from jaxmorph.report.draw.messages import link_delays_ms, messages_in_flight
 from jaxmorph.report.draw.palette import COLOURS, MEANINGS, SHADINGS, shade
 from jaxmorph.schedule.costs import NO_LATENCY, Links
 from jaxmorph.schedule.ops import OpKind
@@ -142,7 +142,7 @@ def _lay_out(timeline: Timeline, links: Links, sizes: Sizes) -> _Rows:
     count = timeline.num_stages
     row = float(np.clip(sizes.rows / count, *sizes.row))
     lane = max(0.16, 0.8 * row)
-    slow = link_delays_ms(links, count, num_chunks(timeline))
+    slow = link_delays_ms(links, timeline.placement)
     lanes, middles, top = {}, [], 0.0
     for stage in range(count):
         middles.append(top + row / 2)
@@ -209,7 +209,7 @@ class _Drawing:
 
     def _draw_ops(self) -> None:
         bars: dict[str, list[_Bar]] = defaultdict(list)
-        chunks = num_chunks(self.panel.timeline)
+        chunks = self.panel.timeline.placement.num_chunks
         for stage, op, start, end in self.panel.timeline.spans():
             colour = shade(op.kind, op.chunk, chunks)
             bars[colour].append((start, end, self.rows.middles[stage]))
@@ -269,7 +269,7 @@ class _Drawing:
         rows, timeline = self.rows, self.panel.timeline
         for stage in range(0, timeline.num_stages, rows.rows_per_label):
             self._beside(f"stage {stage}", rows.middles[stage], -6, rows.label_points, _INK)
-        delays_ms = link_delays_ms(links, timeline.num_stages, num_chunks(timeline))
+        delays_ms = link_delays_ms(links, timeline.placement)
         for link, (top, bottom) in rows.lanes.items():
             label = _delay_label(link, *delays_ms[link])
             self._beside(label, (top + bottom) / 2, -6, min(7.5, rows.label_points))
@@ -278,14 +278,14 @@ class _Drawing:
 
     def _draw_warmups(self) -> None:
         """Write each stage's warm-up forwards on the right, and the slackness of neighbours."""
-        rows = self.rows
-        warmups = Schedule("", 0, self.panel.timeline.orders).warmup_forwards
+        rows, timeline = self.rows, self.panel.timeline
+        warmups = Schedule("", 0, timeline.orders).warmup_forwards
         labelled = [*zip(warmups, rows.middles, strict=True)][:: rows.rows_per_label]
         for count, y in labelled:
             self._beside(str(count), y, _WARMUP_POINTS, rows.label_points, _INK)
         self._beside("warm-up", -0.1, _WARMUP_POINTS, 7.5)
         # With chunks, the difference of two ranks' totals is no slackness of any pair of stages.
-        if num_chunks(self.panel.timeline) > 1 or len(warmups) < 2 or rows.rows_per_label > 1:
+        if timeline.placement.num_chunks > 1 or len(warmups) < 2 or rows.rows_per_label > 1:
             return
         self._beside("slackness", -0.1, _SLACKNESS_POINTS, 7.5)
         for (here, y), (below, y_below) in pairwise(labelled):
@@ -345,7 +345,7 @@ def _op_entries(panels: Sequence[Panel], *, has_messages: bool) -> Iterator[Arti
     for kind in OpKind:
         if kind in present:
             yield Patch(facecolor=COLOURS[kind], label=f"{kind}  {MEANINGS[kind]}")
-    chunks = max(num_chunks(panel.timeline) for panel in panels)
+    chunks = max(panel.timeline.placement.num_chunks for panel in panels)
     for chunk in range(chunks if chunks > 1 else 0):
         yield Patch(facecolor=shade(OpKind.F, chunk, chunks), label=f"chunk {chunk}")
     if has_messages:

@@ -3,10 +3,18 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from jaxmorph.placement import Place, Placement
 from jaxmorph.records import Link
-from jaxmorph.schedule.costs import Links
+from jaxmorph.schedule.costs import LinkDelay, Links
 from jaxmorph.schedule.ops import OpKind
-from jaxmorph.schedule.replay import LinkModel, StageQueues, outgoing, stage_queues
+from jaxmorph.schedule.replay import (
+    LinkModel,
+    StageQueues,
+    downward,
+    outgoing,
+    stage_queues,
+    upward,
+)
 from jaxmorph.schedule.timeline import Timeline, TransferIndex
 
 
@@ -33,21 +41,23 @@ def messages_in_flight(
     A message with a recorded arrival left the link's delay before it, since a transfer begins only
     when both ends are ready. Any other message leaves at the end of its op.
     """
-    count, chunks = timeline.num_stages, num_chunks(timeline)
-    directions = outgoing(links, count, chunks)
-    queues = stage_queues(directions, link_model) or [StageQueues()] * count
+    placement = timeline.placement
+    directions = outgoing(links, placement)
+    queues = stage_queues(directions, placement, link_model)
+    queues = queues or [StageQueues()] * placement.num_virtual_stages
     transfers = TransferIndex(timeline)
     for stage, op, _, end_ms in timeline.spans():
         is_forward = op.kind is OpKind.F
-        virtual = op.chunk * count + stage + (1 if is_forward else -1)
-        direction, queue = (
-            (directions[stage].forward, queues[stage].forward)
+        here = Place(stage, op.chunk)
+        virtual = placement.virtual_stage(here)
+        receiving, direction, queue = (
+            (placement.after(here), directions[virtual].forward, queues[virtual].forward)
             if is_forward
-            else (directions[stage].backward, queues[stage].backward)
+            else (placement.before(here), directions[virtual].backward, queues[virtual].backward)
         )
-        if op.kind is OpKind.W or not 0 <= virtual < count * chunks or not direction.total_ms:
+        if op.kind is OpKind.W or receiving is None or not direction.total_ms:
             continue
-        receiver = virtual % count
+        receiver = receiving.rank
         _, received = transfers.ends_of(op.kind, op.chunk, op.microbatch, stage, receiver)
         if received is not None:
             sent_ms, arrives_ms = max(end_ms, received.end_ms - direction.total_ms), received.end_ms
@@ -57,27 +67,8 @@ def messages_in_flight(
         yield Message(stage, receiver, is_forward, sent_ms, arrives_ms)
 
 
-def link_delays_ms(
-    links: Links, num_stages: int, num_chunks: int = 1
-) -> dict[Link, tuple[float, float]]:
-    """The links with a delay: latency and occupancy together, lower to upper stage and back.
-
-    With several chunks the link from the last stage to the first counts too.
-    """
-    directions = outgoing(links, num_stages, num_chunks)
-    chain = {
-        Link(stage, stage + 1): (
-            directions[stage].forward.total_ms,
-            directions[stage + 1].backward.total_ms,
-        )
-        for stage in range(num_stages - 1)
-    }
-    if num_chunks > 1 and num_stages > 2:
-        around = directions[0].backward.total_ms, directions[-1].forward.total_ms
-        chain[Link(0, num_stages - 1)] = around
-    return {link: delays for link, delays in chain.items() if any(delays)}
-
-
-def num_chunks(timeline: Timeline) -> int:
-    """The number of chunks that a timeline's ops name."""
-    return 1 + max((op.chunk for order in timeline.orders for op in order), default=0)
+def link_delays_ms(links: Links, placement: Placement) -> dict[Link, tuple[float, float]]:
+    """The links with a delay: latency and occupancy together, lower to upper stage and back."""
+    known = ((link, links.get(link, LinkDelay())) for link in placement.links)
+    delays = {link: (upward(of).total_ms, downward(of).total_ms) for link, of in known}
+    return {link: both for link, both in delays.items() if any(both)}

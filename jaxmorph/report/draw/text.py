@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 from rich.text import Text
 
-from jaxmorph.report.draw.messages import num_chunks
 from jaxmorph.report.draw.palette import shade
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.timeline import Timeline
@@ -45,7 +44,7 @@ def styled_gantt(timeline: Timeline, width: int = 100) -> Text:
     margin = len("stage ") + digits + 1
     columns = _even_columns(timeline, max(width - margin, _LEAST_COLUMNS))
     drawing = Text(no_wrap=True, overflow="crop")
-    chunks = num_chunks(timeline)
+    chunks = timeline.placement.num_chunks
     for stage in range(timeline.num_stages):
         drawing.append(f"stage {stage:>{digits}} ", style="bold")
         for run in _runs(timeline, stage, columns):

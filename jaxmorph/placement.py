@@ -1,0 +1,98 @@
+"""Where virtual stages run: which chunk of which rank is which part of the pipeline.
+
+All that depends on it asks a `Placement`: neighbours, links, and the ranks of the two ends.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from jaxmorph.records import Link
+
+PlacementKind = Literal["wrap", "v"]
+"""``wrap``: each chunk goes from the first rank to the last. ``v``: chunk 0 does, and chunk 1 goes
+back, so that the first rank has both ends of the pipeline."""
+
+
+class Place(NamedTuple):
+    """Where a virtual stage runs: a rank and one of its chunks."""
+
+    rank: int
+    chunk: int
+
+
+class Placement(NamedTuple):
+    """S ranks with V chunks each: chunk c of rank r is virtual stage c * S + r.
+
+    The pipeline goes around the ranks V times; with V = 1 a rank is a stage. In a V, which has two
+    chunks, chunk 1 of rank r is virtual stage 2 S - 1 - r instead.
+    """
+
+    num_ranks: int
+    num_chunks: int = 1
+    kind: PlacementKind = "wrap"
+
+    @property
+    def num_virtual_stages(self) -> int:
+        """Of all ranks together."""
+        return self.num_ranks * self.num_chunks
+
+    def virtual_stage(self, place: Place) -> int:
+        """The number of a place in the order of the pipeline."""
+        rank, chunk = place
+        return chunk * self.num_ranks + (self._mirrored(rank) if self._goes_back(chunk) else rank)
+
+    def place(self, virtual_stage: int) -> Place:
+        """Where a virtual stage runs."""
+        chunk, rank = divmod(virtual_stage, self.num_ranks)
+        return Place(self._mirrored(rank) if self._goes_back(chunk) else rank, chunk)
+
+    def places(self) -> list[Place]:
+        """All places, in the order of the pipeline."""
+        return [*map(self.place, range(self.num_virtual_stages))]
+
+    def own_stages(self, rank: int) -> list[int]:
+        """The virtual stages of a rank, in the order of its chunks."""
+        return [self.virtual_stage(Place(rank, chunk)) for chunk in range(self.num_chunks)]
+
+    @property
+    def first(self) -> Place:
+        """The place that reads the inputs and has the embedding."""
+        return self.place(0)
+
+    @property
+    def last(self) -> Place:
+        """The place that reads the targets and has the head."""
+        return self.place(self.num_virtual_stages - 1)
+
+    def after(self, place: Place) -> Place | None:
+        """The next place, or None."""
+        following = self.virtual_stage(place) + 1
+        return self.place(following) if following < self.num_virtual_stages else None
+
+    def before(self, place: Place) -> Place | None:
+        """The previous place, or None."""
+        virtual_stage = self.virtual_stage(place)
+        return self.place(virtual_stage - 1) if virtual_stage else None
+
+    def hops(self) -> Iterator[tuple[Place, Place]]:
+        """The pairs of places that follow each other; one within a rank needs no message."""
+        return pairwise(self.places())
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """The links that activations and gradients take, each once, in the order of first use."""
+        ranks = ((source.rank, target.rank) for source, target in self.hops())
+        return tuple(dict.fromkeys(Link(*sorted(pair)) for pair in ranks if len({*pair}) == 2))
+
+    @property
+    def ends_link(self) -> Link | None:
+        """The link that tied gradients take; None if one rank has both ends of the pipeline."""
+        ends = sorted((self.first.rank, self.last.rank))
+        return Link(*ends) if ends[0] != ends[1] else None
+
+    def _goes_back(self, chunk: int) -> bool:
+        return self.kind == "v" and chunk == 1
+
+    def _mirrored(self, rank: int) -> int:
+        return self.num_ranks - 1 - rank
