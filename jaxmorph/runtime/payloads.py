@@ -6,14 +6,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jaxmorph.copies.backends import PayloadShape, SlotUse
 from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.program.slots_needed import FIRST_SLOTS
 from jaxmorph.records import Link
-from jaxmorph.stage.activations import sent_activations
+from jaxmorph.stage.activations import Boundary, sent_activations
+from jaxmorph.stage.mesh import TENSOR
 from jaxmorph.stage.model import MicrobatchShapes, PipelineModel
 from jaxmorph.stage.parameters import leaf_at
+from jaxmorph.stage.sharding import partition_specs, spread
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.plane import ChannelSpec
 
@@ -63,32 +66,41 @@ def channel_payloads(
     num_ranks: int,
     num_chunks: int,
     shapes: MicrobatchShapes,
+    num_devices: int = 1,
 ) -> dict[Channel, PayloadShape]:
     """Every channel of a pipeline, with the payload of one message.
 
     Args:
         shapes: The data of one microbatch.
+        num_devices: Those of a stage.
     """
     last = num_ranks - 1
     hops = [(lower, lower + 1) for lower in range(last)]
     if num_chunks > 1 and last > 0:
         hops.append((last, 0))  # from a chunk of the last rank to the next one of the first
     shape = sent_activations(model, shapes)
-    activation = PayloadShape(shape.shape, shape.dtype)
+    activation = _payload(shape, Boundary(shape, shape, num_devices).spec, num_devices)
     channels: dict[Channel, PayloadShape] = {}
     for rank, next_rank in hops:
         channels[Channel(Payload.ACTIVATION, rank, next_rank)] = activation
         channels[Channel(Payload.GRADIENT, next_rank, rank)] = activation
-    for index, shape in enumerate(_tied_shapes(model) if last > 0 else ()):
+    for index, shape in enumerate(_tied_payloads(model, num_devices) if last > 0 else ()):
         channels[Channel(Payload.TIED, 0, last, index)] = shape
         channels[Channel(Payload.TIED, last, 0, index)] = shape
     return channels
 
 
-def _tied_shapes(model: PipelineModel) -> Sequence[PayloadShape]:
+def _tied_payloads(model: PipelineModel, num_devices: int) -> Sequence[PayloadShape]:
     embed = jax.eval_shape(model.init_embed, jax.random.key(0))
-    leaves = (leaf_at(embed, path) for path, _ in model.tied)
-    return [PayloadShape(leaf.shape, leaf.dtype) for leaf in leaves]
+    specs = spread(partition_specs(model, num_devices)["embed"], embed)
+    pairs = ((leaf_at(embed, path), leaf_at(specs, path)) for path, _ in model.tied)
+    return [_payload(leaf, spec, num_devices) for leaf, spec in pairs]
+
+
+def _payload(array: Any, spec: PartitionSpec, num_devices: int) -> PayloadShape:
+    if TENSOR not in spec:
+        return PayloadShape(array.shape, array.dtype)
+    return PayloadShape(array.shape, array.dtype, num_devices, spec.index(TENSOR))
 
 
 def seal(identity: jax.Array, words: jax.Array) -> jax.Array:

@@ -31,6 +31,7 @@ class StageSettings:
         pace: How long this stage's ops last, each of one chunk; None: as long as they take.
         transfer_timeout_s: How long to wait for a transfer.
         num_chunks: Virtual stages per rank; chunk c of rank r is number c * ranks + r.
+        num_devices: Devices of a rank, over which its parameters are split.
         weights: Where to read stored weights; None: parameters start from `seed`.
         direct: The links that may be on the direct route; None: all of them.
         delegated: The links that may be delegated; programs for both routes are compiled ahead.
@@ -52,6 +53,7 @@ class StageSettings:
     pace: Pace | None = None
     transfer_timeout_s: float = 60.0
     num_chunks: int = 1
+    num_devices: int = 1
     weights: str | None = None
     direct: frozenset[Link] | None = None
     delegated: frozenset[Link] = frozenset()
@@ -93,4 +95,5 @@ class StageSettings:
             num_ranks=self.num_ranks,
             num_chunks=self.num_chunks,
             shapes=self.shapes,
+            num_devices=self.num_devices,
         )

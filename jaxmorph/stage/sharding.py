@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeGuard, TypeVar
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmorph.errors import UserError
 from jaxmorph.stage.mesh import TENSOR
@@ -99,6 +99,16 @@ def spread(specs: Specs, tree: Any) -> Any:
     return jax.tree.map(
         lambda spec, below: jax.tree.map(lambda _: spec, below), specs, tree, is_leaf=is_spec
     )
+
+
+def place_params(params: Params, specs: Mapping[str, Specs], submesh: Mesh) -> Params:
+    """Puts a stage's parameters on its devices, each a part of them."""
+
+    def place(leaf: Any, spec: PartitionSpec) -> jax.Array:
+        return jax.device_put(leaf, NamedSharding(submesh, spec))
+
+    each = {name: spread(specs[name], part) for name, part in params.items()}
+    return jax.tree.map(place, params, each)
 
 
 def whole_shape(own: tuple[int, ...], spec: PartitionSpec, num_shards: int) -> tuple[int, ...]:

@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 
 from jaxmorph.models import gpt2, llama
 from jaxmorph.stage.build import build_stage
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.stage.model import MicrobatchShapes, cut_layers
 from jaxmorph.stage.parameters import init_stage_params
-from jaxmorph.stage.sharding import is_spec, spread
+from jaxmorph.stage.sharding import place_params
+from jaxmorph.stage.stage_functions import StashPolicy
 from tests.stage.in_turn import Pipeline, expected_gradients, joined, largest_error, part_of
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -47,7 +47,7 @@ def whole(name, tied):
     return model, params, expected_gradients(model, params, TOKENS, TARGETS, LOSS_WEIGHT)
 
 
-def pipeline(name, tied, num_stages, num_shards, stash="full"):
+def pipeline(name, tied, num_stages, num_shards, stash: StashPolicy = "full"):
     model, params, _ = whole(name, tied)
     submesh = stage_submesh(make_mesh(1, tensor=num_shards), 0)
     stages, parts = [], []
@@ -62,16 +62,8 @@ def pipeline(name, tied, num_stages, num_shards, stash="full"):
             shapes=MicrobatchShapes.of_text(BATCH, LENGTH),
             stash=stash,
         )
-        part = part_of(params, layers, LAYERS)
-        specs = spread(stage.specs, part)
-        placed = jax.tree.map(
-            lambda spec, leaf: jax.device_put(leaf, NamedSharding(submesh, spec)),
-            specs,
-            part,
-            is_leaf=is_spec,
-        )
         stages.append(stage)
-        parts.append(placed)
+        parts.append(place_params(part_of(params, layers, LAYERS), stage.specs, submesh))
     return Pipeline(stages, parts, LOSS_WEIGHT)
 
 
