@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from .tensor_axis import largest_of_shards, num_shards, own_positions, sum_of_shards, to_shards
+
 INIT_SCALE = 0.02
 
 
@@ -47,8 +49,8 @@ class OutputHead(nnx.Module):
         self.token = nnx.Param(normal(rngs.params(), (config.vocab_size, config.width)))
 
     def logits(self, x_BTW: jax.Array) -> jax.Array:
-        """Returns [B, T, V] in float32."""
-        logits_BTV = self.norm(x_BTW) @ self.token[...].astype(x_BTW.dtype).T
+        """Returns [B, T, V] in float32: this device's part of the vocabulary."""
+        logits_BTV = to_shards(self.norm(x_BTW)) @ self.token[...].astype(x_BTW.dtype).T
         return logits_BTV.astype(jnp.float32)
 
     def __call__(self, x_BTW: jax.Array, targets_BT: jax.Array) -> jax.Array:
@@ -60,11 +62,20 @@ def summed_loss(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
     """Returns the float32 sum of the tokens' cross-entropies, without those of targets below 0.
 
     Args:
-      logits_BTV: float32 [microbatch, sequence, vocabulary].
+      logits_BTV: float32 [microbatch, sequence, vocabulary], or this device's part of those.
       targets_BT: int32 [microbatch, sequence].
     """
     # Comparing with every token instead of gathering avoids a scatter in the gradient.
-    is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])
-    target_logit_BT = jnp.where(is_target_BTV, logits_BTV, 0).sum(-1)
-    loss_BT = jax.nn.logsumexp(logits_BTV, -1) - target_logit_BT
+    is_target_BTV = targets_BT[..., None] == own_positions(logits_BTV.shape[-1])
+    target_logit_BT = sum_of_shards(jnp.where(is_target_BTV, logits_BTV, 0).sum(-1))
+    loss_BT = _logsumexp(logits_BTV) - target_logit_BT
     return jnp.where(targets_BT >= 0, loss_BT, 0).sum()
+
+
+def _logsumexp(logits_BTV: jax.Array) -> jax.Array:
+    """The logarithm of the sum of all devices' exponentials."""
+    if num_shards() == 1:
+        return jax.nn.logsumexp(logits_BTV, -1)
+    largest_BT = largest_of_shards(logits_BTV.max(-1))
+    sum_BT = sum_of_shards(jnp.exp(logits_BTV - largest_BT[..., None]).sum(-1))
+    return jnp.log(sum_BT) + largest_BT

@@ -42,6 +42,16 @@ def check_multiple(sizes: object, name: str, divisor_name: str) -> None:
         raise ValueError(f"{name}: got {size}, expected a multiple of {divisor_name}={divisor}")
 
 
+def check_shards(sizes: object, names: Sequence[str], num_shards: int) -> None:
+    """Raises ValueError unless each of these attributes is a multiple of the number of shards."""
+    for name in names:
+        size = getattr(sizes, name)
+        if size % num_shards:
+            raise ValueError(
+                f"{name}: got {size}, expected a multiple of {num_shards}, the devices of a stage"
+            )
+
+
 def check_options(config: Any) -> None:
     """Raises ValueError unless `tied`, `compute_dtype`, `attention` and `dropout` are valid."""
     if not isinstance(config.tied, bool):

@@ -28,7 +28,8 @@ USERS_FLAGS = os.environ.get("XLA_FLAGS", "")
 ADDED_FLAGS = f"{WHOLE} {OLDER_EMITTERS}" if HAS_OLDER_EMITTERS else WHOLE
 QUICK_FLAGS = f"{USERS_FLAGS} {ADDED_FLAGS}".strip()
 
-os.environ["XLA_FLAGS"] = QUICK_FLAGS  # for this process, which reads them once
+# For this process, which reads them once. A stage may have several devices.
+os.environ["XLA_FLAGS"] = f"{QUICK_FLAGS} --xla_force_host_platform_device_count=4"
 
 
 def pytest_collection_modifyitems(items):

@@ -48,8 +48,8 @@ class Block(nn.Module):
 
     def _attend(self, x: torch.Tensor) -> torch.Tensor:
         microbatch, sequence, width = x.shape
-        qkv = self.qkv(x).view(microbatch, sequence, 3, self._num_heads, -1)
-        q, k, v = (qkv[:, :, i].transpose(1, 2) for i in range(3))
+        qkv = self.qkv(x).view(microbatch, sequence, self._num_heads, 3, -1)
+        q, k, v = (qkv[:, :, :, i].transpose(1, 2) for i in range(3))
         context = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(context.transpose(1, 2).reshape(microbatch, sequence, width))
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import jax
+from jax.sharding import SingleDeviceSharding
 
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.manifest import Manifest, new_rank_file, stage_path
@@ -262,8 +263,11 @@ def _copied_to_host(parts: Sequence[Tree]) -> Sequence[Tree]:
     for number, leaf in enumerate(leaves, start=1):
         progress.stamp(f"copying array {number} of {len(leaves)} to host memory, for a checkpoint")
         try:
-            on_host = leaf.sharding.with_memory_kind("pinned_host")
-            copies.append(jax.block_until_ready(jax.device_put(leaf, on_host)))
+            # One array in host memory also of what several devices have alike, or parts of.
+            own = leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
+            first = min(own.devices(), key=lambda device: device.id)
+            on_host = SingleDeviceSharding(first, memory_kind="pinned_host")
+            copies.append(jax.block_until_ready(jax.device_put(own, on_host)))
         except Exception as error:
             which = f"array {number} of {len(leaves)} ({in_bytes(leaf.nbytes)})"
             raise CheckpointError(f"{which} was not copied to host memory: {error}") from error

@@ -149,6 +149,7 @@ def _run_rank(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> 
         start_timeout_s=config.timeouts.start_s,
         step_timeout_s=healthy.direct_timeout_s,
         fails_over=healthy.fails_over,
+        num_devices=config.parallelism.tensor,
     )
     if config.compare is None:
         raise ValueError(f"{config_path}: no section compare")

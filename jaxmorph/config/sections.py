@@ -206,7 +206,7 @@ class Parallelism(Section):
     """How the model is cut into pipeline stages."""
 
     stages: Count = 1
-    """Pipeline stages; each is one process with one device."""
+    """Pipeline stages; each is one process."""
 
     chunks: Count = 1
     """Virtual stages on each stage; above 1 only with `schedule.name: interleaved`. Chunk c of
@@ -217,10 +217,9 @@ class Parallelism(Section):
     ] = 1
     """Replicas of the pipeline; only 1 for now."""
 
-    tensor: Annotated[
-        int, Field(ge=1, le=1), Expected("1 (tensor parallelism is not supported yet)")
-    ] = 1
-    """Devices of a stage; only 1 for now."""
+    tensor: Count = 1
+    """Devices of a stage, over which its parameters are split. They must be in one host. On CPUs a
+    process shows JAX so many."""
 
     layers: Annotated[
         Literal["auto", "even"] | Counts,

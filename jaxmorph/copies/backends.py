@@ -9,8 +9,9 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from jaxmorph.stage.mesh import TENSOR
 from jaxmorph.transport.plane import IncomingSlot, OutgoingSlot
 
 _WORD = 0xFFFFFFFF
@@ -18,10 +19,35 @@ _WORD = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class PayloadShape:
-    """The array that one message carries."""
+    """The array that one message carries.
+
+    Attributes:
+        num_parts: On how many devices of a stage it lies in parts; 1: each has the whole.
+        split_axis: The axis along which it is split.
+    """
 
     shape: tuple[int, ...]
     dtype: jnp.dtype
+    num_parts: int = 1
+    split_axis: int = 0
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """How it lies on the devices of a stage."""
+        return PartitionSpec(*[None] * self.split_axis, TENSOR if self.num_parts > 1 else None)
+
+    def placed_by(self, placement: Sharding) -> Sharding:
+        """Where it lies, of a stage that keeps at `placement` what its devices have alike."""
+        if self.num_parts == 1 or not isinstance(placement, NamedSharding):
+            return placement
+        return NamedSharding(placement.mesh, self.spec)
+
+    @property
+    def part(self) -> "PayloadShape":
+        """What one of a stage's devices has of it."""
+        sizes = enumerate(self.shape)
+        parts = (size // self.num_parts if at == self.split_axis else size for at, size in sizes)
+        return PayloadShape(tuple(parts), self.dtype)
 
 
 @dataclass(frozen=True)
@@ -29,7 +55,8 @@ class SlotUse:
     """How a payload is divided among slots.
 
     Attributes:
-        part_elements: How many of a payload's elements fit into a slot.
+        part_elements: How many of a payload's elements fit into a slot. Unless all do, none has
+            elements of two devices.
     """
 
     payload: PayloadShape
@@ -43,8 +70,12 @@ class SlotUse:
     @cached_property
     def parts(self) -> list[range]:
         """The elements of each part, in the order in which they travel."""
-        starts = range(0, self.num_elements, self.part_elements)
-        return [range(at, min(at + self.part_elements, self.num_elements)) for at in starts]
+        size, length = self.part_elements, self.num_elements
+        if size < length:
+            length //= self.payload.num_parts
+        ends = range(length, self.num_elements + 1, length or 1)
+        starts = ((at, end) for end in ends for at in range(end - length, end, size))
+        return [range(at, min(at + size, end)) for at, end in starts]
 
     @property
     def slot_bytes(self) -> int:

@@ -15,7 +15,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NoReturn, Protocol, TypeVar
 
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxmorph.copies.backends import ReceiveBackend, SendBackend, SlotUse
 from jaxmorph.copies.copy_engine import CopyEngineSend, StreamCallbackSend
@@ -29,6 +29,7 @@ from jaxmorph.copies.host_memory import (
 )
 from jaxmorph.copies.kernels import KernelReceive, KernelSend
 from jaxmorph.copies.registered_receive import RegisteredReceive
+from jaxmorph.copies.split_copies import SplitReceive, SplitSend
 from jaxmorph.copies.trial import try_receive, try_send
 from jaxmorph.errors import UserError
 from jaxmorph.transport.plane import MemoryRegistry
@@ -246,16 +247,20 @@ def open_copies(
     Args:
         placement: Where the stage keeps its arrays.
         report_memory: Reports the memory of all slots to a registry (`DataPlane.report_memory`).
-        wanted: A backend's name, or "auto".
+        wanted: A backend's name, or "auto". Where the stage has several devices, none needs the
+            driver: slots would have to be registered with each of them.
 
     Raises:
         UserError: If the wanted backend doesn't work here; the message names those that do.
         RuntimeError: If none works.
     """
+    num_devices = len(placement.device_set)
+    if num_devices > 1:
+        placement = SingleDeviceSharding(min(placement.device_set, key=lambda each: each.id))
     available = copy_backends(
         placement,
         report_memory,
-        with_driver=wanted not in WITHOUT_DRIVER,
+        with_driver=wanted not in WITHOUT_DRIVER and num_devices == 1,
         open_driver=open_driver,
     )
     try:
@@ -264,8 +269,10 @@ def open_copies(
             outgoing = first_working(available.outgoing, into, "into")
         else:
             outgoing = named_backend(available.outgoing, into, wanted)
-        incoming = _incoming(available, placement, wanted)
-        return StageCopies(ImmediateSend(outgoing), incoming, available)
+        outgoing, incoming = ImmediateSend(outgoing), _incoming(available, placement, wanted)
+        if num_devices > 1:
+            return StageCopies(SplitSend(outgoing), SplitReceive(incoming), available)
+        return StageCopies(outgoing, incoming, available)
     except BaseException:
         available.close()
         raise

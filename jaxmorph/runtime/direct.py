@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmorph.copies.backends import PayloadShape
 from jaxmorph.program.instructions import Channel, Payload, SendReceive, channel_of
@@ -35,7 +35,7 @@ from jaxmorph.runtime.routes import (
     TransferMismatchError,
     require_live,
 )
-from jaxmorph.stage.mesh import AXES, DATA, STAGE, spare_mesh
+from jaxmorph.stage.mesh import AXES, STAGE, spare_mesh
 
 _WORD = 0xFFFFFFFF
 
@@ -108,9 +108,10 @@ class LinkProgram:
 
     Args:
         mesh: The link mesh, (stage=2, data, tensor).
-        payload: The array that each device sends or receives.
+        payload: The array that a stage sends or receives.
         source: Which of the mesh's two stages sends: 0 or 1.
-        home: Where this process keeps payloads; its device of the mesh may be a spare one.
+        home: This stage's mesh, where it keeps payloads; its devices of the link's may be spare
+            ones.
         answered: Whether the same collective sends a message of the same size, with the receiver's
             identity, back to the sender, which then learns when its peer came.
         sealed: Whether a sum of the message travels with it, by which the receiver knows that it
@@ -124,7 +125,7 @@ class LinkProgram:
         payload: PayloadShape,
         *,
         source: int,
-        home: Any,
+        home: Mesh,
         answered: bool,
         sealed: bool = False,
     ) -> None:
@@ -132,30 +133,42 @@ class LinkProgram:
         # Identity and payload travel as one array, so that a transfer is one collective.
         self._word = np.dtype(f"uint{8 * payload.dtype.itemsize}")
         self._identity_length = IDENTITY_WORDS * 4 // payload.dtype.itemsize
-        self._sharding = NamedSharding(mesh, PartitionSpec((STAGE, DATA)))
+        self._sharding = NamedSharding(mesh, PartitionSpec(AXES))
         self._num_shards = mesh.devices.size
-        self._device, self._home = _own_device(mesh), home
+        self._devices, self._home = _own_devices(mesh), home
+        self._of_payload = NamedSharding(home, payload.spec)
         destination = 1 - source
         hops = [(source, destination), (destination, source)]
         self._pack = self._compile_pack()
         self._program = self._compile(mesh, hops if answered else hops[:1])
-        self._blank = jax.device_put(np.zeros(payload.shape, payload.dtype), home)
+        self._blank = jax.device_put(np.zeros(payload.shape, payload.dtype), self._of_payload)
 
     def _compile_pack(self) -> jax.stages.Compiled:
-        """Joins identity and payload; as a program's argument the identity costs least."""
-        place = SingleDeviceSharding(self._home)
-        payload = self._payload
+        """Joins identity and payload on each of the stage's devices.
+
+        As a program's argument the identity costs least.
+        """
+        payload, spec = self._payload, self._payload.spec
 
         def pack(identity: jax.Array, value: jax.Array) -> jax.Array:
             words = jax.lax.bitcast_convert_type(value, self._word).reshape(-1)
             return seal(identity, words) if self._sealed else jnp.concatenate([identity, words])
 
+        alike = PartitionSpec()
+        packed = jax.shard_map(
+            pack,
+            mesh=self._home,
+            in_specs=(alike, spec),
+            out_specs=PartitionSpec(AXES),
+            check_vma=False,
+        )
+        place = NamedSharding(self._home, alike)
         identity = jax.ShapeDtypeStruct((self._identity_length,), self._word, sharding=place)
-        value = jax.ShapeDtypeStruct(payload.shape, payload.dtype, sharding=place)
-        return jax.jit(pack).lower(identity, value).compile()
+        value = jax.ShapeDtypeStruct(payload.shape, payload.dtype, sharding=self._of_payload)
+        return jax.jit(packed).lower(identity, value).compile()
 
     def _compile(self, mesh: Mesh, hops: list[tuple[int, int]]) -> jax.stages.Compiled:
-        length, payload = self._identity_length, self._payload
+        length, payload = self._identity_length, self._payload.part
         if self._sealed:
             length += SEAL_WORDS * 4 // payload.dtype.itemsize
 
@@ -165,7 +178,7 @@ class LinkProgram:
             head = unseal(message) if self._sealed else message[:length]
             return head, moved.reshape(payload.shape)
 
-        spec = PartitionSpec((STAGE, DATA))
+        spec = PartitionSpec(AXES)
         sharded = jax.shard_map(
             move, mesh=mesh, in_specs=spec, out_specs=(spec, spec), check_vma=False
         )
@@ -175,11 +188,23 @@ class LinkProgram:
         )
         return jax.jit(sharded).lower(message).compile()
 
-    def _as_shard(self, message: jax.Array) -> jax.Array:
-        """This process's shard of the array over both ends; the peer has the other."""
+    def _as_shards(self, message: jax.Array) -> jax.Array:
+        """This stage's shards of the array over both ends; the peer has the others."""
+        shards = [shard.data for shard in message.addressable_shards]
+        num_words = self._num_shards * shards[0].size
         return jax.make_array_from_single_device_arrays(
-            (self._num_shards * message.size,), self._sharding, [message], dtype=message.dtype
+            (num_words,), self._sharding, self._put(shards, self._devices), dtype=message.dtype
         )
+
+    def _as_payload(self, moved: jax.Array) -> jax.Array:
+        """This stage's shards of what both ends have received, as its payload."""
+        shards = self._put(
+            [shard.data for shard in moved.addressable_shards], list(self._home.devices.flat)
+        )
+        if len(shards) == 1:
+            return shards[0]
+        shape = self._payload.shape
+        return jax.make_array_from_single_device_arrays(shape, self._of_payload, shards)
 
     def run(
         self, identity: Sequence[int], value: jax.Array | None = None
@@ -198,15 +223,18 @@ class LinkProgram:
         """
         words = np.asarray(identity, np.uint32).view(self._word)
         message = self._pack(words, self._blank if value is None else value)
-        peer, moved = self._program(self._as_shard(self._put(message, self._device)))
-        return peer.addressable_data(0), self._put(moved.addressable_data(0), self._home)
+        peer, moved = self._program(self._as_shards(message))
+        return peer.addressable_data(0), self._as_payload(moved)
 
-    def _put(self, value: jax.Array, device: Any) -> jax.Array:
-        return value if self._device == self._home else jax.device_put(value, device)
+    def _put(self, shards: list[jax.Array], devices: list[Any]) -> list[jax.Array]:
+        if self._devices == list(self._home.devices.flat):
+            return shards
+        return [jax.device_put(*pair) for pair in zip(shards, devices, strict=True)]
 
 
-def _own_device(mesh: Mesh) -> Any:
-    return next(each for each in mesh.devices.flat if each.process_index == jax.process_index())
+def _own_devices(mesh: Mesh) -> list[Any]:
+    own = jax.process_index()
+    return [device for device in mesh.devices.flat if device.process_index == own]
 
 
 def read_identity(words: jax.Array) -> tuple[int, ...]:
@@ -251,7 +279,8 @@ class LinkCommunicators:
         sealed: bool = False,
     ) -> None:
         self._meshes = [each for each in (mesh, spare_mesh(mesh)) if each is not None]
-        self._home = _own_device(mesh)
+        own = np.array(_own_devices(mesh)).reshape(1, *mesh.devices.shape[1:])
+        self._home = Mesh(own, AXES)
         self._payloads, self._answered, self._sealed = payloads, answered, sealed
         self.count = 2 * len(self._meshes) ** 2
 

@@ -54,7 +54,8 @@ def probe_direct(
     pairs = (probe_transfers(link, number) for number in range(1, _MEASURED + 1))
     transfers = (first, *chain.from_iterable(pairs))
     payload = payloads[channel_of(next(each for each in transfers if each.source == rank))]
-    zeros = jax.device_put(np.zeros(payload.shape, payload.dtype), placement)
+    zeros = np.zeros(payload.shape, payload.dtype)
+    zeros = jax.device_put(zeros, payload.placed_by(placement))
     jax.block_until_ready((pending, zeros))
     for transfer in transfers:
         identity = TransferIdentity(0, step, transfer)

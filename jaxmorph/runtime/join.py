@@ -19,7 +19,7 @@ from jax._src.clusters import ClusterEnv  # and finds where rank 0 of a job will
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.rank_process import RankArguments
 from jaxmorph.runtime.rendezvous import HostRendezvous, KeyValueStore, Rendezvous, SoleRank
-from jaxmorph.runtime.xla_settings import have_spare_device, limit_collectives, set_up_gpus
+from jaxmorph.runtime.xla_settings import have_cpu_devices, limit_collectives, set_up_gpus
 from jaxmorph.transport.host import address_of_name
 from jaxmorph.transport.secret import inherited_secret, run_secret
 
@@ -31,6 +31,7 @@ def join_run(
     start_timeout_s: float,
     step_timeout_s: float,
     fails_over: bool = False,
+    num_devices: int = 1,
 ) -> Rendezvous:
     """Join a run as one rank.
 
@@ -41,18 +42,19 @@ def join_run(
         start_timeout_s: How long to wait for the other ranks, to appear and in exchanges, until
             `Rendezvous.limit` changes it.
         step_timeout_s: How long a transfer waits for the other end.
-        fails_over: Whether its links may fail and be restored over a spare device.
+        fails_over: Whether its links may fail and be restored over spare devices.
+        num_devices: The rank's own.
 
     Raises:
         UserError: If JAX has no device here, or the run no secret, in one line.
     """
+    has_links = launched is None or launched.num_ranks > 1
+    have_cpu_devices(num_devices, spare=fails_over and has_links)
     if launched is not None and launched.num_ranks == 1:
         own_devices()
         return SoleRank()
     limit_collectives(step_timeout_s)
     set_up_gpus(fails_over=fails_over)
-    if fails_over:
-        have_spare_device()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     start_s = max(1, round(start_timeout_s))
     if launched is None:
@@ -64,7 +66,10 @@ def join_run(
             launched.coordinator,
             launched.num_ranks,
             launched.rank,
-            local_device_ids=[launched.rank],  # of this machine's GPUs, rank k has the k-th
+            # Of this machine's GPUs, rank k has the k-th, or the k-th so many.
+            local_device_ids=[
+                *range(launched.rank * num_devices, (launched.rank + 1) * num_devices)
+            ],
             initialization_timeout=start_s,
             # By default it would listen on all interfaces.
             coordinator_bind_address=launched.coordinator,

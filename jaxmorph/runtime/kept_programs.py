@@ -36,13 +36,14 @@ FOLDER = "compilation_cache"
 
 _log = logging.getLogger(__name__)
 _COMPILATION = "/jax/core/compile/backend_compile_duration"
+_NUM_PARTITIONS = re.compile(r"mhlo.num_partitions = (\d+)")
 _PYTHON_CALL = re.compile(r"@xla_\w*python_\w*callback")  # in a program's text
 _CPU_INFO = Path("/proc/cpuinfo")
 _CPU_LINES = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
 
 
 class KeptPrograms:
-    """The programs of one rank for its first device.
+    """The programs of one rank for its first devices.
 
     Args:
         folder: Where they are; created with the first one. Anyone who can write there can make this
@@ -75,7 +76,7 @@ class KeptPrograms:
                 _unsealed(path.read_bytes()),
                 jax.tree.structure(lowered.args_info),
                 lowered.out_tree,
-                execution_devices=jax.local_devices()[:1],
+                execution_devices=jax.local_devices()[: _num_devices(lowered.as_text())],
             )
         except Exception as error:  # any broken file: the program can be compiled again
             _log.warning("%s: %s: %s; it is compiled again", path, type(error).__name__, error)
@@ -105,6 +106,12 @@ class KeptPrograms:
         takes = str(lowered.args_info)  # with unused arguments, which the text leaves out
         parts = (text, takes, str(lowered.out_tree), *self._platform)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _num_devices(text: str) -> int:
+    """On how many devices a program runs."""
+    found = _NUM_PARTITIONS.search(text)
+    return int(found[1]) if found else 1
 
 
 def _seal(program: bytes) -> bytes:

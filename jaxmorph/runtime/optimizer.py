@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.extend.core import JaxprEqn
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxmorph.errors import UserError
 from jaxmorph.stage.compiling import compiled
@@ -117,13 +118,16 @@ class StageOptimizer:
                 jax.tree.map(jnp.zeros_like, gradients),
             )
 
-        state = jax.eval_shape(transformation.init, params)
-        scale = jnp.ones((), jnp.float32)
-        self._init = jax.jit(transformation.init)
+        of_params = jax.tree.map(lambda leaf: leaf.sharding, params)
+        self._alike = _on_all_devices(jax.tree.leaves(of_params)[0])
+        state, of_state = _placed_state(transformation, params, of_params, self._alike)
+        scale = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._alike)
+        self._init = jax.jit(transformation.init, out_shardings=of_state)
         self._squared_norm = compiled(jax.jit(squared_norm).lower(params))
-        updating = jax.jit(update, donate_argnums=(0, 1, 2))
+        updating = jax.jit(
+            update, donate_argnums=(0, 1, 2), out_shardings=(of_params, of_state, of_params)
+        )
         self._update = compiled(updating.lower(params, state, params, scale))
-        self._device = next(iter(jax.tree.leaves(params)[0].devices()))
 
     def initial_state(self, params: Tree) -> Tree:
         """The state before the first update."""
@@ -140,8 +144,33 @@ class StageOptimizer:
         if not math.isfinite(scale):
             raise ValueError(f"gradients can't be scaled by {scale}")
         return self._update(
-            params, state, gradients, jax.device_put(jnp.float32(scale), self._device)
+            params, state, gradients, jax.device_put(jnp.float32(scale), self._alike)
         )
+
+
+def _placed_state(
+    transformation: optax.GradientTransformation, params: Tree, of_params: Tree, alike: Sharding
+) -> tuple[Tree, Tree]:
+    """The state's shapes and where they lie: what is one for each parameter, as the parameter."""
+    structure = jax.tree.structure(params)
+    is_like_params = lambda node: jax.tree.structure(node) == structure  # noqa: E731
+    state = jax.eval_shape(transformation.init, params)
+    of_state = jax.tree.map(
+        lambda node: of_params if is_like_params(node) else alike, state, is_leaf=is_like_params
+    )
+    placed = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        state,
+        of_state,
+    )
+    return placed, of_state
+
+
+def _on_all_devices(sharding: Sharding) -> Sharding:
+    """Where a number lies that is alike on all devices of an array."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec())
 
 
 def is_matrix(params: Tree) -> Tree:

@@ -6,15 +6,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jaxmorph.copies.backends import PayloadShape, SlotUse
 from jaxmorph.placement import Placement
 from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.program.slots_needed import FIRST_SLOTS
 from jaxmorph.records import Link
-from jaxmorph.stage.activations import sent_activations
+from jaxmorph.stage.activations import Boundary, sent_activations
+from jaxmorph.stage.mesh import TENSOR
 from jaxmorph.stage.model import MicrobatchShapes, PipelineModel
 from jaxmorph.stage.parameters import leaf_at
+from jaxmorph.stage.sharding import partition_specs, spread
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.plane import ChannelSpec
 
@@ -63,30 +66,40 @@ def channel_payloads(
     model: PipelineModel,
     placement: Placement,
     shapes: MicrobatchShapes,
+    num_devices: int = 1,
 ) -> dict[Channel, PayloadShape]:
     """Every channel of a pipeline, with the payload of one message.
 
     Args:
         shapes: The data of one microbatch.
+        num_devices: Those of a stage.
     """
     shape = sent_activations(model, shapes)
-    activation = PayloadShape(shape.shape, shape.dtype)
+    activation = _payload(shape, Boundary(shape, shape, num_devices).spec, num_devices)
     channels: dict[Channel, PayloadShape] = {}
     for (rank, _), (next_rank, _) in placement.hops():
         if rank != next_rank:
             channels[Channel(Payload.ACTIVATION, rank, next_rank)] = activation
             channels[Channel(Payload.GRADIENT, next_rank, rank)] = activation
     first, last = placement.first.rank, placement.last.rank
-    for index, shape in enumerate(_tied_shapes(model) if first != last else ()):
-        channels[Channel(Payload.TIED, first, last, index)] = shape
-        channels[Channel(Payload.TIED, last, first, index)] = shape
+    tied = _tied_payloads(model, num_devices) if first != last else ()
+    for index, payload in enumerate(tied):
+        channels[Channel(Payload.TIED, first, last, index)] = payload
+        channels[Channel(Payload.TIED, last, first, index)] = payload
     return channels
 
 
-def _tied_shapes(model: PipelineModel) -> Sequence[PayloadShape]:
+def _tied_payloads(model: PipelineModel, num_devices: int) -> Sequence[PayloadShape]:
     embed = jax.eval_shape(model.init_embed, jax.random.key(0))
-    leaves = (leaf_at(embed, path) for path, _ in model.tied)
-    return [PayloadShape(leaf.shape, leaf.dtype) for leaf in leaves]
+    specs = spread(partition_specs(model, num_devices)["embed"], embed)
+    pairs = ((leaf_at(embed, path), leaf_at(specs, path)) for path, _ in model.tied)
+    return [_payload(leaf, spec, num_devices) for leaf, spec in pairs]
+
+
+def _payload(array: Any, spec: PartitionSpec, num_devices: int) -> PayloadShape:
+    if TENSOR not in spec:
+        return PayloadShape(array.shape, array.dtype)
+    return PayloadShape(array.shape, array.dtype, num_devices, spec.index(TENSOR))
 
 
 def seal(identity: jax.Array, words: jax.Array) -> jax.Array:

@@ -32,6 +32,7 @@ class StageSettings:
         pace: How long this stage's ops last, each of one chunk; None: as long as they take.
         transfer_timeout_s: How long to wait for a transfer.
         num_chunks: Virtual stages per rank.
+        num_devices: Devices of a rank, over which its parameters are split.
         weights: Where to read stored weights; None: parameters start from `seed`.
         direct: The links that may be on the direct route; None: all of them.
         delegated: The links that may be delegated; programs for both routes are compiled ahead.
@@ -53,6 +54,7 @@ class StageSettings:
     pace: Pace | None = None
     transfer_timeout_s: float = 60.0
     num_chunks: int = 1
+    num_devices: int = 1
     weights: str | None = None
     direct: frozenset[Link] | None = None
     delegated: frozenset[Link] = frozenset()
@@ -94,4 +96,4 @@ class StageSettings:
 
     def payloads(self, model: PipelineModel) -> dict[Channel, PayloadShape]:
         """Every channel of the pipeline, with the payload of one message."""
-        return channel_payloads(model, self.placement, self.shapes)
+        return channel_payloads(model, self.placement, self.shapes, self.num_devices)

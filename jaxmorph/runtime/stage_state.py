@@ -34,7 +34,7 @@ def from_parts(
 
     Args:
         parts: One for each chunk; numpy arrays.
-        params: The expected structure and shapes, as for `optimizer_state`.
+        params: The expected structure and shapes, with shardings, as for `optimizer_state`.
 
     Raises:
         UserError: The parts belong to another model, cut or optimizer, or are no parts.
@@ -106,7 +106,9 @@ def _filled(expected: Tree, found: Tree, what: str) -> Tree:
                 f"the state's {where}: got {got}, expected {wanted}: are the model's code and the "
                 "optimizer what they were?"
             )
-    return jax.tree.map_with_path(lambda path, _: jnp.array(values[_names(path)]), expected)
+    return jax.tree.map_with_path(
+        lambda path, leaf: jax.device_put(jnp.array(values[_names(path)]), leaf.sharding), expected
+    )
 
 
 def _leaves(tree: Tree) -> dict[tuple[str, ...], Any]:

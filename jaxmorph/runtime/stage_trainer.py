@@ -37,6 +37,7 @@ from jaxmorph.stage.build import StagePrograms, build_stage
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.stage.model import Params, PipelineModel, aux_weights_of
 from jaxmorph.stage.parameters import LeafPath, compile_init, read_stage_params
+from jaxmorph.stage.sharding import partition_specs, place_params
 from jaxmorph.stage.stage_functions import StashMemory
 from jaxmorph.transport.plane import DataPlane
 from jaxmorph.transport.several_sidecars import SeveralSidecars
@@ -78,10 +79,11 @@ class StageTrainer:
     ) -> None:
         if alone is not None and settings.direct != frozenset():
             raise ValueError("a stage alone on its mesh can't have direct links")
-        mesh = make_mesh(settings.num_ranks) if alone is None else alone
+        num_ranks, num_devices = settings.num_ranks, settings.num_devices
+        mesh = make_mesh(num_ranks, tensor=num_devices) if alone is None else alone
         submesh = stage_submesh(mesh, rank) if alone is None else alone
         progress.stamp("making or reading its first parameters")
-        self.params = _initial_params(model, settings, rank)
+        self.params = _initial_params(model, settings, rank, submesh)
         self._programs_by_length = _build_programs(model, settings, rank, submesh)
         self._length_index = 0
         progress.stamp("compiling its optimizer")
@@ -347,9 +349,8 @@ class StageTrainer:
 
     @property
     def device(self) -> Any:
-        """The device that the stage computes on."""
-        (device,) = self.executor.placement.device_set
-        return device
+        """The first of the devices that the stage computes on."""
+        return min(self.executor.placement.device_set, key=lambda device: device.id)
 
     @property
     def state(self) -> tuple[Any, ...]:
@@ -363,7 +364,10 @@ class StageTrainer:
             UserError: If the parts don't fit the stage, which then keeps its parameters.
         """
         present = self.params, self._optimizer_state
-        expected = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), present)
+        expected = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
+            present,
+        )
         if isinstance(parts, Sequence) and _forms(tuple(parts)) == _forms(stage_parts(*expected)):
             self._weights = ()  # two copies of the state might not fit on the device
             _delete(present, besides=parts)
@@ -411,15 +415,21 @@ def _delete(tree: Any, besides: Any) -> None:
             leaf.delete()
 
 
-def _initial_params(model: PipelineModel, settings: StageSettings, rank: int) -> Chunks:
+def _initial_params(
+    model: PipelineModel, settings: StageSettings, rank: int, submesh: Mesh
+) -> Chunks:
     if settings.weights is not None:
         initial = partial(read_stage_params, model, settings.weights)
     else:
         initial = _compiled_init(model, settings.seed)
-    return tuple(
+    chunks = (
         initial(settings.layers[stage], stage == 0, settings.is_last(stage))
         for stage in settings.own_stages(rank)
     )
+    if settings.num_devices == 1:
+        return tuple(chunks)
+    specs = partition_specs(model, settings.num_devices)
+    return tuple(place_params(params, specs, submesh) for params in chunks)
 
 
 def _compiled_init(model: PipelineModel, seed: int) -> Callable[[range, bool, bool], Params]:

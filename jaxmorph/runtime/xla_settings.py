@@ -157,18 +157,21 @@ def limit_collectives(timeout_s: float) -> None:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
 
-def have_spare_device() -> None:
-    """Make JAX show a second CPU device, over which failed links can be restored.
+def have_cpu_devices(num_devices: int, *, spare: bool) -> None:
+    """Make JAX show the CPU devices of a stage; a number that the user has set is kept.
 
-    Only `LinkCommunicators` uses it: stages compute on the first device. A number of devices that
-    the user has set is kept.
+    Args:
+        spare: Whether there should be as many again, over which failed links can be restored: only
+            `LinkCommunicators` uses them.
     """
     # XLA gives its thread pools at least one thread per device. Where they would have only one, a
     # second thread would change the speed and the last bits of results.
     given = os.environ.get("NPROC", "")
     threads = int(given) if given.isdecimal() else num_processors()
+    if spare and threads >= 2:
+        num_devices *= 2
     counted = jax.config.values["jax_num_cpu_devices"] >= 0
-    if threads < 2 or counted or _DEVICES_FLAG in os.environ.get("XLA_FLAGS", ""):
+    if num_devices == 1 or counted or _DEVICES_FLAG in os.environ.get("XLA_FLAGS", ""):
         return
     with suppress(RuntimeError):  # JAX has computed something already
-        jax.config.update("jax_num_cpu_devices", 2)
+        jax.config.update("jax_num_cpu_devices", num_devices)

@@ -11,7 +11,8 @@ they would be rounded, and as raw bits they could be a NaN, which a device may c
 gradient. `model_checks` refuses what can't be packed.
 
 Steps may have a few lengths. All messages have the longest's shape, so routes, slots and plans
-don't depend on the length: activations of shorter steps are sent with zeros behind (`Padding`).
+don't depend on the length: activations of shorter steps are sent with zeros behind. Of a stage of
+several devices, each sends another part (`Boundary`).
 """
 
 import math
@@ -24,14 +25,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jaxmorph.errors import UserError
+from jaxmorph.stage.mesh import TENSOR
 from jaxmorph.stage.model import (
     MicrobatchShapes,
     PipelineModel,
     aux_weights_of,
     without_randomness,
 )
+from jaxmorph.stage.sharding import WHOLE
 
 _BITS_OF_A_DIGIT = {7: 8, 10: 8, 23: 16, 52: 16}
 """By a float's bits of mantissa, which must hold a digit."""
@@ -57,26 +61,62 @@ def with_one_activation(
 
 
 @dataclass(frozen=True)
-class Padding:
-    """The activations of steps of one length, as a stage computes them and as they are sent."""
+class Boundary:
+    """The activations of steps of one length, as stages compute them and as they are sent.
+
+    Attributes:
+      computed: on each device of a stage.
+      sent: by all devices of a stage together; each sends a part, if one of the axes can be split.
+      num_shards: the number of devices.
+    """
 
     computed: jax.ShapeDtypeStruct
     sent: jax.ShapeDtypeStruct
+    num_shards: int = 1
 
-    def add(self, array: jax.Array) -> jax.Array:
-        """Returns activations, or their gradient, as they are sent."""
+    @property
+    def spec(self) -> PartitionSpec:
+        """How the sent array is split over a stage's devices."""
+        axis = self._axis
+        return WHOLE if axis is None else PartitionSpec(*([None] * axis), TENSOR)
+
+    @property
+    def own(self) -> jax.ShapeDtypeStruct:
+        """What one device sends."""
+        shape = list(self.sent.shape)
+        if (axis := self._axis) is not None:
+            shape[axis] //= self.num_shards
+        return jax.ShapeDtypeStruct(tuple(shape), self.sent.dtype)
+
+    def to_send(self, array: jax.Array) -> jax.Array:
+        """Returns this device's part of activations, or of their gradient, as they are sent."""
         sizes = zip(self.computed.shape, self.sent.shape, strict=True)
         padding = [(0, sent - computed, 0) for computed, sent in sizes]
-        return lax.pad(array, jnp.zeros((), array.dtype), padding) if self._differs else array
+        if self._differs:
+            array = lax.pad(array, jnp.zeros((), array.dtype), padding)
+        if (axis := self._axis) is None:
+            return array
+        size = self.own.shape[axis]
+        return lax.dynamic_slice_in_dim(array, lax.axis_index(TENSOR) * size, size, axis)
 
-    def remove(self, array: jax.Array) -> jax.Array:
-        """Returns what `add` was given."""
+    def received(self, array: jax.Array) -> jax.Array:
+        """Returns what `to_send` was given, of its results on all devices."""
+        if (axis := self._axis) is not None:
+            array = lax.all_gather(array, TENSOR, axis=axis, tiled=True)
         start = (0,) * len(self.computed.shape)
         return lax.slice(array, start, self.computed.shape) if self._differs else array
 
     @property
     def _differs(self) -> bool:
         return self.computed.shape != self.sent.shape
+
+    @property
+    def _axis(self) -> int | None:
+        """The first axis that can be split: a device's part is then one piece of memory."""
+        if self.num_shards == 1:
+            return None
+        sizes = enumerate(self.sent.shape)
+        return next((axis for axis, size in sizes if size % self.num_shards == 0), None)
 
 
 def sent_activations(model: PipelineModel, shapes: MicrobatchShapes) -> jax.ShapeDtypeStruct:

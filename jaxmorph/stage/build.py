@@ -17,8 +17,9 @@ from jax.typing import ArrayLike
 
 from jaxmorph.progress import progress
 from jaxmorph.stage.compiling import compiled
-from jaxmorph.stage.mesh import DATA
+from jaxmorph.stage.mesh import TENSOR
 from jaxmorph.stage.model import MicrobatchShapes, Params, PipelineModel, Tree
+from jaxmorph.stage.sharding import WHOLE, Specs, is_spec, spread, whole_shape
 from jaxmorph.stage.stage_functions import (
     Arrays,
     StageFunctions,
@@ -27,9 +28,6 @@ from jaxmorph.stage.stage_functions import (
     TracedStage,
     trace_stage,
 )
-
-WHOLE = PartitionSpec()
-BATCH = PartitionSpec(DATA)
 
 OP_KINDS = ("F", "B", "W", "BW")
 """Forward, backward-input, backward-weight, and both backwards in one program."""
@@ -42,8 +40,10 @@ EVALUATE = "evaluate"
 class StagePrograms:
     """One stage's programs, compiled ahead of time; every call dispatches one of them.
 
-    Arrays lie on the stage's submesh. Inputs, targets, extras, activations and output gradients may
-    be numpy arrays; the caller must not write to them afterwards, because a CPU uses them in place.
+    Arrays lie on the stage's submesh; parameters and gradients are split over its devices as
+    `specs` says, activations as the functions' `boundary`. Inputs, targets, extras, activations and
+    output gradients may be numpy arrays; the caller must not write to them afterwards, because a
+    CPU uses them in place.
 
     An op's last result is `done`, a scalar that is ready when the op has run. Waiting on it keeps
     none of the other results alive, and still works when the next op has taken over (donated) the
@@ -51,6 +51,7 @@ class StagePrograms:
 
     Attributes:
       functions: what the programs compute, before compilation.
+      specs: how the parameters are split over the devices.
       compiled: the programs by name: "prepare", "zero", the kinds of op requested, and of a
         stage that `evaluates_apart` "evaluate".
       weight_sources: position of each weight in (*leaves of params, *prepared).
@@ -59,6 +60,7 @@ class StagePrograms:
 
     memory: StashMemory
     functions: StageFunctions
+    specs: Mapping[str, Specs]
     compiled: Mapping[str, Compiled]
     weight_sources: tuple[int, ...]
     passed_on: tuple[int, ...]
@@ -184,7 +186,8 @@ def build_stage(
       kinds: which of `OP_KINDS` to compile; calling another raises KeyError.
 
     Raises:
-      ValueError: an unknown stash policy or kind of op, or a stage of several devices.
+      ValueError: an unknown stash policy or kind of op, or a submesh of several shards of data.
+      UserError: the model can't be split over the submesh's devices.
     """
     _check(submesh, stash, kinds)
     traced = trace_stage(
@@ -195,6 +198,7 @@ def build_stage(
         shapes=shapes,
         length_index=length_index,
         stash=stash,
+        num_shards=submesh.size,
     )
     functions = traced.functions
     names, programs = ["prepare", "zero", *kinds, *([EVALUATE] * functions.evaluates_apart)], {}
@@ -204,59 +208,75 @@ def build_stage(
     return StagePrograms(
         memory=traced.memory,
         functions=functions,
+        specs=traced.specs,
         compiled=programs,
         weight_sources=functions.weight_sources(traced.params),
         passed_on=functions.passed_on,
     )
 
 
+_PER_DEVICE = object()
+"""The layout of an array of each device's own, which may differ and has no meaning as a whole."""
+
+
 @dataclass(frozen=True)
 class _Program:
-    """A function with the shapes and shardings to compile it for."""
+    """A function with the shapes and layouts to compile it for.
+
+    Attributes:
+      argument_layouts: of each argument a tree that is a prefix of it, of `PartitionSpec` and
+        `_PER_DEVICE`; so are those of the result.
+    """
 
     function: Callable
     arguments: tuple[Any, ...]
-    argument_specs: tuple[PartitionSpec, ...]
-    result_specs: Any
+    argument_layouts: tuple[Any, ...]
+    result_layouts: Any
     donated: tuple[int, ...] = ()
 
 
 def _program(name: str, traced: TracedStage) -> _Program:
     functions, weights, stash = traced.functions, traced.weights, traced.stash
-    gradient, sums = traced.gradient, traced.sums
-    gradient_spec = WHOLE if functions.head else BATCH
-    batch_specs, aux_specs = (BATCH,) * len(traced.batch), (WHOLE,) * len(traced.aux)
+    gradient, sums, specs = traced.gradient, traced.sums, traced.specs
+    sent = functions.boundary.spec
+    gradient_spec = WHOLE if functions.head else sent
+    batch_specs = (WHOLE if functions.embed else sent, *(WHOLE for _ in traced.batch[1:]))
+    aux_specs = (WHOLE,) * len(traced.aux)
+    of_params = jax.tree.leaves(spread(specs, traced.params), is_leaf=is_spec)
+    pool = (*of_params, *(_PER_DEVICE for _ in traced.prepared))
+    weight_layouts = tuple(pool[at] for at in functions.weight_sources(traced.params))
     match name:
         case "prepare":
-            return _Program(functions.prepare, (traced.params,), (WHOLE,), WHOLE)
+            return _Program(functions.prepare, (traced.params,), (specs,), _PER_DEVICE)
         case "zero":
-            return _Program(partial(_zeros, sums), (), (), WHOLE)
+            return _Program(partial(_zeros, sums), (), (), specs)
         case "F":
             forward = _with_done(functions.forward)
             extras = functions.with_extras(traced.extras)
             arguments = (weights, *traced.batch, extras, *traced.key_numbers)
-            specs = (WHOLE, *batch_specs, BATCH, *(WHOLE for _ in traced.key_numbers))
-            results = ((gradient_spec, WHOLE, *aux_specs), WHOLE)
-            return _Program(forward, arguments, specs, results)
+            layouts = (weight_layouts, *batch_specs, WHOLE, *(WHOLE for _ in traced.key_numbers))
+            results = ((gradient_spec, _PER_DEVICE, *aux_specs), WHOLE)
+            return _Program(forward, arguments, layouts, results)
         case "evaluate":
             forward = _with_done(functions.evaluate)
             arguments = (traced.params, *traced.batch, traced.extras)
-            specs = (WHOLE, *batch_specs, BATCH)
-            return _Program(forward, arguments, specs, (gradient_spec, WHOLE))
+            layouts = (specs, *batch_specs, WHOLE)
+            return _Program(forward, arguments, layouts, (gradient_spec, WHOLE))
         case "B":
             backward = _with_done(functions.backward_input)
             arguments = (weights, stash, gradient, *traced.aux)
-            specs = (WHOLE, WHOLE, gradient_spec, *aux_specs)
-            return _Program(backward, arguments, specs, ((BATCH, WHOLE), WHOLE))
+            layouts = (weight_layouts, _PER_DEVICE, gradient_spec, *aux_specs)
+            return _Program(backward, arguments, layouts, ((sent, _PER_DEVICE), WHOLE))
         case "W":
             backward = _with_done(functions.backward_weight)
             arguments = (weights, traced.weight_stash, sums)
-            return _Program(backward, arguments, (WHOLE, WHOLE, WHOLE), WHOLE, donated=(2,))
+            layouts = (weight_layouts, _PER_DEVICE, specs)
+            return _Program(backward, arguments, layouts, (specs, WHOLE), donated=(2,))
         case "BW":
             backward = _with_done(functions.backward)
             arguments = (weights, stash, gradient, sums, *traced.aux)
-            specs = (WHOLE, WHOLE, gradient_spec, WHOLE, *aux_specs)
-            return _Program(backward, arguments, specs, ((BATCH, WHOLE), WHOLE), donated=(3,))
+            layouts = (weight_layouts, _PER_DEVICE, gradient_spec, specs, *aux_specs)
+            return _Program(backward, arguments, layouts, ((sent, specs), WHOLE), donated=(3,))
     raise ValueError(f"kinds: got {name!r}, expected some of {', '.join(OP_KINDS)}")
 
 
@@ -266,25 +286,64 @@ def _with_done(function: Callable) -> Callable:
 
 
 def _compile(program: _Program, submesh: Mesh) -> Compiled:
+    num_shards = submesh.size
+    argument_layouts, result_layouts = program.argument_layouts, program.result_layouts
+
+    def of_device(*arguments: Any) -> Any:
+        own = _map_per_device(lambda array: array[0], argument_layouts, arguments)
+        return _map_per_device(lambda array: array[None], result_layouts, program.function(*own))
+
     sharded = jax.shard_map(
-        program.function,
+        program.function if num_shards == 1 else of_device,
         mesh=submesh,
-        in_specs=program.argument_specs,
-        out_specs=program.result_specs,
+        in_specs=_specs(argument_layouts, num_shards),
+        out_specs=_specs(result_layouts, num_shards),
         # The parts are traced equations, without the casts that this check requires.
         check_vma=False,
     )
-    arguments = [
-        _on_mesh(argument, NamedSharding(submesh, spec))
-        for argument, spec in zip(program.arguments, program.argument_specs, strict=True)
-    ]
+    arguments = _on_mesh(program.arguments, argument_layouts, submesh)
     return compiled(jax.jit(sharded, donate_argnums=program.donated).lower(*arguments))
 
 
-def _on_mesh(shapes: Any, sharding: NamedSharding) -> Any:
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes
-    )
+def _is_layout(tree: Any) -> bool:
+    return tree is _PER_DEVICE or is_spec(tree)
+
+
+def _specs(layouts: Any, num_shards: int) -> Any:
+    """Layouts as the specs of arrays; a stack over devices has their own ones."""
+    own = PartitionSpec(TENSOR) if num_shards > 1 else WHOLE
+    as_spec = lambda layout: own if layout is _PER_DEVICE else layout  # noqa: E731
+    return jax.tree.map(as_spec, layouts, is_leaf=_is_layout)
+
+
+def _map_per_device(change: Callable[[Any], Any], layouts: Any, tree: Any) -> Any:
+    """The tree with each array changed that devices have of their own."""
+
+    def below(layout: Any, tree: Any) -> Any:
+        return jax.tree.map(change, tree) if layout is _PER_DEVICE else tree
+
+    return jax.tree.map(below, layouts, tree, is_leaf=_is_layout)
+
+
+def _on_mesh(arguments: tuple[Any, ...], layouts: tuple[Any, ...], submesh: Mesh) -> Any:
+    """The shapes of whole arrays, of one device's, and where they lie."""
+    num_shards = submesh.size
+
+    def whole(layout: Any, spec: PartitionSpec, below: Any) -> Any:
+        sharding = NamedSharding(submesh, spec)
+
+        def of(leaf: Any) -> jax.ShapeDtypeStruct:
+            shape = leaf.shape
+            if layout is not _PER_DEVICE:
+                shape = whole_shape(shape, spec, num_shards)
+            elif num_shards > 1:
+                shape = (num_shards, *shape)
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+        return jax.tree.map(of, below)
+
+    specs = _specs(layouts, num_shards)
+    return jax.tree.map(whole, layouts, specs, arguments, is_leaf=_is_layout)
 
 
 def _zeros(shapes: Params) -> Params:
@@ -292,8 +351,8 @@ def _zeros(shapes: Params) -> Params:
 
 
 def _check(submesh: Mesh, stash: str, kinds: Collection[str]) -> None:
-    if submesh.size != 1:
-        raise ValueError(f"a stage runs on one device, got a submesh of {dict(submesh.shape)}")
+    if submesh.size != submesh.shape[TENSOR]:
+        raise ValueError(f"a stage has one shard of data, got a submesh of {dict(submesh.shape)}")
     if stash not in get_args(StashPolicy):
         raise ValueError(f"stash: got {stash!r}, expected one of {get_args(StashPolicy)}")
     if unknown := set(kinds) - set(OP_KINDS):

@@ -5,7 +5,7 @@ not grow with depth. `trace_stage` finds the shapes of all arguments and results
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial, wraps
 from itertools import islice
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmorph.stage.activations import Padding, sent_activations, with_one_activation
+from jaxmorph.stage.activations import Boundary, sent_activations, with_one_activation
 from jaxmorph.stage.backward import SplitBackward, split_backward
 from jaxmorph.stage.model import (
     NUM_KEY_NUMBERS,
@@ -30,6 +30,7 @@ from jaxmorph.stage.model import (
     without_randomness,
 )
 from jaxmorph.stage.parameters import init_stage_params
+from jaxmorph.stage.sharding import Specs, own_shapes, partition_specs, with_tensor_axis
 
 Arrays = tuple[jax.Array, ...]
 StashPolicy = Literal["full", "recompute"]
@@ -54,7 +55,7 @@ class StageFunctions:
     layer: SplitBackward
     head: SplitBackward | None
     num_layers: int
-    padding: Padding
+    boundary: Boundary
     evaluate: Callable[..., jax.Array]
     takes_extras: bool
     num_aux: int = 0
@@ -137,7 +138,7 @@ class StageFunctions:
         if self.embed:
             x, *embed_stash = self.embed.forward(*embed_weights, *jax.tree.leaves(x), *embed_key)
         else:
-            x = self.padding.remove(x)
+            x = self.boundary.received(x)
         layer_extras = [extras[at] for at in self.layer.extras]
 
         def one_layer(x: jax.Array, xs: Any) -> tuple[jax.Array, Any]:
@@ -153,7 +154,7 @@ class StageFunctions:
             arguments = *jax.tree.leaves(targets), *(extras[at] for at in self.head.extras)
             x, *head_stash = self.head.forward(*head_weights, x, *arguments, *head_key)
         else:
-            x = self.padding.add(x)
+            x = self.boundary.to_send(x)
         stash = (*embed_stash, *shared, *layer_stash, *head_stash)
         return x, stash, *(each.sum(0) for each in aux)
 
@@ -175,7 +176,7 @@ class StageFunctions:
         if self.head:
             gradient, *head_new = self.head.backward_input(*head_weights, *head_stash, gradient)
         else:
-            gradient = self.padding.remove(gradient)
+            gradient = self.boundary.received(gradient)
 
         def one_layer(gradient: jax.Array, xs: Any) -> tuple[jax.Array, list[jax.Array]]:
             weights, stash = xs
@@ -190,7 +191,7 @@ class StageFunctions:
         return self._input_gradient(gradient), (*embed_new, *layer_new, *head_new)
 
     def _input_gradient(self, gradient: jax.Array) -> jax.Array | None:
-        return None if self.embed else self.padding.add(gradient)
+        return None if self.embed else self.boundary.to_send(gradient)
 
     def backward_weight(
         self, weights: Arrays, weight_stash: Arrays, accumulators: Params
@@ -234,7 +235,7 @@ class StageFunctions:
             gradient, *gradients = self.head.backward(*head_weights, *head_stash, gradient)
             sums["head"] = _add(sums["head"], gradients)
         else:
-            gradient = self.padding.remove(gradient)
+            gradient = self.boundary.received(gradient)
 
         def one_layer(carry: Any, xs: Any) -> tuple[Any, None]:
             (gradient, sums), (layer, weights, stash) = carry, xs
@@ -273,20 +274,20 @@ def split_stage(
     model: PipelineModel,
     params: Params,
     shapes: MicrobatchShapes,
-    padding: Padding,
+    boundary: Boundary,
     stash: StashPolicy,
 ) -> StageFunctions:
     """Splits the stage that has these parameters.
 
     Args:
       params: the stage's, as shapes.
-      padding: of the activations that `model.layer` takes and returns.
+      boundary: of the activations that `model.layer` takes and returns.
       stash: "recompute" applies to layers; embedding and head always keep what they need.
     """
     layer_params = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"]
     )
-    activations, extras = padding.computed, shapes.extras
+    activations, extras = boundary.computed, shapes.extras
     embed = head = None
     if "embed" in params:
         embed = split_backward(model.embed, params["embed"], data=(shapes.inputs,))
@@ -306,8 +307,8 @@ def split_stage(
         layer,
         head,
         num_layers,
-        padding,
-        evaluate=partial(_evaluate, model, padding),
+        boundary,
+        evaluate=partial(_evaluate, model, boundary),
         takes_extras=any(map(takes_extras, own)),
         num_aux=len(aux),
     )
@@ -325,13 +326,13 @@ def _with_aux_vector(layer: Callable, names: Sequence[str]) -> Callable:
 
 
 def _evaluate(
-    model: PipelineModel, padding: Padding, params: Params, x: Tree, *targets_and_extras: Tree
+    model: PipelineModel, boundary: Boundary, params: Params, x: Tree, *targets_and_extras: Tree
 ) -> jax.Array:
     *targets, extras = targets_and_extras
-    x = x if "embed" in params else padding.remove(x)
+    x = x if "embed" in params else boundary.received(x)
     x = last_activations(model, params, x, extras)
     if not targets:
-        return padding.add(x)
+        return boundary.to_send(x)
     return without_randomness(model.head, extras)(params["head"], x, *targets)
 
 
@@ -382,7 +383,10 @@ def total_bytes(arrays: Iterable[jax.Array | jax.ShapeDtypeStruct]) -> int:
 class TracedStage:
     """A stage's functions, and the shapes (`jax.ShapeDtypeStruct`) of what they take and return.
 
+    Of several devices, shapes are those of one device's parts.
+
     Attributes:
+      specs: how `params` are split over devices.
       weights: what the ops take in place of `params`.
       prepared: the weights that aren't parameters themselves.
       batch: (inputs or activations; targets, on the last stage).
@@ -397,6 +401,7 @@ class TracedStage:
 
     functions: StageFunctions
     params: Params
+    specs: dict[str, Specs]
     weights: Any
     prepared: Any
     batch: Any
@@ -423,28 +428,37 @@ def trace_stage(
     shapes: MicrobatchShapes,
     length_index: int = 0,
     stash: StashPolicy = "full",
+    num_shards: int = 1,
 ) -> TracedStage:
-    """Traces one stage; the arguments are those of `build_stage`.
+    """Traces one stage of `num_shards` devices; other arguments are those of `build_stage`.
 
     Raises:
+      UserError: the model can't be split over so many devices.
       Exception: whatever the model raises when it is traced.
     """
     key = jax.eval_shape(jax.random.key, 0)
     init = partial(init_stage_params, model, layers=range(num_layers), is_first=is_first)
     params = jax.eval_shape(partial(init, is_last=is_last), key)
+    specs = partition_specs(model, num_shards)
+    params = own_shapes(params, specs, num_shards)
     sent, shapes = sent_activations(model, shapes), shapes.lengths[length_index]
     model, activations = with_one_activation(model, shapes.inputs)
-    functions = split_stage(model, params, shapes, Padding(activations, sent), stash)
-    return _with_shapes(functions, params, shapes)
+    boundary = Boundary(activations, sent, num_shards)
+
+    def trace() -> TracedStage:
+        functions = split_stage(model, params, shapes, boundary, stash)
+        return _with_shapes(functions, params, specs, shapes)
+
+    return with_tensor_axis(num_shards, trace)
 
 
 def _with_shapes(
-    functions: StageFunctions, params: Params, shapes: MicrobatchShapes
+    functions: StageFunctions, params: Params, specs: Mapping[str, Specs], shapes: MicrobatchShapes
 ) -> TracedStage:
     prepared = jax.eval_shape(functions.prepare, params)
     pool = (*jax.tree.leaves(params), *prepared)
     weights = tuple(pool[source] for source in functions.weight_sources(params))
-    first = shapes.inputs if functions.embed else functions.padding.sent
+    first = shapes.inputs if functions.embed else functions.boundary.own
     batch = (first, *((shapes.targets,) if functions.head else ()))
     extras = shapes.extras if functions.takes_extras else {}
     own_extras = functions.with_extras(extras)
@@ -458,6 +472,7 @@ def _with_shapes(
     return TracedStage(
         functions=functions,
         params=params,
+        specs={name: specs[name] for name in params},
         weights=weights,
         prepared=prepared,
         batch=batch,

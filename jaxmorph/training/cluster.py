@@ -56,6 +56,7 @@ def join_cluster(
     start_timeout_s: float,
     step_timeout_s: float,
     fails_over: bool,
+    num_devices: int,
     otherwise: str,
     directory: Path | None,
 ) -> Rendezvous:
@@ -79,6 +80,7 @@ def join_cluster(
             start_timeout_s=start_timeout_s,
             step_timeout_s=step_timeout_s,
             fails_over=fails_over,
+            num_devices=num_devices,
         )
     except ValueError as error:  # what `jax.distributed` raises when it finds no cluster
         raise UserError(

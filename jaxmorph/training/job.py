@@ -97,7 +97,9 @@ def _join(start: RunStart) -> Rendezvous:
     directory = start.directory or Path(config.run.dir)
     start_s, direct_s = config.timeouts.start_s, config.direct_timeout_s
     try:
-        return join_cluster(start_s, direct_s, config.fails_over, otherwise, directory)
+        return join_cluster(
+            start_s, direct_s, config.fails_over, config.parallelism.tensor, otherwise, directory
+        )
     except UserError as error:
         raise UserError(f"--launch: {error}") from error
 

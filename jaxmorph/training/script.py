@@ -20,7 +20,7 @@ from jaxmorph.runtime.join import join_run, rendezvous_of_joined
 from jaxmorph.runtime.launcher import threads_for
 from jaxmorph.runtime.rendezvous import Rendezvous, SoleRank
 from jaxmorph.runtime.watchdog import watch_over
-from jaxmorph.runtime.xla_settings import have_spare_device, have_threads, limit_collectives
+from jaxmorph.runtime.xla_settings import have_cpu_devices, have_threads, limit_collectives
 from jaxmorph.stage.model import MicrobatchShapes, Tree
 from jaxmorph.training.cluster import join_cluster, num_tasks, started_by_cluster
 from jaxmorph.training.own_data import ROWS, cut_tree, parts_of, shapes_of
@@ -55,6 +55,7 @@ def meet(
     direct_timeout_s: float,
     least_threads: int = 1,
     fails_over: bool = False,
+    num_devices: int = 1,
     directory: Path | None = None,
 ) -> Rendezvous:
     """The rendezvous of this script's processes, made on the first call.
@@ -64,7 +65,8 @@ def meet(
 
     Args:
         least_threads: How many threads XLA's pools need, in processes of `jaxmorph launch`.
-        fails_over: Whether links fail over, for which each process needs a spare device.
+        fails_over: Whether links fail over, for which each process needs spare devices.
+        num_devices: Devices of a stage.
         directory: The run's, which keeps the secret of processes that nothing has launched.
 
     Raises:
@@ -76,7 +78,8 @@ def meet(
             "processes no longer wait for it: start the script again"
         )
     if not _met:
-        _met.append(_join(start_timeout_s, direct_timeout_s, least_threads, fails_over, directory))
+        devices = fails_over, num_devices
+        _met.append(_join(start_timeout_s, direct_timeout_s, least_threads, *devices, directory))
     _met[0].limit(start_timeout_s, starts=True)
     return _met[0]
 
@@ -91,24 +94,33 @@ def leave() -> None:
 
 
 def _join(
-    start_s: float, step_s: float, least_threads: int, fails_over: bool, directory: Path | None
+    start_s: float,
+    step_s: float,
+    least_threads: int,
+    fails_over: bool,
+    num_devices: int,
+    directory: Path | None,
 ) -> Rendezvous:
     launched = launch_arguments()
     try:
         if launched is not None:
             have_threads(launched, least_threads)
             return join_run(
-                launched, start_timeout_s=start_s, step_timeout_s=step_s, fails_over=fails_over
+                launched,
+                start_timeout_s=start_s,
+                step_timeout_s=step_s,
+                fails_over=fails_over,
+                num_devices=num_devices,
             )
         if jax.distributed.is_initialized():
             limit_collectives(step_s)
-            if fails_over:
-                have_spare_device()
+            have_cpu_devices(num_devices, spare=fails_over)
             met = rendezvous_of_joined(start_s, partial(run_secret, directory))
         elif started_by_cluster():
             otherwise = "`jaxmorph launch` starts a script's stages here"
-            met = join_cluster(start_s, step_s, fails_over, otherwise, directory)
+            met = join_cluster(start_s, step_s, fails_over, num_devices, otherwise, directory)
         else:
+            have_cpu_devices(num_devices, spare=False)
             return SoleRank()
     except UserError:
         end_on_uncaught_errors()
@@ -188,7 +200,8 @@ def configure(source: Source) -> tuple[Config, Rendezvous]:
     first = check_config(_about_joining(tree), name)
     start_s, direct_s = first.timeouts.start_s, first.direct_timeout_s
     directory = _named_directory(source)
-    rendezvous = meet(start_s, direct_s, threads_for(first), first.fails_over, directory)
+    devices = first.fails_over, first.parallelism.tensor
+    rendezvous = meet(start_s, direct_s, threads_for(first), *devices, directory)
     config = check_config(_with_stages(tree, rendezvous.num_ranks), name)
     stages, processes = config.parallelism.stages, rendezvous.num_ranks
     if stages != processes:

@@ -127,6 +127,7 @@ def _run_rank(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> 
         start_timeout_s=config.timeouts.start_s,
         step_timeout_s=config.direct_timeout_s,
         fails_over=config.fails_over,
+        num_devices=config.parallelism.tensor,
     )
     # As a task of a job. A terminal's Ctrl-C reaches only the launcher.
     with signals_ask(config.checkpoint.stop_within_s, link.stop_asked):

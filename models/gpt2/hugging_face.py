@@ -1,8 +1,9 @@
 """Reads and writes GPT-2's weights in Hugging Face's format.
 
-Every tensor is one of our leaves, unchanged: Hugging Face's matrices are [inputs, outputs] too (its
-Conv1D), and queries, keys and values are one matrix in this order. Names begin with `transformer.`
-in files of the whole model, and do not in those of a model without its head.
+Every tensor is one of our leaves: Hugging Face's matrices are [inputs, outputs] too (its Conv1D),
+and queries, keys and values are one matrix, in this order, where ours has one head after another.
+Names begin with `transformer.` in files of the whole model, and do not in those of a model without
+its head.
 """
 
 import re
@@ -15,6 +16,7 @@ from flax.traverse_util import unflatten_dict
 
 from ..stored_tensors import StoredTensors, write_tensors
 from .config import GPT2Config
+from .model import by_heads, by_kinds
 
 Tree = dict[str, Any]
 
@@ -217,7 +219,8 @@ def _read_layers(
     for leaf in _LAYER:
         array = np.empty((len(layers), *_shape(leaf, config)), np.float32)
         for row, layer in zip(array, layers, strict=True):
-            row[...] = stored.read(_in_layer(prefix, layer, leaf))
+            columns = stored.read(_in_layer(prefix, layer, leaf))
+            row[...] = by_heads(columns, config.num_heads) if _is_qkv(leaf) else columns
         stacked[leaf.path] = array
     return unflatten_dict(stacked)
 
@@ -239,7 +242,9 @@ def _named(config: GPT2Config, layers: range, params: Tree) -> Iterable[tuple[st
     """Yields a stage's leaves by their names in the files, without a tied head's copy."""
     for leaf in _LAYER:
         for row, layer in enumerate(layers):
-            yield _in_layer(_PREFIX, layer, leaf), _at(params["layers"], leaf)[row]
+            array = _at(params["layers"], leaf)[row]
+            columns = by_kinds(array, config.num_heads) if _is_qkv(leaf) else array
+            yield _in_layer(_PREFIX, layer, leaf), columns
     if "embed" in params:
         for leaf in (_TOKEN, _POSITION):
             yield _PREFIX + leaf.name, _at(params["embed"], leaf)
@@ -248,6 +253,10 @@ def _named(config: GPT2Config, layers: range, params: Tree) -> Iterable[tuple[st
             yield _PREFIX + leaf.name, _at(params["head"], leaf)
         if not config.tied:
             yield _OUTPUT.name, _at(params["head"], _OUTPUT)
+
+
+def _is_qkv(leaf: _Leaf) -> bool:
+    return "qkv" in leaf.path
 
 
 def _at(tree: Tree, leaf: _Leaf) -> Any:

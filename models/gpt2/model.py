@@ -7,17 +7,22 @@ a pipeline stage runs some of the blocks, and the first and last stage the ends.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from ..attention import causal_attention
-from ..in_pieces import ModelInPieces, Params
+from ..in_pieces import ModelInPieces, Params, PartitionSpecs
 from ..layers import INIT_SCALE, OutputHead, branch_keys, dropout, residual_scale
+from ..sizes import check_shards
+from ..tensor_axis import AXIS, rows_of, sum_of_shards, to_shards
 from .config import GPT2Config
 
 _EPSILON = 1e-5
+_WHOLE, _ROWS, _COLUMNS = PartitionSpec(), PartitionSpec(AXIS), PartitionSpec(None, AXIS)
 
 
 class Embedding(nnx.Module):
@@ -37,7 +42,7 @@ class Embedding(nnx.Module):
         key: jax.Array | None = None,
     ) -> jax.Array:
         """Returns [B, T, W]; T may be shorter than the learned positions."""
-        token_BTW = self.token[...][tokens_BT]
+        token_BTW = rows_of(self.token[...], tokens_BT)
         rows = slice(tokens_BT.shape[1]) if positions_BT is None else positions_BT
         x_BTW = (token_BTW + self.position[rows]).astype(self._dtype)
         return dropout(x_BTW, self._dropout, key)
@@ -61,51 +66,85 @@ class LayerNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """A matrix product and a bias, in the compute dtype."""
+    """A matrix product and a bias, in the compute dtype.
 
-    def __init__(self, inputs: int, outputs: int, scale: float, config: GPT2Config, rngs: nnx.Rngs):
+    Args:
+      sums_shards: whether the inputs, and so the matrix's rows, are split over devices.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        scale: float,
+        config: GPT2Config,
+        rngs: nnx.Rngs,
+        *,
+        sums_shards: bool = False,
+    ):
         normal = nnx.initializers.normal(scale)
         self.kernel = nnx.Param(normal(rngs.params(), (inputs, outputs)))
         self.bias = nnx.Param(jnp.zeros(outputs))
         self._dtype = jnp.dtype(config.compute_dtype)
+        self._sums_shards = sums_shards
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns [..., outputs] of [..., inputs]."""
         product = x @ self.kernel[...].astype(self._dtype)
+        if self._sums_shards:
+            product = sum_of_shards(product)
         # Added in float32 so that the bias's gradient is summed in float32 too.
         return (product.astype(jnp.float32) + self.bias[...]).astype(self._dtype)
+
+
+def by_heads(columns: Any, num_heads: int) -> Any:
+    """Columns [..., 3 * W] of all queries, all keys, all values as those of one head after another.
+
+    So the parts into which columns are split over devices have whole heads.
+    """
+    return _turned(columns, 3, num_heads)
+
+
+def by_kinds(columns: Any, num_heads: int) -> Any:
+    """Returns what `by_heads` was given."""
+    return _turned(columns, num_heads, 3)
+
+
+def _turned(columns: Any, outer: int, inner: int) -> Any:
+    split = columns.reshape(*columns.shape[:-1], outer, inner, -1)
+    return split.swapaxes(-3, -2).reshape(columns.shape)
 
 
 class Attention(nnx.Module):
     """Causal self-attention."""
 
     def __init__(self, config: GPT2Config, rngs: nnx.Rngs):
-        self.qkv = Linear(config.width, 3 * config.width, INIT_SCALE, config, rngs)
-        self.out = Linear(
-            config.width, config.width, residual_scale(config.num_layers), config, rngs
-        )
-        self._num_heads = config.num_heads
+        width, scale = config.width, residual_scale(config.num_layers)
+        self.qkv = Linear(width, 3 * width, INIT_SCALE, config, rngs)
+        self.qkv.kernel = nnx.Param(by_heads(self.qkv.kernel[...], config.num_heads))
+        self.out = Linear(width, width, scale, config, rngs, sums_shards=True)
+        self._head_width = width // config.num_heads
         self._implementation = config.attention
 
     def __call__(self, x_BTW: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
         """Returns [B, T, W]; attends within segments."""
-        B, T, W = x_BTW.shape
-        qkv_BTSHK = self.qkv(x_BTW).reshape(B, T, 3, self._num_heads, W // self._num_heads)
-        q_BHTK, k_BHTK, v_BHTK = (qkv_BTSHK[:, :, i].swapaxes(1, 2) for i in range(3))
+        B, T, _ = x_BTW.shape
+        qkv_BTHSK = self.qkv(to_shards(x_BTW)).reshape(B, T, -1, 3, self._head_width)
+        q_BHTK, k_BHTK, v_BHTK = (qkv_BTHSK[:, :, :, i].swapaxes(1, 2) for i in range(3))
         context_BHTK = causal_attention(q_BHTK, k_BHTK, v_BHTK, self._implementation, segments_BT)
-        return self.out(context_BHTK.swapaxes(1, 2).reshape(B, T, W))
+        return self.out(context_BHTK.swapaxes(1, 2).reshape(B, T, -1))
 
 
 class Block(nnx.Module):
     """One layer: attention, then an MLP, each on the normalised residual stream."""
 
     def __init__(self, config: GPT2Config, rngs: nnx.Rngs):
-        width = config.width
+        width, scale = config.width, residual_scale(config.num_layers)
         self.attention_norm = LayerNorm(width)
         self.attention = Attention(config, rngs)
         self.mlp_norm = LayerNorm(width)
         self.expand = Linear(width, 4 * width, INIT_SCALE, config, rngs)
-        self.contract = Linear(4 * width, width, residual_scale(config.num_layers), config, rngs)
+        self.contract = Linear(4 * width, width, scale, config, rngs, sums_shards=True)
         self._dropout = config.dropout
 
     def __call__(
@@ -118,7 +157,8 @@ class Block(nnx.Module):
         attention_key, mlp_key = branch_keys(key)
         added_BTW = self.attention(self.attention_norm(x_BTW), segments_BT)
         x_BTW = x_BTW + dropout(added_BTW, self._dropout, attention_key)
-        hidden_BTM = jax.nn.gelu(self.expand(self.mlp_norm(x_BTW)), approximate=True)
+        normal_BTW = to_shards(self.mlp_norm(x_BTW))
+        hidden_BTM = jax.nn.gelu(self.expand(normal_BTW), approximate=True)
         return x_BTW + dropout(self.contract(hidden_BTM), self._dropout, mlp_key)
 
 
@@ -129,6 +169,22 @@ class Head(OutputHead):
         super().__init__(config, LayerNorm(config.width), rngs)
 
 
+_SPECS: PartitionSpecs = {
+    "embed": {"token": _ROWS, "position": _WHOLE},
+    "layer": {
+        "attention_norm": _WHOLE,
+        "attention": {
+            "qkv": {"kernel": _COLUMNS, "bias": _ROWS},
+            "out": {"kernel": _ROWS, "bias": _WHOLE},
+        },
+        "mlp_norm": _WHOLE,
+        "expand": {"kernel": _COLUMNS, "bias": _ROWS},
+        "contract": {"kernel": _ROWS, "bias": _WHOLE},
+    },
+    "head": {"norm": _WHOLE, "token": _ROWS},
+}
+
+
 class GPT2(ModelInPieces):
     """GPT-2 as pure functions that a pipeline can cut, with Hugging Face's weights."""
 
@@ -136,6 +192,15 @@ class GPT2(ModelInPieces):
 
     def __init__(self, config: GPT2Config):
         super().__init__(config, Embedding, Block, Head, tied=config.tied)
+
+    def partition_specs(self, num_shards: int) -> PartitionSpecs:
+        """Returns how parameters are split over so many devices.
+
+        Raises:
+          ValueError: a size is no multiple of their number.
+        """
+        check_shards(self.config, ("vocab_size", "num_heads"), num_shards)
+        return _SPECS
 
     def read_weights(self, path: str, layers: range, is_first: bool, is_last: bool) -> Params:
         """Returns a stage's parameters: see `hugging_face.read_weights`."""

@@ -65,6 +65,11 @@ class LlamaConfig:
         return self.width // self.num_heads
 
     @property
+    def heads_in_group(self) -> int:
+        """How many heads of queries share keys and values."""
+        return self.num_heads // self.num_key_value_heads
+
+    @property
     def key_value_width(self) -> int:
         """The width of all keys of one position, and of all values."""
         return self.num_key_value_heads * self.head_width

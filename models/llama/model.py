@@ -9,13 +9,17 @@ normalisation, rotation, the softmax and the loss are in float32.
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from ..attention import causal_attention
-from ..in_pieces import ModelInPieces
+from ..in_pieces import ModelInPieces, PartitionSpecs
 from ..layers import INIT_SCALE, OutputHead, branch_keys, dropout, residual_scale
+from ..sizes import check_shards
+from ..tensor_axis import AXIS, rows_of, sum_of_shards, to_shards
 from .config import LlamaConfig
 
 _EPSILON = 1e-5
+_WHOLE, _ROWS, _COLUMNS = PartitionSpec(), PartitionSpec(AXIS), PartitionSpec(None, AXIS)
 
 
 class Embedding(nnx.Module):
@@ -37,7 +41,8 @@ class Embedding(nnx.Module):
         # Nor do the blocks need those of packed documents: a score depends on the difference of
         # two positions (see `rotate`), which is the same counted from the document's start.
         del positions_BT
-        return dropout(self.token[...][tokens_BT].astype(self._dtype), self._dropout, key)
+        x_BTW = rows_of(self.token[...], tokens_BT).astype(self._dtype)
+        return dropout(x_BTW, self._dropout, key)
 
 
 class RMSNorm(nnx.Module):
@@ -55,42 +60,67 @@ class RMSNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """A matrix product in the compute dtype, without a bias."""
+    """A matrix product in the compute dtype, without a bias.
+
+    Args:
+      sums_shards: whether the inputs, and so the matrix's rows, are split over devices.
+    """
 
     def __init__(
-        self, inputs: int, outputs: int, scale: float, config: LlamaConfig, rngs: nnx.Rngs
+        self,
+        inputs: int,
+        outputs: int,
+        scale: float,
+        config: LlamaConfig,
+        rngs: nnx.Rngs,
+        *,
+        sums_shards: bool = False,
     ):
         normal = nnx.initializers.normal(scale)
         self.kernel = nnx.Param(normal(rngs.params(), (inputs, outputs)))
         self._dtype = jnp.dtype(config.compute_dtype)
+        self._sums_shards = sums_shards
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps [..., inputs] to [..., outputs]."""
-        return x @ self.kernel[...].astype(self._dtype)
+        """Maps [..., inputs] to [..., outputs], where the kernel may have several axes of these."""
+        kernel = self.kernel[...].astype(self._dtype)
+        product = x @ kernel.reshape(len(kernel), -1)
+        return sum_of_shards(product) if self._sums_shards else product
+
+
+def by_groups(columns: jax.Array, config: LlamaConfig) -> jax.Array:
+    """Columns of all queries, all keys, all values as those of one group of heads after another.
+
+    So the parts into which columns are split over devices have whole groups.
+    """
+    width, groups = config.width, config.num_key_value_heads
+    parts = jnp.split(columns, (width, width + config.key_value_width), -1)
+    grouped = [part.reshape(*part.shape[:-1], groups, -1) for part in parts]
+    return jnp.concatenate(grouped, -1).reshape(columns.shape)
 
 
 class Attention(nnx.Module):
     """Causal self-attention in which groups of query heads share keys and values."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
-        width, key_value_width = config.width, config.key_value_width
-        # One product for queries, keys and values, in this order.
-        self.qkv = Linear(width, width + 2 * key_value_width, INIT_SCALE, config, rngs)
-        self.out = Linear(width, width, residual_scale(config.num_layers), config, rngs)
+        width, scale = config.width, residual_scale(config.num_layers)
+        self.qkv = Linear(width, width + 2 * config.key_value_width, INIT_SCALE, config, rngs)
+        self.qkv.kernel = nnx.Param(by_groups(self.qkv.kernel[...], config))
+        self.out = Linear(width, width, scale, config, rngs, sums_shards=True)
         self._config = config
 
     def __call__(self, x_BTW: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
         """Returns [B, T, W]; attends within segments."""
         config = self._config
-        width, key_value_width = config.width, config.key_value_width
-        parts = jnp.split(self.qkv(x_BTW), (width, width + key_value_width), -1)
-        q_BHTK, k_BGTK, v_BGTK = (_heads(part, config.head_width) for part in parts)
+        (B, T, _), K, R = x_BTW.shape, config.head_width, config.heads_in_group
+        qkv_BTGJK = self.qkv(to_shards(x_BTW)).reshape(B, T, -1, R + 2, K)
+        parts = jnp.split(qkv_BTGJK, (R, R + 1), 3)
+        q_BHTK, k_BGTK, v_BGTK = (part.reshape(B, T, -1, K).swapaxes(1, 2) for part in parts)
         q_BHTK, k_BGTK = (rotate(heads, config.rotary_base) for heads in (q_BHTK, k_BGTK))
-        B, G, T, K = k_BGTK.shape
-        q_BGRTK = q_BHTK.reshape(B, G, -1, T, K)
+        q_BGRTK = q_BHTK.reshape(B, -1, R, T, K)
         context_BGRTK = causal_attention(q_BGRTK, k_BGTK, v_BGTK, config.attention, segments_BT)
         context_BHTK = context_BGRTK.reshape(q_BHTK.shape)
-        return self.out(context_BHTK.swapaxes(1, 2).reshape(x_BTW.shape))
+        return self.out(context_BHTK.swapaxes(1, 2).reshape(B, T, -1))
 
 
 class Block(nnx.Module):
@@ -101,9 +131,11 @@ class Block(nnx.Module):
         self.attention_norm = RMSNorm(width)
         self.attention = Attention(config, rngs)
         self.mlp_norm = RMSNorm(width)
-        # One product for the gate and the gated values, in this order.
+        # One product for the gate and the gated values, in this order: [W, 2, M].
         self.expand = Linear(width, 2 * hidden, INIT_SCALE, config, rngs)
-        self.contract = Linear(hidden, width, residual_scale(config.num_layers), config, rngs)
+        self.expand.kernel = nnx.Param(self.expand.kernel[...].reshape(width, 2, hidden))
+        scale = residual_scale(config.num_layers)
+        self.contract = Linear(hidden, width, scale, config, rngs, sums_shards=True)
         self._dropout = config.dropout
 
     def __call__(
@@ -116,7 +148,8 @@ class Block(nnx.Module):
         attention_key, mlp_key = branch_keys(key)
         added_BTW = self.attention(self.attention_norm(x_BTW), segments_BT)
         x_BTW = x_BTW + dropout(added_BTW, self._dropout, attention_key)
-        gate_BTM, hidden_BTM = jnp.split(self.expand(self.mlp_norm(x_BTW)), 2, -1)
+        normal_BTW = to_shards(self.mlp_norm(x_BTW))
+        gate_BTM, hidden_BTM = jnp.split(self.expand(normal_BTW), 2, -1)
         added_BTW = self.contract(jax.nn.silu(gate_BTM) * hidden_BTM)
         return x_BTW + dropout(added_BTW, self._dropout, mlp_key)
 
@@ -126,11 +159,6 @@ class Head(OutputHead):
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
         super().__init__(config, RMSNorm(config.width), rngs)
-
-
-def _heads(x_BTU: jax.Array, head_width: int) -> jax.Array:
-    B, T, _ = x_BTU.shape
-    return x_BTU.reshape(B, T, -1, head_width).swapaxes(1, 2)
 
 
 def rotate(x_BNTK: jax.Array, base: float) -> jax.Array:
@@ -155,6 +183,19 @@ def rotate(x_BNTK: jax.Array, base: float) -> jax.Array:
     return jnp.concatenate(turned, -1).astype(x_BNTK.dtype)
 
 
+_SPECS: PartitionSpecs = {
+    "embed": {"token": _ROWS},
+    "layer": {
+        "attention_norm": _WHOLE,
+        "attention": {"qkv": {"kernel": _COLUMNS}, "out": {"kernel": _ROWS}},
+        "mlp_norm": _WHOLE,
+        "expand": {"kernel": PartitionSpec(None, None, AXIS)},
+        "contract": {"kernel": _ROWS},
+    },
+    "head": {"norm": _WHOLE, "token": _ROWS},
+}
+
+
 class Llama(ModelInPieces):
     """Llama as pure functions that a pipeline can cut."""
 
@@ -162,3 +203,12 @@ class Llama(ModelInPieces):
 
     def __init__(self, config: LlamaConfig):
         super().__init__(config, Embedding, Block, Head, tied=config.tied)
+
+    def partition_specs(self, num_shards: int) -> PartitionSpecs:
+        """Returns how parameters are split over so many devices.
+
+        Raises:
+          ValueError: a size is no multiple of their number.
+        """
+        check_shards(self.config, ("vocab_size", "num_key_value_heads", "hidden_width"), num_shards)
+        return _SPECS

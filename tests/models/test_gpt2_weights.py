@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxmorph.models.gpt2 import build
+from jaxmorph.models.gpt2.model import by_heads
 from jaxmorph.models.stored_tensors import StoredTensors
 from jaxmorph.stage.model import cut_layers, model_logits
 
@@ -204,7 +205,8 @@ def test_files_in_half_precision_become_float32(tmp_path):
     save_file(half, tmp_path / "model.safetensors")
     got = read_whole(model_of(), tmp_path)
     assert {leaf.dtype for leaf in jax.tree.leaves(got)} == {np.dtype("float32")}
-    expected = half["transformer.h.1.attn.c_attn.weight"].astype(np.float32)
+    columns = half["transformer.h.1.attn.c_attn.weight"].astype(np.float32)
+    expected = by_heads(columns, HEADS)
     np.testing.assert_array_equal(got["layers"]["attention"]["qkv"]["kernel"][1], expected)
 
 

@@ -150,22 +150,24 @@ def llama_params(reference):
     theirs = {name: array.numpy() for name, array in reference.state_dict().items()}
 
     def layer(number):
-        def kernel(*names):
-            parts = [theirs[f"model.layers.{number}.{name}_proj.weight"].T for name in names]
-            return {"kernel": np.concatenate(parts, axis=1)}
+        def matrix(name):
+            return theirs[f"model.layers.{number}.{name}_proj.weight"].T
 
         def scale(name):
             return {"scale": theirs[f"model.layers.{number}.{name}_layernorm.weight"]}
 
+        q, k, v = (matrix(f"self_attn.{name}") for name in "qkv")
+        num_groups = reference.config.num_key_value_heads
+        groups = [part.reshape(len(part), num_groups, -1) for part in (q, k, v)]
         return {
             "attention_norm": scale("input"),
             "attention": {
-                "qkv": kernel("self_attn.q", "self_attn.k", "self_attn.v"),
-                "out": kernel("self_attn.o"),
+                "qkv": {"kernel": np.concatenate(groups, axis=-1).reshape(len(q), -1)},
+                "out": {"kernel": matrix("self_attn.o")},
             },
             "mlp_norm": scale("post_attention"),
-            "expand": kernel("mlp.gate", "mlp.up"),
-            "contract": kernel("mlp.down"),
+            "expand": {"kernel": np.stack([matrix("mlp.gate"), matrix("mlp.up")], axis=1)},
+            "contract": {"kernel": matrix("mlp.down")},
         }
 
     layers = [layer(number) for number in range(reference.config.num_hidden_layers)]

@@ -47,9 +47,10 @@ def by_hand(params, x, base):
     def norm(p, x):
         return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + 1e-5) * p["scale"]
 
-    kernel = p["attention"]["qkv"]["kernel"]
-    ends = WIDTH, WIDTH + GROUPS * each
-    q, k, v = (norm(p["attention_norm"], x) @ part for part in np.split(kernel, ends, axis=1))
+    grouped = p["attention"]["qkv"]["kernel"].reshape(WIDTH, GROUPS, -1)
+    ends = WIDTH // GROUPS, WIDTH // GROUPS + each
+    parts = [part.reshape(WIDTH, -1) for part in np.split(grouped, ends, axis=2)]
+    q, k, v = (norm(p["attention_norm"], x) @ part for part in parts)
     context = np.zeros_like(x)
     for b, head in np.ndindex(x.shape[0], HEADS):
         group, own = head // (HEADS // GROUPS), slice(head * each, (head + 1) * each)
@@ -60,7 +61,8 @@ def by_hand(params, x, base):
             weights = np.exp(scores - scores.max())
             context[b, t, own] = weights / weights.sum() @ v[b, : t + 1, shared]
     x = x + context @ p["attention"]["out"]["kernel"]
-    gate, hidden = np.split(norm(p["mlp_norm"], x) @ p["expand"]["kernel"], 2, axis=-1)
+    expand = p["expand"]["kernel"].reshape(WIDTH, -1)
+    gate, hidden = np.split(norm(p["mlp_norm"], x) @ expand, 2, axis=-1)
     return x + (gate / (1 + np.exp(-gate)) * hidden) @ p["contract"]["kernel"]
 
 

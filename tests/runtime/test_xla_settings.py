@@ -9,7 +9,7 @@ from jaxmorph.records import Link
 from jaxmorph.runtime import xla_settings
 from jaxmorph.runtime.xla_settings import (
     gpu_settings,
-    have_spare_device,
+    have_cpu_devices,
     set_up_gpus,
     settings_in_force,
     unknown_flags,
@@ -99,5 +99,5 @@ def test_a_spare_device_needs_a_second_thread(monkeypatch, threads, flags, devic
     monkeypatch.setenv("NPROC", threads)
     monkeypatch.setenv("XLA_FLAGS", flags)
     monkeypatch.setattr(jax.config, "update", updated.__setitem__)
-    have_spare_device()
+    have_cpu_devices(1, spare=True)
     assert updated.get("jax_num_cpu_devices") == devices

@@ -21,7 +21,7 @@ class Pipeline:
         sums = [stage.zero_accumulators() for stage in self.stages]
         loss = 0
         for batch in zip(tokens, targets, strict=True):
-            (x, one_targets), stashes = jax.device_put(batch), []
+            (x, one_targets), stashes = batch, []
             for stage, weights in zip(self.stages, self.weights, strict=True):
                 is_last = stage is self.stages[-1]
                 x, stash, *_ = stage.forward(weights, x, one_targets if is_last else None)

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmorph.models import attention, gpt2, llama
-from jaxmorph.stage.activations import Padding
+from jaxmorph.stage.activations import Boundary
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.stage.model import MicrobatchShapes
 from jaxmorph.stage.stage_functions import StashPolicy, split_stage, total_bytes
@@ -55,7 +55,7 @@ def split(model, stash: StashPolicy = "full", extras=None):
     params = {"layers": jax.tree.map(stack, layer)}
     shapes = replace(MicrobatchShapes.of_text(BATCH, LENGTH), extras=extras or {})
     x = jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), jnp.bfloat16)
-    return split_stage(model, params, shapes, Padding(x, x), stash), params, x
+    return split_stage(model, params, shapes, Boundary(x, x), stash), params, x
 
 
 def shapes_of(functions, params, x, extras=()):

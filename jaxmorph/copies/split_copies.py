@@ -1,0 +1,223 @@
+"""Copies of payloads that the devices of a stage share: each device's part by itself.
+
+A message has the parts one after another, in the order of the devices, in one slot (or in several,
+where a payload is longer than a slot). No device gathers the others' parts. Payloads that all
+devices have alike are copied from the first, and to all.
+"""
+
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+
+from jaxmorph.copies.backends import (
+    Arrival,
+    Copy,
+    Receive,
+    ReceiveBackend,
+    SendBackend,
+    SlotUse,
+    Ticket,
+    is_ready,
+)
+from jaxmorph.transport.plane import IncomingSlot, OutgoingSlot
+
+
+class SplitSend:
+    """Copies each device's part of a payload into its place in a slot.
+
+    Args:
+        each: Copies the part of one device.
+    """
+
+    def __init__(self, each: SendBackend) -> None:
+        self.name = each.name
+        self._each = each
+
+    def compile(self, use: SlotUse, placement: Sharding) -> Copy:
+        """The copy function for payloads of one shape, kept on several devices."""
+        uses = list(_uses(use, placement))
+        copies = [self._each.compile(own, place) for own, place in uses]
+        return partial(_copy_parts, copies, uses[0][0].num_elements)
+
+
+def _uses(use: SlotUse, placement: Sharding) -> Iterator[tuple[SlotUse, Sharding]]:
+    """What each device that takes part copies, and where it lies."""
+    devices = _devices(placement)
+    part = use.payload.part
+    elements = min(use.part_elements, math.prod(part.shape))
+    for device in devices[: use.payload.num_parts]:
+        yield SlotUse(part, elements), SingleDeviceSharding(device)
+
+
+def _devices(placement: Sharding) -> list[Any]:
+    """A stage's devices, in the order of their parts."""
+    if not isinstance(placement, NamedSharding) or not isinstance(placement.mesh, Mesh):
+        raise ValueError(f"got arrays at {placement}, expected them on a stage's mesh")
+    return list(placement.mesh.devices.flat)
+
+
+def _copy_parts(
+    copies: Sequence[Copy],
+    num_elements: int,
+    value: jax.Array,
+    part: range,
+    slot: OutgoingSlot,
+    tag: Sequence[int],
+) -> "Tickets":
+    by_device = {shard.device: shard.data for shard in value.addressable_shards}
+    arrays = [by_device[device] for device in _devices(value.sharding)][: len(copies)]
+    if len(part) <= num_elements:  # it lies within the part of one device
+        device, start = divmod(part.start, num_elements)
+        own = range(start, start + len(part))
+        return Tickets([copies[device](arrays[device], own, slot, tag)])
+    shared = _SharedSlot(slot, len(copies))
+    pieces = [shared.piece(at) for at in range(len(copies))]
+    whole = range(num_elements)
+    together = zip(copies, arrays, pieces, strict=True)
+    return Tickets([copy(array, whole, piece, tag) for copy, array, piece in together])
+
+
+class Tickets:
+    """The tickets of copies of one message, as one."""
+
+    def __init__(self, each: Sequence[Ticket | jax.Array]) -> None:
+        self._each = each
+
+    def is_ready(self) -> bool:
+        """Whether all copies have finished or failed."""
+        return all(map(is_ready, self._each))
+
+    def block_until_ready(self) -> "Tickets":
+        """Wait for all copies; raises the error of one that failed."""
+        for ticket in self._each:
+            jax.block_until_ready(ticket)
+        return self
+
+
+class _SharedSlot:
+    """A slot that devices fill together; the message is posted when all have.
+
+    Any thread calls `filled`. Lock: the count.
+    """
+
+    def __init__(self, slot: OutgoingSlot, num_pieces: int) -> None:
+        self._slot, self._num_pieces = slot, num_pieces
+        self._filled = 0
+        self._lock = threading.Lock()
+
+    def piece(self, at: int) -> Any:
+        """The place of one device's part; of an `OutgoingSlot` it has what copies use."""
+        return _Piece(self, self._slot, len(self._slot.payload) // self._num_pieces, at)
+
+    def filled(self, tag: Sequence[int]) -> None:
+        """One of the pieces is filled."""
+        with self._lock:
+            self._filled += 1
+            is_last = self._filled == self._num_pieces
+        if is_last:
+            self._slot.post(len(self._slot.payload), tag)
+            self._slot.complete()
+
+
+class _Piece:
+    """A piece of an outgoing slot."""
+
+    def __init__(self, shared: _SharedSlot, slot: OutgoingSlot, num_bytes: int, at: int) -> None:
+        self._shared = shared
+        self._tag: Sequence[int] = ()
+        self.sequence, self.address = slot.sequence, slot.address + at * num_bytes
+        self.payload = slot.payload[at * num_bytes : (at + 1) * num_bytes]
+
+    def post(self, num_bytes: int, tag: Sequence[int]) -> None:
+        """Keep the tag for the message as a whole."""
+        del num_bytes
+        self._tag = tag
+
+    def complete(self) -> None:
+        """The piece is filled."""
+        self._shared.filled(self._tag)
+
+
+class SplitReceive:
+    """Copies each device's part of a message out of its place in a slot.
+
+    Args:
+        each: Copies the part of one device.
+    """
+
+    def __init__(self, each: ReceiveBackend) -> None:
+        self.name = each.name
+        self._each = each
+
+    def compile(self, use: SlotUse, placement: Sharding) -> Receive:
+        """The receive function for payloads of one shape, delivered to several devices."""
+        receives = [self._each.compile(own, place) for own, place in _uses(use, placement)]
+        return partial(_SplitArrival, use, placement, receives)
+
+    def settle(self) -> None:
+        """Wait until every slot has been released."""
+        self._each.settle()
+
+
+class _SplitArrival:
+    def __init__(self, use: SlotUse, placement: Sharding, receives: Sequence[Receive]) -> None:
+        self._use, self._placement = use, placement
+        self._arrivals: list[Arrival] = [receive() for receive in receives]
+        self._num_elements = use.num_elements // len(receives)
+
+    def add(self, part: range, slot: IncomingSlot) -> None:
+        """Copy a part out of its slot, or the parts of all devices."""
+        if len(part) <= self._num_elements:
+            device, start = divmod(part.start, self._num_elements)
+            self._arrivals[device].add(range(start, start + len(part)), slot)
+            return
+        shared = _SharedIncoming(slot, len(self._arrivals))
+        for at, arrival in enumerate(self._arrivals):
+            arrival.add(range(self._num_elements), shared.piece(at))
+
+    def value(self) -> jax.Array:
+        """The payload, on all devices."""
+        payload = self._use.payload
+        if payload.num_parts == 1:
+            return jax.device_put(self._arrivals[0].value(), self._placement)
+        pairs = zip(self._arrivals, _devices(self._placement), strict=True)
+        parts = [jax.device_put(arrival.value(), device) for arrival, device in pairs]
+        sharding = payload.placed_by(self._placement)
+        return jax.make_array_from_single_device_arrays(payload.shape, sharding, parts)
+
+
+class _SharedIncoming:
+    """A slot that is released once every device has its part. Lock: the count."""
+
+    def __init__(self, slot: IncomingSlot, num_pieces: int) -> None:
+        self._slot, self._left, self._num_pieces = slot, num_pieces, num_pieces
+        self._lock = threading.Lock()
+
+    def piece(self, at: int) -> Any:
+        """One device's part; of an `IncomingSlot` it has what copies use."""
+        return _IncomingPiece(self, self._slot, len(self._slot.payload) // self._num_pieces, at)
+
+    def released(self) -> None:
+        """One of the pieces has been read."""
+        with self._lock:
+            self._left -= 1
+            is_last = not self._left
+        if is_last:
+            self._slot.release()
+
+
+class _IncomingPiece:
+    def __init__(
+        self, shared: _SharedIncoming, slot: IncomingSlot, num_bytes: int, at: int
+    ) -> None:
+        self._shared = shared
+        self.payload = slot.payload[at * num_bytes : (at + 1) * num_bytes]
+        self.sequence = slot.sequence
+
+    def release(self) -> None:
+        self._shared.released()

@@ -1,0 +1,130 @@
+"""How a stage's arrays lie on its devices, which are the mesh's axis "tensor".
+
+A model says how its parameters are split (`partition_specs`), and its functions run on each device
+with that device's parts. Activations are alike on all devices while a stage computes them.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeGuard, TypeVar
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxmorph.errors import UserError
+from jaxmorph.stage.mesh import TENSOR
+from jaxmorph.stage.model import Params, PipelineModel
+
+WHOLE = PartitionSpec()
+"""An array that is alike on all devices."""
+
+Specs = Any
+"""A `PartitionSpec`, or a tree of them: each is for all arrays below it."""
+
+Result = TypeVar("Result")
+
+
+class SplitsParameters(PipelineModel, Protocol):
+    """A model whose parameters can be split over the devices of a stage."""
+
+    def partition_specs(self, num_shards: int) -> Mapping[str, Specs]:
+        """Returns how the parameters of "embed", of one "layer" and of "head" are split.
+
+        A spec names the axis "tensor" where the parameter is split. The functions then get parts of
+        these, and find the others' by collectives such as `lax.psum` over "tensor".
+
+        Raises:
+          ValueError: they can't be split so; one line.
+        """
+        ...
+
+
+def partition_specs(model: PipelineModel, num_shards: int) -> dict[str, Specs]:
+    """Returns how the parameters of a stage are split: of "embed", "layers", and "head".
+
+    Raises:
+      UserError: the model can't be split over so many devices.
+    """
+    names = "embed", "layers", "head"
+    if num_shards == 1:
+        return dict.fromkeys(names, WHOLE)
+    if not _splits(model):
+        raise UserError(
+            f"parallelism.tensor: got {num_shards}, but the model {type(model).__name__} has no "
+            "partition_specs, expected one that says how its parameters are split, or 1"
+        )
+    try:
+        specs = model.partition_specs(num_shards)
+    except ValueError as error:
+        raise UserError(f"parallelism.tensor: got {num_shards}: model.{error}") from error
+    layer = jax.tree.map(lambda spec: PartitionSpec(None, *spec), specs["layer"], is_leaf=is_spec)
+    return dict(zip(names, (specs["embed"], layer, specs["head"]), strict=True))
+
+
+def _splits(model: PipelineModel) -> TypeGuard[SplitsParameters]:
+    return hasattr(model, "partition_specs")
+
+
+def is_spec(tree: Any) -> bool:
+    """Whether a tree is a single spec."""
+    return isinstance(tree, PartitionSpec)
+
+
+def own_shapes(params: Params, specs: Mapping[str, Specs], num_shards: int) -> Params:
+    """Returns the shapes of one device's parts of parameters.
+
+    Raises:
+      UserError: an axis can't be split.
+    """
+
+    def own(path: tuple[Any, ...], leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        shape = list(leaf.shape)
+        for axis in _split_axes(spec):
+            if axis >= len(shape) or shape[axis] % num_shards:
+                name = "/".join(str(key.key) for key in path)
+                raise UserError(
+                    f"parallelism.tensor: got {num_shards}, but {name} is {list(leaf.shape)} and "
+                    f"split along axis {axis}, expected a multiple of {num_shards} there"
+                )
+            shape[axis] //= num_shards
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+
+    if num_shards == 1:
+        return params
+    each = {name: spread(specs[name], part) for name, part in params.items()}
+    return jax.tree.map_with_path(own, params, each)
+
+
+def spread(specs: Specs, tree: Any) -> Any:
+    """Returns a tree's structure with the spec of each of its arrays."""
+    return jax.tree.map(
+        lambda spec, below: jax.tree.map(lambda _: spec, below), specs, tree, is_leaf=is_spec
+    )
+
+
+def place_params(params: Params, specs: Mapping[str, Specs], submesh: Mesh) -> Params:
+    """Puts a stage's parameters on its devices, each a part of them."""
+
+    def place(leaf: Any, spec: PartitionSpec) -> jax.Array:
+        return jax.device_put(leaf, NamedSharding(submesh, spec))
+
+    each = {name: spread(specs[name], part) for name, part in params.items()}
+    return jax.tree.map(place, params, each)
+
+
+def whole_shape(own: tuple[int, ...], spec: PartitionSpec, num_shards: int) -> tuple[int, ...]:
+    """Returns the shape of an array of whose parts each has this one."""
+    split = set(_split_axes(spec))
+    return tuple(size * num_shards if at in split else size for at, size in enumerate(own))
+
+
+def _split_axes(spec: PartitionSpec) -> list[int]:
+    return [axis for axis, name in enumerate(spec) if name == TENSOR]
+
+
+def with_tensor_axis(num_shards: int, function: Callable[[], Result]) -> Result:
+    """Calls a function that traces others, in which the axis "tensor" has so many devices."""
+    if num_shards == 1:
+        return function()
+    results: list[Result] = []
+    jax.make_jaxpr(lambda: results.append(function()), axis_env=[(TENSOR, num_shards)])()
+    return results[0]
