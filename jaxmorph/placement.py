@@ -96,3 +96,14 @@ class Placement(NamedTuple):
 
     def _mirrored(self, rank: int) -> int:
         return self.num_ranks - 1 - rank
+
+
+def placement_of(name: str, num_stages: int, num_chunks: int = 1) -> Placement:
+    """Where the virtual stages of a schedule are; ``num_chunks`` is that of ``interleaved``."""
+    match name:
+        case "zb-v":
+            return Placement(num_stages, 2, "v")
+        case "interleaved":
+            return Placement(num_stages, num_chunks)
+        case _:
+            return Placement(num_stages)

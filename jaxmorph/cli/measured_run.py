@@ -7,10 +7,10 @@ from typing import Any
 from jaxmorph.config import Config, load_config
 from jaxmorph.control.profiler import Profile
 from jaxmorph.errors import UserError
+from jaxmorph.placement import placement_of
 from jaxmorph.plain_json import without_sum
 from jaxmorph.report.run_directory import PROFILE
 from jaxmorph.schedule.costs import LinkDelay
-from jaxmorph.schedule.fixed import placement_of
 from jaxmorph.schedule.problem import default_chunks
 
 

@@ -134,7 +134,7 @@ def summarize_steps(
     live_until: LiveUntil = "B",
 ) -> RoundMeasured:
     """Rank 0's message about the measured steps of a round, at least one."""
-    timelines = [measured_timeline(step.reports) for step in steps]
+    timelines = [measured_timeline(step.reports, step.program.placement_kind) for step in steps]
     shares = [idle_shares(timeline) for timeline in timelines]
     step_ms = [1e3 * step.step_s for step in steps]
     middle_ms = median(step_ms)

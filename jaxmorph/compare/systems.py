@@ -6,6 +6,7 @@ from typing import Literal
 
 from jaxmorph.config import Config
 from jaxmorph.config.link_sections import Routes
+from jaxmorph.placement import placement_of
 from jaxmorph.records import Link, Route
 
 Memory = Literal["config", "capped", "offload"]
@@ -45,6 +46,7 @@ _LISTED = (
     System("gpipe", "gpipe", "direct", "all forwards, then all backwards"),
     System("1f1b", "1f1b", "direct", "one forward, one backward"),
     System("interleaved", "interleaved", "direct", "1f1b with two chunks on each stage"),
+    System("zb-v", "zb-v", "direct", "ZB-V: two chunks on each stage, down the stages and back"),
     System("zb", "zb-h2", "direct", "zero bubbles while links are healthy"),
     System("zb-delegated", "zb-h2", "delegated", "zb in the same order, with all links delegated"),
     System(
@@ -96,7 +98,8 @@ def system_config(config: Config, system: System) -> Config:
     """
     steps = config.compare.total_steps if config.compare else config.run.steps
     warmup_steps = min(config.optimizer.warmup_steps, steps)
-    chunks = max(2, config.parallelism.chunks) if system.schedule == "interleaved" else 1
+    stages, chunks = config.parallelism.stages, max(2, config.parallelism.chunks)
+    chunks = placement_of(system.schedule, stages, chunks).num_chunks
     offload = {} if system.memory == "config" else {"enabled": system.memory == "offload"}
     failover, timeouts = {}, {}
     if system.restarts != "never":  # it restarts instead, after the same wait
@@ -137,7 +140,7 @@ def route_choices(config: Config, system: System, slow: Sequence[Link]) -> Itera
     if not (system.is_informed and system.reroutes):
         yield config
         return
-    links = config.parallelism.placement.links
+    links = config.placement.links
     for delegated in (set(slow), set(links)):
         routes = {str(link): "delegated" for link in links if link in delegated}
         if len(routes) == len(links):

@@ -15,6 +15,7 @@ _Name = Literal[
     "gpipe",
     "1f1b",
     "interleaved",
+    "zb-v",
     "zb",
     "zb-delegated",
     "zb-opportunistic",

@@ -21,7 +21,7 @@ from jaxmorph.config.link_problems import (
 from jaxmorph.config.link_sections import Emulation, Failover, Routes, Transport
 from jaxmorph.config.problems import CROSS_FIELD, Problem, mismatch
 from jaxmorph.config.sections import (
-    SPLIT_SCHEDULES,
+    REPLACEABLE_SCHEDULES,
     Adaptation,
     Batch,
     Data,
@@ -39,6 +39,7 @@ from jaxmorph.config.sections import (
     Timeouts,
     Trace,
 )
+from jaxmorph.placement import Placement, placement_of
 
 _STEP_SHARES = 4
 """A failover takes one of this many parts of `timeouts.step_s`, which other ranks wait."""
@@ -84,6 +85,12 @@ class Config(BaseModel):
     def tokens_per_step(self) -> int:
         """Tokens in one optimizer step."""
         return self.batch.microbatches * self.batch.microbatch_size * self.data.sequence_length
+
+    @property
+    def placement(self) -> Placement:
+        """Which stage runs which of the parts that the layers are cut into."""
+        cut = self.parallelism
+        return placement_of(self.schedule.name, cut.stages, cut.chunks)
 
     @property
     def adapts(self) -> bool:
@@ -155,8 +162,8 @@ def _disagreements(config: Config) -> Iterator[Problem]:
         expected = f"at most run.steps, which is {config.run.steps}"
         yield mismatch("optimizer.warmup_steps", config.optimizer.warmup_steps, expected)
     yield from _data_problems(config)
-    if config.adaptation.enabled and config.schedule.name not in SPLIT_SCHEDULES:
-        others = ", ".join(SPLIT_SCHEDULES)
+    if config.adaptation.enabled and config.schedule.name not in REPLACEABLE_SCHEDULES:
+        others = ", ".join(REPLACEABLE_SCHEDULES)
         expected = f"false, or a schedule.name that can be replaced while a run lasts: {others}"
         yield mismatch("adaptation.enabled", True, expected)
     sidecars = config.transport.sidecars
@@ -221,8 +228,11 @@ def _data_problems(config: Config) -> Iterator[Problem]:
 
 def _chunk_problems(config: Config) -> Iterator[Problem]:
     cut, schedule = config.parallelism, config.schedule.name
-    if cut.chunks > 1 and schedule != "interleaved":
-        expected = f"1, or schedule.name interleaved: {schedule} runs one chunk on each stage"
+    own = config.placement.num_chunks
+    if cut.chunks != own:
+        other = "" if own > 1 else ", or schedule.name interleaved"
+        chunks = "one chunk" if own == 1 else f"{own} chunks"
+        expected = f"{own}{other}: {schedule} runs {chunks} on each stage"
         yield mismatch("parallelism.chunks", cut.chunks, expected)
     if isinstance(cut.layers, tuple) and len(cut.layers) != cut.virtual_stages:
         chunks = f" times the {cut.chunks} of parallelism.chunks" if cut.chunks > 1 else ""

@@ -10,8 +10,6 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from jaxmorph.placement import Placement
-
 
 @dataclass(frozen=True)
 class Expected:
@@ -48,6 +46,7 @@ ScheduleName = Literal[
     "zb-h1",
     "zb-h2",
     "interleaved",
+    "zb-v",
     "paper",
     "adaptive",
     "initial",
@@ -209,8 +208,8 @@ class Parallelism(Section):
     """Pipeline stages; each is one process."""
 
     chunks: Count = 1
-    """Virtual stages on each stage; above 1 only with `schedule.name: interleaved`. Chunk c of
-    stage s is virtual stage c * stages + s."""
+    """Virtual stages on each stage; above 1 only with `schedule.name: interleaved`, whose chunk c
+    of stage s is virtual stage c * stages + s, or `zb-v`, which has 2: down the stages and back."""
 
     data: Annotated[
         int, Field(ge=1, le=1), Expected("1 (data parallelism is not supported yet)")
@@ -230,14 +229,9 @@ class Parallelism(Section):
     vocabulary makes the ends slow; with chunks or emulated ops it is the same as `even`."""
 
     @property
-    def placement(self) -> Placement:
-        """Which rank runs which of the parts that the layers are cut into."""
-        return Placement(self.stages, self.chunks)
-
-    @property
     def virtual_stages(self) -> int:
         """How many parts the layers are cut into."""
-        return self.placement.num_virtual_stages
+        return self.stages * self.chunks
 
 
 class Batch(Section):
@@ -341,8 +335,11 @@ class Precision(Section):
     state are float32 either way. bfloat16 halves stashes and messages."""
 
 
-SPLIT_SCHEDULES = ("adaptive", "initial", "paper", "zb-h1", "zb-h2")
-"""Schedules that run a backward as B and W; only these can be replaced while a run lasts."""
+REPLACEABLE_SCHEDULES = ("adaptive", "initial", "paper", "zb-h1", "zb-h2")
+"""Schedules that can be replaced while a run lasts: split ones of one chunk."""
+
+SPLIT_SCHEDULES = (*REPLACEABLE_SCHEDULES, "zb-v")
+"""Schedules that run a backward as B and W."""
 
 
 class Adaptation(Section):

@@ -28,6 +28,7 @@ from jaxmorph.control.measurements import (
     packed,
     unpacked,
 )
+from jaxmorph.placement import PlacementKind
 from jaxmorph.plain_json import ParseError, dump
 from jaxmorph.program.instructions import Payload, Transfer
 from jaxmorph.schedule.ops import Op, OpKind, peak_live
@@ -370,7 +371,7 @@ def bubble_rate_of(ranks: Sequence[RankTimes]) -> float:
 # --- For pictures --------------------------------------------------------------------------------
 
 
-def timeline_of(ranks: Sequence[RankTimes]) -> Timeline:
+def timeline_of(ranks: Sequence[RankTimes], placement_kind: PlacementKind = "wrap") -> Timeline:
     """When ops, transfers and copies ran; each rank's times start with its own step."""
     stages = [
         _timeline_of_stage(rank, unpacked(each.ops), unpacked(each.copies))
@@ -387,6 +388,7 @@ def timeline_of(ranks: Sequence[RankTimes]) -> Timeline:
             for span in _transfers(rank, each)
         ),
         tuple(copy for each in stages for copy in each.copies),
+        placement_kind,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from jaxmorph.control.rank_times import RankTimes, timeline_of
+from jaxmorph.placement import PlacementKind
 from jaxmorph.plain_json import Json, ParseError, as_object, dump, parse, parse_line
 from jaxmorph.program.instructions import Channel, Transfer, channel_of
 from jaxmorph.records import EventKind
@@ -253,12 +254,14 @@ def timings_of(reports: Sequence[StepReport]) -> list[StepTimings]:
     return timings
 
 
-def measured_timeline(reports: Sequence[StepReport]) -> Timeline:
+def measured_timeline(
+    reports: Sequence[StepReport], placement_kind: PlacementKind = "wrap"
+) -> Timeline:
     """When ops, transfers and copies ran; each rank's times start with its own step.
 
     Only rank 0 has other ranks' timings.
     """
-    return timeline_of(timings_of(reports))
+    return timeline_of(timings_of(reports), placement_kind)
 
 
 def reported_events(reports: Sequence[StepReport]) -> list[tuple[int, LinkEvent]]:

@@ -8,7 +8,7 @@ import optax
 
 from jaxmorph.copies.backends import PayloadShape
 from jaxmorph.copies.choosing import AUTO
-from jaxmorph.placement import Placement
+from jaxmorph.placement import Placement, PlacementKind
 from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.records import Link
 from jaxmorph.runtime.optimizer import OptimizerSettings
@@ -32,6 +32,7 @@ class StageSettings:
         pace: How long this stage's ops last, each of one chunk; None: as long as they take.
         transfer_timeout_s: How long to wait for a transfer.
         num_chunks: Virtual stages per rank.
+        placement_kind: How they are placed.
         num_devices: Devices of a rank, over which its parameters are split.
         weights: Where to read stored weights; None: parameters start from `seed`.
         direct: The links that may be on the direct route; None: all of them.
@@ -54,6 +55,7 @@ class StageSettings:
     pace: Pace | None = None
     transfer_timeout_s: float = 60.0
     num_chunks: int = 1
+    placement_kind: PlacementKind = "wrap"
     num_devices: int = 1
     weights: str | None = None
     direct: frozenset[Link] | None = None
@@ -78,7 +80,7 @@ class StageSettings:
     @property
     def placement(self) -> Placement:
         """Which rank runs which virtual stage."""
-        return Placement(self.num_ranks, self.num_chunks)
+        return Placement(self.num_ranks, self.num_chunks, self.placement_kind)
 
     def own_stages(self, rank: int) -> list[int]:
         """The virtual stages of a rank, in the order of its chunks."""

@@ -6,7 +6,6 @@ from functools import partial
 from itertools import zip_longest
 
 from jaxmorph.errors import UserError
-from jaxmorph.placement import Placement
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.schedule import Schedule
 
@@ -147,17 +146,6 @@ FIXED_SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "zb-h2": zb_h2,
 }
 """Builders of schedules with one chunk; each takes the numbers of stages and microbatches."""
-
-
-def placement_of(name: str, num_stages: int, num_chunks: int = 1) -> Placement:
-    """Where the virtual stages of a schedule are; ``num_chunks`` is that of ``interleaved``."""
-    match name:
-        case "zb-v":
-            return Placement(num_stages, 2, "v")
-        case "interleaved":
-            return Placement(num_stages, num_chunks)
-        case _:
-            return Placement(num_stages)
 
 
 def _round_size(num_stages: int, num_microbatches: int) -> int:

@@ -5,11 +5,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from jaxmorph.errors import UserError
+from jaxmorph.placement import placement_of
 from jaxmorph.records import Link, Routes
 from jaxmorph.schedule.adaptive import adaptive_schedule
 from jaxmorph.schedule.bound import certified_ms, lower_bound_ms
 from jaxmorph.schedule.costs import Limits, Links, StageCosts, StageMemory
-from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved, placement_of, zb_v
+from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved, zb_v
 from jaxmorph.schedule.list_schedule import make_workload, to_picoseconds, to_schedule
 from jaxmorph.schedule.paper import (
     adapted_warmup_forwards,

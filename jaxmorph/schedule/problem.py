@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 from jaxmorph.errors import UserError, quoted
-from jaxmorph.placement import Placement
+from jaxmorph.placement import Placement, placement_of
 from jaxmorph.records import Link
 from jaxmorph.schedule.costs import (
     JITTER_MARGIN,
@@ -16,7 +16,6 @@ from jaxmorph.schedule.costs import (
     StageCosts,
     StashBytes,
 )
-from jaxmorph.schedule.fixed import placement_of
 from jaxmorph.schedule.ops import LiveUntil, Op
 from jaxmorph.schedule.schedule import Schedule, ScheduleError
 

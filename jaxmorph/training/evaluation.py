@@ -146,7 +146,7 @@ class Evaluation(Callback):
         self, batches: StepData, index: int, first: int, program: RankInstructions, step: int
     ) -> ForwardTotals:
         rank = self._rendezvous.rank
-        placement = self._config.parallelism.placement
+        placement = self._config.placement
         reads_extras = self._runner.stage.reads_extras
         inputs = StepInputs(
             inputs=batches.inputs(index) if rank == placement.first.rank else None,

@@ -61,6 +61,7 @@ def stage_settings(
         pace=stage_pace(config, rank),
         transfer_timeout_s=config.timeouts.step_s,
         num_chunks=config.parallelism.chunks,
+        placement_kind=config.placement.kind,
         num_devices=config.parallelism.tensor,
         direct=direct,
         delegated=delegated,

@@ -146,7 +146,7 @@ def _plan_within(
 
 def _routes(config: Config, made: Plan, num_tied: int) -> dict[Link, Route]:
     routes = config.routes.of_links(made.routes)
-    ends = config.parallelism.placement.ends_link
+    ends = config.placement.ends_link
     if num_tied and ends is not None:
         tied = config.routes.of_links([ends])
         routes |= {link: route for link, route in tied.items() if route != "direct"}
@@ -186,5 +186,5 @@ def _key(name: str) -> str:
         return "schedule.max_live"  # the rest of the message names the stage
     if name.startswith("max_stash_bytes"):
         return f"schedule.{name}"
-    # The only error of `interleaved` is a number of microbatches that doesn't fill its rounds.
+    # Its only error is a number of microbatches that doesn't fill its rounds.
     return "batch.microbatches" if name == "interleaved" else f"schedule: {name}"

@@ -204,7 +204,7 @@ class CandidatePlanner:
 
     def _to_delegate(self, verdicts: Sequence[Verdict]) -> list[Link]:
         """The degraded links that activations, gradients or tied gradients take."""
-        ends = self._run.config.parallelism.placement.ends_link
+        ends = self._run.config.placement.ends_link
         tied = {ends} if self._run.num_tied and ends else set()
         return sorted(degraded_links(verdicts) & (self._run.home.routes.keys() | tied))
 

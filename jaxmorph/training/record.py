@@ -255,7 +255,8 @@ class RunRecord:
     ) -> None:
         drawn = {
             f"{name}, step {step}": timeline_of(
-                [parse_line(RankTimes, text, "a rank's times") for text in of_ranks]
+                [parse_line(RankTimes, text, "a rank's times") for text in of_ranks],
+                self._config.placement.kind,
             )
             for name, of_ranks in timelines.items()
         }

@@ -155,7 +155,7 @@ def step_reader(
     config: Config, batches: StepData, rank: int, stage: StageTrainer
 ) -> Callable[[int], StepInputs]:
     """A function from a step's number to what the rank's stage reads of its data."""
-    placement = config.parallelism.placement
+    placement = config.placement
     is_first, is_last = rank == placement.first.rank, rank == placement.last.rank
 
     def read(step: int) -> StepInputs:

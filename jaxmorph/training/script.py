@@ -321,7 +321,7 @@ def cut_batch(
     if vocab_size is not None and is_text:
         _check_ids("tokens", int(inputs.min()), int(inputs.max()), vocab_size)
         _check_ids("targets", 0, int(targets.max()), vocab_size)
-    placement = config.parallelism.placement
+    placement = config.placement
     return StepInputs(
         inputs=inputs if rank == placement.first.rank else None,
         targets=targets if rank == placement.last.rank else None,

@@ -210,7 +210,10 @@ class Trainer:
     @property
     def timeline(self) -> Timeline | None:
         """When each op and transfer of the last step ran, on rank 0; None on other ranks."""
-        return measured_timeline(self._last.reports) if self._last and self.rank == 0 else None
+        last = self._last
+        if last is None or self.rank != 0:
+            return None
+        return measured_timeline(last.reports, last.program.placement_kind)
 
     def step(self, batch: Sequence[Any]) -> StepMetrics:
         """Take one training step, together with all other ranks.

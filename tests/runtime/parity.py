@@ -12,6 +12,7 @@ from one_device import data_of, untie
 from shared_reference import SharedReference, norm
 
 from jaxmorph.models.gpt2 import build
+from jaxmorph.placement import PlacementKind
 from jaxmorph.program.check import check
 from jaxmorph.program.lowering import forward_only, lower
 from jaxmorph.program.offload import count_offloads, offload
@@ -51,6 +52,8 @@ class Parity:
         compute_dtype: str = "float32",
         stash: StashPolicy = "full",
         num_chunks: int = 1,
+        placement_kind: PlacementKind = "wrap",
+        num_devices: int = 1,
         build_model: Callable[..., Any] = build,
         optimizer: OptimizerSettings = OPTIMIZER,
         kinds: Sequence[OpKind] = tuple(OpKind),
@@ -69,11 +72,14 @@ class Parity:
             "compute": compute_dtype,
             "stash": stash,
             "chunks": num_chunks,
+            "placement": placement_kind,
+            "devices": num_devices,
         }
         self.model = build_model(
             preset="tiny",
             sequence_length=SEQUENCE,
-            vocab_size=VOCABULARY,
+            # An odd number can't be split; none of the batches has the added token.
+            vocab_size=VOCABULARY + (VOCABULARY % num_devices),
             compute_dtype=compute_dtype,
             width=16,
             num_layers=max(5, CHUNKS * self.num_ranks + 1),
@@ -89,7 +95,10 @@ class Parity:
             optimizer=optimizer,
             stash=stash,
             num_chunks=num_chunks,
+            placement_kind=placement_kind,
+            num_devices=num_devices,
         )
+        self._own_stages = settings.own_stages(self.rank)
         self._opened = ExitStack()
         plane = None
         if delegated and self.num_ranks > 1:
@@ -167,8 +176,7 @@ class Parity:
     def own_part(self, tree):
         """This stage's part of a whole model's tree, chunk by chunk, tied copies filled in."""
         tree = untie(self.model, tree)
-        virtual_stages = range(self.rank, len(self.layers), self.num_ranks)
-        return tuple(self._part_of(stage, tree) for stage in virtual_stages)
+        return tuple(self._part_of(stage, tree) for stage in self._own_stages)
 
     def _part_of(self, virtual_stage, tree):
         layers = self.layers[virtual_stage]

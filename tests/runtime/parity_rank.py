@@ -238,8 +238,51 @@ def check_chunks(parity, expected):
     check_parameters(parity, "interleaved", expected)
 
 
+def check_v(rendezvous, link, tied, compilations, reference=None, num_devices=1):
+    """Two virtual stages per rank, down the ranks and back."""
+    v = Parity(
+        rendezvous,
+        link,
+        tied=tied,
+        num_chunks=CHUNKS,
+        placement_kind="v",
+        num_devices=num_devices,
+        kinds=(OpKind.F, OpKind.B, OpKind.W),
+        reference=reference,
+        delegated=True,
+    )
+    for microbatches in (1, 4, 8):
+        v.check_gradients("zb-v", *batch(microbatches, microbatches))
+    check_forwards_alone(v, ("zb-v",), compilations)
+    if rendezvous.num_ranks > 1:
+        check_routes(v, ("zb-v",), compilations)
+    check_parameters(v, "zb-v", v.reference.steps(OPTIMIZER, CLIP_NORM, TRAINED_ON))
+    v.close()
+
+
+def check_split_stages(rendezvous, link, tied, compilations):
+    """Stages of two devices, each with a part of the parameters."""
+    split = Parity(rendezvous, link, tied=tied, delegated=True, num_devices=2)
+    for schedule_name in ("gpipe", "1f1b", "zb-h2", "adaptive"):
+        split.check_gradients(schedule_name, *batch(4, 4))
+    check_bitwise_equal(split)
+    if rendezvous.num_ranks > 1:
+        check_routes(split, ("1f1b", "zb-h2"), compilations)
+        check_pairs(split, ("1f1b",), compilations)
+    expected = split.reference.steps(OPTIMIZER, CLIP_NORM, TRAINED_ON)
+    check_parameters(split, "zb-h2", expected)
+    split.close()
+    check_v(rendezvous, link, tied, compilations, split.reference, num_devices=2)
+
+
 def main(arguments, link, rest):
-    rendezvous = join_run(arguments, start_timeout_s=60, step_timeout_s=60)
+    num_devices = 2 if "split stages" in rest else 1
+    rendezvous = join_run(arguments, start_timeout_s=60, step_timeout_s=60, num_devices=num_devices)
+    if num_devices > 1:
+        compilations = CompilationCounter()
+        for tied in [name == "tied" for name in ("tied", "untied") if name in rest]:
+            check_split_stages(rendezvous, link, tied, compilations)
+        return
     if rest == ["examples"]:
         check_examples(rendezvous, link)
         return
@@ -265,6 +308,7 @@ def main(arguments, link, rest):
         check_recomputing(rendezvous, link, references[True])
     for tied, reference in references.items():
         check_chunked_stages(rendezvous, link, tied, reference, compilations)
+        check_v(rendezvous, link, tied, compilations, reference)
 
 
 def check_whole_stages(rendezvous, link, tied, compilations):

@@ -10,6 +10,7 @@ import pytest
 
 SINGLE, HALF = 1e-5, 3e-2  # relative, for float32 and bfloat16 compute
 AS_USERS, EXAMPLES, RANDOM = "2 as users compile", "2 of examples", "2 of random models"
+SPLIT = "split stages"
 SCHEDULES = ["gpipe", "1f1b", "zb-h1", "zb-h2", "adaptive", "initial"]
 TESTS_OF_WHOLE_STAGES = {
     "first", "gradients", "compilations", "ignored microbatch", "contribution vanishes", "bitwise",
@@ -38,6 +39,8 @@ def launch(run_as_ranks):
                 arguments = ["whole stages"]
             if stages in (EXAMPLES, RANDOM):
                 arguments = [stages.removeprefix("2 of ")]
+            if stages.endswith(SPLIT):
+                arguments = [SPLIT, *stages.split()[1:-2]]
             return run_as_ranks("parity_rank", int(stages[0]), arguments)
 
     return launched
@@ -93,6 +96,38 @@ def test_interleaved_chunks_match_one_device(results, microbatches):
         assert result["loss_error"] <= SINGLE
         assert result["norm_error"] <= SINGLE
         assert result["worst_leaf"][0] <= SINGLE, result["worst_leaf"]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("microbatches", [1, 4, 8])
+def test_chunks_in_a_v_match_one_device(results, microbatches):
+    case = {"schedule": "zb-v", "placement": "v", "microbatches": microbatches}
+    for result in only(results, "gradients", **case):
+        assert result["loss_error"] <= SINGLE
+        assert result["norm_error"] <= SINGLE
+        assert result["worst_leaf"][0] <= SINGLE, result["worst_leaf"]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "launched",
+    [
+        f"2 tied {SPLIT}",
+        pytest.param(f"2 untied {SPLIT}", marks=MORE_STAGES),
+        pytest.param(f"1 tied untied {SPLIT}", marks=MORE_STAGES),
+        pytest.param(f"4 tied {SPLIT}", marks=MORE_STAGES),
+    ],
+)
+def test_stages_of_two_devices_match_one_device(launch, launched):
+    found = launch(launched)
+    assert {result["devices"] for result in found} == {2}
+    schedules = {result["schedule"] for result in only(found, "gradients")}
+    assert schedules == {"gpipe", "1f1b", "zb-h2", "adaptive", "zb-v"}
+    for result in found:
+        errors = [result[name] for name in ("loss_error", "norm_error") if name in result]
+        assert max([*errors, result.get("worst_leaf", [0.0])[0]]) <= SINGLE, result
+        assert result.get("same", True), result
+        assert result.get("compiled", 0) == 0, result
 
 
 @pytest.mark.multiprocess

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxmorph.placement import PlacementKind
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
 
@@ -28,7 +29,8 @@ def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
     """
     events: list[Event] = []
     for process, (name, timeline) in enumerate(timelines.items(), _FIRST_ID):
-        events.append(_metadata("process_name", process, {"name": name}))
+        in_a_v = {} if timeline.placement_kind == "wrap" else {"placement": "v"}
+        events.append(_metadata("process_name", process, {"name": name, **in_a_v}))
         events.append(_metadata("process_sort_index", process, {"sort_index": process}))
         events.extend(_op_events(process, timeline))
         for stage in range(timeline.num_stages):
@@ -108,6 +110,7 @@ def read_chrome_trace(trace: Mapping[str, Any]) -> dict[str, Timeline]:
         ValueError: The object is no such trace.
     """
     names: dict[int, str] = {}
+    kinds: dict[int, PlacementKind] = {}
     rows: dict[int, dict[int, list[Event]]] = defaultdict(dict)
     transfers: dict[int, list[TransferSpan]] = defaultdict(list)
     copies: dict[int, list[CopySpan]] = defaultdict(list)
@@ -116,6 +119,7 @@ def read_chrome_trace(trace: Mapping[str, Any]) -> dict[str, Timeline]:
             process = event["pid"]
             if event["name"] == "process_name":
                 names[process] = event["args"]["name"]
+                kinds[process] = event["args"].get("placement", "wrap")
             elif event["name"] == "thread_name" and event["tid"] == _thread_of(_stage_of(event)):
                 rows[process][_stage_of(event)] = []
             elif event.get("cat") == "op":
@@ -125,7 +129,7 @@ def read_chrome_trace(trace: Mapping[str, Any]) -> dict[str, Timeline]:
             elif event.get("cat") == "copy":
                 copies[process].append(_copy(event))
         return {
-            name: _timeline(rows[process], transfers[process], copies[process])
+            name: _timeline(rows[process], transfers[process], copies[process], kinds[process])
             for process, name in names.items()
         }
     except (KeyError, TypeError, AttributeError) as error:
@@ -157,6 +161,7 @@ def _timeline(
     rows: Mapping[int, list[Event]],
     transfers: Sequence[TransferSpan],
     copies: Sequence[CopySpan],
+    placement_kind: PlacementKind,
 ) -> Timeline:
     events = [rows[stage] for stage in sorted(rows)]
     times = [np.array([_times_ms(event) for event in row]).reshape(-1, 2) for row in events]
@@ -166,4 +171,5 @@ def _timeline(
         tuple(row[:, 1] for row in times),
         tuple(transfers),
         tuple(copies),
+        placement_kind,
     )
