@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jaxmorph.errors import UserError, definition_of, in_users_code, users_line
@@ -184,3 +185,16 @@ def described(tree: Tree) -> str:
 def listed(names: Iterable[str]) -> str:
     """Names in a sentence."""
     return ", ".join(map(str, names)) or "none"
+
+
+def made_up(random: np.random.Generator, shapes: Tree) -> Tree:
+    """Arrays for one example: normal floats, the integers 0 and 1, and true bools."""
+
+    def make(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        shape = (1, *leaf.shape[1:])
+        if is_float(leaf):
+            return random.standard_normal(shape).astype(leaf.dtype)
+        is_bool = leaf.dtype == jnp.bool_
+        return (np.ones(shape) if is_bool else random.integers(2, size=shape)).astype(leaf.dtype)
+
+    return jax.tree.map(make, shapes)

@@ -29,6 +29,7 @@ from jaxmorph.stage.model_calls import (
     is_float,
     is_same,
     listed,
+    made_up,
 )
 from jaxmorph.stage.parameters import leaf_at
 
@@ -232,9 +233,9 @@ def _check_sum(
 ) -> None:
     """Checks that an example that stands twice doubles the loss and its gradients."""
     random = np.random.default_rng(0)
-    x = _made(random, head.x[0])
-    made_up = head.data[0], dict(head.extras)
-    data = _made(random, made_up) if microbatch is None else _example(microbatch)
+    x = made_up(random, head.x[0])
+    of_one = head.data[0], dict(head.extras)
+    data = made_up(random, of_one) if microbatch is None else _example(microbatch)
 
     def tried(seed: Any, x: Tree, targets: Tree, extras: Tree) -> Any:
         params = init(jax.random.key(seed))
@@ -320,19 +321,6 @@ def _shortened(example: tuple[Tree, Tree, Tree]) -> tuple[Tree, Tree, Tree]:
 
 
 _SHORT = 8  # of a large vocabulary, whole sequences take minutes on a CPU
-
-
-def _made(random: np.random.Generator, shapes: Tree) -> Tree:
-    """Arrays for one example: normal floats, the integers 0 and 1, and true bools."""
-
-    def make(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-        shape = (1, *leaf.shape[1:])
-        if is_float(leaf):
-            return random.standard_normal(shape).astype(leaf.dtype)
-        is_bool = leaf.dtype == jnp.bool_
-        return (np.ones(shape) if is_bool else random.integers(2, size=shape)).astype(leaf.dtype)
-
-    return jax.tree.map(make, shapes)
 
 
 def _unreached(

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeGuard, TypeVar
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxmorph.errors import UserError
+from jaxmorph.errors import UserError, in_users_code
 from jaxmorph.stage.mesh import TENSOR
 from jaxmorph.stage.model import Params, PipelineModel
 
@@ -44,24 +44,50 @@ def partition_specs(model: PipelineModel, num_shards: int) -> dict[str, Specs]:
     Raises:
       UserError: the model can't be split over so many devices.
     """
-    names = "embed", "layers", "head"
     if num_shards == 1:
-        return dict.fromkeys(names, WHOLE)
+        return dict.fromkeys(("embed", "layers", "head"), WHOLE)
+    specs = specs_of_parts(model, num_shards)
+    layers = jax.tree.map(lambda spec: PartitionSpec(None, *spec), specs["layer"], is_leaf=is_spec)
+    return {"embed": specs["embed"], "layers": layers, "head": specs["head"]}
+
+
+def specs_of_parts(model: PipelineModel, num_shards: int) -> dict[str, Specs]:
+    """Returns how the parameters of the model's parts are split: of "embed", "layer" and "head".
+
+    Each is a tree with a spec for each parameter.
+
+    Raises:
+      UserError: the model can't be split over so many devices.
+    """
+    got = f"parallelism.tensor: got {num_shards}"
     if not _splits(model):
         raise UserError(
-            f"parallelism.tensor: got {num_shards}, but the model {type(model).__name__} has no "
-            "partition_specs, expected one that says how its parameters are split, or 1"
+            f"{got}, but the model {type(model).__name__} has no partition_specs, expected one "
+            "that says how its parameters are split, or 1"
         )
-    try:
-        specs = model.partition_specs(num_shards)
-    except ValueError as error:
-        raise UserError(f"parallelism.tensor: got {num_shards}: model.{error}") from error
-    layer = jax.tree.map(lambda spec: PartitionSpec(None, *spec), specs["layer"], is_leaf=is_spec)
-    return dict(zip(names, (specs["embed"], layer, specs["head"]), strict=True))
+    key = jax.eval_shape(jax.random.key, 0)
+    inits = {"embed": model.init_embed, "layer": model.init_layer, "head": model.init_head}
+    with in_users_code("partition_specs", model.partition_specs):
+        try:
+            specs = model.partition_specs(num_shards)
+        except ValueError as error:
+            raise UserError(f"{got}, but model.{error}") from error
+    found: dict[str, Specs] = {}
+    for name, init in inits.items():
+        params = jax.eval_shape(init, key)
+        try:
+            found[name] = spread(specs[name], params)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{got}, but the model's partition_specs of {name!r} are {specs.get(name)}, "
+                f"expected a PartitionSpec, or a tree of them like its parameters: {error}"
+            ) from error
+        own_shapes(params, found[name], num_shards)
+    return found
 
 
 def _splits(model: PipelineModel) -> TypeGuard[SplitsParameters]:
-    return hasattr(model, "partition_specs")
+    return callable(getattr(model, "partition_specs", None))
 
 
 def is_spec(tree: Any) -> bool:
@@ -69,7 +95,7 @@ def is_spec(tree: Any) -> bool:
     return isinstance(tree, PartitionSpec)
 
 
-def own_shapes(params: Params, specs: Mapping[str, Specs], num_shards: int) -> Params:
+def own_shapes(params: Params, specs: Specs, num_shards: int) -> Params:
     """Returns the shapes of one device's parts of parameters.
 
     Raises:
@@ -78,7 +104,7 @@ def own_shapes(params: Params, specs: Mapping[str, Specs], num_shards: int) -> P
 
     def own(path: tuple[Any, ...], leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         shape = list(leaf.shape)
-        for axis in _split_axes(spec):
+        for axis in split_axes(spec):
             if axis >= len(shape) or shape[axis] % num_shards:
                 name = "/".join(str(key.key) for key in path)
                 raise UserError(
@@ -90,8 +116,7 @@ def own_shapes(params: Params, specs: Mapping[str, Specs], num_shards: int) -> P
 
     if num_shards == 1:
         return params
-    each = {name: spread(specs[name], part) for name, part in params.items()}
-    return jax.tree.map_with_path(own, params, each)
+    return jax.tree.map_with_path(own, params, spread(specs, params))
 
 
 def spread(specs: Specs, tree: Any) -> Any:
@@ -107,17 +132,18 @@ def place_params(params: Params, specs: Mapping[str, Specs], submesh: Mesh) -> P
     def place(leaf: Any, spec: PartitionSpec) -> jax.Array:
         return jax.device_put(leaf, NamedSharding(submesh, spec))
 
-    each = {name: spread(specs[name], part) for name, part in params.items()}
-    return jax.tree.map(place, params, each)
+    of_stage = {name: specs[name] for name in params}
+    return jax.tree.map(place, params, spread(of_stage, params))
 
 
 def whole_shape(own: tuple[int, ...], spec: PartitionSpec, num_shards: int) -> tuple[int, ...]:
     """Returns the shape of an array of whose parts each has this one."""
-    split = set(_split_axes(spec))
+    split = set(split_axes(spec))
     return tuple(size * num_shards if at in split else size for at, size in enumerate(own))
 
 
-def _split_axes(spec: PartitionSpec) -> list[int]:
+def split_axes(spec: PartitionSpec) -> list[int]:
+    """Returns the axes along which an array is split."""
     return [axis for axis, name in enumerate(spec) if name == TENSOR]
 
 

@@ -5,7 +5,7 @@ not grow with depth. `trace_stage` finds the shapes of all arguments and results
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial, wraps
 from itertools import islice
@@ -440,6 +440,7 @@ def trace_stage(
     init = partial(init_stage_params, model, layers=range(num_layers), is_first=is_first)
     params = jax.eval_shape(partial(init, is_last=is_last), key)
     specs = partition_specs(model, num_shards)
+    specs = {name: specs[name] for name in params}
     params = own_shapes(params, specs, num_shards)
     sent, shapes = sent_activations(model, shapes), shapes.lengths[length_index]
     model, activations = with_one_activation(model, shapes.inputs)
@@ -453,7 +454,7 @@ def trace_stage(
 
 
 def _with_shapes(
-    functions: StageFunctions, params: Params, specs: Mapping[str, Specs], shapes: MicrobatchShapes
+    functions: StageFunctions, params: Params, specs: dict[str, Specs], shapes: MicrobatchShapes
 ) -> TracedStage:
     prepared = jax.eval_shape(functions.prepare, params)
     pool = (*jax.tree.leaves(params), *prepared)
@@ -472,7 +473,7 @@ def _with_shapes(
     return TracedStage(
         functions=functions,
         params=params,
-        specs={name: specs[name] for name in params},
+        specs=specs,
         weights=weights,
         prepared=prepared,
         batch=batch,

@@ -17,6 +17,8 @@ from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.stage.model import MicrobatchShapes, PipelineModel, Tree, cut_layers, takes_extras
 from jaxmorph.stage.model_checks import check_model
 from jaxmorph.stage.parameters import check_weights
+from jaxmorph.stage.shard_checks import check_shards
+from jaxmorph.stage.sharding import partition_specs
 from jaxmorph.training.evaluation import held_out_batches
 from jaxmorph.training.model_factory import build_model
 from jaxmorph.training.own_data import load_own_data
@@ -75,6 +77,7 @@ def load_parts(config: Config) -> RunParts:
             f"{config.model.factory}, takes no extras"
         )
     cut_layers(model.num_layers, cut.stages, cut.layers, cut.chunks)  # raises if they don't fit
+    partition_specs(model, cut.tensor)  # likewise
     return RunParts(model, batches, held_out, shapes, longest_step, source, vocab_size, digest)
 
 
@@ -104,6 +107,7 @@ def check_together(
     with within, raised_together(rendezvous):
         if rendezvous.rank == rendezvous.num_ranks - 1:
             unreached = check_model(model, shapes, None if microbatch is None else microbatch())
+            check_shards(model, config.parallelism.tensor, shapes)
     return gather(rendezvous, tuple[str, ...], unreached)[-1]
 
 

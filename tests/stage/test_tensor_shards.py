@@ -1,18 +1,22 @@
 """A stage of several devices has parts of the parameters on each, and the whole gradients."""
 
-from functools import cache, partial
+import re
+from functools import cache, partial, wraps
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
-from jaxmorph.models import gpt2, llama
+from jaxmorph.errors import UserError
+from jaxmorph.models import gpt2, llama, tensor_axis
 from jaxmorph.stage.build import build_stage
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.stage.model import MicrobatchShapes, cut_layers
 from jaxmorph.stage.parameters import init_stage_params
-from jaxmorph.stage.sharding import place_params
+from jaxmorph.stage.shard_checks import check_shards
+from jaxmorph.stage.sharding import partition_specs, place_params
 from jaxmorph.stage.stage_functions import StashPolicy
 from tests.stage.in_turn import Pipeline, expected_gradients, joined, largest_error, part_of
 
@@ -24,6 +28,7 @@ TOKENS, TARGETS = np.random.default_rng(1).integers(
     VOCAB, size=(2, MICROBATCHES, BATCH, LENGTH), dtype=np.int32
 )
 TARGETS[:, 0, 2] = -1
+SHAPES = MicrobatchShapes.of_text(BATCH, LENGTH)
 SIZES = {"width": 16, "num_layers": LAYERS, "sequence_length": LENGTH, "vocab_size": VOCAB}
 MODELS = {
     "gpt2": partial(gpt2.build, preset="tiny", num_heads=4, compute_dtype="float32", **SIZES),
@@ -59,7 +64,7 @@ def pipeline(name, tied, num_stages, num_shards, stash: StashPolicy = "full"):
             num_layers=len(layers),
             is_first=is_first,
             is_last=is_last,
-            shapes=MicrobatchShapes.of_text(BATCH, LENGTH),
+            shapes=SHAPES,
             stash=stash,
         )
         stages.append(stage)
@@ -75,3 +80,96 @@ def test_gradients_are_those_of_one_device(name, tied, num_stages, num_shards, s
     loss, sums = pipeline(name, tied, num_stages, num_shards).gradients(split, TOKENS, TARGETS)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     assert largest_error(joined(jax.device_get(sums)), expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_models_compute_the_same_with_split_parameters(name):
+    check_shards(MODELS[name](tied=False), 2, SHAPES)
+
+
+class Wrong:
+    """A model whose function changes what it does where its parameters are split."""
+
+    def __init__(self, **changed):
+        self._model = MODELS["gpt2"](tied=False)
+        for name, function in changed.items():
+            setattr(self, name, function)
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+
+def twice_where_split(function):
+    @wraps(function)
+    def twice(*arguments, **named):
+        times = 2 if tensor_axis.num_shards() > 1 else 1
+        return times * function(*arguments, **named)
+
+    return twice
+
+
+def without_its_gradients_sum(function):
+    """As `function`, but each device's gradient of `x` is only that of its own part."""
+
+    @wraps(function)
+    def alone(params, x, targets):
+        scale = tensor_axis.num_shards()
+        return function(params, x / scale + jax.lax.stop_gradient(x - x / scale), targets)
+
+    return alone
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "what"),
+    [
+        ("embed", twice_where_split, "result"),
+        ("layer", twice_where_split, "result"),
+        ("head", without_its_gradients_sum, "gradient of x"),
+    ],
+)
+def test_a_model_that_computes_something_else_is_refused(part, change, what):
+    model = MODELS["gpt2"](tied=False)
+    wrong = Wrong(**{part: change(getattr(model, part))})
+    with pytest.raises(UserError, match=f"{part}: got another {what} where its parameters are"):
+        check_shards(wrong, 2, SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"partition_specs": None}, "the model Wrong has no partition_specs"),
+        (
+            {"partition_specs": lambda num_shards: {"embed": PartitionSpec()}},
+            "the model's partition_specs of 'layer' are None, expected a PartitionSpec",
+        ),
+        (
+            {
+                "partition_specs": lambda num_shards: {
+                    "embed": PartitionSpec(),
+                    "layer": {"mlp": PartitionSpec()},
+                    "head": PartitionSpec(),
+                }
+            },
+            "the model's partition_specs of 'layer' are {'mlp':",
+        ),
+        (
+            {
+                "partition_specs": lambda num_shards: {
+                    "embed": PartitionSpec(),
+                    "layer": PartitionSpec(),
+                    "head": {"norm": PartitionSpec(), "token": PartitionSpec(None, None, "tensor")},
+                }
+            },
+            "token is [32, 16] and split along axis 2, expected a multiple of 2 there",
+        ),
+    ],
+)
+def test_specs_that_do_not_fit_are_refused(changed, expected):
+    with pytest.raises(UserError, match=re.escape(expected)):
+        partition_specs(Wrong(**changed), 2)
+
+
+def test_sizes_that_cannot_be_split_are_refused():
+    got = "parallelism.tensor: got 8, but model.num_heads: got 4, expected a multiple of 8"
+    with pytest.raises(UserError, match=got):
+        partition_specs(MODELS["gpt2"](tied=False), 8)

@@ -1,0 +1,144 @@
+"""Whether a model computes the same with split parameters, found before the first step.
+
+A forgotten sum over devices would train wrongly in silence. So embedding, a layer and the head run
+on one example, whole and split, all on one device: `jax.vmap` takes the place of the others. The
+results and all gradients must agree.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxmorph.errors import UserError, definition_of, in_users_code
+from jaxmorph.stage.mesh import TENSOR
+from jaxmorph.stage.model import MicrobatchShapes, PipelineModel, Tree, without_randomness
+from jaxmorph.stage.model_calls import is_float, made_up
+from jaxmorph.stage.sharding import Specs, is_spec, specs_of_parts, split_axes
+from jaxmorph.stage.stage_functions import total_bytes
+
+_MOST_BYTES = 1 << 30  # of parameters: larger parts are not tried
+_QUICKLY: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}  # half the time on a CPU
+
+
+def check_shards(model: PipelineModel, num_shards: int, shapes: MicrobatchShapes) -> None:
+    """Checks a model whose parameters are split over the devices of a stage.
+
+    Raises:
+      UserError: the model can't be split so, or computes something else then.
+    """
+    if num_shards == 1:
+        return
+    specs = specs_of_parts(model, num_shards)
+    for name, init, function, inputs in _calls(model, shapes):
+        params = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
+        if total_bytes(jax.tree.leaves(params)) > _MOST_BYTES:
+            continue
+        arguments = made_up(np.random.default_rng(0), inputs)
+        own = getattr(model, name)
+        with in_users_code(f"{name} with split parameters", own):
+            compared = partial(_compared, function, init, specs[name], num_shards)
+            program = jax.jit(compared).lower(*arguments).compile(_QUICKLY)
+        widths = [leaf.dtype.itemsize for leaf in jax.tree.leaves(arguments) if is_float(leaf)]
+        tolerance = 3e-2 if min(widths, default=4) < 4 else 1e-3
+        for what, (off, size) in jax.device_get(program(*arguments)).items():
+            if off > tolerance * size:
+                raise UserError(
+                    f"{definition_of(own) or 'model'}: {name}: got another {what} where its "
+                    f"parameters are split over {num_shards} devices, expected the same: a product "
+                    "with split columns begins with to_shards, one with split rows ends with "
+                    "sum_of_shards (jaxmorph.models.tensor_axis)"
+                )
+
+
+_Call = tuple[str, Callable[..., Any], Callable[..., Any], tuple[Tree, Tree]]
+
+
+def _calls(model: PipelineModel, shapes: MicrobatchShapes) -> Iterator[_Call]:
+    """Yields name, init and function of each part, and (activations, data) of one example."""
+    one = MicrobatchShapes(
+        *jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype),
+            (shapes.inputs, shapes.targets, shapes.extras),
+        )
+    )
+    embed, layer, head = (
+        without_randomness(function, one.extras)
+        for function in (model.embed, model.layer, model.head)
+    )
+    params = jax.eval_shape(model.init_embed, jax.eval_shape(jax.random.key, 0))
+    x = jax.eval_shape(embed, params, one.inputs)
+    yield "embed", model.init_embed, lambda params, _, data: embed(params, data), ((), one.inputs)
+    yield "layer", model.init_layer, lambda params, x, _: layer(params, x), (x, ())
+    yield "head", model.init_head, lambda params, x, data: head(params, x, data), (x, one.targets)
+
+
+def _compared(
+    function: Callable[..., Any],
+    init: Callable[[jax.Array], Tree],
+    specs: Specs,
+    num_shards: int,
+    x: Tree,
+    data: Tree,
+) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """How far result and gradients are off with split parameters, and their size: norms."""
+    leaves, structure = jax.tree.flatten(x)
+
+    def run(params: Tree, floats: list[jax.Array]) -> list[jax.Array]:
+        rest = iter(floats)
+        whole = [next(rest) if is_float(leaf) else leaf for leaf in leaves]
+        result = function(params, jax.tree.unflatten(structure, whole), data)
+        return [leaf for leaf in jax.tree.leaves(result) if is_float(leaf)]
+
+    def both_ways(params: Tree, floats: Tree, gradient: Tree) -> tuple[Tree, Tree, Tree]:
+        result, pullback = jax.vjp(run, params, floats)
+        return result, *pullback(gradient)
+
+    # Initial values are often alike, and zeros hide what is added once too often.
+    params = jax.tree.map(lambda leaf: leaf + 0.1 * _waves(leaf), init(jax.random.key(0)))
+    floats = [leaf for leaf in leaves if is_float(leaf)]
+    gradient = jax.tree.map(_waves, jax.eval_shape(run, params, floats))
+    result, of_params, of_x = both_ways(params, floats, gradient)
+    own = jax.tree.map(partial(_parts, num_shards), params, specs)
+    axes = jax.tree.map(lambda spec: 0 if split_axes(spec) else None, specs, is_leaf=is_spec)
+    split = jax.vmap(both_ways, (axes, None, None), axis_name=TENSOR, axis_size=num_shards)
+    results, of_own, of_xs = split(own, floats, gradient)
+    return {
+        "result": _off(results, result),
+        "gradient of x": _off(of_xs, of_x),
+        "gradient of its parameters": _off(jax.tree.map(_joined, of_own, specs), of_params),
+    }
+
+
+def _waves(leaf: Any) -> jax.Array:
+    return jnp.cos(jnp.arange(math.prod(leaf.shape))).reshape(leaf.shape).astype(leaf.dtype)
+
+
+def _parts(num_shards: int, leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """The devices' parts of a parameter, [devices, ...]; the whole if it is not split."""
+    for axis in split_axes(spec):
+        return jnp.stack(jnp.split(leaf, num_shards, axis))
+    return leaf
+
+
+def _joined(parts: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """What `_parts` was given, once; of what is not split, that of each device."""
+    for axis in split_axes(spec):
+        return jnp.concatenate([*parts], axis)[None]
+    return parts
+
+
+def _off(found: Tree, expected: Tree) -> tuple[jax.Array, jax.Array]:
+    """The norms of how far arrays [devices or 1, ...] are off, and of what was expected."""
+    pairs = [
+        (got.astype(jnp.float32), jnp.broadcast_to(due, got.shape).astype(jnp.float32))
+        for got, due in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    ]
+    off = sum((jnp.square(got - due).sum() for got, due in pairs), jnp.float32(0))
+    size = sum((jnp.square(due).sum() for _, due in pairs), jnp.float32(0))
+    return jnp.sqrt(off), jnp.sqrt(size)
