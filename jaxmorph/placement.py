@@ -101,7 +101,7 @@ class Placement(NamedTuple):
 def placement_of(name: str, num_stages: int, num_chunks: int = 1) -> Placement:
     """Where the virtual stages of a schedule are; ``num_chunks`` is that of ``interleaved``."""
     match name:
-        case "zb-v":
+        case "zb-v" | "dualpipe-v":
             return Placement(num_stages, 2, "v")
         case "interleaved":
             return Placement(num_stages, num_chunks)

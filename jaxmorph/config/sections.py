@@ -47,6 +47,7 @@ ScheduleName = Literal[
     "zb-h2",
     "interleaved",
     "zb-v",
+    "dualpipe-v",
     "paper",
     "adaptive",
     "initial",
@@ -209,7 +210,8 @@ class Parallelism(Section):
 
     chunks: Count = 1
     """Virtual stages on each stage; above 1 only with `schedule.name: interleaved`, whose chunk c
-    of stage s is virtual stage c * stages + s, or `zb-v`, which has 2: down the stages and back."""
+    of stage s is virtual stage c * stages + s, or `zb-v` and `dualpipe-v`, which have 2: down the
+    stages and back."""
 
     data: Annotated[
         int, Field(ge=1, le=1), Expected("1 (data parallelism is not supported yet)")
@@ -338,7 +340,7 @@ class Precision(Section):
 REPLACEABLE_SCHEDULES = ("adaptive", "initial", "paper", "zb-h1", "zb-h2")
 """Schedules that can be replaced while a run lasts: split ones of one chunk."""
 
-SPLIT_SCHEDULES = (*REPLACEABLE_SCHEDULES, "zb-v")
+SPLIT_SCHEDULES = (*REPLACEABLE_SCHEDULES, "zb-v", "dualpipe-v")
 """Schedules that run a backward as B and W."""
 
 

@@ -3,7 +3,8 @@
 The CSV is torch.distributed.pipelining's: a row per rank, a column per turn. A cell such as ``5F2``
 is stage 5, action F, microbatch 2; an empty cell is idle. The actions are F, I (gradient of the
 input, our B), W, and B for a full backward (our BW). Older files have no I and write B for the
-gradient of the input beside W. Its stages are our virtual stages. Compute-only files have these
+gradient of the input beside W. ``(5F2;0B1)OVERLAP_F_B`` is both, side by side for torch, one after
+the other for us. Its stages are our virtual stages. Compute-only files have these
 actions alone, and are what is written; others also have messages, and what is done to a stage's
 parameters, which are left out: both follow from the order of ops.
 """
@@ -103,6 +104,7 @@ def _from_json(data: Any) -> Schedule:
 
 
 _CELL = re.compile(r"(\d+)([FIBW])(\d+)", re.ASCII)
+_OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _NO_OP = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)", re.ASCII)
 _ACTIONS = {OpKind.F: "F", OpKind.B: "I", OpKind.W: "W", OpKind.BW: "B"}
 _SPLIT = {"F": (OpKind.F,), "I": (OpKind.B,), "W": (OpKind.W,), "B": (OpKind.B, OpKind.W)}
@@ -174,17 +176,18 @@ def format_torch_csv(schedule: Schedule) -> str:
 
 def _cells(rank: int, line: Iterable[str]) -> Iterator[_Cell]:
     for column, cell in enumerate(line):
-        word = cell.strip()
-        if not word or _NO_OP.fullmatch(word):
-            continue
-        match = _CELL.fullmatch(word)
-        if match is None:
-            raise ValueError(
-                f"row {rank}, column {column}: got {word!r}, expected an empty cell or a "
-                "computation such as 0F0, 1I3, 2W0 or 3B1"
-            )
-        stage, action, microbatch = match.groups()
-        yield _Cell(int(stage), action, int(microbatch))
+        both = _OVERLAPPED.fullmatch(cell.strip())
+        for word in both[1].split(";") if both else [cell.strip()]:
+            if not word or _NO_OP.fullmatch(word):
+                continue
+            match = _CELL.fullmatch(word)
+            if match is None:
+                raise ValueError(
+                    f"row {rank}, column {column}: got {word!r}, expected an empty cell or a "
+                    "computation such as 0F0, 1I3, 2W0 or 3B1"
+                )
+            stage, action, microbatch = match.groups()
+            yield _Cell(int(stage), action, int(microbatch))
 
 
 def _placement(rows: Sequence[Sequence[_Cell]]) -> Placement:

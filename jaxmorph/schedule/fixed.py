@@ -1,9 +1,9 @@
 """Schedules that depend only on the numbers of stages, microbatches and chunks."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 
 from jaxmorph.errors import UserError
 from jaxmorph.schedule.ops import Op, OpKind
@@ -125,17 +125,29 @@ def zb_v(num_stages: int, num_microbatches: int) -> Schedule:
     section 6 of "Zero Bubble Pipeline Parallelism".
     """
     most = max(num_microbatches, 2 * num_stages - 1)  # fewer: the same without the last ones
+    return _v_schedule("zb-v", num_stages, num_microbatches, partial(_zb_v_turns, most))
 
-    def row(rank: int) -> Iterator[Op]:
-        seen = Counter[tuple[OpKind, int]]()
-        for kind, chunk in _zb_v_turns(num_stages, rank, most):
-            microbatch = seen[kind, chunk]
-            seen[kind, chunk] += 1
-            if microbatch < num_microbatches:
-                yield Op(kind, microbatch, chunk)
 
-    rows = tuple(tuple(row(rank)) for rank in range(num_stages))
-    return Schedule("zb-v", num_microbatches, rows, "v")
+def dualpipe_v(num_stages: int, num_microbatches: int) -> Schedule:
+    """DualPipe-V, in its order, where a forward and a backward run one after the other.
+
+    It is made for accelerators that run a forward of one chunk and a backward of the other side by
+    side, so that the messages of one hide behind the other. Nothing overlaps here: with equal ops a
+    step is as long as that of ``zb-v``, and a rank holds one stash more, 2 S + 1.
+
+    Source: DeepSeek-AI, "DualPipe", 2025: the half of it that needs no copy of the parameters.
+
+    Raises:
+        UserError: Fewer than two microbatches per stage.
+    """
+    least = 2 * num_stages
+    if num_microbatches < least:
+        raise UserError(
+            f"dualpipe-v: got {num_microbatches} microbatches on {num_stages} stages, expected at "
+            f"least {least}, two per stage"
+        )
+    turns = partial(_dualpipe_v_turns, num_microbatches)
+    return _v_schedule("dualpipe-v", num_stages, num_microbatches, turns)
 
 
 FIXED_SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
@@ -146,6 +158,9 @@ FIXED_SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "zb-h2": zb_h2,
 }
 """Builders of schedules with one chunk; each takes the numbers of stages and microbatches."""
+
+V_SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"zb-v": zb_v, "dualpipe-v": dualpipe_v}
+"""Builders of schedules with two chunks in a V."""
 
 
 def _round_size(num_stages: int, num_microbatches: int) -> int:
@@ -180,19 +195,66 @@ def _split_row(warmup: int, weight_delay: int, num_microbatches: int) -> Iterato
     yield from (Op(OpKind.W, microbatch) for microbatch in range(done, num_microbatches))
 
 
-def _zb_v_turns(num_stages: int, rank: int, num_microbatches: int) -> list[tuple[OpKind, int]]:
-    """The kinds and chunks of a rank's ops, in order, for at least 2 S - 1 microbatches."""
-    first, second = ([(kind, chunk) for kind in (OpKind.F, OpKind.B, OpKind.W)] for chunk in (0, 1))
+_Turn = tuple[OpKind, int]
+"""The kind and the chunk of an op, which is that of the next microbatch."""
+
+
+def _v_schedule(
+    name: str,
+    num_stages: int,
+    num_microbatches: int,
+    turns: Callable[[int, int], Iterable[_Turn]],
+) -> Schedule:
+    """The schedule whose ranks take turns; ``turns`` takes the number of ranks and a rank."""
+
+    def row(rank: int) -> Iterator[Op]:
+        seen = Counter[_Turn]()
+        for kind, chunk in turns(num_stages, rank):
+            microbatch = seen[kind, chunk]
+            seen[kind, chunk] += 1
+            if microbatch < num_microbatches:
+                yield Op(kind, microbatch, chunk)
+
+    rows = tuple(tuple(row(rank)) for rank in range(num_stages))
+    return Schedule(name, num_microbatches, rows, "v")
+
+
+_FIRST, _SECOND = ([(kind, chunk) for kind in (OpKind.F, OpKind.B, OpKind.W)] for chunk in (0, 1))
+
+
+def _zb_v_turns(num_microbatches: int, num_stages: int, rank: int) -> list[_Turn]:
+    """For at least 2 S - 1 microbatches."""
     without_forward = num_stages - rank - 1
     return [
-        *first[:1] * (2 * (num_stages - rank) - 1),
-        *[second[0], first[0]] * rank,
-        *second * (num_stages - rank),
-        *[*first, *second] * (num_microbatches - num_stages - without_forward),
-        *[*first[1:], *second] * without_forward,
-        *[first[1], second[1]] * rank,
-        *first[1:] * (num_stages - rank),
-        *[second[2], first[2]] * rank,
+        *_FIRST[:1] * (2 * (num_stages - rank) - 1),
+        *[_SECOND[0], _FIRST[0]] * rank,
+        *_SECOND * (num_stages - rank),
+        *[*_FIRST, *_SECOND] * (num_microbatches - num_stages - without_forward),
+        *[*_FIRST[1:], *_SECOND] * without_forward,
+        *[_FIRST[1], _SECOND[1]] * rank,
+        *_FIRST[1:] * (num_stages - rank),
+        *[_SECOND[2], _FIRST[2]] * rank,
+    ]
+
+
+def _dualpipe_v_turns(num_microbatches: int, num_stages: int, rank: int) -> list[_Turn]:
+    """For at least 2 S microbatches."""
+    later, own = num_stages - rank - 1, rank + 1
+    (forward, *backward), (second_forward, *second_backward) = _FIRST, _SECOND
+    # Of the last backwards after all forwards, half put off their W, to fill the waits for others.
+    last = [second_backward, backward] * own
+    put_off = deque([*(weight for _, weight in last[own:]), *[backward[1]] * later])
+    return [
+        *[forward] * (2 * later),
+        *[forward, second_forward] * own,
+        *[*second_backward, second_forward] * later,
+        *[forward, *second_backward, second_forward, *backward]
+        * (num_microbatches - 2 * num_stages + own),
+        *[*second_backward, second_forward, *backward] * later,
+        *chain.from_iterable(last[:own]),
+        *(input_turn for input_turn, _ in last[own:]),
+        *chain.from_iterable((put_off.popleft(), backward[0]) for _ in range(later)),
+        *put_off,
     ]
 
 

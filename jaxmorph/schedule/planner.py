@@ -10,7 +10,7 @@ from jaxmorph.records import Link, Routes
 from jaxmorph.schedule.adaptive import adaptive_schedule
 from jaxmorph.schedule.bound import certified_ms, lower_bound_ms
 from jaxmorph.schedule.costs import Limits, Links, StageCosts, StageMemory
-from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved, zb_v
+from jaxmorph.schedule.fixed import FIXED_SCHEDULES, V_SCHEDULES, interleaved
 from jaxmorph.schedule.list_schedule import make_workload, to_picoseconds, to_schedule
 from jaxmorph.schedule.paper import (
     adapted_warmup_forwards,
@@ -21,9 +21,9 @@ from jaxmorph.schedule.paper import (
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
 
-INTERLEAVED, ZB_V = "interleaved", "zb-v"
+INTERLEAVED = "interleaved"
 PLANNED_SCHEDULES = ("paper", "adaptive", "initial")
-SCHEDULE_NAMES = (*FIXED_SCHEDULES, ZB_V, INTERLEAVED, *PLANNED_SCHEDULES)
+SCHEDULE_NAMES = (*FIXED_SCHEDULES, *V_SCHEDULES, INTERLEAVED, *PLANNED_SCHEDULES)
 _ALTERNATIVES = ("paper", "initial", "zb-h1", "zb-h2")
 _TAKES_WARMUPS = ("paper", "adaptive")
 _FIXED_REASON = "{} was asked for; its order depends on no cost"
@@ -177,8 +177,8 @@ def _order(
     stages, microbatches = problem.costs.num_stages, problem.num_microbatches
     if name == INTERLEAVED:
         return interleaved(stages, microbatches, num_chunks), _FIXED_REASON.format(name)
-    if name == ZB_V:
-        return zb_v(stages, microbatches), _FIXED_REASON.format(name)
+    if name in V_SCHEDULES:
+        return V_SCHEDULES[name](stages, microbatches), _FIXED_REASON.format(name)
     if name in FIXED_SCHEDULES:
         return FIXED_SCHEDULES[name](stages, microbatches), _FIXED_REASON.format(name)
     if name == "initial":

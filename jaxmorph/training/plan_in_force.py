@@ -186,5 +186,5 @@ def _key(name: str) -> str:
         return "schedule.max_live"  # the rest of the message names the stage
     if name.startswith("max_stash_bytes"):
         return f"schedule.{name}"
-    # Its only error is a number of microbatches that doesn't fill its rounds.
-    return "batch.microbatches" if name == "interleaved" else f"schedule: {name}"
+    # The only error of these is a number of microbatches: too few, or ones that fill no rounds.
+    return "batch.microbatches" if name in ("interleaved", "dualpipe-v") else f"schedule: {name}"

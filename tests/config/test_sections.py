@@ -13,8 +13,7 @@ from jaxmorph.transport.wire import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 
 
 def test_every_schedule_that_can_be_planned_can_be_configured():
-    in_training = tuple(name for name in SCHEDULE_NAMES if name != "zb-v")  # only planned
-    assert get_args(ScheduleName) == in_training
+    assert get_args(ScheduleName) == SCHEDULE_NAMES
 
 
 def test_chunks_that_can_be_configured_can_be_sent():

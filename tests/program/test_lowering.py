@@ -27,7 +27,13 @@ from jaxmorph.program.lowering import forward_only, global_order, lower, lower_i
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.records import Link, Route, Routes
 from jaxmorph.schedule.costs import Limits, LinkDelay, StageCosts, chain_links
-from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved, one_forward_one_backward, zb_v
+from jaxmorph.schedule.fixed import (
+    FIXED_SCHEDULES,
+    dualpipe_v,
+    interleaved,
+    one_forward_one_backward,
+    zb_v,
+)
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
 from jaxmorph.schedule.schedule import Schedule
@@ -353,6 +359,7 @@ SCHEDULES = {
     "interleaved on two": interleaved(2, MICROBATCHES, 2),
     "alone": FIXED_SCHEDULES["zb-h1"](1, MICROBATCHES),
     "zb-v": zb_v(STAGES, MICROBATCHES),
+    "dualpipe-v": dualpipe_v(STAGES, 2 * STAGES),
 }
 
 

@@ -253,6 +253,7 @@ def check_v(rendezvous, link, tied, compilations, reference=None, num_devices=1)
     )
     for microbatches in (1, 4, 8):
         v.check_gradients("zb-v", *batch(microbatches, microbatches))
+    v.check_gradients("dualpipe-v", *batch(8, 8))
     check_forwards_alone(v, ("zb-v",), compilations)
     if rendezvous.num_ranks > 1:
         check_routes(v, ("zb-v",), compilations)

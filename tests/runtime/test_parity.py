@@ -99,9 +99,11 @@ def test_interleaved_chunks_match_one_device(results, microbatches):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("microbatches", [1, 4, 8])
-def test_chunks_in_a_v_match_one_device(results, microbatches):
-    case = {"schedule": "zb-v", "placement": "v", "microbatches": microbatches}
+@pytest.mark.parametrize(
+    ("schedule", "microbatches"), [("zb-v", 1), ("zb-v", 4), ("zb-v", 8), ("dualpipe-v", 8)]
+)
+def test_chunks_in_a_v_match_one_device(results, schedule, microbatches):
+    case = {"schedule": schedule, "placement": "v", "microbatches": microbatches}
     for result in only(results, "gradients", **case):
         assert result["loss_error"] <= SINGLE
         assert result["norm_error"] <= SINGLE
@@ -122,7 +124,7 @@ def test_stages_of_two_devices_match_one_device(launch, launched):
     found = launch(launched)
     assert {result["devices"] for result in found} == {2}
     schedules = {result["schedule"] for result in only(found, "gradients")}
-    assert schedules == {"gpipe", "1f1b", "zb-h2", "adaptive", "zb-v"}
+    assert schedules == {"gpipe", "1f1b", "zb-h2", "adaptive", "zb-v", "dualpipe-v"}
     for result in found:
         errors = [result[name] for name in ("loss_error", "norm_error") if name in result]
         assert max([*errors, result.get("worst_leaf", [0.0])[0]]) <= SINGLE, result

@@ -6,7 +6,13 @@ from hypothesis import strategies as st
 
 from jaxmorph.errors import UserError
 from jaxmorph.schedule.files import format_torch_csv, load_schedule, parse_torch_csv, save_schedule
-from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved, one_forward_one_backward, zb_v
+from jaxmorph.schedule.fixed import (
+    FIXED_SCHEDULES,
+    dualpipe_v,
+    interleaved,
+    one_forward_one_backward,
+    zb_v,
+)
 from jaxmorph.schedule.schedule import Schedule, ScheduleError
 
 SCHEDULE = one_forward_one_backward(3, 4)
@@ -131,9 +137,16 @@ def test_a_csv_reads_back(name, stages, microbatches):
 
 @pytest.mark.parametrize("suffix", [".csv", ".json", ".txt"])
 def test_a_v_is_read_back(tmp_path, suffix):
-    path = tmp_path / f"zb-v{suffix}"
-    save_schedule(path, zb_v(3, 4))
-    assert load_schedule(path) == zb_v(3, 4)
+    for schedule in (zb_v(3, 4), dualpipe_v(3, 6)):
+        path = tmp_path / f"{schedule.name}{suffix}"
+        save_schedule(path, schedule)
+        assert load_schedule(path) == schedule
+
+
+def test_a_forward_and_a_backward_side_by_side_are_read_as_two_ops():
+    text = "0F0,(3F0;0F1)OVERLAP_F_B,3I0,3W0,(0F2;3B1)OVERLAP_F_B\n1F0,2F0\n"
+    rows = _rows(parse_torch_csv(text, "overlapped"))
+    assert rows == ["F0 1.F0 F1 1.B0 1.W0 F2 1.B1 1.W1", "F0 1.F0"]
 
 
 @given(stages=st.integers(1, 5), microbatches=st.integers(1, 6))

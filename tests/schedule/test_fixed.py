@@ -6,6 +6,7 @@ from jaxmorph.errors import UserError
 from jaxmorph.schedule.costs import StageCosts, chain_links
 from jaxmorph.schedule.fixed import (
     FIXED_SCHEDULES,
+    dualpipe_v,
     gpipe,
     interleaved,
     one_forward_one_backward,
@@ -198,6 +199,35 @@ def test_zb_v_runs_any_number_of_microbatches(stages):
         schedule.validate()
         assert (schedule.num_microbatches, schedule.num_chunks) == (microbatches, 2)
         assert max(schedule.peak_live("W")) <= 2 * min(stages, microbatches)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5, 8])
+def test_dualpipe_v_without_overlap_is_as_long_as_zb_v(stages):
+    for microbatches in (2 * stages, 5 * stages):
+        schedule = dualpipe_v(stages, microbatches)
+        schedule.validate()
+        equal = StageCosts.uniform(stages, 20.0, 20.0, 20.0)
+        expected_ms = 60.0 * microbatches + 10.0 * (stages - 1)
+        assert simulate(schedule, equal).makespan_ms == expected_ms
+        assert schedule.peak_live("W") == (2 * stages + 1,) * stages
+
+
+@pytest.mark.parametrize(("forward", "backward_input", "backward_weight"), [(1, 1, 1), (2, 3, 1)])
+def test_dualpipe_v_has_at_most_its_published_bubble(forward, backward_input, backward_weight):
+    backward = backward_input + backward_weight
+    for stages in (1, 2, 4, 8):
+        costs = StageCosts.uniform(stages, 2 * forward, 2 * backward_input, 2 * backward_weight)
+        makespan_ms = simulate(dualpipe_v(stages, 3 * stages), costs).makespan_ms
+        bubble_ms = makespan_ms - 3 * stages * 2 * (forward + backward)
+        # A forward and a backward side by side take as long as one after the other.
+        published_ms = (stages - 1) * (forward + backward + backward - 3 * backward_weight)
+        assert bubble_ms <= published_ms
+
+
+def test_dualpipe_v_needs_two_microbatches_for_each_stage():
+    expected = "dualpipe-v: got 7 microbatches on 4 stages, expected at least 8"
+    with pytest.raises(UserError, match=expected):
+        dualpipe_v(4, 7)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])

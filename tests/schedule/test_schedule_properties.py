@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from jaxmorph.schedule.bound import lower_bound_ms
 from jaxmorph.schedule.costs import Limits, Links, StageCosts
+from jaxmorph.schedule.fixed import FIXED_SCHEDULES
 from jaxmorph.schedule.ops import Op, OpKind
-from jaxmorph.schedule.planner import INTERLEAVED, PLANNED_SCHEDULES, SCHEDULE_NAMES, ZB_V, plan
+from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
 from tests.schedule.strategies import costs_of, limits_of, links_of
@@ -19,7 +20,7 @@ _MS = st.one_of(
     st.just(10.0), st.just(0.0), st.floats(0.0, 50.0, allow_subnormal=False), st.floats(1e-3, 1e3)
 )
 
-_NAMES = [name for name in SCHEDULE_NAMES if name not in (INTERLEAVED, ZB_V)]  # have chunks
+_NAMES = [*FIXED_SCHEDULES, *PLANNED_SCHEDULES]  # of one chunk
 
 
 class _Case(NamedTuple):
