@@ -46,6 +46,8 @@ from flax.core import meta
 from flax.errors import ScopeCollectionNotFound
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from .tensor_axis import PartitionSpecs
+
 Params = dict[str, Any]
 Path = tuple[str, ...]
 Loss = Callable[[Any, Any], jax.Array]
@@ -103,6 +105,7 @@ class ModelOfModules:
         tied: Iterable[tuple[Path, Path]],
         loss: Loss | None,
         aux_weights: Mapping[str, float] | None,
+        partition_specs: PartitionSpecs | None,
     ):
         embed, layer, head = parts
         self.num_layers = num_layers
@@ -114,6 +117,8 @@ class ModelOfModules:
         self.embed = embed.function("inputs")
         self.layer = layer.function("x")
         self.head = head.function("x", "targets", then=loss)
+        if partition_specs is not None:
+            self.partition_specs = lambda num_shards: partition_specs
         if loss is not None and "extras" not in head.named:
             self.logits = partial(head.function("x"), key=None)
 
@@ -126,6 +131,7 @@ def nnx(
     head: str | Callable[[Any], Any] = "head",
     loss: Loss | None = None,
     aux_weights: Mapping[str, float] | None = None,
+    partition_specs: PartitionSpecs | None = None,
 ) -> ModelOfModules:
     """Returns the model that modules of Flax NNX make up.
 
@@ -140,6 +146,8 @@ def nnx(
       head: takes the activations, and returns what `loss` takes beside the targets; without a loss
         it takes the targets too, and returns the float32 sum of the losses.
       aux_weights: if layers return (activations, auxiliary losses by name), their weights.
+      partition_specs: how parameters of "embed", "layer" and "head" are split over the devices of a
+        stage; the modules then call functions of `tensor_axis`.
 
     Raises:
       ValueError: the module doesn't have these parts, or keeps more than parameters.
@@ -168,7 +176,8 @@ def nnx(
     rows = [name for name in parts if name not in ("embed", "head")]
     _check_one_structure([_nnx_values(parts[name]) for name in rows], "nnx")
     three = part("embed"), part(rows[0]), part("head")
-    return ModelOfModules(three, len(rows), _tied_parameters(module, parts), loss, aux_weights)
+    tied = _tied_parameters(module, parts)
+    return ModelOfModules(three, len(rows), tied, loss, aux_weights, partition_specs)
 
 
 def _nnx_part(name: str, module: Any, init: Callable[[jax.Array], Params]) -> _Part:
@@ -272,6 +281,7 @@ def linen(
     loss: Loss | None = None,
     tied: Iterable[tuple[Path, Path]] = (),
     aux_weights: Mapping[str, float] | None = None,
+    partition_specs: PartitionSpecs | None = None,
 ) -> ModelOfModules:
     """Returns the model that modules of Flax Linen make up.
 
@@ -286,6 +296,8 @@ def linen(
         it takes the targets too, and returns the float32 sum of the losses.
       tied: pairs (path in the embedding's parameters, path in the head's) of shared parameters.
       aux_weights: if layers return (activations, auxiliary losses by name), their weights.
+      partition_specs: how parameters of "embed", "layer" and "head" are split over the devices of a
+        stage; the modules then call functions of `tensor_axis`.
 
     Raises:
       ValueError: the module doesn't have these parts, or keeps more than parameters.
@@ -311,7 +323,8 @@ def linen(
     of_head = (x,) if loss else (x, inputs if targets is None else targets)
     layer = _linen_part("layers[0]", rows[0], (x,), passed)
     last = _linen_part("head", _unbound(ends["head"]), of_head, passed)
-    return ModelOfModules((first, layer, last), len(rows), tied, loss, aux_weights)
+    parts = first, layer, last
+    return ModelOfModules(parts, len(rows), tied, loss, aux_weights, partition_specs)
 
 
 def _linen_part(

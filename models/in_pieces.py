@@ -13,9 +13,6 @@ Params = dict[str, Any]
 Build = Callable[[Any, nnx.Rngs], Any]
 """Makes a module from the model's configuration and random streams."""
 
-PartitionSpecs = Mapping[str, Any]
-"""Of "embed", "layer" and "head": a tree of `PartitionSpec`, each for all that is below it."""
-
 Inputs = jax.Array | Mapping[str, jax.Array]
 """Tokens, int32 [microbatch, sequence]; of packed documents {"tokens", "positions"}."""
 

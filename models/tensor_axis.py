@@ -6,11 +6,17 @@ al., 2019), a product with a matrix of split columns begins with `to_shards`, on
 with `sum_of_shards`. On a stage of one device all of this does nothing.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 AXIS = "tensor"
+
+PartitionSpecs = Mapping[str, Any]
+"""Of "embed", "layer" and "head": a tree of `PartitionSpec`, each for all that is below it."""
 
 
 def num_shards() -> int:

@@ -15,10 +15,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..attention import causal_attention
-from ..in_pieces import ModelInPieces, Params, PartitionSpecs
+from ..in_pieces import ModelInPieces, Params
 from ..layers import INIT_SCALE, OutputHead, branch_keys, dropout, residual_scale
 from ..sizes import check_shards
-from ..tensor_axis import AXIS, rows_of, sum_of_shards, to_shards
+from ..tensor_axis import AXIS, PartitionSpecs, rows_of, sum_of_shards, to_shards
 from .config import GPT2Config
 
 _EPSILON = 1e-5
