@@ -17,7 +17,7 @@ MANIFEST = "manifest.json"
 SEAL = "manifest.seal"
 DRAFT = "manifest.draft"
 _RANK_FILE = re.compile(r"\.rank_\d+_[0-9a-f]{16}")
-FORMAT = 2
+FORMAT = 3  # before, queries, keys and values of the shipped models lay in another order
 TiedPaths = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
 
 

@@ -120,8 +120,8 @@ def test_the_manifest_reads_back_with_position_and_seed(tmp_path):
     [
         ("", "Expecting value"),
         ("[]", "got no manifest of a checkpoint"),
-        ('{"format": 2}', "got no manifest of a checkpoint: KeyError('step')"),
-        ('{"format": 99}', "got format 99, expected 2"),
+        ('{"format": 3}', "got no manifest of a checkpoint: KeyError('step')"),
+        ('{"format": 99}', "got format 99, expected 3"),
     ],
 )
 def test_a_wrong_manifest_is_one_line(tmp_path, text, says):

@@ -171,7 +171,7 @@ def test_another_versions_checkpoint_is_not_damaged(tmp_path):
     folder = CheckpointFolder(tmp_path)
     save(folder, 7)
     rewrite(folder, 7, {"format": 99})
-    with pytest.raises(UserError, match=r"step_7/manifest.json: got format 99, expected 2"):
+    with pytest.raises(UserError, match=r"step_7/manifest.json: got format 99, expected 3"):
         folder.newest_whole()
 
 
