@@ -22,14 +22,9 @@ from jaxmorph.progress import progress
 from jaxmorph.records import Link
 from jaxmorph.runtime.causes import LongWaits
 from jaxmorph.runtime.delegated import DelegatedRoute
-from jaxmorph.runtime.direct import (
-    DirectRoute,
-    KeptOutputs,
-    LinkCommunicators,
-    PathFailedError,
-    Programs,
-)
+from jaxmorph.runtime.direct import DirectRoute, KeptOutputs, PathFailedError
 from jaxmorph.runtime.link_connections import PathPings
+from jaxmorph.runtime.link_programs import LinkCommunicators, Programs
 from jaxmorph.runtime.link_switch import Counts, EndState, LinkEnd, PeerConnections
 from jaxmorph.runtime.routes import Moved, Posting, TransferIdentity, require_live
 

@@ -18,13 +18,14 @@ from jaxmorph.progress import progress
 from jaxmorph.records import Link
 from jaxmorph.runtime.causes import LongWaits
 from jaxmorph.runtime.delegated import DelegatedRoute
-from jaxmorph.runtime.direct import DirectRoute, LinkCommunicators
+from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.direct_probe import probe_direct
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.executor import Chunks, Executor, StepInputs, StepOutcome
 from jaxmorph.runtime.failover_route import FailoverRoute, PathWatch
 from jaxmorph.runtime.host_copies import HostCopies
 from jaxmorph.runtime.link_connections import FailoverConnections, change_sidecars
+from jaxmorph.runtime.link_programs import LinkCommunicators
 from jaxmorph.runtime.optimizer import StageOptimizer
 from jaxmorph.runtime.payloads import slot_use
 from jaxmorph.runtime.queue import AsynchronousQueue, Pace, PacedQueue, Stamp

@@ -10,8 +10,9 @@ import numpy as np
 from jaxmorph.copies.backends import PayloadShape
 from jaxmorph.program.instructions import Payload, Transfer, channel_of
 from jaxmorph.records import Link
-from jaxmorph.runtime.direct import DirectRoute, LinkCommunicators, LinkExhaustedError
+from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.join import join_run
+from jaxmorph.runtime.link_programs import LinkCommunicators, LinkExhaustedError
 from jaxmorph.runtime.rank_process import run_rank
 from jaxmorph.runtime.routes import TransferIdentity
 from jaxmorph.stage.mesh import make_mesh

@@ -8,7 +8,8 @@ from jaxmorph.models.gpt2 import build
 from jaxmorph.placement import Placement
 from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.records import Link
-from jaxmorph.runtime.direct import is_of_path, read_identity
+from jaxmorph.runtime.direct import is_of_path
+from jaxmorph.runtime.link_programs import read_identity
 from jaxmorph.runtime.payloads import (
     IDENTITY_WORDS,
     LARGEST_TIED_SLOT_BYTES,

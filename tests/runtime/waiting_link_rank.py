@@ -12,9 +12,10 @@ import numpy as np
 
 from jaxmorph.copies.backends import PayloadShape
 from jaxmorph.program.instructions import Buffer, BufferKind, Payload, Transfer, channel_of
-from jaxmorph.runtime.direct import DirectRoute, LinkCommunicators
+from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.host_copies import AwayStash, HostCopies
 from jaxmorph.runtime.join import join_run
+from jaxmorph.runtime.link_programs import LinkCommunicators
 from jaxmorph.runtime.rank_process import run_rank
 from jaxmorph.runtime.routes import TransferIdentity
 from jaxmorph.stage.mesh import make_mesh
