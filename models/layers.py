@@ -7,7 +7,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .tensor_axis import largest_of_shards, num_shards, own_positions, sum_of_shards, to_shards
+from .tensor_axis import (
+    largest_of_shards,
+    num_shards,
+    own_positions,
+    part_along,
+    sum_of_shards,
+    to_shards,
+)
 
 INIT_SCALE = 0.02
 
@@ -21,15 +28,28 @@ def residual_scale(num_layers: int) -> float:
     return INIT_SCALE / math.sqrt(2 * num_layers)
 
 
-def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+def dropout(
+    x_BTW: jax.Array, rate: float, key: jax.Array | None, split_axis: int | None = None
+) -> jax.Array:
     """Returns `x` with a share `rate` of its elements zero, and the others larger accordingly.
 
     Srivastava et al., "Dropout", 2014. Without a key, or at a rate of 0, nothing is dropped.
+
+    Args:
+      split_axis: the axis along which devices have parts; the same elements are dropped then.
     """
     if key is None or not rate:
-        return x
-    is_kept = jax.random.bernoulli(key, 1 - rate, x.shape)
-    return jnp.where(is_kept, x / (1 - rate), 0)
+        return x_BTW
+    shape = list(x_BTW.shape)
+    if split_axis is not None:
+        shape[split_axis] *= num_shards()
+    is_kept_BTW = part_along(jax.random.bernoulli(key, 1 - rate, shape), split_axis)
+    return jnp.where(is_kept_BTW, x_BTW / (1 - rate), 0)
+
+
+def sequence_axis(config: Any) -> int | None:
+    """Returns the axis of [B, T, W] along which devices have parts between products, if any."""
+    return 1 if config.sequence_parallel else None
 
 
 def branch_keys(key: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
@@ -46,11 +66,13 @@ class OutputHead(nnx.Module):
     def __init__(self, config: Any, norm: Any, rngs: nnx.Rngs):
         normal = nnx.initializers.normal(INIT_SCALE)
         self.norm = norm
+        self._split_axis = sequence_axis(config)
         self.token = nnx.Param(normal(rngs.params(), (config.vocab_size, config.width)))
 
     def logits(self, x_BTW: jax.Array) -> jax.Array:
         """Returns [B, T, V] in float32: this device's part of the vocabulary."""
-        logits_BTV = to_shards(self.norm(x_BTW)) @ self.token[...].astype(x_BTW.dtype).T
+        normal_BTW = to_shards(self.norm(x_BTW), self._split_axis)
+        logits_BTV = normal_BTW @ self.token[...].astype(x_BTW.dtype).T
         return logits_BTV.astype(jnp.float32)
 
     def __call__(self, x_BTW: jax.Array, targets_BT: jax.Array) -> jax.Array:

@@ -53,9 +53,10 @@ def check_shards(sizes: object, names: Sequence[str], num_shards: int) -> None:
 
 
 def check_options(config: Any) -> None:
-    """Raises ValueError unless `tied`, `compute_dtype`, `attention` and `dropout` are valid."""
-    if not isinstance(config.tied, bool):
-        raise ValueError(f"tied: got {config.tied!r}, expected true or false")
+    """Raises ValueError unless what all models have beside sizes is valid."""
+    for name in ("tied", "sequence_parallel"):
+        if not isinstance(getattr(config, name), bool):
+            raise ValueError(f"{name}: got {getattr(config, name)!r}, expected true or false")
     if config.compute_dtype not in COMPUTE_DTYPES:
         expected = " or ".join(COMPUTE_DTYPES)
         raise ValueError(f"compute_dtype: got {config.compute_dtype!r}, expected {expected}")

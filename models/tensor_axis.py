@@ -7,6 +7,7 @@ with `sum_of_shards`. On a stage of one device all of this does nothing.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -33,17 +34,54 @@ def own_positions(length: int) -> jax.Array:
     return positions + lax.axis_index(AXIS) * length if num_shards() > 1 else positions
 
 
-def to_shards(x: jax.Array) -> jax.Array:
+def to_shards(x: jax.Array, split_axis: int | None = None) -> jax.Array:
     """Returns `x`, alike on all devices, of which each computes another part of the result.
 
     So its gradient is the sum of the devices' own.
+
+    Args:
+      split_axis: along which devices have parts of `x`, and get parts of its gradient; None: all
+        have the whole.
     """
-    return _to_shards(x) if num_shards() > 1 else x
+    if num_shards() == 1:
+        return x
+    return _to_shards(x) if split_axis is None else _gathered(x, split_axis)
 
 
-def sum_of_shards(x: jax.Array) -> jax.Array:
-    """Returns the sum of all devices' `x`, alike on all of them."""
-    return _sum_of_shards(x) if num_shards() > 1 else x
+def sum_of_shards(x: jax.Array, split_axis: int | None = None) -> jax.Array:
+    """Returns the sum of all devices' `x`, alike on all of them.
+
+    Args:
+      split_axis: along which devices get parts of the sum; None: all get the whole.
+    """
+    if num_shards() == 1:
+        return x
+    return _sum_of_shards(x) if split_axis is None else _scattered_sum(x, split_axis)
+
+
+def used_on_parts(parameter: jax.Array, split_axis: int | None) -> jax.Array:
+    """Returns a parameter that all devices have alike, to use on their parts of activations.
+
+    So its gradient is the sum of the devices' own.
+    """
+    return parameter if split_axis is None else to_shards(parameter)
+
+
+def part_along(x: jax.Array, split_axis: int | None) -> jax.Array:
+    """Returns this device's part of what is alike on all devices; the whole without an axis."""
+    if num_shards() == 1 or split_axis is None:
+        return x
+    size = _part_of(x.shape[split_axis])
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(AXIS) * size, size, split_axis)
+
+
+def _part_of(size: int) -> int:
+    if size % num_shards():
+        raise ValueError(
+            f"got a sequence of {size}, expected a multiple of {num_shards()}, the devices of a "
+            "stage, or sequence_parallel=false"
+        )
+    return size // num_shards()
 
 
 def largest_of_shards(x: jax.Array) -> jax.Array:
@@ -57,13 +95,18 @@ def key_of_shard(key: jax.Array) -> jax.Array:
     return jax.random.fold_in(key, lax.axis_index(AXIS)) if num_shards() > 1 else key
 
 
-def rows_of(table: jax.Array, positions: jax.Array) -> jax.Array:
-    """Returns rows of a table whose rows are split: [..., width] at integers [...]."""
+def rows_of(table: jax.Array, positions: jax.Array, split_axis: int | None = None) -> jax.Array:
+    """Returns rows of a table whose rows are split: [..., width] at integers [...].
+
+    Args:
+      split_axis: along which devices get parts of the result; None: all get the whole.
+    """
     if num_shards() == 1:
         return table[positions]
     own = positions - lax.axis_index(AXIS) * len(table)
     is_own = (own >= 0) & (own < len(table))
-    return sum_of_shards(jnp.where(is_own[..., None], table[jnp.where(is_own, own, 0)], 0))
+    rows = jnp.where(is_own[..., None], table[jnp.where(is_own, own, 0)], 0)
+    return sum_of_shards(rows, split_axis)
 
 
 # JAX's own gradient of a sum over devices sums once more: it takes the results to be different.
@@ -81,3 +124,30 @@ def _sum_of_shards(x: jax.Array) -> jax.Array:
 
 
 _sum_of_shards.defvjp(lambda x: (lax.psum(x, AXIS), None), lambda _, gradient: (gradient,))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gathered(x: jax.Array, axis: int) -> jax.Array:
+    return lax.all_gather(x, AXIS, axis=axis, tiled=True)
+
+
+def _scatter(x: jax.Array, axis: int) -> jax.Array:
+    _part_of(x.shape[axis])
+    return lax.psum_scatter(x, AXIS, scatter_dimension=axis, tiled=True)
+
+
+_gathered.defvjp(
+    lambda x, axis: (_gathered(x, axis), None),
+    lambda axis, _, gradient: (_scatter(gradient, axis),),
+)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _scattered_sum(x: jax.Array, axis: int) -> jax.Array:
+    return _scatter(x, axis)
+
+
+_scattered_sum.defvjp(
+    lambda x, axis: (_scatter(x, axis), None),
+    lambda axis, _, gradient: (lax.all_gather(gradient, AXIS, axis=axis, tiled=True),),
+)

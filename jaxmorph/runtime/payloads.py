@@ -13,7 +13,7 @@ from jaxmorph.placement import Placement
 from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.program.slots_needed import FIRST_SLOTS
 from jaxmorph.records import Link
-from jaxmorph.stage.activations import Boundary, sent_activations
+from jaxmorph.stage.activations import boundary_of
 from jaxmorph.stage.mesh import TENSOR
 from jaxmorph.stage.model import MicrobatchShapes, PipelineModel
 from jaxmorph.stage.parameters import leaf_at
@@ -74,8 +74,8 @@ def channel_payloads(
         shapes: The data of one microbatch.
         num_devices: Those of a stage.
     """
-    shape = sent_activations(model, shapes)
-    activation = _payload(shape, Boundary(shape, shape, num_devices).spec, num_devices)
+    boundary = boundary_of(model, shapes, num_shards=num_devices)
+    activation = _payload(boundary.sent, boundary.spec, num_devices)
     channels: dict[Channel, PayloadShape] = {}
     for (rank, _), (next_rank, _) in placement.hops():
         if rank != next_rank:

@@ -35,7 +35,7 @@ from jaxmorph.stage.model import (
     aux_weights_of,
     without_randomness,
 )
-from jaxmorph.stage.sharding import WHOLE
+from jaxmorph.stage.sharding import WHOLE, with_tensor_axis
 
 _BITS_OF_A_DIGIT = {7: 8, 10: 8, 23: 16, 52: 16}
 """By a float's bits of mantissa, which must hold a digit."""
@@ -65,14 +65,16 @@ class Boundary:
     """The activations of steps of one length, as stages compute them and as they are sent.
 
     Attributes:
-      computed: on each device of a stage.
+      computed: on each device of a stage: alike on all, or its part.
       sent: by all devices of a stage together; each sends a part, if one of the axes can be split.
       num_shards: the number of devices.
+      split_axis: along which devices have parts while they compute; None: all have the whole.
     """
 
     computed: jax.ShapeDtypeStruct
     sent: jax.ShapeDtypeStruct
     num_shards: int = 1
+    split_axis: int | None = None
 
     @property
     def spec(self) -> PartitionSpec:
@@ -90,33 +92,64 @@ class Boundary:
 
     def to_send(self, array: jax.Array) -> jax.Array:
         """Returns this device's part of activations, or of their gradient, as they are sent."""
-        sizes = zip(self.computed.shape, self.sent.shape, strict=True)
-        padding = [(0, sent - computed, 0) for computed, sent in sizes]
-        if self._differs:
+        padded = self._padded
+        if array.shape != padded:
+            sizes = zip(array.shape, padded, strict=True)
+            padding = [(0, sent - computed, 0) for computed, sent in sizes]
             array = lax.pad(array, jnp.zeros((), array.dtype), padding)
-        if (axis := self._axis) is None:
+        if (axis := self._axis) is None or self.split_axis is not None:
             return array
         size = self.own.shape[axis]
         return lax.dynamic_slice_in_dim(array, lax.axis_index(TENSOR) * size, size, axis)
 
     def received(self, array: jax.Array) -> jax.Array:
         """Returns what `to_send` was given, of its results on all devices."""
-        if (axis := self._axis) is not None:
+        if (axis := self._axis) is not None and self.split_axis is None:
             array = lax.all_gather(array, TENSOR, axis=axis, tiled=True)
-        start = (0,) * len(self.computed.shape)
-        return lax.slice(array, start, self.computed.shape) if self._differs else array
+        start = (0,) * array.ndim
+        is_padded = array.shape != self.computed.shape
+        return lax.slice(array, start, self.computed.shape) if is_padded else array
 
     @property
-    def _differs(self) -> bool:
-        return self.computed.shape != self.sent.shape
+    def _padded(self) -> tuple[int, ...]:
+        """The shape of what a device computes, with zeros behind it."""
+        return self.sent.shape if self.split_axis is None else self.own.shape
 
     @property
     def _axis(self) -> int | None:
-        """The first axis that can be split: a device's part is then one piece of memory."""
-        if self.num_shards == 1:
-            return None
+        """The axis along which it is sent in parts.
+
+        The first one that can be split, where all devices have the whole: then a device's part is
+        one piece of memory.
+        """
+        if self.num_shards == 1 or self.split_axis is not None:
+            return self.split_axis
         sizes = enumerate(self.sent.shape)
         return next((axis for axis, size in sizes if size % self.num_shards == 0), None)
+
+
+def boundary_of(
+    model: PipelineModel, shapes: MicrobatchShapes, length_index: int = 0, num_shards: int = 1
+) -> Boundary:
+    """Returns the activations between stages of so many devices.
+
+    Raises:
+      UserError: as `sent_activations`; or devices have something that is no part of the whole.
+    """
+    sent, inputs = sent_activations(model, shapes), shapes.lengths[length_index].inputs
+    own = with_tensor_axis(num_shards, lambda: with_one_activation(model, inputs)[1])
+    whole = with_one_activation(model, inputs)[1]
+    sizes = zip(whole.shape, own.shape, strict=False)
+    split = [axis for axis, pair in enumerate(sizes) if pair[0] != pair[1]]
+    if not split and own.shape == whole.shape:
+        return Boundary(own, sent, num_shards)
+    parts = tuple(size * num_shards if at in split else size for at, size in enumerate(own.shape))
+    if len(split) != 1 or parts != whole.shape or sent.shape[split[0]] % num_shards:
+        raise UserError(
+            f"embed: got activations {own.dtype}{list(own.shape)} on each of {num_shards} devices, "
+            f"expected {whole.dtype}{list(whole.shape)}, or a part of that along one axis"
+        )
+    return Boundary(own, sent, num_shards, split[0])
 
 
 def sent_activations(model: PipelineModel, shapes: MicrobatchShapes) -> jax.ShapeDtypeStruct:

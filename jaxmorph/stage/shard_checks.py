@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxmorph.errors import UserError, definition_of, in_users_code
+from jaxmorph.stage.activations import boundary_of
 from jaxmorph.stage.mesh import TENSOR
 from jaxmorph.stage.model import MicrobatchShapes, PipelineModel, Tree, without_randomness
 from jaxmorph.stage.model_calls import is_float, made_up
@@ -35,6 +36,7 @@ def check_shards(model: PipelineModel, num_shards: int, shapes: MicrobatchShapes
     if num_shards == 1:
         return
     specs = specs_of_parts(model, num_shards)
+    split_axis = boundary_of(model, shapes, num_shards=num_shards).split_axis
     for name, init, function, inputs in _calls(model, shapes):
         params = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
         if total_bytes(jax.tree.leaves(params)) > _MOST_BYTES:
@@ -42,7 +44,7 @@ def check_shards(model: PipelineModel, num_shards: int, shapes: MicrobatchShapes
         arguments = made_up(np.random.default_rng(0), inputs)
         own = getattr(model, name)
         with in_users_code(f"{name} with split parameters", own):
-            compared = partial(_compared, function, init, specs[name], num_shards)
+            compared = partial(_compared, function, init, specs[name], num_shards, split_axis)
             program = jax.jit(compared).lower(*arguments).compile(_QUICKLY)
         widths = [leaf.dtype.itemsize for leaf in jax.tree.leaves(arguments) if is_float(leaf)]
         tolerance = 3e-2 if min(widths, default=4) < 4 else 1e-3
@@ -83,10 +85,15 @@ def _compared(
     init: Callable[[jax.Array], Tree],
     specs: Specs,
     num_shards: int,
+    split_axis: int | None,
     x: Tree,
     data: Tree,
 ) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """How far result and gradients are off with split parameters, and their size: norms."""
+    """How far result and gradients are off with split parameters, and their size: norms.
+
+    Args:
+      split_axis: along which devices have parts of activations.
+    """
     leaves, structure = jax.tree.flatten(x)
 
     def run(params: Tree, floats: list[jax.Array]) -> list[jax.Array]:
@@ -103,16 +110,22 @@ def _compared(
     params = jax.tree.map(lambda leaf: leaf + 0.1 * _waves(leaf), init(jax.random.key(0)))
     floats = [leaf for leaf in leaves if is_float(leaf)]
     gradient = jax.tree.map(_waves, jax.eval_shape(run, params, floats))
-    result, of_params, of_x = both_ways(params, floats, gradient)
-    own = jax.tree.map(partial(_parts, num_shards), params, specs)
-    axes = jax.tree.map(lambda spec: 0 if split_axes(spec) else None, specs, is_leaf=is_spec)
-    split = jax.vmap(both_ways, (axes, None, None), axis_name=TENSOR, axis_size=num_shards)
-    results, of_own, of_xs = split(own, floats, gradient)
-    return {
-        "result": _off(results, result),
-        "gradient of x": _off(of_xs, of_x),
-        "gradient of its parameters": _off(jax.tree.map(_joined, of_own, specs), of_params),
-    }
+    whole = both_ways(params, floats, gradient)
+    along = PartitionSpec() if split_axis is None else PartitionSpec(*[None] * split_axis, TENSOR)
+    # Activations come first; what follows them, and a loss, is alike on all devices.
+    of_floats = [along for _ in floats]
+    of_results = [along if each.ndim > 0 else PartitionSpec() for each in gradient]
+    arguments = [(params, specs), (floats, of_floats), (gradient, of_results)]
+    parts = [jax.tree.map(partial(_parts, num_shards), *each) for each in arguments]
+    axes = [jax.tree.map(_mapped_axis, each, is_leaf=is_spec) for _, each in arguments]
+    split = jax.vmap(both_ways, tuple(axes), axis_name=TENSOR, axis_size=num_shards)(*parts)
+    names = "result", "gradient of its parameters", "gradient of x"
+    joined = map(partial(jax.tree.map, _joined), split, (of_results, specs, of_floats))
+    return dict(zip(names, map(_off, joined, whole), strict=True))
+
+
+def _mapped_axis(spec: PartitionSpec) -> int | None:
+    return 0 if split_axes(spec) else None
 
 
 def _waves(leaf: Any) -> jax.Array:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmorph.stage.activations import Boundary, sent_activations, with_one_activation
+from jaxmorph.stage.activations import Boundary, boundary_of, with_one_activation
 from jaxmorph.stage.backward import SplitBackward, split_backward
 from jaxmorph.stage.model import (
     NUM_KEY_NUMBERS,
@@ -442,12 +442,12 @@ def trace_stage(
     specs = partition_specs(model, num_shards)
     specs = {name: specs[name] for name in params}
     params = own_shapes(params, specs, num_shards)
-    sent, shapes = sent_activations(model, shapes), shapes.lengths[length_index]
-    model, activations = with_one_activation(model, shapes.inputs)
-    boundary = Boundary(activations, sent, num_shards)
+    boundary = boundary_of(model, shapes, length_index, num_shards)
+    shapes = shapes.lengths[length_index]
 
     def trace() -> TracedStage:
-        functions = split_stage(model, params, shapes, boundary, stash)
+        one_activation, _ = with_one_activation(model, shapes.inputs)
+        functions = split_stage(one_activation, params, shapes, boundary, stash)
         return _with_shapes(functions, params, specs, shapes)
 
     return with_tensor_axis(num_shards, trace)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CHANGEABLE_OPTIONS", "PRESETS", "build"]
 
-CHANGEABLE_OPTIONS = ("attention", "dropout")
+CHANGEABLE_OPTIONS = ("attention", "dropout", "sequence_parallel")
 """Options that say how to compute or to train, not which model it is."""
 
 
@@ -30,7 +30,7 @@ def build(
       vocab_size: of the tokenizer.
       compute_dtype: "float32" or "bfloat16".
       **overrides: width, num_layers, num_heads and tied, in place of the preset's; attention:
-        "auto", "xla" or "cudnn"; and dropout, from 0 to below 1.
+        "auto", "xla" or "cudnn"; dropout, from 0 to below 1; and sequence_parallel.
 
     Raises:
       ValueError: an unknown preset or override, or sizes that do not fit each other.

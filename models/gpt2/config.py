@@ -19,6 +19,8 @@ class GPT2Config:
       attention: "xla", "cudnn", or "auto": cuDNN if the device has it.
       dropout: the share of the embedding's output, and of what each branch adds to the residual
         stream, that a training step sets to zero.
+      sequence_parallel: whether the devices of a stage have parts of the sequence between products,
+        where all would have the whole.
     """
 
     vocab_size: int
@@ -30,6 +32,7 @@ class GPT2Config:
     compute_dtype: str = "float32"
     attention: str = "auto"
     dropout: float = 0.0
+    sequence_parallel: bool = False
 
     def __post_init__(self):
         check_counts(self, ("vocab_size", "sequence_length", "width", "num_layers", "num_heads"))
@@ -57,5 +60,13 @@ The vocabulary is the tokenizer's, and is not padded. (With GPT-2's own of 50,25
 positions, 124M has exactly 124,439,808 parameters.)
 """
 
-OVERRIDES = ("width", "num_layers", "num_heads", "tied", "attention", "dropout")
+OVERRIDES = (
+    "width",
+    "num_layers",
+    "num_heads",
+    "tied",
+    "attention",
+    "dropout",
+    "sequence_parallel",
+)
 """What a run may set in place of its preset's value."""

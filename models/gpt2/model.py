@@ -16,9 +16,24 @@ from jax.sharding import PartitionSpec
 
 from ..attention import causal_attention
 from ..in_pieces import ModelInPieces, Params
-from ..layers import INIT_SCALE, OutputHead, branch_keys, dropout, residual_scale
+from ..layers import (
+    INIT_SCALE,
+    OutputHead,
+    branch_keys,
+    dropout,
+    residual_scale,
+    sequence_axis,
+)
 from ..sizes import check_shards
-from ..tensor_axis import AXIS, PartitionSpecs, rows_of, sum_of_shards, to_shards
+from ..tensor_axis import (
+    AXIS,
+    PartitionSpecs,
+    part_along,
+    rows_of,
+    sum_of_shards,
+    to_shards,
+    used_on_parts,
+)
 from .config import GPT2Config
 
 _EPSILON = 1e-5
@@ -34,6 +49,7 @@ class Embedding(nnx.Module):
         self.position = nnx.Param(normal(rngs.params(), (config.sequence_length, config.width)))
         self._dtype = jnp.dtype(config.compute_dtype)
         self._dropout = config.dropout
+        self._split_axis = sequence_axis(config)
 
     def __call__(
         self,
@@ -42,18 +58,21 @@ class Embedding(nnx.Module):
         key: jax.Array | None = None,
     ) -> jax.Array:
         """Returns [B, T, W]; T may be shorter than the learned positions."""
-        token_BTW = rows_of(self.token[...], tokens_BT)
+        axis = self._split_axis
+        token_BTW = rows_of(self.token[...], tokens_BT, axis)
         rows = slice(tokens_BT.shape[1]) if positions_BT is None else positions_BT
-        x_BTW = (token_BTW + self.position[rows]).astype(self._dtype)
-        return dropout(x_BTW, self._dropout, key)
+        position_TW = used_on_parts(self.position[rows], axis)
+        position_TW = part_along(position_TW, axis and position_TW.ndim - 2)
+        return dropout((token_BTW + position_TW).astype(self._dtype), self._dropout, key, axis)
 
 
 class LayerNorm(nnx.Module):
     """Normalises over the width in float32."""
 
-    def __init__(self, width: int):
-        self.scale = nnx.Param(jnp.ones(width))
-        self.bias = nnx.Param(jnp.zeros(width))
+    def __init__(self, config: GPT2Config):
+        self.scale = nnx.Param(jnp.ones(config.width))
+        self.bias = nnx.Param(jnp.zeros(config.width))
+        self._split_axis = sequence_axis(config)
 
     def __call__(self, x_BTW: jax.Array) -> jax.Array:
         """Returns the same shape and dtype."""
@@ -62,7 +81,10 @@ class LayerNorm(nnx.Module):
         centred_BTW = wide_BTW - mean_BT1
         variance_BT1 = jnp.square(centred_BTW).mean(-1, keepdims=True)
         normal_BTW = centred_BTW * jax.lax.rsqrt(variance_BT1 + _EPSILON)
-        return (normal_BTW * self.scale[...] + self.bias[...]).astype(x_BTW.dtype)
+        scale, bias = (
+            used_on_parts(each[...], self._split_axis) for each in (self.scale, self.bias)
+        )
+        return (normal_BTW * scale + bias).astype(x_BTW.dtype)
 
 
 class Linear(nnx.Module):
@@ -87,14 +109,17 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(outputs))
         self._dtype = jnp.dtype(config.compute_dtype)
         self._sums_shards = sums_shards
+        self._split_axis = sequence_axis(config)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns [..., outputs] of [..., inputs]."""
         product = x @ self.kernel[...].astype(self._dtype)
+        bias = self.bias[...]
         if self._sums_shards:
-            product = sum_of_shards(product)
+            product = sum_of_shards(product, self._split_axis)
+            bias = used_on_parts(bias, self._split_axis)
         # Added in float32 so that the bias's gradient is summed in float32 too.
-        return (product.astype(jnp.float32) + self.bias[...]).astype(self._dtype)
+        return (product.astype(jnp.float32) + bias).astype(self._dtype)
 
 
 def by_heads(columns: Any, num_heads: int) -> Any:
@@ -125,11 +150,13 @@ class Attention(nnx.Module):
         self.out = Linear(width, width, scale, config, rngs, sums_shards=True)
         self._head_width = width // config.num_heads
         self._implementation = config.attention
+        self._split_axis = sequence_axis(config)
 
     def __call__(self, x_BTW: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
         """Returns [B, T, W]; attends within segments."""
+        x_BTW = to_shards(x_BTW, self._split_axis)
         B, T, _ = x_BTW.shape
-        qkv_BTHSK = self.qkv(to_shards(x_BTW)).reshape(B, T, -1, 3, self._head_width)
+        qkv_BTHSK = self.qkv(x_BTW).reshape(B, T, -1, 3, self._head_width)
         q_BHTK, k_BHTK, v_BHTK = (qkv_BTHSK[:, :, :, i].swapaxes(1, 2) for i in range(3))
         context_BHTK = causal_attention(q_BHTK, k_BHTK, v_BHTK, self._implementation, segments_BT)
         return self.out(context_BHTK.swapaxes(1, 2).reshape(B, T, -1))
@@ -140,12 +167,13 @@ class Block(nnx.Module):
 
     def __init__(self, config: GPT2Config, rngs: nnx.Rngs):
         width, scale = config.width, residual_scale(config.num_layers)
-        self.attention_norm = LayerNorm(width)
+        self.attention_norm = LayerNorm(config)
         self.attention = Attention(config, rngs)
-        self.mlp_norm = LayerNorm(width)
+        self.mlp_norm = LayerNorm(config)
         self.expand = Linear(width, 4 * width, INIT_SCALE, config, rngs)
         self.contract = Linear(4 * width, width, scale, config, rngs, sums_shards=True)
         self._dropout = config.dropout
+        self._split_axis = sequence_axis(config)
 
     def __call__(
         self,
@@ -156,17 +184,18 @@ class Block(nnx.Module):
         """Returns [B, T, W]."""
         attention_key, mlp_key = branch_keys(key)
         added_BTW = self.attention(self.attention_norm(x_BTW), segments_BT)
-        x_BTW = x_BTW + dropout(added_BTW, self._dropout, attention_key)
-        normal_BTW = to_shards(self.mlp_norm(x_BTW))
+        x_BTW = x_BTW + dropout(added_BTW, self._dropout, attention_key, self._split_axis)
+        normal_BTW = to_shards(self.mlp_norm(x_BTW), self._split_axis)
         hidden_BTM = jax.nn.gelu(self.expand(normal_BTW), approximate=True)
-        return x_BTW + dropout(self.contract(hidden_BTM), self._dropout, mlp_key)
+        added_BTW = self.contract(hidden_BTM)
+        return x_BTW + dropout(added_BTW, self._dropout, mlp_key, self._split_axis)
 
 
 class Head(OutputHead):
     """The last normalisation, the output projection and the loss."""
 
     def __init__(self, config: GPT2Config, rngs: nnx.Rngs):
-        super().__init__(config, LayerNorm(config.width), rngs)
+        super().__init__(config, LayerNorm(config), rngs)
 
 
 _SPECS: PartitionSpecs = {

@@ -33,6 +33,8 @@ class LlamaConfig:
       attention: "xla", "cudnn", or "auto": cuDNN if the device has it.
       dropout: the share of the embedding's output, and of what each branch adds to the residual
         stream, that a training step sets to zero.
+      sequence_parallel: whether the devices of a stage have parts of the sequence between products,
+        where all would have the whole.
     """
 
     vocab_size: int
@@ -46,6 +48,7 @@ class LlamaConfig:
     compute_dtype: str = "float32"
     attention: str = "auto"
     dropout: float = 0.0
+    sequence_parallel: bool = False
 
     def __post_init__(self):
         check_counts(self, _COUNTS)
@@ -113,6 +116,7 @@ OVERRIDES = (
     "tied",
     "attention",
     "dropout",
+    "sequence_parallel",
 )
 """What a run may set in place of its preset's value."""
 

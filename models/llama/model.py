@@ -13,9 +13,23 @@ from jax.sharding import PartitionSpec
 
 from ..attention import causal_attention
 from ..in_pieces import ModelInPieces
-from ..layers import INIT_SCALE, OutputHead, branch_keys, dropout, residual_scale
+from ..layers import (
+    INIT_SCALE,
+    OutputHead,
+    branch_keys,
+    dropout,
+    residual_scale,
+    sequence_axis,
+)
 from ..sizes import check_shards
-from ..tensor_axis import AXIS, PartitionSpecs, rows_of, sum_of_shards, to_shards
+from ..tensor_axis import (
+    AXIS,
+    PartitionSpecs,
+    rows_of,
+    sum_of_shards,
+    to_shards,
+    used_on_parts,
+)
 from .config import LlamaConfig
 
 _EPSILON = 1e-5
@@ -30,6 +44,7 @@ class Embedding(nnx.Module):
         self.token = nnx.Param(normal(rngs.params(), (config.vocab_size, config.width)))
         self._dtype = jnp.dtype(config.compute_dtype)
         self._dropout = config.dropout
+        self._split_axis = sequence_axis(config)
 
     def __call__(
         self,
@@ -41,22 +56,24 @@ class Embedding(nnx.Module):
         # Nor do the blocks need those of packed documents: a score depends on the difference of
         # two positions (see `rotate`), which is the same counted from the document's start.
         del positions_BT
-        x_BTW = rows_of(self.token[...], tokens_BT).astype(self._dtype)
-        return dropout(x_BTW, self._dropout, key)
+        x_BTW = rows_of(self.token[...], tokens_BT, self._split_axis).astype(self._dtype)
+        return dropout(x_BTW, self._dropout, key, self._split_axis)
 
 
 class RMSNorm(nnx.Module):
     """Divides by the root of the mean square over the width, in float32."""
 
-    def __init__(self, width: int):
-        self.scale = nnx.Param(jnp.ones(width))
+    def __init__(self, config: LlamaConfig):
+        self.scale = nnx.Param(jnp.ones(config.width))
+        self._split_axis = sequence_axis(config)
 
     def __call__(self, x_BTW: jax.Array) -> jax.Array:
         """Returns the same shape and dtype."""
         wide_BTW = x_BTW.astype(jnp.float32)
         mean_square_BT1 = jnp.square(wide_BTW).mean(-1, keepdims=True)
         normal_BTW = wide_BTW * jax.lax.rsqrt(mean_square_BT1 + _EPSILON)
-        return (normal_BTW * self.scale[...]).astype(x_BTW.dtype)
+        scale = used_on_parts(self.scale[...], self._split_axis)
+        return (normal_BTW * scale).astype(x_BTW.dtype)
 
 
 class Linear(nnx.Module):
@@ -80,12 +97,13 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(normal(rngs.params(), (inputs, outputs)))
         self._dtype = jnp.dtype(config.compute_dtype)
         self._sums_shards = sums_shards
+        self._split_axis = sequence_axis(config)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps [..., inputs] to [..., outputs], where the kernel may have several axes of these."""
         kernel = self.kernel[...].astype(self._dtype)
         product = x @ kernel.reshape(len(kernel), -1)
-        return sum_of_shards(product) if self._sums_shards else product
+        return sum_of_shards(product, self._split_axis) if self._sums_shards else product
 
 
 def by_groups(columns: jax.Array, config: LlamaConfig) -> jax.Array:
@@ -112,8 +130,9 @@ class Attention(nnx.Module):
     def __call__(self, x_BTW: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
         """Returns [B, T, W]; attends within segments."""
         config = self._config
+        x_BTW = to_shards(x_BTW, sequence_axis(config))
         (B, T, _), K, R = x_BTW.shape, config.head_width, config.heads_in_group
-        qkv_BTGJK = self.qkv(to_shards(x_BTW)).reshape(B, T, -1, R + 2, K)
+        qkv_BTGJK = self.qkv(x_BTW).reshape(B, T, -1, R + 2, K)
         parts = jnp.split(qkv_BTGJK, (R, R + 1), 3)
         q_BHTK, k_BGTK, v_BGTK = (part.reshape(B, T, -1, K).swapaxes(1, 2) for part in parts)
         q_BHTK, k_BGTK = (rotate(heads, config.rotary_base) for heads in (q_BHTK, k_BGTK))
@@ -128,15 +147,16 @@ class Block(nnx.Module):
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
         width, hidden = config.width, config.hidden_width
-        self.attention_norm = RMSNorm(width)
+        self.attention_norm = RMSNorm(config)
         self.attention = Attention(config, rngs)
-        self.mlp_norm = RMSNorm(width)
+        self.mlp_norm = RMSNorm(config)
         # One product for the gate and the gated values, in this order: [W, 2, M].
         self.expand = Linear(width, 2 * hidden, INIT_SCALE, config, rngs)
         self.expand.kernel = nnx.Param(self.expand.kernel[...].reshape(width, 2, hidden))
         scale = residual_scale(config.num_layers)
         self.contract = Linear(hidden, width, scale, config, rngs, sums_shards=True)
         self._dropout = config.dropout
+        self._split_axis = sequence_axis(config)
 
     def __call__(
         self,
@@ -147,18 +167,18 @@ class Block(nnx.Module):
         """Returns [B, T, W]."""
         attention_key, mlp_key = branch_keys(key)
         added_BTW = self.attention(self.attention_norm(x_BTW), segments_BT)
-        x_BTW = x_BTW + dropout(added_BTW, self._dropout, attention_key)
-        normal_BTW = to_shards(self.mlp_norm(x_BTW))
+        x_BTW = x_BTW + dropout(added_BTW, self._dropout, attention_key, self._split_axis)
+        normal_BTW = to_shards(self.mlp_norm(x_BTW), self._split_axis)
         gate_BTM, hidden_BTM = jnp.split(self.expand(normal_BTW), 2, -1)
         added_BTW = self.contract(jax.nn.silu(gate_BTM) * hidden_BTM)
-        return x_BTW + dropout(added_BTW, self._dropout, mlp_key)
+        return x_BTW + dropout(added_BTW, self._dropout, mlp_key, self._split_axis)
 
 
 class Head(OutputHead):
     """The last normalisation, the output projection and the loss."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
-        super().__init__(config, RMSNorm(config.width), rngs)
+        super().__init__(config, RMSNorm(config), rngs)
 
 
 def rotate(x_BNTK: jax.Array, base: float) -> jax.Array:

@@ -44,6 +44,12 @@ MODELS = {
 }
 
 
+MODELS |= {
+    f"{name}, sequence parallel": partial(model, sequence_parallel=True)
+    for name, model in MODELS.items()
+}
+
+
 @cache
 def whole(name, tied):
     model = MODELS[name](tied=tied)
@@ -74,7 +80,16 @@ def pipeline(name, tied, num_stages, num_shards, stash: StashPolicy = "full"):
 
 @pytest.mark.parametrize("split", [True, False], ids=["B and W", "BW"])
 @pytest.mark.parametrize(("num_stages", "num_shards"), [(1, 2), (2, 2), (2, 4)])
-@pytest.mark.parametrize(("name", "tied"), [("gpt2", True), ("gpt2", False), ("llama", False)])
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    [
+        ("gpt2", True),
+        ("gpt2", False),
+        ("llama", False),
+        ("gpt2, sequence parallel", True),
+        ("llama, sequence parallel", False),
+    ],
+)
 def test_gradients_are_those_of_one_device(name, tied, num_stages, num_shards, split):
     expected_loss, expected = whole(name, tied)[2]
     loss, sums = pipeline(name, tied, num_stages, num_shards).gradients(split, TOKENS, TARGETS)
