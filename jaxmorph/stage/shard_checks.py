@@ -63,21 +63,28 @@ _Call = tuple[str, Callable[..., Any], Callable[..., Any], tuple[Tree, Tree]]
 
 def _calls(model: PipelineModel, shapes: MicrobatchShapes) -> Iterator[_Call]:
     """Yields name, init and function of each part, and (activations, data) of one example."""
-    one = MicrobatchShapes(
-        *jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype),
-            (shapes.inputs, shapes.targets, shapes.extras),
+
+    def one(tree: Tree) -> Tree:
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), tree
         )
-    )
-    embed, layer, head = (
-        without_randomness(function, one.extras)
-        for function in (model.embed, model.layer, model.head)
-    )
+
+    def embed(params: Tree, _: Tree, inputs: Tree) -> Tree:
+        return without_randomness(model.embed)(params, inputs)
+
+    def layer(params: Tree, x: Tree, extras: Tree) -> Tree:
+        return without_randomness(model.layer, extras)(params, x)
+
+    def head(params: Tree, x: Tree, data: tuple[Tree, Tree]) -> Tree:
+        targets, extras = data
+        return without_randomness(model.head, extras)(params, x, targets)
+
+    inputs, targets, extras = map(one, (shapes.inputs, shapes.targets, shapes.extras))
     params = jax.eval_shape(model.init_embed, jax.eval_shape(jax.random.key, 0))
-    x = jax.eval_shape(embed, params, one.inputs)
-    yield "embed", model.init_embed, lambda params, _, data: embed(params, data), ((), one.inputs)
-    yield "layer", model.init_layer, lambda params, x, _: layer(params, x), (x, ())
-    yield "head", model.init_head, lambda params, x, data: head(params, x, data), (x, one.targets)
+    x = jax.eval_shape(embed, params, (), inputs)
+    yield "embed", model.init_embed, embed, ((), inputs)
+    yield "layer", model.init_layer, layer, (x, extras)
+    yield "head", model.init_head, head, (x, (targets, extras))
 
 
 def _compared(
