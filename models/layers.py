@@ -48,8 +48,8 @@ def dropout(
 
 
 def sequence_axis(config: Any) -> int | None:
-    """Returns the axis of [B, T, W] along which devices have parts between products, if any."""
-    return 1 if config.sequence_parallel else None
+    """Returns the axis of [..., T, W] along which devices have parts between products, if any."""
+    return -2 if config.sequence_parallel else None
 
 
 def branch_keys(key: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:

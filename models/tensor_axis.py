@@ -1,9 +1,9 @@
 """The axis "tensor": what a model calls where its parameters are split over a stage's devices.
 
 Each device runs the model's functions on its own part of the parameters, as `partition_specs` of
-the model split them, and on whole activations, alike on all devices. As in Megatron-LM (Shoeybi et
-al., 2019), a product with a matrix of split columns begins with `to_shards`, one of split rows ends
-with `sum_of_shards`. On a stage of one device all of this does nothing.
+the model split them, and on activations that are alike on all devices, or split along one axis. As
+in Megatron-LM (Shoeybi et al., 2019), a product with a matrix of split columns begins with
+`to_shards`, one of split rows ends with `sum_of_shards`. On one device all of this does nothing.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ def to_shards(x: jax.Array, split_axis: int | None = None) -> jax.Array:
     """
     if num_shards() == 1:
         return x
-    return _to_shards(x) if split_axis is None else _gathered(x, split_axis)
+    return _to_shards(x) if split_axis is None else _gathered(x, split_axis % x.ndim)
 
 
 def sum_of_shards(x: jax.Array, split_axis: int | None = None) -> jax.Array:
@@ -56,7 +56,7 @@ def sum_of_shards(x: jax.Array, split_axis: int | None = None) -> jax.Array:
     """
     if num_shards() == 1:
         return x
-    return _sum_of_shards(x) if split_axis is None else _scattered_sum(x, split_axis)
+    return _sum_of_shards(x) if split_axis is None else _scattered_sum(x, split_axis % x.ndim)
 
 
 def used_on_parts(parameter: jax.Array, split_axis: int | None) -> jax.Array:
@@ -88,11 +88,6 @@ def largest_of_shards(x: jax.Array) -> jax.Array:
     """Returns the largest of all devices' `x` in each place, which has no gradient."""
     x = lax.stop_gradient(x)
     return lax.pmax(x, AXIS) if num_shards() > 1 else x
-
-
-def key_of_shard(key: jax.Array) -> jax.Array:
-    """Returns another key on each device, for random numbers on what is split."""
-    return jax.random.fold_in(key, lax.axis_index(AXIS)) if num_shards() > 1 else key
 
 
 def rows_of(table: jax.Array, positions: jax.Array, split_axis: int | None = None) -> jax.Array:

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jaxmorph.stage.mesh import TENSOR
 from jaxmorph.transport.plane import IncomingSlot, OutgoingSlot
 
 _WORD = 0xFFFFFFFF
@@ -23,21 +22,16 @@ class PayloadShape:
 
     Attributes:
         num_parts: On how many devices of a stage it lies in parts; 1: each has the whole.
-        split_axis: The axis along which it is split.
+        spec: How it is split over them.
     """
 
     shape: tuple[int, ...]
     dtype: jnp.dtype
     num_parts: int = 1
-    split_axis: int = 0
-
-    @property
-    def spec(self) -> PartitionSpec:
-        """How it lies on the devices of a stage."""
-        return PartitionSpec(*[None] * self.split_axis, TENSOR if self.num_parts > 1 else None)
+    spec: PartitionSpec = PartitionSpec()  # noqa: RUF009 (immutable)
 
     def placed_by(self, placement: Sharding) -> Sharding:
-        """Where it lies, of a stage that keeps at `placement` what its devices have alike."""
+        """Its sharding, on the mesh of `placement`."""
         if self.num_parts == 1 or not isinstance(placement, NamedSharding):
             return placement
         return NamedSharding(placement.mesh, self.spec)
@@ -45,9 +39,10 @@ class PayloadShape:
     @property
     def part(self) -> "PayloadShape":
         """What one of a stage's devices has of it."""
-        sizes = enumerate(self.shape)
-        parts = (size // self.num_parts if at == self.split_axis else size for at, size in sizes)
-        return PayloadShape(tuple(parts), self.dtype)
+        shape = list(self.shape)
+        for axis, name in enumerate(self.spec):
+            shape[axis] //= 1 if name is None else self.num_parts
+        return PayloadShape(tuple(shape), self.dtype)
 
 
 @dataclass(frozen=True)

@@ -65,9 +65,9 @@ class KeptPrograms:
         if _PYTHON_CALL.search(text):
             return lowered.compile()
         path = self.folder / f"{self._key(lowered, text)}.program"
-        return self._kept(path, lowered) or self._compiled(path, lowered)
+        return self._kept(path, lowered, _num_devices(text)) or self._compiled(path, lowered)
 
-    def _kept(self, path: Path, lowered: Lowered) -> Compiled | None:
+    def _kept(self, path: Path, lowered: Lowered, num_devices: int) -> Compiled | None:
         """The program in a file; None if there is none that can be used."""
         if not self._reads or not path.exists():
             return None
@@ -76,7 +76,7 @@ class KeptPrograms:
                 _unsealed(path.read_bytes()),
                 jax.tree.structure(lowered.args_info),
                 lowered.out_tree,
-                execution_devices=jax.local_devices()[: _num_devices(lowered.as_text())],
+                execution_devices=jax.local_devices()[:num_devices],
             )
         except Exception as error:  # any broken file: the program can be compiled again
             _log.warning("%s: %s: %s; it is compiled again", path, type(error).__name__, error)

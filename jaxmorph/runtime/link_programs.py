@@ -36,7 +36,7 @@ class LinkProgram:
     transfers where both ends send a payload.
 
     Args:
-        mesh: The link mesh, (stage=2, data, tensor).
+        mesh: The link mesh, (stage=2, tensor).
         payload: The array that a stage sends or receives.
         source: Which of the mesh's two stages sends: 0 or 1.
         home: This stage's mesh, where it keeps payloads; its devices of the link's may be spare
@@ -63,8 +63,9 @@ class LinkProgram:
         self._word = np.dtype(f"uint{8 * payload.dtype.itemsize}")
         self._identity_length = IDENTITY_WORDS * 4 // payload.dtype.itemsize
         self._sharding = NamedSharding(mesh, PartitionSpec(AXES))
-        self._num_shards = mesh.devices.size
+        self._num_ends = mesh.devices.size  # devices of both stages
         self._devices, self._home = _own_devices(mesh), home
+        self._is_at_home = self._devices == list(home.devices.flat)
         self._of_payload = NamedSharding(home, payload.spec)
         destination = 1 - source
         hops = [(source, destination), (destination, source)]
@@ -113,14 +114,14 @@ class LinkProgram:
         )
         num_words = length + math.prod(payload.shape)
         message = jax.ShapeDtypeStruct(
-            (self._num_shards * num_words,), self._word, sharding=self._sharding
+            (self._num_ends * num_words,), self._word, sharding=self._sharding
         )
         return jax.jit(sharded).lower(message).compile()
 
     def _as_shards(self, message: jax.Array) -> jax.Array:
         """This stage's shards of the array over both ends; the peer has the others."""
         shards = [shard.data for shard in message.addressable_shards]
-        num_words = self._num_shards * shards[0].size
+        num_words = self._num_ends * shards[0].size
         return jax.make_array_from_single_device_arrays(
             (num_words,), self._sharding, self._put(shards, self._devices), dtype=message.dtype
         )
@@ -156,7 +157,7 @@ class LinkProgram:
         return peer.addressable_data(0), self._as_payload(moved)
 
     def _put(self, shards: list[jax.Array], devices: list[Any]) -> list[jax.Array]:
-        if self._devices == list(self._home.devices.flat):
+        if self._is_at_home:
             return shards
         return [jax.device_put(*pair) for pair in zip(shards, devices, strict=True)]
 
@@ -187,7 +188,7 @@ class LinkCommunicators:
 
     XLA keeps one communicator for each tuple of devices, and it stays closed once a transfer over
     it has failed. The next one has the link's devices in the other order. Where processes have a
-    spare device (`have_spare_device`), further ones use it in place of one or both.
+    spare device (`have_cpu_devices`), further ones use it in place of one or both.
 
     Args:
         mesh: Of all ranks.

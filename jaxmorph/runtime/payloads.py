@@ -14,7 +14,6 @@ from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.program.slots_needed import FIRST_SLOTS
 from jaxmorph.records import Link
 from jaxmorph.stage.activations import boundary_of
-from jaxmorph.stage.mesh import TENSOR
 from jaxmorph.stage.model import MicrobatchShapes, PipelineModel
 from jaxmorph.stage.parameters import leaf_at
 from jaxmorph.stage.sharding import partition_specs, spread
@@ -74,7 +73,7 @@ def channel_payloads(
         shapes: The data of one microbatch.
         num_devices: Those of a stage.
     """
-    boundary = boundary_of(model, shapes, num_shards=num_devices)
+    boundary = boundary_of(model, shapes, num_devices=num_devices)
     activation = _payload(boundary.sent, boundary.spec, num_devices)
     channels: dict[Channel, PayloadShape] = {}
     for (rank, _), (next_rank, _) in placement.hops():
@@ -97,9 +96,8 @@ def _tied_payloads(model: PipelineModel, num_devices: int) -> Sequence[PayloadSh
 
 
 def _payload(array: Any, spec: PartitionSpec, num_devices: int) -> PayloadShape:
-    if TENSOR not in spec:
-        return PayloadShape(array.shape, array.dtype)
-    return PayloadShape(array.shape, array.dtype, num_devices, spec.index(TENSOR))
+    num_parts = num_devices if any(spec) else 1
+    return PayloadShape(array.shape, array.dtype, num_parts, spec)
 
 
 def seal(identity: jax.Array, words: jax.Array) -> jax.Array:

@@ -177,10 +177,8 @@ def _order(
     stages, microbatches = problem.costs.num_stages, problem.num_microbatches
     if name == INTERLEAVED:
         return interleaved(stages, microbatches, num_chunks), _FIXED_REASON.format(name)
-    if name in V_SCHEDULES:
-        return V_SCHEDULES[name](stages, microbatches), _FIXED_REASON.format(name)
-    if name in FIXED_SCHEDULES:
-        return FIXED_SCHEDULES[name](stages, microbatches), _FIXED_REASON.format(name)
+    if (make := (FIXED_SCHEDULES | V_SCHEDULES).get(name)) is not None:
+        return make(stages, microbatches), _FIXED_REASON.format(name)
     if name == "initial":
         return initial_schedule(*problem)
     if warmup_forwards is not None:

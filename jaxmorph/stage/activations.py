@@ -67,13 +67,13 @@ class Boundary:
     Attributes:
       computed: on each device of a stage: alike on all, or its part.
       sent: by all devices of a stage together; each sends a part, if one of the axes can be split.
-      num_shards: the number of devices.
+      num_devices: the number of devices.
       split_axis: along which devices have parts while they compute; None: all have the whole.
     """
 
     computed: jax.ShapeDtypeStruct
     sent: jax.ShapeDtypeStruct
-    num_shards: int = 1
+    num_devices: int = 1
     split_axis: int | None = None
 
     @property
@@ -87,7 +87,7 @@ class Boundary:
         """What one device sends."""
         shape = list(self.sent.shape)
         if (axis := self._axis) is not None:
-            shape[axis] //= self.num_shards
+            shape[axis] //= self.num_devices
         return jax.ShapeDtypeStruct(tuple(shape), self.sent.dtype)
 
     def to_send(self, array: jax.Array) -> jax.Array:
@@ -122,14 +122,14 @@ class Boundary:
         The first one that can be split, where all devices have the whole: then a device's part is
         one piece of memory.
         """
-        if self.num_shards == 1 or self.split_axis is not None:
+        if self.num_devices == 1 or self.split_axis is not None:
             return self.split_axis
         sizes = enumerate(self.sent.shape)
-        return next((axis for axis, size in sizes if size % self.num_shards == 0), None)
+        return next((axis for axis, size in sizes if size % self.num_devices == 0), None)
 
 
 def boundary_of(
-    model: PipelineModel, shapes: MicrobatchShapes, length_index: int = 0, num_shards: int = 1
+    model: PipelineModel, shapes: MicrobatchShapes, length_index: int = 0, num_devices: int = 1
 ) -> Boundary:
     """Returns the activations between stages of so many devices.
 
@@ -137,19 +137,19 @@ def boundary_of(
       UserError: as `sent_activations`; or devices have something that is no part of the whole.
     """
     sent, inputs = sent_activations(model, shapes), shapes.lengths[length_index].inputs
-    own = with_tensor_axis(num_shards, lambda: with_one_activation(model, inputs)[1])
+    own = with_tensor_axis(num_devices, lambda: with_one_activation(model, inputs)[1])
     whole = with_one_activation(model, inputs)[1]
     sizes = zip(whole.shape, own.shape, strict=False)
     split = [axis for axis, pair in enumerate(sizes) if pair[0] != pair[1]]
     if not split and own.shape == whole.shape:
-        return Boundary(own, sent, num_shards)
-    parts = tuple(size * num_shards if at in split else size for at, size in enumerate(own.shape))
-    if len(split) != 1 or parts != whole.shape or sent.shape[split[0]] % num_shards:
+        return Boundary(own, sent, num_devices)
+    parts = tuple(size * num_devices if at in split else size for at, size in enumerate(own.shape))
+    if len(split) != 1 or parts != whole.shape or sent.shape[split[0]] % num_devices:
         raise UserError(
-            f"embed: got activations {own.dtype}{list(own.shape)} on each of {num_shards} devices, "
-            f"expected {whole.dtype}{list(whole.shape)}, or a part of that along one axis"
+            f"embed: got activations {own.dtype}{list(own.shape)} on each of {num_devices} "
+            f"devices, expected {whole.dtype}{list(whole.shape)}, or a part of that along one axis"
         )
-    return Boundary(own, sent, num_shards, split[0])
+    return Boundary(own, sent, num_devices, split[0])
 
 
 def sent_activations(model: PipelineModel, shapes: MicrobatchShapes) -> jax.ShapeDtypeStruct:

@@ -186,10 +186,10 @@ def build_stage(
       kinds: which of `OP_KINDS` to compile; calling another raises KeyError.
 
     Raises:
-      ValueError: an unknown stash policy or kind of op, or a submesh of several shards of data.
+      ValueError: an unknown stash policy or kind of op.
       UserError: the model can't be split over the submesh's devices.
     """
-    _check(submesh, stash, kinds)
+    _check(stash, kinds)
     traced = trace_stage(
         model,
         num_layers=num_layers,
@@ -198,7 +198,7 @@ def build_stage(
         shapes=shapes,
         length_index=length_index,
         stash=stash,
-        num_shards=submesh.size,
+        num_devices=submesh.size,
     )
     functions = traced.functions
     names, programs = ["prepare", "zero", *kinds, *([EVALUATE] * functions.evaluates_apart)], {}
@@ -286,7 +286,7 @@ def _with_done(function: Callable) -> Callable:
 
 
 def _compile(program: _Program, submesh: Mesh) -> Compiled:
-    num_shards = submesh.size
+    num_devices = submesh.size
     argument_layouts, result_layouts = program.argument_layouts, program.result_layouts
 
     def of_device(*arguments: Any) -> Any:
@@ -294,10 +294,10 @@ def _compile(program: _Program, submesh: Mesh) -> Compiled:
         return _map_per_device(lambda array: array[None], result_layouts, program.function(*own))
 
     sharded = jax.shard_map(
-        program.function if num_shards == 1 else of_device,
+        program.function if num_devices == 1 else of_device,
         mesh=submesh,
-        in_specs=_specs(argument_layouts, num_shards),
-        out_specs=_specs(result_layouts, num_shards),
+        in_specs=_specs(argument_layouts, num_devices),
+        out_specs=_specs(result_layouts, num_devices),
         # The parts are traced equations, without the casts that this check requires.
         check_vma=False,
     )
@@ -309,9 +309,9 @@ def _is_layout(tree: Any) -> bool:
     return tree is _PER_DEVICE or is_spec(tree)
 
 
-def _specs(layouts: Any, num_shards: int) -> Any:
+def _specs(layouts: Any, num_devices: int) -> Any:
     """Layouts as the specs of arrays; a stack over devices has their own ones."""
-    own = PartitionSpec(TENSOR) if num_shards > 1 else WHOLE
+    own = PartitionSpec(TENSOR) if num_devices > 1 else WHOLE
     as_spec = lambda layout: own if layout is _PER_DEVICE else layout  # noqa: E731
     return jax.tree.map(as_spec, layouts, is_leaf=_is_layout)
 
@@ -327,7 +327,7 @@ def _map_per_device(change: Callable[[Any], Any], layouts: Any, tree: Any) -> An
 
 def _on_mesh(arguments: tuple[Any, ...], layouts: tuple[Any, ...], submesh: Mesh) -> Any:
     """The shapes of whole arrays, of one device's, and where they lie."""
-    num_shards = submesh.size
+    num_devices = submesh.size
 
     def whole(layout: Any, spec: PartitionSpec, below: Any) -> Any:
         sharding = NamedSharding(submesh, spec)
@@ -335,14 +335,14 @@ def _on_mesh(arguments: tuple[Any, ...], layouts: tuple[Any, ...], submesh: Mesh
         def of(leaf: Any) -> jax.ShapeDtypeStruct:
             shape = leaf.shape
             if layout is not _PER_DEVICE:
-                shape = whole_shape(shape, spec, num_shards)
-            elif num_shards > 1:
-                shape = (num_shards, *shape)
+                shape = whole_shape(shape, spec, num_devices)
+            elif num_devices > 1:
+                shape = (num_devices, *shape)
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
         return jax.tree.map(of, below)
 
-    specs = _specs(layouts, num_shards)
+    specs = _specs(layouts, num_devices)
     return jax.tree.map(whole, layouts, specs, arguments, is_leaf=_is_layout)
 
 
@@ -350,9 +350,7 @@ def _zeros(shapes: Params) -> Params:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
-def _check(submesh: Mesh, stash: str, kinds: Collection[str]) -> None:
-    if submesh.size != submesh.shape[TENSOR]:
-        raise ValueError(f"a stage has one shard of data, got a submesh of {dict(submesh.shape)}")
+def _check(stash: str, kinds: Collection[str]) -> None:
     if stash not in get_args(StashPolicy):
         raise ValueError(f"stash: got {stash!r}, expected one of {get_args(StashPolicy)}")
     if unknown := set(kinds) - set(OP_KINDS):

@@ -8,26 +8,26 @@ from jax.sharding import Mesh
 
 from jaxmorph.errors import UserError
 
-STAGE, DATA, TENSOR = "stage", "data", "tensor"
-"""The mesh's axes: pipeline stages, shards of a microbatch, shards of a weight."""
+STAGE, TENSOR = "stage", "tensor"
+"""The mesh's axes: pipeline stages, and the devices of a stage."""
 
-AXES = (STAGE, DATA, TENSOR)
+AXES = (STAGE, TENSOR)
 
 
-def make_mesh(stages: int, data: int = 1, tensor: int = 1) -> Mesh:
-    """Returns the mesh (stage, data, tensor) over the first devices of all processes, in order.
+def make_mesh(stages: int, tensor: int = 1) -> Mesh:
+    """Returns the mesh (stage, tensor) over the first devices of all processes, in order.
 
     Raises:
       UserError: there are fewer devices than the mesh needs.
     """
-    devices = _devices(data * tensor)
-    needed = stages * data * tensor
+    devices = _devices(tensor)
+    needed = stages * tensor
     if len(devices) < needed:
         raise UserError(
-            f"parallelism: {stages} stages x {data} data x {tensor} tensor need {needed} devices, "
-            f"got {len(devices)}"
+            f"parallelism: {stages} stages x {tensor} tensor need {needed} devices, got "
+            f"{len(devices)}"
         )
-    return Mesh(np.array(devices[:needed]).reshape(stages, data, tensor), AXES)
+    return Mesh(np.array(devices[:needed]).reshape(stages, tensor), AXES)
 
 
 def _devices(per_stage: int) -> list[Any]:
@@ -42,7 +42,7 @@ def _devices(per_stage: int) -> list[Any]:
 
 
 def stage_submesh(mesh: Mesh, stage: int) -> Mesh:
-    """Returns the (1, data, tensor) mesh of one stage."""
+    """Returns the (1, tensor) mesh of one stage."""
     return Mesh(mesh.devices[stage : stage + 1], AXES)
 
 

@@ -27,16 +27,16 @@ _MOST_BYTES = 1 << 30  # of parameters: larger parts are not tried
 _QUICKLY: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}  # half the time on a CPU
 
 
-def check_shards(model: PipelineModel, num_shards: int, shapes: MicrobatchShapes) -> None:
+def check_shards(model: PipelineModel, num_devices: int, shapes: MicrobatchShapes) -> None:
     """Checks a model whose parameters are split over the devices of a stage.
 
     Raises:
       UserError: the model can't be split so, or computes something else then.
     """
-    if num_shards == 1:
+    if num_devices == 1:
         return
-    specs = specs_of_parts(model, num_shards)
-    split_axis = boundary_of(model, shapes, num_shards=num_shards).split_axis
+    specs = specs_of_parts(model, num_devices)
+    split_axis = boundary_of(model, shapes, num_devices=num_devices).split_axis
     for name, init, function, inputs in _calls(model, shapes):
         params = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
         if total_bytes(jax.tree.leaves(params)) > _MOST_BYTES:
@@ -44,7 +44,7 @@ def check_shards(model: PipelineModel, num_shards: int, shapes: MicrobatchShapes
         arguments = made_up(np.random.default_rng(0), inputs)
         own = getattr(model, name)
         with in_users_code(f"{name} with split parameters", own):
-            compared = partial(_compared, function, init, specs[name], num_shards, split_axis)
+            compared = partial(_compared, function, init, specs[name], num_devices, split_axis)
             program = jax.jit(compared).lower(*arguments).compile(_QUICKLY)
         widths = [leaf.dtype.itemsize for leaf in jax.tree.leaves(arguments) if is_float(leaf)]
         tolerance = 3e-2 if min(widths, default=4) < 4 else 1e-3
@@ -52,22 +52,16 @@ def check_shards(model: PipelineModel, num_shards: int, shapes: MicrobatchShapes
             if off > tolerance * size:
                 raise UserError(
                     f"{definition_of(own) or 'model'}: {name}: got another {what} where its "
-                    f"parameters are split over {num_shards} devices, expected the same: a product "
-                    "with split columns begins with to_shards, one with split rows ends with "
-                    "sum_of_shards (jaxmorph.models.tensor_axis)"
+                    f"parameters are split over {num_devices} devices, expected the same: a "
+                    "product with split columns begins with to_shards, one with split rows ends "
+                    "with sum_of_shards (jaxmorph.models.tensor_axis)"
                 )
 
 
-_Call = tuple[str, Callable[..., Any], Callable[..., Any], tuple[Tree, Tree]]
-
-
-def _calls(model: PipelineModel, shapes: MicrobatchShapes) -> Iterator[_Call]:
-    """Yields name, init and function of each part, and (activations, data) of one example."""
-
-    def one(tree: Tree) -> Tree:
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), tree
-        )
+def _calls(
+    model: PipelineModel, shapes: MicrobatchShapes
+) -> Iterator[tuple[str, Callable[..., Any], Callable[..., Any], tuple[Tree, Tree]]]:
+    """Yields name, init and function of each part, and (activations, data), as shapes."""
 
     def embed(params: Tree, _: Tree, inputs: Tree) -> Tree:
         return without_randomness(model.embed)(params, inputs)
@@ -79,19 +73,18 @@ def _calls(model: PipelineModel, shapes: MicrobatchShapes) -> Iterator[_Call]:
         targets, extras = data
         return without_randomness(model.head, extras)(params, x, targets)
 
-    inputs, targets, extras = map(one, (shapes.inputs, shapes.targets, shapes.extras))
     params = jax.eval_shape(model.init_embed, jax.eval_shape(jax.random.key, 0))
-    x = jax.eval_shape(embed, params, (), inputs)
-    yield "embed", model.init_embed, embed, ((), inputs)
-    yield "layer", model.init_layer, layer, (x, extras)
-    yield "head", model.init_head, head, (x, (targets, extras))
+    x = jax.eval_shape(embed, params, (), shapes.inputs)
+    yield "embed", model.init_embed, embed, ((), shapes.inputs)
+    yield "layer", model.init_layer, layer, (x, shapes.extras)
+    yield "head", model.init_head, head, (x, (shapes.targets, shapes.extras))
 
 
 def _compared(
     function: Callable[..., Any],
     init: Callable[[jax.Array], Tree],
     specs: Specs,
-    num_shards: int,
+    num_devices: int,
     split_axis: int | None,
     x: Tree,
     data: Tree,
@@ -123,9 +116,9 @@ def _compared(
     of_floats = [along for _ in floats]
     of_results = [along if each.ndim > 0 else PartitionSpec() for each in gradient]
     arguments = [(params, specs), (floats, of_floats), (gradient, of_results)]
-    parts = [jax.tree.map(partial(_parts, num_shards), *each) for each in arguments]
+    parts = [jax.tree.map(partial(_parts, num_devices), *each) for each in arguments]
     axes = [jax.tree.map(_mapped_axis, each, is_leaf=is_spec) for _, each in arguments]
-    split = jax.vmap(both_ways, tuple(axes), axis_name=TENSOR, axis_size=num_shards)(*parts)
+    split = jax.vmap(both_ways, tuple(axes), axis_name=TENSOR, axis_size=num_devices)(*parts)
     names = "result", "gradient of its parameters", "gradient of x"
     joined = map(partial(jax.tree.map, _joined), split, (of_results, specs, of_floats))
     return dict(zip(names, map(_off, joined, whole), strict=True))
@@ -139,15 +132,15 @@ def _waves(leaf: Any) -> jax.Array:
     return jnp.cos(jnp.arange(math.prod(leaf.shape))).reshape(leaf.shape).astype(leaf.dtype)
 
 
-def _parts(num_shards: int, leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
+def _parts(num_devices: int, leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
     """The devices' parts of a parameter, [devices, ...]; the whole if it is not split."""
     for axis in split_axes(spec):
-        return jnp.stack(jnp.split(leaf, num_shards, axis))
+        return jnp.stack(jnp.split(leaf, num_devices, axis))
     return leaf
 
 
 def _joined(parts: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """What `_parts` was given, once; of what is not split, that of each device."""
+    """The inverse of `_parts`; an array that isn't split keeps a copy of each device."""
     for axis in split_axes(spec):
         return jnp.concatenate([*parts], axis)[None]
     return parts

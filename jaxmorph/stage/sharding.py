@@ -1,7 +1,7 @@
 """How a stage's arrays lie on its devices, which are the mesh's axis "tensor".
 
 A model says how its parameters are split (`partition_specs`), and its functions run on each device
-with that device's parts. Activations are alike on all devices while a stage computes them.
+with that device's parts. Activations are alike on all devices, or split along one axis.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 class SplitsParameters(PipelineModel, Protocol):
     """A model whose parameters can be split over the devices of a stage."""
 
-    def partition_specs(self, num_shards: int) -> Mapping[str, Specs]:
+    def partition_specs(self, num_shards: int, /) -> Mapping[str, Specs]:
         """Returns how the parameters of "embed", of one "layer" and of "head" are split.
 
         A spec names the axis "tensor" where the parameter is split. The functions then get parts of
@@ -38,20 +38,20 @@ class SplitsParameters(PipelineModel, Protocol):
         ...
 
 
-def partition_specs(model: PipelineModel, num_shards: int) -> dict[str, Specs]:
+def partition_specs(model: PipelineModel, num_devices: int) -> dict[str, Specs]:
     """Returns how the parameters of a stage are split: of "embed", "layers", and "head".
 
     Raises:
       UserError: the model can't be split over so many devices.
     """
-    if num_shards == 1:
+    if num_devices == 1:
         return dict.fromkeys(("embed", "layers", "head"), WHOLE)
-    specs = specs_of_parts(model, num_shards)
+    specs = specs_of_parts(model, num_devices)
     layers = jax.tree.map(lambda spec: PartitionSpec(None, *spec), specs["layer"], is_leaf=is_spec)
     return {"embed": specs["embed"], "layers": layers, "head": specs["head"]}
 
 
-def specs_of_parts(model: PipelineModel, num_shards: int) -> dict[str, Specs]:
+def specs_of_parts(model: PipelineModel, num_devices: int) -> dict[str, Specs]:
     """Returns how the parameters of the model's parts are split: of "embed", "layer" and "head".
 
     Each is a tree with a spec for each parameter.
@@ -59,7 +59,7 @@ def specs_of_parts(model: PipelineModel, num_shards: int) -> dict[str, Specs]:
     Raises:
       UserError: the model can't be split over so many devices.
     """
-    got = f"parallelism.tensor: got {num_shards}"
+    got = f"parallelism.tensor: got {num_devices}"
     if not _splits(model):
         raise UserError(
             f"{got}, but the model {type(model).__name__} has no partition_specs, expected one "
@@ -69,7 +69,7 @@ def specs_of_parts(model: PipelineModel, num_shards: int) -> dict[str, Specs]:
     inits = {"embed": model.init_embed, "layer": model.init_layer, "head": model.init_head}
     with in_users_code("partition_specs", model.partition_specs):
         try:
-            specs = model.partition_specs(num_shards)
+            specs = model.partition_specs(num_devices)
         except ValueError as error:
             raise UserError(f"{got}, but model.{error}") from error
     found: dict[str, Specs] = {}
@@ -82,7 +82,7 @@ def specs_of_parts(model: PipelineModel, num_shards: int) -> dict[str, Specs]:
                 f"{got}, but the model's partition_specs of {name!r} are {specs.get(name)}, "
                 f"expected a PartitionSpec, or a tree of them like its parameters: {error}"
             ) from error
-        own_shapes(params, found[name], num_shards)
+        own_shapes(params, found[name], num_devices)
     return found
 
 
@@ -95,7 +95,7 @@ def is_spec(tree: Any) -> bool:
     return isinstance(tree, PartitionSpec)
 
 
-def own_shapes(params: Params, specs: Specs, num_shards: int) -> Params:
+def own_shapes(params: Params, specs: Specs, num_devices: int) -> Params:
     """Returns the shapes of one device's parts of parameters.
 
     Raises:
@@ -105,16 +105,16 @@ def own_shapes(params: Params, specs: Specs, num_shards: int) -> Params:
     def own(path: tuple[Any, ...], leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         shape = list(leaf.shape)
         for axis in split_axes(spec):
-            if axis >= len(shape) or shape[axis] % num_shards:
+            if axis >= len(shape) or shape[axis] % num_devices:
                 name = "/".join(str(key.key) for key in path)
                 raise UserError(
-                    f"parallelism.tensor: got {num_shards}, but {name} is {list(leaf.shape)} and "
-                    f"split along axis {axis}, expected a multiple of {num_shards} there"
+                    f"parallelism.tensor: got {num_devices}, but {name} is {list(leaf.shape)} and "
+                    f"split along axis {axis}, expected a multiple of {num_devices} there"
                 )
-            shape[axis] //= num_shards
+            shape[axis] //= num_devices
         return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
 
-    if num_shards == 1:
+    if num_devices == 1:
         return params
     return jax.tree.map_with_path(own, params, spread(specs, params))
 
@@ -136,10 +136,10 @@ def place_params(params: Params, specs: Mapping[str, Specs], submesh: Mesh) -> P
     return jax.tree.map(place, params, spread(of_stage, params))
 
 
-def whole_shape(own: tuple[int, ...], spec: PartitionSpec, num_shards: int) -> tuple[int, ...]:
-    """Returns the shape of an array of whose parts each has this one."""
+def whole_shape(own: tuple[int, ...], spec: PartitionSpec, num_devices: int) -> tuple[int, ...]:
+    """Returns the whole array's shape, from one part's."""
     split = set(split_axes(spec))
-    return tuple(size * num_shards if at in split else size for at, size in enumerate(own))
+    return tuple(size * num_devices if at in split else size for at, size in enumerate(own))
 
 
 def split_axes(spec: PartitionSpec) -> list[int]:
@@ -147,10 +147,11 @@ def split_axes(spec: PartitionSpec) -> list[int]:
     return [axis for axis, name in enumerate(spec) if name == TENSOR]
 
 
-def with_tensor_axis(num_shards: int, function: Callable[[], Result]) -> Result:
+def with_tensor_axis(num_devices: int, function: Callable[[], Result]) -> Result:
     """Calls a function that traces others, in which the axis "tensor" has so many devices."""
-    if num_shards == 1:
+    # All that is traced inside `make_jaxpr` knows its axes; nothing else public binds one.
+    if num_devices == 1:
         return function()
     results: list[Result] = []
-    jax.make_jaxpr(lambda: results.append(function()), axis_env=[(TENSOR, num_shards)])()
+    jax.make_jaxpr(lambda: results.append(function()), axis_env=[(TENSOR, num_devices)])()
     return results[0]

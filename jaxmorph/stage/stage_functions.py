@@ -428,9 +428,9 @@ def trace_stage(
     shapes: MicrobatchShapes,
     length_index: int = 0,
     stash: StashPolicy = "full",
-    num_shards: int = 1,
+    num_devices: int = 1,
 ) -> TracedStage:
-    """Traces one stage of `num_shards` devices; other arguments are those of `build_stage`.
+    """Traces one stage of `num_devices` devices; other arguments are those of `build_stage`.
 
     Raises:
       UserError: the model can't be split over so many devices.
@@ -439,10 +439,10 @@ def trace_stage(
     key = jax.eval_shape(jax.random.key, 0)
     init = partial(init_stage_params, model, layers=range(num_layers), is_first=is_first)
     params = jax.eval_shape(partial(init, is_last=is_last), key)
-    specs = partition_specs(model, num_shards)
+    specs = partition_specs(model, num_devices)
     specs = {name: specs[name] for name in params}
-    params = own_shapes(params, specs, num_shards)
-    boundary = boundary_of(model, shapes, length_index, num_shards)
+    params = own_shapes(params, specs, num_devices)
+    boundary = boundary_of(model, shapes, length_index, num_devices)
     shapes = shapes.lengths[length_index]
 
     def trace() -> TracedStage:
@@ -450,7 +450,7 @@ def trace_stage(
         functions = split_stage(one_activation, params, shapes, boundary, stash)
         return _with_shapes(functions, params, specs, shapes)
 
-    return with_tensor_axis(num_shards, trace)
+    return with_tensor_axis(num_devices, trace)
 
 
 def _with_shapes(

@@ -260,7 +260,7 @@ def _traced(
             is_last=is_last,
             shapes=settings.shapes,
             stash=settings.stash,
-            num_shards=settings.num_devices,
+            num_devices=settings.num_devices,
         )
 
 

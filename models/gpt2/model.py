@@ -61,8 +61,7 @@ class Embedding(nnx.Module):
         axis = self._split_axis
         token_BTW = rows_of(self.token[...], tokens_BT, axis)
         rows = slice(tokens_BT.shape[1]) if positions_BT is None else positions_BT
-        position_TW = used_on_parts(self.position[rows], axis)
-        position_TW = part_along(position_TW, axis and position_TW.ndim - 2)
+        position_TW = part_along(used_on_parts(self.position[rows], axis), axis)
         return dropout((token_BTW + position_TW).astype(self._dtype), self._dropout, key, axis)
 
 
@@ -146,6 +145,7 @@ class Attention(nnx.Module):
     def __init__(self, config: GPT2Config, rngs: nnx.Rngs):
         width, scale = config.width, residual_scale(config.num_layers)
         self.qkv = Linear(width, 3 * width, INIT_SCALE, config, rngs)
+        # Drawn in Hugging Face's order, so a seed's model doesn't depend on ours.
         self.qkv.kernel = nnx.Param(by_heads(self.qkv.kernel[...], config.num_heads))
         self.out = Linear(width, width, scale, config, rngs, sums_shards=True)
         self._head_width = width // config.num_heads

@@ -106,24 +106,13 @@ class Linear(nnx.Module):
         return sum_of_shards(product, self._split_axis) if self._sums_shards else product
 
 
-def by_groups(columns: jax.Array, config: LlamaConfig) -> jax.Array:
-    """Columns of all queries, all keys, all values as those of one group of heads after another.
-
-    So the parts into which columns are split over devices have whole groups.
-    """
-    width, groups = config.width, config.num_key_value_heads
-    parts = jnp.split(columns, (width, width + config.key_value_width), -1)
-    grouped = [part.reshape(*part.shape[:-1], groups, -1) for part in parts]
-    return jnp.concatenate(grouped, -1).reshape(columns.shape)
-
-
 class Attention(nnx.Module):
     """Causal self-attention in which groups of query heads share keys and values."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
         width, scale = config.width, residual_scale(config.num_layers)
+        # One product: each group's queries, key and value, so that whole groups can be split.
         self.qkv = Linear(width, width + 2 * config.key_value_width, INIT_SCALE, config, rngs)
-        self.qkv.kernel = nnx.Param(by_groups(self.qkv.kernel[...], config))
         self.out = Linear(width, width, scale, config, rngs, sums_shards=True)
         self._config = config
 

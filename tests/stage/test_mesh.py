@@ -10,9 +10,9 @@ from jaxmorph.stage.mesh import AXES, make_mesh, stage_submesh
 MESHES = """
 from jaxmorph.stage.mesh import make_mesh, spare_mesh, stage_submesh
 ids = lambda mesh: [device.id for device in mesh.devices.flat]
-mesh = make_mesh(4, data=2)
+mesh = make_mesh(4, tensor=2)
 print(dict(mesh.shape), ids(stage_submesh(mesh, 2)), dict(stage_submesh(mesh, 2).shape))
-half = make_mesh(2, data=2)
+half = make_mesh(2, tensor=2)
 print(spare_mesh(mesh), dict(spare_mesh(half).shape), ids(spare_mesh(half)))
 """
 
@@ -27,8 +27,8 @@ def test_a_stage_and_its_spare_have_their_own_devices():
         check=True,
     )
     assert result.stdout.splitlines() == [
-        "{'stage': 4, 'data': 2, 'tensor': 1} [4, 5] {'stage': 1, 'data': 2, 'tensor': 1}",
-        "None {'stage': 2, 'data': 2, 'tensor': 1} [4, 5, 6, 7]",
+        "{'stage': 4, 'tensor': 2} [4, 5] {'stage': 1, 'tensor': 2}",
+        "None {'stage': 2, 'tensor': 2} [4, 5, 6, 7]",
     ]
 
 
@@ -39,5 +39,5 @@ def test_one_stage_is_the_whole_mesh():
 
 
 def test_too_few_devices_are_a_user_error():
-    with pytest.raises(UserError, match="parallelism: 5 stages x 3 data x 7 tensor need 105"):
-        make_mesh(5, 3, 7)
+    with pytest.raises(UserError, match="parallelism: 5 stages x 7 tensor need 35"):
+        make_mesh(5, 7)

@@ -251,7 +251,7 @@ def test_transfers_wait_for_the_configured_time(
 ):
     waited_s = []
 
-    def meet(start_s, direct_s, least_threads, fails_over, directory):
+    def meet(start_s, direct_s, least_threads, fails_over, num_devices, directory):
         assert fails_over == ("failover" in sections)
         waited_s.append(direct_s)
         return SimpleNamespace(num_ranks=num_ranks)
