@@ -35,7 +35,7 @@ from jaxmorph.stage.model import (
     aux_weights_of,
     without_randomness,
 )
-from jaxmorph.stage.sharding import WHOLE, with_tensor_axis
+from jaxmorph.stage.sharding import part_shape, split_along, whole_shape, with_tensor_axis
 
 _BITS_OF_A_DIGIT = {7: 8, 10: 8, 23: 16, 52: 16}
 """By a float's bits of mantissa, which must hold a digit."""
@@ -65,67 +65,50 @@ class Boundary:
     """The activations of steps of one length, as stages compute them and as they are sent.
 
     Attributes:
-      computed: on each device of a stage: alike on all, or its part.
-      sent: by all devices of a stage together; each sends a part, if one of the axes can be split.
-      num_devices: the number of devices.
-      split_axis: along which devices have parts while they compute; None: all have the whole.
+      computed: on each device of a stage.
+      sent: by all devices of a stage together.
+      num_devices: of a stage.
+      computed_axis: along which each device computes a part; None: each computes the whole.
+      sent_axis: along which each device sends a part; None: each sends the whole.
     """
 
     computed: jax.ShapeDtypeStruct
     sent: jax.ShapeDtypeStruct
     num_devices: int = 1
-    split_axis: int | None = None
+    computed_axis: int | None = None
+    sent_axis: int | None = None
 
     @property
     def spec(self) -> PartitionSpec:
         """How the sent array is split over a stage's devices."""
-        axis = self._axis
-        return WHOLE if axis is None else PartitionSpec(*([None] * axis), TENSOR)
+        return split_along(self.sent_axis)
 
     @property
-    def own(self) -> jax.ShapeDtypeStruct:
+    def sent_part(self) -> jax.ShapeDtypeStruct:
         """What one device sends."""
-        shape = list(self.sent.shape)
-        if (axis := self._axis) is not None:
-            shape[axis] //= self.num_devices
-        return jax.ShapeDtypeStruct(tuple(shape), self.sent.dtype)
+        shape = part_shape(self.sent.shape, self.spec, self.num_devices)
+        return jax.ShapeDtypeStruct(shape, self.sent.dtype)
 
     def to_send(self, array: jax.Array) -> jax.Array:
-        """Returns this device's part of activations, or of their gradient, as they are sent."""
-        padded = self._padded
+        """Returns what this device sends of activations, or of their gradient."""
+        padded = (self.sent if self.computed_axis is None else self.sent_part).shape
         if array.shape != padded:
             sizes = zip(array.shape, padded, strict=True)
             padding = [(0, sent - computed, 0) for computed, sent in sizes]
             array = lax.pad(array, jnp.zeros((), array.dtype), padding)
-        if (axis := self._axis) is None or self.split_axis is not None:
+        if self.sent_axis is None or self.computed_axis is not None:
             return array
-        size = self.own.shape[axis]
-        return lax.dynamic_slice_in_dim(array, lax.axis_index(TENSOR) * size, size, axis)
+        size = self.sent_part.shape[self.sent_axis]
+        start = lax.axis_index(TENSOR) * size
+        return lax.dynamic_slice_in_dim(array, start, size, self.sent_axis)
 
     def received(self, array: jax.Array) -> jax.Array:
-        """Returns what `to_send` was given, of its results on all devices."""
-        if (axis := self._axis) is not None and self.split_axis is None:
-            array = lax.all_gather(array, TENSOR, axis=axis, tiled=True)
+        """Returns what `to_send` was given, from what all devices sent."""
+        if self.sent_axis is not None and self.computed_axis is None:
+            array = lax.all_gather(array, TENSOR, axis=self.sent_axis, tiled=True)
         start = (0,) * array.ndim
         is_padded = array.shape != self.computed.shape
         return lax.slice(array, start, self.computed.shape) if is_padded else array
-
-    @property
-    def _padded(self) -> tuple[int, ...]:
-        """The shape of what a device computes, with zeros behind it."""
-        return self.sent.shape if self.split_axis is None else self.own.shape
-
-    @property
-    def _axis(self) -> int | None:
-        """The axis along which it is sent in parts.
-
-        The first one that can be split, where all devices have the whole: then a device's part is
-        one piece of memory.
-        """
-        if self.num_devices == 1 or self.split_axis is not None:
-            return self.split_axis
-        sizes = enumerate(self.sent.shape)
-        return next((axis for axis, size in sizes if size % self.num_devices == 0), None)
 
 
 def boundary_of(
@@ -134,22 +117,25 @@ def boundary_of(
     """Returns the activations between stages of so many devices.
 
     Raises:
-      UserError: as `sent_activations`; or devices have something that is no part of the whole.
+      UserError: as `sent_activations`; or what devices compute is no part of the whole.
     """
     sent, inputs = sent_activations(model, shapes), shapes.lengths[length_index].inputs
-    own = with_tensor_axis(num_devices, lambda: with_one_activation(model, inputs)[1])
-    whole = with_one_activation(model, inputs)[1]
-    sizes = zip(whole.shape, own.shape, strict=False)
-    split = [axis for axis, pair in enumerate(sizes) if pair[0] != pair[1]]
-    if not split and own.shape == whole.shape:
-        return Boundary(own, sent, num_devices)
-    parts = tuple(size * num_devices if at in split else size for at, size in enumerate(own.shape))
-    if len(split) != 1 or parts != whole.shape or sent.shape[split[0]] % num_devices:
+    computed = with_tensor_axis(num_devices, lambda: with_one_activation(model, inputs)[1])
+    whole = with_one_activation(model, inputs)[1].shape
+    if computed.shape == whole:
+        # The first axis that can be split: then a device's part is one piece of memory.
+        axes = range(len(whole)) if num_devices > 1 else ()
+        axis = next((axis for axis in axes if sent.shape[axis] % num_devices == 0), None)
+        return Boundary(computed, sent, num_devices, None, axis)
+    axes = [axis for axis, sizes in enumerate(zip(whole, computed.shape)) if len({*sizes}) > 1]
+    spec = split_along(axes[0] if len(axes) == 1 else None)
+    fits = len(axes) == 1 and sent.shape[axes[0]] % num_devices == 0
+    if not fits or whole_shape(computed.shape, spec, num_devices) != whole:
         raise UserError(
-            f"embed: got activations {own.dtype}{list(own.shape)} on each of {num_devices} "
-            f"devices, expected {whole.dtype}{list(whole.shape)}, or a part of that along one axis"
+            f"embed: got activations {computed.dtype}{list(computed.shape)} on each of "
+            f"{num_devices} devices, expected {list(whole)}, or a part of that along one axis"
         )
-    return Boundary(own, sent, num_devices, split[0])
+    return Boundary(computed, sent, num_devices, axes[0], axes[0])
 
 
 def sent_activations(model: PipelineModel, shapes: MicrobatchShapes) -> jax.ShapeDtypeStruct:

@@ -216,7 +216,7 @@ def build_stage(
 
 
 _PER_DEVICE = object()
-"""The layout of an array of each device's own, which may differ and has no meaning as a whole."""
+"""The layout of what each device makes for itself, such as stashes: stacked on a new first axis."""
 
 
 @dataclass(frozen=True)
@@ -326,18 +326,15 @@ def _map_per_device(change: Callable[[Any], Any], layouts: Any, tree: Any) -> An
 
 
 def _on_mesh(arguments: tuple[Any, ...], layouts: tuple[Any, ...], submesh: Mesh) -> Any:
-    """The shapes of whole arrays, of one device's, and where they lie."""
+    """The whole arrays' shapes and shardings, from one device's shapes."""
     num_devices = submesh.size
+    stack = (num_devices,) if num_devices > 1 else ()
 
     def whole(layout: Any, spec: PartitionSpec, below: Any) -> Any:
-        sharding = NamedSharding(submesh, spec)
-
         def of(leaf: Any) -> jax.ShapeDtypeStruct:
-            shape = leaf.shape
-            if layout is not _PER_DEVICE:
-                shape = whole_shape(shape, spec, num_devices)
-            elif num_devices > 1:
-                shape = (num_devices, *shape)
+            is_own = layout is _PER_DEVICE
+            shape = (*stack, *leaf.shape) if is_own else whole_shape(leaf.shape, spec, num_devices)
+            sharding = NamedSharding(submesh, spec)
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
         return jax.tree.map(of, below)

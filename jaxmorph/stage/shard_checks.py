@@ -20,7 +20,7 @@ from jaxmorph.stage.activations import boundary_of
 from jaxmorph.stage.mesh import TENSOR
 from jaxmorph.stage.model import MicrobatchShapes, PipelineModel, Tree, without_randomness
 from jaxmorph.stage.model_calls import is_float, made_up
-from jaxmorph.stage.sharding import Specs, is_spec, specs_of_parts, split_axes
+from jaxmorph.stage.sharding import Specs, is_spec, specs_of_parts, split_along, split_axes
 from jaxmorph.stage.stage_functions import total_bytes
 
 _MOST_BYTES = 1 << 30  # of parameters: larger parts are not tried
@@ -36,7 +36,7 @@ def check_shards(model: PipelineModel, num_devices: int, shapes: MicrobatchShape
     if num_devices == 1:
         return
     specs = specs_of_parts(model, num_devices)
-    split_axis = boundary_of(model, shapes, num_devices=num_devices).split_axis
+    along = split_along(boundary_of(model, shapes, num_devices=num_devices).computed_axis)
     for name, init, function, inputs in _calls(model, shapes):
         params = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
         if total_bytes(jax.tree.leaves(params)) > _MOST_BYTES:
@@ -44,7 +44,7 @@ def check_shards(model: PipelineModel, num_devices: int, shapes: MicrobatchShape
         arguments = made_up(np.random.default_rng(0), inputs)
         own = getattr(model, name)
         with in_users_code(f"{name} with split parameters", own):
-            compared = partial(_compared, function, init, specs[name], num_devices, split_axis)
+            compared = partial(_compared, function, init, specs[name], num_devices, along)
             program = jax.jit(compared).lower(*arguments).compile(_QUICKLY)
         widths = [leaf.dtype.itemsize for leaf in jax.tree.leaves(arguments) if is_float(leaf)]
         tolerance = 3e-2 if min(widths, default=4) < 4 else 1e-3
@@ -85,14 +85,14 @@ def _compared(
     init: Callable[[jax.Array], Tree],
     specs: Specs,
     num_devices: int,
-    split_axis: int | None,
+    along: PartitionSpec,
     x: Tree,
     data: Tree,
 ) -> dict[str, tuple[jax.Array, jax.Array]]:
     """How far result and gradients are off with split parameters, and their size: norms.
 
     Args:
-      split_axis: along which devices have parts of activations.
+      along: how devices have parts of activations.
     """
     leaves, structure = jax.tree.flatten(x)
 
@@ -111,7 +111,6 @@ def _compared(
     floats = [leaf for leaf in leaves if is_float(leaf)]
     gradient = jax.tree.map(_waves, jax.eval_shape(run, params, floats))
     whole = both_ways(params, floats, gradient)
-    along = PartitionSpec() if split_axis is None else PartitionSpec(*[None] * split_axis, TENSOR)
     # Activations come first; what follows them, and a loss, is alike on all devices.
     of_floats = [along for _ in floats]
     of_results = [along if each.ndim > 0 else PartitionSpec() for each in gradient]

@@ -82,7 +82,7 @@ def specs_of_parts(model: PipelineModel, num_devices: int) -> dict[str, Specs]:
                 f"{got}, but the model's partition_specs of {name!r} are {specs.get(name)}, "
                 f"expected a PartitionSpec, or a tree of them like its parameters: {error}"
             ) from error
-        own_shapes(params, found[name], num_devices)
+        _check_divisible(params, found[name], num_devices)
     return found
 
 
@@ -95,28 +95,29 @@ def is_spec(tree: Any) -> bool:
     return isinstance(tree, PartitionSpec)
 
 
-def own_shapes(params: Params, specs: Specs, num_devices: int) -> Params:
-    """Returns the shapes of one device's parts of parameters.
-
-    Raises:
-      UserError: an axis can't be split.
-    """
-
-    def own(path: tuple[Any, ...], leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        shape = list(leaf.shape)
+def _check_divisible(params: Params, specs: Specs, num_devices: int) -> None:
+    for path, leaf in jax.tree.leaves_with_path(params):
+        spec = specs
+        for key in path:
+            spec = spec[key.key]
         for axis in split_axes(spec):
-            if axis >= len(shape) or shape[axis] % num_devices:
+            if axis >= leaf.ndim or leaf.shape[axis] % num_devices:
                 name = "/".join(str(key.key) for key in path)
                 raise UserError(
                     f"parallelism.tensor: got {num_devices}, but {name} is {list(leaf.shape)} and "
                     f"split along axis {axis}, expected a multiple of {num_devices} there"
                 )
-            shape[axis] //= num_devices
-        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
 
-    if num_devices == 1:
-        return params
-    return jax.tree.map_with_path(own, params, spread(specs, params))
+
+def part_shapes(params: Params, specs: Specs, num_devices: int) -> Params:
+    """Returns the shapes of one device's parts of parameters."""
+    return jax.tree.map(
+        lambda leaf, spec: jax.ShapeDtypeStruct(
+            part_shape(leaf.shape, spec, num_devices), leaf.dtype
+        ),
+        params,
+        spread(specs, params),
+    )
 
 
 def spread(specs: Specs, tree: Any) -> Any:
@@ -136,10 +137,21 @@ def place_params(params: Params, specs: Mapping[str, Specs], submesh: Mesh) -> P
     return jax.tree.map(place, params, spread(of_stage, params))
 
 
-def whole_shape(own: tuple[int, ...], spec: PartitionSpec, num_devices: int) -> tuple[int, ...]:
+def part_shape(whole: tuple[int, ...], spec: PartitionSpec, num_devices: int) -> tuple[int, ...]:
+    """Returns the shape of one device's part of an array."""
+    split = split_axes(spec)
+    return tuple(size // num_devices if at in split else size for at, size in enumerate(whole))
+
+
+def whole_shape(part: tuple[int, ...], spec: PartitionSpec, num_devices: int) -> tuple[int, ...]:
     """Returns the whole array's shape, from one part's."""
-    split = set(split_axes(spec))
-    return tuple(size * num_devices if at in split else size for at, size in enumerate(own))
+    split = split_axes(spec)
+    return tuple(size * num_devices if at in split else size for at, size in enumerate(part))
+
+
+def split_along(axis: int | None) -> PartitionSpec:
+    """Returns how an array is split along one axis, or not."""
+    return WHOLE if axis is None else PartitionSpec(*[None] * axis, TENSOR)
 
 
 def split_axes(spec: PartitionSpec) -> list[int]:

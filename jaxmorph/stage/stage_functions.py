@@ -30,7 +30,7 @@ from jaxmorph.stage.model import (
     without_randomness,
 )
 from jaxmorph.stage.parameters import init_stage_params
-from jaxmorph.stage.sharding import Specs, own_shapes, partition_specs, with_tensor_axis
+from jaxmorph.stage.sharding import Specs, part_shapes, partition_specs, with_tensor_axis
 
 Arrays = tuple[jax.Array, ...]
 StashPolicy = Literal["full", "recompute"]
@@ -441,7 +441,7 @@ def trace_stage(
     params = jax.eval_shape(partial(init, is_last=is_last), key)
     specs = partition_specs(model, num_devices)
     specs = {name: specs[name] for name in params}
-    params = own_shapes(params, specs, num_devices)
+    params = part_shapes(params, specs, num_devices)
     boundary = boundary_of(model, shapes, length_index, num_devices)
     shapes = shapes.lengths[length_index]
 
@@ -459,7 +459,7 @@ def _with_shapes(
     prepared = jax.eval_shape(functions.prepare, params)
     pool = (*jax.tree.leaves(params), *prepared)
     weights = tuple(pool[source] for source in functions.weight_sources(params))
-    first = shapes.inputs if functions.embed else functions.boundary.own
+    first = shapes.inputs if functions.embed else functions.boundary.sent_part
     batch = (first, *((shapes.targets,) if functions.head else ()))
     extras = shapes.extras if functions.takes_extras else {}
     own_extras = functions.with_extras(extras)
