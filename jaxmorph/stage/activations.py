@@ -127,7 +127,8 @@ def boundary_of(
         axes = range(len(whole)) if num_devices > 1 else ()
         axis = next((axis for axis in axes if sent.shape[axis] % num_devices == 0), None)
         return Boundary(computed, sent, num_devices, None, axis)
-    axes = [axis for axis, sizes in enumerate(zip(whole, computed.shape)) if len({*sizes}) > 1]
+    pairs = enumerate(zip(whole, computed.shape, strict=False))
+    axes = [axis for axis, (size, part) in pairs if size != part]
     spec = split_along(axes[0] if len(axes) == 1 else None)
     fits = len(axes) == 1 and sent.shape[axes[0]] % num_devices == 0
     if not fits or whole_shape(computed.shape, spec, num_devices) != whole:
