@@ -105,7 +105,7 @@ class ModelOfModules:
         tied: Iterable[tuple[Path, Path]],
         loss: Loss | None,
         aux_weights: Mapping[str, float] | None,
-        partition_specs: PartitionSpecs | None,
+        partition_specs: PartitionSpecs | None = None,
     ):
         embed, layer, head = parts
         self.num_layers = num_layers
@@ -281,7 +281,6 @@ def linen(
     loss: Loss | None = None,
     tied: Iterable[tuple[Path, Path]] = (),
     aux_weights: Mapping[str, float] | None = None,
-    partition_specs: PartitionSpecs | None = None,
 ) -> ModelOfModules:
     """Returns the model that modules of Flax Linen make up.
 
@@ -296,8 +295,6 @@ def linen(
         it takes the targets too, and returns the float32 sum of the losses.
       tied: pairs (path in the embedding's parameters, path in the head's) of shared parameters.
       aux_weights: if layers return (activations, auxiliary losses by name), their weights.
-      partition_specs: how parameters of "embed", "layer" and "head" are split over the devices of a
-        stage; the modules then call functions of `tensor_axis`.
 
     Raises:
       ValueError: the module doesn't have these parts, or keeps more than parameters.
@@ -323,8 +320,7 @@ def linen(
     of_head = (x,) if loss else (x, inputs if targets is None else targets)
     layer = _linen_part("layers[0]", rows[0], (x,), passed)
     last = _linen_part("head", _unbound(ends["head"]), of_head, passed)
-    parts = first, layer, last
-    return ModelOfModules(parts, len(rows), tied, loss, aux_weights, partition_specs)
+    return ModelOfModules((first, layer, last), len(rows), tied, loss, aux_weights)
 
 
 def _linen_part(

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import jax
+import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxmorph.checkpoints.folder import CheckpointFolder
@@ -263,15 +264,26 @@ def _copied_to_host(parts: Sequence[Tree]) -> Sequence[Tree]:
     for number, leaf in enumerate(leaves, start=1):
         progress.stamp(f"copying array {number} of {len(leaves)} to host memory, for a checkpoint")
         try:
-            # One array in host memory also of what several devices have alike, or parts of.
-            own = leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
-            first = min(own.devices(), key=lambda device: device.id)
+            first = min(leaf.devices(), key=lambda device: device.id)
             on_host = SingleDeviceSharding(first, memory_kind="pinned_host")
-            copies.append(jax.block_until_ready(jax.device_put(own, on_host)))
+            copies.append(jax.block_until_ready(jax.device_put(_whole(leaf), on_host)))
         except Exception as error:
             which = f"array {number} of {len(leaves)} ({in_bytes(leaf.nbytes)})"
             raise CheckpointError(f"{which} was not copied to host memory: {error}") from error
     return jax.tree.unflatten(form, copies)
+
+
+def _whole(array: jax.Array) -> jax.Array | np.ndarray:
+    """One array of what several devices have alike, or parts of.
+
+    Not by `np.asarray`, whose copy the array would keep.
+    """
+    if array.is_fully_replicated:
+        return array.addressable_data(0)
+    whole = np.empty(array.shape, array.dtype)
+    for shard in array.addressable_shards:
+        whole[shard.index] = shard.data
+    return whole
 
 
 def _failed(error: Exception) -> Future[None]:

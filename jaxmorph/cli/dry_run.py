@@ -26,8 +26,8 @@ state      parameters, gradients, optimizer state, and parameters in the compute
 stash      what one microbatch keeps from F to B, and from B to W
 held       the most stashes at once{of_chunks}, and their bytes together
 messages   activations and gradients received or to be sent, the most at once
-Temporary buffers of an op come on top: an estimate, with every result whole, where XLA fuses many,
-is {temporary}. When a link is slow, a run may hold more stashes, up to the caps and to
+{of_devices}Temporary buffers of an op come on top: an estimate, with every result whole, where XLA
+fuses many, is {temporary}. When a link is slow, a run may hold more stashes, up to the caps and to
 the free memory of its devices."""
 _HOST_LEGEND = """slots      of delegated messages{delegated}
 away       offloaded stashes, the most at once
@@ -70,7 +70,10 @@ def print_dry_run(path: Path, overrides: Sequence[str], console: Console) -> Non
     chunks = found.config.parallelism.chunks
     of_chunks = ", counted for each chunk" if chunks > 1 else ""
     temporary = in_bytes(max(stage.temporary_bytes for stage in found.needs.stages))
-    console.print(_LEGEND.format(of_chunks=of_chunks, temporary=temporary), soft_wrap=True)
+    devices = found.config.parallelism.tensor
+    of_devices = f"All of this is of each of a stage's {devices} devices.\n" * (devices > 1)
+    legend = _LEGEND.format(of_chunks=of_chunks, of_devices=of_devices, temporary=temporary)
+    console.print(legend, soft_wrap=True)
     host = found.needs.host
     console.print(_host_table(host))
     delegated = ", with all links delegated, as the run measures them" * host.all_delegated

@@ -47,7 +47,8 @@ def plan(
         typer.Option(help=f"One of {', '.join(SCHEDULE_NAMES)}."),
     ] = "adaptive",
     chunks: Annotated[
-        int | None, typer.Option(help="Virtual stages on each stage, for interleaved; default 2.")
+        int | None,
+        typer.Option(help="Virtual stages on each stage, for interleaved; default 2, as in a V."),
     ] = None,
     max_live: options.MaxLive = None,
     live_until: options.LiveUntil = "B",

@@ -228,7 +228,8 @@ class Parallelism(Section):
     ] = "even"
     """`even`, or the number of layers of each virtual stage. `auto` measures embedding, layer and
     head at the start and minimises the time of the slowest stage, which pays off when a large
-    vocabulary makes the ends slow; with chunks or emulated ops it is the same as `even`."""
+    vocabulary makes the ends slow; with chunks, several devices for a stage, or emulated ops it is
+    the same as `even`."""
 
     @property
     def virtual_stages(self) -> int:

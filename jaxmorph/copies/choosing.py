@@ -257,6 +257,11 @@ def open_copies(
     num_devices = len(placement.device_set)
     if num_devices > 1:
         placement = SingleDeviceSharding(min(placement.device_set, key=lambda each: each.id))
+    if num_devices > 1 and wanted in (*_SEND_BY_DRIVER, *_RECEIVE_BY_DRIVER):
+        raise UserError(
+            f"transport.copies: got {wanted}, expected {AUTO} or {', '.join(WITHOUT_DRIVER)}: "
+            f"each stage has {num_devices} devices, and slots are registered with one"
+        )
     available = copy_backends(
         placement,
         report_memory,

@@ -8,6 +8,7 @@ devices have alike are copied from the first, and to all.
 import math
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -78,8 +79,15 @@ def _copy_parts(
     shared = _SharedSlot(slot, len(copies))
     pieces = [shared.piece(at) for at in range(len(copies))]
     whole = range(num_elements)
-    together = zip(copies, arrays, pieces, strict=True)
-    return Tickets([copy(array, whole, piece, tag) for copy, array, piece in together])
+    tickets: list[Ticket | jax.Array] = []
+    try:
+        for copy, array, piece in zip(copies, arrays, pieces, strict=True):
+            tickets.append(copy(array, whole, piece, tag))
+    except Exception:
+        with suppress(Exception):
+            Tickets(tickets).block_until_ready()
+        raise
+    return Tickets(tickets)
 
 
 class Tickets:
@@ -93,9 +101,15 @@ class Tickets:
         return all(map(is_ready, self._each))
 
     def block_until_ready(self) -> "Tickets":
-        """Wait for all copies; raises the error of one that failed."""
+        """Wait for all copies; raises the error of the first that failed."""
+        errors: list[Exception] = []
         for ticket in self._each:
-            jax.block_until_ready(ticket)
+            try:
+                jax.block_until_ready(ticket)
+            except Exception as error:  # the slot is free only once none writes to it
+                errors.append(error)
+        if errors:
+            raise errors[0]
         return self
 
 

@@ -59,14 +59,16 @@ def join_run(
     start_s = max(1, round(start_timeout_s))
     if launched is None:
         jax.distributed.initialize(
-            initialization_timeout=start_s, coordinator_bind_address=_address_in_job(start_s)
+            initialization_timeout=start_s,
+            coordinator_bind_address=_address_in_job(start_s),
+            local_device_ids=None if num_devices == 1 else _devices_in_job(num_devices, start_s),
         )
     else:
         jax.distributed.initialize(
             launched.coordinator,
             launched.num_ranks,
             launched.rank,
-            # Of this machine's GPUs, rank k has the k-th, or the k-th so many.
+            # Of this machine's GPUs, rank k has those from k * num_devices on.
             local_device_ids=[
                 *range(launched.rank * num_devices, (launched.rank + 1) * num_devices)
             ],
@@ -77,6 +79,17 @@ def join_run(
     if launched is None or launched.secret_fd is None:
         return rendezvous_of_joined(start_timeout_s, partial(run_secret, directory))
     return rendezvous_of_joined(start_timeout_s, partial(inherited_secret, launched.secret_fd))
+
+
+def _devices_in_job(num_devices: int, start_s: int) -> list[int] | None:
+    """The devices of this task of a cluster's job; None: JAX decides, which gives each task one."""
+    *_, tasks = ClusterEnv.auto_detect_unset_distributed_params(
+        os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, None, start_s
+    )
+    if not tasks:
+        return None
+    first = num_devices * tasks[0]  # the task's number on its host
+    return list(range(first, first + num_devices))
 
 
 def _address_in_job(start_s: int) -> str | None:
@@ -169,6 +182,7 @@ def _no_device(reason: str) -> UserError:
     asked = jax.config.values["jax_platforms"]
     return UserError(
         f"JAX_PLATFORMS: got {asked!r}, for which JAX has no device here ({reason}), expected a "
-        "platform that it has (of GPUs, rank k of a host takes the k-th: it needs as many as there "
-        "are ranks); jaxmorph doctor shows what this machine has"
+        "platform that it has (of GPUs, rank k of a host takes the k-th, or the k-th "
+        "parallelism.tensor: a host needs as many as its ranks take); jaxmorph doctor shows what "
+        "this machine has"
     )

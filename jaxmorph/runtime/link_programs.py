@@ -154,7 +154,8 @@ class LinkProgram:
         words = np.asarray(identity, np.uint32).view(self._word)
         message = self._pack(words, self._blank if value is None else value)
         peer, moved = self._program(self._as_shards(message))
-        return peer.addressable_data(0), self._as_payload(moved)
+        own = peer if len(self._devices) > 1 else peer.addressable_data(0)
+        return own, self._as_payload(moved)
 
     def _put(self, shards: list[jax.Array], devices: list[Any]) -> list[jax.Array]:
         if self._is_at_home:
@@ -168,13 +169,18 @@ def _own_devices(mesh: Mesh) -> list[Any]:
 
 
 def read_identity(words: jax.Array) -> tuple[int, ...]:
-    """The eight numbers of an identity; waits until the transfer is over.
+    """The eight numbers of an identity; waits until the transfer is over, on all devices.
 
     Raises:
-        JaxRuntimeError: If they are a sealed message's, and it has not come whole.
+        JaxRuntimeError: If they are a sealed message's, and it has not come whole; or devices got
+            parts of different messages.
     """
-    found = tuple(np.asarray(words).view(np.uint32).tolist())
-    if len(found) > IDENTITY_WORDS and not found[IDENTITY_WORDS]:
+    own = (
+        [words] if words.is_fully_addressable else [each.data for each in words.addressable_shards]
+    )
+    found, *others = [tuple(np.asarray(each).view(np.uint32).tolist()) for each in own]
+    is_whole = len(found) <= IDENTITY_WORDS or found[IDENTITY_WORDS]
+    if not is_whole or any(other != found for other in others):
         raise jax.errors.JaxRuntimeError("DATA_LOSS: the message has not come whole")
     return found[:IDENTITY_WORDS]
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxmorph.errors import UserError
+from jaxmorph.stage.sharding import placed
 
 Tree = Any
 PARAMS = "params"
@@ -107,7 +107,7 @@ def _filled(expected: Tree, found: Tree, what: str) -> Tree:
                 "optimizer what they were?"
             )
     return jax.tree.map_with_path(
-        lambda path, leaf: jax.device_put(jnp.array(values[_names(path)]), leaf.sharding), expected
+        lambda path, leaf: placed(values[_names(path)], leaf.sharding), expected
     )
 
 

@@ -38,7 +38,7 @@ from jaxmorph.stage.build import StagePrograms, build_stage
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.stage.model import Params, PipelineModel, aux_weights_of
 from jaxmorph.stage.parameters import LeafPath, compile_init, read_stage_params
-from jaxmorph.stage.sharding import partition_specs, place_params
+from jaxmorph.stage.sharding import is_spec, partition_specs, place_params
 from jaxmorph.stage.stage_functions import StashMemory
 from jaxmorph.transport.plane import DataPlane
 from jaxmorph.transport.several_sidecars import SeveralSidecars
@@ -419,27 +419,34 @@ def _delete(tree: Any, besides: Any) -> None:
 def _initial_params(
     model: PipelineModel, settings: StageSettings, rank: int, submesh: Mesh
 ) -> Chunks:
-    if settings.weights is not None:
-        initial = partial(read_stage_params, model, settings.weights)
+    specs = partition_specs(model, settings.num_devices)
+    if settings.weights is None:
+        initial = _compiled_init(model, settings, specs, submesh)
     else:
-        initial = _compiled_init(model, settings.seed)
-    chunks = (
+
+        def initial(*chunk: Any) -> Params:
+            read = read_stage_params(model, settings.weights or "", *chunk)
+            return place_params(read, specs, submesh)
+
+    return tuple(
         initial(settings.layers[stage], stage == 0, settings.is_last(stage))
         for stage in settings.own_stages(rank)
     )
-    if settings.num_devices == 1:
-        return tuple(chunks)
-    specs = partition_specs(model, settings.num_devices)
-    return tuple(place_params(params, specs, submesh) for params in chunks)
 
 
-def _compiled_init(model: PipelineModel, seed: int) -> Callable[[range, bool, bool], Params]:
+def _compiled_init(
+    model: PipelineModel, settings: StageSettings, specs: Mapping[str, Any], submesh: Mesh
+) -> Callable[[range, bool, bool], Params]:
     """Makes a chunk's initial parameters; chunks of equal size and place share the program."""
-    key = jax.random.key(seed)
+    key, shardings = jax.random.key(settings.seed), None
+    if settings.num_devices > 1:
+        place = partial(NamedSharding, submesh)
+        shardings = jax.tree.map(place, dict(specs), is_leaf=is_spec)
+        key = jax.device_put(key, place(PartitionSpec()))
 
     @cache
     def compiled(num_layers: int, is_first: bool, is_last: bool) -> jax.stages.Compiled:
-        return compile_init(model, key, num_layers, is_first, is_last)
+        return compile_init(model, key, num_layers, is_first, is_last, shardings)
 
     def initial(layers: range, is_first: bool, is_last: bool) -> Params:
         numbers = np.array(layers, np.int32)

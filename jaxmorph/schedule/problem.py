@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 from jaxmorph.errors import UserError, quoted
-from jaxmorph.placement import Placement, placement_of
+from jaxmorph.placement import Placement, PlacementKind, placement_of
 from jaxmorph.records import Link
 from jaxmorph.schedule.costs import (
     JITTER_MARGIN,
@@ -32,9 +32,9 @@ _REQUIRED = (
     "backward_weight_ms", "link_ms",
 )  # fmt: skip
 _OPTIONAL = (
-    "max_live", "live_until", "schedule", "warmup_forwards", "orders", "chunks", "link_model",
-    "time_step_ms", "planned_link_ms", "link_forward_ms", "link_backward_ms", "link_occupancy_ms",
-    "link_jitter_ms", *_BYTE_FIELDS,
+    "max_live", "live_until", "schedule", "warmup_forwards", "orders", "placement", "chunks",
+    "link_model", "time_step_ms", "planned_link_ms", "link_forward_ms", "link_backward_ms",
+    "link_occupancy_ms", "link_jitter_ms", *_BYTE_FIELDS,
 )  # fmt: skip
 _MOST_MICROBATCHES_OVER_STAGES = 2**22
 _CHUNKS_OF_INTERLEAVED = 2
@@ -76,7 +76,7 @@ def parse_problem(data: object) -> Problem:
         UserError: Names the field, what was got and what was expected.
     """
     fields = _known_fields(data)
-    return _problem(fields, _orders(fields.get("orders"), *_sizes(fields)))
+    return _problem(fields, _orders(fields, *_sizes(fields)))
 
 
 def problem_of(schedule: Schedule, fields: Mapping[str, Any]) -> Problem:
@@ -197,12 +197,15 @@ def _jitter_ms(jitter_ms: tuple[float, ...] | None, link_model: str) -> tuple[fl
     return jitter_ms
 
 
-def _orders(value: object, stages: int, microbatches: int) -> Schedule | None:
-    if value is None:
+def _orders(fields: Mapping[str, Any], stages: int, microbatches: int) -> Schedule | None:
+    placement = fields.get("placement", "wrap")
+    if placement not in get_args(PlacementKind):
+        raise UserError(f"placement: got {quoted(placement)}, expected wrap or v")
+    if fields.get("orders") is None:
         return None
-    rows = listed("orders", value, stages, "stage")
+    rows = listed("orders", fields["orders"], stages, "stage")
     orders = tuple(_order(f"orders[{stage}]", row) for stage, row in enumerate(rows))
-    schedule = Schedule("given", microbatches, orders)
+    schedule = Schedule("given", microbatches, orders, placement)
     try:
         schedule.validate()
     except ScheduleError as error:

@@ -23,6 +23,7 @@ from jaxmorph.stage.equations import (
     JointTrace,
     Origin,
     Part,
+    does_more,
     is_cheap,
     is_light,
     origins,
@@ -240,10 +241,10 @@ def _run_once(
     joint: FlatTrace, flat: _Flat, arguments: Sequence[Any]
 ) -> tuple[FlatTrace, tuple[JaxprEqn, ...]]:
     """Leaves effects, such as a print, to the forward alone: its equations come first."""
-    effects = [eqn for eqn in joint.equations if eqn.effects]
+    effects = [eqn for eqn in joint.equations if does_more(eqn)]
     if not effects:
         return joint, ()
-    num_own = sum(bool(eqn.effects) for eqn in trace_flat(flat, *arguments).equations)
+    num_own = sum(map(does_more, trace_flat(flat, *arguments).equations))
     own = set(map(id, effects[:num_own]))
     equations = [eqn if id(eqn) in own else without_effects(eqn) for eqn in joint.equations]
     return replace(joint, equations=tuple(equations)), tuple(effects[:num_own])

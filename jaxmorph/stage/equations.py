@@ -160,6 +160,14 @@ def bodies_of(eqn: JaxprEqn) -> Iterator[Any]:
     return (value for value in values if hasattr(value, "eqns"))
 
 
+def does_more(eqn: JaxprEqn) -> bool:
+    """Whether an equation does something beside its results, such as print.
+
+    JAX counts the name of a collective's axis as an effect, too.
+    """
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
 def without_effects(eqn: JaxprEqn) -> JaxprEqn:
     """Returns a loop, branch or other equation without what its bodies do beside their results."""
 

@@ -38,14 +38,26 @@ def init_stage_params(
 
 
 def compile_init(
-    model: PipelineModel, key: jax.Array, num_layers: int, is_first: bool, is_last: bool
+    model: PipelineModel,
+    key: jax.Array,
+    num_layers: int,
+    is_first: bool,
+    is_last: bool,
+    shardings: Any = None,
 ) -> Compiled:
     """Compiles `init_stage_params` for stages of one shape.
 
     The program takes a key of the same type as `key`, and the layers' indices, int32.
+
+    Args:
+      shardings: of "embed", "layers" and "head"; None: one device has all of them.
     """
     build = partial(_init, model, is_first=is_first, is_last=is_last)
-    return compiled(jax.jit(build).lower(key, jax.ShapeDtypeStruct((num_layers,), jnp.int32)))
+    layers = jax.ShapeDtypeStruct((num_layers,), jnp.int32)
+    if shardings is not None:
+        has = {"embed": is_first, "layers": True, "head": is_last}
+        shardings = {name: each for name, each in shardings.items() if has[name]}
+    return compiled(jax.jit(build, out_shardings=shardings).lower(key, layers))
 
 
 def _init(
@@ -147,14 +159,14 @@ class WritesWeights(PipelineModel, Protocol):
 def read_stage_params(
     model: PipelineModel, path: str, layers: range, is_first: bool, is_last: bool
 ) -> Params:
-    """Reads a stage's parameters from files, as `init_stage_params` returns them.
+    """Reads a stage's parameters from files, as numpy arrays.
 
     Raises:
       UserError: the model reads no weights, or not these files.
     """
     params = _read(model, path, layers, is_first, is_last)
     _check_structure(model, params, layers, is_first, is_last)
-    return jax.tree.map(jnp.array, params)  # copies, because training donates them
+    return params
 
 
 def check_weights(model: PipelineModel, path: str) -> None:

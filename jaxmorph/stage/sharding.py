@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeGuard, TypeVar
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxmorph.errors import UserError, in_users_code
 from jaxmorph.stage.mesh import TENSOR
 from jaxmorph.stage.model import Params, PipelineModel
+from jaxmorph.stage.parameters import leaf_at
 
 WHOLE = PartitionSpec()
 """An array that is alike on all devices."""
@@ -30,7 +32,7 @@ class SplitsParameters(PipelineModel, Protocol):
         """Returns how the parameters of "embed", of one "layer" and of "head" are split.
 
         A spec names the axis "tensor" where the parameter is split. The functions then get parts of
-        these, and find the others' by collectives such as `lax.psum` over "tensor".
+        these, and sum over devices by `jaxmorph.models.tensor_axis`.
 
         Raises:
           ValueError: they can't be split so; one line.
@@ -69,20 +71,28 @@ def specs_of_parts(model: PipelineModel, num_devices: int) -> dict[str, Specs]:
     inits = {"embed": model.init_embed, "layer": model.init_layer, "head": model.init_head}
     with in_users_code("partition_specs", model.partition_specs):
         try:
-            specs = model.partition_specs(num_devices)
+            specs = dict(model.partition_specs(num_devices))
         except ValueError as error:
             raise UserError(f"{got}, but model.{error}") from error
     found: dict[str, Specs] = {}
     for name, init in inits.items():
         params = jax.eval_shape(init, key)
         try:
-            found[name] = spread(specs[name], params)
-        except (KeyError, TypeError, ValueError) as error:
+            found[name] = spread(specs.get(name), params)
+        except (AttributeError, TypeError, ValueError) as error:
             raise UserError(
                 f"{got}, but the model's partition_specs of {name!r} are {specs.get(name)}, "
                 f"expected a PartitionSpec, or a tree of them like its parameters: {error}"
             ) from error
-        _check_divisible(params, found[name], num_devices)
+        _check_specs(name, params, found[name], num_devices)
+    for embed_path, head_path in model.tied:
+        ends = leaf_at(found["embed"], embed_path), leaf_at(found["head"], head_path)
+        if ends[0] != ends[1]:
+            paths = "/".join(embed_path), "/".join(head_path)
+            raise UserError(
+                f"{got}, but embed/{paths[0]} is split as {ends[0]} and head/{paths[1]}, which is "
+                f"tied to it, as {ends[1]}, expected one spec"
+            )
     return found
 
 
@@ -95,17 +105,21 @@ def is_spec(tree: Any) -> bool:
     return isinstance(tree, PartitionSpec)
 
 
-def _check_divisible(params: Params, specs: Specs, num_devices: int) -> None:
+def _check_specs(part: str, params: Params, specs: Specs, num_devices: int) -> None:
     for path, leaf in jax.tree.leaves_with_path(params):
-        spec = specs
-        for key in path:
-            spec = spec[key.key]
+        spec = leaf_at(specs, tuple(key.key for key in path))
+        got = "/".join((part, *(str(key.key) for key in path))) + f" {list(leaf.shape)}"
+        names = tuple(spec) if is_spec(spec) else (spec,)
+        if len(names) > leaf.ndim or not {*names} <= {TENSOR, None}:
+            raise UserError(
+                f"parallelism.tensor: got {num_devices}, but {got} is split as {spec}, expected a "
+                f"PartitionSpec of {TENSOR!r} and None for at most its axes"
+            )
         for axis in split_axes(spec):
-            if axis >= leaf.ndim or leaf.shape[axis] % num_devices:
-                name = "/".join(str(key.key) for key in path)
+            if leaf.shape[axis] % num_devices:
                 raise UserError(
-                    f"parallelism.tensor: got {num_devices}, but {name} is {list(leaf.shape)} and "
-                    f"split along axis {axis}, expected a multiple of {num_devices} there"
+                    f"parallelism.tensor: got {num_devices}, but {got} is split along axis {axis}, "
+                    f"expected a multiple of {num_devices} there"
                 )
 
 
@@ -128,13 +142,26 @@ def spread(specs: Specs, tree: Any) -> Any:
 
 
 def place_params(params: Params, specs: Mapping[str, Specs], submesh: Mesh) -> Params:
-    """Puts a stage's parameters on its devices, each a part of them."""
+    """Puts a stage's parameters on its devices, each a part of them.
 
-    def place(leaf: Any, spec: PartitionSpec) -> jax.Array:
-        return jax.device_put(leaf, NamedSharding(submesh, spec))
-
+    Args:
+      params: arrays on the host.
+    """
     of_stage = {name: specs[name] for name in params}
-    return jax.tree.map(place, params, spread(of_stage, params))
+    return jax.tree.map(
+        lambda leaf, spec: placed(leaf, NamedSharding(submesh, spec)),
+        params,
+        spread(of_stage, params),
+    )
+
+
+def placed(array: Any, sharding: Sharding) -> jax.Array:
+    """Copies an array to its devices, each a part of it; they may donate it then."""
+    if len(sharding.device_set) == 1:
+        return jax.device_put(jnp.array(array), sharding)
+    return jax.make_array_from_callback(
+        array.shape, sharding, lambda index: jnp.array(array[index])
+    )
 
 
 def part_shape(whole: tuple[int, ...], spec: PartitionSpec, num_devices: int) -> tuple[int, ...]:

@@ -217,18 +217,22 @@ def needs_of_step(
         config = with_stash_caps(config, free, [max(astuple(stage.stash)) for stage in stages])
     sizes = StashBytes(*zip(*(astuple(stage.stash) for stage in stages), strict=True))
     profile = unmeasured_profile(config, sizes)
-    saved = [stage.parameter_bytes + stage.optimizer_bytes for stage in stages]
+    # A save copies whole arrays; some that are alike on all devices count too often here.
+    saved = [cut.tensor * (stage.parameter_bytes + stage.optimizer_bytes) for stage in stages]
     copies = [copy_bytes(config, num_bytes) for num_bytes in saved]
     room = host_room(config, ranks[0].payloads(model), ranks[0].delegated, copies)
     plan = plan_step(config, profile, len(model.tied), room)
     programs = lower_step(plan.schedule, profile, plan.routes, len(model.tied), plan.offloading)
     message_bytes = ranks[0].message_bytes(model)
+    parts = max((each.num_parts for each in ranks[0].payloads(model).values()), default=1)
     return StepNeeds(
         num_parameters=parameter_count(model),
         message_bytes=message_bytes,
         stages=stages,
         plan=plan,
-        payload_bytes=tuple(message_bytes * most_payloads(program) for program in programs),
+        payload_bytes=tuple(
+            message_bytes // parts * most_payloads(program) for program in programs
+        ),
         host=forecast(config, profile, len(model.tied), room, copies),
     )
 

@@ -71,7 +71,8 @@ def host_room(
     }
     _require_pools(copies, pools)
     known = [pool for pool in pools if pool is not None]
-    left = tuple(pool - copy for pool, copy in zip(known, copies, strict=False))
+    devices = config.parallelism.tensor  # stashes are counted for each
+    left = tuple((pool - copy) // devices for pool, copy in zip(known, copies, strict=False))
     stash_bytes = left if len(left) == len(copies) else None
     limit = config.limits.host_bytes
     if limit is None:
@@ -84,7 +85,8 @@ def host_room(
     if not config.offload.enabled:
         return room
     halves = tuple(-each // 2 for each in short)  # of what is left beside the fewest slots
-    stashes = halves if stash_bytes is None else tuple(map(min, halves, stash_bytes))
+    stashes = tuple(half // devices for half in halves)
+    stashes = stashes if stash_bytes is None else tuple(map(min, stashes, stash_bytes))
     slots = (limit - copy - half for copy, half in zip(copies, halves, strict=True))
     return HostRoom(slot_bytes, tuple(slots), stashes)
 
@@ -124,8 +126,8 @@ def forecast(
         given = room.slots_that_fit(needed)
         step_ms = step_in_slots_ms(programs, profile, scarce_slots(given, needed))
         taken = room.taken_bytes(given, len(programs))
-        ranks = map(RankMemory, taken, offloaded_bytes(programs, profile), copies)
-        return tuple(ranks), step_ms
+        away = (config.parallelism.tensor * each for each in offloaded_bytes(programs, profile))
+        return tuple(map(RankMemory, taken, away, copies)), step_ms
 
     unlimited, free_ms = planned(replace(room, rank_bytes=None, stash_bytes=None))
     ranks, step_ms = (unlimited, free_ms) if room.rank_bytes is None else planned(room)

@@ -55,6 +55,8 @@ def choose_layers(
         return LayerChoice(layers)
     if cut.chunks > 1:
         return LayerChoice(layers, "even: a stage's chunks are planned as equally long")
+    if cut.tensor > 1:
+        return LayerChoice(layers, "even: layers are measured on one device")
     if config.emulation.accelerator is not None:
         return LayerChoice(layers, "even: paced ops last as long whatever the layers")
     rendezvous.exchange({})  # all ranks have started, and are idle from here on

@@ -9,11 +9,12 @@ from jaxmorph.config import Config
 from jaxmorph.config.sections import SHIPPED_MODELS
 from jaxmorph.data import Batches, StepData, hold_out, load_tokens, separator_of
 from jaxmorph.data.tokens import DataDigest, digest_of
-from jaxmorph.errors import UserError
+from jaxmorph.errors import UserError, in_users_code
 from jaxmorph.progress import progress
 from jaxmorph.runtime.executor import StepInputs, count_targets
 from jaxmorph.runtime.rendezvous import Rendezvous, gather, raised_together
 from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.stage.activations import boundary_of
 from jaxmorph.stage.model import MicrobatchShapes, PipelineModel, Tree, cut_layers, takes_extras
 from jaxmorph.stage.model_checks import check_model
 from jaxmorph.stage.parameters import check_weights
@@ -101,6 +102,9 @@ def check_together(
         UserError: The model would be trained wrongly, on all ranks alike.
     """
     unreached: tuple[str, ...] = ()
+    with raised_together(rendezvous), in_users_code("embed with split parameters", model.embed):
+        for index in range(len(shapes.lengths)) if config.parallelism.tensor > 1 else ():
+            boundary_of(model, shapes, index, config.parallelism.tensor)
     if _is_jaxmorphs_own(model) and _is_text(shapes.inputs):
         return unreached
     within = progress.within(config.timeouts.compile_s, "checks the model")

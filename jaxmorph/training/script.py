@@ -264,7 +264,11 @@ def _about_joining(tree: Mapping[str, Any]) -> dict[str, Any]:
     if stages is not None:
         names.append("emulation")  # it may have values per stage
     about = {name: tree.get(name) for name in names}
-    about["parallelism"] = {"stages": stages or _SOME_STAGES}
+    given = tree.get("parallelism")
+    devices = (
+        {"tensor": given["tensor"]} if isinstance(given, Mapping) and "tensor" in given else {}
+    )
+    about["parallelism"] = {"stages": stages or _SOME_STAGES, **devices}
     return about
 
 

@@ -11,13 +11,16 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from jax.sharding import PartitionSpec
 
 from jaxmorph import models
 from jaxmorph.errors import UserError
 from jaxmorph.models import flax_modules
+from jaxmorph.models.tensor_axis import sum_of_shards, to_shards
 from jaxmorph.stage.backward import split_backward
-from jaxmorph.stage.model import takes_key
+from jaxmorph.stage.model import MicrobatchShapes, takes_key
 from jaxmorph.stage.parameters import init_stage_params
+from jaxmorph.stage.shard_checks import check_shards
 from jaxmorph.training import model_factory
 from tests.training.test_model_factory import configured
 
@@ -339,3 +342,34 @@ def test_the_example_of_the_module_runs():
     x = model.embed(params["embed"], TOKENS)
     got = model.head(params["head"], x, TARGETS)
     assert (got.shape, got.dtype, model.num_layers) == ((), jnp.float32, 4)
+
+
+class SplitBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.expand = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+        self.contract = nnx.Linear(2 * WIDTH, WIDTH, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return x + sum_of_shards(self.contract(jnp.tanh(self.expand(to_shards(x)))))
+
+
+class SplitDecoder(nnx.Module):
+    def __init__(self, rngs):
+        self.table = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.blocks = nnx.List([SplitBlock(rngs) for _ in range(LAYERS)])
+        self.output = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
+
+
+def test_nnx_modules_can_be_split_over_devices():
+    columns = {"kernel": PartitionSpec(None, "tensor"), "bias": PartitionSpec("tensor")}
+    specs = {
+        "embed": PartitionSpec(),
+        "layer": {"expand": columns, "contract": PartitionSpec("tensor")},
+        "head": PartitionSpec(),
+    }
+    model = decoder(SplitDecoder, head="output", partition_specs=specs)
+    shapes = MicrobatchShapes.of_text(BATCH, LENGTH)
+    check_shards(model, 2, shapes)
+    unsplit = {**specs, "layer": {"expand": columns, "contract": PartitionSpec()}}
+    with pytest.raises(UserError, match="layer with split parameters"):
+        check_shards(decoder(SplitDecoder, head="output", partition_specs=unsplit), 2, shapes)

@@ -79,7 +79,10 @@ def pipeline(name, tied, num_stages, num_shards, stash: StashPolicy = "full"):
 
 
 @pytest.mark.parametrize("split", [True, False], ids=["B and W", "BW"])
-@pytest.mark.parametrize(("num_stages", "num_shards"), [(1, 2), (2, 2), (2, 4)])
+@pytest.mark.parametrize(
+    ("num_stages", "num_shards", "stash"),
+    [(1, 2, "recompute"), (2, 2, "full"), (2, 4, "full")],
+)
 @pytest.mark.parametrize(
     ("name", "tied"),
     [
@@ -90,9 +93,10 @@ def pipeline(name, tied, num_stages, num_shards, stash: StashPolicy = "full"):
         ("llama, sequence parallel", False),
     ],
 )
-def test_gradients_are_those_of_one_device(name, tied, num_stages, num_shards, split):
+def test_gradients_are_those_of_one_device(name, tied, num_stages, num_shards, stash, split):
     expected_loss, expected = whole(name, tied)[2]
-    loss, sums = pipeline(name, tied, num_stages, num_shards).gradients(split, TOKENS, TARGETS)
+    stages = pipeline(name, tied, num_stages, num_shards, stash)
+    loss, sums = stages.gradients(split, TOKENS, TARGETS)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     assert largest_error(joined(jax.device_get(sums)), expected) < 1e-5
 
@@ -175,7 +179,29 @@ def test_a_model_that_computes_something_else_is_refused(part, change, what):
                     "head": {"norm": PartitionSpec(), "token": PartitionSpec(None, None, "tensor")},
                 }
             },
-            "token is [32, 16] and split along axis 2, expected a multiple of 2 there",
+            "head/token [32, 16] is split as PartitionSpec(None, None, 'tensor'), expected a "
+            "PartitionSpec of 'tensor' and None for at most its axes",
+        ),
+        (
+            {
+                "partition_specs": lambda num_shards: {
+                    "embed": PartitionSpec(),
+                    "layer": PartitionSpec(),
+                    "head": {"norm": PartitionSpec(), "token": PartitionSpec("model")},
+                }
+            },
+            "head/token [32, 16] is split as PartitionSpec('model',)",
+        ),
+        (
+            {
+                "tied": ((("token",), ("token",)),),
+                "partition_specs": lambda num_shards: {
+                    "embed": {"token": PartitionSpec("tensor"), "position": PartitionSpec()},
+                    "layer": PartitionSpec(),
+                    "head": PartitionSpec(),
+                },
+            },
+            "embed/token is split as PartitionSpec('tensor',) and head/token, which is tied to it",
         ),
     ],
 )

@@ -1,0 +1,117 @@
+"""Runs whose stages have two devices: they learn, fail over, save and resume as others do."""
+
+import json
+
+import numpy as np
+import pytest
+from in_this_process import Run, jaxmorph, train
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.in_ci]
+
+CONFIG = """
+run: {steps: 6, seed: 5}
+model: {preset: tiny, width: 16, num_layers: 4, num_heads: 2, tied: true, dropout: 0.1}
+data: {sequence_length: 8, held_out_fraction: 0.05}
+parallelism: {stages: 1}
+batch: {microbatches: 4, microbatch_size: 2}
+schedule: {name: zb-h2}
+checkpoint: {every_steps: 3}
+evaluation: {every_steps: 3}
+trace: {every_steps: 0}
+timeouts: {direct_s: 4}
+restart_policy: {max_restarts: 0}
+"""
+SPLIT = ("parallelism.stages=2", "parallelism.tensor=2")
+CARD_FAILS = (
+    "failover.enabled=true",
+    "emulation.links=[{between: [0, 1], cut: true, route: direct, from_step: 2}]",
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run on one device, and one on two stages of two whose direct path fails in step 2."""
+    folder = tmp_path_factory.mktemp("several devices")
+    alone = train(folder / "alone", CONFIG)
+    split = train(folder / "split", CONFIG, *SPLIT, *CARD_FAILS, "model.sequence_parallel=true")
+    return alone, split
+
+
+def close(got, expected):
+    np.testing.assert_allclose(got, expected, rtol=2e-5)
+
+
+def test_losses_are_those_of_one_device(runs):
+    alone, split = runs
+    close(split.results(), alone.results())
+    losses = [[event["loss"] for event in each.events("evaluated")] for each in runs]
+    close(losses[1], losses[0])
+
+
+def test_a_failed_path_goes_on_delegated(runs):
+    routes = [step["routes"]["0-1"] for step in runs[1].steps]
+    assert (routes[0], routes[-1]) == ("direct", "delegated")
+
+
+def test_it_resumes_with_other_numbers_of_devices(runs):
+    alone, split = runs
+    for directory, overrides in (
+        (alone.out, ()),
+        (split.out, ("parallelism={stages: 2, chunks: 2}", "schedule.name=zb-v", "emulation={}")),
+    ):
+        done = jaxmorph("train", "--resume", directory, "run.steps=8", *overrides)
+        assert done.returncode == 0, done.stderr
+    ours, theirs = (Run(each.out).results()[6:] for each in (split, alone))
+    assert len(ours) == 2
+    close(ours, theirs)
+
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+import jaxmorph
+from jaxmorph.models.gpt2 import build
+import numpy as np
+
+model = build(preset="tiny", width=16, num_layers=4, num_heads=2, vocab_size=32, sequence_length=8)
+folder, tensor = Path(sys.argv[1]), int(sys.argv[2])
+config = {
+    "parallelism": {"tensor": tensor},
+    "data": {"sequence_length": 8},
+    "batch": {"microbatches": 4, "microbatch_size": 2},
+}
+with jaxmorph.Trainer(model, config) as trainer:
+    tokens = np.random.default_rng(0).integers(32, size=(8, 9))
+    losses = [trainer.step((tokens[:, :-1], tokens[:, 1:])).loss for _ in range(3)]
+    (folder / f"{tensor}_{trainer.rank}.json").write_text(json.dumps(losses))
+"""
+
+
+def test_a_script_has_stages_of_two_devices(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    for stages, tensor in ((1, 1), (2, 2)):
+        words = "launch", "--stages", stages, tmp_path / "script.py", tmp_path, tensor
+        done = jaxmorph(*words)
+        assert done.returncode == 0, done.stderr
+    alone, split = (json.loads((tmp_path / name).read_text()) for name in ("1_0.json", "2_0.json"))
+    close(split, alone)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallelism.tensor=3"], "parallelism.tensor: got 3, but model.vocab_size: got 256"),
+        (["parallelism.tensor=4"], "parallelism.tensor: got 4, but model.num_heads: got 2"),
+        (
+            ["parallelism.tensor=2", "model.sequence_parallel=true", "data.sequence_length=9"],
+            "got a sequence of 9, expected a multiple of 2",
+        ),
+    ],
+)
+def test_sizes_that_cannot_be_split_are_one_line(tmp_path, overrides, message):
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    for words in (["train", tmp_path / "run.yaml", "--dry-run"], ["train", tmp_path / "run.yaml"]):
+        done = jaxmorph(*words, f"run.dir={tmp_path / 'out'}", *overrides)
+        assert done.returncode == 2
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
