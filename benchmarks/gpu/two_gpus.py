@@ -29,9 +29,10 @@ from jaxmorph.errors import RunFailedError
 from jaxmorph.program.instructions import Payload, Transfer, channel_of
 from jaxmorph.progress import progress
 from jaxmorph.records import in_bytes
-from jaxmorph.runtime.direct import DirectRoute, LinkCommunicators
+from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.join import join_run
 from jaxmorph.runtime.launcher import run_ranks
+from jaxmorph.runtime.link_programs import LinkCommunicators
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
 from jaxmorph.runtime.routes import TransferIdentity
 from jaxmorph.stage.mesh import make_mesh

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, starmap
 from typing import Any
 
 import jax
@@ -420,18 +420,14 @@ def _initial_params(
     model: PipelineModel, settings: StageSettings, rank: int, submesh: Mesh
 ) -> Chunks:
     specs = partition_specs(model, settings.num_devices)
-    if settings.weights is None:
-        initial = _compiled_init(model, settings, specs, submesh)
-    else:
-
-        def initial(*chunk: Any) -> Params:
-            read = read_stage_params(model, settings.weights or "", *chunk)
-            return place_params(read, specs, submesh)
-
-    return tuple(
-        initial(settings.layers[stage], stage == 0, settings.is_last(stage))
+    chunks = [
+        (settings.layers[stage], stage == 0, settings.is_last(stage))
         for stage in settings.own_stages(rank)
-    )
+    ]
+    if settings.weights is None:
+        return tuple(starmap(_compiled_init(model, settings, specs, submesh), chunks))
+    read = starmap(partial(read_stage_params, model, settings.weights), chunks)
+    return tuple(place_params(params, specs, submesh) for params in read)
 
 
 def _compiled_init(

@@ -62,7 +62,8 @@ def check_shards(model: PipelineModel, num_devices: int, shapes: MicrobatchShape
             found, tolerance = _tried(
                 partial(_compared, call, specs[call.name], num_devices, along)
             )
-        for what, each in found.items():
+        # What a jitted function returns comes in the order of names.
+        for what, each in sorted(found.items(), key=lambda item: "gradient" in item[0]):
             total = max(size for _, size in each)
             # A part of what is alike is hidden by nothing; but what is almost zero is rounding.
             if any(off > tolerance * max(size, _FLOOR * total) for off, size in each):
@@ -82,10 +83,8 @@ _Off = list[tuple[Any, Any]]
 def _tried(compared: Callable[[], dict[str, _Off]]) -> tuple[dict[str, _Off], float]:
     """What a comparison finds, without what isn't finite; and the tolerance for its numbers."""
     trace = jax.make_jaxpr(compared)()
-    made = (variable.aval for eqn in walk(trace.eqns) for variable in eqn.outvars)
-    widths: Any = [
-        aval.dtype.itemsize for aval in made if hasattr(aval, "dtype") and is_float(aval)
-    ]
+    made: list[Any] = [variable.aval for eqn in walk(trace.eqns) for variable in eqn.outvars]
+    widths = [each.dtype.itemsize for each in made if hasattr(each, "dtype") and is_float(each)]
     found = jax.device_get(jax.jit(compared).lower().compile(_QUICKLY)())
     finite = {what: [each for each in of if np.isfinite(each[1])] for what, of in found.items()}
     return {what: of for what, of in finite.items() if of}, 3e-2 if min(widths) < 4 else 1e-3
@@ -165,7 +164,7 @@ def _compared(call: _Call, specs: Specs, num_devices: int, along: PartitionSpec)
     split = on_devices(both_ways, tuple(axes))(*parts)
     names = "result", "gradient of its parameters", "gradient of x"
     joined = map(partial(jax.tree.map, _joined), split, (of_results, specs, of_floats))
-    found = dict(zip(names, map(_off, joined, whole), strict=True))
+    found: dict[str, _Off] = dict(zip(names, map(_off, joined, whole), strict=True))
     if call.is_random:  # which numbers are drawn may differ, but not from device to device
         random = partial(run, key=jax.random.key(0))
         results = on_devices(random, tuple(axes[:2]))(*parts[:2])

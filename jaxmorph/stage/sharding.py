@@ -90,8 +90,8 @@ def specs_of_parts(model: PipelineModel, num_devices: int) -> dict[str, Specs]:
         if ends[0] != ends[1]:
             paths = "/".join(embed_path), "/".join(head_path)
             raise UserError(
-                f"{got}, but embed/{paths[0]} is split as {ends[0]} and head/{paths[1]}, which is "
-                f"tied to it, as {ends[1]}, expected one spec"
+                f"{got}, but embed/{paths[0]} is split as {tuple(ends[0])} and head/{paths[1]}, "
+                f"which is tied to it, as {tuple(ends[1])}, expected one spec"
             )
     return found
 
@@ -112,7 +112,7 @@ def _check_specs(part: str, params: Params, specs: Specs, num_devices: int) -> N
         names = tuple(spec) if is_spec(spec) else (spec,)
         if len(names) > leaf.ndim or not {*names} <= {TENSOR, None}:
             raise UserError(
-                f"parallelism.tensor: got {num_devices}, but {got} is split as {spec}, expected a "
+                f"parallelism.tensor: got {num_devices}, but {got} is split as {names}, expected a "
                 f"PartitionSpec of {TENSOR!r} and None for at most its axes"
             )
         for axis in split_axes(spec):

@@ -100,8 +100,11 @@ def test_a_script_has_stages_of_two_devices(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["parallelism.tensor=3"], "parallelism.tensor: got 3, but model.vocab_size: got 256"),
-        (["parallelism.tensor=4"], "parallelism.tensor: got 4, but model.num_heads: got 2"),
+        (
+            ["parallelism.tensor=3"],
+            "got 3, but model.vocab_size: got 256, expected a multiple of 3",
+        ),
+        (["parallelism.tensor=4"], "got 4, but model.num_heads: got 2, expected a multiple of 4"),
         (
             ["parallelism.tensor=2", "model.sequence_parallel=true", "data.sequence_length=9"],
             "got a sequence of 9, expected a multiple of 2",
