@@ -175,9 +175,7 @@ def read_identity(words: jax.Array) -> tuple[int, ...]:
         JaxRuntimeError: If they are a sealed message's, and it has not come whole; or devices got
             parts of different messages.
     """
-    own = (
-        [words] if words.is_fully_addressable else [each.data for each in words.addressable_shards]
-    )
+    own = (shard.data for shard in words.addressable_shards)
     found, *others = [tuple(np.asarray(each).view(np.uint32).tolist()) for each in own]
     is_whole = len(found) <= IDENTITY_WORDS or found[IDENTITY_WORDS]
     if not is_whole or any(other != found for other in others):

@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmorph.copies.backends import PayloadShape
 from jaxmorph.models.gpt2 import build
@@ -104,3 +105,16 @@ def test_a_sealed_message_shows_whether_it_came_whole(dtype, damage, is_whole):
         with pytest.raises(jax.errors.JaxRuntimeError, match="has not come whole") as raised:
             read_identity(jnp.asarray(found))
         assert is_of_path(raised.value)  # so that the link fails over
+
+
+@pytest.mark.parametrize("changed", range(4))
+def test_parts_of_different_messages_are_refused(changed):
+    """Of a stage of several devices each has received its own part."""
+    devices = Mesh(np.array(jax.devices()[:4]), "tensor")
+    messages = np.tile(np.arange(IDENTITY_WORDS, dtype=np.uint32), 4)
+    words = jax.device_put(messages, NamedSharding(devices, PartitionSpec("tensor")))
+    assert read_identity(words) == tuple(range(IDENTITY_WORDS))
+    messages[changed * IDENTITY_WORDS + 3] += 1
+    words = jax.device_put(messages, NamedSharding(devices, PartitionSpec("tensor")))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="has not come whole"):
+        read_identity(words)
