@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
@@ -144,7 +145,7 @@ class StageOptimizer:
         if not math.isfinite(scale):
             raise ValueError(f"gradients can't be scaled by {scale}")
         return self._update(
-            params, state, gradients, jax.device_put(jnp.float32(scale), self._alike)
+            params, state, gradients, jax.device_put(np.float32(scale), self._alike)
         )
 
 

@@ -171,16 +171,27 @@ def test_a_wait_for_a_slot_is_counted(pair):
     assert event["kind"] == "waited_for_slots"
     assert event["detail"].startswith("1 sends, ")
     with pytest.raises(TimeoutError):
-        pair.reserve(2, wait_s=0.0)
+        pair.reserve(2, wait_s=0.01)
     assert pair.sender.events() == []  # once is enough until another plan makes room
     pair.sender.add_slots({})
     assert pair.sender.events() == []
     with pytest.raises(TimeoutError):
-        pair.reserve(2, wait_s=0.0)
+        pair.reserve(2, wait_s=0.01)
     assert len(pair.sender.events()) == 1
     for posting in held:
         posting(values(0), 0.0)
     assert pair.take(activation(0)).value.shape == SHAPE
+
+
+def test_a_moment_until_a_slot_is_told_free_is_no_wait(pair, monkeypatch):
+    monkeypatch.setattr("jaxmorph.runtime.delegated._TOLD_WITHIN_S", LIMIT_S)
+    held = [pair.reserve(microbatch) for microbatch in range(2)]
+    with pytest.raises(TimeoutError):
+        pair.reserve(2, wait_s=0.01)
+    assert pair.sender.counts.slot_waits == 0
+    assert pair.sender.events() == []
+    for posting in held:
+        posting(values(0), 0.0)
 
 
 def test_no_send_waits_with_the_planned_slots(pair):
