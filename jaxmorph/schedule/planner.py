@@ -23,7 +23,7 @@ from jaxmorph.schedule.simulate import simulate
 
 INTERLEAVED = "interleaved"
 PLANNED_SCHEDULES = ("paper", "adaptive", "initial")
-SCHEDULE_NAMES = (*FIXED_SCHEDULES, *V_SCHEDULES, INTERLEAVED, *PLANNED_SCHEDULES)
+SCHEDULE_NAMES = (*FIXED_SCHEDULES, INTERLEAVED, *V_SCHEDULES, *PLANNED_SCHEDULES)
 _ALTERNATIVES = ("paper", "initial", "zb-h1", "zb-h2")
 _TAKES_WARMUPS = ("paper", "adaptive")
 _FIXED_REASON = "{} was asked for; its order depends on no cost"

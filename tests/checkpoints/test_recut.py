@@ -125,9 +125,12 @@ def params_of(layers):
 
 
 def forms_of(layers):
-    """The structures, shapes and types that a virtual stage restores."""
-    params = (jax.eval_shape(lambda: params_of(layers)),)
-    return params, jax.eval_shape(adamw(SETTINGS).init, params)
+    """The structures, shapes, types and devices that a virtual stage restores."""
+    params = (params_of(layers),)
+    held = params, adamw(SETTINGS).init(params)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), held
+    )
 
 
 def trained():

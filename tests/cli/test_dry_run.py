@@ -43,7 +43,7 @@ def test_dry_run_shows_memory_and_starts_nothing(run):
     assert [len(row) for row in rows] == [14, 14]  # nine cells, five of them with a unit
     hosts = [line.split() for line in out.splitlines() if re.match(r" *[01] +\d+ B", line)]
     assert [" ".join(row[1:5]) for row in hosts] == ["0 B 0 B", "0 B 0 B"]  # slots, stashes
-    assert re.search(r"an estimate, .*\nis [\d.]+ KiB\. When", out)
+    assert re.search(r"an estimate, .*\nfuses many, is [\d.]+ KiB\. When", out)
     assert re.search(r"A host with all 2 ranks needs [\d.]+ KiB; this one has [\d.]+ GiB", out)
 
 

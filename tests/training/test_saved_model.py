@@ -29,7 +29,7 @@ def params(model):
     """Random parameters of the whole model, with some tokens much likelier than others."""
     init = partial(init_stage_params, model, layers=range(LAYERS), is_first=True, is_last=True)
     shapes = jax.eval_shape(init, jax.random.key(0))
-    random = np.random.default_rng(3)
+    random = np.random.default_rng(4)
     params = jax.tree.map(lambda leaf: 0.3 * random.normal(size=leaf.shape), shapes)
     params = jax.tree.map(np.float32, params)
     params["head"]["norm"]["bias"][:] = 0  # nothing is likely whatever came before
