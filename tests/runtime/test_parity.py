@@ -111,14 +111,10 @@ def test_chunks_in_a_v_match_one_device(results, schedule, microbatches):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.long
+@pytest.mark.one_jax
 @pytest.mark.parametrize(
-    "launched",
-    [
-        f"2 tied {SPLIT}",
-        pytest.param(f"2 untied {SPLIT}", marks=MORE_STAGES),
-        pytest.param(f"1 tied untied {SPLIT}", marks=MORE_STAGES),
-        pytest.param(f"4 tied {SPLIT}", marks=MORE_STAGES),
-    ],
+    "launched", [f"{each} {SPLIT}" for each in ("2 tied", "2 untied", "1 tied untied", "4 tied")]
 )
 def test_stages_of_two_devices_match_one_device(launch, launched):
     found = launch(launched)

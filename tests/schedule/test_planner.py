@@ -84,7 +84,7 @@ def test_impossible_warm_ups_are_named(warmup, caps, message):
         (
             {"name": "interlaced"},
             "schedule: got 'interlaced', expected one of gpipe, 1f1b, 1f1b-eager, zb-h1, zb-h2, "
-            "zb-v, dualpipe-v, interleaved, paper, adaptive, initial",
+            "interleaved, zb-v, dualpipe-v, paper, adaptive, initial",
         ),
         ({"name": "gpipe", "warmup_forwards": (4, 3, 2, 1)}, "warmup_forwards: gpipe has its own"),
         ({"num_microbatches": 0}, "num_microbatches: got 0"),

@@ -79,19 +79,28 @@ def pipeline(name, tied, num_stages, num_shards, stash: StashPolicy = "full"):
     return Pipeline(stages, parts, LOSS_WEIGHT)
 
 
-@pytest.mark.parametrize("split", [True, False], ids=["B and W", "BW"])
+MORE = [pytest.mark.long, pytest.mark.in_ci]
+
+
 @pytest.mark.parametrize(
-    ("num_stages", "num_shards", "stash"),
-    [(1, 2, "recompute"), (2, 2, "full"), (2, 4, "full")],
+    ("num_stages", "num_shards", "stash", "split"),
+    [
+        pytest.param(1, 2, "recompute", True, id="1 stage, recomputing, B and W"),
+        pytest.param(1, 2, "recompute", False, id="1 stage, recomputing, BW", marks=MORE),
+        pytest.param(2, 2, "full", True, id="2 stages, B and W"),
+        pytest.param(2, 2, "full", False, id="2 stages, BW", marks=MORE),
+        pytest.param(2, 4, "full", True, id="2 stages of 4 devices, B and W", marks=MORE),
+        pytest.param(2, 4, "full", False, id="2 stages of 4 devices, BW", marks=MORE),
+    ],
 )
 @pytest.mark.parametrize(
     ("name", "tied"),
     [
         ("gpt2", True),
-        ("gpt2", False),
+        pytest.param("gpt2", False, marks=MORE),
         ("llama", False),
         ("gpt2, sequence parallel", True),
-        ("llama, sequence parallel", False),
+        pytest.param("llama, sequence parallel", False, marks=MORE),
     ],
 )
 def test_gradients_are_those_of_one_device(name, tied, num_stages, num_shards, stash, split):
