@@ -98,7 +98,7 @@ class Placement(NamedTuple):
         return self.num_ranks - 1 - rank
 
 
-def placement_of(name: str, num_stages: int, num_chunks: int = 1) -> Placement:
+def placement_of(name: str, num_stages: int, num_chunks: int) -> Placement:
     """Where the virtual stages of a schedule are; ``num_chunks`` is that of ``interleaved``."""
     match name:
         case "zb-v" | "dualpipe-v":

@@ -7,7 +7,7 @@ devices have alike are copied from the first, and to all.
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -76,12 +76,17 @@ def _copy_parts(
         device, start = divmod(part.start, num_elements)
         own = range(start, start + len(part))
         return Tickets([copies[device](arrays[device], own, slot, tag)])
-    shared = _SharedSlot(slot, len(copies))
-    pieces = [shared.piece(at) for at in range(len(copies))]
+
+    def post_whole() -> None:
+        slot.post(len(slot.payload), tag)
+        slot.complete()
+
+    done = _Countdown(len(copies), post_whole)
     whole = range(num_elements)
     tickets: list[Ticket | jax.Array] = []
     try:
-        for copy, array, piece in zip(copies, arrays, pieces, strict=True):
+        for at, (copy, array) in enumerate(zip(copies, arrays, strict=True)):
+            piece: Any = _Piece(slot, at, len(copies), done)
             tickets.append(copy(array, whole, piece, tag))
     except Exception:
         with suppress(Exception):
@@ -113,48 +118,34 @@ class Tickets:
         return self
 
 
-class _SharedSlot:
-    """A slot that devices fill together; the message is posted when all have.
+class _Countdown:
+    """Calls a function once it has been called for each of several pieces, by any thread.
 
-    Any thread calls `filled`. Lock: the count.
+    Lock: the count.
     """
 
-    def __init__(self, slot: OutgoingSlot, num_pieces: int) -> None:
-        self._slot, self._num_pieces = slot, num_pieces
-        self._filled = 0
+    def __init__(self, num_pieces: int, then: Callable[[], None]) -> None:
+        self._left, self._then = num_pieces, then
         self._lock = threading.Lock()
 
-    def piece(self, at: int) -> Any:
-        """The place of one device's part; of an `OutgoingSlot` it has what copies use."""
-        return _Piece(self, self._slot, len(self._slot.payload) // self._num_pieces, at)
-
-    def filled(self, tag: Sequence[int]) -> None:
-        """One of the pieces is filled."""
+    def __call__(self) -> None:
         with self._lock:
-            self._filled += 1
-            is_last = self._filled == self._num_pieces
+            self._left -= 1
+            is_last = not self._left
         if is_last:
-            self._slot.post(len(self._slot.payload), tag)
-            self._slot.complete()
+            self._then()
 
 
 class _Piece:
-    """A piece of an outgoing slot."""
+    """One device's place in a slot; it has what copies on the host use."""
 
-    def __init__(self, shared: _SharedSlot, slot: OutgoingSlot, num_bytes: int, at: int) -> None:
-        self._shared = shared
-        self._tag: Sequence[int] = ()
-        self.sequence, self.address = slot.sequence, slot.address + at * num_bytes
+    def __init__(self, slot: Any, at: int, num_pieces: int, done: Callable[[], None]) -> None:
+        num_bytes = len(slot.payload) // num_pieces
         self.payload = slot.payload[at * num_bytes : (at + 1) * num_bytes]
+        self.complete = self.release = done
 
     def post(self, num_bytes: int, tag: Sequence[int]) -> None:
-        """Keep the tag for the message as a whole."""
-        del num_bytes
-        self._tag = tag
-
-    def complete(self) -> None:
-        """The piece is filled."""
-        self._shared.filled(self._tag)
+        """Nothing: the message is posted as a whole."""
 
 
 class SplitReceive:
@@ -190,9 +181,10 @@ class _SplitArrival:
             device, start = divmod(part.start, self._num_elements)
             self._arrivals[device].add(range(start, start + len(part)), slot)
             return
-        shared = _SharedIncoming(slot, len(self._arrivals))
+        done = _Countdown(len(self._arrivals), slot.release)
         for at, arrival in enumerate(self._arrivals):
-            arrival.add(range(self._num_elements), shared.piece(at))
+            piece: Any = _Piece(slot, at, len(self._arrivals), done)
+            arrival.add(range(self._num_elements), piece)
 
     def value(self) -> jax.Array:
         """The payload, on all devices."""
@@ -203,35 +195,3 @@ class _SplitArrival:
         parts = [jax.device_put(arrival.value(), device) for arrival, device in pairs]
         sharding = payload.placed_by(self._placement)
         return jax.make_array_from_single_device_arrays(payload.shape, sharding, parts)
-
-
-class _SharedIncoming:
-    """A slot that is released once every device has its part. Lock: the count."""
-
-    def __init__(self, slot: IncomingSlot, num_pieces: int) -> None:
-        self._slot, self._left, self._num_pieces = slot, num_pieces, num_pieces
-        self._lock = threading.Lock()
-
-    def piece(self, at: int) -> Any:
-        """One device's part; of an `IncomingSlot` it has what copies use."""
-        return _IncomingPiece(self, self._slot, len(self._slot.payload) // self._num_pieces, at)
-
-    def released(self) -> None:
-        """One of the pieces has been read."""
-        with self._lock:
-            self._left -= 1
-            is_last = not self._left
-        if is_last:
-            self._slot.release()
-
-
-class _IncomingPiece:
-    def __init__(
-        self, shared: _SharedIncoming, slot: IncomingSlot, num_bytes: int, at: int
-    ) -> None:
-        self._shared = shared
-        self.payload = slot.payload[at * num_bytes : (at + 1) * num_bytes]
-        self.sequence = slot.sequence
-
-    def release(self) -> None:
-        self._shared.released()

@@ -7,7 +7,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from jaxmorph.placement import Placement
 from jaxmorph.program.check import ProgramError
 from jaxmorph.program.instructions import (
     AwaitRoom,
@@ -82,8 +81,7 @@ def simulate_blocking(
     """
     if costs.num_stages != len(programs):
         raise ValueError(f"got costs of {costs.num_stages} stages, expected {len(programs)}")
-    chunks = (op.chunk for program in programs for op in program.ops())
-    times = stage_times(costs, links, Placement(len(programs), 1 + max(chunks, default=0)))
+    times = stage_times(costs, links, programs[0].placement)
     board = _Board(links, slots or {}, send_takes)
     common = (board, disturbance or Disturbance())
     copies = copies or CopyCosts.uniform(costs.num_stages, 0.0)

@@ -82,7 +82,7 @@ def uses(program: RankInstructions) -> Iterator[Uses]:
 
     The tokens of the first F and the loss weight of the last B come from the host, not a buffer.
     """
-    placement, target_chunks = program.placement, _target_chunks(program.placement)
+    placement = program.placement
     ends = [_ends(Place(program.rank, chunk), placement) for chunk in range(placement.num_chunks)]
     for step in program.instructions:  # the most frequent kinds first
         if isinstance(step, Free):
@@ -90,9 +90,7 @@ def uses(program: RankInstructions) -> Iterator[Uses]:
         elif isinstance(step, Run):
             yield _op_uses(step.op, ends[step.op.chunk])
         elif isinstance(step, Receive):
-            payload, source, _, microbatch, chunk = step.transfer
-            target = target_chunks.get((payload, source, chunk), chunk)
-            yield _receive_uses(payload, microbatch, target)
+            yield (), (received_buffer(step.transfer, placement),)
         elif isinstance(step, Send):
             transfer = step.transfer
             yield _send_uses(transfer.payload, transfer.microbatch, transfer.chunk)
@@ -179,11 +177,6 @@ def _send_uses(payload: Payload, microbatch: int, chunk: int) -> Uses:
     return (_buffer(_SENT[payload], microbatch, chunk),), ()
 
 
-@_cached
-def _receive_uses(payload: Payload, microbatch: int, destination_chunk: int) -> Uses:
-    return (), (_buffer(_RECEIVED[payload], microbatch, destination_chunk),)
-
-
 def sent_buffer(transfer: Transfer) -> Buffer:
     """The buffer that an activation or gradient transfer sends."""
     return _buffer(_SENT[transfer.payload], transfer.microbatch, transfer.chunk)
@@ -191,14 +184,9 @@ def sent_buffer(transfer: Transfer) -> Buffer:
 
 def received_buffer(transfer: Transfer, placement: Placement) -> Buffer:
     """The buffer that a transfer fills on its destination."""
-    chunk = destination_chunk(transfer, placement)
-    return _buffer(_RECEIVED[transfer.payload], transfer.microbatch, chunk)
-
-
-def destination_chunk(transfer: Transfer, placement: Placement) -> int:
-    """The chunk of the destination that needs the payload."""
-    payload, source, _, _, chunk = transfer
-    return _target_chunks(placement).get((payload, source, chunk), chunk)
+    payload, source, _, microbatch, chunk = transfer
+    target = _target_chunks(placement).get((payload, source, chunk), chunk)
+    return _buffer(_RECEIVED[payload], microbatch, target)
 
 
 @_cached

@@ -82,14 +82,19 @@ def join_run(
 
 
 def _devices_in_job(num_devices: int, start_s: int) -> list[int] | None:
-    """The devices of this task of a cluster's job; None: JAX decides, which gives each task one."""
-    *_, tasks = ClusterEnv.auto_detect_unset_distributed_params(
-        os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, None, start_s
-    )
+    """The devices of this task of a cluster's job; None: its number on its host is unknown."""
+    *_, tasks = _detected_job(start_s)
     if not tasks:
         return None
     first = num_devices * tasks[0]  # the task's number on its host
     return list(range(first, first + num_devices))
+
+
+def _detected_job(start_s: int) -> tuple[Any, ...]:
+    """Coordinator, number of tasks, this task, and devices, as JAX finds them; None: unknown."""
+    return ClusterEnv.auto_detect_unset_distributed_params(
+        os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, None, start_s
+    )
 
 
 def _address_in_job(start_s: int) -> str | None:
@@ -100,9 +105,7 @@ def _address_in_job(start_s: int) -> str | None:
     """
     if "JAX_COORDINATOR_BIND_ADDRESS" in os.environ:
         return None
-    address, _, rank, _ = ClusterEnv.auto_detect_unset_distributed_params(
-        os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, None, start_s
-    )
+    address, _, rank, _ = _detected_job(start_s)
     if address is None or rank != 0:
         return None
     host, _, port = address.rpartition(":")

@@ -1,8 +1,4 @@
-"""The compiled programs of the direct route, and the communicators that they run over.
-
-A link's program moves one payload in one direction, from each device of a stage to the matching one
-of the other; both ends call it at the same point of their queues.
-"""
+"""The compiled programs of the direct route, and the communicators that they run over."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -86,9 +86,10 @@ class StageSettings:
         """The virtual stages of a rank, in the order of its chunks."""
         return self.placement.own_stages(rank)
 
-    def is_last(self, virtual_stage: int) -> bool:
-        """Whether a virtual stage has the head; number 0 has the embedding."""
-        return virtual_stage == len(self.layers) - 1
+    def chunks_of(self, rank: int) -> list[tuple[range, bool, bool]]:
+        """The layers of each of a rank's chunks, and whether it has the embedding and the head."""
+        last = len(self.layers) - 1
+        return [(self.layers[at], at == 0, at == last) for at in self.own_stages(rank)]
 
     def message_bytes(self, model: PipelineModel) -> int:
         """Bytes of an activation, and of a gradient; 0 where there is only one stage."""

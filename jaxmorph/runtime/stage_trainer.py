@@ -38,7 +38,7 @@ from jaxmorph.stage.build import StagePrograms, build_stage
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.stage.model import Params, PipelineModel, aux_weights_of
 from jaxmorph.stage.parameters import LeafPath, compile_init, read_stage_params
-from jaxmorph.stage.sharding import is_spec, partition_specs, place_params
+from jaxmorph.stage.sharding import partition_specs, place_params
 from jaxmorph.stage.stage_functions import StashMemory
 from jaxmorph.transport.plane import DataPlane
 from jaxmorph.transport.several_sidecars import SeveralSidecars
@@ -420,10 +420,7 @@ def _initial_params(
     model: PipelineModel, settings: StageSettings, rank: int, submesh: Mesh
 ) -> Chunks:
     specs = partition_specs(model, settings.num_devices)
-    chunks = [
-        (settings.layers[stage], stage == 0, settings.is_last(stage))
-        for stage in settings.own_stages(rank)
-    ]
+    chunks = settings.chunks_of(rank)
     if settings.weights is None:
         return tuple(starmap(_compiled_init(model, settings, specs, submesh), chunks))
     read = starmap(partial(read_stage_params, model, settings.weights), chunks)
@@ -437,7 +434,7 @@ def _compiled_init(
     key, shardings = jax.random.key(settings.seed), None
     if settings.num_devices > 1:
         place = partial(NamedSharding, submesh)
-        shardings = jax.tree.map(place, dict(specs), is_leaf=is_spec)
+        shardings = jax.tree.map(place, dict(specs))
         key = jax.device_put(key, place(PartitionSpec()))
 
     @cache
@@ -470,10 +467,7 @@ def _build_programs(
             kinds=settings.kinds,
         )
 
-    own = [
-        (len(settings.layers[stage]), stage == 0, settings.is_last(stage))
-        for stage in settings.own_stages(rank)
-    ]
+    own = [(len(layers), *ends) for layers, *ends in settings.chunks_of(rank)]
     indices = range(len(settings.shapes.lengths))
     return [tuple(build(index, *chunk) for chunk in own) for index in indices]
 

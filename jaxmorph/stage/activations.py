@@ -120,12 +120,15 @@ def boundary_of(
       UserError: as `sent_activations`; or what devices compute is no part of the whole.
     """
     sent, inputs = sent_activations(model, shapes), shapes.lengths[length_index].inputs
+    alone = with_one_activation(model, inputs)[1]
+    if num_devices == 1:
+        return Boundary(alone, sent)
+    whole = alone.shape
     computed = with_tensor_axis(num_devices, lambda: with_one_activation(model, inputs)[1])
-    whole = with_one_activation(model, inputs)[1].shape
     if computed.shape == whole:
         # The first axis that can be split: then a device's part is one piece of memory.
-        axes = range(len(whole)) if num_devices > 1 else ()
-        axis = next((axis for axis in axes if sent.shape[axis] % num_devices == 0), None)
+        axes = enumerate(sent.shape)
+        axis = next((axis for axis, size in axes if size % num_devices == 0), None)
         return Boundary(computed, sent, num_devices, None, axis)
     pairs = enumerate(zip(whole, computed.shape, strict=False))
     axes = [axis for axis, (size, part) in pairs if size != part]

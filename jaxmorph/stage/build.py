@@ -19,7 +19,7 @@ from jaxmorph.progress import progress
 from jaxmorph.stage.compiling import compiled
 from jaxmorph.stage.mesh import TENSOR
 from jaxmorph.stage.model import MicrobatchShapes, Params, PipelineModel, Tree
-from jaxmorph.stage.sharding import WHOLE, Specs, is_spec, spread, whole_shape
+from jaxmorph.stage.sharding import WHOLE, Specs, spread, whole_shape
 from jaxmorph.stage.stage_functions import (
     Arrays,
     StageFunctions,
@@ -242,7 +242,7 @@ def _program(name: str, traced: TracedStage) -> _Program:
     gradient_spec = WHOLE if functions.head else sent
     batch_specs = (WHOLE if functions.embed else sent, *(WHOLE for _ in traced.batch[1:]))
     aux_specs = (WHOLE,) * len(traced.aux)
-    of_params = jax.tree.leaves(spread(specs, traced.params), is_leaf=is_spec)
+    of_params = jax.tree.leaves(spread(specs, traced.params))
     pool = (*of_params, *(_PER_DEVICE for _ in traced.prepared))
     weight_layouts = tuple(pool[at] for at in functions.weight_sources(traced.params))
     match name:
@@ -305,15 +305,11 @@ def _compile(program: _Program, submesh: Mesh) -> Compiled:
     return compiled(jax.jit(sharded, donate_argnums=program.donated).lower(*arguments))
 
 
-def _is_layout(tree: Any) -> bool:
-    return tree is _PER_DEVICE or is_spec(tree)
-
-
 def _specs(layouts: Any, num_devices: int) -> Any:
     """Layouts as the specs of arrays; a stack over devices has their own ones."""
     own = PartitionSpec(TENSOR) if num_devices > 1 else WHOLE
     as_spec = lambda layout: own if layout is _PER_DEVICE else layout  # noqa: E731
-    return jax.tree.map(as_spec, layouts, is_leaf=_is_layout)
+    return jax.tree.map(as_spec, layouts)
 
 
 def _map_per_device(change: Callable[[Any], Any], layouts: Any, tree: Any) -> Any:
@@ -322,7 +318,7 @@ def _map_per_device(change: Callable[[Any], Any], layouts: Any, tree: Any) -> An
     def below(layout: Any, tree: Any) -> Any:
         return jax.tree.map(change, tree) if layout is _PER_DEVICE else tree
 
-    return jax.tree.map(below, layouts, tree, is_leaf=_is_layout)
+    return jax.tree.map(below, layouts, tree)
 
 
 def _on_mesh(arguments: tuple[Any, ...], layouts: tuple[Any, ...], submesh: Mesh) -> Any:
@@ -340,7 +336,7 @@ def _on_mesh(arguments: tuple[Any, ...], layouts: tuple[Any, ...], submesh: Mesh
         return jax.tree.map(of, below)
 
     specs = _specs(layouts, num_devices)
-    return jax.tree.map(whole, layouts, specs, arguments, is_leaf=_is_layout)
+    return jax.tree.map(whole, layouts, specs, arguments)
 
 
 def _zeros(shapes: Params) -> Params:

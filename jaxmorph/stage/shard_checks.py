@@ -31,7 +31,6 @@ from jaxmorph.stage.model_calls import is_float, made_up
 from jaxmorph.stage.sharding import (
     WHOLE,
     Specs,
-    is_spec,
     specs_of_parts,
     split_along,
     split_axes,
@@ -159,7 +158,7 @@ def _compared(call: _Call, specs: Specs, num_devices: int, along: PartitionSpec)
     of_results = [along if each.ndim > 0 else PartitionSpec() for each in gradient]
     arguments = [(params, specs), (floats, of_floats), (gradient, of_results)]
     parts = [jax.tree.map(partial(_parts, num_devices), *each) for each in arguments]
-    axes = [jax.tree.map(_mapped_axis, each, is_leaf=is_spec) for _, each in arguments]
+    axes = [jax.tree.map(_mapped_axis, each) for _, each in arguments]
     on_devices = partial(jax.vmap, axis_name=TENSOR, axis_size=num_devices)
     split = on_devices(both_ways, tuple(axes))(*parts)
     names = "result", "gradient of its parameters", "gradient of x"

@@ -49,7 +49,7 @@ def partition_specs(model: PipelineModel, num_devices: int) -> dict[str, Specs]:
     if num_devices == 1:
         return dict.fromkeys(("embed", "layers", "head"), WHOLE)
     specs = specs_of_parts(model, num_devices)
-    layers = jax.tree.map(lambda spec: PartitionSpec(None, *spec), specs["layer"], is_leaf=is_spec)
+    layers = jax.tree.map(lambda spec: PartitionSpec(None, *spec), specs["layer"])
     return {"embed": specs["embed"], "layers": layers, "head": specs["head"]}
 
 
@@ -100,16 +100,11 @@ def _splits(model: PipelineModel) -> TypeGuard[SplitsParameters]:
     return callable(getattr(model, "partition_specs", None))
 
 
-def is_spec(tree: Any) -> bool:
-    """Whether a tree is a single spec."""
-    return isinstance(tree, PartitionSpec)
-
-
 def _check_specs(part: str, params: Params, specs: Specs, num_devices: int) -> None:
     for path, leaf in jax.tree.leaves_with_path(params):
         spec = leaf_at(specs, tuple(key.key for key in path))
         got = "/".join((part, *(str(key.key) for key in path))) + f" {list(leaf.shape)}"
-        names = tuple(spec) if is_spec(spec) else (spec,)
+        names = tuple(spec) if isinstance(spec, PartitionSpec) else (spec,)
         if len(names) > leaf.ndim or not {*names} <= {TENSOR, None}:
             raise UserError(
                 f"parallelism.tensor: got {num_devices}, but {got} is split as {names}, expected a "
@@ -136,9 +131,7 @@ def part_shapes(params: Params, specs: Specs, num_devices: int) -> Params:
 
 def spread(specs: Specs, tree: Any) -> Any:
     """Returns a tree's structure with the spec of each of its arrays."""
-    return jax.tree.map(
-        lambda spec, below: jax.tree.map(lambda _: spec, below), specs, tree, is_leaf=is_spec
-    )
+    return jax.tree.map(lambda spec, below: jax.tree.map(lambda _: spec, below), specs, tree)
 
 
 def place_params(params: Params, specs: Mapping[str, Specs], submesh: Mesh) -> Params:

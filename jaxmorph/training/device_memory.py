@@ -245,10 +245,9 @@ def _needs_of_stages(
         return _traced(model, ranks[0], num_layers, is_first, is_last)
 
     def needs(rank: int, settings: StageSettings) -> StageNeeds:
-        own = settings.own_stages(rank)
-        layers = tuple(settings.layers[i] for i in own)
-        kinds = ((len(settings.layers[i]), i == 0, settings.is_last(i)) for i in own)
-        return _needs(settings, layers, [traced(*kind) for kind in kinds])
+        own = settings.chunks_of(rank)
+        kinds = [traced(len(layers), *ends) for layers, *ends in own]
+        return _needs(settings, tuple(layers for layers, *_ in own), kinds)
 
     return tuple(needs(rank, settings) for rank, settings in enumerate(ranks))
 

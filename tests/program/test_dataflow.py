@@ -2,7 +2,6 @@ import pytest
 
 from jaxmorph.placement import Placement
 from jaxmorph.program.dataflow import (
-    destination_chunk,
     flows,
     received_buffer,
     result_buffer,
@@ -100,7 +99,6 @@ def test_one_rank_passes_results_between_chunks(op, chunk, read, written):
 )
 def test_a_wrapped_transfer_is_for_the_next_chunk(text, chunk):
     transfer = Transfer.parse(text)
-    assert destination_chunk(transfer, Placement(4, num_chunks=3)) == chunk
     assert received_buffer(transfer, Placement(4, num_chunks=3)).chunk == chunk
 
 

@@ -68,12 +68,10 @@ def test_an_unavailable_copy_backend_is_an_error():
         assert set(threading.enumerate()) <= set(before)  # what had begun has been stopped
 
 
-@pytest.mark.long
-def test_virtual_stages_are_num_ranks_apart():
+def test_the_first_chunk_has_the_embedding_and_the_last_the_head():
     settings = settings_of(num_layers=6, num_stages=3, num_chunks=2)
-    assert settings.num_ranks == 3
-    assert [list(settings.own_stages(rank)) for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
-    assert [stage for stage in range(6) if settings.is_last(stage)] == [5]
+    ends = [chunk[1:] for rank in range(3) for chunk in settings.chunks_of(rank)]
+    assert ends == [(True, False), *[(False, False)] * 4, (False, True)]
 
 
 @pytest.mark.long

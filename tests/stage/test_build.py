@@ -12,7 +12,11 @@ from jaxmorph.stage.model import MicrobatchShapes, cut_layers
 from jaxmorph.stage.stage_functions import StashPolicy
 from tests.stage.in_turn import Pipeline, expected_gradients, joined, largest_error, split_backward
 
-pytestmark = pytest.mark.filterwarnings("error")
+pytestmark = [
+    pytest.mark.filterwarnings("error"),
+    # Python may collect here what another test has left open.
+    pytest.mark.filterwarnings("default::pytest.PytestUnraisableExceptionWarning"),
+]
 
 MICROBATCHES, BATCH, LENGTH, VOCAB, LAYERS = 3, 2, 8, 32, 5
 LOSS_WEIGHT = jnp.float32(1 / (MICROBATCHES * BATCH * LENGTH))
