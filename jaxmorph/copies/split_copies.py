@@ -142,6 +142,9 @@ class _Piece:
     def __init__(self, slot: Any, at: int, num_pieces: int, done: Callable[[], None]) -> None:
         num_bytes = len(slot.payload) // num_pieces
         self.payload = slot.payload[at * num_bytes : (at + 1) * num_bytes]
+        self.sequence = slot.sequence
+        if isinstance(slot, OutgoingSlot):
+            self.address = slot.address + at * num_bytes
         self.complete = self.release = done
 
     def post(self, num_bytes: int, tag: Sequence[int]) -> None:
