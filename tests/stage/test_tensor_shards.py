@@ -90,10 +90,7 @@ MORE = [pytest.mark.long, pytest.mark.in_ci]
     ("num_stages", "num_shards", "stash", "split"),
     [
         pytest.param(1, 2, "recompute", True, id="1 stage, recomputing, B and W"),
-        pytest.param(1, 2, "recompute", False, id="1 stage, recomputing, BW", marks=MORE),
         pytest.param(2, 2, "full", True, id="2 stages, B and W"),
-        pytest.param(2, 2, "full", False, id="2 stages, BW", marks=MORE),
-        pytest.param(2, 4, "full", True, id="2 stages of 4 devices, B and W", marks=MORE),
         pytest.param(2, 4, "full", False, id="2 stages of 4 devices, BW", marks=MORE),
     ],
 )
