@@ -28,8 +28,8 @@ MICROBATCHES = (1, 4, 8)
 SPOILT_BYTES = 7_000  # more than the longest message, so that messages can get through
 CLIP_NORM = 0.5  # below the gradients' norm, so that clipping is at work
 # Adam divides a gradient by its own size: where that is near zero, rounding decides the update but
-# for an epsilon well above it. BW, which interleaving runs, rounds otherwise than the split does; so
-# do sums over the devices of a stage.
+# for an epsilon well above it. BW, which interleaving runs, rounds otherwise than the split does.
+# So do sums over the devices of a stage.
 STEADY_OPTIMIZER = replace(OPTIMIZER, epsilon=1e-4)
 
 
