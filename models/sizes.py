@@ -42,7 +42,7 @@ def check_multiple(sizes: object, name: str, divisor_name: str) -> None:
         raise ValueError(f"{name}: got {size}, expected a multiple of {divisor_name}={divisor}")
 
 
-def check_shards(sizes: object, names: Sequence[str], num_shards: int) -> None:
+def check_divisible(sizes: object, names: Sequence[str], num_shards: int) -> None:
     """Raises ValueError unless each of these attributes is a multiple of the number of shards."""
     for name in names:
         size = getattr(sizes, name)

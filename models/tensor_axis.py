@@ -13,8 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 AXIS = "tensor"
+
+WHOLE, ROWS, COLUMNS = PartitionSpec(), PartitionSpec(AXIS), PartitionSpec(None, AXIS)
+"""A parameter that all devices have alike, and ones split along their first or second axis."""
 
 PartitionSpecs = Mapping[str, Any]
 """Of "embed", "layer" and "head": a tree of `PartitionSpec`, each for all that is below it."""

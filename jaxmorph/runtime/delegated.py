@@ -59,9 +59,9 @@ Slot = TypeVar("Slot")
 
 _NO_WAIT = 0.0  # a deadline long past
 
-# That a slot is free is told on another connection than what its receiver sends next, and may come
-# after it. Waits up to this are not for lack of slots.
-_TOLD_WITHIN_S = 5e-3
+# A receiver frees a slot over one connection and sends its next message over another, which may be
+# quicker. A wait as short as this is not for lack of slots.
+_FREED_WITHIN_S = 5e-3
 
 
 @dataclass
@@ -310,7 +310,7 @@ class DelegatedRoute:
             return self._wait_for_slot(self._plane.reserve, sender.name, identity, deadline_s)
         finally:
             waited_s = time.monotonic() - began_s
-            if len(sender.use.parts) == 1 and waited_s > _TOLD_WITHIN_S:
+            if len(sender.use.parts) == 1 and waited_s > _FREED_WITHIN_S:
                 with self._lock:
                     self.counts.slot_waits += 1
                     self.counts.slot_wait_s += waited_s

@@ -68,10 +68,7 @@ def join_run(
             launched.coordinator,
             launched.num_ranks,
             launched.rank,
-            # Of this machine's GPUs, rank k has those from k * num_devices on.
-            local_device_ids=[
-                *range(launched.rank * num_devices, (launched.rank + 1) * num_devices)
-            ],
+            local_device_ids=_devices_of(launched.rank, num_devices),
             initialization_timeout=start_s,
             # By default it would listen on all interfaces.
             coordinator_bind_address=launched.coordinator,
@@ -84,10 +81,12 @@ def join_run(
 def _devices_in_job(num_devices: int, start_s: int) -> list[int] | None:
     """The devices of this task of a cluster's job; None: its number on its host is unknown."""
     *_, tasks = _detected_job(start_s)
-    if not tasks:
-        return None
-    first = num_devices * tasks[0]  # the task's number on its host
-    return list(range(first, first + num_devices))
+    return _devices_of(tasks[0], num_devices) if tasks else None
+
+
+def _devices_of(process: int, num_devices: int) -> list[int]:
+    """The devices of the process of this number on its machine: as many for each."""
+    return list(range(process * num_devices, (process + 1) * num_devices))
 
 
 def _detected_job(start_s: int) -> tuple[Any, ...]:

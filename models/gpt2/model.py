@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
 
 from ..attention import causal_attention
 from ..in_pieces import ModelInPieces, Params
@@ -24,9 +23,11 @@ from ..layers import (
     residual_scale,
     sequence_axis,
 )
-from ..sizes import check_shards
+from ..sizes import check_divisible
 from ..tensor_axis import (
-    AXIS,
+    COLUMNS,
+    ROWS,
+    WHOLE,
     PartitionSpecs,
     part_along,
     rows_of,
@@ -37,7 +38,6 @@ from ..tensor_axis import (
 from .config import GPT2Config
 
 _EPSILON = 1e-5
-_WHOLE, _ROWS, _COLUMNS = PartitionSpec(), PartitionSpec(AXIS), PartitionSpec(None, AXIS)
 
 
 class Embedding(nnx.Module):
@@ -199,18 +199,18 @@ class Head(OutputHead):
 
 
 _SPECS: PartitionSpecs = {
-    "embed": {"token": _ROWS, "position": _WHOLE},
+    "embed": {"token": ROWS, "position": WHOLE},
     "layer": {
-        "attention_norm": _WHOLE,
+        "attention_norm": WHOLE,
         "attention": {
-            "qkv": {"kernel": _COLUMNS, "bias": _ROWS},
-            "out": {"kernel": _ROWS, "bias": _WHOLE},
+            "qkv": {"kernel": COLUMNS, "bias": ROWS},
+            "out": {"kernel": ROWS, "bias": WHOLE},
         },
-        "mlp_norm": _WHOLE,
-        "expand": {"kernel": _COLUMNS, "bias": _ROWS},
-        "contract": {"kernel": _ROWS, "bias": _WHOLE},
+        "mlp_norm": WHOLE,
+        "expand": {"kernel": COLUMNS, "bias": ROWS},
+        "contract": {"kernel": ROWS, "bias": WHOLE},
     },
-    "head": {"norm": _WHOLE, "token": _ROWS},
+    "head": {"norm": WHOLE, "token": ROWS},
 }
 
 
@@ -228,7 +228,7 @@ class GPT2(ModelInPieces):
         Raises:
           ValueError: a size is no multiple of their number.
         """
-        check_shards(self.config, ("vocab_size", "num_heads"), num_shards)
+        check_divisible(self.config, ("vocab_size", "num_heads"), num_shards)
         return _SPECS
 
     def read_weights(self, path: str, layers: range, is_first: bool, is_last: bool) -> Params:

@@ -21,9 +21,12 @@ from ..layers import (
     residual_scale,
     sequence_axis,
 )
-from ..sizes import check_shards
+from ..sizes import check_divisible
 from ..tensor_axis import (
     AXIS,
+    COLUMNS,
+    ROWS,
+    WHOLE,
     PartitionSpecs,
     rows_of,
     sum_of_shards,
@@ -33,7 +36,6 @@ from ..tensor_axis import (
 from .config import LlamaConfig
 
 _EPSILON = 1e-5
-_WHOLE, _ROWS, _COLUMNS = PartitionSpec(), PartitionSpec(AXIS), PartitionSpec(None, AXIS)
 
 
 class Embedding(nnx.Module):
@@ -193,15 +195,15 @@ def rotate(x_BNTK: jax.Array, base: float) -> jax.Array:
 
 
 _SPECS: PartitionSpecs = {
-    "embed": {"token": _ROWS},
+    "embed": {"token": ROWS},
     "layer": {
-        "attention_norm": _WHOLE,
-        "attention": {"qkv": {"kernel": _COLUMNS}, "out": {"kernel": _ROWS}},
-        "mlp_norm": _WHOLE,
+        "attention_norm": WHOLE,
+        "attention": {"qkv": {"kernel": COLUMNS}, "out": {"kernel": ROWS}},
+        "mlp_norm": WHOLE,
         "expand": {"kernel": PartitionSpec(None, None, AXIS)},
-        "contract": {"kernel": _ROWS},
+        "contract": {"kernel": ROWS},
     },
-    "head": {"norm": _WHOLE, "token": _ROWS},
+    "head": {"norm": WHOLE, "token": ROWS},
 }
 
 
@@ -219,5 +221,7 @@ class Llama(ModelInPieces):
         Raises:
           ValueError: a size is no multiple of their number.
         """
-        check_shards(self.config, ("vocab_size", "num_key_value_heads", "hidden_width"), num_shards)
+        check_divisible(
+            self.config, ("vocab_size", "num_key_value_heads", "hidden_width"), num_shards
+        )
         return _SPECS

@@ -183,8 +183,8 @@ def test_a_wait_for_a_slot_is_counted(pair):
     assert pair.take(activation(0)).value.shape == SHAPE
 
 
-def test_a_moment_until_a_slot_is_told_free_is_no_wait(pair, monkeypatch):
-    monkeypatch.setattr("jaxmorph.runtime.delegated._TOLD_WITHIN_S", LIMIT_S)
+def test_a_moment_until_a_slot_is_freed_is_no_wait(pair, monkeypatch):
+    monkeypatch.setattr("jaxmorph.runtime.delegated._FREED_WITHIN_S", LIMIT_S)
     held = [pair.reserve(microbatch) for microbatch in range(2)]
     with pytest.raises(TimeoutError):
         pair.reserve(2, wait_s=0.01)

@@ -77,15 +77,20 @@ def only(results, test, **case):
     return chosen
 
 
+def assert_within(bound, result):
+    """Loss, norm and every parameter's gradient are those of one device."""
+    assert result["loss_error"] <= bound
+    assert result["norm_error"] <= bound
+    assert result["worst_leaf"][0] <= bound, result["worst_leaf"]
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("microbatches", [1, 4, 8])
 def test_loss_norm_and_gradients_match_one_device(results, schedule, microbatches):
     case = {"schedule": schedule, "microbatches": microbatches, "compute": "float32"}
     for result in only(results, "gradients", stash="full", **case):
-        assert result["loss_error"] <= SINGLE
-        assert result["norm_error"] <= SINGLE
-        assert result["worst_leaf"][0] <= SINGLE, result["worst_leaf"]
+        assert_within(SINGLE, result)
 
 
 @pytest.mark.multiprocess
@@ -93,9 +98,7 @@ def test_loss_norm_and_gradients_match_one_device(results, schedule, microbatche
 def test_interleaved_chunks_match_one_device(results, microbatches):
     case = {"schedule": "interleaved", "chunks": 2, "microbatches": microbatches}
     for result in only(results, "gradients", **case):
-        assert result["loss_error"] <= SINGLE
-        assert result["norm_error"] <= SINGLE
-        assert result["worst_leaf"][0] <= SINGLE, result["worst_leaf"]
+        assert_within(SINGLE, result)
 
 
 @pytest.mark.multiprocess
@@ -105,9 +108,7 @@ def test_interleaved_chunks_match_one_device(results, microbatches):
 def test_chunks_in_a_v_match_one_device(results, schedule, microbatches):
     case = {"schedule": schedule, "placement": "v", "microbatches": microbatches}
     for result in only(results, "gradients", **case):
-        assert result["loss_error"] <= SINGLE
-        assert result["norm_error"] <= SINGLE
-        assert result["worst_leaf"][0] <= SINGLE, result["worst_leaf"]
+        assert_within(SINGLE, result)
 
 
 @pytest.mark.multiprocess
@@ -248,9 +249,7 @@ def clipped_adamw_steps_match_one_device(results, chunks):
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h2"])
 def test_bfloat16_compute_stays_within_its_bound(two_stages, schedule):
     for result in only(two_stages, "gradients", compute="bfloat16", schedule=schedule):
-        assert result["loss_error"] <= HALF
-        assert result["norm_error"] <= HALF
-        assert result["worst_leaf"][0] <= HALF, result["worst_leaf"]
+        assert_within(HALF, result)
 
 
 @pytest.mark.multiprocess
@@ -267,9 +266,7 @@ def test_recomputing_the_stash_changes_no_gradient(two_stages, schedule):
 @pytest.mark.parametrize("case", ["dropout", "auxiliary"])
 def test_gradients_of_random_models_match_one_device(random_models, case, schedule):
     for result in only(random_models, case, schedule=schedule):
-        assert result["loss_error"] <= SINGLE
-        assert result["norm_error"] <= SINGLE
-        assert result["worst_leaf"][0] <= SINGLE, result["worst_leaf"]
+        assert_within(SINGLE, result)
 
 
 @pytest.mark.multiprocess
@@ -281,9 +278,7 @@ def test_gradients_of_the_examples_match_one_device(launch, model, schedule):
     results = only(launch(EXAMPLES), model, schedule=schedule)
     assert len(results) == 4  # of two ranks, on both routes
     for result in results:
-        assert result["loss_error"] <= SINGLE
-        assert result["norm_error"] <= SINGLE
-        assert result["worst_leaf"][0] <= SINGLE, result["worst_leaf"]
+        assert_within(SINGLE, result)
 
 
 @pytest.mark.multiprocess
@@ -306,9 +301,7 @@ def test_cuts_offloads_and_lengths_change_no_gradient(launch, launched, model, s
     num_lengths = 3 if model == "moe_decoder" and stash == "recompute" else 1
     assert len(results) == 2 * 2 * 2 * num_lengths  # on two ranks and both routes, each twice
     for result in results:
-        assert result["loss_error"] <= SINGLE
-        assert result["norm_error"] <= SINGLE
-        assert result["worst_leaf"][0] <= SINGLE, result["worst_leaf"]
+        assert_within(SINGLE, result)
 
 
 @pytest.mark.multiprocess
