@@ -25,7 +25,8 @@ class Proxy:
 
     def refuse(self):
         """Break all connections, and refuse new ones until `accept_again`."""
-        self._open = False
+        with self._lock:
+            self._open = False
         with contextlib.suppress(OSError):  # it is closed already
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -45,13 +46,18 @@ class Proxy:
             self._spoils_every = self._until_spoilt = num_bytes
 
     def _accept(self):
+        listener = self._listener
         with contextlib.suppress(OSError):
-            while self._open:
-                ours, _ = self._listener.accept()
+            while True:
+                ours, _ = listener.accept()
                 theirs = socket.create_connection(self._target)
                 for connection in (ours, theirs):
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 with self._lock:
+                    if not self._open or listener is not self._listener:  # since it was accepted
+                        ours.close()
+                        theirs.close()
+                        return
                     self._connections += [ours, theirs]
                 there = (ours, theirs, self._spoil)
                 back = (theirs, ours, lambda data: data)
