@@ -4,8 +4,9 @@ All that depends on it asks a `Placement`: neighbours, links, and the ranks of t
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxmorph.records import Link
 
@@ -96,6 +97,39 @@ class Placement(NamedTuple):
 
     def _mirrored(self, rank: int) -> int:
         return self.num_ranks - 1 - rank
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One of several copies of the pipeline, which divide a step's microbatches among them.
+
+    The ranks of a replica follow one another: stage s of replica r is rank r * S + s.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other."""
+        return self.count == 1
+
+    def ranks(self, num_stages: int) -> range:
+        """Its ranks, by stage."""
+        return range(self.index * num_stages, (self.index + 1) * num_stages)
+
+    def peers(self, num_stages: int, stage: int) -> range:
+        """The ranks of one stage, by replica."""
+        return range(stage, num_stages * self.count, num_stages)
+
+    def share(self, array: Any) -> Any:
+        """Its microbatches of an array whose first axis are those of the step."""
+        size = len(array) // self.count
+        return array[self.index * size : (self.index + 1) * size]
+
+
+ALONE = Replica()
+"""The only one."""
 
 
 def placement_of(name: str, num_stages: int, num_chunks: int) -> Placement:

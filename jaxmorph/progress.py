@@ -35,7 +35,10 @@ LOOK_S = 1.0
 """How often a page is looked at."""
 
 MOST_SIDECARS = 8
-"""How many sidecars a rank can have."""
+"""How many sidecars can move the messages of a rank's links."""
+
+OF_REPLICAS = MOST_SIDECARS
+"""The number of the sidecar that moves what a rank sends other replicas."""
 
 OTHERS_WAIT_S = 2.0
 """How long others leave to a stalled process to end itself; its sidecars leave seconds more."""
@@ -45,7 +48,7 @@ _STACKS_S = 0.5
 _PR_SET_PDEATHSIG = 1
 _PAGE = mmap.PAGESIZE
 _STAMPS, _LIMIT_MS, _BEATS = range(3)
-_NUM_WORDS = _BEATS + MOST_SIDECARS
+_NUM_WORDS = _BEATS + MOST_SIDECARS + 1
 _TEXT = slice(8 * _NUM_WORDS, 8 * _NUM_WORDS + 400)
 
 

@@ -163,6 +163,21 @@ class RunHeader:
         return self.microbatches * self.microbatch_size * self.sequence_length
 
 
+@dataclass(frozen=True)
+class ReplicaStep:
+    """How one replica of the pipeline ran a step.
+
+    Attributes:
+        pipeline_s: seconds until its first stage had its gradients, before they were summed.
+    """
+
+    schedule: str
+    warmup_forwards: tuple[int, ...]
+    routes: Mapping[str, str]
+    predicted_step_s: float | None
+    pipeline_s: float
+
+
 _IF_KNOWN = {"in_line": "if known"}
 _NOT_IN_LINE = {"in_line": "never"}
 
@@ -217,17 +232,24 @@ class StepRecord:
     peak_device_bytes: tuple[int, ...] | None = field(default=None, metadata=_IF_KNOWN)
     """most bytes in use on each stage's device since its rank started, if devices report it, as
     GPUs do"""
+    replicas: tuple[ReplicaStep, ...] | None = field(default=None, metadata=_IF_KNOWN)
+    """with `parallelism.data` above 1: of each replica `schedule`, `warmup_forwards`, `routes` and
+    `predicted_step_s`, as its own plan has them, and `pipeline_s`, the seconds until its first
+    stage had its gradients, before they were summed; what stands outside is of replica 0"""
     skipped: bool = False
     """whether the update was skipped because the loss or a gradient was not finite"""
 
     def metrics(self) -> dict[str, Any]:
         """A line of `metrics.jsonl`."""
-        return {
+        found = {
             item.name: value
             for item in fields(self)
             if item.metadata != _NOT_IN_LINE
             and ((value := getattr(self, item.name)) is not None or not item.metadata)
         }
+        if self.replicas is not None:
+            found["replicas"] = [*map(vars, self.replicas)]
+        return found
 
 
 @dataclass(frozen=True)

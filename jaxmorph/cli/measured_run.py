@@ -55,7 +55,7 @@ def run_fields(
     links = [profile.links.get(link, LinkDelay()) for link in placement.links]
     return _stash_fields(config, profile) | {
         "num_stages": stages,
-        "num_microbatches": config.batch.microbatches,
+        "num_microbatches": config.microbatches,
         "schedule": schedule or own.name,
         "chunks": num_chunks,
         "max_live": own.max_live_per_stage(stages),

@@ -141,7 +141,7 @@ class ConditionPlanner:
         slow: Sequence[Link],
         parts_ms: Mapping[str, float],
     ) -> PlannedRun:
-        count, placement = self.config.batch.microbatches, plan.schedule.placement
+        count, placement = self.config.microbatches, plan.schedule.placement
         bound_ms = lower_bound_ms(actual.costs, count, actual.links, Limits(), placement)
         return PlannedRun(
             predicted_ms=predicted_ms,

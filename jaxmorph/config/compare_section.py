@@ -9,7 +9,15 @@ from pydantic import BeforeValidator, Field
 from jaxmorph.config.link_problems import emulated_link_problems, link_trace_problems
 from jaxmorph.config.link_sections import TRACE_EXPECTED, EmulatedLink, EmulatedLinks, LinkTrace
 from jaxmorph.config.problems import Problem, mismatch
-from jaxmorph.config.sections import Count, CountOrZero, Expected, Positive, Section, Text
+from jaxmorph.config.sections import (
+    Count,
+    CountOrZero,
+    Expected,
+    Parallelism,
+    Positive,
+    Section,
+    Text,
+)
 
 _Name = Literal[
     "gpipe",
@@ -183,8 +191,14 @@ class Compare(Section):
         return self.profiling_steps + len(self.conditions) * (self.warmup_steps + self.steps)
 
 
-def compare_problems(compare: Compare, num_stages: int) -> Iterator[Problem]:
+def compare_problems(compare: Compare, cut: Parallelism) -> Iterator[Problem]:
     """Yields the contradictions within the section, and with the pipeline."""
+    if cut.data > 1 and not compare.has_whole_runs:
+        restarting = " or ".join(_RESTARTING)
+        expected = (
+            f"1, or {restarting} among compare.systems, so that each run starts its own ranks"
+        )
+        yield mismatch("parallelism.data", cut.data, expected)
     names = Counter(condition.name for condition in compare.conditions)
     for name in (name for name, count in names.items() if count > 1):
         yield Problem("compare.conditions", f"got {name!r} twice, expected different names")
@@ -198,7 +212,7 @@ def compare_problems(compare: Compare, num_stages: int) -> Iterator[Problem]:
         yield mismatch("compare.systems", list(compare.systems), expected)
     for index, condition in enumerate(compare.conditions):
         key = f"compare.conditions.{index}.links"
-        yield from emulated_link_problems(key, condition.links, num_stages)
+        yield from emulated_link_problems(key, condition.links, cut.stages, cut.data)
         yield from link_trace_problems(f"compare.conditions.{index}.trace", condition.trace)
         for at, link in enumerate(() if compare.has_whole_runs else condition.links):
             yield from _span_problems(f"{key}.{at}", link)

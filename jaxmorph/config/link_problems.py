@@ -14,7 +14,7 @@ def possible_links(num_stages: int) -> tuple[Link, ...]:
 
 
 def emulated_link_problems(
-    key: str, links: Sequence[EmulatedLink], num_stages: int
+    key: str, links: Sequence[EmulatedLink], num_stages: int, num_replicas: int = 1
 ) -> Iterator[Problem]:
     """Yields emulated links that don't exist, and empty spans of steps, of the list at `key`."""
     for index, link in enumerate(links):
@@ -28,6 +28,9 @@ def emulated_link_problems(
         elif link.source is not None and link.source not in link.between:
             low, high = link.between
             yield mismatch(f"{at}.source", link.source, f"null, {low} or {high}")
+        if link.replica is not None and link.replica >= num_replicas:
+            expected = f"null, or a replica: 0 to {num_replicas - 1}, as parallelism.data says"
+            yield mismatch(f"{at}.replica", link.replica, expected)
         if link.to_step is not None and link.to_step <= (link.from_step or 0):
             expected = f"null, or a step after from_step, which is {link.from_step or 0}"
             yield mismatch(f"{at}.to_step", link.to_step, expected)
@@ -43,6 +46,13 @@ def link_trace_problems(key: str, trace: LinkTrace | None) -> Iterator[Problem]:
     if trace.file is not None and trace.regime is not None:
         expected = "null, as a file is given: one of the two"
         yield mismatch(f"{key}.regime", trace.regime, expected)
+
+
+def link_in_replica(name: str, num_replicas: int) -> str:
+    """The name of a link within its replica: `2-3` of `r1:2-3`, if there is such a replica."""
+    replica, colon, link = name.partition(":")
+    known = {f"r{index}" for index in range(num_replicas if num_replicas > 1 else 0)}
+    return link if colon and replica in known else name
 
 
 def unknown_links(

@@ -20,7 +20,10 @@ from jaxmorph.records import Link, Route
 
 
 class Routes(Section):
-    """How transfers travel: a link's route by its name (`2-3: delegated`), others by `default`."""
+    """How transfers travel: a link's route by its name (`2-3: delegated`), others by `default`.
+
+    With replicas `r1:2-3` is replica 1's link alone.
+    """
 
     model_config = ConfigDict(extra="allow")
     expected_of_other_keys = f"one of {', '.join(get_args(Route))}"
@@ -32,10 +35,21 @@ class Routes(Section):
     """The route of links that are not named. `direct` is the fastest for a single message on a
     healthy link; `delegated` keeps a slow link from blocking the accelerator's queue."""
 
+    reduction: Route = "direct"
+    """With `parallelism.data` above 1: the route by which replicas sum their gradients. Where
+    links fail over (`failover.enabled`), a sum whose direct route fails continues delegated."""
+
     @property
     def by_link(self) -> dict[str, Route]:
         """The routes of the named links."""
         return dict(self.__pydantic_extra__)
+
+    def of_replica(self, index: int) -> "Routes":
+        """The routes of one replica's links, by their names within it."""
+        split = [(name.rpartition(":"), route) for name, route in self.by_link.items()]
+        of_all = {link: route for (replica, _, link), route in split if not replica}
+        own = {link: route for (replica, _, link), route in split if replica == f"r{index}"}
+        return Routes(default=self.default, reduction=self.reduction, **of_all | own)
 
     def of_links(self, links: Iterable[Link]) -> dict[Link, Route]:
         """The route of each of the links."""
@@ -97,6 +111,9 @@ class EmulatedLink(Section):
         CountOrZero | None, Expected("null, or the sending one of the link's two stages")
     ] = None
     """The sending stage, for a condition of one direction; null: both directions."""
+
+    replica: Annotated[CountOrZero | None, Expected("null, or the number of a replica")] = None
+    """The replica whose link it is, with `parallelism.data` above 1; null: that of each."""
 
     route: Literal["both", "direct", "delegated"] = "both"
     """The route whose messages the condition applies to."""
@@ -193,6 +210,12 @@ class Emulation(Section):
     ] = None
     """Megabits per second of each direction of each link, on either route; 400000 is a card of 400
     Gb/s. It needs `message_bytes`. Null: no limit."""
+
+    def of_replica(self, index: int) -> "Emulation":
+        """What is emulated in one replica."""
+        own = (link for link in self.links if link.replica in (None, index))
+        links = tuple(link.model_copy(update={"replica": None}) for link in own)
+        return self.model_copy(update={"links": links})
 
     @model_validator(mode="before")
     @classmethod

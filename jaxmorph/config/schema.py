@@ -15,6 +15,7 @@ from jaxmorph.config.checkpoint_section import (
 from jaxmorph.config.compare_section import Compare, compare_problems
 from jaxmorph.config.link_problems import (
     emulated_link_problems,
+    link_in_replica,
     link_trace_problems,
     unknown_links,
 )
@@ -87,6 +88,21 @@ class Config(BaseModel):
         return self.batch.microbatches * self.batch.microbatch_size * self.data.sequence_length
 
     @property
+    def microbatches(self) -> int:
+        """Microbatches of a step in one replica of the pipeline."""
+        return self.batch.microbatches // self.parallelism.data
+
+    def of_replica(self, index: int) -> "Config":
+        """The configuration as one replica sees it, without the links of others."""
+        if self.parallelism.data == 1:
+            return self
+        own = {
+            "routes": self.routes.of_replica(index),
+            "emulation": self.emulation.of_replica(index),
+        }
+        return self.model_copy(update=own)
+
+    @property
     def placement(self) -> Placement:
         """Which stage runs which of the parts that the layers are cut into."""
         cut = self.parallelism
@@ -104,9 +120,16 @@ class Config(BaseModel):
         return self.parallelism.stages > 1 and (self.adapts if wanted == "auto" else wanted)
 
     @property
+    def reduction_fails_over(self) -> bool:
+        """Whether replicas sum delegated once their direct sum has failed."""
+        wanted = self.failover.enabled
+        return self.parallelism.data > 1 and (self.adapts if wanted == "auto" else wanted)
+
+    @property
     def direct_timeout_s(self) -> float:
         """The deadline of a direct transfer, in seconds."""
-        return self.failover_timeout_s if self.fails_over else self.timeouts.step_s
+        fails_over = self.fails_over or self.reduction_fails_over
+        return self.failover_timeout_s if fails_over else self.timeouts.step_s
 
     @property
     def failover_timeout_s(self) -> float:
@@ -125,7 +148,7 @@ class Config(BaseModel):
         accelerator = self.emulation.accelerator
         times_ms = () if accelerator is None else accelerator.model_dump().values()
         slowest_ms = sum(max(each) if isinstance(each, tuple) else each for each in times_ms)
-        return self.batch.microbatches * slowest_ms / 1e3
+        return self.microbatches * slowest_ms / 1e3
 
     @property
     def may_restart(self) -> bool:
@@ -146,7 +169,7 @@ class Config(BaseModel):
 
 def _disagreements(config: Config) -> Iterator[Problem]:
     """Yields the contradictions between sections."""
-    yield from _chunk_problems(config)
+    yield from _shape_problems(config)
     for key, value in _per_stage_values(config):
         if isinstance(value, tuple) and len(value) != config.parallelism.stages:
             expected = f"a list of {config.parallelism.stages}, one for each of parallelism.stages"
@@ -173,7 +196,7 @@ def _disagreements(config: Config) -> Iterator[Problem]:
     yield from _waiting_problems(config)
     yield from _link_problems(config)
     if config.compare is not None:
-        yield from compare_problems(config.compare, config.parallelism.stages)
+        yield from compare_problems(config.compare, config.parallelism)
         yield from restarting_problems(config.compare, config.checkpoint, config.restart_policy)
         if "zb-opportunistic" in config.compare.systems:
             yield from _opportunistic_problems(config.emulation)
@@ -206,9 +229,11 @@ def _waiting_problems(config: Config) -> Iterator[Problem]:
 
 def _link_problems(config: Config) -> Iterator[Problem]:
     stages = config.parallelism.stages
-    yield from unknown_links("routes", config.routes.by_link, stages, ("default",))
+    replicas = config.parallelism.data
+    named = (link_in_replica(name, replicas) for name in config.routes.by_link)
+    yield from unknown_links("routes", named, stages, ("default", "reduction"))
     yield from unknown_links("schedule.link_ms", config.schedule.link_ms or (), stages)
-    yield from emulated_link_problems("emulation.links", config.emulation.links, stages)
+    yield from emulated_link_problems("emulation.links", config.emulation.links, stages, replicas)
     yield from link_trace_problems("emulation.trace", config.emulation.trace)
     if config.emulation.wire_mbps is not None and config.emulation.message_bytes is None:
         given = "preset" if config.emulation.preset else "wire_mbps"
@@ -226,8 +251,11 @@ def _data_problems(config: Config) -> Iterator[Problem]:
         yield mismatch("data.held_out_fraction", config.data.held_out_fraction, expected)
 
 
-def _chunk_problems(config: Config) -> Iterator[Problem]:
+def _shape_problems(config: Config) -> Iterator[Problem]:
     cut, schedule = config.parallelism, config.schedule.name
+    if config.batch.microbatches % cut.data:
+        expected = f"a multiple of parallelism.data, which is {cut.data}"
+        yield mismatch("batch.microbatches", config.batch.microbatches, expected)
     own = config.placement.num_chunks
     if cut.chunks != own:
         other = "" if own > 1 else ", or schedule.name interleaved"

@@ -206,17 +206,16 @@ class Parallelism(Section):
     """How the model is cut into pipeline stages."""
 
     stages: Count = 1
-    """Pipeline stages; each is one process."""
+    """Pipeline stages; each is one process of a replica."""
 
     chunks: Count = 1
     """Virtual stages on each stage; above 1 only with `schedule.name: interleaved`, whose chunk c
     of stage s is virtual stage c * stages + s, or `zb-v` and `dualpipe-v`, which have 2: down the
     stages and back."""
 
-    data: Annotated[
-        int, Field(ge=1, le=1), Expected("1 (data parallelism is not supported yet)")
-    ] = 1
-    """Replicas of the pipeline; only 1 for now."""
+    data: Count = 1
+    """Replicas of the pipeline, which divide the microbatches of a step among them and add up their
+    gradients at its end. Each has processes of its own, and plans for its own links."""
 
     tensor: Count = 1
     """Devices of a stage, over which its parameters are split. They must be in one host. On CPUs a
@@ -232,6 +231,11 @@ class Parallelism(Section):
     the same as `even`."""
 
     @property
+    def num_ranks(self) -> int:
+        """Processes of a run: the stages of all replicas."""
+        return self.stages * self.data
+
+    @property
     def virtual_stages(self) -> int:
         """How many parts the layers are cut into."""
         return self.stages * self.chunks
@@ -241,8 +245,8 @@ class Batch(Section):
     """The sequences of one optimizer step: `microbatches` times `microbatch_size`."""
 
     microbatches: Count = 8
-    """Microbatches in a step. More of them make the bubble a smaller share of the step; take at
-    least twice the number of stages."""
+    """Microbatches in a step, of all replicas together. More of them make the bubble a smaller
+    share of the step; take at least twice the number of stages for each replica."""
 
     microbatch_size: Count = 4
     """Sequences in a microbatch."""

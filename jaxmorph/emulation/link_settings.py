@@ -69,12 +69,15 @@ def _scaled(condition: LinkCondition, *, time_scale: float, latency_scale: float
 
 
 def emulated_conditions(config: Config, restarts: int = 0) -> tuple[LinkCondition, ...]:
-    """The conditions that a run's configuration lists, and those of its trace.
+    """The conditions that a replica's configuration lists, and those of its trace.
 
     Raises:
         UserError: The trace can't be read, or names a link that the pipeline doesn't have.
     """
-    listed = [LinkCondition(**dict(link)) for link in config.emulation.links]
+    listed = [
+        LinkCondition(**{name: value for name, value in link if name != "replica"})
+        for link in config.emulation.links
+    ]
     trace, stages = config.emulation.trace, config.parallelism.stages
     found = (*listed, *trace_conditions(trace, stages, "emulation.trace"))
     # A cut holds until a restart: the ranks would then be started on what still works.

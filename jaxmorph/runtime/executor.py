@@ -9,7 +9,7 @@ routes.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from jax.sharding import Sharding
 from jax.typing import ArrayLike
 
 from jaxmorph.copies.host_memory import for_program
-from jaxmorph.placement import Place
+from jaxmorph.placement import ALONE, Place, Replica
 from jaxmorph.program.dataflow import received_buffer, result_buffer, sent_buffer
 from jaxmorph.program.instructions import (
     AwaitRoom,
@@ -67,6 +67,8 @@ class StepInputs:
         first_microbatch: The instructions' number of the first of these microbatches.
         evaluates: Whether forwards alone run, without randomness.
         length_index: Which of the lengths that steps may have, by `MicrobatchShapes.lengths`.
+        replica: Whose microbatches these are: keys of random models follow from their numbers in
+            the whole step, and auxiliary losses are means over all.
     """
 
     inputs: Tree
@@ -76,6 +78,15 @@ class StepInputs:
     first_microbatch: int = 0
     evaluates: bool = False
     length_index: int = 0
+    replica: Replica = ALONE
+
+    def of_replica(self, replica: Replica) -> "StepInputs":
+        """A replica's share of the whole step's data."""
+        if replica.is_alone:
+            return self
+        whole = self.inputs, self.targets, self.extras
+        inputs, targets, extras = jax.tree.map(replica.share, whole)
+        return replace(self, inputs=inputs, targets=targets, extras=extras, replica=replica)
 
 
 def count_targets(targets: Tree) -> int:
@@ -141,6 +152,11 @@ class _Step:
 
     def is_last(self, op: Op) -> bool:
         return Place(self.program.rank, op.chunk) == self.program.placement.last
+
+    def number_in_step(self, op: Op) -> int:
+        """The number of its microbatch among those of all replicas."""
+        before = self.inputs.replica.index
+        return op.microbatch + (before and before * _num_microbatches(self.program))
 
     def identity(self, transfer: Transfer) -> TransferIdentity:
         return TransferIdentity(_FIRST_EPOCH, self.step, transfer)
@@ -215,7 +231,7 @@ class Executor:
         loss_weight = jax.device_put(np.float32(inputs.loss_weight), self.placement)
         state = _Step(program, weights, list(accumulators), inputs, loss_weight, step)
         if self.aux_weights:
-            share = np.float32(1 / _num_microbatches(program))
+            share = np.float32(1 / (_num_microbatches(program) * inputs.replica.count))
             gradient = share * np.array([*self.aux_weights.values()], np.float32)
             state.aux_gradient = (jax.device_put(gradient, self.placement),)
         try:
@@ -240,7 +256,8 @@ class Executor:
         loss_sum = sum(float(loss) for loss in state.losses)  # in microbatch order
         aux = self._mean_aux(state)
         loss = loss_sum * inputs.loss_weight
-        loss += sum(self.aux_weights[name] * value for name, value in aux.items())
+        of_aux = sum(self.aux_weights[name] * value for name, value in aux.items())
+        loss += of_aux / inputs.replica.count
         copies = [of.result() for away in state.away.values() for of in (away.gone, away.back)]
         return StepOutcome(loss, tuple(state.accumulators), stamps, state.arrivals, copies, aux)
 
@@ -420,7 +437,7 @@ class Executor:
         if not functions.reads_keys:
             return chunk.forward(weights, x, targets, extras=own)
         first_layer = self.first_layers[op.chunk]
-        numbers = key_numbers(self.seed, state.step, op.microbatch, first_layer)
+        numbers = key_numbers(self.seed, state.step, state.number_in_step(op), first_layer)
         return chunk.forward(weights, x, targets, numbers, own)
 
     def _run_backward_input(self, op: Op, state: _Step) -> Any:

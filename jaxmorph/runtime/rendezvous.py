@@ -26,7 +26,7 @@ from jaxmorph.runtime.connection import (
     other_version,
     serve_members,
 )
-from jaxmorph.transport.host import address_of_name
+from jaxmorph.transport.host import address_of_name, address_towards
 from jaxmorph.transport.secret import SECRET_FILE, VARIABLE, derived, new_nonce
 from jaxmorph.transport.wire import VERSION
 
@@ -85,12 +85,24 @@ class Rendezvous(Protocol):
     """How ranks exchange control messages; every rank calls the same methods in the same order.
 
     Attributes:
+        rank: This rank's number among them.
+        members: The run's number of each, which messages name.
         secret: Known to the ranks of this start of the run alone.
     """
 
     rank: int
     num_ranks: int
+    members: Sequence[int]
     secret: bytes
+
+    def group(self, name: str, members: Sequence[int]) -> "Rendezvous":
+        """The rendezvous of some of the ranks, numbered from 0; its ranks call this together.
+
+        Args:
+            name: Of the group, which no other has at the same time.
+            members: Their numbers here, this rank's own among them.
+        """
+        ...
 
     def exchange(
         self, message: Json, detail: bytes = b"", addressed: Sequence[Json] = ()
@@ -165,8 +177,14 @@ class SoleRank:
     rank = 0
     num_ranks = 1
 
-    def __init__(self) -> None:
+    def __init__(self, member: int = 0) -> None:
+        self.members: Sequence[int] = (member,)
         self.secret = new_nonce()
+
+    def group(self, name: str, members: Sequence[int]) -> Rendezvous:
+        """There is no other rank to make a group of."""
+        del name, members
+        return self
 
     def exchange(
         self, message: Json, detail: bytes = b"", addressed: Sequence[Json] = ()
@@ -199,6 +217,9 @@ class HostRendezvous:
         host: Rank 0's host, as all ranks reach it.
         deadline_s: How long rank 0 waits for another rank, until `limit` changes it.
         secret: The run's.
+        members: The run's number of each rank; None: their own.
+        name: Of a group of the run's ranks; "": all of them.
+        exchanging: Set while this rank is in an exchange, of the group or of all ranks.
 
     Raises:
         RendezvousError: If a rank doesn't come in time.
@@ -213,16 +234,22 @@ class HostRendezvous:
         num_ranks: int,
         deadline_s: float,
         secret: bytes,
+        members: Sequence[int] | None = None,
+        name: str = "",
+        exchanging: threading.Event | None = None,
     ) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
-        own = Member(rank, _RENDEZVOUS, secret)
+        self.members = members or range(num_ranks)
+        self._store, self._host = store, host
+        self._groups: dict[str, Rendezvous] = {}
+        own, key = Member(rank, _RENDEZVOUS, secret), _KEY + name
         if rank == 0:
-            self._peers = _gather(store, host, num_ranks, own, deadline_s)
+            self._peers = _gather(store, key, host, num_ranks, own, deadline_s)
         else:
-            self._peers = _connect(store, own, deadline_s)
+            self._peers = _connect(store, key, own, deadline_s)
         self._last_notes: dict[int, Note] = {}
-        self._exchanges = False
+        self._exchanging = exchanging or threading.Event()
         self._has_started = threading.Event()
         self.limit(deadline_s, starts=True)
         # Ranks that are left from another start of the run know its secret, but don't belong here.
@@ -230,10 +257,33 @@ class HostRendezvous:
         for peer in range(1, num_ranks) if rank == 0 else ():
             self._send(peer, start)
         self.secret = derived(secret, "start", start)
-        threading.Thread(target=self._notify_regularly, name="notes", daemon=True).start()
+        if not name:  # else all ranks' rendezvous notifies the group too
+            threading.Thread(target=self._notify_regularly, name="notes", daemon=True).start()
+
+    def group(self, name: str, members: Sequence[int]) -> Rendezvous:
+        """Some of the ranks; called again with the same name, it is the same group."""
+        if len(members) == 1:
+            return SoleRank(self.members[self.rank])
+        if name not in self._groups:
+            # The group's first rank may be on another host than this one's.
+            towards = address_towards(self._host)
+            self._groups[name] = HostRendezvous(
+                self._store,
+                self._host if towards in _LOOPBACK else towards,
+                members.index(self.rank),
+                len(members),
+                self._deadline_s,
+                derived(self.secret, "group", name.encode()),
+                [self.members[rank] for rank in members],
+                f"/{name}",
+                self._exchanging,
+            )
+        return self._groups[name]
 
     def limit(self, deadline_s: float, *, starts: bool = False) -> None:
         """Change how long rank 0 waits; others wait longer, as only rank 0 can name a late rank."""
+        for group in self._groups.values():
+            group.limit(deadline_s, starts=starts)
         self._deadline_s = deadline_s if self.rank == 0 else 2 * deadline_s + _GRACE_S
         for peer in self._peers.values():
             peer.limit(self._deadline_s)
@@ -241,19 +291,23 @@ class HostRendezvous:
             self._has_started.set()
 
     def notify(self, doing: str, *, has_stalled: bool = False) -> None:
-        """Send a note to all ranks, through rank 0."""
-        self._forward(Note(self.rank, doing, has_stalled))
+        """Send a note to all ranks, through rank 0, and to the groups of this one."""
+        self._forward(Note(self.members[self.rank], doing, has_stalled))
+        for group in self._groups.values():
+            group.notify(doing, has_stalled=has_stalled)
 
     def _notify_regularly(self) -> None:
         """Send notes while this rank starts, as long as its watchdog lets it."""
         while not self._has_started.wait(_NOTE_EVERY_S):
-            if progress.limit_s > 0 and not self._exchanges:  # else it only waits for the others
+            if (
+                progress.limit_s > 0 and not self._exchanging.is_set()
+            ):  # else it only waits for the others
                 self.notify(progress.in_words())
 
     def _forward(self, note: Note) -> None:
         message = _NOTE + dump(as_object(note)).encode()
         for rank, peer in self._peers.items():
-            if rank != note.rank:
+            if self.members[rank] != note.rank:
                 with contextlib.suppress(ConnectionLostError, OSError):
                     peer.send(message)
 
@@ -261,12 +315,12 @@ class HostRendezvous:
         self, message: Json, detail: bytes = b"", addressed: Sequence[Json] = ()
     ) -> list[Json]:
         """All ranks' messages, in rank order; also a barrier (see `Rendezvous`)."""
-        self._exchanges = True
+        self._exchanging.set()
         try:
             with progress.within(self._deadline_s):
                 return self._exchange(message, detail, addressed)
         finally:
-            self._exchanges = False
+            self._exchanging.clear()
 
     def _exchange(self, message: Json, detail: bytes, addressed: Sequence[Json]) -> list[Json]:
         own = dump(message).encode() + _THEN_OWN + detail
@@ -286,6 +340,8 @@ class HostRendezvous:
 
     def close(self) -> None:
         """Close all connections."""
+        for group in self._groups.values():
+            group.close()
         self._has_started.set()
         for peer in self._peers.values():
             peer.close()
@@ -296,7 +352,7 @@ class HostRendezvous:
 
     def _receive(self, rank: int) -> bytes:
         """The rank's next message; notes come before it for as long as the rank makes progress."""
-        progress.stamp(f"waits for rank {rank}")
+        progress.stamp(f"waits for rank {self.members[rank]}")
         with self._naming(rank):
             while (message := self._peers[rank].receive())[:1] == _NOTE:
                 self._take_note(rank, parse_line(Note, message[1:].decode(), f"rank {rank}"))
@@ -311,14 +367,15 @@ class HostRendezvous:
 
     @contextlib.contextmanager
     def _naming(self, rank: int) -> Any:
+        member, note = self.members[rank], self._last_notes.get(rank)
         try:
             yield
         except TimeoutError as error:
-            message = f"rank {rank} did not join an exchange within {self._deadline_s:g} s"
-            raise RendezvousError(message, self._last_notes.get(rank), rank=rank) from error
+            message = f"rank {member} did not join an exchange within {self._deadline_s:g} s"
+            raise RendezvousError(message, note, rank=member) from error
         except ConnectionLostError as error:
-            message = f"rank {rank} is gone: {error}"
-            raise RendezvousError(message, self._last_notes.get(rank), rank=rank) from error
+            message = f"rank {member} is gone: {error}"
+            raise RendezvousError(message, note, rank=member) from error
 
 
 def _with_own(messages: bytes, _: bytes, own: bytes) -> list[Json]:
@@ -328,7 +385,7 @@ def _with_own(messages: bytes, _: bytes, own: bytes) -> list[Json]:
 
 
 def _gather(
-    store: KeyValueStore, host: str, num_ranks: int, own: Member, deadline_s: float
+    store: KeyValueStore, key: str, host: str, num_ranks: int, own: Member, deadline_s: float
 ) -> dict[int, Connection]:
     """Listen until all other ranks have connected."""
     until_s = time.monotonic() + deadline_s
@@ -337,7 +394,7 @@ def _gather(
     backlog = num_ranks + MAX_PENDING
     with socket.create_server((bound, 0), family=family, backlog=backlog) as listener:
         where = {"host": host, "port": listener.getsockname()[1], "version": VERSION}
-        store.key_value_set(_KEY, json.dumps(where))
+        store.key_value_set(key, json.dumps(where))
         return dict(accept_ranks(listener, own, range(1, num_ranks), until_s))
 
 
@@ -383,9 +440,11 @@ def accept_ranks(
     return [accepted[number] for number in sorted(accepted)]
 
 
-def _connect(store: KeyValueStore, own: Member, deadline_s: float) -> dict[int, Connection]:
+def _connect(
+    store: KeyValueStore, key: str, own: Member, deadline_s: float
+) -> dict[int, Connection]:
     """Call rank 0."""
-    where = json.loads(store.blocking_key_value_get(_KEY, round(deadline_s * 1000)))
+    where = json.loads(store.blocking_key_value_get(key, round(deadline_s * 1000)))
     if where.get("version") != VERSION:
         raise other_version(0, where.get("version", 1))
     peer = socket.create_connection((where["host"], where["port"]), deadline_s)

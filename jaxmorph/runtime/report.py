@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from statistics import median
 from typing import Any, Self, TypeVar
 
@@ -16,7 +17,7 @@ from jaxmorph.control.rank_times import RankTimes, timeline_of
 from jaxmorph.placement import PlacementKind
 from jaxmorph.plain_json import Json, ParseError, as_object, dump, parse, parse_line
 from jaxmorph.program.instructions import Channel, Transfer, channel_of
-from jaxmorph.records import EventKind
+from jaxmorph.records import Event, EventKind, ReplicaStep
 from jaxmorph.runtime.executor import StepOutcome
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rendezvous import DETAIL
@@ -188,6 +189,25 @@ class ProbeTimes:
     """The label and milliseconds of each message of a probe, at one end."""
 
     took_ms: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class OfReplicas:
+    """What replicas tell the one that records the run: its first stage has it of all of them.
+
+    Attributes:
+        steps: How each ran the step.
+        events: Of replicas but that one.
+    """
+
+    steps: tuple[ReplicaStep, ...] = ()
+    events: tuple[Event, ...] = ()
+
+    def joined(self, of_replicas: Sequence[Self]) -> "OfReplicas":
+        """All replicas' steps, in order, and events."""
+        steps = chain.from_iterable(each.steps for each in of_replicas)
+        events = chain.from_iterable(each.events for each in of_replicas)
+        return OfReplicas(tuple(steps), tuple(events))
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class StageTrainer:
         if alone is not None and settings.direct != frozenset():
             raise ValueError("a stage alone on its mesh can't have direct links")
         num_ranks, num_devices = settings.num_ranks, settings.num_devices
-        mesh = make_mesh(num_ranks, tensor=num_devices) if alone is None else alone
+        mesh = make_mesh(num_ranks, num_devices, settings.replica) if alone is None else alone
         submesh = stage_submesh(mesh, rank) if alone is None else alone
         progress.stamp("making or reading its first parameters")
         self.params = _initial_params(model, settings, rank, submesh)
@@ -208,6 +208,10 @@ class StageTrainer:
     def gradients(self) -> Chunks:
         """The gradients of the last step, float32; valid until the next call."""
         return self._accumulators
+
+    def replace_gradients(self, gradients: Chunks) -> None:
+        """Use these in place of the last step's own, as the sum over replicas."""
+        self._accumulators = gradients
 
     def run(self, program: RankInstructions, inputs: StepInputs, step: int) -> StepOutcome:
         """Run a step's ops and transfers; `update` or `discard` must follow."""

@@ -5,19 +5,21 @@ Training, comparisons and first measurements all run their steps here.
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
+from jaxmorph.placement import ALONE, Replica
 from jaxmorph.program.instructions import RankInstructions
 from jaxmorph.progress import progress
 from jaxmorph.runtime.executor import StepInputs, StepOutcome, count_targets
 from jaxmorph.runtime.kept_programs import CompilationCounter
 from jaxmorph.runtime.optimizer import clip_scale
 from jaxmorph.runtime.rank_process import reporting_failures
+from jaxmorph.runtime.reduction import GradientSum
 from jaxmorph.runtime.rendezvous import Rendezvous, gather
 from jaxmorph.runtime.report import (
     AuxiliaryLosses,
@@ -89,6 +91,7 @@ class StepRunner:
         compilations: Counts this rank's compilations; None: reported as 0.
         timeout_s: How long a step may take from one of its stamps to the next (`progress`); 0: as
             long as what is in force says.
+        gradient_sum: Sums over the replicas of the pipeline; None: there is one.
     """
 
     stage: StageTrainer
@@ -96,6 +99,12 @@ class StepRunner:
     clip_norm: float | None = None
     compilations: CompilationCounter | None = None
     timeout_s: float = 0.0
+    gradient_sum: GradientSum | None = None
+
+    @property
+    def replica(self) -> Replica:
+        """The replica whose step this is."""
+        return ALONE if self.gradient_sum is None else self.gradient_sum.replicas.own
 
     def run(
         self,
@@ -119,15 +128,18 @@ class StepRunner:
         with reporting_failures(), progress.within(self.timeout_s, f"step {step}"):
             stage = self.stage
             outcome = stage.run(program, inputs, step)
+            parts = [*report(step)]
+            if updates and self.gradient_sum is not None:
+                outcome, parts = self.gradient_sum.run(stage, outcome, parts, step)
             progress.stamp("computes the norm of its gradients")
             squared_norm = stage.squared_norm() if updates else 0.0
             took_s = time.monotonic() - began_s
             # Steps for timings leave the events to the first step of training.
-            events = tuple(map(LinkEvent.of, stage.events())) if updates else ()
+            events = self._events() if updates else ()
             timings = StepTimings.of_step(outcome, began_s, events)
             if inputs.length_index:  # plans are made for the longest steps: these ops don't count
                 timings = replace(timings, op_times={}, copies_ms={})
-            parts = [*report(step), AuxiliaryLosses(outcome.aux)]
+            parts.append(AuxiliaryLosses(outcome.aux))
             own = StepReport(
                 loss=outcome.loss,
                 squared_norm=squared_norm,
@@ -158,10 +170,18 @@ class StepRunner:
         with reporting_failures(), progress.within(self.timeout_s, doing):
             outcome = self.stage.run(program, replace(inputs, evaluates=True), step)
             own = ForwardTotals(outcome.loss, counted)
+            if self.gradient_sum is not None:
+                own = _added(self.gradient_sum.replicas.total(ForwardTotals, own))
             of_ranks = gather(self.rendezvous, ForwardTotals, own)
-        return ForwardTotals(
-            sum(each.loss for each in of_ranks), sum(each.counted for each in of_ranks)
-        )
+        return _added(of_ranks)
+
+    def _events(self) -> tuple[LinkEvent, ...]:
+        of_links = map(LinkEvent.of, self.stage.events())
+        return (*of_links, *(self.gradient_sum.take_events() if self.gradient_sum else ()))
+
+
+def _added(totals: Sequence[ForwardTotals]) -> ForwardTotals:
+    return ForwardTotals(sum(each.loss for each in totals), sum(each.counted for each in totals))
 
 
 def apply_gradients(stage: StageTrainer, totals: StepTotals, clip_norm: float | None) -> bool:

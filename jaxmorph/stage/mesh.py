@@ -7,27 +7,42 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxmorph.errors import UserError
+from jaxmorph.placement import ALONE, Replica
 
 STAGE, TENSOR = "stage", "tensor"
-"""The mesh's axes: pipeline stages, and the devices of a stage."""
+"""The axes of a replica's mesh: pipeline stages, and the devices of a stage."""
+
+DATA = "data"
+"""The axis of replicas, in the mesh of one stage in all of them."""
 
 AXES = (STAGE, TENSOR)
 
 
-def make_mesh(stages: int, tensor: int = 1) -> Mesh:
-    """Returns the mesh (stage, tensor) over the first devices of all processes, in order.
+def make_mesh(stages: int, tensor: int = 1, replica: Replica = ALONE) -> Mesh:
+    """Returns a replica's mesh (stage, tensor), over the first devices of its processes, in order.
 
     Raises:
-      UserError: there are fewer devices than the mesh needs.
+      UserError: there are fewer devices than the run needs.
     """
+    return Mesh(_grid(stages, tensor, replica.count)[replica.index], AXES)
+
+
+def make_data_mesh(stages: int, tensor: int, replicas: int, stage: int) -> Mesh:
+    """Returns the mesh (data, tensor) of one stage in all replicas; see `make_mesh`."""
+    return Mesh(_grid(stages, tensor, replicas)[:, stage], (DATA, TENSOR))
+
+
+def _grid(stages: int, tensor: int, replicas: int) -> np.ndarray:
+    """All devices of a run, [replica, stage, tensor]."""
     devices = _devices(tensor)
-    needed = stages * tensor
+    needed = replicas * stages * tensor
     if len(devices) < needed:
+        of_data = f" x {replicas} data" if replicas > 1 else ""
         raise UserError(
-            f"parallelism: {stages} stages x {tensor} tensor need {needed} devices, got "
+            f"parallelism: {stages} stages x {tensor} tensor{of_data} need {needed} devices, got "
             f"{len(devices)}"
         )
-    return Mesh(np.array(devices[:needed]).reshape(stages, tensor), AXES)
+    return np.array(devices[:needed]).reshape(replicas, stages, tensor)
 
 
 def _devices(per_stage: int) -> list[Any]:

@@ -6,13 +6,15 @@ decide from all reports.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from jaxmorph.checkpoints.saver import CheckpointSaver, SaveReport
 from jaxmorph.config.checkpoint_section import Checkpoint
-from jaxmorph.records import EventKind
-from jaxmorph.runtime.report import StepTotals
+from jaxmorph.records import Event, EventKind, ReplicaStep
+from jaxmorph.runtime.report import OfReplicas, StepTotals
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepResult
 from jaxmorph.schedule.planner import Plan
@@ -39,6 +41,12 @@ class SaveRequest:
 
     is_time: bool = False
     stop_asked: bool = False
+
+    def joined(self, of_replicas: Sequence[Self]) -> "SaveRequest":
+        """What any replica's rank asks for."""
+        return SaveRequest(
+            any(each.is_time for each in of_replicas), any(each.stop_asked for each in of_replicas)
+        )
 
 
 @dataclass(frozen=True)
@@ -155,20 +163,54 @@ class SkippedSteps(Callback):
 class Recording(Callback):
     """Records steps, with their held-out losses, and morphs.
 
+    Args:
+        events: Those of this replica, to be recorded by replica 0; None: there is no other
+            replica, or this rank leads none.
+        records: Whether this rank records the events of other replicas.
+
     Attributes:
         plan: The current plan on rank 0; the first plan on other ranks.
     """
 
-    def __init__(self, recorder: StepRecorder, evaluation: Evaluation, plan: Plan) -> None:
+    def __init__(
+        self,
+        recorder: StepRecorder,
+        evaluation: Evaluation,
+        plan: Plan,
+        events: deque[Event] | None = None,
+        *,
+        records: bool = True,
+    ) -> None:
         self._recorder = recorder
         self._evaluation = evaluation
+        self._events, self._records = events, records
+        self._began_s = time.monotonic()
         self.plan = plan
+
+    def report(self, step: int) -> tuple[OfReplicas, ...]:
+        """How this replica ran the step, and its events."""
+        del step
+        if self._events is None:
+            return ()
+        plan, schedule = self.plan, self.plan.schedule
+        own = ReplicaStep(
+            schedule.name,
+            schedule.warmup_forwards,
+            {str(link): route for link, route in plan.routes.items()},
+            plan.predicted_step_s,
+            time.monotonic() - self._began_s,
+        )
+        events = tuple(self._events.popleft() for _ in range(len(self._events)))
+        return (OfReplicas((own,), events),)
 
     def after(self, result: StepResult) -> Effect:
         """Hand the step to the recorder's thread."""
+        self._began_s = result.ended_s
         self._recorder.record(
             result.step, result.totals, result.reports, result.step_s, self._evaluation.latest
         )
+        if self._records:
+            self._recorder.relay(result.parts_of(OfReplicas)[0].events)
         return GOES_ON
 
     def adopt(self, morph: Morph, step: int) -> None:
@@ -182,13 +224,17 @@ class Recording(Callback):
 
 
 class Saving(Callback):
-    """Saves checkpoints, and ends a run that was asked to stop once its state is saved."""
+    """Saves checkpoints, and ends a run that was asked to stop once its state is saved.
+
+    Args:
+        saver: None in a replica whose state another one saves.
+    """
 
     def __init__(
         self,
         times: SaveTimes,
         skipped: SkippedSteps,
-        saver: CheckpointSaver,
+        saver: CheckpointSaver | None,
         stage: StageTrainer,
         recorder: StepRecorder,
         num_steps: int | None,
@@ -203,15 +249,17 @@ class Saving(Callback):
     def report(self, step: int) -> tuple[SaveReport, SaveRequest]:
         """The progress of this rank's save, and its request for the next."""
         del step
-        return self._saver.report(), self._times.report()
+        own = SaveReport() if self._saver is None else self._saver.report()
+        return own, self._times.report()
 
     def after(self, result: StepResult) -> Effect:
         """Advance the save that is under way, and begin one if it is due."""
-        self._saver.advance(result.parts_of(SaveReport))
+        if self._saver is not None:
+            self._saver.advance(result.parts_of(SaveReport))
         num_done = result.step + 1
         after = self._times.after(num_done, result.parts_of(SaveRequest))
         is_last = after.stops or num_done == self._num_steps
-        if self._skipped.lets_save(after.saves, is_last=is_last):
+        if self._skipped.lets_save(after.saves, is_last=is_last) and self._saver is not None:
             self._saver.save(num_done, self._stage.state)
         if after.stops and not self._skipped.why_stop:
             done = f"asked to end after {num_done} of {self._num_steps} steps"

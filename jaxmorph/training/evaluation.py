@@ -132,7 +132,7 @@ class Evaluation(Callback):
             return
         # A message carries its step and microbatch, and an evaluation has the number of the step
         # before it: its microbatches are numbered after that step's own.
-        size = self._config.batch.microbatches
+        size = self._config.microbatches
         firsts = range(size, size * (1 + self._config.evaluation.batches), size)
         self._program = program
         self._programs = [(first, forward_only(program, first)) for first in firsts]
@@ -156,4 +156,4 @@ class Evaluation(Callback):
             first_microbatch=first,
             length_index=batches.length_index(index),
         )
-        return self._runner.forwards(program, inputs, step)
+        return self._runner.forwards(program, inputs.of_replica(self._runner.replica), step)

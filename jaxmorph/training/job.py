@@ -176,10 +176,11 @@ def _exit_code(config: Config, known: Sequence[Path], error: BaseException) -> i
 
 
 def _check_job(config: Config, rendezvous: Rendezvous) -> None:
-    stages = config.parallelism.stages
-    if rendezvous.num_ranks != stages:
+    cut = config.parallelism
+    if rendezvous.num_ranks != cut.num_ranks:
+        times = f" times parallelism.data, {cut.data}," if cut.data > 1 else ","
         raise UserError(
-            f"parallelism.stages: got {stages}, expected the job's number of tasks, "
+            f"parallelism.stages: got {cut.stages}{times} expected the job's number of tasks, "
             f"{rendezvous.num_ranks} (--launch local starts the stages on this machine instead)"
         )
     require_one_host(config, rendezvous)

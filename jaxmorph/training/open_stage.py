@@ -6,18 +6,24 @@ from dataclasses import replace
 from itertools import chain
 
 from jaxmorph.config import Config, per_stage
+from jaxmorph.placement import ALONE, Replica
 from jaxmorph.program.instructions import Channel
+from jaxmorph.progress import OF_REPLICAS, progress
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.join import coordinator_host
 from jaxmorph.runtime.link_connections import open_data_plane, open_failover_connections
 from jaxmorph.runtime.optimizer import OptimizerSettings
 from jaxmorph.runtime.payloads import channel_specs
 from jaxmorph.runtime.queue import Pace
+from jaxmorph.runtime.reduction import DelegatedSum, DirectSum, GradientSum, sum_channels
 from jaxmorph.runtime.rendezvous import Rendezvous, gather, raised_together
+from jaxmorph.runtime.replicas import Replicas
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.stage.mesh import make_data_mesh
 from jaxmorph.stage.model import MicrobatchShapes, PipelineModel
 from jaxmorph.training.plan_in_force import op_kinds, possible_routes
+from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.host import listening_addresses, loopback_identity
 from jaxmorph.transport.plane import TransportSettings
 
@@ -33,10 +39,12 @@ def stage_settings(
     *,
     adapts: bool = False,
     shapes: MicrobatchShapes | None = None,
+    replica: Replica = ALONE,
 ) -> StageSettings:
     """The settings that a rank's stage is built from.
 
     Args:
+        rank: Its number among those of its replica.
         adapts: Whether routes may change, so that every link needs both.
         shapes: The data of one microbatch; None: the configured text's.
     """
@@ -63,6 +71,7 @@ def stage_settings(
         num_chunks=config.parallelism.chunks,
         placement_kind=config.placement.kind,
         num_devices=config.parallelism.tensor,
+        replica=replica,
         direct=direct,
         delegated=delegated,
         fails_over=config.fails_over,
@@ -139,6 +148,40 @@ def open_stage(
             trainer = StageTrainer(model, settings, rendezvous.rank, links, plane, failover)
             with closing(trainer):
                 yield trainer
+
+
+@contextmanager
+def open_gradient_sum(
+    config: Config, replicas: Replicas, stage: StageTrainer
+) -> Iterator[GradientSum | None]:
+    """What sums a rank's gradients over the replicas; None where there is one replica.
+
+    All ranks call this at the same point.
+    """
+    own, cut, peers = replicas.own, config.parallelism, replicas.peers
+    if own.is_alone:
+        yield None
+        return
+    direct = None
+    if config.routes.reduction == "direct":
+        mesh = make_data_mesh(cut.stages, cut.tensor, own.count, replicas.pipeline.rank)
+        with progress.within(config.timeouts.compile_s, "compiles the sum over replicas"):
+            direct = DirectSum(mesh, stage.gradients)
+        if not config.reduction_fails_over:
+            yield GradientSum(replicas, direct)
+            return
+    transport = replace(_agreed_transport(config, peers), sidecars=1, number=OF_REPLICAS)
+    with open_data_plane(
+        peers,
+        *sum_channels(stage.gradients, own),
+        transport,
+        SidecarPlane.start,
+        config.timeouts.start_s,
+    ) as plane:
+        assert plane is not None  # there are other replicas
+        waits_s = config.timeouts.step_s
+        delegated = DelegatedSum(plane, own, peers.members, stage.gradients, waits_s)
+        yield GradientSum(replicas, direct, delegated)
 
 
 def _agreed_transport(config: Config, rendezvous: Rendezvous) -> TransportSettings:

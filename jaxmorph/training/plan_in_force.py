@@ -128,7 +128,7 @@ def _plan_within(
     config: Config, profile: Profile, num_tied: int, room: HostRoom | None, limits: Limits
 ) -> Plan:
     schedule = config.schedule
-    microbatches, chunks = config.batch.microbatches, config.parallelism.chunks
+    microbatches, chunks = config.microbatches, config.parallelism.chunks
     try:
         made = plan(
             profile.costs, profile.links, limits, microbatches, schedule.name, num_chunks=chunks

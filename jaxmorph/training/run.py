@@ -3,6 +3,7 @@
 `train` calls these functions with the configuration's data, `Trainer` with a script's batches.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -18,16 +19,17 @@ from jaxmorph.data import StepData
 from jaxmorph.emulation.link_conditions import LinkCondition, untimed
 from jaxmorph.emulation.link_settings import emulated_conditions, hardware_conditions
 from jaxmorph.errors import RunFailedError
-from jaxmorph.messages import RunMessage
+from jaxmorph.messages import EventEmitted, RunMessage
 from jaxmorph.output import write_stderr
 from jaxmorph.program.slots_needed import HostRoom
-from jaxmorph.records import EventKind
+from jaxmorph.records import Event, EventKind
 from jaxmorph.report.run_directory import CONTROL, RunLines
 from jaxmorph.runtime.emulated_links import EmulatedLinks, agree_on_origin_s
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.join import own_devices
 from jaxmorph.runtime.kept_programs import CompilationCounter
 from jaxmorph.runtime.rendezvous import Rendezvous, agree
+from jaxmorph.runtime.replicas import Replicas
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepRunner
@@ -49,7 +51,7 @@ from jaxmorph.training.layer_choice import (
     measured_on_rank_0,
 )
 from jaxmorph.training.loop import Callback, Loop
-from jaxmorph.training.open_stage import open_stage, stage_settings
+from jaxmorph.training.open_stage import open_gradient_sum, open_stage, stage_settings
 from jaxmorph.training.plan_in_force import PlanInForce
 from jaxmorph.training.run_checkpoints import RunCheckpoints, TrainedOn
 from jaxmorph.training.run_parts import check_together, unreached_in_words
@@ -62,13 +64,14 @@ class Run:
     """What a rank knows before it compiles its stage.
 
     Attributes:
+        config: As this rank's replica sees it (`Config.of_replica`).
         checkpoints: None for a script's run without a directory.
         taken: Which kernels the model takes on this device, in words.
         unreached: The parameters that no gradient reaches.
     """
 
     config: Config
-    rendezvous: Rendezvous
+    replicas: Replicas
     model: PipelineModel
     checkpoints: RunCheckpoints | None
     taken: str
@@ -84,9 +87,24 @@ class Run:
         return 0 if self.checkpoints is None else self.checkpoints.first_step
 
     @property
+    def rendezvous(self) -> Rendezvous:
+        """Of this rank's replica."""
+        return self.replicas.pipeline
+
+    @property
     def leads(self) -> bool:
-        """Whether this rank plans, decides and records."""
+        """Whether this rank plans and decides for its replica."""
         return self.rendezvous.rank == 0
+
+    @property
+    def records(self) -> bool:
+        """Whether this rank records the run, and its replica's state is what is saved."""
+        return self.leads and self.saves
+
+    @property
+    def saves(self) -> bool:
+        """Whether this rank's replica is the one whose state is saved: all have the same."""
+        return self.replicas.own.index == 0
 
     @property
     def own_layers(self) -> list[range]:
@@ -118,6 +136,7 @@ def load_run(
     """Check the model and cut it into stages; all ranks agree on the cut.
 
     Args:
+        rendezvous: Of all ranks.
         microbatch: Arrays of one; None: a script's come later, and layers are measured on zeros.
         shapes: The data of one microbatch; None: the configured text's.
         optimizer: None: the configuration's AdamW.
@@ -127,25 +146,32 @@ def load_run(
     Raises:
         UserError: The model would be trained wrongly.
     """
+    replicas = Replicas.of(rendezvous, config.parallelism.data)
+    config, pipeline = config.of_replica(replicas.own.index), replicas.pipeline
     sizes = config.batch.microbatch_size, config.data.sequence_length
     shapes = shapes or MicrobatchShapes.of_text(*sizes)
     taken, unreached = device_choices(model, *sizes, shapes.extras), ()
     if restarts == 0:  # else the model was checked before the failure
-        unreached = check_together(config, rendezvous, model, shapes, microbatch)
+        unreached = check_together(config, pipeline, model, shapes, microbatch)
     if checkpoints is not None:
         checkpoints.require_shared(rendezvous)
     kept = None if checkpoints is None else checkpoints.cut
     measure = partial(measured_on_rank_0, config, model, microbatch or shapes.zeros)
     cut = kept or _choose_layers(config, rendezvous, model, checkpoints, measure)
     settings = stage_settings(
-        config, cut.layers, rendezvous.rank, adapts=config.adapts, shapes=shapes
+        config,
+        cut.layers,
+        pipeline.rank,
+        adapts=config.adapts,
+        shapes=shapes,
+        replica=replicas.own,
     )
     if optimizer is not None:
         settings = replace(settings, optimizer=optimizer)
     conditions = emulated_conditions(config, restarts)
     return Run(
         config,
-        rendezvous,
+        replicas,
         model,
         checkpoints,
         taken,
@@ -226,9 +252,10 @@ def fail_together(rendezvous: Rendezvous, unwritten: str, why_stop: str, unsaved
     """Raise what failed, on all ranks; none ends before rank 0 has reported it.
 
     Args:
+        rendezvous: Of all ranks.
         unwritten: Rank 0's file that can't be written, and why; "" if all are.
         why_stop: Why the run gave up, the same on all ranks; "" if it didn't.
-        unsaved: Why the last state was not saved, the same on all ranks; "" if it was.
+        unsaved: On rank 0, why the last state was not saved; "" if it was.
 
     Raises:
         RunFailedError: Any of them is not empty.
@@ -237,7 +264,7 @@ def fail_together(rendezvous: Rendezvous, unwritten: str, why_stop: str, unsaved
         raise RunFailedError(unwritten)
     if why_stop:
         raise RunFailedError(why_stop)
-    if unsaved:
+    if unsaved := agree(rendezvous, str, unsaved):
         raise CheckpointError(f"the last state could not be saved: {unsaved}")
 
 
@@ -267,14 +294,16 @@ def begin_training(
     """
     config, rendezvous, first = planned.within.first, run.rendezvous, planned.first
     checkpoints, step_s = run.checkpoints, config.timeouts.step_s
-    rendezvous.limit(step_s)
-    run.links.emulate(run.conditions, agree_on_origin_s(rendezvous))
-    runner = StepRunner(stage, rendezvous, config.optimizer.clip_norm, compilations, step_s)
-    evaluation = Evaluation(config, runner, first.in_force.programs, held_out)
     skipped, saver = SkippedSteps(config.optimizer.stop_after_skipped), None
     with ExitStack() as opened:
-        lines = None
-        if run.leads and checkpoints is not None:
+        gradient_sum = opened.enter_context(open_gradient_sum(config, run.replicas, stage))
+        run.replicas.all_ranks.limit(step_s)
+        run.links.emulate(run.conditions, agree_on_origin_s(run.replicas.all_ranks))
+        clip_norm = config.optimizer.clip_norm
+        runner = StepRunner(stage, rendezvous, clip_norm, compilations, step_s, gradient_sum)
+        evaluation = Evaluation(config, runner, first.in_force.programs, held_out)
+        lines, of_replica, send = None, *_sender(run, send)
+        if run.records and checkpoints is not None:
             lines = opened.enter_context(closing(RunLines(checkpoints.directory)))
         control = opened.enter_context(
             open_control_loop(
@@ -296,17 +325,26 @@ def begin_training(
                 first_step=run.first_step,
                 loop=control,
                 known_links=checkpoints
-                and KnownLinks(run.config, checkpoints.directory, run.cut.layers),
+                and (
+                    KnownLinks(run.config, checkpoints.directory, run.cut.layers)
+                    if run.saves
+                    else None
+                ),
                 lines=lines,
             )
         )
-        recording = Recording(recorder, evaluation, first.in_force.plan)
+        plan = first.in_force.plan
+        recording = Recording(recorder, evaluation, plan, of_replica, records=run.records)
         callbacks: list[Callback] = [evaluation, recording, skipped]
         if checkpoints is not None:
-            saver = opened.enter_context(
-                checkpoints.saver(rendezvous, run.settings, run.model.tied, trained_on, recorder)
+            if run.saves:
+                tied = run.model.tied
+                saver = opened.enter_context(
+                    checkpoints.saver(rendezvous, run.settings, tied, trained_on, recorder)
+                )
+            times = SaveTimes(
+                config.checkpoint, num_steps, leads=run.records, stop_asked=stop_asked
             )
-            times = SaveTimes(config.checkpoint, num_steps, leads=run.leads, stop_asked=stop_asked)
             callbacks.append(Saving(times, skipped, saver, stage, recorder, num_steps))
         adaptation = Adaptation(
             rendezvous,
@@ -322,6 +360,30 @@ def begin_training(
             _announce(run, planned, recorder, source, trained_on)
         loop = Loop(runner, first.in_force.program, callbacks, run.first_step)
         yield Training(loop, recording, skipped, saver, recorder, first.room)
+
+
+def _sender(
+    run: Run, send: Callable[[RunMessage], None]
+) -> tuple[deque[Event] | None, Callable[[RunMessage], None]]:
+    """Where the events of a replica go to be told to the one that records, and who takes messages.
+
+    Of other replicas than that one only events are recorded.
+    """
+    if run.replicas.own.is_alone or not run.leads:
+        return None, send
+    events: deque[Event] = deque()
+    if run.records:
+        return events, send
+    name = f"r{run.replicas.own.index}"
+
+    def keep(message: RunMessage) -> None:
+        if isinstance(message, EventEmitted):
+            event = message.event
+            link = None if event.link is None else f"{name}:{event.link}"
+            detail = event.detail if link else f"{name}: {event.detail}"
+            events.append(replace(event, link=link, detail=detail))
+
+    return events, keep
 
 
 def _keep(lines: RunLines, record: bytes, begins: bool) -> None:

@@ -10,6 +10,7 @@ from jaxmorph.config.sections import SHIPPED_MODELS
 from jaxmorph.data import Batches, StepData, hold_out, load_tokens, separator_of
 from jaxmorph.data.tokens import DataDigest, digest_of
 from jaxmorph.errors import UserError, in_users_code
+from jaxmorph.placement import ALONE, Replica
 from jaxmorph.progress import progress
 from jaxmorph.runtime.executor import StepInputs, count_targets
 from jaxmorph.runtime.rendezvous import Rendezvous, gather, raised_together
@@ -160,20 +161,29 @@ def _text_of(config: Config) -> tuple[Batches, Batches | None, str, int, DataDig
 
 
 def step_reader(
-    config: Config, batches: StepData, rank: int, stage: StageTrainer
+    config: Config,
+    batches: StepData,
+    rank: int,
+    stage: StageTrainer,
+    replica: Replica = ALONE,
 ) -> Callable[[int], StepInputs]:
-    """A function from a step's number to what the rank's stage reads of its data."""
+    """A function from a step's number to what the rank's stage reads of its data.
+
+    Args:
+        rank: Its number among those of its replica.
+    """
     placement = config.placement
     is_first, is_last = rank == placement.first.rank, rank == placement.last.rank
 
     def read(step: int) -> StepInputs:
         targets = batches.targets(step) if is_last else None
-        return StepInputs(
+        read = StepInputs(
             inputs=batches.inputs(step) if is_first else None,
             targets=targets,
             loss_weight=1.0 / max(count_targets(targets), 1),
             extras=batches.extras(step) if stage.reads_extras else {},
             length_index=batches.length_index(step),
         )
+        return read.of_replica(replica)
 
     return read

@@ -15,6 +15,7 @@ import numpy as np
 from jaxmorph.config import Config, check_config, read_config
 from jaxmorph.config.sections import Run
 from jaxmorph.errors import UserError
+from jaxmorph.placement import ALONE, Replica
 from jaxmorph.runtime.executor import StepInputs, count_targets
 from jaxmorph.runtime.join import join_run, rendezvous_of_joined
 from jaxmorph.runtime.launcher import threads_for
@@ -202,12 +203,15 @@ def configure(source: Source) -> tuple[Config, Rendezvous]:
     directory = _named_directory(source)
     devices = first.fails_over, first.parallelism.tensor
     rendezvous = meet(start_s, direct_s, threads_for(first), *devices, directory)
-    config = check_config(_with_stages(tree, rendezvous.num_ranks), name)
-    stages, processes = config.parallelism.stages, rendezvous.num_ranks
-    if stages != processes:
+    replicas, processes = first.parallelism.data, rendezvous.num_ranks
+    config = check_config(_with_stages(tree, max(1, processes // replicas)), name)
+    stages, needed = config.parallelism.stages, config.parallelism.num_ranks
+    if needed != processes:
+        times = f" times parallelism.data, {replicas}," if replicas > 1 else ","
         raise UserError(
-            f"parallelism.stages: got {stages}, expected the number of the script's processes, "
-            f"{processes} (`jaxmorph launch --stages {stages} SCRIPT` starts {stages} here)"
+            f"parallelism.stages: got {stages}{times} expected the number of the script's "
+            f"processes, {processes} (`jaxmorph launch --stages {needed} SCRIPT` starts {needed} "
+            "here)"
         )
     return config, rendezvous
 
@@ -265,10 +269,12 @@ def _about_joining(tree: Mapping[str, Any]) -> dict[str, Any]:
         names.append("emulation")  # it may have values per stage
     about = {name: tree.get(name) for name in names}
     given = tree.get("parallelism")
-    devices = (
-        {"tensor": given["tensor"]} if isinstance(given, Mapping) and "tensor" in given else {}
-    )
-    about["parallelism"] = {"stages": stages or _SOME_STAGES, **devices}
+    shape = {
+        name: given[name]
+        for name in ("data", "tensor")
+        if isinstance(given, Mapping) and name in given
+    }
+    about["parallelism"] = {"stages": stages or _SOME_STAGES, **shape}
     return about
 
 
@@ -298,10 +304,12 @@ def cut_batch(
     shapes: MicrobatchShapes | None = None,
     *,
     reads_extras: bool = False,
+    replica: Replica = ALONE,
 ) -> StepInputs:
     """Cut a batch into microbatches; returns what a rank reads of it.
 
     Args:
+        rank: Its number among those of its replica.
         batch: Tokens and targets, integers [batch, sequence] each, or already cut: [microbatches,
             microbatch size, sequence]; or trees of `shapes`: inputs, targets, and maybe extras.
             Where targets are one array of integers, those below 0 don't count.
@@ -326,13 +334,14 @@ def cut_batch(
         _check_ids("tokens", int(inputs.min()), int(inputs.max()), vocab_size)
         _check_ids("targets", 0, int(targets.max()), vocab_size)
     placement = config.placement
-    return StepInputs(
+    read = StepInputs(
         inputs=inputs if rank == placement.first.rank else None,
         targets=targets if rank == placement.last.rank else None,
         loss_weight=1.0 / max(1, count_targets(targets)),
         extras=extras if reads_extras else {},
         length_index=length_index,
     )
+    return read.of_replica(replica)
 
 
 def _length_index_of(trees: tuple[Tree, Tree, Mapping[str, Tree]], shapes: MicrobatchShapes) -> int:

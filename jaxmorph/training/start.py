@@ -219,12 +219,12 @@ def _launch(
         prepare_checkpoints(config, directory)  # the last launch may have left unfinished ones
     arguments = [str(directory / CONFIG), str(first_step), str(restarts)]
     logs = _log_folder(directory, first_step)
-    stages = config.parallelism.stages
-    record.starting(stages)
+    num_ranks = config.parallelism.num_ranks
+    record.starting(num_ranks)
     return run_ranks(
         "jaxmorph.training.train",
         arguments,
-        stages,
+        num_ranks,
         logs,
         lambda message: take(parse_run_message(message)),
         least_threads=threads_for(config),

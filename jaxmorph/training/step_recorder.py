@@ -37,6 +37,7 @@ from jaxmorph.plain_json import dump
 from jaxmorph.records import CHANGES, Event, EventKind, Link, StepRecord
 from jaxmorph.report.run_directory import RunLines
 from jaxmorph.runtime.report import (
+    OfReplicas,
     StepReport,
     StepTotals,
     parts_of,
@@ -142,6 +143,11 @@ class StepRecorder:
         step_began_s = time.monotonic() - self._began_s - step_s - held_out.took_s
         self._submit(self._send_step, step, totals, reports, step_s, held_out.loss)
         self._submit(self._send_link_events, step, reports, step_began_s)
+
+    def relay(self, events: Sequence[Event]) -> None:
+        """Send the events of other replicas."""
+        for event in events:
+            self._submit(self._send, EventEmitted(event))
 
     def adopt(self, morph: Morph, step: int) -> None:
         """Send the events of a new plan, which `step` is the first to run."""
@@ -259,6 +265,7 @@ class StepRecorder:
         events = loop.observe(observed)
         self._send_known_links(step, loop)
         predicted, live_until = loop.predicted, self._config.schedule.live_until
+        of_replicas = parts_of(reports, OfReplicas)[0]
         record = StepRecord(
             step=step,
             loss=totals.loss,
@@ -279,6 +286,7 @@ class StepRecorder:
             planned_bubble_rate=predicted.bubble_rate,
             link_states=controller.link_states(loop.state),
             link_ms=link_medians_ms(paths.samples) or None,
+            replicas=of_replicas.steps or None,
             skipped=not totals.is_finite,
         )
         self._send(StepDone(record))

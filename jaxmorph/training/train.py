@@ -78,7 +78,10 @@ def train(
         keep_compiled(config, directory, rendezvous.rank) as programs_ran,
         run.open_stage() as stage,
         ReadAhead(
-            read := step_reader(config, parts.batches, rendezvous.rank, stage), first_step
+            read := step_reader(
+                config, parts.batches, run.rendezvous.rank, stage, run.replicas.own
+            ),
+            first_step,
         ) as inputs,
     ):
         _send_end_of(COMPILE, send)

@@ -86,6 +86,8 @@ class StepMetrics:
 class Trainer:
     """One stage of a pipeline, which takes training steps together with the other stages.
 
+    With `parallelism.data` above 1 it is a stage of one of several replicas.
+
     Every process of a script makes one `Trainer`, and all make the same calls. A single stage needs
     no launcher; `jaxmorph launch --stages N SCRIPT` starts N processes on this machine, and a
     cluster has a launcher of its own. With several processes, make the trainer before JAX computes
@@ -94,9 +96,10 @@ class Trainer:
     Args:
         model: Embedding, layers and head as pure functions (`PipelineModel`).
         config: The configuration of `jaxmorph train`: a mapping of sections, the path of a YAML
-            file, or a `Config`. `parallelism.stages` defaults to the number of processes. With
-            `run.dir` the run is written there, and with a section `checkpoint` it is saved. Keys
-            about the model, the data (except `sequence_length`) and evaluation have no effect.
+            file, or a `Config`. `parallelism.stages` defaults to the number of processes, divided
+            by `parallelism.data`. With `run.dir` the run is written there, and with a section
+            `checkpoint` it is saved. Keys about the model, the data (except `sequence_length`) and
+            evaluation have no effect.
         optimizer: An Optax transformation that updates each number by itself; None: the
             configuration's AdamW. Gradients are clipped to `optimizer.clip_norm` first.
         example: A batch for `step`, of which only shapes and dtypes count, where inputs and targets
@@ -106,7 +109,7 @@ class Trainer:
             is then that of `next_step`.
 
     Attributes:
-        rank: The number of this process and its stage.
+        rank: The number of this process: its stage in replica 0, and so on.
         layers: The layers of each of its virtual stages; several only with chunks.
 
     Raises:
@@ -272,7 +275,7 @@ class Trainer:
         self._add_slots_for_forwards(loop.program)
         # A message carries its step and microbatch. Higher microbatch numbers keep these messages
         # apart from those of the next step.
-        self._first_microbatch += self.config.batch.microbatches
+        self._first_microbatch += self.config.microbatches
         program = forward_only(loop.program, self._first_microbatch)
         inputs = replace(inputs, first_microbatch=self._first_microbatch)
         return loop.runner.forwards(program, inputs, self._next_step).loss
@@ -281,10 +284,11 @@ class Trainer:
         return cut_batch(
             batch,
             self.config,
-            self.rank,
+            self._run.rendezvous.rank,
             self._vocab_size,
             self._shapes,
             reads_extras=self._stage.reads_extras,
+            replica=self._run.replicas.own,
         )
 
     def _longest(self, inputs: StepInputs) -> StepInputs:
@@ -316,7 +320,7 @@ class Trainer:
             leave()
             self._opened.__exit__(*sys.exc_info())  # with the error: nothing waits
             raise
-        if training is not None and training.saver is not None:  # else no rank writes files
+        if training is not None and self._run.checkpoints is not None:  # else none writes files
             fail_together(self._rendezvous, training.recorder.unwritten, "", failure)
 
     def __enter__(self) -> Self:
@@ -394,7 +398,7 @@ class Trainer:
             _log.info("rank %d, step %d: %s: %s", self.rank, result.step, event.kind, event.detail)
         joined = join_reports(result.parts_of(PathReport))
         self._failed, failures = self._failed.record(joined.failures)
-        for failure in failures if self.rank == 0 else ():
+        for failure in failures if self._run.leads else ():
             _log.warning("step %d: link %s failed: %s", result.step, failure.link, failure.detail)
         self._failed = self._failed.restore(joined.restored)
         return failures
@@ -410,10 +414,10 @@ class Trainer:
         self._has_slots_for = program
         moves = (each for each in program.instructions if isinstance(each, Send | Receive))
         delegated = (each.transfer for each in moves if each.route == "delegated")
-        most = power_of_two(self.config.batch.microbatches)
+        most = power_of_two(self.config.microbatches)
         slots = {channel_of(each): most for each in delegated}
-        add_slots(self._rendezvous, self._stage, slots)
-        self._rendezvous.exchange({})  # no rank sends before both ends have them
+        add_slots(self._run.rendezvous, self._stage, slots)
+        self._run.rendezvous.exchange({})  # no rank sends before both ends have them
 
 
 def _check_optimizer(optimizer: object) -> None:

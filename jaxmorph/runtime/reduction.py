@@ -1,0 +1,339 @@
+"""Sums gradients over the replicas of the pipeline at the end of a step, in the order of replicas.
+
+It has two routes. Direct: collectives of the accelerators. Delegated: host memory and a sidecar of
+its own, so that a slow or dead direct path between replicas can't keep a step from ending. Both add
+the same numbers in the same order, so their results are the same bits.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial, reduce
+from operator import add
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxmorph.placement import Replica
+from jaxmorph.progress import progress
+from jaxmorph.records import EventKind, Route
+from jaxmorph.runtime.causes import WaitedInVainError
+from jaxmorph.runtime.executor import StepOutcome
+from jaxmorph.runtime.rank_process import in_one_line
+from jaxmorph.runtime.replicas import Replicas
+from jaxmorph.runtime.report import LinkEvent
+from jaxmorph.runtime.routes import TransferMismatchError
+from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.stage.compiling import compiled
+from jaxmorph.stage.mesh import DATA
+from jaxmorph.transport.names import ChannelName, PeerGoneError
+from jaxmorph.transport.plane import ChannelSpec, DataPlane
+
+Tree = Any
+
+BUCKET_BYTES = 64 * 2**20
+"""Arrays are summed together up to so many bytes: by few collectives, with little memory."""
+
+PART_BYTES = 8 * 2**20
+"""The longest message of a delegated sum."""
+
+_NUM_SLOTS = 2
+_SHARES, _TOTALS = range(2)  # the numbers of channels
+
+
+class DirectSum:
+    """Sums a stage's gradients over the replicas by collectives.
+
+    Args:
+        mesh: The stage's devices in all replicas, (data, tensor).
+        gradients: Arrays of the form of those to sum.
+    """
+
+    def __init__(self, mesh: Mesh, gradients: Tree) -> None:
+        leaves = jax.tree.leaves(gradients)
+        self._of_sums = [NamedSharding(mesh, _spec_of(leaf)) for leaf in leaves]
+        specs = [sharding.spec for sharding in self._of_sums]
+        summed = jax.shard_map(
+            partial(_sum_all, mesh.devices.shape[0]),
+            mesh=mesh,
+            in_specs=tuple(specs),
+            out_specs=tuple(specs),
+            check_vma=False,
+        )
+        forms = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            for leaf, sharding in zip(leaves, self._of_sums, strict=True)
+        ]
+        self._sum = compiled(jax.jit(summed).lower(*forms))
+
+    def run(self, gradients: Tree) -> Tree:
+        """The sums, once they are there; the gradients stay as they are.
+
+        Raises:
+            JaxRuntimeError: A collective failed, or another replica did not come in time.
+        """
+        leaves, structure = jax.tree.flatten(gradients)
+        # Each replica has its own numbers under the name of one array that is alike in all of
+        # them. JAX does not compare them, and inside the program each device has its own.
+        joint = map(_in_other_place, leaves, self._of_sums)
+        sums = self._sum(*joint)
+        own = [
+            _in_other_place(*pair) for pair in zip(sums, (x.sharding for x in leaves), strict=True)
+        ]
+        return jax.block_until_ready(jax.tree.unflatten(structure, own))
+
+
+def _spec_of(leaf: jax.Array) -> PartitionSpec:
+    return leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()
+
+
+def _in_other_place(array: jax.Array, sharding: Any) -> jax.Array:
+    """The array's shards on this process's devices, under another sharding of the same devices."""
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
+
+
+def _sum_all(num_replicas: int, *leaves: jax.Array) -> tuple[jax.Array, ...]:
+    """Each device's arrays, summed over the mesh's axis "data"."""
+    sums: list[jax.Array] = []
+    for bucket in _buckets(leaves):
+        flat = jnp.concatenate([leaf.reshape(-1) for leaf in bucket])
+        whole = _sum_flat(flat, num_replicas)
+        ends = np.cumsum([leaf.size for leaf in bucket])
+        parts = jnp.split(whole, ends[:-1])
+        sums += [part.reshape(leaf.shape) for part, leaf in zip(parts, bucket, strict=True)]
+    return tuple(sums)
+
+
+def _buckets(leaves: Sequence[Any]) -> Iterator[list[Any]]:
+    """The arrays in order, as many at once as `BUCKET_BYTES` allow, and of one type."""
+    bucket: list[Any] = []
+    for leaf in leaves:
+        fits = sum(each.size for each in bucket) + leaf.size <= BUCKET_BYTES // leaf.dtype.itemsize
+        if bucket and not (fits and leaf.dtype == bucket[0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append(leaf)
+    if bucket:
+        yield bucket
+
+
+def _sum_flat(flat: jax.Array, num_replicas: int) -> jax.Array:
+    """Each replica adds up its own share of all replicas' numbers, then all share the sums.
+
+    `psum` sends as much, but leaves the order of additions to the backend.
+    """
+    share = math.ceil(flat.size / num_replicas)
+    padded = jnp.pad(flat, (0, share * num_replicas - flat.size))
+    of_replicas = jax.lax.all_to_all(padded.reshape(num_replicas, share), DATA, 0, 0)
+    own = reduce(add, [of_replicas[index] for index in range(num_replicas)])
+    return jax.lax.all_gather(own, DATA, tiled=True)[: flat.size]
+
+
+class DelegatedSum:
+    """Sums a stage's gradients over the replicas through host memory and the data plane.
+
+    The numbers are cut into a share for each replica, and shares into parts of one length. A
+    replica adds up the parts of its share as they come, and sends the sums to all others.
+
+    Args:
+        plane: Has the channels of `channel_specs`, between replicas.
+        members: The run's rank of each replica, which errors name.
+        timeout_s: How long to wait for a message.
+    """
+
+    def __init__(
+        self,
+        plane: DataPlane,
+        own: Replica,
+        members: Sequence[int],
+        gradients: Tree,
+        timeout_s: float,
+    ) -> None:
+        self._plane, self._own, self._members = plane, own, members
+        self._timeout_s = timeout_s
+        self._length = part_length(gradients, own.count)
+        self._others = [each for each in range(own.count) if each != own.index]
+        # On the device, as the direct route does: a host may treat the smallest numbers otherwise.
+        self._add = jax.jit(lambda *parts: reduce(add, parts))
+
+    def run(self, gradients: Tree, step: int) -> Tree:
+        """The sums; the gradients stay as they are.
+
+        Raises:
+            TimeoutError: A message has not come in time.
+            PeerGoneError: Another replica's rank is gone.
+        """
+        leaves, structure = jax.tree.flatten(gradients)
+        flat = np.concatenate([block.reshape(-1) for leaf in leaves for block in _blocks(leaf)])
+        num_parts = math.ceil(flat.size / (self._own.count * self._length))
+        numbers = np.zeros((self._own.count, num_parts, self._length), np.float32)
+        numbers.reshape(-1)[: flat.size] = flat
+        for part in range(num_parts):  # the next parts are on their way while these are added up
+            self._post_shares(numbers, part, step)
+            if part > 0:
+                self._add_up(numbers, part - 1, step)
+        self._add_up(numbers, num_parts - 1, step)
+        return jax.tree.unflatten(structure, list(_placed_like(leaves, numbers.reshape(-1))))
+
+    def _post_shares(self, numbers: np.ndarray, part: int, step: int) -> None:
+        for other in self._others:
+            self._post(other, _SHARES, part, step, numbers[other, part])
+
+    def _add_up(self, numbers: np.ndarray, part: int, step: int) -> None:
+        """Add up a part of this replica's share, and exchange the sums of all shares."""
+        own = self._own.index
+        rows = [
+            numbers[own, part] if index == own else self._take(index, _SHARES, part, step)
+            for index in range(self._own.count)
+        ]
+        numbers[own, part] = self._add(*rows)
+        for other in self._others:
+            self._post(other, _TOTALS, part, step, numbers[own, part])
+        for other in self._others:
+            numbers[other, part] = self._take(other, _TOTALS, part, step)
+
+    def _post(self, other: int, number: int, part: int, step: int, values: np.ndarray) -> None:
+        channel = ChannelName(0, self._own.index, other, number)
+        with self._naming(other):
+            slot = self._plane.reserve(channel, time.monotonic() + self._timeout_s)
+        slot.payload[: values.nbytes] = values.view(np.uint8)
+        slot.complete()
+        slot.post(values.nbytes, _tag(step, part))
+
+    def _take(self, other: int, number: int, part: int, step: int) -> np.ndarray:
+        channel = ChannelName(0, other, self._own.index, number)
+        with self._naming(other):
+            slot = self._plane.take(channel, time.monotonic() + self._timeout_s)
+        if slot.tag[: len(_tag(step, part))] != _tag(step, part):
+            got, expected = slot.tag, _tag(step, part)
+            raise TransferMismatchError(f"{channel}: got {got} of a sum, expected {expected}")
+        values = slot.payload.view(np.float32).copy()
+        slot.release()
+        return values
+
+    @contextmanager
+    def _naming(self, other: int) -> Iterator[None]:
+        """Name the other replica's rank by its number in the run."""
+        rank = self._members[other]
+        try:
+            yield
+        except PeerGoneError as error:
+            raise PeerGoneError(
+                f"rank {rank} is gone, of replica {other}: {error}", rank
+            ) from error
+        except TimeoutError as error:
+            message = f"no part of the gradients' sum from rank {rank} of replica {other}: {error}"
+            raise WaitedInVainError(message, rank) from error
+
+
+def sum_channels(gradients: Tree, own: Replica) -> tuple[list[ChannelSpec], list[ChannelSpec]]:
+    """A replica's outgoing and incoming channels of a `DelegatedSum`."""
+    slot_bytes = 4 * part_length(gradients, own.count)
+    others = [index for index in range(own.count) if index != own.index]
+
+    def specs(names: Iterator[tuple[int, int]]) -> list[ChannelSpec]:
+        return [
+            ChannelSpec(ChannelName(0, source, destination, number), slot_bytes, _NUM_SLOTS)
+            for source, destination in names
+            for number in (_SHARES, _TOTALS)
+        ]
+
+    return specs((own.index, each) for each in others), specs((each, own.index) for each in others)
+
+
+def part_length(gradients: Tree, num_replicas: int) -> int:
+    """How many numbers a message of a delegated sum has."""
+    size = sum(block.size for leaf in jax.tree.leaves(gradients) for block in _blocks(leaf))
+    return min(max(1, math.ceil(size / num_replicas)), PART_BYTES // 4)
+
+
+def _blocks(leaf: jax.Array) -> list[np.ndarray]:
+    """An array's different parts on this process's devices, in host memory."""
+    return [np.asarray(shard.data) for shard in leaf.addressable_shards if shard.replica_id == 0]
+
+
+def _placed_like(leaves: Sequence[jax.Array], numbers: np.ndarray) -> Iterator[jax.Array]:
+    """Arrays with these numbers in the order of `_blocks`, on the leaves' devices."""
+    at = 0
+    for leaf in leaves:
+        by_index: dict[str, np.ndarray] = {}
+        for shard in leaf.addressable_shards:
+            if shard.replica_id == 0:
+                size = shard.data.size
+                by_index[str(shard.index)] = numbers[at : at + size].reshape(shard.data.shape)
+                at += size
+        shards = [
+            jax.device_put(by_index[str(shard.index)], shard.device)
+            for shard in leaf.addressable_shards
+        ]
+        yield jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+
+
+def _tag(step: int, part: int) -> tuple[int, ...]:
+    return (0, step, part)
+
+
+@dataclass
+class GradientSum:
+    """Sums a step's gradients, losses and reports over the replicas; all their ranks call it.
+
+    Attributes:
+        direct: None where the route is delegated from the start.
+        delegated: Takes over when the direct route fails; None: a failure ends the run.
+        events: What has changed since they were taken last.
+    """
+
+    replicas: Replicas
+    direct: DirectSum | None
+    delegated: DelegatedSum | None = None
+    events: list[LinkEvent] = field(default_factory=list)
+
+    @property
+    def route(self) -> Route:
+        """The route of the next sum."""
+        return "delegated" if self.direct is None else "direct"
+
+    def run(
+        self, stage: StageTrainer, outcome: StepOutcome, parts: Iterable[Any], step: int
+    ) -> tuple[StepOutcome, list[Any]]:
+        """Sum over the replicas, in the stage's gradients and in what is returned.
+
+        The other replicas' ranks may have failed where this one has not, so all agree on it before
+        the gradients that were summed are given up.
+        """
+        progress.stamp("sums its gradients with those of other replicas")
+        sums, failure = self._summed_direct(stage.gradients)
+        outcome, parts, all_have = self.replicas.join(outcome, parts, is_summed=sums is not None)
+        if sums is None or not all_have:
+            if self.direct is not None:
+                self.direct = None
+                why = failure or "it failed in another replica"
+                detail = f"gradients are summed over hosts from now on: {why}"
+                self.events.append(LinkEvent(time.monotonic(), EventKind.ROUTE_CHANGED, detail))
+            if self.delegated is None:
+                raise ValueError("gradients have no route to the other replicas")
+            sums = self.delegated.run(stage.gradients, step)
+        stage.replace_gradients(sums)
+        return outcome, parts
+
+    def _summed_direct(self, gradients: Tree) -> tuple[Tree | None, str]:
+        """The sums, or None with the reason if they can't be made directly."""
+        if self.direct is None:
+            return None, ""
+        try:
+            return self.direct.run(gradients), ""
+        except jax.errors.JaxRuntimeError as error:
+            if self.delegated is None:
+                raise
+            return None, in_one_line(error)
+
+    def take_events(self) -> list[LinkEvent]:
+        """What has changed since the last call."""
+        events, self.events = self.events, []
+        return events

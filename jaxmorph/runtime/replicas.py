@@ -1,0 +1,107 @@
+"""A rank's place among the replicas of the pipeline, and what they agree on at the end of a step.
+
+A rank belongs to two groups: the stages of its replica, and the same stage in all replicas. First
+the ranks of a stage exchange what they have, then those of a replica do. So all ranks know the sum
+of all, and no exchange joins more ranks than a row or a column has.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
+
+from jaxmorph.placement import ALONE, Replica
+from jaxmorph.plain_json import Json, parse
+from jaxmorph.runtime.executor import StepOutcome
+from jaxmorph.runtime.rendezvous import Rendezvous, SoleRank, gather
+from jaxmorph.runtime.report import named_parts
+
+_Part = TypeVar("_Part")
+
+
+@runtime_checkable
+class JoinsReplicas(Protocol):
+    """A part of a rank's report that all replicas must know alike (`named_parts`)."""
+
+    def joined(self, of_replicas: Sequence[Self], /) -> Self:
+        """The part that stands for those of a stage's ranks in all replicas."""
+        ...
+
+
+@dataclass(frozen=True)
+class StageOfReplica:
+    """What a stage of one replica tells the same stage of the others, once its ops have run.
+
+    Attributes:
+        loss: Its part of the mean loss.
+        aux: Its auxiliary losses by name.
+        is_summed: Whether the gradients were summed over the direct route.
+        parts: `JoinsReplicas`, by the names of their dataclasses.
+    """
+
+    loss: float
+    aux: Mapping[str, float]
+    is_summed: bool
+    parts: Mapping[str, Json] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """A rank's replica, and both groups of ranks that it belongs to.
+
+    Attributes:
+        pipeline: The ranks of its replica, by stage.
+        peers: The ranks of its stage, by replica.
+        all_ranks: Of the run.
+    """
+
+    own: Replica
+    pipeline: Rendezvous
+    peers: Rendezvous
+    all_ranks: Rendezvous
+
+    @classmethod
+    def of(cls, rendezvous: Rendezvous, num_replicas: int) -> Self:
+        """Divide a run's ranks into replicas; all ranks call this together."""
+        if num_replicas == 1:
+            return cls(ALONE, rendezvous, SoleRank(rendezvous.members[rendezvous.rank]), rendezvous)
+        num_stages = rendezvous.num_ranks // num_replicas
+        index, stage = divmod(rendezvous.rank, num_stages)
+        own = Replica(index, num_replicas)
+        pipeline = rendezvous.group(f"replica {index}", own.ranks(num_stages))
+        peers = rendezvous.group(f"stage {stage}", own.peers(num_stages, stage))
+        return cls(own, pipeline, peers, rendezvous)
+
+    def join(
+        self, outcome: StepOutcome, parts: Iterable[Any], *, is_summed: bool
+    ) -> tuple[StepOutcome, list[Any], bool]:
+        """Exchange a step's scalars and parts among the replicas of this stage.
+
+        Returns:
+            The outcome with the loss of all replicas, the parts, and whether all have summed their
+            gradients.
+        """
+        parts = list(parts)
+        if self.own.is_alone:
+            return outcome, parts, is_summed
+        shared = named_parts(each for each in parts if isinstance(each, JoinsReplicas))
+        own = StageOfReplica(outcome.loss, outcome.aux, is_summed, shared)
+        found = gather(self.peers, StageOfReplica, own)
+        aux = {name: sum(each.aux[name] for each in found) / len(found) for name in outcome.aux}
+        joined = replace(outcome, loss=sum(each.loss for each in found), aux=aux)
+        parts = [
+            _joined(each, found) if isinstance(each, JoinsReplicas) else each for each in parts
+        ]
+        return joined, parts, all(each.is_summed for each in found)
+
+    def total(self, kind: type[_Part], own: _Part) -> list[_Part]:
+        """This stage's values in all replicas."""
+        return [own] if self.own.is_alone else gather(self.peers, kind, own)
+
+
+def _joined(part: Any, found: Sequence[StageOfReplica]) -> Any:
+    kind = type(part)
+    sent = (each.parts.get(kind.__name__) for each in found)
+    return part.joined(
+        [kind() if each is None else parse(kind, each, f"replica {index}'s {kind.__name__}")
+         for index, each in enumerate(sent)]
+    )  # fmt: skip
