@@ -367,15 +367,15 @@ class HostRendezvous:
 
     @contextlib.contextmanager
     def _naming(self, rank: int) -> Any:
-        member, note = self.members[rank], self._last_notes.get(rank)
+        member = self.members[rank]
         try:
             yield
         except TimeoutError as error:
             message = f"rank {member} did not join an exchange within {self._deadline_s:g} s"
-            raise RendezvousError(message, note, rank=member) from error
+            raise RendezvousError(message, self._last_notes.get(rank), rank=member) from error
         except ConnectionLostError as error:
             message = f"rank {member} is gone: {error}"
-            raise RendezvousError(message, note, rank=member) from error
+            raise RendezvousError(message, self._last_notes.get(rank), rank=member) from error
 
 
 def _with_own(messages: bytes, _: bytes, own: bytes) -> list[Json]:

@@ -7,7 +7,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxmorph.errors import UserError
-from jaxmorph.placement import ALONE, Replica
 
 STAGE, TENSOR = "stage", "tensor"
 """The axes of a replica's mesh: pipeline stages, and the devices of a stage."""
@@ -18,13 +17,13 @@ DATA = "data"
 AXES = (STAGE, TENSOR)
 
 
-def make_mesh(stages: int, tensor: int = 1, replica: Replica = ALONE) -> Mesh:
+def make_mesh(stages: int, tensor: int = 1, replicas: int = 1, replica: int = 0) -> Mesh:
     """Returns a replica's mesh (stage, tensor), over the first devices of its processes, in order.
 
     Raises:
       UserError: there are fewer devices than the run needs.
     """
-    return Mesh(_grid(stages, tensor, replica.count)[replica.index], AXES)
+    return Mesh(_grid(stages, tensor, replicas)[replica], AXES)
 
 
 def make_data_mesh(stages: int, tensor: int, replicas: int, stage: int) -> Mesh:

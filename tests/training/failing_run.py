@@ -121,9 +121,10 @@ class Mirror:
     """A rendezvous in which every rank sends what this one does."""
 
     secret = b""
+    members: Sequence[int] = range(3)
 
     def __init__(self, rank):
-        self.rank, self.num_ranks, self.members, self.exchanges = rank, 3, range(3), 0
+        self.rank, self.num_ranks, self.exchanges = rank, 3, 0
 
     def group(self, name, members):
         return self

@@ -21,6 +21,7 @@ from jaxmorph.runtime.executor import StepInputs, StepOutcome
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rank_process import RankArguments
 from jaxmorph.runtime.rendezvous import RendezvousError, SoleRank
+from jaxmorph.runtime.replicas import Replicas
 from jaxmorph.runtime.report import StepTimings
 from jaxmorph.runtime.step import StepRunner
 from jaxmorph.schedule.ops import Op, OpKind
@@ -203,7 +204,8 @@ def test_all_ranks_of_a_script_fail_where_a_file_cannot_be_written(rank):
     recorder, closed = SimpleNamespace(unwritten=""), []
     trainer: Any = Trainer.__new__(Trainer)
     trainer._rendezvous, trainer._opened = OneOfTwo(), ExitStack()
-    trainer._training = SimpleNamespace(finish=str, recorder=recorder, saver=object())
+    trainer._training = SimpleNamespace(finish=str, recorder=recorder)
+    trainer._run = SimpleNamespace(checkpoints=object())
 
     def close():  # the recorder may find it as late as this
         closed.append(True)
@@ -214,7 +216,8 @@ def test_all_ranks_of_a_script_fail_where_a_file_cannot_be_written(rank):
         trainer.close()
     assert closed == [True]
     # Without a directory a script's ranks don't wait for one another at the end.
-    trainer._training = SimpleNamespace(finish=str, recorder=recorder, saver=None)
+    trainer._training = SimpleNamespace(finish=str, recorder=recorder)
+    trainer._run = SimpleNamespace(checkpoints=None)
     trainer.close()
 
 
@@ -328,6 +331,8 @@ def trainer_of(monkeypatch):
         trainer: Any = Trainer.__new__(Trainer)
         trainer.config, trainer.rank, trainer._next_step = check_config({}), 0, next_step
         trainer._rendezvous, trainer._failed = rendezvous, FailedPaths()
+        replicas = Replicas.of(rendezvous, 1)
+        trainer._run = SimpleNamespace(rendezvous=rendezvous, replicas=replicas, leads=True)
         trainer._stage = own
         trainer._vocab_size = trainer._shapes = None
         skipped, none = SkippedSteps(stop_after), cast(Any, None)
@@ -361,7 +366,7 @@ def test_a_step_begins_when_all_ranks_have_called(monkeypatch, trainer_of):
     clock = SimpleNamespace(monotonic=lambda: clock_s[0])
     monkeypatch.setattr("jaxmorph.runtime.step.time", clock)
     monkeypatch.setattr("jaxmorph.training.loop.time", clock)
-    rendezvous = SimpleNamespace(exchange=exchange, rank=0)
+    rendezvous = SimpleNamespace(exchange=exchange, rank=0, members=[0])
     metrics = trainer_of(rendezvous, 7, run=run).step(None)
     assert (metrics.step, metrics.grad_norm, metrics.step_s) == (7, 2.0, 1.0)
     assert metrics.failed_links == ()
@@ -428,7 +433,7 @@ def test_forwards_have_slots_for_any_number_of_microbatches():
         _has_slots_for=None,
         _training=None,
         _stage=SimpleNamespace(add_slots=lambda slots, sending: asked.append(slots)),
-        _rendezvous=SoleRank(),
+        _run=SimpleNamespace(rendezvous=SoleRank()),
         config=check_config({"batch": {"microbatches": 6}}),
     )
     sends = Send(Transfer(Payload.ACTIVATION, 0, 1, 0), "delegated")
