@@ -5,6 +5,7 @@ Links are simulated; reports, decisions and records are those of the program.
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
