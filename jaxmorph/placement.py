@@ -4,7 +4,7 @@ All that depends on it asks a `Placement`: neighbours, links, and the ranks of t
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -101,10 +101,7 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True)
 class Replica:
-    """One of several copies of the pipeline, which divide a step's microbatches among them.
-
-    The ranks of a replica follow one another: stage s of replica r is rank r * S + s.
-    """
+    """One of several copies of the pipeline, which divide a step's microbatches among them."""
 
     index: int = 0
     count: int = 1
@@ -114,14 +111,6 @@ class Replica:
         """Whether there is no other."""
         return self.count == 1
 
-    def ranks(self, num_stages: int) -> range:
-        """Its ranks, by stage."""
-        return range(self.index * num_stages, (self.index + 1) * num_stages)
-
-    def peers(self, num_stages: int, stage: int) -> range:
-        """The ranks of one stage, by replica."""
-        return range(stage, num_stages * self.count, num_stages)
-
     def share(self, array: Any) -> Any:
         """Its microbatches of an array whose first axis are those of the step."""
         size = len(array) // self.count
@@ -130,6 +119,63 @@ class Replica:
 
 ALONE = Replica()
 """The only one."""
+
+
+class Position(NamedTuple):
+    """Where a rank is in the mesh; printed as `r1 stage 2`."""
+
+    replica: int
+    stage: int
+
+    def __str__(self) -> str:
+        return f"r{self.replica} stage {self.stage}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which rank is which stage of which replica.
+
+    Attributes:
+        ranks: By replica and stage; at first stage s of replica r is rank r * S + s.
+        ranks_per_host: A host has so many ranks, which follow one another.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    ranks_per_host: int = 1
+
+    @classmethod
+    def first(cls, num_stages: int, num_replicas: int = 1, ranks_per_host: int = 1) -> "Layout":
+        """The layout in which a run starts."""
+        of_replica = (range(r * num_stages, (r + 1) * num_stages) for r in range(num_replicas))
+        return cls(tuple(map(tuple, of_replica)), ranks_per_host)
+
+    @property
+    def num_replicas(self) -> int:
+        """Of the pipeline."""
+        return len(self.ranks)
+
+    @property
+    def positions(self) -> dict[int, Position]:
+        """Where each rank is."""
+        return {
+            rank: Position(replica, stage)
+            for replica, of_replica in enumerate(self.ranks)
+            for stage, rank in enumerate(of_replica)
+        }
+
+    def peers(self, stage: int) -> tuple[int, ...]:
+        """The ranks of one stage, by replica."""
+        return tuple(of_replica[stage] for of_replica in self.ranks)
+
+    def host(self, rank: int) -> int:
+        """The number of a rank's host."""
+        return rank // self.ranks_per_host
+
+    def swapped(self, a: int, b: int) -> "Layout":
+        """The layout in which two ranks have changed places."""
+        places = {a: b, b: a}
+        ranks = tuple(tuple(places.get(rank, rank) for rank in each) for each in self.ranks)
+        return replace(self, ranks=ranks)
 
 
 def placement_of(name: str, num_stages: int, num_chunks: int) -> Placement:

@@ -82,7 +82,11 @@ def whole_config(config: Config, system: System, condition: Condition, directory
                 update={"warmup_steps": min(steps, own.optimizer.warmup_steps)}
             ),
             "emulation": own.emulation.model_copy(
-                update={"links": condition.links, "trace": condition.trace}
+                update={
+                    "links": condition.links,
+                    "hosts": condition.hosts,
+                    "trace": condition.trace,
+                }
             ),
             "checkpoint": own.checkpoint.model_copy(update={"dir": None}),
             "restart_policy": own.restart_policy.model_copy(update=restarts[system.restarts]),

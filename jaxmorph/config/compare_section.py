@@ -6,8 +6,18 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
-from jaxmorph.config.link_problems import emulated_link_problems, link_trace_problems
-from jaxmorph.config.link_sections import TRACE_EXPECTED, EmulatedLink, EmulatedLinks, LinkTrace
+from jaxmorph.config.link_problems import (
+    emulated_host_problems,
+    emulated_link_problems,
+    link_trace_problems,
+)
+from jaxmorph.config.link_sections import (
+    TRACE_EXPECTED,
+    EmulatedHostPairs,
+    EmulatedLink,
+    EmulatedLinks,
+    LinkTrace,
+)
 from jaxmorph.config.problems import Problem, mismatch
 from jaxmorph.config.sections import (
     Count,
@@ -74,9 +84,17 @@ class Condition(Section):
     links: EmulatedLinks = ()
     """Emulated links, as in `emulation.links`."""
 
+    hosts: EmulatedHostPairs = ()
+    """Pairs of hosts, as in `emulation.hosts`; only where each system is a run of its own."""
+
     trace: Annotated[LinkTrace | None, TRACE_EXPECTED] = None
     """Links that change, on top of `links`. It starts again with each round; a regime takes the
     next seed for each round, the same for all systems."""
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether nothing is slow."""
+        return not self.links and not self.hosts and self.trace is None
 
 
 class Bar(Section):
@@ -167,7 +185,7 @@ class Compare(Section):
     @property
     def healthy(self) -> str | None:
         """The condition that slowdowns are relative to: the first without links and trace."""
-        healthy = (each.name for each in self.conditions if not each.links and each.trace is None)
+        healthy = (each.name for each in self.conditions if each.is_healthy)
         return next(healthy, None)
 
     @property
@@ -191,7 +209,7 @@ class Compare(Section):
         return self.profiling_steps + len(self.conditions) * (self.warmup_steps + self.steps)
 
 
-def compare_problems(compare: Compare, cut: Parallelism) -> Iterator[Problem]:
+def compare_problems(compare: Compare, cut: Parallelism, num_hosts: int) -> Iterator[Problem]:
     """Yields the contradictions within the section, and with the pipeline."""
     if cut.data > 1 and not compare.has_whole_runs:
         restarting = " or ".join(_RESTARTING)
@@ -214,6 +232,11 @@ def compare_problems(compare: Compare, cut: Parallelism) -> Iterator[Problem]:
         key = f"compare.conditions.{index}.links"
         yield from emulated_link_problems(key, condition.links, cut.stages, cut.data)
         yield from link_trace_problems(f"compare.conditions.{index}.trace", condition.trace)
+        hosts = f"compare.conditions.{index}.hosts"
+        if condition.hosts and not compare.has_whole_runs:
+            expected = "none: only where each system is a run of its own"
+            yield mismatch(hosts, [each.between for each in condition.hosts], expected)
+        yield from emulated_host_problems(hosts, condition.hosts, num_hosts)
         for at, link in enumerate(() if compare.has_whole_runs else condition.links):
             yield from _span_problems(f"{key}.{at}", link)
     count = len(compare.conditions)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from jaxmorph.config.link_sections import EmulatedLink, LinkTrace
+from jaxmorph.config.link_sections import EmulatedHosts, EmulatedLink, EmulatedPath, LinkTrace
 from jaxmorph.config.problems import Problem, mismatch, unknown_key
 from jaxmorph.placement import Placement
 from jaxmorph.records import Link
@@ -31,9 +31,25 @@ def emulated_link_problems(
         if link.replica is not None and link.replica >= num_replicas:
             expected = f"null, or a replica: 0 to {num_replicas - 1}, as parallelism.data says"
             yield mismatch(f"{at}.replica", link.replica, expected)
-        if link.to_step is not None and link.to_step <= (link.from_step or 0):
-            expected = f"null, or a step after from_step, which is {link.from_step or 0}"
-            yield mismatch(f"{at}.to_step", link.to_step, expected)
+        yield from _span_problems(at, link)
+
+
+def emulated_host_problems(
+    key: str, pairs: Sequence[EmulatedHosts], num_hosts: int
+) -> Iterator[Problem]:
+    """Yields pairs of hosts that don't exist, and empty spans of steps, of the list at `key`."""
+    for index, pair in enumerate(pairs):
+        low, high = pair.between
+        if not low < high < num_hosts:
+            expected = f"two of the {num_hosts} hosts, 0 to {num_hosts - 1}, the lower one first"
+            yield mismatch(f"{key}.{index}.between", list(pair.between), expected)
+        yield from _span_problems(f"{key}.{index}", pair)
+
+
+def _span_problems(at: str, path: EmulatedPath) -> Iterator[Problem]:
+    if path.to_step is not None and path.to_step <= (path.from_step or 0):
+        expected = f"null, or a step after from_step, which is {path.from_step or 0}"
+        yield mismatch(f"{at}.to_step", path.to_step, expected)
 
 
 def link_trace_problems(key: str, trace: LinkTrace | None) -> Iterator[Problem]:

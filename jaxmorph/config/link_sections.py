@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from jaxmorph.config.sections import (
     STRICT,
     Bytes,
+    Count,
     CountOrZero,
     Expected,
     NotNegative,
@@ -71,18 +72,13 @@ class Accelerator(BaseModel):
     """W; a BW takes as long as B and W together."""
 
 
-class EmulatedLink(Section):
-    """The emulated condition of one link.
+class EmulatedPath(Section):
+    """An emulated condition of what lies between two ends.
 
-    Of several entries for a link, latencies and jitters add up, and the smallest bandwidth counts.
+    Of several entries for a path, latencies and jitters add up, and the smallest bandwidth counts.
     """
 
-    between: Annotated[
-        tuple[CountOrZero, CountOrZero],
-        Field(strict=False),
-        Expected("two neighbouring stages, the lower one first, such as [2, 3]"),
-    ]
-    """The link's two stages."""
+    between: Annotated[tuple[CountOrZero, CountOrZero], Field(strict=False)]
 
     latency_ms: NotNegative = 0.0
     """Added to each message, in milliseconds; latencies of several messages overlap."""
@@ -107,6 +103,23 @@ class EmulatedLink(Section):
     to_step: Annotated[CountOrZero | None, Expected("null, or a whole number of at least 0")] = None
     """The first step after the condition; null: it lasts until the end."""
 
+    route: Literal["both", "direct", "delegated"] = "both"
+    """The route whose messages the condition applies to."""
+
+
+class EmulatedLink(EmulatedPath):
+    """The emulated condition of one link.
+
+    Of several entries for a link, latencies and jitters add up, and the smallest bandwidth counts.
+    """
+
+    between: Annotated[
+        tuple[CountOrZero, CountOrZero],
+        Field(strict=False),
+        Expected("two neighbouring stages, the lower one first, such as [2, 3]"),
+    ]
+    """The link's two stages."""
+
     source: Annotated[
         CountOrZero | None, Expected("null, or the sending one of the link's two stages")
     ] = None
@@ -115,8 +128,21 @@ class EmulatedLink(Section):
     replica: Annotated[CountOrZero | None, Expected("null, or the number of a replica")] = None
     """The replica whose link it is, with `parallelism.data` above 1; null: that of each."""
 
-    route: Literal["both", "direct", "delegated"] = "both"
-    """The route whose messages the condition applies to."""
+
+class EmulatedHosts(EmulatedPath):
+    """The emulated condition of what two hosts send each other, whatever it is.
+
+    Messages between stages take its latency and bandwidth. A direct sum of gradients takes the
+    latency in each of its rounds, 2 (D - 1) for each bucket of gradients with D replicas, and the
+    bandwidth for all its bytes.
+    """
+
+    between: Annotated[
+        tuple[CountOrZero, CountOrZero],
+        Field(strict=False),
+        Expected("two hosts, the lower one first, such as [1, 5]"),
+    ]
+    """The two hosts; `emulation.ranks_per_host` says which ranks they have."""
 
 
 class LinkTrace(Section):
@@ -164,6 +190,13 @@ EmulatedLinks = Annotated[
 ]
 
 
+EmulatedHostPairs = Annotated[
+    tuple[EmulatedHosts, ...],
+    Field(strict=False),
+    Expected("a list of pairs of hosts, such as [{between: [1, 5], latency_ms: 30}]"),
+]
+
+
 HARDWARE: Mapping[str, Mapping[str, float]] = {
     "h800": {
         # PCIe 5.0 x16, each way: 16 lanes of 32 GT/s, 128 bits in 130, by the PCI Express Base
@@ -192,6 +225,21 @@ class Emulation(Section):
 
     links: EmulatedLinks = ()
     """Slow, narrow, jittery or cut links."""
+
+    hosts: EmulatedHostPairs = ()
+    """Slow, narrow, jittery or cut connections of two hosts, on top of `links`."""
+
+    ranks_per_host: Count = 1
+    """Ranks of a host, for `hosts`: the first so many are on host 0, and so on."""
+
+    gradient_bytes: Annotated[Bytes | None, Expected("null, or a whole number of at least 1")] = (
+        None
+    )
+    """What a stage's gradients count as when replicas sum them; null: their own bytes."""
+
+    bucket_bytes: Bytes = 64 * 2**20
+    """Gradients that replicas sum at once, for the rounds of `hosts`; Megatron-LM's are 40 million
+    numbers or more. The default is what jaxmorph's own sums take."""
 
     trace: Annotated[LinkTrace | None, TRACE_EXPECTED] = None
     """Links that change over time, on top of `links`."""

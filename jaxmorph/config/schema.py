@@ -14,6 +14,7 @@ from jaxmorph.config.checkpoint_section import (
 )
 from jaxmorph.config.compare_section import Compare, compare_problems
 from jaxmorph.config.link_problems import (
+    emulated_host_problems,
     emulated_link_problems,
     link_in_replica,
     link_trace_problems,
@@ -40,7 +41,7 @@ from jaxmorph.config.sections import (
     Timeouts,
     Trace,
 )
-from jaxmorph.placement import Placement, placement_of
+from jaxmorph.placement import Layout, Placement, placement_of
 
 _STEP_SHARES = 4
 """A failover takes one of this many parts of `timeouts.step_s`, which other ranks wait."""
@@ -101,6 +102,17 @@ class Config(BaseModel):
             "emulation": self.emulation.of_replica(index),
         }
         return self.model_copy(update=own)
+
+    @property
+    def layout(self) -> Layout:
+        """Which rank is which stage of which replica when the run starts."""
+        cut, per_host = self.parallelism, self.emulation.ranks_per_host
+        return Layout.first(cut.stages, cut.data, per_host)
+
+    @property
+    def num_hosts(self) -> int:
+        """Of the emulated ones."""
+        return -(-self.parallelism.num_ranks // self.emulation.ranks_per_host)
 
     @property
     def placement(self) -> Placement:
@@ -196,7 +208,7 @@ def _disagreements(config: Config) -> Iterator[Problem]:
     yield from _waiting_problems(config)
     yield from _link_problems(config)
     if config.compare is not None:
-        yield from compare_problems(config.compare, config.parallelism)
+        yield from compare_problems(config.compare, config.parallelism, config.num_hosts)
         yield from restarting_problems(config.compare, config.checkpoint, config.restart_policy)
         if "zb-opportunistic" in config.compare.systems:
             yield from _opportunistic_problems(config.emulation)
@@ -234,6 +246,7 @@ def _link_problems(config: Config) -> Iterator[Problem]:
     yield from unknown_links("routes", named, stages, ("default", "reduction"))
     yield from unknown_links("schedule.link_ms", config.schedule.link_ms or (), stages)
     yield from emulated_link_problems("emulation.links", config.emulation.links, stages, replicas)
+    yield from emulated_host_problems("emulation.hosts", config.emulation.hosts, config.num_hosts)
     yield from link_trace_problems("emulation.trace", config.emulation.trace)
     if config.emulation.wire_mbps is not None and config.emulation.message_bytes is None:
         given = "preset" if config.emulation.preset else "wire_mbps"

@@ -1,5 +1,6 @@
 """Reads the conditions of emulated links from a configuration."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +11,7 @@ from jaxmorph.emulation.delay_traces import draw_regime
 from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.emulation.link_trace import read_link_trace, require_few_changes, require_links_of
 from jaxmorph.errors import UserError
-from jaxmorph.placement import Placement
+from jaxmorph.placement import Layout, Placement
 from jaxmorph.records import Link
 
 
@@ -68,8 +69,13 @@ def _scaled(condition: LinkCondition, *, time_scale: float, latency_scale: float
     )
 
 
-def emulated_conditions(config: Config, restarts: int = 0) -> tuple[LinkCondition, ...]:
-    """The conditions that a replica's configuration lists, and those of its trace.
+def emulated_conditions(
+    config: Config, restarts: int = 0, layout: Layout | None = None, replica: int = 0
+) -> tuple[LinkCondition, ...]:
+    """The conditions of a replica's links: those that its configuration lists, and its trace's.
+
+    Args:
+        layout: Who is where; None: as at the start.
 
     Raises:
         UserError: The trace can't be read, or names a link that the pipeline doesn't have.
@@ -79,8 +85,37 @@ def emulated_conditions(config: Config, restarts: int = 0) -> tuple[LinkConditio
         for link in config.emulation.links
     ]
     trace, stages = config.emulation.trace, config.parallelism.stages
+    own = {rank: stage for stage, rank in enumerate((layout or config.layout).ranks[replica])}
+    hosts = _between_hosts(config, layout or config.layout, own)
+    links = possible_links(stages)
+    listed += (each for each in hosts if Link(*each.between) in links)
     found = (*listed, *trace_conditions(trace, stages, "emulation.trace"))
-    # A cut holds until a restart: the ranks would then be started on what still works.
+    return _after_restarts(found, restarts)
+
+
+def sum_conditions(
+    config: Config, layout: Layout, stage: int, restarts: int = 0
+) -> tuple[LinkCondition, ...]:
+    """The conditions between the replicas' ranks of one stage, which sum gradients, by replica."""
+    own = {rank: replica for replica, rank in enumerate(layout.peers(stage))}
+    return _after_restarts(_between_hosts(config, layout, own), restarts)
+
+
+def _between_hosts(
+    config: Config, layout: Layout, numbers: Mapping[int, int]
+) -> list[LinkCondition]:
+    """The conditions of pairs of hosts, between those ranks that have a number."""
+    return [
+        LinkCondition(**{**dict(pair), "between": tuple(sorted((numbers[a], numbers[b])))})
+        for pair in config.emulation.hosts
+        for a in numbers
+        for b in numbers
+        if (layout.host(a), layout.host(b)) == pair.between
+    ]
+
+
+def _after_restarts(found: Iterable[LinkCondition], restarts: int) -> tuple[LinkCondition, ...]:
+    """Without cuts, if ranks were restarted: they would then be started on what still works."""
     return tuple(each for each in found if not (restarts and each.cut))
 
 

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
+from math import ceil, inf
 
 from jaxmorph.control.link_state import directions_of
 from jaxmorph.emulation.link_conditions import LinkCondition, of_route
@@ -10,7 +11,7 @@ from jaxmorph.program.instructions import Transfer
 from jaxmorph.records import Link
 from jaxmorph.runtime.rendezvous import Rendezvous, agree
 from jaxmorph.runtime.routes import TransferIdentity
-from jaxmorph.transport.link_emulator import LinkEmulator
+from jaxmorph.transport.link_emulator import LinkEmulator, by_direction
 from jaxmorph.transport.plane import DataPlane
 
 PeerHasLeft = Callable[[Link], bool]
@@ -158,6 +159,47 @@ class EmulatedLinks:
     def _healed_s(self, identity: TransferIdentity, at_s: float) -> float:
         transfer = identity.transfer
         return self._emulator.healed_s(transfer.source, transfer.destination, identity.step, at_s)
+
+
+class EmulatedSum:
+    """What is emulated of the direct sum of gradients over replicas.
+
+    All replicas' ranks of a stage compute the same delay, and end together.
+
+    Args:
+        conditions: Between replicas, by their numbers.
+        num_bytes: Of the gradients.
+        bucket_bytes: What is summed at once.
+    """
+
+    def __init__(
+        self,
+        conditions: Sequence[LinkCondition],
+        num_replicas: int,
+        num_bytes: int,
+        bucket_bytes: int,
+    ) -> None:
+        self._of_pairs = by_direction(of_route(conditions, "direct"))
+        others = num_replicas - 1
+        self._rounds = 2 * others * ceil(num_bytes / bucket_bytes)
+        self._sent_bytes = 2 * others * num_bytes / num_replicas
+        self._origin_s = 0.0
+
+    def begin(self, origin_s: float) -> None:
+        """Count the conditions' times from then on, by the monotonic clock."""
+        self._origin_s = origin_s
+
+    def delay_s(self, step: int, now_s: float) -> float:
+        """How long a step's sum takes more: as long as over the slowest pair; infinity if cut."""
+        found = (each.holding(step, now_s - self._origin_s) for each in self._of_pairs.values())
+        return max(map(self._over_pair_s, found), default=0.0)
+
+    def _over_pair_s(self, holding: Sequence[LinkCondition]) -> float:
+        if any(condition.cut for condition in holding):
+            return inf
+        limits = [each.bandwidth_mbps for each in holding if each.bandwidth_mbps is not None]
+        wire_s = 8e-6 * self._sent_bytes / min(limits) if limits else 0.0
+        return wire_s + self._rounds * sum(each.latency_ms for each in holding) / 1e3
 
 
 def _cut_error(identity: TransferIdentity, waited_s: float) -> TimeoutError:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, reduce
+from math import inf
 from operator import add
 from typing import Any
 
@@ -23,7 +24,9 @@ from jaxmorph.placement import Replica
 from jaxmorph.progress import progress
 from jaxmorph.records import EventKind, Route
 from jaxmorph.runtime.causes import WaitedInVainError
+from jaxmorph.runtime.emulated_links import EmulatedSum
 from jaxmorph.runtime.executor import StepOutcome
+from jaxmorph.runtime.queue import sleep_until
 from jaxmorph.runtime.rank_process import in_one_line
 from jaxmorph.runtime.replicas import Replicas
 from jaxmorph.runtime.report import LinkEvent
@@ -52,9 +55,18 @@ class DirectSum:
     Args:
         mesh: The stage's devices in all replicas, (data, tensor).
         gradients: Arrays of the form of those to sum.
+        emulated: Delays the sums; None: nothing does.
+        timeout_s: How long an emulated delay may be.
     """
 
-    def __init__(self, mesh: Mesh, gradients: Tree) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        gradients: Tree,
+        emulated: EmulatedSum | None = None,
+        timeout_s: float = inf,
+    ) -> None:
+        self._emulated, self._timeout_s = emulated, timeout_s
         leaves = jax.tree.leaves(gradients)
         self._of_sums = [NamedSharding(mesh, _spec_of(leaf)) for leaf in leaves]
         specs = [sharding.spec for sharding in self._of_sums]
@@ -71,11 +83,12 @@ class DirectSum:
         ]
         self._sum = compiled(jax.jit(summed).lower(*forms))
 
-    def run(self, gradients: Tree) -> Tree:
+    def run(self, gradients: Tree, step: int) -> Tree:
         """The sums, once they are there; the gradients stay as they are.
 
         Raises:
             JaxRuntimeError: A collective failed, or another replica did not come in time.
+            TimeoutError: An emulated delay is too long.
         """
         leaves, structure = jax.tree.flatten(gradients)
         # Each replica has its own numbers under the name of one array that is alike in all of
@@ -85,7 +98,14 @@ class DirectSum:
         own = [
             _in_other_place(*pair) for pair in zip(sums, (x.sharding for x in leaves), strict=True)
         ]
-        return jax.block_until_ready(jax.tree.unflatten(structure, own))
+        jax.block_until_ready(own)
+        if self._emulated is not None:
+            now_s = time.monotonic()
+            delay_s = self._emulated.delay_s(step, now_s)
+            sleep_until(now_s + min(delay_s, self._timeout_s))
+            if delay_s > self._timeout_s:
+                raise TimeoutError(f"emulated: not over after {self._timeout_s:g} s")
+        return jax.tree.unflatten(structure, own)
 
 
 def _spec_of(leaf: jax.Array) -> PartitionSpec:
@@ -308,7 +328,7 @@ class GradientSum:
         the gradients that were summed are given up.
         """
         progress.stamp("sums its gradients with those of other replicas")
-        sums, failure = self._summed_direct(stage.gradients)
+        sums, failure = self._summed_direct(stage.gradients, step)
         outcome, parts, all_have = self.replicas.join(outcome, parts, is_summed=sums is not None)
         if sums is None or not all_have:
             if self.direct is not None:
@@ -322,13 +342,13 @@ class GradientSum:
         stage.replace_gradients(sums)
         return outcome, parts
 
-    def _summed_direct(self, gradients: Tree) -> tuple[Tree | None, str]:
+    def _summed_direct(self, gradients: Tree, step: int) -> tuple[Tree | None, str]:
         """The sums, or None with the reason if they can't be made directly."""
         if self.direct is None:
             return None, ""
         try:
-            return self.direct.run(gradients), ""
-        except jax.errors.JaxRuntimeError as error:
+            return self.direct.run(gradients, step), ""
+        except (jax.errors.JaxRuntimeError, TimeoutError) as error:
             if self.delegated is None:
                 raise
             return None, in_one_line(error)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
-from jaxmorph.placement import ALONE, Replica
+from jaxmorph.placement import ALONE, Layout, Replica
 from jaxmorph.plain_json import Json, parse
 from jaxmorph.runtime.executor import StepOutcome
 from jaxmorph.runtime.rendezvous import Rendezvous, SoleRank, gather
@@ -49,27 +49,33 @@ class Replicas:
     """A rank's replica, and both groups of ranks that it belongs to.
 
     Attributes:
+        layout: Of all ranks.
         pipeline: The ranks of its replica, by stage.
         peers: The ranks of its stage, by replica.
         all_ranks: Of the run.
     """
 
     own: Replica
+    layout: Layout
     pipeline: Rendezvous
     peers: Rendezvous
     all_ranks: Rendezvous
 
     @classmethod
-    def of(cls, rendezvous: Rendezvous, num_replicas: int) -> Self:
+    def of(cls, rendezvous: Rendezvous, layout: Layout) -> Self:
         """Divide a run's ranks into replicas; all ranks call this together."""
-        if num_replicas == 1:
-            return cls(ALONE, rendezvous, SoleRank(rendezvous.members[rendezvous.rank]), rendezvous)
-        num_stages = rendezvous.num_ranks // num_replicas
-        index, stage = divmod(rendezvous.rank, num_stages)
-        own = Replica(index, num_replicas)
-        pipeline = rendezvous.group(f"replica {index}", own.ranks(num_stages))
-        peers = rendezvous.group(f"stage {stage}", own.peers(num_stages, stage))
-        return cls(own, pipeline, peers, rendezvous)
+        member = rendezvous.members[rendezvous.rank]
+        if layout.num_replicas == 1:
+            return cls(ALONE, layout, rendezvous, SoleRank(member), rendezvous)
+        index, stage = layout.positions[rendezvous.rank]
+        own, peers = layout.ranks[index], layout.peers(stage)
+        return cls(
+            Replica(index, layout.num_replicas),
+            layout,
+            rendezvous.group(f"replica {own}", own),
+            rendezvous.group(f"stage {peers}", peers),
+            rendezvous,
+        )
 
     def join(
         self, outcome: StepOutcome, parts: Iterable[Any], *, is_summed: bool

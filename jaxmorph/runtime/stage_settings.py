@@ -8,7 +8,7 @@ import optax
 
 from jaxmorph.copies.backends import PayloadShape
 from jaxmorph.copies.choosing import AUTO
-from jaxmorph.placement import ALONE, Placement, PlacementKind, Replica
+from jaxmorph.placement import Placement, PlacementKind
 from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.records import Link
 from jaxmorph.runtime.optimizer import OptimizerSettings
@@ -34,7 +34,7 @@ class StageSettings:
         num_chunks: Virtual stages per rank.
         placement_kind: How they are placed.
         num_devices: Devices of a rank, over which its parameters are split.
-        replica: Which copy of the pipeline it belongs to.
+        ranks: The run's rank of each stage; none: the pipeline's own numbers.
         weights: Where to read stored weights; None: parameters start from `seed`.
         direct: The links that may be on the direct route; None: all of them.
         delegated: The links that may be delegated; programs for both routes are compiled ahead.
@@ -58,7 +58,7 @@ class StageSettings:
     num_chunks: int = 1
     placement_kind: PlacementKind = "wrap"
     num_devices: int = 1
-    replica: Replica = ALONE
+    ranks: tuple[int, ...] = ()
     weights: str | None = None
     direct: frozenset[Link] | None = None
     delegated: frozenset[Link] = frozenset()

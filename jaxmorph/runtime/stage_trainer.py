@@ -81,8 +81,7 @@ class StageTrainer:
         if alone is not None and settings.direct != frozenset():
             raise ValueError("a stage alone on its mesh can't have direct links")
         num_ranks, num_devices = settings.num_ranks, settings.num_devices
-        replicas, replica = settings.replica.count, settings.replica.index
-        mesh = make_mesh(num_ranks, num_devices, replicas, replica) if alone is None else alone
+        mesh = make_mesh(num_ranks, num_devices, settings.ranks) if alone is None else alone
         submesh = stage_submesh(mesh, rank) if alone is None else alone
         progress.stamp("making or reading its first parameters")
         self.params = _initial_params(model, settings, rank, submesh)

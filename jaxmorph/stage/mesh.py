@@ -1,5 +1,6 @@
 """The device mesh of a run, and the submeshes of a stage and of a replaced link."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,31 +18,32 @@ DATA = "data"
 AXES = (STAGE, TENSOR)
 
 
-def make_mesh(stages: int, tensor: int = 1, replicas: int = 1, replica: int = 0) -> Mesh:
-    """Returns a replica's mesh (stage, tensor), over the first devices of its processes, in order.
+def make_mesh(stages: int, tensor: int = 1, ranks: Sequence[int] = ()) -> Mesh:
+    """Returns a pipeline's mesh (stage, tensor) over the first devices of its processes.
+
+    Args:
+      ranks: the process of each stage; none: the first ones, in order.
 
     Raises:
-      UserError: there are fewer devices than the run needs.
+      UserError: there are fewer devices than the mesh needs.
     """
-    return Mesh(_grid(stages, tensor, replicas)[replica], AXES)
+    return Mesh(_devices_of(ranks or range(stages), tensor), AXES)
 
 
-def make_data_mesh(stages: int, tensor: int, replicas: int, stage: int) -> Mesh:
-    """Returns the mesh (data, tensor) of one stage in all replicas; see `make_mesh`."""
-    return Mesh(_grid(stages, tensor, replicas)[:, stage], (DATA, TENSOR))
+def make_data_mesh(ranks: Sequence[int], tensor: int = 1) -> Mesh:
+    """Returns the mesh (data, tensor) of one stage in all replicas, whose processes these are."""
+    return Mesh(_devices_of(ranks, tensor), (DATA, TENSOR))
 
 
-def _grid(stages: int, tensor: int, replicas: int) -> np.ndarray:
-    """All devices of a run, [replica, stage, tensor]."""
+def _devices_of(ranks: Sequence[int], tensor: int) -> np.ndarray:
+    """The first devices of processes, [rank, tensor]; of a lone process one after another."""
     devices = _devices(tensor)
-    needed = replicas * stages * tensor
-    if len(devices) < needed:
-        of_data = f" x {replicas} data" if replicas > 1 else ""
+    if len(devices) < (max(ranks) + 1) * tensor:
         raise UserError(
-            f"parallelism: {stages} stages x {tensor} tensor{of_data} need {needed} devices, got "
-            f"{len(devices)}"
+            f"parallelism: {len(ranks)} stages x {tensor} tensor need {len(ranks) * tensor} "
+            f"devices, got {len(devices)}"
         )
-    return np.array(devices[:needed]).reshape(replicas, stages, tensor)
+    return np.array([devices[rank * tensor : (rank + 1) * tensor] for rank in ranks])
 
 
 def _devices(per_stage: int) -> list[Any]:

@@ -1,15 +1,17 @@
 """Opens a rank's stage: its settings from the configuration, its data plane, its slots."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
 
+import jax
+
 from jaxmorph.config import Config, per_stage
-from jaxmorph.placement import ALONE, Replica
+from jaxmorph.emulation.link_conditions import LinkCondition, of_route
 from jaxmorph.program.instructions import Channel
 from jaxmorph.progress import OF_REPLICAS, progress
-from jaxmorph.runtime.emulated_links import EmulatedLinks
+from jaxmorph.runtime.emulated_links import EmulatedLinks, EmulatedSum
 from jaxmorph.runtime.join import coordinator_host
 from jaxmorph.runtime.link_connections import open_data_plane, open_failover_connections
 from jaxmorph.runtime.optimizer import OptimizerSettings
@@ -39,12 +41,13 @@ def stage_settings(
     *,
     adapts: bool = False,
     shapes: MicrobatchShapes | None = None,
-    replica: Replica = ALONE,
+    ranks: tuple[int, ...] = (),
 ) -> StageSettings:
     """The settings that a rank's stage is built from.
 
     Args:
         rank: Its number among those of its replica.
+        ranks: The run's rank of each stage of the replica; none: there is one replica.
         adapts: Whether routes may change, so that every link needs both.
         shapes: The data of one microbatch; None: the configured text's.
     """
@@ -71,7 +74,7 @@ def stage_settings(
         num_chunks=config.parallelism.chunks,
         placement_kind=config.placement.kind,
         num_devices=config.parallelism.tensor,
-        replica=replica,
+        ranks=ranks,
         direct=direct,
         delegated=delegated,
         fails_over=config.fails_over,
@@ -152,21 +155,33 @@ def open_stage(
 
 @contextmanager
 def open_gradient_sum(
-    config: Config, replicas: Replicas, stage: StageTrainer
+    config: Config,
+    replicas: Replicas,
+    stage: StageTrainer,
+    conditions: Sequence[LinkCondition] = (),
 ) -> Iterator[GradientSum | None]:
     """What sums a rank's gradients over the replicas; None where there is one replica.
 
     All ranks call this at the same point.
+
+    Args:
+        conditions: Emulated between the replicas.
     """
     own, cut, peers = replicas.own, config.parallelism, replicas.peers
     if own.is_alone:
         yield None
         return
-    direct = None
+    emulation, direct = config.emulation, None
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(stage.gradients))
+    emulated = EmulatedSum(
+        conditions, own.count, emulation.gradient_bytes or num_bytes, emulation.bucket_bytes
+    )
     if config.routes.reduction == "direct":
-        mesh = make_data_mesh(cut.stages, cut.tensor, own.count, replicas.pipeline.rank)
+        mesh = make_data_mesh(replicas.layout.peers(replicas.pipeline.rank), cut.tensor)
         with progress.within(config.timeouts.compile_s, "compiles the sum over replicas"):
-            direct = DirectSum(mesh, stage.gradients)
+            direct = DirectSum(
+                mesh, stage.gradients, emulated if conditions else None, config.direct_timeout_s
+            )
         if not config.reduction_fails_over:
             yield GradientSum(replicas, direct)
             return
@@ -179,6 +194,7 @@ def open_gradient_sum(
         config.timeouts.start_s,
     ) as plane:
         assert plane is not None  # there are other replicas
+        plane.emulate(of_route(conditions, "delegated"))
         waits_s = config.timeouts.step_s
         delegated = DelegatedSum(plane, own, peers.members, stage.gradients, waits_s)
         yield GradientSum(replicas, direct, delegated)

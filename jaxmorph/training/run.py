@@ -17,10 +17,15 @@ from jaxmorph.config import Config
 from jaxmorph.control.verdicts import KnownDirection, dead_of
 from jaxmorph.data import StepData
 from jaxmorph.emulation.link_conditions import LinkCondition, untimed
-from jaxmorph.emulation.link_settings import emulated_conditions, hardware_conditions
+from jaxmorph.emulation.link_settings import (
+    emulated_conditions,
+    hardware_conditions,
+    sum_conditions,
+)
 from jaxmorph.errors import RunFailedError
 from jaxmorph.messages import EventEmitted, RunMessage
 from jaxmorph.output import write_stderr
+from jaxmorph.placement import Layout
 from jaxmorph.program.slots_needed import HostRoom
 from jaxmorph.records import Event, EventKind
 from jaxmorph.report.run_directory import CONTROL, RunLines
@@ -68,6 +73,8 @@ class Run:
         checkpoints: None for a script's run without a directory.
         taken: Which kernels the model takes on this device, in words.
         unreached: The parameters that no gradient reaches.
+        conditions: Emulated on the replica's links.
+        of_sums: Emulated between this stage's ranks, by replica.
     """
 
     config: Config
@@ -80,6 +87,7 @@ class Run:
     settings: StageSettings
     conditions: tuple[LinkCondition, ...]
     links: EmulatedLinks
+    of_sums: tuple[LinkCondition, ...]
 
     @property
     def first_step(self) -> int:
@@ -132,6 +140,7 @@ def load_run(
     shapes: MicrobatchShapes | None = None,
     optimizer: optax.GradientTransformation | None = None,
     restarts: int = 0,
+    layout: Layout | None = None,
 ) -> Run:
     """Check the model and cut it into stages; all ranks agree on the cut.
 
@@ -140,13 +149,14 @@ def load_run(
         microbatch: Arrays of one; None: a script's come later, and layers are measured on zeros.
         shapes: The data of one microbatch; None: the configured text's.
         optimizer: None: the configuration's AdamW.
+        layout: Of all ranks; None: the configured one.
         restarts: How often the run was restarted; emulated cuts end with a restart, and the model
             is not checked again.
 
     Raises:
         UserError: The model would be trained wrongly.
     """
-    replicas = Replicas.of(rendezvous, config.parallelism.data)
+    replicas = Replicas.of(rendezvous, layout or config.layout)
     config, pipeline = config.of_replica(replicas.own.index), replicas.pipeline
     sizes = config.batch.microbatch_size, config.data.sequence_length
     shapes = shapes or MicrobatchShapes.of_text(*sizes)
@@ -164,11 +174,13 @@ def load_run(
         pipeline.rank,
         adapts=config.adapts,
         shapes=shapes,
-        replica=replicas.own,
+        ranks=replicas.layout.ranks[replicas.own.index],
     )
     if optimizer is not None:
         settings = replace(settings, optimizer=optimizer)
-    conditions = emulated_conditions(config, restarts)
+    index = replicas.own.index
+    conditions = emulated_conditions(config, restarts, replicas.layout, index)
+    of_sums = sum_conditions(config, replicas.layout, pipeline.rank, restarts)
     return Run(
         config,
         replicas,
@@ -180,6 +192,7 @@ def load_run(
         settings,
         conditions,
         EmulatedLinks(hardware_conditions(config.emulation, config.parallelism.stages)),
+        of_sums,
     )
 
 
@@ -296,7 +309,9 @@ def begin_training(
     checkpoints, step_s = run.checkpoints, config.timeouts.step_s
     skipped, saver = SkippedSteps(config.optimizer.stop_after_skipped), None
     with ExitStack() as opened:
-        gradient_sum = opened.enter_context(open_gradient_sum(config, run.replicas, stage))
+        gradient_sum = opened.enter_context(
+            open_gradient_sum(config, run.replicas, stage, run.of_sums)
+        )
         run.replicas.all_ranks.limit(step_s)
         run.links.emulate(run.conditions, agree_on_origin_s(run.replicas.all_ranks))
         clip_norm = config.optimizer.clip_norm

@@ -15,6 +15,7 @@ from jaxmorph.control.link_state import FailedPaths, PathFailure
 from jaxmorph.control.rank_times import timeline_of
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.models import gpt2
+from jaxmorph.placement import Layout
 from jaxmorph.program.instructions import Payload, Send, Transfer, channel_of
 from jaxmorph.records import Link
 from jaxmorph.runtime.executor import StepInputs, StepOutcome
@@ -331,7 +332,7 @@ def trainer_of(monkeypatch):
         trainer: Any = Trainer.__new__(Trainer)
         trainer.config, trainer.rank, trainer._next_step = check_config({}), 0, next_step
         trainer._rendezvous, trainer._failed = rendezvous, FailedPaths()
-        replicas = Replicas.of(rendezvous, 1)
+        replicas = Replicas.of(rendezvous, Layout.first(1))
         trainer._run = SimpleNamespace(rendezvous=rendezvous, replicas=replicas, leads=True)
         trainer._stage = own
         trainer._vocab_size = trainer._shapes = None
