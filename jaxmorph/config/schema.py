@@ -138,6 +138,12 @@ class Config(BaseModel):
         return self.parallelism.data > 1 and (self.adapts if wanted == "auto" else wanted)
 
     @property
+    def remaps(self) -> bool:
+        """Whether ranks may change places during the run."""
+        cut, wanted = self.parallelism, self.adaptation.remaps
+        return min(cut.data, cut.stages) > 1 and (self.adapts if wanted == "auto" else wanted)
+
+    @property
     def direct_timeout_s(self) -> float:
         """The deadline of a direct transfer, in seconds."""
         fails_over = self.fails_over or self.reduction_fails_over

@@ -369,6 +369,14 @@ class Adaptation(Section):
     that shortens the predicted step; the prediction ignores the processor time and host memory
     that delegation takes."""
 
+    remaps: Annotated[Literal["auto"] | bool, Expected("auto, true or false")] = "auto"
+    """With `parallelism.data` above 1: let ranks change places in the mesh where a slow pair of
+    hosts sums gradients. `auto`: if `enabled`."""
+
+    remap_to: Literal["any", "pipeline"] = "any"
+    """Where a slow pair of hosts may go: `any` also takes places between which nothing is sent;
+    `pipeline` makes it a link between two stages, as Falcon does."""
+
     worth: Annotated[float, Field(ge=0, lt=1), Expected("a number from 0 to below 1")] = 0.02
     """The share by which a new plan must shorten the predicted step. Raise it if plans change too
     often."""

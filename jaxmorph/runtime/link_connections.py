@@ -62,7 +62,7 @@ def open_data_plane(
     """
     names = [spec.name for spec in (*outgoing, *incoming)]
     links = {Link(*sorted((name.source, name.destination))) for name in names}
-    open_idle = partial(_open_connections, rendezvous, links, timeout_s=timeout_s, number=1)
+    open_idle = partial(open_connections, rendezvous, links, timeout_s=timeout_s, number=1)
     if not links:
         _agree(rendezvous, [])
         with open_idle(host="127.0.0.1"):
@@ -244,10 +244,10 @@ def open_failover_connections(
 ) -> Iterator[FailoverConnections]:
     """This rank's connections and pings; all ranks call it together.
 
-    For the arguments see `_open_connections`.
+    For the arguments see `open_connections`.
     """
     with (
-        _open_connections(rendezvous, links, host, timeout_s, number=2) as found,
+        open_connections(rendezvous, links, host, timeout_s, number=2) as found,
         open_path_pings(rendezvous, host) as pings,
     ):
         # Both ends have them in the order in which the caller called.
@@ -256,7 +256,7 @@ def open_failover_connections(
 
 
 @contextmanager
-def _open_connections(
+def open_connections(
     rendezvous: Rendezvous, links: Collection[Link], host: str, timeout_s: float, number: int
 ) -> Iterator[Mapping[Link, Sequence[Connection]]]:
     """So many connections to the other end of each of this rank's links, without deadlines.

@@ -32,7 +32,6 @@ from jaxmorph.runtime.replicas import Replicas
 from jaxmorph.runtime.report import LinkEvent
 from jaxmorph.runtime.routes import TransferMismatchError
 from jaxmorph.runtime.stage_trainer import StageTrainer
-from jaxmorph.stage.compiling import compiled
 from jaxmorph.stage.mesh import DATA
 from jaxmorph.transport.names import ChannelName, PeerGoneError
 from jaxmorph.transport.plane import ChannelSpec, DataPlane
@@ -81,7 +80,8 @@ class DirectSum:
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
             for leaf, sharding in zip(leaves, self._of_sums, strict=True)
         ]
-        self._sum = compiled(jax.jit(summed).lower(*forms))
+        # Not kept on disk for a next start, as a stage's are: other processes' devices are in it.
+        self._sum = jax.jit(summed).lower(*forms).compile()
 
     def run(self, gradients: Tree, step: int) -> Tree:
         """The sums, once they are there; the gradients stay as they are.
@@ -328,8 +328,12 @@ class GradientSum:
         the gradients that were summed are given up.
         """
         progress.stamp("sums its gradients with those of other replicas")
+        began_s = time.monotonic()
         sums, failure = self._summed_direct(stage.gradients, step)
-        outcome, parts, all_have = self.replicas.join(outcome, parts, is_summed=sums is not None)
+        sum_s = time.monotonic() - began_s
+        outcome, parts, all_have = self.replicas.join(
+            outcome, parts, is_summed=sums is not None, sum_s=sum_s
+        )
         if sums is None or not all_have:
             if self.direct is not None:
                 self.direct = None

@@ -13,14 +13,17 @@ from jaxmorph.placement import ALONE, Layout, Replica
 from jaxmorph.plain_json import Json, parse
 from jaxmorph.runtime.executor import StepOutcome
 from jaxmorph.runtime.rendezvous import Rendezvous, SoleRank, gather
-from jaxmorph.runtime.report import named_parts
+from jaxmorph.runtime.report import SumTook, named_parts
 
 _Part = TypeVar("_Part")
 
 
 @runtime_checkable
 class JoinsReplicas(Protocol):
-    """A part of a rank's report that all replicas must know alike (`named_parts`)."""
+    """A part of a rank's report that all replicas must know alike (`named_parts`).
+
+    The same stage's ranks in all replicas report one, or none of them does.
+    """
 
     def joined(self, of_replicas: Sequence[Self], /) -> Self:
         """The part that stands for those of a stage's ranks in all replicas."""
@@ -35,12 +38,14 @@ class StageOfReplica:
         loss: Its part of the mean loss.
         aux: Its auxiliary losses by name.
         is_summed: Whether the gradients were summed over the direct route.
+        sum_s: How long that took this replica.
         parts: `JoinsReplicas`, by the names of their dataclasses.
     """
 
     loss: float
     aux: Mapping[str, float]
     is_summed: bool
+    sum_s: float = 0.0
     parts: Mapping[str, Json] = field(default_factory=dict)
 
 
@@ -78,7 +83,7 @@ class Replicas:
         )
 
     def join(
-        self, outcome: StepOutcome, parts: Iterable[Any], *, is_summed: bool
+        self, outcome: StepOutcome, parts: Iterable[Any], *, is_summed: bool, sum_s: float = 0.0
     ) -> tuple[StepOutcome, list[Any], bool]:
         """Exchange a step's scalars and parts among the replicas of this stage.
 
@@ -90,13 +95,14 @@ class Replicas:
         if self.own.is_alone:
             return outcome, parts, is_summed
         shared = named_parts(each for each in parts if isinstance(each, JoinsReplicas))
-        own = StageOfReplica(outcome.loss, outcome.aux, is_summed, shared)
+        own = StageOfReplica(outcome.loss, outcome.aux, is_summed, sum_s, shared)
         found = gather(self.peers, StageOfReplica, own)
         aux = {name: sum(each.aux[name] for each in found) / len(found) for name in outcome.aux}
         joined = replace(outcome, loss=sum(each.loss for each in found), aux=aux)
         parts = [
             _joined(each, found) if isinstance(each, JoinsReplicas) else each for each in parts
         ]
+        parts.append(SumTook(min(each.sum_s for each in found)))
         return joined, parts, all(each.is_summed for each in found)
 
     def total(self, kind: type[_Part], own: _Part) -> list[_Part]:

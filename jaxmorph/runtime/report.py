@@ -192,6 +192,13 @@ class ProbeTimes:
 
 
 @dataclass(frozen=True)
+class SumTook:
+    """How long a stage's sum over replicas took, from when the last of them came to it."""
+
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class OfReplicas:
     """What replicas tell the one that records the run: its first stage has it of all of them.
 

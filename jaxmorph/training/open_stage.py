@@ -200,6 +200,11 @@ def open_gradient_sum(
         yield GradientSum(replicas, direct, delegated)
 
 
+def listening_host(config: Config, rendezvous: Rendezvous) -> str:
+    """The address at which other ranks reach this one; all ranks call this together."""
+    return _agreed_transport(config, rendezvous).addresses[0]
+
+
 def _agreed_transport(config: Config, rendezvous: Rendezvous) -> TransportSettings:
     """This host's transport settings; an error on one host is raised on all ranks."""
     loopbacks = set(gather(rendezvous, str, loopback_identity()))

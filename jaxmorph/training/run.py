@@ -4,7 +4,7 @@
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -58,10 +58,29 @@ from jaxmorph.training.layer_choice import (
 from jaxmorph.training.loop import Callback, Loop
 from jaxmorph.training.open_stage import open_gradient_sum, open_stage, stage_settings
 from jaxmorph.training.plan_in_force import PlanInForce
+from jaxmorph.training.remap import Remapping
 from jaxmorph.training.run_checkpoints import RunCheckpoints, TrainedOn
 from jaxmorph.training.run_parts import check_together, unreached_in_words
 from jaxmorph.training.starting_point import KnownLinks, known_links
 from jaxmorph.training.step_recorder import StepRecorder
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Ranks have changed places in the mesh.
+
+    Attributes:
+        step: The next step.
+        state: Of this rank's stage, on the host.
+        began_s: When the step before ended, on the monotonic clock.
+        exchanged_s: How long it took until all had their states.
+    """
+
+    layout: Layout
+    step: int
+    state: Sequence[Any]
+    began_s: float
+    exchanged_s: float
 
 
 @dataclass(frozen=True)
@@ -75,6 +94,7 @@ class Run:
         unreached: The parameters that no gradient reaches.
         conditions: Emulated on the replica's links.
         of_sums: Emulated between this stage's ranks, by replica.
+        first_step: The step at which the run begins, resumes, or goes on after a remap.
     """
 
     config: Config
@@ -88,11 +108,7 @@ class Run:
     conditions: tuple[LinkCondition, ...]
     links: EmulatedLinks
     of_sums: tuple[LinkCondition, ...]
-
-    @property
-    def first_step(self) -> int:
-        """The step at which the run begins or resumes."""
-        return 0 if self.checkpoints is None else self.checkpoints.first_step
+    first_step: int = 0
 
     @property
     def rendezvous(self) -> Rendezvous:
@@ -140,7 +156,7 @@ def load_run(
     shapes: MicrobatchShapes | None = None,
     optimizer: optax.GradientTransformation | None = None,
     restarts: int = 0,
-    layout: Layout | None = None,
+    moved: Moved | None = None,
 ) -> Run:
     """Check the model and cut it into stages; all ranks agree on the cut.
 
@@ -149,19 +165,19 @@ def load_run(
         microbatch: Arrays of one; None: a script's come later, and layers are measured on zeros.
         shapes: The data of one microbatch; None: the configured text's.
         optimizer: None: the configuration's AdamW.
-        layout: Of all ranks; None: the configured one.
+        moved: Where ranks are now, if they have changed places; the model has been checked.
         restarts: How often the run was restarted; emulated cuts end with a restart, and the model
             is not checked again.
 
     Raises:
         UserError: The model would be trained wrongly.
     """
-    replicas = Replicas.of(rendezvous, layout or config.layout)
+    replicas = Replicas.of(rendezvous, moved.layout if moved else config.layout)
     config, pipeline = config.of_replica(replicas.own.index), replicas.pipeline
     sizes = config.batch.microbatch_size, config.data.sequence_length
     shapes = shapes or MicrobatchShapes.of_text(*sizes)
     taken, unreached = device_choices(model, *sizes, shapes.extras), ()
-    if restarts == 0:  # else the model was checked before the failure
+    if restarts == 0 and moved is None:  # else the model was checked before the failure
         unreached = check_together(config, pipeline, model, shapes, microbatch)
     if checkpoints is not None:
         checkpoints.require_shared(rendezvous)
@@ -193,6 +209,7 @@ def load_run(
         conditions,
         EmulatedLinks(hardware_conditions(config.emulation, config.parallelism.stages)),
         of_sums,
+        moved.step if moved else checkpoints.first_step if checkpoints else 0,
     )
 
 
@@ -254,6 +271,7 @@ class Training:
     skipped: SkippedSteps
     saver: CheckpointSaver | None
     recorder: StepRecorder
+    remapping: Remapping | None = None
     room: HostRoom | None = None
 
     def finish(self) -> str:
@@ -371,10 +389,23 @@ def begin_training(
             failed=dead_of(first.known),
         )
         callbacks.append(adaptation)
+        remapping = None
+        if config.remaps and num_steps is not None:
+            remapping = Remapping(
+                config,
+                run.replicas.layout,
+                first.planned_for,
+                len(run.model.tied),
+                recorder,
+                active=run.records,
+                last_step=num_steps - 1,
+            )
+            opened.callback(remapping.close)
+            callbacks.append(remapping)
         if run.leads:
             _announce(run, planned, recorder, source, trained_on)
         loop = Loop(runner, first.in_force.program, callbacks, run.first_step)
-        yield Training(loop, recording, skipped, saver, recorder, first.room)
+        yield Training(loop, recording, skipped, saver, recorder, remapping, first.room)
 
 
 def _sender(

@@ -5,26 +5,42 @@ The launcher starts each rank as `python -m jaxmorph.training.train`.
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+import jax
 
 from jaxmorph.config import Config, load_config
 from jaxmorph.data import ReadAhead
 from jaxmorph.errors import UserError
 from jaxmorph.messages import PhaseEnded, RunMessage
+from jaxmorph.placement import Layout
 from jaxmorph.plain_json import tagged
 from jaxmorph.progress import progress
-from jaxmorph.records import COMPILE, PLAN, RESTORE, START
+from jaxmorph.records import COMPILE, PLAN, RESTORE, START, EventKind
 from jaxmorph.runtime.join import join_run
 from jaxmorph.runtime.kept_programs import CompilationCounter, keep_compiled
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
 from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.stop_signals import signals_ask
 from jaxmorph.training.evaluation import with_room_to_evaluate
 from jaxmorph.training.first_plan import settle_garbage
-from jaxmorph.training.run import begin_training, fail_together, load_run, plan_run
+from jaxmorph.training.loop import Loop
+from jaxmorph.training.open_stage import listening_host
+from jaxmorph.training.remap import exchange_states
+from jaxmorph.training.run import (
+    Moved,
+    Run,
+    Training,
+    begin_training,
+    fail_together,
+    load_run,
+    plan_run,
+)
 from jaxmorph.training.run_checkpoints import RunCheckpoints, TrainedOn
-from jaxmorph.training.run_parts import load_parts, step_reader
+from jaxmorph.training.run_parts import RunParts, load_parts, step_reader
 
 
 def train(
@@ -63,37 +79,83 @@ def train(
         if restarts > 0 and isinstance(error.__cause__, OSError):
             raise error.__cause__ from None
         raise
-    run = load_run(
-        config,
-        rendezvous,
-        parts.model,
-        checkpoints,
-        microbatch=parts.microbatch,
-        shapes=parts.shapes,
-        restarts=restarts,
-    )
-    _send_end_of(START, send)
+    moved: Moved | None = None
+    while True:  # once, but for ranks that change places
+        run = load_run(
+            config,
+            rendezvous,
+            parts.model,
+            checkpoints,
+            microbatch=parts.microbatch,
+            shapes=parts.shapes,
+            restarts=restarts,
+            moved=moved,
+        )
+        ended = _train_at(run, parts, send, compilations, stop_asked, moved, directory)
+        moved = ended.moved
+        if moved is None:
+            break
+    fail_together(rendezvous, ended.unwritten, ended.why_stop, ended.unsaved)
+    progress.phase("ends", 0.0)
+    return ended.is_done
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """How a loop has ended.
+
+    Attributes:
+        moved: Ranks have changed places, and the run goes on.
+        unwritten, why_stop, unsaved: See `fail_together`.
+    """
+
+    is_done: bool
+    moved: Moved | None
+    unwritten: str
+    why_stop: str
+    unsaved: str
+
+
+def _train_at(
+    run: Run,
+    parts: RunParts,
+    send: Callable[[RunMessage], None],
+    compilations: CompilationCounter,
+    stop_asked: Callable[[], bool],
+    moved: Moved | None,
+    directory: Path,
+) -> _Ended:
+    """Open the stage, measure, plan, and take steps until the loop ends.
+
+    Args:
+        moved: How this rank came to its place; None: it starts or resumes.
+    """
+    config, rank = run.config, run.rendezvous.rank
+    timeouts = config.timeouts
+    started = send if moved is None else lambda message: None
+    _send_end_of(START, started)
     progress.phase("starts", timeouts.compile_s)
     with (
-        keep_compiled(config, directory, rendezvous.rank) as programs_ran,
+        keep_compiled(config, directory, run.replicas.all_ranks.rank) as programs_ran,
         run.open_stage() as stage,
         ReadAhead(
-            read := step_reader(
-                config, parts.batches, run.rendezvous.rank, stage, run.replicas.own
-            ),
-            first_step,
+            read := step_reader(config, parts.batches, rank, stage, run.replicas.own),
+            run.first_step,
         ) as inputs,
     ):
-        _send_end_of(COMPILE, send)
+        _send_end_of(COMPILE, started)
         progress.phase("restores the checkpoint", timeouts.restore_s)
-        run.restore(stage)
-        _send_end_of(RESTORE, send)
+        if moved is None:
+            run.restore(stage)
+        else:
+            stage.restore(moved.state)
+        _send_end_of(RESTORE, started)
         progress.phase("measures steps and plans", timeouts.start_s)
         longest = read(parts.longest_step)
         planned = plan_run(run, stage, longest, partial(with_room_to_evaluate, config))
         settle_garbage()
         stage.events()  # drop those of the start
-        _send_end_of(PLAN, send)
+        _send_end_of(PLAN, started)
         progress.phase("between steps", timeouts.step_s)
         with begin_training(
             run,
@@ -107,14 +169,41 @@ def train(
             compilations=compilations,
             stop_asked=stop_asked,
         ) as training:
-            training.loop.run(inputs, first_step + 1)
+            if moved is not None:
+                _report_move(moved, training)
+            training.loop.run(inputs, run.first_step + 1)
             programs_ran()
             is_done = training.loop.run(inputs, config.run.steps)
             progress.phase("waits for the last save", timeouts.step_s)
             failure = training.finish()
-        fail_together(rendezvous, training.recorder.unwritten, training.skipped.why_stop, failure)
-    progress.phase("ends", 0.0)
-    return is_done
+            why_stop, layout = training.skipped.why_stop, None
+            if training.remapping is not None and not why_stop and not is_done:
+                layout = training.remapping.layout
+            if layout is not None:
+                moved = _move(run, stage, layout, training.loop)
+    unwritten = training.recorder.unwritten
+    return _Ended(is_done, moved if layout else None, unwritten, why_stop, failure)
+
+
+def _move(run: Run, stage: StageTrainer, layout: Layout, loop: Loop) -> Moved:
+    """Get the state of this rank's next stage; all ranks call this together."""
+    timeouts, all_ranks = run.config.timeouts, run.replicas.all_ranks
+    progress.phase("exchanges the stages' states", timeouts.restore_s)
+    host = listening_host(run.config, all_ranks)
+    before = run.replicas.layout
+    own = jax.device_get(stage.state)
+    state = exchange_states(all_ranks, before, layout, own, host, timeouts.restore_s)
+    took_s = time.monotonic() - loop.began_s
+    return Moved(layout, loop.next_step, state, loop.began_s, took_s)
+
+
+def _report_move(moved: Moved, training: Training) -> None:
+    opened_s = time.monotonic() - moved.began_s - moved.exchanged_s
+    detail = (
+        f"no step between for {moved.exchanged_s + opened_s:.2g} s: {moved.exchanged_s:.2g} s to "
+        f"end and exchange states, {opened_s:.2g} s to open stages, measure and plan"
+    )
+    training.recorder.emit(moved.step, EventKind.REOPENED, detail)
 
 
 def _send_end_of(phase: str, send: Callable[[RunMessage], None]) -> None:

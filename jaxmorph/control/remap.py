@@ -1,0 +1,150 @@
+"""Which ranks change places where the sum of gradients over replicas is slow.
+
+A slow pair of hosts costs most where it sums gradients: all ranks wait for each round of a sum.
+Between two stages it delays messages, which a pipeline can absorb, and between two ranks that
+exchange nothing it costs nothing.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+from jaxmorph.placement import Layout
+from jaxmorph.records import Link
+
+Target = Literal["any", "pipeline"]
+
+# A sum is slow that takes so many times the usual and so much longer, in so many steps in a row.
+_SLOW_TIMES = 2.0
+_LEAST_EXCESS_S = 0.01
+_STEPS = 2
+
+
+@dataclass(frozen=True)
+class SumWatch:
+    """How long the sums of each stage take, and which are slow.
+
+    Attributes:
+        usual_s: The least that was seen, by stage.
+        took_s: In the last step.
+        slow_steps: In how many steps in a row each was slow.
+    """
+
+    usual_s: tuple[float, ...] = ()
+    took_s: tuple[float, ...] = ()
+    slow_steps: tuple[int, ...] = ()
+
+    def after(self, took_s: Sequence[float]) -> "SumWatch":
+        """The watch after another step."""
+        before = self.usual_s or tuple(took_s)
+        usual_s = tuple(map(min, before, took_s))
+        counts = self.slow_steps or (0,) * len(usual_s)
+        slow_steps = tuple(
+            count + 1 if took > _SLOW_TIMES * usual and took > usual + _LEAST_EXCESS_S else 0
+            for took, usual, count in zip(took_s, usual_s, counts, strict=True)
+        )
+        return SumWatch(usual_s, tuple(took_s), slow_steps)
+
+    def slow(self) -> dict[int, float]:
+        """The seconds by which the sums of slow stages take longer than usual."""
+        return {
+            stage: self.took_s[stage] - self.usual_s[stage]
+            for stage, count in enumerate(self.slow_steps)
+            if count >= _STEPS
+        }
+
+
+@dataclass(frozen=True)
+class SlowPair:
+    """Two ranks whose hosts are slow for each other.
+
+    Attributes:
+        excess_s: What that adds to a sum of gradients.
+        delay_ms: What it is thought to add to a message between stages.
+    """
+
+    ranks: tuple[int, int]
+    excess_s: float
+    delay_ms: float
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a pair of hosts carries in a layout."""
+
+    stages: tuple[int, ...] = ()
+    """The stages whose gradients it sums."""
+    links: tuple[tuple[int, Link], ...] = ()
+    """The links of its messages, each with its replica."""
+
+
+def traffic(layout: Layout, hosts: tuple[int, int], links: Sequence[Link]) -> Traffic:
+    """What two hosts exchange.
+
+    Args:
+        links: Of a pipeline.
+    """
+    positions, stages, own = layout.positions, [], []
+    for a, b in product(positions, positions):
+        if (layout.host(a), layout.host(b)) != hosts:
+            continue
+        one, other = positions[a], positions[b]
+        if one.replica == other.replica:
+            link = Link(*sorted((one.stage, other.stage)))
+            own += [(one.replica, link)] if link in links else []
+        elif one.stage == other.stage:
+            stages.append(one.stage)
+    return Traffic(tuple(sorted({*stages})), tuple(sorted({*own})))
+
+
+def choose_layout(
+    layout: Layout,
+    slow: Sequence[SlowPair],
+    links: Sequence[Link],
+    predicted_s: Callable[[Mapping[Link, float]], float],
+    target: Target = "any",
+) -> Layout | None:
+    """The layout in which a step is shortest; None if it is this one.
+
+    Rank 0 stays where it is, as it records the run.
+
+    Args:
+        slow: The pairs that are slow.
+        links: Of a pipeline.
+        predicted_s: A step of a replica, by the milliseconds by which links are slower than usual.
+        target: `pipeline` only takes layouts in which some slow pair is a link of a pipeline.
+    """
+
+    def cost_s(candidate: Layout) -> float:
+        delays: dict[int, dict[Link, float]] = {}
+        sums_s = 0.0
+        for pair in slow:
+            found = _of_pair(candidate, pair, links)
+            sums_s = max(sums_s, pair.excess_s if found.stages else 0.0)
+            for replica, link in found.links:
+                delays.setdefault(replica, {})[link] = pair.delay_ms
+        replicas = (predicted_s(delays.get(each, {})) for each in range(layout.num_replicas))
+        return max(replicas) + sums_s
+
+    def is_allowed(candidate: Layout) -> bool:
+        found = [_of_pair(candidate, pair, links) for pair in slow]
+        return target == "any" or any(each.links and not each.stages for each in found)
+
+    candidates = filter(is_allowed, _swaps(layout, slow))
+    best = min(candidates, key=cost_s, default=None)
+    return best if best is not None and cost_s(best) < cost_s(layout) else None
+
+
+def _of_pair(layout: Layout, pair: SlowPair, links: Sequence[Link]) -> Traffic:
+    hosts = sorted(map(layout.host, pair.ranks))
+    return traffic(layout, (hosts[0], hosts[1]), links)
+
+
+def _swaps(layout: Layout, slow: Sequence[SlowPair]) -> Iterator[Layout]:
+    """The layouts in which a rank of a slow pair has changed places with another one."""
+    ranks = sorted(layout.positions)
+    for moved in sorted({rank for pair in slow for rank in pair.ranks}):
+        for other in ranks:
+            if 0 not in (moved, other) and moved != other:
+                yield layout.swapped(moved, other)

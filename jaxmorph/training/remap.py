@@ -1,0 +1,238 @@
+"""Ranks change places in the mesh: noticed and decided between steps, carried out between loops.
+
+The rank that records the run watches how long gradients take to be summed over replicas
+(`control.remap`). When it has found a better layout, all ranks hear of it with the scalars that end
+a step, and leave the loop. `train` then closes the stages, lets ranks send each other the states of
+the stages that they take over, opens the stages again, and goes on at the same step.
+"""
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from jaxmorph.config import Config
+from jaxmorph.config.link_problems import possible_links
+from jaxmorph.control.profiler import Profile
+from jaxmorph.control.remap import SlowPair, SumWatch, choose_layout
+from jaxmorph.errors import UserError
+from jaxmorph.placement import Layout
+from jaxmorph.records import EventKind, Link
+from jaxmorph.runtime.connection import Connection
+from jaxmorph.runtime.link_connections import open_connections
+from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.runtime.report import SumTook
+from jaxmorph.runtime.stage_state import nested
+from jaxmorph.runtime.step import StepResult
+from jaxmorph.schedule.costs import LinkDelay
+from jaxmorph.training.callbacks import SaveRequest
+from jaxmorph.training.loop import GOES_ON, Callback, Effect
+from jaxmorph.training.plan_in_force import plan_step
+from jaxmorph.training.step_recorder import StepRecorder
+
+_PIECE_BYTES = 64 * 2**20
+
+Parts = tuple[Any, ...]
+"""The state of a stage: see `StageTrainer.state`."""
+
+
+@dataclass(frozen=True)
+class Moves:
+    """The layout after a step, by replica and stage; empty: ranks stay where they are."""
+
+    ranks: tuple[tuple[int, ...], ...] = ()
+
+    def joined(self, of_replicas: Sequence[Self]) -> "Moves":
+        """What the replica says that records the run."""
+        return Moves(next((each.ranks for each in of_replicas if each.ranks), ()))
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A better layout, and why."""
+
+    layout: Layout
+    reason: str
+
+
+class Remapping(Callback):
+    """Ends the loop when ranks are to change places.
+
+    Args:
+        profile: What steps are predicted with.
+        active: Whether this rank decides.
+        last_step: Nothing changes after it.
+
+    Attributes:
+        layout: That of the next loop; None: the run stays as it is.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        profile: Profile,
+        num_tied: int,
+        recorder: StepRecorder,
+        *,
+        active: bool,
+        last_step: int | None,
+    ) -> None:
+        self.layout: Layout | None = None
+        self._config, self._before, self._profile = config, layout, profile
+        self._num_tied, self._recorder, self._last_step = num_tied, recorder, last_step
+        self._thread = ThreadPoolExecutor(1, "jaxmorph-remap") if active else None
+        self._watch = SumWatch()
+        self._deciding: Future[Decision | None] | None = None
+        self._slow: set[int] = set()
+
+    def report(self, step: int) -> tuple[Moves, ...]:
+        """The decision, if there is one."""
+        if self._deciding is None or not self._deciding.done() or step == self._last_step:
+            return (Moves(),)
+        decision, self._deciding = self._deciding.result(), None
+        if decision is None:
+            return (Moves(),)
+        self._recorder.emit(step, EventKind.REMAPPED, decision.reason)
+        return (Moves(decision.layout.ranks),)
+
+    def after(self, result: StepResult) -> Effect:
+        """End the loop if ranks move after this step; else watch its sums."""
+        moves = result.parts_of(Moves)[0]
+        ends = any(each.stop_asked for each in result.parts_of(SaveRequest))
+        if moves.ranks and not ends:
+            self.layout = replace(self._before, ranks=moves.ranks)
+            return Effect(ends=True)
+        if self._thread is not None and result.updated:
+            self._observe(result)
+        return GOES_ON
+
+    def _observe(self, result: StepResult) -> None:
+        self._watch = self._watch.after([each.seconds for each in result.parts_of(SumTook)])
+        slow = self._watch.slow()
+        new, self._slow = slow.keys() - self._slow, {*slow}
+        for stage in sorted(new):
+            ranks = " and ".join(map(str, self._before.peers(stage)))
+            detail = f"stage {stage}: the sum over ranks {ranks} takes {slow[stage]:.3g} s more"
+            self._recorder.emit(result.step, EventKind.SUM_SLOW, detail)
+        if new and self._deciding is None and self._thread is not None:
+            self._deciding = self._thread.submit(self._decide, slow)
+
+    def _decide(self, slow: Mapping[int, float]) -> Decision | None:
+        began_s = time.monotonic()
+        pairs = [self._pair(stage, excess_s) for stage, excess_s in slow.items()]
+        links = possible_links(self._config.parallelism.stages)
+        target = self._config.adaptation.remap_to
+        found = choose_layout(self._before, pairs, links, self._predicted_s, target)
+        if found is None:
+            return None
+        moved = [rank for rank, at in found.positions.items() if self._before.positions[rank] != at]
+        places = ", ".join(f"rank {rank} is {found.positions[rank]}" for rank in moved)
+        took_s = time.monotonic() - began_s
+        return Decision(found, f"{places}, instead of {self._was(moved)}; chosen in {took_s:.2g} s")
+
+    def _was(self, moved: Iterable[int]) -> str:
+        return " and ".join(str(self._before.positions[rank]) for rank in moved)
+
+    def _pair(self, stage: int, excess_s: float) -> SlowPair:
+        first, *_, last = self._before.peers(stage)
+        # A sum takes at least two rounds; how many more, and how far bytes count, is unknown.
+        return SlowPair((first, last), excess_s, 1e3 * excess_s / 2)
+
+    def _predicted_s(self, delays_ms: Mapping[Link, float]) -> float:
+        """A step whose links are slower by so much than usual; infinity if none can be planned."""
+        usual = self._profile.links
+        links = dict(usual)
+        for link, delay_ms in delays_ms.items():
+            before = usual.get(link, LinkDelay(0.0, 0.0))
+            links[link] = LinkDelay(*(each + delay_ms for each in vars(before).values()))
+        try:
+            made = plan_step(self._config, replace(self._profile, links=links), self._num_tied)
+        except UserError:
+            return float("inf")
+        return made.predicted_step_s
+
+    def close(self) -> None:
+        """End its thread."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+
+def exchange_states(
+    all_ranks: Rendezvous,
+    before: Layout,
+    after: Layout,
+    own: Parts,
+    host: str,
+    timeout_s: float,
+) -> Parts:
+    """The state of this rank's new stage; all ranks call this together.
+
+    A rank gets it over the hosts' network from one that had the stage, in its new replica if there
+    is one: on the devices' network the slow pair may be in between.
+
+    Args:
+        own: The state of its old stage.
+        host: The address where this rank listens.
+    """
+    sources = _sources(before, after)
+    links = {Link(*sorted(pair)) for pair in sources.items()}
+    rank, found = all_ranks.rank, own
+    with open_connections(all_ranks, links, host, timeout_s, number=1) as of_links:
+        for link in sorted(of_links):
+            (connection,) = of_links[link]
+            connection.limit(timeout_s)
+            peer = sum(link) - rank
+            # The lower rank sends first, so that no two ranks only send.
+            for sends in (rank < peer, rank > peer):
+                if sends and sources.get(peer) == rank:
+                    send_state(connection, own)
+                elif not sends and sources.get(rank) == peer:
+                    found = receive_state(connection)
+        all_ranks.exchange({})  # no end closes before the other one has read
+    return found
+
+
+def _sources(before: Layout, after: Layout) -> dict[int, int]:
+    """By each rank that gets another stage: the rank that sends it the state."""
+    was, sources = before.positions, {}
+    for rank, at in after.positions.items():
+        if was[rank].stage != at.stage:
+            sources[rank] = before.ranks[at.replica][at.stage]
+    return sources
+
+
+def send_state(connection: Connection, parts: Parts) -> None:
+    """Send a stage's state, array by array."""
+    arrays = [
+        (number, [str(key.key) for key in path], np.asarray(leaf))
+        for number, part in enumerate(parts)
+        for path, leaf in jax.tree.leaves_with_path(part)
+    ]
+    forms = [(number, names, str(each.dtype), each.shape) for number, names, each in arrays]
+    connection.send(json.dumps([len(parts), forms]).encode())
+    for _, _, array in arrays:
+        content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        for at in range(0, content.size, _PIECE_BYTES):
+            connection.send(content[at : at + _PIECE_BYTES].tobytes())
+
+
+def receive_state(connection: Connection) -> Parts:
+    """Receive what `send_state` sent."""
+    num_parts, forms = json.loads(connection.receive())
+    leaves: list[dict[tuple[str, ...], Any]] = [{} for _ in range(num_parts)]
+    for number, names, dtype, shape in forms:
+        array = np.empty(shape, dtype)
+        content = array.reshape(-1).view(np.uint8)
+        at = 0
+        while at < content.size:
+            piece = connection.receive()
+            content[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
+            at += len(piece)
+        leaves[number][tuple(names)] = array
+    return tuple(map(nested, leaves))
