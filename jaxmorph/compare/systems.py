@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jaxmorph.config import Config
 from jaxmorph.config.link_sections import Routes
@@ -11,6 +11,7 @@ from jaxmorph.records import Link, Route
 
 Memory = Literal["config", "capped", "offload"]
 Restarts = Literal["never", "cold", "warm"]
+Remaps = Literal["never", "pipeline", "any"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class System:
             own sends do that run beside other kernels.
         restarts: After a rank's failure: `never`, or from the last checkpoint, with compiled
             programs kept (`warm`) or not (`cold`).
+        remaps: Where ranks may move a slow pair of hosts that sums gradients.
     """
 
     name: str
@@ -40,6 +42,7 @@ class System:
     memory: Memory = "config"
     restarts: Restarts = "never"
     sends_take_compute: bool = False
+    remaps: Remaps = "never"
 
 
 _LISTED = (
@@ -56,7 +59,7 @@ _LISTED = (
     ),
     System(
         "adaptive", "adaptive", "direct", "detects slow links, and changes its plan and routes",
-        reroutes=True, detects=True,
+        reroutes=True, detects=True, remaps="any",
     ),
     System(
         "adaptive-informed", "adaptive", "direct",
@@ -75,6 +78,11 @@ _LISTED = (
         "adaptive-offload", "adaptive", "direct",
         "informed, the same cap, stashes beyond it in host memory",
         is_informed=True, reroutes=True, memory="offload",
+    ),
+    System(
+        "falcon", "zb-h2", "direct",
+        "zb, but a slow pair of hosts that sums gradients becomes a link between stages",
+        remaps="pipeline",
     ),
     System(
         "restart", "1f1b", "direct",
@@ -117,12 +125,22 @@ def system_config(config: Config, system: System) -> Config:
             "timeouts": config.timeouts.model_copy(update=timeouts),
             "parallelism": config.parallelism.model_copy(update={"chunks": chunks}),
             "routes": Routes.model_validate({"default": system.route}),
-            "adaptation": config.adaptation.model_copy(update={"enabled": system.detects}),
-            "emulation": config.emulation.model_copy(update={"links": (), "trace": None}),
+            "adaptation": config.adaptation.model_copy(
+                update={"enabled": system.detects, **_remaps(system)}
+            ),
+            "emulation": config.emulation.model_copy(
+                update={"links": (), "hosts": (), "trace": None}
+            ),
             # Conditions emulate links, whose bandwidth several sidecars would not share.
             "transport": config.transport.model_copy(update={"sidecars": 1}),
         }
     )
+
+
+def _remaps(system: System) -> dict[str, Any]:
+    if system.remaps == "never":
+        return {"remaps": False}
+    return {"remaps": True, "remap_to": system.remaps}
 
 
 def _cap(config: Config, system: System) -> dict[str, int]:

@@ -42,6 +42,7 @@ _Name = Literal[
     "adaptive-direct",
     "adaptive-capped",
     "adaptive-offload",
+    "falcon",
     "restart",
     "restart-cold",
 ]
@@ -65,12 +66,13 @@ _SYSTEMS = ", ".join(SYSTEM_NAMES)
 Systems = Annotated[
     tuple[SystemName, ...],
     Field(strict=False, min_length=1),
-    Expected(f"a list of systems among {_SYSTEMS} (falcon is not available yet)"),
+    Expected(f"a list of systems among {_SYSTEMS}"),
 ]
 _RESTARTING = ("restart", "restart-cold")
 # Whole runs are made as `jaxmorph train` makes them, so a system that is given the condition's
 # latencies, as between the rounds of other comparisons, cannot be among them.
-_WHOLE_RUN_SYSTEMS = ("gpipe", "1f1b", "zb", "zb-delegated", "adaptive", *_RESTARTING)
+_ONLY_WHOLE = ("falcon", *_RESTARTING)
+_WHOLE_RUN_SYSTEMS = ("gpipe", "1f1b", "zb", "zb-delegated", "adaptive", *_ONLY_WHOLE)
 HEALTHY, PREDICTION, LOWER_BOUND = "healthy", "prediction", "lower bound"
 """What a bar may compare a system with, apart from another system."""
 
@@ -134,8 +136,8 @@ class Bar(Section):
 class Compare(Section):
     """Which systems `jaxmorph compare` runs under which conditions, and for how long.
 
-    With a system that restarts, each system under each condition is a run of its own, of `steps`
-    steps, and conditions may cut links and change them from step to step.
+    With a system that restarts, or `falcon`, each system under each condition is a run of its own,
+    of `steps` steps, and conditions may cut links and change them from step to step.
     """
 
     systems: Systems = ("1f1b", "zb", "zb-delegated", "adaptive")
@@ -191,7 +193,7 @@ class Compare(Section):
     @property
     def has_whole_runs(self) -> bool:
         """Whether each system under each condition is a run of its own, with its restarts."""
-        return bool(self.restarting)
+        return any(system in _ONLY_WHOLE for system in self.systems)
 
     @property
     def restarting(self) -> tuple[SystemName, ...]:
@@ -212,10 +214,8 @@ class Compare(Section):
 def compare_problems(compare: Compare, cut: Parallelism, num_hosts: int) -> Iterator[Problem]:
     """Yields the contradictions within the section, and with the pipeline."""
     if cut.data > 1 and not compare.has_whole_runs:
-        restarting = " or ".join(_RESTARTING)
-        expected = (
-            f"1, or {restarting} among compare.systems, so that each run starts its own ranks"
-        )
+        alone = ", ".join(_ONLY_WHOLE)
+        expected = f"1, or one of {alone} among compare.systems, with which each run starts ranks"
         yield mismatch("parallelism.data", cut.data, expected)
     names = Counter(condition.name for condition in compare.conditions)
     for name in (name for name, count in names.items() if count > 1):
@@ -226,7 +226,7 @@ def compare_problems(compare: Compare, cut: Parallelism, num_hosts: int) -> Iter
         yield mismatch("compare.systems", list(compare.systems), expected)
     others = [system for system in compare.systems if system not in _WHOLE_RUN_SYSTEMS]
     if compare.has_whole_runs and others:
-        expected = f"only {', '.join(_WHOLE_RUN_SYSTEMS)} beside a system that restarts"
+        expected = f"only {', '.join(_WHOLE_RUN_SYSTEMS)} beside {' or '.join(_ONLY_WHOLE)}"
         yield mismatch("compare.systems", list(compare.systems), expected)
     for index, condition in enumerate(compare.conditions):
         key = f"compare.conditions.{index}.links"

@@ -15,9 +15,10 @@ from jaxmorph.records import Link
 
 Target = Literal["any", "pipeline"]
 
-# A sum is slow that takes so many times the usual and so much longer, in so many steps in a row.
+# A sum is slow that takes so many times the usual, and so much of the step longer than usual, in so
+# many steps in a row: to move ranks takes seconds.
 _SLOW_TIMES = 2.0
-_LEAST_EXCESS_S = 0.01
+_LEAST_SHARE = 0.2
 _STEPS = 2
 
 
@@ -35,13 +36,14 @@ class SumWatch:
     took_s: tuple[float, ...] = ()
     slow_steps: tuple[int, ...] = ()
 
-    def after(self, took_s: Sequence[float]) -> "SumWatch":
-        """The watch after another step."""
+    def after(self, took_s: Sequence[float], step_s: float) -> "SumWatch":
+        """The watch after another step, which took `step_s` with its sums."""
         before = self.usual_s or tuple(took_s)
+        least_s = _LEAST_SHARE * step_s
         usual_s = tuple(map(min, before, took_s))
         counts = self.slow_steps or (0,) * len(usual_s)
         slow_steps = tuple(
-            count + 1 if took > _SLOW_TIMES * usual and took > usual + _LEAST_EXCESS_S else 0
+            count + 1 if took > max(_SLOW_TIMES * usual, usual + least_s) else 0
             for took, usual, count in zip(took_s, usual_s, counts, strict=True)
         )
         return SumWatch(usual_s, tuple(took_s), slow_steps)

@@ -54,9 +54,14 @@ class Moves:
 
 @dataclass(frozen=True)
 class Decision:
-    """A better layout, and why."""
+    """A better layout, and why.
+
+    Attributes:
+        slow: All pairs that it avoids.
+    """
 
     layout: Layout
+    slow: tuple[SlowPair, ...]
     reason: str
 
 
@@ -65,11 +70,13 @@ class Remapping(Callback):
 
     Args:
         profile: What steps are predicted with.
+        known: The pairs that were slow before: nothing says yet that they have recovered.
         active: Whether this rank decides.
         last_step: Nothing changes after it.
 
     Attributes:
         layout: That of the next loop; None: the run stays as it is.
+        slow: On the rank that decides, the pairs that it avoids.
     """
 
     def __init__(
@@ -80,10 +87,12 @@ class Remapping(Callback):
         num_tied: int,
         recorder: StepRecorder,
         *,
+        known: tuple[SlowPair, ...] = (),
         active: bool,
         last_step: int | None,
     ) -> None:
         self.layout: Layout | None = None
+        self.slow = self._known = known
         self._config, self._before, self._profile = config, layout, profile
         self._num_tied, self._recorder, self._last_step = num_tied, recorder, last_step
         self._thread = ThreadPoolExecutor(1, "jaxmorph-remap") if active else None
@@ -98,6 +107,7 @@ class Remapping(Callback):
         decision, self._deciding = self._deciding.result(), None
         if decision is None:
             return (Moves(),)
+        self.slow = decision.slow
         self._recorder.emit(step, EventKind.REMAPPED, decision.reason)
         return (Moves(decision.layout.ranks),)
 
@@ -113,7 +123,8 @@ class Remapping(Callback):
         return GOES_ON
 
     def _observe(self, result: StepResult) -> None:
-        self._watch = self._watch.after([each.seconds for each in result.parts_of(SumTook)])
+        took_s = [each.seconds for each in result.parts_of(SumTook)]
+        self._watch = self._watch.after(took_s, result.step_s)
         slow = self._watch.slow()
         new, self._slow = slow.keys() - self._slow, {*slow}
         for stage in sorted(new):
@@ -125,7 +136,8 @@ class Remapping(Callback):
 
     def _decide(self, slow: Mapping[int, float]) -> Decision | None:
         began_s = time.monotonic()
-        pairs = [self._pair(stage, excess_s) for stage, excess_s in slow.items()]
+        new = (self._pair(stage, excess_s) for stage, excess_s in slow.items())
+        pairs = (*self._known, *new)
         links = possible_links(self._config.parallelism.stages)
         target = self._config.adaptation.remap_to
         found = choose_layout(self._before, pairs, links, self._predicted_s, target)
@@ -134,7 +146,8 @@ class Remapping(Callback):
         moved = [rank for rank, at in found.positions.items() if self._before.positions[rank] != at]
         places = ", ".join(f"rank {rank} is {found.positions[rank]}" for rank in moved)
         took_s = time.monotonic() - began_s
-        return Decision(found, f"{places}, instead of {self._was(moved)}; chosen in {took_s:.2g} s")
+        reason = f"{places}, instead of {self._was(moved)}; chosen in {took_s:.2g} s"
+        return Decision(found, pairs, reason)
 
     def _was(self, moved: Iterable[int]) -> str:
         return " and ".join(str(self._before.positions[rank]) for rank in moved)

@@ -14,6 +14,7 @@ import optax
 
 from jaxmorph.checkpoints.saver import CheckpointError, CheckpointSaver
 from jaxmorph.config import Config
+from jaxmorph.control.remap import SlowPair
 from jaxmorph.control.verdicts import KnownDirection, dead_of
 from jaxmorph.data import StepData
 from jaxmorph.emulation.link_conditions import LinkCondition, untimed
@@ -72,6 +73,7 @@ class Moved:
     Attributes:
         step: The next step.
         state: Of this rank's stage, on the host.
+        slow: The pairs of ranks that the layout avoids, on the rank that decides.
         began_s: When the step before ended, on the monotonic clock.
         exchanged_s: How long it took until all had their states.
     """
@@ -79,6 +81,7 @@ class Moved:
     layout: Layout
     step: int
     state: Sequence[Any]
+    slow: tuple[SlowPair, ...]
     began_s: float
     exchanged_s: float
 
@@ -95,6 +98,7 @@ class Run:
         conditions: Emulated on the replica's links.
         of_sums: Emulated between this stage's ranks, by replica.
         first_step: The step at which the run begins, resumes, or goes on after a remap.
+        slow: The pairs of ranks that its layout avoids.
     """
 
     config: Config
@@ -109,6 +113,7 @@ class Run:
     links: EmulatedLinks
     of_sums: tuple[LinkCondition, ...]
     first_step: int = 0
+    slow: tuple[SlowPair, ...] = ()
 
     @property
     def rendezvous(self) -> Rendezvous:
@@ -210,6 +215,7 @@ def load_run(
         EmulatedLinks(hardware_conditions(config.emulation, config.parallelism.stages)),
         of_sums,
         moved.step if moved else checkpoints.first_step if checkpoints else 0,
+        moved.slow if moved else (),
     )
 
 
@@ -397,6 +403,7 @@ def begin_training(
                 first.planned_for,
                 len(run.model.tied),
                 recorder,
+                known=run.slow,
                 active=run.records,
                 last_step=num_steps - 1,
             )
@@ -458,7 +465,7 @@ def _announce(
     if run.unreached:
         detail = unreached_in_words(run.unreached)
         recorder.emit(run.first_step, EventKind.WITHOUT_GRADIENT, detail)
-    if run.checkpoints is not None and run.first_step > 0:
+    if run.checkpoints is not None and run.first_step == run.checkpoints.first_step > 0:
         origin = run.checkpoints.origin(cut.layers, trained_on)
         recorder.emit(run.first_step, EventKind.RESUMED, origin)
     if known:

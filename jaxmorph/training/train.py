@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 
 from jaxmorph.config import Config, load_config
+from jaxmorph.control.remap import SlowPair
 from jaxmorph.data import ReadAhead
 from jaxmorph.errors import UserError
 from jaxmorph.messages import PhaseEnded, RunMessage
@@ -179,13 +180,15 @@ def _train_at(
             why_stop, layout = training.skipped.why_stop, None
             if training.remapping is not None and not why_stop and not is_done:
                 layout = training.remapping.layout
-            if layout is not None:
-                moved = _move(run, stage, layout, training.loop)
+            if training.remapping is not None and layout is not None:
+                moved = _move(run, stage, layout, training.remapping.slow, training.loop)
     unwritten = training.recorder.unwritten
     return _Ended(is_done, moved if layout else None, unwritten, why_stop, failure)
 
 
-def _move(run: Run, stage: StageTrainer, layout: Layout, loop: Loop) -> Moved:
+def _move(
+    run: Run, stage: StageTrainer, layout: Layout, slow: tuple[SlowPair, ...], loop: Loop
+) -> Moved:
     """Get the state of this rank's next stage; all ranks call this together."""
     timeouts, all_ranks = run.config.timeouts, run.replicas.all_ranks
     progress.phase("exchanges the stages' states", timeouts.restore_s)
@@ -194,7 +197,7 @@ def _move(run: Run, stage: StageTrainer, layout: Layout, loop: Loop) -> Moved:
     own = jax.device_get(stage.state)
     state = exchange_states(all_ranks, before, layout, own, host, timeouts.restore_s)
     took_s = time.monotonic() - loop.began_s
-    return Moved(layout, loop.next_step, state, loop.began_s, took_s)
+    return Moved(layout, loop.next_step, state, slow, loop.began_s, took_s)
 
 
 def _report_move(moved: Moved, training: Training) -> None:
