@@ -170,6 +170,9 @@ class EmulatedSum:
         conditions: Between replicas, by their numbers.
         num_bytes: Of the gradients.
         bucket_bytes: What is summed at once.
+
+    Attributes:
+        num_rounds: How many messages follow one another.
     """
 
     def __init__(
@@ -181,7 +184,7 @@ class EmulatedSum:
     ) -> None:
         self._of_pairs = by_direction(of_route(conditions, "direct"))
         others = num_replicas - 1
-        self._rounds = 2 * others * ceil(num_bytes / bucket_bytes)
+        self.num_rounds = 2 * others * ceil(num_bytes / bucket_bytes)
         self._sent_bytes = 2 * others * num_bytes / num_replicas
         self._origin_s = 0.0
 
@@ -199,7 +202,7 @@ class EmulatedSum:
             return inf
         limits = [each.bandwidth_mbps for each in holding if each.bandwidth_mbps is not None]
         wire_s = 8e-6 * self._sent_bytes / min(limits) if limits else 0.0
-        return wire_s + self._rounds * sum(each.latency_ms for each in holding) / 1e3
+        return wire_s + self.num_rounds * sum(each.latency_ms for each in holding) / 1e3
 
 
 def _cut_error(identity: TransferIdentity, waited_s: float) -> TimeoutError:

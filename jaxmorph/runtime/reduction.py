@@ -306,12 +306,14 @@ class GradientSum:
     Attributes:
         direct: None where the route is delegated from the start.
         delegated: Takes over when the direct route fails; None: a failure ends the run.
+        num_rounds: How many messages follow one another in a direct sum.
         events: What has changed since they were taken last.
     """
 
     replicas: Replicas
     direct: DirectSum | None
     delegated: DelegatedSum | None = None
+    num_rounds: int = 2
     events: list[LinkEvent] = field(default_factory=list)
 
     @property

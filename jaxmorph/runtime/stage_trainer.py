@@ -60,6 +60,7 @@ class StageTrainer:
         failover: To the other ends of the links that fail over; None: a failure ends the run.
         alone: The mesh of this stage, where JAX doesn't join the ranks' devices; then settings must
             let no link be direct. None: the stage is part of the mesh of all devices.
+        earlier: The same stage in this process, closed: its programs and state are taken over.
 
     Attributes:
         delegated: The delegated route; None where no link of this rank is ever delegated.
@@ -77,21 +78,27 @@ class StageTrainer:
         plane: DataPlane | None = None,
         failover: FailoverConnections | None = None,
         alone: Mesh | None = None,
+        earlier: "StageTrainer | None" = None,
     ) -> None:
         if alone is not None and settings.direct != frozenset():
             raise ValueError("a stage alone on its mesh can't have direct links")
         num_ranks, num_devices = settings.num_ranks, settings.num_devices
         mesh = make_mesh(num_ranks, num_devices, settings.ranks) if alone is None else alone
         submesh = stage_submesh(mesh, rank) if alone is None else alone
-        progress.stamp("making or reading its first parameters")
-        self.params = _initial_params(model, settings, rank, submesh)
-        self._programs_by_length = _build_programs(model, settings, rank, submesh)
         self._length_index = 0
-        progress.stamp("compiling its optimizer")
-        self.optimizer = StageOptimizer(
-            settings.optimizer, self.params, _uncounted(model, self.params)
-        )
-        self._optimizer_state = self.optimizer.initial_state(self.params)
+        if earlier is None:
+            progress.stamp("making or reading its first parameters")
+            self.params = _initial_params(model, settings, rank, submesh)
+            self._programs_by_length = _build_programs(model, settings, rank, submesh)
+            progress.stamp("compiling its optimizer")
+            self.optimizer = StageOptimizer(
+                settings.optimizer, self.params, _uncounted(model, self.params)
+            )
+            self._optimizer_state = self.optimizer.initial_state(self.params)
+        else:
+            self.params, self._optimizer_state = earlier.params, earlier._optimizer_state
+            self._programs_by_length = earlier._programs_by_length
+            self.optimizer = earlier.optimizer
         self._accumulators = self._zero_accumulators()
         self._weights = self._prepare()
         self._rank, self._plane, self._step = rank, plane, 0

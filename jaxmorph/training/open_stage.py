@@ -121,6 +121,7 @@ def open_stage(
     model: PipelineModel,
     settings: StageSettings,
     links: EmulatedLinks,
+    earlier: StageTrainer | None = None,
 ) -> Iterator[StageTrainer]:
     """Build a rank's stage and start its data plane; all ranks call this at the same point.
 
@@ -128,12 +129,15 @@ def open_stage(
 
     Args:
         links: The emulated links; the data plane joins them.
+        earlier: The stage as this rank has had it; None: it is new to the rank.
 
     Raises:
         UserError: Some rank's host can't transport messages as configured; raised on all ranks.
     """
     if not settings.delegated:
-        with closing(StageTrainer(model, settings, rendezvous.rank, links)) as trainer:
+        with closing(
+            StageTrainer(model, settings, rendezvous.rank, links, earlier=earlier)
+        ) as trainer:
             yield trainer
         return
     transport = _agreed_transport(config, rendezvous)
@@ -148,7 +152,9 @@ def open_stage(
             if failing
             else nullcontext()
         ) as failover:
-            trainer = StageTrainer(model, settings, rendezvous.rank, links, plane, failover)
+            trainer = StageTrainer(
+                model, settings, rendezvous.rank, links, plane, failover, earlier=earlier
+            )
             with closing(trainer):
                 yield trainer
 
@@ -183,7 +189,7 @@ def open_gradient_sum(
                 mesh, stage.gradients, emulated if conditions else None, config.direct_timeout_s
             )
         if not config.reduction_fails_over:
-            yield GradientSum(replicas, direct)
+            yield GradientSum(replicas, direct, num_rounds=emulated.num_rounds)
             return
     transport = replace(_agreed_transport(config, peers), sidecars=1, number=OF_REPLICAS)
     with open_data_plane(
@@ -197,7 +203,7 @@ def open_gradient_sum(
         plane.emulate(of_route(conditions, "delegated"))
         waits_s = config.timeouts.step_s
         delegated = DelegatedSum(plane, own, peers.members, stage.gradients, waits_s)
-        yield GradientSum(replicas, direct, delegated)
+        yield GradientSum(replicas, direct, delegated, emulated.num_rounds)
 
 
 def listening_host(config: Config, rendezvous: Rendezvous) -> str:

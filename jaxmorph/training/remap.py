@@ -70,6 +70,7 @@ class Remapping(Callback):
 
     Args:
         profile: What steps are predicted with.
+        num_rounds: How many messages follow one another in a sum.
         known: The pairs that were slow before: nothing says yet that they have recovered.
         active: Whether this rank decides.
         last_step: Nothing changes after it.
@@ -87,6 +88,7 @@ class Remapping(Callback):
         num_tied: int,
         recorder: StepRecorder,
         *,
+        num_rounds: int,
         known: tuple[SlowPair, ...] = (),
         active: bool,
         last_step: int | None,
@@ -94,6 +96,7 @@ class Remapping(Callback):
         self.layout: Layout | None = None
         self.slow = self._known = known
         self._config, self._before, self._profile = config, layout, profile
+        self._num_rounds = num_rounds
         self._num_tied, self._recorder, self._last_step = num_tied, recorder, last_step
         self._thread = ThreadPoolExecutor(1, "jaxmorph-remap") if active else None
         self._watch = SumWatch()
@@ -154,8 +157,7 @@ class Remapping(Callback):
 
     def _pair(self, stage: int, excess_s: float) -> SlowPair:
         first, *_, last = self._before.peers(stage)
-        # A sum takes at least two rounds; how many more, and how far bytes count, is unknown.
-        return SlowPair((first, last), excess_s, 1e3 * excess_s / 2)
+        return SlowPair((first, last), excess_s, 1e3 * excess_s / self._num_rounds)
 
     def _predicted_s(self, delays_ms: Mapping[Link, float]) -> float:
         """A step whose links are slower by so much than usual; infinity if none can be planned."""
@@ -184,7 +186,7 @@ def exchange_states(
     host: str,
     timeout_s: float,
 ) -> Parts:
-    """The state of this rank's new stage; all ranks call this together.
+    """The state of this rank's new stage, () if it keeps its own; all ranks call this together.
 
     A rank gets it over the hosts' network from one that had the stage, in its new replica if there
     is one: on the devices' network the slow pair may be in between.
@@ -195,7 +197,7 @@ def exchange_states(
     """
     sources = _sources(before, after)
     links = {Link(*sorted(pair)) for pair in sources.items()}
-    rank, found = all_ranks.rank, own
+    rank, found = all_ranks.rank, ()
     with open_connections(all_ranks, links, host, timeout_s, number=1) as of_links:
         for link in sorted(of_links):
             (connection,) = of_links[link]

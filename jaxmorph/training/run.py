@@ -72,7 +72,8 @@ class Moved:
 
     Attributes:
         step: The next step.
-        state: Of this rank's stage, on the host.
+        stage: The rank's, closed, if it has kept its stage.
+        state: Else that of its new stage, on the host.
         slow: The pairs of ranks that the layout avoids, on the rank that decides.
         began_s: When the step before ended, on the monotonic clock.
         exchanged_s: How long it took until all had their states.
@@ -80,6 +81,7 @@ class Moved:
 
     layout: Layout
     step: int
+    stage: StageTrainer | None
     state: Sequence[Any]
     slow: tuple[SlowPair, ...]
     began_s: float
@@ -141,9 +143,13 @@ class Run:
         own_stages = self.settings.own_stages(self.rendezvous.rank)
         return [self.settings.layers[stage] for stage in own_stages]
 
-    def open_stage(self) -> AbstractContextManager[StageTrainer]:
-        """Compile this rank's stage; all ranks call this at the same point."""
-        return open_stage(self.config, self.rendezvous, self.model, self.settings, self.links)
+    def open_stage(
+        self, earlier: StageTrainer | None = None
+    ) -> AbstractContextManager[StageTrainer]:
+        """Compile this rank's stage, unless it has it; all ranks call this at the same point."""
+        return open_stage(
+            self.config, self.rendezvous, self.model, self.settings, self.links, earlier
+        )
 
     def restore(self, stage: StageTrainer) -> None:
         """Restore the checkpoint's state, if the run resumes."""
@@ -403,6 +409,7 @@ def begin_training(
                 first.planned_for,
                 len(run.model.tied),
                 recorder,
+                num_rounds=gradient_sum.num_rounds if gradient_sum else 2,
                 known=run.slow,
                 active=run.records,
                 last_step=num_steps - 1,

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import jax
-
 from jaxmorph.config import Config, load_config
 from jaxmorph.control.remap import SlowPair
 from jaxmorph.data import ReadAhead
@@ -138,7 +136,7 @@ def _train_at(
     progress.phase("starts", timeouts.compile_s)
     with (
         keep_compiled(config, directory, run.replicas.all_ranks.rank) as programs_ran,
-        run.open_stage() as stage,
+        run.open_stage(moved and moved.stage) as stage,
         ReadAhead(
             read := step_reader(config, parts.batches, rank, stage, run.replicas.own),
             run.first_step,
@@ -148,7 +146,7 @@ def _train_at(
         progress.phase("restores the checkpoint", timeouts.restore_s)
         if moved is None:
             run.restore(stage)
-        else:
+        elif moved.stage is None:
             stage.restore(moved.state)
         _send_end_of(RESTORE, started)
         progress.phase("measures steps and plans", timeouts.start_s)
@@ -194,10 +192,10 @@ def _move(
     progress.phase("exchanges the stages' states", timeouts.restore_s)
     host = listening_host(run.config, all_ranks)
     before = run.replicas.layout
-    own = jax.device_get(stage.state)
-    state = exchange_states(all_ranks, before, layout, own, host, timeouts.restore_s)
+    state = exchange_states(all_ranks, before, layout, stage.state, host, timeouts.restore_s)
     took_s = time.monotonic() - loop.began_s
-    return Moved(layout, loop.next_step, state, slow, loop.began_s, took_s)
+    kept = None if state else stage
+    return Moved(layout, loop.next_step, kept, state, slow, loop.began_s, took_s)
 
 
 def _report_move(moved: Moved, training: Training) -> None:
