@@ -1,6 +1,6 @@
 import pytest
 
-from jaxmorph.placement import Place, Placement
+from jaxmorph.placement import Layout, Place, Placement, Position
 from jaxmorph.records import Link
 
 
@@ -51,3 +51,15 @@ def test_a_rank_runs_every_s_th_virtual_stage():
 def test_links_join_the_ranks_of_hops_and_of_the_ends(placement, links, ends_link):
     assert [*map(str, placement.links)] == links
     assert placement.ends_link == (Link.parse(ends_link) if ends_link else None)
+
+
+def test_a_layout_says_who_is_where():
+    layout = Layout.first(2, 3, ranks_per_host=2)
+    assert layout.ranks == ((0, 1), (2, 3), (4, 5))
+    assert layout.positions[3] == Position(1, 1)
+    assert str(layout.positions[3]) == "r1 stage 1"
+    assert layout.peers(1) == (1, 3, 5)
+    assert [layout.host(rank) for rank in range(6)] == [0, 0, 1, 1, 2, 2]
+    swapped = layout.swapped(1, 4)
+    assert swapped.ranks == ((0, 4), (2, 3), (1, 5))
+    assert swapped.swapped(1, 4) == layout

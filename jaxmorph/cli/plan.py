@@ -11,6 +11,7 @@ from rich.console import Console
 
 from jaxmorph.cli import plan_options as options
 from jaxmorph.cli.layer_cut import LayerCut, cut_fields, parse_layers, print_cut
+from jaxmorph.cli.mesh_table import parse_mesh, print_mesh
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.errors import UserError
@@ -87,6 +88,14 @@ def plan(
     head_cost: Annotated[
         float | None, typer.Option(metavar="MS", help="Time of F of the head.")
     ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DxTxG",
+            help="Print instead who is where with D replicas of --stages, T tensor devices a stage "
+            "and G devices a host, and which pairs of hosts carry what: 2x4x8.",
+        ),
+    ] = None,
     as_json: options.AsJson = False,
     out: options.Out = None,
     export: Annotated[
@@ -103,6 +112,10 @@ def plan(
     if batch is not None:
         options.require_without(given, "batch")
         return _answer_batch(batch)
+    if mesh is not None:
+        options.require_without({name: given[name] for name in given if name != "stages"}, "mesh")
+        print_mesh(parse_mesh(mesh, stages))
+        return 0
     with options.options_named_in_errors(context):
         _check(given, out, export)
         if compare is not None or what_if:

@@ -255,3 +255,24 @@ def test_a_given_cap_overrides_the_runs(plan, measured_run):
     assert max(plan(*run)["peak_stash_bytes"]) <= 500
     assert max(plan(*run, "--max-live", "1")["peak_live"]) == 1
     assert max(plan(*run, "--max-stash-bytes", "150")["peak_stash_bytes"]) <= 150
+
+
+def test_a_mesh_says_who_is_where_and_what_hosts_carry(run):
+    code, printed, _ = run("plan", "--mesh", "2x4x8", "--stages", "4")
+    assert code == 0
+    rows = [line.split() for line in printed.splitlines() if line.strip()]
+    assert ["0", "0", "(r0", "stage", "0),", "1", "(r0", "stage", "1)"] in rows
+    assert ["0-1", "r0:1-2", "-"] in rows
+    assert ["0-2", "-", "stage", "0,", "stage", "1"] in rows
+
+
+@pytest.mark.parametrize(
+    ("mesh", "says"),
+    [
+        ("2x4", "--mesh: got '2x4', expected replicas x tensor devices"),
+        ("2x3x8", "--mesh: got 3 tensor devices and 8 of a host, expected a number that divides 8"),
+        ("3x1x8", "--mesh: got 4 stages x 3 replicas, 12 ranks, expected a multiple of 8"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused(expect_mistake, mesh, says):
+    expect_mistake(says, "plan", "--mesh", mesh)

@@ -109,7 +109,7 @@ def test_every_configuration_loads(path):
     ("override", "says"),
     [
         ("compare.systems=[zbb]", "got [zbb], expected a list of systems among gpipe, 1f1b, inter"),
-        ("compare.systems=[falcon]", "(falcon is not available yet)"),
+        ("compare.systems=[falcon, adaptive-informed]", "expected only gpipe, 1f1b, zb, zb-dele"),
         ("compare.systems=[restart, adaptive-informed]", "expected only gpipe, 1f1b, zb, zb-dele"),
         ("compare.systems=[adaptive, adaptive-detecting]", "once: adaptive-detecting is adaptive"),
         ("compare.systems=[]", "got [], expected a list of systems among"),

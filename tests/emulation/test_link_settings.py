@@ -1,3 +1,4 @@
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,11 @@ from jaxmorph.emulation.link_conditions import LinkCondition, begun_at, untimed
 from jaxmorph.emulation.link_settings import (
     emulated_conditions,
     hardware_conditions,
+    sum_conditions,
     trace_conditions,
 )
 from jaxmorph.errors import UserError
-from jaxmorph.placement import Placement
+from jaxmorph.placement import Layout, Placement
 from jaxmorph.training.open_stage import transport_settings
 from jaxmorph.transport.plane import TransportSettings
 
@@ -139,3 +141,28 @@ def test_too_many_changes_are_refused(monkeypatch):
     assert trace_conditions(LinkTrace(regime="A", duration_s=2.0), 3, KEY)
     with pytest.raises(UserError, match=r"^emulation\.trace: got \d+ changes of link"):
         trace_conditions(LinkTrace(regime="A", duration_s=8.0), 3, KEY)
+
+
+def test_a_pair_of_hosts_is_slow_for_whatever_travels_on_it():
+    hosts = "[{between: [1, 5], latency_ms: 30, from_step: 4, cut: true}]"
+    config = load("parallelism.data=2", f"emulation.hosts={hosts}")
+    first = Layout.first(4, 2)
+
+    def found(layout):
+        links = [emulated_conditions(config, 0, layout, replica) for replica in range(2)]
+        sums = [sum_conditions(config, layout, stage) for stage in range(4)]
+        return links, sums
+
+    slow = partial(LinkCondition, latency_ms=30.0, from_step=4, cut=True)
+    assert found(first) == ([(), ()], [(), (slow((0, 1)),), (), ()])
+    assert found(first.swapped(1, 6)) == ([(), (slow((1, 2)),)], [()] * 4)
+    assert found(first.swapped(5, 6)) == ([(), ()], [()] * 4)
+    assert sum_conditions(config, first, 1, restarts=1) == ()
+
+
+def test_a_link_may_be_slow_in_one_replica():
+    links = "[{between: [1, 2], latency_ms: 7, replica: 1}, {between: [0, 1], latency_ms: 3}]"
+    config = load("parallelism.data=2", f"emulation.links={links}")
+    both, own = LinkCondition((0, 1), latency_ms=3.0), LinkCondition((1, 2), latency_ms=7.0)
+    assert emulated_conditions(config.of_replica(0)) == (both,)
+    assert set(emulated_conditions(config.of_replica(1))) == {both, own}

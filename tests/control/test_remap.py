@@ -1,0 +1,80 @@
+import pytest
+
+from jaxmorph.control.remap import SlowPair, SumWatch, Traffic, choose_layout, traffic
+from jaxmorph.placement import Layout, Placement, Position
+from jaxmorph.records import Link
+
+LAYOUT = Layout.first(4, 2)
+LINKS = Placement(4).links
+SLOW = SlowPair((1, 5), excess_s=2.64, delay_ms=30.0)
+
+
+def steps_s(delays_ms):
+    """A step of 0.4 s, and more for each slow link, most for the last."""
+    return 0.4 + sum(delay_ms / 1e3 * (1 + link.lower) for link, delay_ms in delays_ms.items())
+
+
+def test_a_sum_is_slow_that_takes_longer_twice():
+    watch, seen = SumWatch(), []
+    for took_s in (0.02, 0.03, 0.5, 0.03, 0.5, 0.5, 0.5):
+        watch = watch.after([0.02, took_s], step_s=0.4 + took_s)
+        seen.append(watch.slow())
+    assert seen[:5] == [{}] * 5
+    assert seen[5] == seen[6] == {1: pytest.approx(0.48)}
+
+
+def test_a_sum_that_is_a_small_share_of_the_step_is_not_slow():
+    watch = SumWatch()
+    for took_s in (0.001, 0.05, 0.05, 0.05):
+        watch = watch.after([took_s], step_s=0.4)
+    assert watch.slow() == {}
+
+
+@pytest.mark.parametrize(
+    ("layout", "hosts", "expected"),
+    [
+        (LAYOUT, (1, 5), Traffic(stages=(1,))),
+        (LAYOUT, (1, 2), Traffic(links=((0, Link(1, 2)),))),
+        (LAYOUT, (1, 6), Traffic()),
+        (LAYOUT.swapped(5, 6), (1, 5), Traffic()),
+        (LAYOUT.swapped(1, 4), (1, 5), Traffic(links=((1, Link(0, 1)),))),
+        (Layout.first(4, 2, ranks_per_host=4), (0, 1), Traffic(stages=(0, 1, 2, 3))),
+        (
+            Layout.first(4, 2, ranks_per_host=2),
+            (0, 1),
+            Traffic(links=((0, Link(1, 2)),)),
+        ),
+    ],
+)
+def test_hosts_carry_what_their_ranks_exchange(layout, hosts, expected):
+    assert traffic(layout, hosts, LINKS) == expected
+
+
+def test_a_slow_pair_goes_where_nothing_is_sent():
+    found = choose_layout(LAYOUT, [SLOW], LINKS, steps_s)
+    assert found is not None
+    assert traffic(found, (1, 5), LINKS) == Traffic()
+    assert found.positions[0] == Position(0, 0)  # it records the run
+
+
+def test_a_slow_pair_becomes_the_link_that_costs_least():
+    found = choose_layout(LAYOUT, [SLOW], LINKS, steps_s, "pipeline")
+    assert found is not None
+    (link,) = traffic(found, (1, 5), LINKS).links
+    assert link[1] == Link(0, 1)
+    assert not traffic(found, (1, 5), LINKS).stages
+
+
+def test_ranks_stay_where_moving_gains_nothing():
+    def slower_on_links(delays_ms):
+        return 0.4 + 10.0 * bool(delays_ms)
+
+    assert choose_layout(LAYOUT, [SLOW], LINKS, slower_on_links, "pipeline") is None
+    assert choose_layout(LAYOUT.swapped(5, 6), [SLOW], LINKS, steps_s) is None
+
+
+def test_pairs_that_were_slow_before_are_avoided_too():
+    known = SlowPair((1, 6), excess_s=2.64, delay_ms=30.0)
+    found = choose_layout(LAYOUT, [SLOW, known], LINKS, steps_s)
+    assert found is not None
+    assert traffic(found, (1, 5), LINKS) == traffic(found, (1, 6), LINKS) == Traffic()

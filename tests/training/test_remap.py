@@ -1,0 +1,109 @@
+"""Ranks change places: who decides what, and who sends whom a stage's state."""
+
+from concurrent.futures import Future
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from jaxmorph.config import check_config
+from jaxmorph.control.profiler import Profile
+from jaxmorph.placement import Layout
+from jaxmorph.records import EventKind
+from jaxmorph.runtime.report import SumTook
+from jaxmorph.schedule.costs import StageCosts
+from jaxmorph.training.callbacks import SaveRequest
+from jaxmorph.training.loop import GOES_ON
+from jaxmorph.training.remap import Moves, Remapping, exchange_states
+from tests.runtime.test_rendezvous import in_threads
+
+CONFIG = check_config({"parallelism": {"stages": 2, "data": 2}, "schedule": {"name": "zb-h2"}})
+LAYOUT = Layout.first(2, 2)
+
+
+def state_of(stage):
+    weights = np.full((3, 2), stage, np.float32)
+    return {"params": {"layers": {"w": weights}}, "optimizer": {"0": {"count": np.int32(stage)}}}
+
+
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        (LAYOUT.swapped(2, 3), [None, None, 1, 0]),
+        (LAYOUT.swapped(1, 2), [None, 0, 1, None]),
+        (LAYOUT.swapped(1, 3), [None] * 4),  # the same stage in another replica
+    ],
+)
+def test_ranks_get_the_states_of_their_new_stages(after, expected):
+    def exchange(rendezvous):
+        own = (state_of(LAYOUT.positions[rendezvous.rank].stage),)
+        return exchange_states(rendezvous, LAYOUT, after, own, "127.0.0.1", 20.0)
+
+    for got, stage in zip(in_threads(4, exchange), expected, strict=True):
+        if stage is None:
+            assert got == ()
+            continue
+        (part,) = got
+        np.testing.assert_equal(part, state_of(stage))
+        assert part["params"]["layers"]["w"].dtype == np.float32
+
+
+class Recorder:
+    def __init__(self):
+        self.kinds = []
+
+    def emit(self, step, kind, detail):
+        self.kinds.append(kind)
+
+
+def result(step, took_s=(), moves=Moves(), stop_asked=False):  # noqa: B008
+    parts = {
+        SumTook: [*map(SumTook, took_s)],
+        Moves: [moves, Moves()],
+        SaveRequest: [SaveRequest(stop_asked=stop_asked)],
+    }
+    step_s = 0.4 + max(took_s, default=0.0)
+    return cast(
+        Any, SimpleNamespace(step=step, updated=True, step_s=step_s, parts_of=parts.__getitem__)
+    )
+
+
+@pytest.fixture
+def remapping():
+    profile = Profile(StageCosts.uniform(2, 10.0, 10.0, 10.0), {})
+    made = Remapping(
+        CONFIG, LAYOUT, profile, 0, cast(Any, Recorder()), num_rounds=2, active=True, last_step=9
+    )
+    yield made
+    made.close()
+
+
+def test_a_slow_sum_moves_ranks_once_the_layout_is_found(remapping):
+    for step, took_s in enumerate([(0.01, 0.01), (0.01, 2.0), (0.01, 2.0)]):
+        assert remapping.report(step) == (Moves(),)
+        assert remapping.after(result(step, took_s)) == GOES_ON
+    assert remapping._recorder.kinds == [EventKind.SUM_SLOW]
+    remapping._deciding.result(60)
+    (moves,) = remapping.report(3)
+    assert remapping._recorder.kinds == [EventKind.SUM_SLOW, EventKind.REMAPPED]
+    assert moves.ranks[0][0] == 0
+    assert moves.joined([moves, Moves()]) == Moves().joined([moves, Moves()]) == moves
+    effect = remapping.after(result(3, moves=moves))
+    assert effect.ends
+    assert remapping.layout == replace(LAYOUT, ranks=moves.ranks)
+    assert [pair.ranks for pair in remapping.slow] == [(1, 3)]
+
+
+def test_a_run_that_is_asked_to_end_moves_no_rank(remapping):
+    moves = Moves(LAYOUT.swapped(1, 2).ranks)
+    assert remapping.after(result(3, (0.01, 0.01), moves, stop_asked=True)) == GOES_ON
+    assert remapping.layout is None
+
+
+def test_nothing_moves_after_the_last_step(remapping):
+    remapping._deciding = Future()
+    remapping._deciding.set_result(None)
+    assert remapping.report(9) == (Moves(),)
+    assert remapping._deciding is not None
