@@ -1,6 +1,6 @@
 import pytest
 
-from jaxmorph.placement import Place, Placement
+from jaxmorph.placement import Place, Placement, Replica
 from jaxmorph.records import Link
 
 
@@ -51,3 +51,11 @@ def test_a_rank_runs_every_s_th_virtual_stage():
 def test_links_join_the_ranks_of_hops_and_of_the_ends(placement, links, ends_link):
     assert [*map(str, placement.links)] == links
     assert placement.ends_link == (Link.parse(ends_link) if ends_link else None)
+
+
+def test_stages_of_a_replica_have_consecutive_ranks():
+    replicas = [Replica(index, 3) for index in range(3)]
+    assert [[*each.ranks(2)] for each in replicas] == [[0, 1], [2, 3], [4, 5]]
+    assert [[*replicas[1].peers(2, stage)] for stage in range(2)] == [[0, 2, 4], [1, 3, 5]]
+    assert [each.share([*range(6)]) for each in replicas] == [[0, 1], [2, 3], [4, 5]]
+    assert [Replica().is_alone, replicas[0].is_alone] == [True, False]

@@ -67,8 +67,10 @@ class Replicas:
         num_stages = rendezvous.num_ranks // num_replicas
         index, stage = divmod(rendezvous.rank, num_stages)
         own = Replica(index, num_replicas)
-        pipeline = rendezvous.group(f"replica {index}", own.ranks(num_stages))
-        peers = rendezvous.group(f"stage {stage}", own.peers(num_stages, stage))
+        pipeline = rendezvous.group(f"replica {index} of {num_replicas}", own.ranks(num_stages))
+        peers = rendezvous.group(
+            f"stage {stage} of {num_replicas} replicas", own.peers(num_stages, stage)
+        )
         return cls(own, pipeline, peers, rendezvous)
 
     def join(
