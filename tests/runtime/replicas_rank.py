@@ -2,6 +2,7 @@
 
 import itertools
 from hashlib import sha256
+from typing import Any
 
 import jax
 import numpy as np
@@ -57,7 +58,12 @@ def check_training(parity, schedule_name):
 
 def check_tying(rendezvous, link, tied, **sizes):
     """One model, down the stages and in a V."""
-    whole = {"optimizer": STEADY_OPTIMIZER, "delegated": True, "tied": tied, **sizes}
+    whole: dict[str, Any] = {
+        "optimizer": STEADY_OPTIMIZER,
+        "delegated": True,
+        "tied": tied,
+        **sizes,
+    }
     parity = Parity(rendezvous, link, **whole)
     check_replicas(parity, SCHEDULES)
     check_training(parity, "zb-h2")
@@ -78,7 +84,7 @@ def check_tying(rendezvous, link, tied, **sizes):
 
 def main(arguments, link, rest):
     num_replicas, num_devices, *cases = rest
-    sizes = {"num_replicas": int(num_replicas), "num_devices": int(num_devices)}
+    sizes: dict[str, Any] = {"num_replicas": int(num_replicas), "num_devices": int(num_devices)}
     rendezvous = join_run(
         arguments, start_timeout_s=60, step_timeout_s=60, num_devices=sizes["num_devices"]
     )

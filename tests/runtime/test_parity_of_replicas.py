@@ -19,7 +19,7 @@ LAUNCHES = [
     (1, 2, 1, "untied", "random"),
     (2, 2, 1, "tied", "untied", "random"),
     (1, 2, 2, "tied", "untied"),
-    (2, 2, 2, "tied", "untied", "random"),
+    (2, 2, 2, "tied", "untied"),
 ]
 
 

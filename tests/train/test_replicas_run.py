@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 
 import numpy as np
@@ -39,7 +40,7 @@ def losses(run):
 
 
 def held_out_losses(run):
-    return [event["loss"] for event in run.events("evaluated")]
+    return [step["held_out_loss"] for step in run.steps if "held_out_loss" in step]
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +61,12 @@ def test_losses_are_those_of_one_replica(alone, replicas):
 
 def test_a_step_records_how_each_replica_ran_it(replicas, alone):
     for step in replicas.steps:
-        first, second = step["replicas"]
-        assert first.pop("pipeline_s") > 0
-        assert second.pop("pipeline_s") > 0
-        own = {name: step[name] for name in first}
-        assert first == own
-        assert (second["schedule"], second["routes"]) == ("zb-h2", {"0-1": "direct"})
+        for each in step["replicas"]:
+            assert (each["schedule"], each["routes"]) == ("zb-h2", {"0-1": "direct"})
+            assert each["warmup_forwards"] == step["warmup_forwards"]
+            assert each["pipeline_s"] > 0
+            assert each["predicted_step_s"] > 0
+        assert len(step["replicas"]) == 2
     assert "replicas" not in alone.steps[0]
 
 
@@ -82,10 +83,11 @@ def test_the_same_run_again_has_the_same_results(replicas, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.in_ci
-def test_a_run_resumes_with_another_number_of_replicas(alone, replicas):
-    """And without one, to compare with."""
-    one, two = alone.out, replicas.out
-    for directory, shape in ((one, REPLICAS), (two, "parallelism={stages: 1, data: 1}")):
+def test_a_run_resumes_with_another_number_of_replicas(alone, replicas, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    shapes = {one: (alone, REPLICAS), two: (replicas, "parallelism={stages: 1, data: 1}")}
+    for directory, (run, shape) in shapes.items():
+        shutil.copytree(run.out, directory)
         done = jaxmorph("train", "--resume", directory, "run.steps=8", shape)
         assert done.returncode == 0, done.stderr
     assert [len(step.get("replicas", ())) for step in Run(one).steps] == [0] * 6 + [2] * 2
@@ -181,13 +183,6 @@ def test_a_script_has_replicas(tmp_path):
     )
     for each in others:
         close(each, alone)
-
-
-def test_a_script_with_too_few_processes_is_one_line(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    done = jaxmorph("launch", "--stages", 3, tmp_path / "script.py", tmp_path, 2)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: parallelism.stages: got 1 times parallelism.data, 2, exp")
 
 
 PACED = "emulation.accelerator={forward_ms: 5, backward_input_ms: 5, backward_weight_ms: 5}"
