@@ -10,16 +10,16 @@ import pytest
 
 SINGLE = 1e-5  # relative, as for one replica
 SCHEDULES = {"gpipe", "1f1b", "zb-h2", "adaptive", "zb-v"}
-MORE = [pytest.mark.long, pytest.mark.in_ci, pytest.mark.one_jax]
+LONG = [pytest.mark.long, pytest.mark.one_jax]
 # Each test waits for all that the ranks of its launch compile: minutes on a busy machine.
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(1200)]
-# Stages, replicas and devices of a stage, and models.
+# Stages, replicas and devices of a stage, and models; and marks.
 LAUNCHES = [
-    (1, 2, 1, "tied"),
-    (1, 2, 1, "untied", "random"),
-    (2, 2, 1, "tied", "untied", "random"),
-    (1, 2, 2, "tied", "untied"),
-    (2, 2, 2, "tied", "untied"),
+    ((1, 2, 1, "tied"), []),
+    ((1, 2, 1, "untied", "random"), LONG),
+    ((2, 2, 1, "tied", "untied", "random"), [*LONG, pytest.mark.in_ci]),
+    ((1, 2, 2, "tied", "untied"), LONG),
+    ((2, 2, 2, "tied", "untied"), LONG),
 ]
 
 
@@ -38,8 +38,7 @@ def launch(run_as_ranks):
 
 @pytest.fixture(
     params=[
-        pytest.param(each, id=" ".join(map(str, each)), marks=MORE if number else [])
-        for number, each in enumerate(LAUNCHES)
+        pytest.param(each, id="-".join(map(str, each)), marks=marks) for each, marks in LAUNCHES
     ]
 )
 def launched(request, launch):

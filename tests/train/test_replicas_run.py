@@ -13,8 +13,7 @@ from stopped_run import ask_to_end_with_step
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.runtime.reduction import DirectSum
 
-pytestmark = [pytest.mark.multiprocess]
-LONG = [pytest.mark.long, pytest.mark.in_ci]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.in_ci, pytest.mark.one_jax]
 
 CONFIG = """
 run: {steps: 6, seed: 5}
@@ -70,8 +69,6 @@ def test_a_step_records_how_each_replica_ran_it(replicas, alone):
     assert "replicas" not in alone.steps[0]
 
 
-@pytest.mark.long
-@pytest.mark.in_ci
 def test_the_same_run_again_has_the_same_results(replicas, tmp_path):
     delegated = "routes={default: delegated, reduction: delegated, r1:0-1: direct}"
     again = train(tmp_path, CONFIG, REPLICAS, delegated)
@@ -81,8 +78,6 @@ def test_the_same_run_again_has_the_same_results(replicas, tmp_path):
     assert routes == ["delegated", "direct"]
 
 
-@pytest.mark.long
-@pytest.mark.in_ci
 def test_a_run_resumes_with_another_number_of_replicas(alone, replicas, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     shapes = {one: (alone, REPLICAS), two: (replicas, "parallelism={stages: 1, data: 1}")}
@@ -95,8 +90,6 @@ def test_a_run_resumes_with_another_number_of_replicas(alone, replicas, tmp_path
     close(losses(Run(one)), losses(Run(two)))
 
 
-@pytest.mark.long
-@pytest.mark.in_ci
 def test_a_run_that_is_asked_to_end_saves_and_resumes(tmp_path, monkeypatch):
     (tmp_path / "run.yaml").write_text(CONFIG)
     out = tmp_path / "out"
@@ -131,8 +124,6 @@ DirectSum.run = run_or_fail
 """
 
 
-@pytest.mark.long
-@pytest.mark.in_ci
 def test_a_failed_direct_sum_continues_delegated(replicas, tmp_path, monkeypatch):
     (tmp_path / "failing_sum.py").write_text(FAILING.format(rank=3))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -171,8 +162,6 @@ with jaxmorph.Trainer(model, config) as trainer:
 """
 
 
-@pytest.mark.long
-@pytest.mark.in_ci
 def test_a_script_has_replicas(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     for ranks, data in ((1, 1), (4, 2)):
@@ -189,7 +178,6 @@ def test_a_script_has_replicas(tmp_path):
 PACED = "emulation.accelerator={forward_ms: 5, backward_input_ms: 5, backward_weight_ms: 5}"
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "routes"), [(signal.SIGKILL, "direct"), (signal.SIGSTOP, "delegated")]
 )
@@ -214,8 +202,6 @@ def test_a_rank_that_fails_is_named_by_its_number_in_the_run(tmp_path, monkeypat
 SLOW = "emulation.links=[{between: [0, 1], latency_ms: 40, from_step: 5, replica: 1}]"
 
 
-@pytest.mark.long
-@pytest.mark.in_ci
 def test_each_replica_plans_for_its_own_links(replicas, tmp_path):
     long = "emulation.accelerator={forward_ms: 12, backward_input_ms: 12, backward_weight_ms: 12}"
     found = train(
