@@ -1,6 +1,6 @@
 import pytest
 
-from jaxmorph.placement import Layout, Place, Placement, Position
+from jaxmorph.placement import ALONE, Layout, Place, Placement, Position, Replica
 from jaxmorph.records import Link
 
 
@@ -63,3 +63,9 @@ def test_a_layout_says_who_is_where():
     swapped = layout.swapped(1, 4)
     assert swapped.ranks == ((0, 4), (2, 3), (1, 5))
     assert swapped.swapped(1, 4) == layout
+
+
+def test_replicas_divide_the_microbatches():
+    replicas = [Replica(index, 3) for index in range(3)]
+    assert [each.share([*range(6)]) for each in replicas] == [[0, 1], [2, 3], [4, 5]]
+    assert [ALONE.is_alone, replicas[0].is_alone] == [True, False]

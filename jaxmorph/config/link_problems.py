@@ -29,7 +29,8 @@ def emulated_link_problems(
             low, high = link.between
             yield mismatch(f"{at}.source", link.source, f"null, {low} or {high}")
         if link.replica is not None and link.replica >= num_replicas:
-            expected = f"null, or a replica: 0 to {num_replicas - 1}, as parallelism.data says"
+            known = " or ".join(map(str, range(num_replicas)))
+            expected = f"null, or {known}, as parallelism.data is {num_replicas}"
             yield mismatch(f"{at}.replica", link.replica, expected)
         yield from _span_problems(at, link)
 
@@ -64,13 +65,6 @@ def link_trace_problems(key: str, trace: LinkTrace | None) -> Iterator[Problem]:
         yield mismatch(f"{key}.regime", trace.regime, expected)
 
 
-def link_in_replica(name: str, num_replicas: int) -> str:
-    """The name of a link within its replica: `2-3` of `r1:2-3`, if there is such a replica."""
-    replica, colon, link = name.partition(":")
-    known = {f"r{index}" for index in range(num_replicas if num_replicas > 1 else 0)}
-    return link if colon and replica in known else name
-
-
 def unknown_links(
     key: str, names: Iterable[str], num_stages: int, others: Sequence[str] = ()
 ) -> Iterator[Problem]:
@@ -82,5 +76,5 @@ def unknown_links(
             yield Problem(f"{key}.{name}", "unknown key; a pipeline of one stage has no links")
         elif turned in links and turned != name:
             yield Problem(f"{key}.{name}", f"unknown key; did you mean '{turned}'?")
-        elif name not in links:
+        elif name not in (*links, *others):
             yield unknown_key(f"{key}.{name}", (*others, *links))

@@ -16,8 +16,8 @@ from jaxmorph.config.compare_section import Compare, compare_problems
 from jaxmorph.config.link_problems import (
     emulated_host_problems,
     emulated_link_problems,
-    link_in_replica,
     link_trace_problems,
+    possible_links,
     unknown_links,
 )
 from jaxmorph.config.link_sections import Emulation, Failover, Routes, Transport
@@ -248,8 +248,10 @@ def _waiting_problems(config: Config) -> Iterator[Problem]:
 def _link_problems(config: Config) -> Iterator[Problem]:
     stages = config.parallelism.stages
     replicas = config.parallelism.data
-    named = (link_in_replica(name, replicas) for name in config.routes.by_link)
-    yield from unknown_links("routes", named, stages, ("default", "reduction"))
+    own = range(replicas if replicas > 1 else 0)
+    of_replicas = [f"r{index}:{link}" for index in own for link in possible_links(stages)]
+    others = ("default", "reduction", *of_replicas)
+    yield from unknown_links("routes", config.routes.by_link, stages, others)
     yield from unknown_links("schedule.link_ms", config.schedule.link_ms or (), stages)
     yield from emulated_link_problems("emulation.links", config.emulation.links, stages, replicas)
     yield from emulated_host_problems("emulation.hosts", config.emulation.hosts, config.num_hosts)

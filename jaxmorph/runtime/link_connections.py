@@ -280,10 +280,11 @@ def open_connections(
         # accepts any above it, so no two ranks wait for each other.
         for peer in sorted(peer for peer in peers if peer < rank):
             for _ in range(number):
-                found[peer].append(_call(own, peer, addresses[peer], until_s))
-                opened.callback(found[peer][-1].close)
+                connection = _call(own, peer, addresses[peer], until_s, rendezvous.members)
+                found[peer].append(connection)
+                opened.callback(connection.close)
         above = [peer for peer in peers if peer > rank] * number
-        for peer, connection in accept_ranks(listener, own, above, until_s):
+        for peer, connection in accept_ranks(listener, own, above, until_s, rendezvous.members):
             found[peer].append(connection)
             opened.callback(connection.close)
         listener.close()
@@ -293,15 +294,17 @@ def open_connections(
         yield {peers[peer]: connections for peer, connections in found.items()}
 
 
-def _call(own: Member, peer: int, address: Address, until_s: float) -> Connection:
+def _call(
+    own: Member, peer: int, address: Address, until_s: float, members: Sequence[int]
+) -> Connection:
     left_s = max(until_s - time.monotonic(), 0.001)
     try:
         connection = Connection(socket.create_connection(address, left_s), left_s)
         introduce(connection, own, peer)
     except (OSError, ConnectionLostError) as error:
         raise RendezvousError(
-            f"rank {own.rank} can't reach rank {peer} at {address[0]}:{address[1]} to connect "
-            f"their link: {error}",
-            rank=peer,
+            f"rank {members[own.rank]} can't reach rank {members[peer]} at "
+            f"{address[0]}:{address[1]} to connect their link: {error}",
+            rank=members[peer],
         ) from error
     return connection

@@ -245,7 +245,7 @@ class HostRendezvous:
         self._groups: dict[str, Rendezvous] = {}
         own, key = Member(rank, _RENDEZVOUS, secret), _KEY + name
         if rank == 0:
-            self._peers = _gather(store, key, host, num_ranks, own, deadline_s)
+            self._peers = _gather(store, key, host, self.members, own, deadline_s)
         else:
             self._peers = _connect(store, key, own, deadline_s)
         self._last_notes: dict[int, Note] = {}
@@ -385,9 +385,15 @@ def _with_own(messages: bytes, _: bytes, own: bytes) -> list[Json]:
 
 
 def _gather(
-    store: KeyValueStore, key: str, host: str, num_ranks: int, own: Member, deadline_s: float
+    store: KeyValueStore,
+    key: str,
+    host: str,
+    members: Sequence[int],
+    own: Member,
+    deadline_s: float,
 ) -> dict[int, Connection]:
     """Listen until all other ranks have connected."""
+    num_ranks = len(members)
     until_s = time.monotonic() + deadline_s
     bound = host if host in _LOOPBACK else address_of_name(host)
     family = socket.getaddrinfo(bound or host, None, type=socket.SOCK_STREAM)[0][0]
@@ -395,16 +401,21 @@ def _gather(
     with socket.create_server((bound, 0), family=family, backlog=backlog) as listener:
         where = {"host": host, "port": listener.getsockname()[1], "version": VERSION}
         store.key_value_set(key, json.dumps(where))
-        return dict(accept_ranks(listener, own, range(1, num_ranks), until_s))
+        return dict(accept_ranks(listener, own, range(1, num_ranks), until_s, members))
 
 
 def accept_ranks(
-    listener: socket.socket, own: Member, ranks: Iterable[int], until_s: float
+    listener: socket.socket,
+    own: Member,
+    ranks: Iterable[int],
+    until_s: float,
+    members: Sequence[int],
 ) -> list[tuple[int, Connection]]:
     """The connections of ranks that call, in their order; strangers are refused.
 
     Args:
         ranks: Those awaited; one that calls several times is listed as often.
+        members: The run's number of each rank, which errors name.
 
     Raises:
         RendezvousError: If some don't call in time.
@@ -428,7 +439,7 @@ def accept_ranks(
     except queue.Empty:
         for _, connection in accepted.values():  # so that these ranks fail at once too
             connection.close()
-        missing = sorted(set(awaited))
+        missing = sorted({members[rank] for rank in awaited})
         late = f"ranks {missing} did not come to {own.purpose}"
         refused = f" ({num_strangers} connections were refused: another secret)"
         raise RendezvousError(late + refused * bool(num_strangers), rank=missing[0]) from None

@@ -127,7 +127,7 @@ class StepRunner:
         began_s = time.monotonic() if began_s is None else began_s
         with reporting_failures(), progress.within(self.timeout_s, f"step {step}"):
             stage = self.stage
-            outcome = stage.run(program, inputs, step)
+            outcome = self._run_ops(program, inputs, step)
             parts = [*report(step)]
             if updates and self.gradient_sum is not None:
                 outcome, parts = self.gradient_sum.run(stage, outcome, parts, step)
@@ -168,12 +168,26 @@ class StepRunner:
         counted = count_targets(inputs.targets)
         doing = f"evaluation after step {step}"
         with reporting_failures(), progress.within(self.timeout_s, doing):
-            outcome = self.stage.run(program, replace(inputs, evaluates=True), step)
+            outcome = self._run_ops(program, replace(inputs, evaluates=True), step)
             own = ForwardTotals(outcome.loss, counted)
             if self.gradient_sum is not None:
                 own = _added(self.gradient_sum.replicas.total(ForwardTotals, own))
             of_ranks = gather(self.rendezvous, ForwardTotals, own)
         return _added(of_ranks)
+
+    def _run_ops(self, program: RankInstructions, inputs: StepInputs, step: int) -> StepOutcome:
+        """Run the stage's ops and transfers; errors say of which replica they name ranks."""
+        try:
+            return self.stage.run(program, inputs, step)
+        except Exception as error:
+            index, members, named = self.replica.index, self.rendezvous.members, vars(error)
+            if index > 0 and "waited_for" in named:  # it names ranks of its replica
+                stage = named["waited_for"]
+                named["waited_for"] = None if stage is None else members[stage]
+                error.args = (
+                    f"in replica {index}, whose rank 0 is the run's {members[0]}: {error}",
+                )
+            raise
 
     def _events(self) -> tuple[LinkEvent, ...]:
         of_links = map(LinkEvent.of, self.stage.events())

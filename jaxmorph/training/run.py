@@ -376,6 +376,7 @@ def begin_training(
                     else None
                 ),
                 lines=lines,
+                first_rank=rendezvous.members[0],
             )
         )
         plan = first.in_force.plan

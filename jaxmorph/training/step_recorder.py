@@ -67,6 +67,7 @@ class StepRecorder:
         active: True on rank 0; on other ranks every call does nothing.
         loop: The controller, which observes each step.
         known_links: Finds changes in degraded links to keep for a restart; None: none are kept.
+        first_rank: The run's number of the replica's first rank.
         lines: Where steps and events are written before they are sent; None: a run
             without a directory.
     """
@@ -82,6 +83,7 @@ class StepRecorder:
         first_step: int = 0,
         loop: ControlLoop | None = None,
         known_links: KnownLinks | None = None,
+        first_rank: int = 0,
         lines: RunLines | None = None,
     ) -> None:
         self._config = config
@@ -96,7 +98,7 @@ class StepRecorder:
         self._send = self._traced.send
         self._first_step = first_step
         self._loop = loop
-        self._known_links = known_links
+        self._known_links, self._first_rank = known_links, first_rank
         self._began_s = time.monotonic()
         self.unwritten = ""
         self._error: BaseException | None = None
@@ -344,7 +346,7 @@ class StepRecorder:
                 step=step,
                 kind=found.kind,
                 link=_link_name(rank, found.peer),
-                detail=f"rank {rank}: {found.detail}",
+                detail=f"rank {self._first_rank + rank}: {found.detail}",
             )
             self._send(EventEmitted(event))
 

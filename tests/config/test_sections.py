@@ -43,6 +43,51 @@ def test_a_link_without_a_route_of_its_own_takes_the_default():
     }
 
 
+TWO_REPLICAS = {
+    "parallelism": {"stages": 3, "data": 2},
+    "batch": {"microbatches": 6},
+    "routes": {"0-1": "delegated", "r1:0-1": "direct", "r1:1-2": "delegated"},
+    "emulation": {
+        "accelerator": {"forward_ms": 1, "backward_input_ms": 2, "backward_weight_ms": 3},
+        "links": [
+            {"between": [0, 1], "latency_ms": 5},
+            {"between": [1, 2], "latency_ms": 7, "replica": 1},
+        ],
+    },
+}
+
+
+def test_a_replica_sees_only_its_own_links():
+    config = check_config(TWO_REPLICAS)
+    first, second = (config.of_replica(index) for index in range(2))
+    assert first.routes.by_link == {"0-1": "delegated"}
+    assert second.routes.by_link == {"0-1": "direct", "1-2": "delegated"}
+    assert [link.latency_ms for link in first.emulation.links] == [5]
+    assert [(link.latency_ms, link.replica) for link in second.emulation.links] == [
+        (5, None),
+        (7, None),
+    ]
+    assert first.emulation.accelerator == config.emulation.accelerator
+    alone = check_config({})
+    assert alone.of_replica(0) is alone
+
+
+def test_replicas_divide_the_microbatches_of_a_step():
+    config = check_config(TWO_REPLICAS)
+    assert (config.microbatches, config.parallelism.num_ranks) == (3, 6)
+    assert config.tokens_per_step == check_config({"batch": {"microbatches": 6}}).tokens_per_step
+    assert config.longest_backlog_s == pytest.approx(0.018)
+
+
+def test_the_sum_over_replicas_fails_over_without_links_too():
+    config = {"parallelism": {"data": 2}, "failover": {"enabled": True}}
+    both = check_config(config)
+    assert (both.fails_over, both.reduction_fails_over) == (False, True)
+    assert both.direct_timeout_s == both.failover_timeout_s
+    assert not check_config({"failover": {"enabled": True}}).reduction_fails_over
+    assert not check_config({"parallelism": {"data": 2}}).reduction_fails_over
+
+
 def run(schedule="adaptive", stages=4, **adaptation):
     sections = {"schedule": {"name": schedule}, "parallelism": {"stages": stages}}
     return check_config({**sections, "adaptation": adaptation})

@@ -12,7 +12,7 @@ from one_device import data_of, untie
 from shared_reference import SharedReference, norm
 
 from jaxmorph.models.gpt2 import build
-from jaxmorph.placement import PlacementKind
+from jaxmorph.placement import Layout, PlacementKind
 from jaxmorph.program.check import check
 from jaxmorph.program.lowering import forward_only, lower
 from jaxmorph.program.offload import count_offloads, offload
@@ -22,6 +22,8 @@ from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.link_connections import Start, open_data_plane
 from jaxmorph.runtime.optimizer import OptimizerSettings
 from jaxmorph.runtime.payloads import channel_specs
+from jaxmorph.runtime.reduction import DelegatedSum, DirectSum, GradientSum, sum_channels
+from jaxmorph.runtime.replicas import Replicas
 from jaxmorph.runtime.report import StepReport, total
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
@@ -30,10 +32,13 @@ from jaxmorph.schedule.costs import Limits, StageCosts, StageMemory, chain_links
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
 from jaxmorph.schedule.simulate import simulate
+from jaxmorph.stage.mesh import make_data_mesh
 from jaxmorph.stage.model import MicrobatchShapes, cut_layers
 from jaxmorph.stage.stage_functions import StashPolicy
+from jaxmorph.transport.client import SidecarPlane
 
 CHUNKS = 2
+SUM_TIMEOUT_S = 60.0
 SEED, VOCABULARY, SEQUENCE, MICROBATCH_SIZE = 3, 61, 12, 2
 OPTIMIZER = OptimizerSettings(
     learning_rate=1e-2, warmup_steps=1, total_steps=10, weight_decay=0.1, epsilon=1e-6
@@ -54,6 +59,7 @@ class Parity:
         num_chunks: int = 1,
         placement_kind: PlacementKind = "wrap",
         num_devices: int = 1,
+        num_replicas: int = 1,
         build_model: Callable[..., Any] = build,
         optimizer: OptimizerSettings = OPTIMIZER,
         kinds: Sequence[OpKind] = tuple(OpKind),
@@ -64,8 +70,10 @@ class Parity:
         lengths: Sequence[int] = (SEQUENCE,),
         room: int | None = None,
     ):
-        self.rendezvous, self.link = rendezvous, link
-        self.rank, self.num_ranks = rendezvous.rank, rendezvous.num_ranks
+        layout = Layout.first(rendezvous.num_ranks // num_replicas, num_replicas)
+        self.replicas, self.link = Replicas.of(rendezvous, layout), link
+        self.rendezvous = self.replicas.pipeline
+        self.rank, self.num_ranks = self.rendezvous.rank, self.rendezvous.num_ranks
         self.num_chunks, self.lengths, self.room = num_chunks, lengths, room
         self.case = {
             "tied": tied,
@@ -74,6 +82,7 @@ class Parity:
             "chunks": num_chunks,
             "placement": placement_kind,
             "devices": num_devices,
+            "replicas": num_replicas,
         }
         self.model = build_model(
             preset="tiny",
@@ -97,6 +106,7 @@ class Parity:
             num_chunks=num_chunks,
             placement_kind=placement_kind,
             num_devices=num_devices,
+            ranks=layout.ranks[self.replicas.own.index],
         )
         self._own_stages = settings.own_stages(self.rank)
         self._opened = ExitStack()
@@ -104,10 +114,27 @@ class Parity:
         if delegated and self.num_ranks > 1:
             settings = replace(settings, delegated=frozenset(self.links))
             ends = channel_specs(settings.payloads(self.model), settings.delegated, self.rank)
-            opened = open_data_plane(rendezvous, *ends, start=start)
+            opened = open_data_plane(self.rendezvous, *ends, start=start)
             plane = self._opened.enter_context(opened)
         self.trainer = StageTrainer(self.model, settings, self.rank, plane=plane)
         self.reference = reference or SharedReference(self.model, SEED, rendezvous)
+        self.sums = self._open_sums(num_devices)
+
+    def _open_sums(self, num_devices):
+        """What sums over the replicas, on each route; nothing where there is one."""
+        own, peers, gradients = self.replicas.own, self.replicas.peers, self.trainer.gradients
+        if own.is_alone:
+            return {}
+        mesh = make_data_mesh(self.replicas.layout.peers(self.rank), num_devices)
+        opened = open_data_plane(peers, *sum_channels(gradients, own), start=SidecarPlane.start)
+        plane = self._opened.enter_context(opened)
+        assert plane is not None
+        over_hosts = DelegatedSum(plane, own, peers.members, gradients, SUM_TIMEOUT_S)
+        direct = DirectSum(mesh, gradients)
+        return {
+            "direct": GradientSum(self.replicas, direct),
+            "delegated": GradientSum(self.replicas, None, over_hosts),
+        }
 
     def _shapes(self):
         longest, *shorter = (self._shapes_of(length) for length in self.lengths)
@@ -159,14 +186,17 @@ class Parity:
         assert count_offloads([placed]) > 0
         return placed
 
-    def run(self, schedule_name, tokens, targets, step=0, routes=None, pairs=None):
+    def run(self, schedule_name, tokens, targets, step=0, routes=None, pairs=None, summed="direct"):
         """One step's loss and norm over all ranks; the gradients stay on the trainer."""
         arrays, targets, extras = data_of(self.model, tokens, targets)
         weight = 1.0 / np.count_nonzero(targets >= 0)
         length_index = self.lengths.index(tokens.shape[-1])
         inputs = StepInputs(arrays, targets, weight, extras, length_index=length_index)
-        program = self.program(schedule_name, len(tokens), routes, pairs=pairs)
-        outcome = self.trainer.run(program, inputs, step)
+        own = self.replicas.own
+        program = self.program(schedule_name, len(tokens) // own.count, routes, pairs=pairs)
+        outcome = self.trainer.run(program, inputs.of_replica(own), step)
+        if self.sums:
+            outcome, _ = self.sums[summed].run(self.trainer, outcome, (), step)
         squared_norm = self.trainer.squared_norm()
         not_finite = not_finite_in_words(self.trainer, outcome, squared_norm)
         report = StepReport(outcome.loss, squared_norm, not_finite=not_finite)
@@ -190,12 +220,27 @@ class Parity:
         return part
 
     def report(self, test, **figures):
-        self.link.send({"kind": "result", "test": test, "rank": self.rank, **self.case, **figures})
+        self.link.send(
+            {
+                "kind": "result",
+                "test": test,
+                "rank": self.replicas.all_ranks.rank,
+                **self.case,
+                **figures,
+            }
+        )
 
     def check_gradients(
-        self, schedule_name, tokens, targets, test="gradients", random_step=None, routes=None
+        self,
+        schedule_name,
+        tokens,
+        targets,
+        test="gradients",
+        random_step=None,
+        routes=None,
+        summed="direct",
     ):
-        totals = self.run(schedule_name, tokens, targets, random_step or 0, routes)
+        totals = self.run(schedule_name, tokens, targets, random_step or 0, routes, summed=summed)
         loss, gradients = self.reference.initial_loss_and_gradients(tokens, targets, random_step)
         self.report(
             test,
@@ -264,8 +309,8 @@ def batch(num_microbatches, seed):
     return ids[..., :-1], ids[..., 1:]
 
 
-def gradients_of(parity, schedule_name, tokens, targets, routes, step=0, pairs=None):
-    parity.run(schedule_name, tokens, targets, step, routes=routes, pairs=pairs)
+def gradients_of(parity, schedule_name, tokens, targets, routes, step=0, **options):
+    parity.run(schedule_name, tokens, targets, step, routes=routes, **options)
     gradients = jax.tree.map(np.asarray, parity.trainer.gradients)
     parity.trainer.discard()
     return gradients

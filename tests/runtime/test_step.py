@@ -9,16 +9,24 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmorph.control.rank_times import timeline_of
+from jaxmorph.placement import Replica
+from jaxmorph.program.instructions import Payload, Transfer
 from jaxmorph.records import EventKind
+from jaxmorph.runtime.causes import WaitedInVainError
+from jaxmorph.runtime.direct import PathFailedError
 from jaxmorph.runtime.executor import StepInputs, StepOutcome
 from jaxmorph.runtime.queue import Stamp
+from jaxmorph.runtime.reduction import GradientSum
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.runtime.report import LinkEvent, StepTotals
+from jaxmorph.runtime.routes import TransferIdentity
 from jaxmorph.runtime.step import StepRunner, apply_gradients, not_finite_in_words
 from jaxmorph.schedule.ops import Op, OpKind
+from jaxmorph.transport.names import PeerGoneError
 
 INPUTS = StepInputs(None, None, 1.0)
 PROGRAM: Any = SimpleNamespace()
+IDENTITY = TransferIdentity(0, 3, Transfer(Payload.GRADIENT, 0, 1, 0))
 
 
 class Stage:
@@ -163,3 +171,45 @@ def test_only_a_finite_step_updates(loss, norm, done):
     stage: Any = Stage()
     assert apply_gradients(stage, StepTotals(loss, norm), clip_norm=1.0) == (done == 0.25)
     assert stage.done == [done]
+
+
+class Waiting(Stage):
+    """A stage whose run ends with an error."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def run(self, program, inputs, step):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "waited_for"),
+    [
+        (PeerGoneError("rank 1 is gone", 1), 5),
+        (WaitedInVainError("link 0-1 carries nothing", None), None),
+        (PathFailedError(IDENTITY, 0, ValueError("reset")), 4),
+    ],
+)
+def test_errors_of_a_replica_name_the_runs_rank(error, waited_for):
+    rendezvous: Any = SimpleNamespace(members=[4, 5])
+    replicas: Any = SimpleNamespace(own=Replica(2, 3))
+    stage: Any = Waiting(error)
+    runner = StepRunner(stage, rendezvous, gradient_sum=GradientSum(replicas, None))
+    message, own_args = str(error), error.args
+    for run in (runner.run, runner.forwards):
+        error.args, error.waited_for = own_args, None if waited_for is None else waited_for - 4
+        with pytest.raises(type(error)) as caught:
+            run(PROGRAM, INPUTS, 3)
+        assert str(caught.value) == f"in replica 2, whose rank 0 is the run's 4: {message}"
+        assert caught.value.waited_for == waited_for
+
+
+def test_errors_of_the_first_replica_need_no_explanation():
+    replicas: Any = SimpleNamespace(own=Replica(0, 3))
+    stage: Any = Waiting(PeerGoneError("rank 1 is gone", 1))
+    runner = StepRunner(stage, SoleRank(), gradient_sum=GradientSum(replicas, None))
+    with pytest.raises(PeerGoneError, match=r"^rank 1 is gone$") as caught:
+        runner.run(PROGRAM, INPUTS, 3)
+    assert caught.value.waited_for == 1

@@ -18,9 +18,16 @@ from jaxmorph.control.step_programs import lower_step, simulate_step
 from jaxmorph.messages import EventEmitted, ProfileUpdated, RunMessage, StepDone, StepTimelines
 from jaxmorph.plain_json import dump, parse_line
 from jaxmorph.program.instructions import Transfer
-from jaxmorph.records import Event, EventKind, Link
+from jaxmorph.records import Event, EventKind, Link, ReplicaStep
 from jaxmorph.report.run_directory import RunLines
-from jaxmorph.runtime.report import LinkEvent, StepReport, StepTimings, StepTotals, named_parts
+from jaxmorph.runtime.report import (
+    LinkEvent,
+    OfReplicas,
+    StepReport,
+    StepTimings,
+    StepTotals,
+    named_parts,
+)
 from jaxmorph.schedule.costs import Limits, StageCosts
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.planner import plan
@@ -62,12 +69,26 @@ def _timings(ops, direct=(), arrivals=(), **more) -> StepTimings:
 
 
 def recorder_of(
-    send, in_force=IN_FORCE, profiler=None, loop=None, active=True, lines=None, **sections
+    send,
+    in_force=IN_FORCE,
+    profiler=None,
+    loop=None,
+    active=True,
+    lines=None,
+    first_rank=0,
+    **sections,
 ):
     config = Config.model_validate({"run": {"steps": 9}} | sections)
     loop = loop or ControlLoop(_state(in_force.plan), None)
     return StepRecorder(
-        config, in_force, profiler or Profiler(1), send, active=active, loop=loop, lines=lines
+        config,
+        in_force,
+        profiler or Profiler(1),
+        send,
+        active=active,
+        loop=loop,
+        lines=lines,
+        first_rank=first_rank,
     )
 
 
@@ -282,6 +303,31 @@ def test_link_events_become_run_events():
         (3, "sidecar_restarted", None, "rank 0: generation 2"),
         (3, "lane_down", "0-1", "rank 0: reason reset"),
     ]
+
+
+def test_events_of_a_replica_name_the_runs_rank():
+    messages, replaced = [], LinkEvent(0.1, EventKind.SIDECAR_RESTARTED, "it was silent")
+    with recorder_of(messages.append, first_rank=4) as recorder:
+        recorder.record(0, SOUND, [_report(events=[replaced])], 0.03)
+    (event,) = of_kind(messages, EventEmitted, "event")
+    assert event.detail == "rank 4: it was silent"
+
+
+def test_a_record_has_how_each_replica_ran_the_step():
+    of_replicas = tuple(
+        ReplicaStep(name, (2, 1), {"0-1": "direct"}, None, 0.5) for name in ("zb-h2", "adaptive")
+    )
+    moved = Event(0.5, 0, EventKind.ROUTE_CHANGED, "r1:0-1", "delegated")
+    messages, report = [], _report()
+    parts = json.loads(dump(named_parts([OfReplicas(of_replicas)])))
+    report = replace(report, parts=parts)
+    with recorder_of(messages.append) as recorder:
+        recorder.record(0, SOUND, [report], 0.03)
+        recorder.relay([moved])
+    (record,) = of_kind(messages, StepDone, "record")
+    assert record.replicas == of_replicas
+    assert [each["schedule"] for each in record.metrics()["replicas"]] == ["zb-h2", "adaptive"]
+    assert of_kind(messages, EventEmitted, "event") == [moved]
 
 
 def test_the_first_plan_and_useless_settings_are_events():

@@ -1,0 +1,287 @@
+"""Sums over replicas: the same bits on both routes, and what happens where one fails."""
+
+import threading
+from contextlib import ExitStack, closing
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from oracles.loopback import LoopbackNetwork
+from test_rendezvous import in_threads
+
+from jaxmorph.placement import Layout, Replica
+from jaxmorph.runtime import reduction
+from jaxmorph.runtime.causes import WaitedInVainError
+from jaxmorph.runtime.executor import StepOutcome
+from jaxmorph.runtime.reduction import DelegatedSum, DirectSum, GradientSum, sum_channels
+from jaxmorph.runtime.replicas import Replicas
+from jaxmorph.runtime.routes import TransferMismatchError
+from jaxmorph.stage.mesh import AXES, DATA, TENSOR
+from jaxmorph.transport.client import SidecarPlane
+from jaxmorph.transport.names import ChannelName, PeerGoneError
+
+SECRET = bytes(range(32))
+SHAPES = [(7,), (3, 4), (), (1, 2, 5)]
+SPLIT = [PartitionSpec(), PartitionSpec(None, TENSOR), PartitionSpec(), PartitionSpec(None, TENSOR)]
+STEP, PATIENCE_S = 5, 30.0
+
+
+def numbers_of(replica):
+    """Gradients of one replica, with some that are too small for normal numbers."""
+    random = np.random.default_rng(replica)
+    made = [np.asarray(random.normal(size=shape), np.float32) for shape in SHAPES]
+    made[0][:2] = 1e-39, -0.0
+    return made
+
+
+def summed(num_replicas, of=numbers_of):
+    """In the order of replicas."""
+    total = of(0)
+    for replica in range(1, num_replicas):
+        total = [one + other for one, other in zip(total, of(replica), strict=True)]
+    return total
+
+
+def placed(numbers, specs, mesh):
+    """A replica's gradients on its stage's devices: two chunks."""
+    leaves = [
+        jax.device_put(array, NamedSharding(mesh, spec))
+        for array, spec in zip(numbers, specs, strict=True)
+    ]
+    return {"a": leaves[0], "b": leaves[1]}, {"c": leaves[2], "d": leaves[3]}
+
+
+def own_mesh(replica, num_devices):
+    devices = jax.devices()
+    at = replica * num_devices % (len(devices) - num_devices + 1)
+    return Mesh(np.array(devices[at : at + num_devices]).reshape(1, num_devices), AXES)
+
+
+def gradients_of(replica, num_devices=1):
+    specs = SPLIT if num_devices > 1 else [PartitionSpec()] * len(SHAPES)
+    return placed(numbers_of(replica), specs, own_mesh(replica, num_devices))
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def normal(tree):
+    """Without the first leaf's smallest number, which devices may take for 0."""
+    first, *others = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+    return bits([first[1:], *others])
+
+
+def sum_direct(num_replicas, num_devices):
+    """The sums as each replica's devices have them, all of them in this process."""
+    devices = np.array(jax.devices()[: num_replicas * num_devices])
+    mesh = Mesh(devices.reshape(num_replicas, num_devices), (DATA, TENSOR))
+    specs = SPLIT if num_devices > 1 else [PartitionSpec()] * len(SHAPES)
+    joint = []
+    for leaf, spec in enumerate(specs):
+        sharding, shape = NamedSharding(mesh, spec), SHAPES[leaf]
+        shards = [
+            jax.device_put(numbers_of(np.argwhere(mesh.devices == device)[0][0])[leaf][at], device)
+            for device, at in sharding.devices_indices_map(shape).items()
+        ]
+        joint.append(jax.make_array_from_single_device_arrays(shape, sharding, shards))
+    sums = DirectSum(mesh, joint).run(joint, STEP)
+    of_device = [{shard.device: shard for shard in leaf.addressable_shards} for leaf in sums]
+    found = []
+    for row in mesh.devices:
+        whole = [np.zeros(shape, np.float32) for shape in SHAPES]
+        for device in row:
+            for array, shards in zip(whole, of_device, strict=True):
+                array[shards[device].index] = shards[device].data
+        found.append(whole)
+    return found
+
+
+@pytest.fixture(params=["one bucket", "a bucket for each array"])
+def buckets(request, monkeypatch):
+    if request.param != "one bucket":
+        monkeypatch.setattr(reduction, "BUCKET_BYTES", 4)
+
+
+@pytest.mark.usefixtures("buckets")
+@pytest.mark.parametrize(("replicas", "devices"), [(2, 1), (3, 1), (4, 1), (2, 2)])
+def test_direct_sums_add_in_the_order_of_replicas(replicas, devices):
+    for found in sum_direct(replicas, devices):
+        assert normal(found) == normal(summed(replicas))
+
+
+class Delegated:
+    """Each replica's `DelegatedSum`, in a thread of its own."""
+
+    def __init__(self, network, num_replicas, num_devices=1, timeout_s=PATIENCE_S, start=None):
+        self.gradients = [gradients_of(each, num_devices) for each in range(num_replicas)]
+        owns = [Replica(index, num_replicas) for index in range(num_replicas)]
+        start = start or network.plane
+        self.planes: list[Any] = [
+            start(own.index, *sum_channels(gradients, own))
+            for own, gradients in zip(owns, self.gradients, strict=True)
+        ]
+        for own, plane in zip(owns, self.planes, strict=True):
+            peers = {each: self.planes[each].addresses() for each in range(num_replicas)}
+            plane.connect({each: peers[each] for each in peers if each != own.index}, SECRET)
+        members = range(1, 2 * num_replicas, 2)  # of the second of two stages
+        self.sums = [
+            DelegatedSum(plane, own, members, gradients, timeout_s)
+            for own, plane, gradients in zip(owns, self.planes, self.gradients, strict=True)
+        ]
+
+    def run(self, step=STEP):
+        found: list[Any] = [None] * len(self.sums)
+
+        def work(index):
+            found[index] = self.sums[index].run(self.gradients[index], step)
+
+        threads = [threading.Thread(target=work, args=(at,)) for at in range(len(found))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * PATIENCE_S)
+        return found
+
+    def close(self):
+        for plane in self.planes:
+            plane.close()
+
+
+@pytest.fixture
+def delegated():
+    with ExitStack() as made:
+        yield lambda *sizes, **options: made.enter_context(
+            closing(Delegated(LoopbackNetwork(), *sizes, **options))
+        )
+
+
+@pytest.mark.parametrize("part_bytes", [4, 20, reduction.PART_BYTES])
+@pytest.mark.parametrize(("replicas", "devices"), [(2, 1), (3, 1), (2, 2)])
+def test_delegated_sums_have_the_bits_of_direct_ones(
+    delegated, monkeypatch, replicas, devices, part_bytes
+):
+    monkeypatch.setattr(reduction, "PART_BYTES", part_bytes)
+    sums = delegated(replicas, devices)
+    expected = sum_direct(replicas, devices)
+    for _ in range(2):
+        for found, given, direct in zip(sums.run(), sums.gradients, expected, strict=True):
+            assert jax.tree.structure(found) == jax.tree.structure(given)
+            assert bits(found) == bits(direct)
+            for leaf, before in zip(jax.tree.leaves(found), jax.tree.leaves(given), strict=True):
+                assert leaf.sharding == before.sharding
+                for shard in leaf.addressable_shards:
+                    whole = np.asarray(leaf)[shard.index]
+                    assert np.asarray(shard.data).tobytes() == whole.tobytes()
+
+
+def test_sidecars_carry_a_sum(delegated, monkeypatch):
+    monkeypatch.setattr(reduction, "PART_BYTES", 20)
+    sums = delegated(2, start=SidecarPlane.start)
+    assert [normal(found) for found in sums.run()] == [normal(summed(2))] * 2
+
+
+def test_a_part_of_another_step_is_refused(delegated):
+    sums = delegated(2)
+    slot = sums.planes[1].reserve(ChannelName(0, 1, 0), reduction.time.monotonic() + PATIENCE_S)
+    slot.post(4, (0, STEP - 1, 0))
+    slot.complete()
+    with pytest.raises(TransferMismatchError, match=r"got .*4, 0.* of a sum, expected .*5, 0"):
+        sums.sums[0].run(sums.gradients[0], STEP)
+
+
+def test_a_gone_replica_is_named_by_its_rank_in_the_run(delegated):
+    sums = delegated(2)
+    sums.planes[1].close()
+    with pytest.raises(PeerGoneError, match="rank 3 is gone, of replica 1") as gone:
+        sums.sums[0].run(sums.gradients[0], STEP)
+    assert gone.value.waited_for == 3
+
+
+def test_a_late_replica_is_named_by_its_rank_in_the_run(delegated):
+    sums = delegated(3, timeout_s=0.05)
+    with pytest.raises(WaitedInVainError, match="from rank 3 of replica 1") as late:
+        sums.sums[0].run(sums.gradients[0], STEP)
+    assert late.value.waited_for == 3
+
+
+class Direct:
+    """A direct sum that fails in some of the replicas."""
+
+    def __init__(self, gradients, fails):
+        self.sums, self.fails = jax.tree.map(lambda leaf: leaf * 0, gradients), fails
+
+    def run(self, gradients, step):
+        if self.fails:
+            raise jax.errors.JaxRuntimeError("Gloo all-to-all failed: timed out")
+        return self.sums
+
+
+class Stage:
+    """Has gradients that can be replaced."""
+
+    def __init__(self, gradients):
+        self.gradients = gradients
+
+    def replace_gradients(self, gradients):
+        self.gradients = gradients
+
+
+@pytest.fixture
+def sum_in_threads(delegated):
+    """Two replicas sum twice; the routes, gradients and events of each, or its error."""
+
+    def run(fails, *, fails_over=True):
+        sums = delegated(2)
+
+        def body(rendezvous):
+            rank = rendezvous.rank
+            stage: Any = Stage(sums.gradients[rank])
+            direct: Any = None if fails is None else Direct(stage.gradients, rank in fails)
+            of_hosts = sums.sums[rank] if fails_over else None
+            total = GradientSum(Replicas.of(rendezvous, Layout.first(1, 2)), direct, of_hosts)
+            try:
+                outcome, _ = total.run(stage, StepOutcome(0.5, (), []), [], STEP)
+            except jax.errors.JaxRuntimeError as error:
+                return error
+            found = bits(stage.gradients)
+            stage.gradients = sums.gradients[rank]
+            total.run(stage, StepOutcome(0.5, (), []), [], STEP + 1)
+            assert outcome.loss == 1.0
+            assert bits(stage.gradients) == found
+            return SimpleNamespace(route=total.route, found=found, events=total.take_events())
+
+        return in_threads(2, body), sums
+
+    return run
+
+
+def test_a_failed_direct_sum_continues_delegated_in_all_replicas(sum_in_threads):
+    found, sums = sum_in_threads(fails={1})
+    expected = bits(sums.run(STEP + 2)[0])
+    for each in found:
+        assert each.route == "delegated"
+        assert each.found == expected
+        assert [event.kind for event in each.events] == ["route_changed"]
+    details = [each.events[0].detail for each in found]
+    assert details[0].endswith("from now on: it failed in another replica")
+    assert details[1].endswith("from now on: JaxRuntimeError: Gloo all-to-all failed: timed out")
+
+
+def test_a_sound_direct_sum_stays_direct(sum_in_threads):
+    found, _ = sum_in_threads(fails=())
+    assert [(each.route, each.events) for each in found] == [("direct", [])] * 2
+
+
+def test_a_sum_may_be_delegated_from_the_start(sum_in_threads):
+    found, sums = sum_in_threads(fails=None)
+    assert [(each.route, each.events) for each in found] == [("delegated", [])] * 2
+    assert found[0].found == bits(sums.run(STEP + 2)[0])
+
+
+def test_a_failed_direct_sum_ends_a_run_without_failover(sum_in_threads):
+    found, _ = sum_in_threads(fails={0, 1}, fails_over=False)
+    assert [str(each) for each in found] == ["Gloo all-to-all failed: timed out"] * 2

@@ -1,0 +1,218 @@
+"""Runs with replicas of the pipeline: they learn, save, resume and stop as one replica does."""
+
+import json
+import os
+import shutil
+import signal
+
+import numpy as np
+import pytest
+from in_this_process import Run, jaxmorph, on_each_step, train
+from stopped_run import ask_to_end_with_step
+
+from jaxmorph.checkpoints.folder import CheckpointFolder
+from jaxmorph.runtime.reduction import DirectSum
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.in_ci, pytest.mark.one_jax]
+
+CONFIG = """
+run: {steps: 6, seed: 5}
+model: {preset: tiny, width: 16, num_layers: 4, num_heads: 2, tied: true, dropout: 0.1}
+data: {sequence_length: 8, held_out_fraction: 0.05}
+batch: {microbatches: 8, microbatch_size: 1}
+schedule: {name: zb-h2}
+checkpoint: {every_steps: 3}
+evaluation: {every_steps: 3}
+trace: {every_steps: 0}
+timeouts: {direct_s: 4}
+restart_policy: {max_restarts: 0}
+"""
+REPLICAS = "parallelism={stages: 2, data: 2}"
+
+
+def close(got, expected):
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+def losses(run):
+    return [step["loss"] for step in run.steps]
+
+
+def held_out_losses(run):
+    return [step["held_out_loss"] for step in run.steps if "held_out_loss" in step]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("alone"), CONFIG)
+
+
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("replicas"), CONFIG, REPLICAS)
+
+
+def test_losses_are_those_of_one_replica(alone, replicas):
+    close(losses(replicas), losses(alone))
+    close(held_out_losses(replicas), held_out_losses(alone))
+    assert len(held_out_losses(alone)) == 2
+
+
+def test_a_step_records_how_each_replica_ran_it(replicas, alone):
+    for step in replicas.steps:
+        for each in step["replicas"]:
+            assert (each["schedule"], each["routes"]) == ("zb-h2", {"0-1": "direct"})
+            assert each["warmup_forwards"] == step["warmup_forwards"]
+            assert each["pipeline_s"] > 0
+            assert each["predicted_step_s"] > 0
+        assert len(step["replicas"]) == 2
+    assert "replicas" not in alone.steps[0]
+
+
+def test_the_same_run_again_has_the_same_results(replicas, tmp_path):
+    delegated = "routes={default: delegated, reduction: delegated, r1:0-1: direct}"
+    again = train(tmp_path, CONFIG, REPLICAS, delegated)
+    assert again.results() == replicas.results()
+    assert held_out_losses(again) == held_out_losses(replicas)
+    routes = [each["routes"]["0-1"] for each in again.steps[-1]["replicas"]]
+    assert routes == ["delegated", "direct"]
+
+
+def test_a_run_resumes_with_another_number_of_replicas(alone, replicas, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    shapes = {one: (alone, REPLICAS), two: (replicas, "parallelism={stages: 1, data: 1}")}
+    for directory, (run, shape) in shapes.items():
+        shutil.copytree(run.out, directory)
+        done = jaxmorph("train", "--resume", directory, "run.steps=8", shape)
+        assert done.returncode == 0, done.stderr
+    assert [len(step.get("replicas", ())) for step in Run(one).steps] == [0] * 6 + [2] * 2
+    assert [len(step.get("replicas", ())) for step in Run(two).steps] == [2] * 6 + [0] * 2
+    close(losses(Run(one)), losses(Run(two)))
+
+
+def test_a_run_that_is_asked_to_end_saves_and_resumes(tmp_path, monkeypatch):
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    out = tmp_path / "out"
+    paced = "emulation.accelerator={forward_ms: 10, backward_input_ms: 10, backward_weight_ms: 10}"
+    words = f"run.dir={out}", REPLICAS, paced, "run.steps=40", "checkpoint.every_steps=40"
+    with monkeypatch.context() as patch:
+        ask_to_end_with_step(1, patch)
+        asked = jaxmorph("train", tmp_path / "run.yaml", *words)
+    assert asked.returncode == 128 + signal.SIGTERM, asked.stderr
+    assert "of 40 steps, saved: jaxmorph train --resume" in asked.stderr
+    (last,) = CheckpointFolder(out / "checkpoints").steps()
+    assert 1 < last < 40
+    done = jaxmorph("train", "--resume", out, f"run.steps={last + 1}", "emulation={}")
+    assert done.returncode == 0, done.stderr
+    assert len(Run(out).steps) == last + 1
+
+
+FAILING = """
+import jax
+from jaxmorph.models.gpt2 import build
+from jaxmorph.runtime.reduction import DirectSum
+
+run, sums = DirectSum.run, []
+
+def run_or_fail(self, gradients, step):
+    sums.append(gradients)
+    if len(sums) == 3 and jax.process_index() == {rank}:
+        raise jax.errors.JaxRuntimeError("UNKNOWN: reset by peer")
+    return run(self, gradients, step)
+
+DirectSum.run = run_or_fail
+"""
+
+
+def test_a_failed_direct_sum_continues_delegated(replicas, tmp_path, monkeypatch):
+    (tmp_path / "failing_sum.py").write_text(FAILING.format(rank=3))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(DirectSum, "run", DirectSum.run)  # this process imports the model too
+    model = "model.factory=failing_sum"
+    found = train(tmp_path, CONFIG, REPLICAS, model, "failover.enabled=true")
+    assert found.results() == replicas.results()
+    changed = found.events("route_changed")
+    assert {event["step"] for event in changed} == {2}
+    says = ": gradients are summed over hosts from now on: JaxRuntimeError"
+    ranks = {event["detail"].partition(says)[0] for event in changed}
+    assert ranks == {"rank 1", "r1: rank 3"}  # the other stage's sum is sound
+
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+import jaxmorph
+from jaxmorph.models.gpt2 import build
+import numpy as np
+
+model = build(preset="tiny", width=16, num_layers=4, num_heads=2, vocab_size=32, sequence_length=8)
+folder, data = Path(sys.argv[1]), int(sys.argv[2])
+config = {
+    "parallelism": {"data": data},
+    "data": {"sequence_length": 8},
+    "batch": {"microbatches": 4, "microbatch_size": 2},
+}
+tokens = np.random.default_rng(0).integers(32, size=(8, 9))
+batch = tokens[:, :-1], tokens[:, 1:]
+with jaxmorph.Trainer(model, config) as trainer:
+    losses = [trainer.step(batch).loss for _ in range(3)]
+    losses.append(trainer.evaluate(batch))
+    (folder / f"{data}_{trainer.rank}.json").write_text(json.dumps(losses))
+"""
+
+
+def test_a_script_has_replicas(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    for ranks, data in ((1, 1), (4, 2)):
+        done = jaxmorph("launch", "--stages", ranks, tmp_path / "script.py", tmp_path, data)
+        assert done.returncode == 0, done.stderr
+    alone, *others = (
+        json.loads((tmp_path / name).read_text())
+        for name in ("1_0.json", *(f"2_{rank}.json" for rank in range(4)))
+    )
+    for each in others:
+        close(each, alone)
+
+
+PACED = "emulation.accelerator={forward_ms: 5, backward_input_ms: 5, backward_weight_ms: 5}"
+
+
+@pytest.mark.parametrize(
+    ("number", "routes"), [(signal.SIGKILL, "direct"), (signal.SIGSTOP, "delegated")]
+)
+def test_a_rank_that_fails_is_named_by_its_number_in_the_run(tmp_path, monkeypatch, number, routes):
+    """The first stage of replica 1, for which its other stages and its peers wait."""
+
+    def send_signal(step, ranks):
+        if step == 4:
+            os.kill(ranks[2].process.pid, number)
+
+    on_each_step(monkeypatch, send_signal)
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    done = jaxmorph(
+        "train", tmp_path / "run.yaml", f"run.dir={tmp_path / 'out'}", REPLICAS, PACED,
+        "run.steps=200", f"routes={{default: {routes}, reduction: {routes}}}",
+        "timeouts={step_s: 4}", "checkpoint.every_steps=0", "evaluation={}",
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: rank 2 failed: ")
+
+
+SLOW = "emulation.links=[{between: [0, 1], latency_ms: 40, from_step: 5, replica: 1}]"
+
+
+def test_each_replica_plans_for_its_own_links(replicas, tmp_path):
+    long = "emulation.accelerator={forward_ms: 12, backward_input_ms: 12, backward_weight_ms: 12}"
+    found = train(
+        tmp_path, CONFIG, "run.steps=14", REPLICAS, long, SLOW,
+        "adaptation={enabled: true, worth: 0.25}", "batch.microbatches=16",
+    )  # fmt: skip
+    changed = found.events("plan_changed", "straggler_detected", "route_changed")
+    assert {event["kind"] for event in changed} >= {"plan_changed", "straggler_detected"}
+    assert {event["link"] for event in changed if event["link"]} == {"r1:0-1"}
+    assert all("r1:" in event["detail"] for event in changed if not event["link"])
+    first, second = zip(*(step["replicas"] for step in found.steps), strict=True)
+    assert {each["schedule"] for each in first} == {"zb-h2"}
+    assert (second[0]["schedule"], second[-1]["schedule"]) == ("zb-h2", "adaptive")
+    assert {each["routes"]["0-1"] for each in first} == {"direct"}
