@@ -92,6 +92,11 @@ class Config(BaseModel):
         """Microbatches of a step in one replica of the pipeline."""
         return self.batch.microbatches // self.parallelism.data
 
+    @property
+    def num_optimizer_shares(self) -> int:
+        """Among how many replicas the optimizer's state is divided."""
+        return self.parallelism.data if self.optimizer.shard == "data" else 1
+
     def of_replica(self, index: int) -> "Config":
         """The configuration as one replica sees it, without the links of others."""
         if self.parallelism.data == 1:

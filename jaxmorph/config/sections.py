@@ -327,6 +327,10 @@ class Optimizer(Section):
     final_learning_rate_fraction: Fraction = 0.1
     """Where the cosine ends, as a share of the peak."""
 
+    shard: Literal["none", "data"] = "none"
+    """`data`: each replica keeps the optimizer's state of its share of the parameters alone, and
+    updates that share; results are the same. With `parallelism.data: 1` it has no effect."""
+
     stop_after_skipped: Annotated[
         Count | None, Expected("null, or a whole number of at least 1")
     ] = 10

@@ -35,6 +35,7 @@ class StageSettings:
         placement_kind: How they are placed.
         num_devices: Devices of a rank, over which its parameters are split.
         replica: Which copy of the pipeline it belongs to.
+        divides_optimizer: Whether each replica keeps the optimizer's state of its share alone.
         weights: Where to read stored weights; None: parameters start from `seed`.
         direct: The links that may be on the direct route; None: all of them.
         delegated: The links that may be delegated; programs for both routes are compiled ahead.
@@ -59,6 +60,7 @@ class StageSettings:
     placement_kind: PlacementKind = "wrap"
     num_devices: int = 1
     replica: Replica = ALONE
+    divides_optimizer: bool = False
     weights: str | None = None
     direct: frozenset[Link] | None = None
     delegated: frozenset[Link] = frozenset()

@@ -158,6 +158,9 @@ class StepRunner:
             updated = updates and apply_gradients(stage, totals, self.clip_norm)
             if not updates:
                 stage.discard()
+            if updated and stage.shares is not None:
+                assert self.gradient_sum is not None  # shares are those of other replicas
+                self.gradient_sum.complete(stage, step)
             step_s = ended_s - began_s
             return StepResult(
                 step, program, totals, reports, timings, step_s, ended_s, updated, events

@@ -15,7 +15,13 @@ from jaxmorph.runtime.link_connections import open_data_plane, open_failover_con
 from jaxmorph.runtime.optimizer import OptimizerSettings
 from jaxmorph.runtime.payloads import channel_specs
 from jaxmorph.runtime.queue import Pace
-from jaxmorph.runtime.reduction import DelegatedSum, DirectSum, GradientSum, sum_channels
+from jaxmorph.runtime.reduction import (
+    DelegatedSum,
+    DirectGather,
+    DirectSum,
+    GradientSum,
+    sum_channels,
+)
 from jaxmorph.runtime.rendezvous import Rendezvous, gather, raised_together
 from jaxmorph.runtime.replicas import Replicas
 from jaxmorph.runtime.stage_settings import StageSettings
@@ -72,6 +78,7 @@ def stage_settings(
         placement_kind=config.placement.kind,
         num_devices=config.parallelism.tensor,
         replica=replica,
+        divides_optimizer=optimizer.shard == "data",
         direct=direct,
         delegated=delegated,
         fails_over=config.fails_over,
@@ -162,13 +169,14 @@ def open_gradient_sum(
     if own.is_alone:
         yield None
         return
-    direct = None
+    direct = gather = None
     if config.routes.reduction == "direct":
         mesh = make_data_mesh(cut.stages, cut.tensor, own.count, replicas.pipeline.rank)
         with progress.within(config.timeouts.compile_s, "compiles the sum over replicas"):
             direct = DirectSum(mesh, stage.gradients)
+            gather = stage.shares and DirectGather(mesh, stage.params, stage.shares)
         if not config.reduction_fails_over:
-            yield GradientSum(replicas, direct)
+            yield GradientSum(replicas, direct, gather=gather)
             return
     transport = replace(_agreed_transport(config, peers), sidecars=1, number=OF_REPLICAS)
     with open_data_plane(
@@ -181,7 +189,7 @@ def open_gradient_sum(
         assert plane is not None  # there are other replicas
         waits_s = config.timeouts.step_s
         delegated = DelegatedSum(plane, own, peers.members, stage.gradients, waits_s)
-        yield GradientSum(replicas, direct, delegated)
+        yield GradientSum(replicas, direct, delegated, gather=gather)
 
 
 def _agreed_transport(config: Config, rendezvous: Rendezvous) -> TransportSettings:
