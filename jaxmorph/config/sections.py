@@ -328,8 +328,9 @@ class Optimizer(Section):
     """Where the cosine ends, as a share of the peak."""
 
     shard: Literal["none", "data"] = "none"
-    """`data`: each replica keeps the optimizer's state of its share of the parameters alone, and
-    updates that share; results are the same. With `parallelism.data: 1` it has no effect."""
+    """`data`: each of the replicas (`parallelism.data`) keeps the optimizer's state of its share of
+    the parameters alone, updates that share, and gets the others' from them (ZeRO, stage 1).
+    Results are the same bits. With one replica it has no effect."""
 
     stop_after_skipped: Annotated[
         Count | None, Expected("null, or a whole number of at least 1")
