@@ -433,11 +433,12 @@ class GradientSum:
         return outcome, parts
 
     def complete(self, stage: StageTrainer, step: int) -> None:
-        """Make the stage's parameters whole once each replica has updated its share.
+        """Make the stage's parameters whole, where each replica has updated its share.
 
         The shares are given up only when all have the whole, as gradients are.
         """
-        assert stage.shares is not None
+        if stage.shares is None:
+            return
         progress.stamp("exchanges its updated parameters with other replicas")
         whole, failure = self._directly(self.gather, stage.params)
         # Where the route is delegated already, all know it.

@@ -158,8 +158,7 @@ class StepRunner:
             updated = updates and apply_gradients(stage, totals, self.clip_norm)
             if not updates:
                 stage.discard()
-            if updated and stage.shares is not None:
-                assert self.gradient_sum is not None  # shares are those of other replicas
+            if updated and self.gradient_sum is not None:
                 self.gradient_sum.complete(stage, step)
             step_s = ended_s - began_s
             return StepResult(

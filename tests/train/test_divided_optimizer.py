@@ -57,6 +57,7 @@ def test_dividing_the_optimizer_changes_no_bit(tmp_path, overrides):
     whole = train(tmp_path / "whole", CONFIG, *overrides)
     divided = train(tmp_path / "divided", CONFIG, *overrides, SHARED)
     require_same(whole, divided, 4)
+    assert len({step["compilations"] for step in divided.steps[2:]}) == 1
     route = "routes.reduction=delegated"
     require_same(whole, train(tmp_path / "delegated", CONFIG, *overrides, SHARED, route), 4)
 
