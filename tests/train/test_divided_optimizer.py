@@ -10,6 +10,7 @@ from in_this_process import jaxmorph, train
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.recut import read_part
 from jaxmorph.checkpoints.tree_files import TreeFiles
+from jaxmorph.runtime.reduction import DirectGather
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.in_ci]
 
@@ -60,6 +61,41 @@ def test_dividing_the_optimizer_changes_no_bit(tmp_path, overrides):
     assert len({step["compilations"] for step in divided.steps[2:]}) == 1
     route = "routes.reduction=delegated"
     require_same(whole, train(tmp_path / "delegated", CONFIG, *overrides, SHARED, route), 4)
+
+
+FAILING = """
+import jax
+from jaxmorph.models.gpt2 import build
+from jaxmorph.runtime.reduction import DirectGather
+
+gather, gathered = DirectGather.run, []
+
+def run(program, shares):
+    whole = gather(program, shares)
+    gathered.append(whole)
+    if jax.process_index() == 1 and len(gathered) == 2:
+        raise jax.errors.JaxRuntimeError("connection reset")
+    return whole
+
+DirectGather.run = run
+"""
+
+
+def test_shares_go_over_hosts_where_their_direct_exchange_fails(tmp_path, monkeypatch):
+    """In one replica alone, in the second step; the other has them by then."""
+    (tmp_path / "failing_gather.py").write_text(FAILING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(DirectGather, "run", DirectGather.run)  # this process imports it, too
+    whole = train(tmp_path / "whole", CONFIG)
+    found = train(
+        tmp_path / "found", CONFIG, SHARED, "model.factory=failing_gather", "failover.enabled=true"
+    )
+    require_same(whole, found, 4)
+    changed = [event["detail"] for event in found.events("route_changed")]
+    assert len(changed) == 2
+    assert any("connection reset" in detail for detail in changed)
+    assert any("it failed in another replica" in detail for detail in changed)
 
 
 def resumed(run, step, *overrides):
