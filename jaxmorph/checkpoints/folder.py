@@ -145,20 +145,20 @@ class CheckpointFolder:
         try:
             draft = json.loads((unfinished / DRAFT).read_bytes())
             manifest = Manifest.from_json(without_sum(draft, DRAFT))
-            for number in range(len(manifest.layers)):
-                files = read_list(list_path(unfinished, number).read_bytes())
-                if find_damage(stage_path(unfinished, number), files, thorough=True) is not None:
+            for numbers in manifest.part_numbers:
+                files = read_list(list_path(unfinished, *numbers).read_bytes())
+                if find_damage(stage_path(unfinished, *numbers), files, thorough=True) is not None:
                     return False
             self.commit(manifest)
         except (OSError, ValueError):  # a file is missing or damaged
             return False
         return True
 
-    def seal_part(self, step: int, virtual_stage: int) -> None:
+    def seal_part(self, step: int, virtual_stage: int, replica: int = 0) -> None:
         """Lists a part's files with their checksums; then the part counts as written."""
         unfinished = self.unfinished(step)
-        files = list_files(stage_path(unfinished, virtual_stage))
-        write_synced(list_path(unfinished, virtual_stage), files)
+        files = list_files(stage_path(unfinished, virtual_stage, replica))
+        write_synced(list_path(unfinished, virtual_stage, replica), files)
 
     def commit(self, manifest: Manifest) -> None:
         """Commits a checkpoint once every rank has sealed its parts.
@@ -170,11 +170,11 @@ class CheckpointFolder:
             OSError: The file system refuses, or a part is missing.
         """
         unfinished = self.unfinished(manifest.step)
-        numbers = range(len(manifest.layers))
-        for part in (stage_path(unfinished, number) for number in numbers):
+        for part in (stage_path(unfinished, *numbers) for numbers in manifest.part_numbers):
             if not part.is_dir():
                 raise FileNotFoundError(f"{part} isn't here: do all ranks share this folder?")
-        parts = tuple(sum_of(list_path(unfinished, number).read_bytes()) for number in numbers)
+        lists = (list_path(unfinished, *numbers) for numbers in manifest.part_numbers)
+        parts = tuple(sum_of(path.read_bytes()) for path in lists)
         content = json.dumps(replace(manifest, parts=parts).to_json(), indent=1).encode()
         write_synced(unfinished / MANIFEST, content)
         write_synced(unfinished / SEAL, seal_of(content))

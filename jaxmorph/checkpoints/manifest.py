@@ -21,14 +21,18 @@ FORMAT = 3  # before, queries, keys and values of the shipped models lay in anot
 TiedPaths = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
 
 
-def stage_path(checkpoint: Path, virtual_stage: int) -> Path:
-    """A virtual stage's part of a checkpoint."""
-    return checkpoint / f"virtual_stage_{virtual_stage}"
+def stage_path(checkpoint: Path, virtual_stage: int, replica: int = 0) -> Path:
+    """A virtual stage's part of a checkpoint, as one replica writes it.
+
+    Replicas other than 0 write only where each has a share of the optimizer's state.
+    """
+    of_replica = f"_replica_{replica}" if replica else ""
+    return checkpoint / f"virtual_stage_{virtual_stage}{of_replica}"
 
 
-def list_path(checkpoint: Path, virtual_stage: int) -> Path:
+def list_path(checkpoint: Path, virtual_stage: int, replica: int = 0) -> Path:
     """The list of the files in a virtual stage's part."""
-    return checkpoint / f"virtual_stage_{virtual_stage}.files"
+    return stage_path(checkpoint, virtual_stage, replica).with_suffix(".files")
 
 
 def new_rank_file(folder: Path, rank: int) -> Path:
@@ -53,7 +57,8 @@ class Manifest:
         data: Identifies the text; None: not recorded.
         plan: The plan in force, as `Plan.to_json`; None: not recorded.
         link_states: The links that were not healthy, each in a few words.
-        parts: The sum of each virtual stage's list of files; None in a draft.
+        parts: The sum of each part's list of files, in the order of `part_numbers`; None in a
+            draft.
     """
 
     step: int
@@ -65,6 +70,12 @@ class Manifest:
     plan: Mapping[str, Any] | None = None
     link_states: Mapping[str, str] = field(default_factory=dict)
     parts: tuple[FileSum, ...] | None = None
+
+    @property
+    def part_numbers(self) -> list[tuple[int, int]]:
+        """The virtual stage of each part, and the replica that writes it."""
+        replicas = range(self.config.num_optimizer_shares)
+        return [(stage, replica) for replica in replicas for stage in range(len(self.layers))]
 
     def to_json(self) -> dict[str, Any]:
         """The manifest in JSON's types; `from_json` reads it back."""
@@ -93,7 +104,7 @@ class Manifest:
         try:
             if data["format"] != FORMAT:
                 raise ValueError(f"got format {data['format']}, expected {FORMAT}")
-            return cls(
+            manifest = cls(
                 step=int(data["step"]),
                 layers=tuple(range(start, stop) for start, stop in data["layers"]),
                 vocab_size=int(data["vocab_size"]),
@@ -104,6 +115,10 @@ class Manifest:
                 link_states=data.get("link_states") or {},
                 parts=_parts(data),
             )
+            if manifest.parts and len(manifest.parts) != len(manifest.part_numbers):
+                got, expected = len(manifest.parts), len(manifest.part_numbers)
+                raise ValueError(f"got {got} parts, expected {expected}")
+            return manifest
         except (KeyError, TypeError) as error:
             raise ValueError(f"got no manifest of a checkpoint: {error!r}") from error
 
@@ -117,10 +132,7 @@ def _config(data: Any) -> Config:
 def _parts(data: Any) -> tuple[FileSum, ...] | None:
     if data["parts"] is None:
         return None
-    parts = tuple(FileSum(**part) for part in data["parts"])
-    if len(parts) != len(data["layers"]):
-        raise ValueError(f"got {len(parts)} parts, expected {len(data['layers'])}")
-    return parts
+    return tuple(FileSum(**part) for part in data["parts"])
 
 
 _ALL_PARTS = slice(None)
@@ -160,9 +172,10 @@ def _damages(checkpoint: Path, *, thorough: bool, parts: slice) -> Iterator[Dama
     if manifest.parts is None:
         yield Damage(path, "no checksums", "those of each part")
         return
-    for number in range(len(manifest.parts))[parts]:
-        files, part = list_path(checkpoint, number), stage_path(checkpoint, number)
-        yield from _of_listed(files, manifest.parts[number], part, thorough=thorough)
+    pairs = zip(manifest.part_numbers, manifest.parts, strict=True)
+    for numbers, expected in list(pairs)[parts]:
+        files, part = list_path(checkpoint, *numbers), stage_path(checkpoint, *numbers)
+        yield from _of_listed(files, expected, part, thorough=thorough)
 
 
 def _of_file(path: Path, expected: bytes) -> Iterator[Damage]:

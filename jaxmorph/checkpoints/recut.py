@@ -3,7 +3,8 @@
 A part is one virtual stage's state, with its layers stacked; the manifest says which layers. The
 parameters, and each tree of the optimizer's state with the same structure, have an embedding on the
 first virtual stage, layers on all, and a head on the last. A new part joins rows of saved stacks.
-State of no parameter, such as Adam's count, is the same in all parts.
+State of no parameter, such as Adam's count, is the same in all parts. Optimizer state that replicas
+have divided is put together first.
 
 A tree is a dictionary from key paths to leaves here.
 """
@@ -17,7 +18,7 @@ import numpy as np
 from jaxmorph.checkpoints.manifest import stage_path
 from jaxmorph.checkpoints.tree_files import KeyPath, Rows, Tree, TreeFiles
 from jaxmorph.errors import UserError
-from jaxmorph.runtime.stage_state import PARAMS, nested
+from jaxmorph.runtime.stage_state import OPTIMIZER, PARAMS, nested, share_axis
 
 _EMBED, _LAYERS, _HEAD = "embed", "layers", "head"
 
@@ -113,11 +114,20 @@ def _section(key: KeyPath, roots: Collection[KeyPath]) -> str:
     return next((key[depth] for depth in depths), "")
 
 
-def read_part(files: TreeFiles, checkpoint: Path, saved: Sequence[range], wanted: range) -> Tree:
+def read_part(
+    files: TreeFiles,
+    checkpoint: Path,
+    saved: Sequence[range],
+    wanted: range,
+    num_replicas: int = 1,
+) -> Tree:
     """Reads a virtual stage's parameters and optimizer state from the parts that have its layers.
 
     The embedding is read only for the first virtual stage and the head only for the last. A stacked
     leaf is read whole, a few leaves at a time, and unwanted rows are dropped at once.
+
+    Args:
+        num_replicas: How many have written a share of the optimizer's state.
 
     Returns:
         The tree, of numpy arrays, that the same virtual stage would have saved.
@@ -128,8 +138,45 @@ def read_part(files: TreeFiles, checkpoint: Path, saved: Sequence[range], wanted
     embed, head = wanted.start == saved[0].start, wanted.stop == saved[-1].stop
     parts, stacked = [], set()
     for share in shares(saved, wanted):
-        path = stage_path(checkpoint, share.stage)
-        rows = rows_to_read(files.key_paths(path), share.rows, embed=embed, head=head)
-        parts.append(files.read_rows(path, rows))
+        paths = [stage_path(checkpoint, share.stage, replica) for replica in range(num_replicas)]
+        stored = {_key_of_whole(key): key for key in files.key_paths(paths[0])}
+        rows = rows_to_read(stored, share.rows, embed=embed, head=head)
+        parts.append(_read_rows(files, paths, stored, rows))
         stacked |= {key for key, which in rows.items() if which is not ...}
     return nested(joined(parts, stacked))
+
+
+def _key_of_whole(key: KeyPath) -> KeyPath:
+    """The key path of a leaf in a part that no replicas have divided."""
+    return key if share_axis(key) is None else (OPTIMIZER, *key[1:])
+
+
+def _read_rows(
+    files: TreeFiles,
+    paths: Sequence[Path],
+    stored: Mapping[KeyPath, KeyPath],
+    rows: Mapping[KeyPath, Rows],
+) -> dict[KeyPath, np.ndarray]:
+    """Reads rows of a virtual stage's leaves, each divided one from the parts of all replicas.
+
+    Args:
+        paths: Of the replicas' parts.
+        stored: The key path in the files of each leaf.
+    """
+    axes = {key: share_axis(stored[key]) for key in rows}
+    alike = {stored[key]: rows[key] for key, axis in axes.items() if axis is None}
+    divided = {
+        stored[key]: rows[key] if axis else ...  # along the rows: they are taken from the whole
+        for key, axis in axes.items()
+        if axis is not None
+    }
+    found = files.read_rows(paths[0], alike)
+    of_replicas = [files.read_rows(path, divided) for path in paths] if divided else []
+
+    def leaf(key: KeyPath, axis: int | None) -> np.ndarray:
+        if axis is None:
+            return found[stored[key]]
+        whole = np.concatenate([each.pop(stored[key]) for each in of_replicas], axis)
+        return whole[rows[key]] if axis == 0 else whole
+
+    return {key: leaf(key, axis) for key, axis in axes.items()}

@@ -60,13 +60,24 @@ class _Save:
     manifest: Manifest | None = None
 
 
+_Phase = Literal["idle", "writing", "written", "committed", "failed"]
+_SLOWEST_FIRST: tuple[_Phase, ...] = ("writing", "failed", "committed", "written", "idle")
+
+
 @dataclass(frozen=True)
 class SaveReport:
     """A rank's progress with its part of a save, for the other ranks."""
 
-    phase: Literal["idle", "writing", "written", "committed", "failed"] = "idle"
+    phase: _Phase = "idle"
     num_bytes: int = 0
     why: str = ""
+
+    def joined(self, of_replicas: Sequence[Self]) -> "SaveReport":
+        """The progress of a stage's ranks in all replicas; those that don't save are idle."""
+        phases = [each.phase for each in of_replicas]
+        phase: _Phase = next(each for each in _SLOWEST_FIRST if each in phases)
+        whys = (f"replica {at}: {each.why}" for at, each in enumerate(of_replicas) if each.why)
+        return SaveReport(phase, sum(each.num_bytes for each in of_replicas), "; ".join(whys))
 
 
 def _progress(save: _Save, overdue_s: float) -> SaveReport:
@@ -86,12 +97,14 @@ class CheckpointSaver:
     """One rank's part in saving; every rank makes the same calls at the same points.
 
     Args:
+        rendezvous: Of the ranks that save.
         describe: Returns the manifest of a checkpoint after a number of steps.
         write: Writes a tree of arrays to a new folder.
         emit: Takes an event's step, kind and detail, on rank 0.
         on_disk: Returns a future that is done once the records of all steps so far are on disk. A
             checkpoint is committed only then, so that a resumed run has no gap in them.
         within_s: A save that isn't over after so many seconds has failed.
+        replica: That of this rank, where each replica saves its share.
     """
 
     def __init__(
@@ -106,6 +119,7 @@ class CheckpointSaver:
         emit: Callable[[int, EventKind, str], None],
         on_disk: Callable[[], Future[None]],
         within_s: float = math.inf,
+        replica: int = 0,
     ) -> None:
         self._folder = folder
         self._rendezvous = rendezvous
@@ -116,6 +130,7 @@ class CheckpointSaver:
         self._emit = emit
         self._on_disk = on_disk
         self._within_s = within_s
+        self._replica = replica
         self._stuck: Future[None] | None = None  # what was given up and has not ended
         self._save: _Save | None = None
         self._last_failure = ""
@@ -204,8 +219,8 @@ class CheckpointSaver:
         if manifest is not None:
             self._folder.begin(manifest)
         for number, part in zip(self._own_stages, parts, strict=True):
-            self._write(stage_path(unfinished, number), part)
-            self._folder.seal_part(step, number)
+            self._write(stage_path(unfinished, number, self._replica), part)
+            self._folder.seal_part(step, number, self._replica)
 
     def _commit(self, save: _Save) -> None:
         if save.manifest is not None and save.committed is None:

@@ -70,11 +70,14 @@ class TreeFiles:
 
         Args:
             path: A new folder; it appears when it is complete.
-            tree: `jax.Array`s, each on one device.
+            tree: `jax.Array`s, each on one device; of none, the folder is empty.
 
         Raises:
             OSError: Not all leaves can be read back.
         """
+        if not leaves_of(tree):
+            path.mkdir()
+            return
         save = self._orbax.args.PyTreeSave(jax.tree.map(_as_replicated, tree))
         self._checkpointer.save(path.resolve(), args=save)
         wanted, found = set(leaves_of(tree)), set(self.key_paths(path))

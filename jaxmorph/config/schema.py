@@ -93,6 +93,11 @@ class Config(BaseModel):
         """Microbatches of a step in one replica of the pipeline."""
         return self.batch.microbatches // self.parallelism.data
 
+    @property
+    def num_optimizer_shares(self) -> int:
+        """Among how many replicas the optimizer's state is divided."""
+        return self.parallelism.data if self.optimizer.shard == "data" else 1
+
     def of_replica(self, index: int) -> "Config":
         """The configuration as one replica sees it, without the links of others."""
         if self.parallelism.data == 1:
@@ -141,7 +146,8 @@ class Config(BaseModel):
     def remaps(self) -> bool:
         """Whether ranks may change places during the run."""
         cut, wanted = self.parallelism, self.adaptation.remaps
-        return min(cut.data, cut.stages) > 1 and (self.adapts if wanted == "auto" else wanted)
+        has_places = min(cut.data, cut.stages) > 1 and self.optimizer.shard == "none"
+        return has_places and (self.adapts if wanted == "auto" else wanted)
 
     @property
     def direct_timeout_s(self) -> float:

@@ -327,6 +327,11 @@ class Optimizer(Section):
     final_learning_rate_fraction: Fraction = 0.1
     """Where the cosine ends, as a share of the peak."""
 
+    shard: Literal["none", "data"] = "none"
+    """`data`: each of the replicas (`parallelism.data`) keeps the optimizer's state of its share of
+    the parameters alone, updates that share, and gets the others' from them (ZeRO, stage 1).
+    Results are the same bits. With one replica it has no effect."""
+
     stop_after_skipped: Annotated[
         Count | None, Expected("null, or a whole number of at least 1")
     ] = 10
@@ -371,7 +376,7 @@ class Adaptation(Section):
 
     remaps: Annotated[Literal["auto"] | bool, Expected("auto, true or false")] = "auto"
     """With `parallelism.data` above 1: let ranks change places in the mesh where a slow pair of
-    hosts sums gradients. `auto`: if `enabled`."""
+    hosts sums gradients. `auto`: if `enabled`. Not with `optimizer.shard: data`."""
 
     remap_to: Literal["any", "pipeline"] = "any"
     """Where a slow pair of hosts may go: `any` also takes places between which nothing is sent;

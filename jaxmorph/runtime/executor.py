@@ -67,8 +67,7 @@ class StepInputs:
         first_microbatch: The instructions' number of the first of these microbatches.
         evaluates: Whether forwards alone run, without randomness.
         length_index: Which of the lengths that steps may have, by `MicrobatchShapes.lengths`.
-        replica: Whose microbatches these are: keys of random models follow from their numbers in
-            the whole step, and auxiliary losses are means over all.
+        replica: Whose share of the step's microbatches these are.
     """
 
     inputs: Tree
@@ -84,9 +83,8 @@ class StepInputs:
         """A replica's share of the whole step's data."""
         if replica.is_alone:
             return self
-        whole = self.inputs, self.targets, self.extras
-        inputs, targets, extras = jax.tree.map(replica.share, whole)
-        return replace(self, inputs=inputs, targets=targets, extras=extras, replica=replica)
+        whole = {"inputs": self.inputs, "targets": self.targets, "extras": self.extras}
+        return replace(self, **jax.tree.map(replica.share, whole), replica=replica)
 
 
 def count_targets(targets: Tree) -> int:
@@ -256,8 +254,7 @@ class Executor:
         loss_sum = sum(float(loss) for loss in state.losses)  # in microbatch order
         aux = self._mean_aux(state)
         loss = loss_sum * inputs.loss_weight
-        of_aux = sum(self.aux_weights[name] * value for name, value in aux.items())
-        loss += of_aux / inputs.replica.count
+        loss += sum(self.aux_weights[name] * aux[name] for name in aux) / inputs.replica.count
         copies = [of.result() for away in state.away.values() for of in (away.gone, away.back)]
         return StepOutcome(loss, tuple(state.accumulators), stamps, state.arrivals, copies, aux)
 

@@ -12,6 +12,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxmorph.errors import UserError
+from jaxmorph.runtime.shares import Shares, axes_between
 from jaxmorph.stage.compiling import compiled
 from jaxmorph.stage.equations import read_variables, trace_flat, walk
 from jaxmorph.stage.parameters import LeafPath, with_leaf
@@ -85,6 +86,11 @@ class StageOptimizer:
         params: The parameters of each of the stage's chunks, float32: a tuple of {"embed",
             "layers", "head"}, layers stacked.
         uncounted: Paths of copies of tied parameters that the norm doesn't count again.
+        shares: What this replica updates of them; None: all.
+
+    Attributes:
+        state_axes: With shares: a tree like the state, with the axis along which each array is
+            divided (`Shares.axes`).
 
     Raises:
         UserError: If the transformation reads whole arrays: a stage has only a part of them.
@@ -95,12 +101,14 @@ class StageOptimizer:
         optimizer: OptimizerSettings | optax.GradientTransformation,
         params: Tree,
         uncounted: tuple[LeafPath, ...] = (),
+        shares: Shares | None = None,
     ) -> None:
         if isinstance(optimizer, OptimizerSettings):
             transformation = adamw(optimizer)
         else:
             transformation = optimizer
             require_elementwise(transformation, params)
+        take = shares.take if shares else lambda tree: tree
 
         def squared_norm(gradients: Tree) -> jax.Array:
             for path in uncounted:
@@ -111,22 +119,29 @@ class StageOptimizer:
             )
 
         def update(params: Tree, state: Tree, gradients: Tree, scale: jax.Array) -> Tree:
-            scaled = jax.tree.map(lambda leaf: leaf * scale, gradients)
-            updates, state = transformation.update(scaled, state, params)
+            own = take(params)
+            scaled = jax.tree.map(lambda leaf: leaf * scale, take(gradients))
+            updates, state = transformation.update(scaled, state, own)
             return (
-                optax.apply_updates(params, updates),
+                optax.apply_updates(own, updates),
                 state,
                 jax.tree.map(jnp.zeros_like, gradients),
             )
 
         of_params = jax.tree.map(lambda leaf: leaf.sharding, params)
         self._alike = _on_all_devices(jax.tree.leaves(of_params)[0])
-        state, of_state = _placed_state(transformation, params, of_params, self._alike)
+        own = shares.shapes(params) if shares else params
+        state, of_state = _placed_state(transformation, own, of_params, self._alike)
+        if shares:
+            self.state_axes = axes_between(state, jax.eval_shape(transformation.init, params))
         scale = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._alike)
-        self._init = jax.jit(transformation.init, out_shardings=of_state)
+        self._init = jax.jit(
+            lambda params: transformation.init(take(params)), out_shardings=of_state
+        )
         self._squared_norm = compiled(jax.jit(squared_norm).lower(params))
+        donated = (1, 2) if shares else (0, 1, 2)  # a share is smaller than what is donated
         updating = jax.jit(
-            update, donate_argnums=(0, 1, 2), out_shardings=(of_params, of_state, of_params)
+            update, donate_argnums=donated, out_shardings=(of_params, of_state, of_params)
         )
         self._update = compiled(updating.lower(params, state, params, scale))
 
@@ -141,7 +156,10 @@ class StageOptimizer:
     def update(
         self, params: Tree, state: Tree, gradients: Tree, scale: float
     ) -> tuple[Tree, Tree, Tree]:
-        """New parameters, new state and zeroed accumulators; all arguments are donated."""
+        """New parameters, or this replica's share, new state and zeroed accumulators.
+
+        All arguments are donated, but the parameters only where all are updated.
+        """
         if not math.isfinite(scale):
             raise ValueError(f"gradients can't be scaled by {scale}")
         return self._update(

@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial, reduce
 from math import inf
 from operator import add
@@ -21,17 +20,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmorph.placement import Replica
-from jaxmorph.progress import progress
-from jaxmorph.records import EventKind, Route
 from jaxmorph.runtime.causes import WaitedInVainError
 from jaxmorph.runtime.emulated_links import EmulatedSum
-from jaxmorph.runtime.executor import StepOutcome
 from jaxmorph.runtime.queue import sleep_until
-from jaxmorph.runtime.rank_process import in_one_line
-from jaxmorph.runtime.replicas import Replicas
-from jaxmorph.runtime.report import LinkEvent
 from jaxmorph.runtime.routes import TransferMismatchError
-from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.runtime.shares import WHOLE, Shares, joined
 from jaxmorph.stage.mesh import DATA
 from jaxmorph.transport.names import ChannelName, PeerGoneError
 from jaxmorph.transport.plane import ChannelSpec, DataPlane
@@ -46,6 +39,7 @@ PART_BYTES = 8 * 2**20
 
 _NUM_SLOTS = 2
 _SHARES, _TOTALS = range(2)  # the numbers of channels
+_OF_SUM, _OF_GATHER = range(2)  # the first numbers of tags
 
 
 class DirectSum:
@@ -108,7 +102,73 @@ class DirectSum:
         return jax.tree.unflatten(structure, own)
 
 
-def _spec_of(leaf: jax.Array) -> PartitionSpec:
+class DirectGather:
+    """Makes whole parameters of the replicas' shares by collectives.
+
+    Args:
+        mesh: The stage's devices in all replicas, (data, tensor).
+        params: Whole arrays of the form of those to make.
+    """
+
+    def __init__(self, mesh: Mesh, params: Tree, shares: Shares) -> None:
+        self._axes = jax.tree.leaves(shares.axes)
+        forms = self._divided(jax.tree.leaves(shares.shapes(params)))
+        self._of_shares = [NamedSharding(mesh, _spec_of(leaf)) for leaf in forms]
+        specs = tuple(sharding.spec for sharding in self._of_shares)
+        axes = self._divided(self._axes)
+        gathered = jax.shard_map(
+            partial(_gather_all, axes, shares.own.count),
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=specs,
+            check_vma=False,
+        )
+        joint = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            for leaf, sharding in zip(forms, self._of_shares, strict=True)
+        ]
+        self._gather = jax.jit(gathered).lower(*joint).compile()  # not kept, as for sums
+
+    def run(self, shares: Tree, step: int) -> Tree:
+        """The whole arrays, once they are there; the shares stay as they are.
+
+        Raises:
+            JaxRuntimeError: A collective failed, or another replica did not come in time.
+        """
+        del step
+        leaves, structure = jax.tree.flatten(shares)
+        divided = self._divided(leaves)
+        joint = map(_in_other_place, divided, self._of_shares)
+        whole = map(_in_other_place, self._gather(*joint), (leaf.sharding for leaf in divided))
+        every = _with_divided(leaves, self._axes, whole)
+        return jax.block_until_ready(jax.tree.unflatten(structure, every))
+
+    def _divided(self, leaves: Iterable[Any]) -> list[Any]:
+        return [leaf for leaf, axis in zip(leaves, self._axes, strict=True) if axis != WHOLE]
+
+
+def _with_divided(leaves: Iterable[Any], axes: Iterable[int], whole: Iterable[Any]) -> list[Any]:
+    """The leaves, with these arrays in place of those that are divided."""
+    others = iter(whole)
+    pairs = zip(leaves, axes, strict=True)
+    return [leaf if axis == WHOLE else next(others) for leaf, axis in pairs]
+
+
+def _gather_all(
+    axes: Sequence[int], num_replicas: int, *leaves: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Each device's arrays, whole, from their shares over the mesh's axis "data"."""
+    found: list[jax.Array] = []
+    for bucket in _buckets(leaves, BUCKET_BYTES // num_replicas):
+        flat = jnp.concatenate([leaf.reshape(-1) for leaf in bucket])
+        rows = jax.lax.all_gather(flat, DATA)
+        ends = np.cumsum([leaf.size for leaf in bucket])
+        for part, leaf in zip(jnp.split(rows, ends[:-1], axis=1), bucket, strict=True):
+            found.append(joined(part.reshape(num_replicas, *leaf.shape), axes[len(found)]))
+    return tuple(found)
+
+
+def _spec_of(leaf: Any) -> PartitionSpec:
     return leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()
 
 
@@ -130,11 +190,11 @@ def _sum_all(num_replicas: int, *leaves: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(sums)
 
 
-def _buckets(leaves: Sequence[Any]) -> Iterator[list[Any]]:
-    """The arrays in order, as many at once as `BUCKET_BYTES` allow, and of one type."""
+def _buckets(leaves: Sequence[Any], most_bytes: int = BUCKET_BYTES) -> Iterator[list[Any]]:
+    """The arrays in order, as many at once as `most_bytes` allow, and of one type."""
     bucket: list[Any] = []
     for leaf in leaves:
-        fits = sum(each.size for each in bucket) + leaf.size <= BUCKET_BYTES // leaf.dtype.itemsize
+        fits = sum(each.size for each in bucket) + leaf.size <= most_bytes // leaf.dtype.itemsize
         if bucket and not (fits and leaf.dtype == bucket[0].dtype):
             yield bucket
             bucket = []
@@ -157,6 +217,8 @@ def _sum_flat(flat: jax.Array, num_replicas: int) -> jax.Array:
 
 class DelegatedSum:
     """Sums a stage's gradients over the replicas through host memory and the data plane.
+
+    By the same channels replicas exchange their shares of the parameters.
 
     The numbers are cut into a share for each replica, and shares into parts of one length. A
     replica adds up the parts of its share as they come, and sends the sums to all others.
@@ -190,7 +252,7 @@ class DelegatedSum:
             PeerGoneError: Another replica's rank is gone.
         """
         leaves, structure = jax.tree.flatten(gradients)
-        flat = np.concatenate([block.reshape(-1) for leaf in leaves for block in _blocks(leaf)])
+        flat = _flat(leaves)
         num_parts = math.ceil(flat.size / (self._own.count * self._length))
         numbers = np.zeros((self._own.count, num_parts, self._length), np.float32)
         numbers.reshape(-1)[: flat.size] = flat
@@ -199,7 +261,38 @@ class DelegatedSum:
             if part > 0:
                 self._add_up(numbers, part - 1, step)
         self._add_up(numbers, num_parts - 1, step)
-        return jax.tree.unflatten(structure, list(_placed_like(leaves, numbers.reshape(-1))))
+        return jax.tree.unflatten(
+            structure, list(_placed_like(leaves, rows=numbers.reshape(1, -1)))
+        )
+
+    def gather(self, shares: Tree, axes: Tree, step: int) -> Tree:
+        """Whole arrays from the replicas' shares, which stay as they are.
+
+        Args:
+            axes: Of `Shares`.
+
+        Raises:
+            TimeoutError: A message has not come in time.
+            PeerGoneError: Another replica's rank is gone.
+        """
+        leaves, structure = jax.tree.flatten(shares)
+        of_leaves = jax.tree.leaves(axes)
+        divided = [
+            (leaf, axis) for leaf, axis in zip(leaves, of_leaves, strict=True) if axis != WHOLE
+        ]
+        flat = _flat([leaf for leaf, _ in divided])
+        num_parts = math.ceil(flat.size / self._length)
+        numbers = np.zeros((self._own.count, num_parts, self._length), np.float32)
+        numbers[self._own.index].reshape(-1)[: flat.size] = flat
+        for part in range(num_parts + 1):  # the next parts are on their way while one is taken
+            for other in self._others if part < num_parts else ():
+                own = numbers[self._own.index, part]
+                self._post(other, _TOTALS, part, step, own, _OF_GATHER)
+            for other in self._others if part > 0 else ():
+                numbers[other, part - 1] = self._take(other, _TOTALS, part - 1, step, _OF_GATHER)
+        rows = numbers.reshape(self._own.count, -1)
+        whole = _placed_like(*zip(*divided, strict=True), rows=rows) if divided else ()
+        return jax.tree.unflatten(structure, _with_divided(leaves, of_leaves, whole))
 
     def _post_shares(self, numbers: np.ndarray, part: int, step: int) -> None:
         for other in self._others:
@@ -218,20 +311,22 @@ class DelegatedSum:
         for other in self._others:
             numbers[other, part] = self._take(other, _TOTALS, part, step)
 
-    def _post(self, other: int, number: int, part: int, step: int, values: np.ndarray) -> None:
+    def _post(
+        self, other: int, number: int, part: int, step: int, values: np.ndarray, of: int = _OF_SUM
+    ) -> None:
         channel = ChannelName(0, self._own.index, other, number)
         with self._naming(other):
             slot = self._plane.reserve(channel, time.monotonic() + self._timeout_s)
         slot.payload[: values.nbytes] = values.view(np.uint8)
         slot.complete()
-        slot.post(values.nbytes, _tag(step, part))
+        slot.post(values.nbytes, (of, step, part))
 
-    def _take(self, other: int, number: int, part: int, step: int) -> np.ndarray:
+    def _take(self, other: int, number: int, part: int, step: int, of: int = _OF_SUM) -> np.ndarray:
         channel = ChannelName(0, other, self._own.index, number)
         with self._naming(other):
             slot = self._plane.take(channel, time.monotonic() + self._timeout_s)
-        if slot.tag[: len(_tag(step, part))] != _tag(step, part):
-            got, expected = slot.tag, _tag(step, part)
+        if slot.tag[:3] != (expected := (of, step, part)):
+            got = slot.tag
             raise TransferMismatchError(f"{channel}: got {got} of a sum, expected {expected}")
         values = slot.payload.view(np.float32).copy()
         slot.release()
@@ -278,88 +373,35 @@ def _blocks(leaf: jax.Array) -> list[np.ndarray]:
     return [np.asarray(shard.data) for shard in leaf.addressable_shards if shard.replica_id == 0]
 
 
-def _placed_like(leaves: Sequence[jax.Array], numbers: np.ndarray) -> Iterator[jax.Array]:
-    """Arrays with these numbers in the order of `_blocks`, on the leaves' devices."""
+def _flat(leaves: Sequence[jax.Array]) -> np.ndarray:
+    """The numbers of arrays on this process's devices, in host memory."""
+    blocks = [block.reshape(-1) for leaf in leaves for block in _blocks(leaf)]
+    return np.concatenate([np.empty(0, np.float32), *blocks])
+
+
+def _placed_like(
+    leaves: Sequence[jax.Array], axes: Sequence[int] | None = None, *, rows: np.ndarray
+) -> Iterator[jax.Array]:
+    """Arrays of the numbers of all rows, on the leaves' devices.
+
+    Args:
+        axes: Along which the arrays of several rows are joined.
+        rows: Numbers in the order of `_flat`, those of each array in all rows.
+    """
     at = 0
-    for leaf in leaves:
+    for leaf, axis in zip(leaves, axes or (0,) * len(leaves), strict=True):
         by_index: dict[str, np.ndarray] = {}
         for shard in leaf.addressable_shards:
             if shard.replica_id == 0:
                 size = shard.data.size
-                by_index[str(shard.index)] = numbers[at : at + size].reshape(shard.data.shape)
+                own = rows[:, at : at + size].reshape(len(rows), *shard.data.shape)
+                by_index[str(shard.index)] = joined(own, axis)
                 at += size
         shards = [
             jax.device_put(by_index[str(shard.index)], shard.device)
             for shard in leaf.addressable_shards
         ]
-        yield jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
-
-
-def _tag(step: int, part: int) -> tuple[int, ...]:
-    return (0, step, part)
-
-
-@dataclass
-class GradientSum:
-    """Sums a step's gradients, losses and reports over the replicas; all their ranks call it.
-
-    Attributes:
-        direct: None where the route is delegated from the start.
-        delegated: Takes over when the direct route fails; None: a failure ends the run.
-        num_rounds: How many messages follow one another in a direct sum.
-        events: What has changed since they were taken last.
-    """
-
-    replicas: Replicas
-    direct: DirectSum | None
-    delegated: DelegatedSum | None = None
-    num_rounds: int = 2
-    events: list[LinkEvent] = field(default_factory=list)
-
-    @property
-    def route(self) -> Route:
-        """The route of the next sum."""
-        return "delegated" if self.direct is None else "direct"
-
-    def run(
-        self, stage: StageTrainer, outcome: StepOutcome, parts: Iterable[Any], step: int
-    ) -> tuple[StepOutcome, list[Any]]:
-        """Sum over the replicas, in the stage's gradients and in what is returned.
-
-        The other replicas' ranks may have failed where this one has not, so all agree on it before
-        the gradients that were summed are given up.
-        """
-        progress.stamp("sums its gradients with those of other replicas")
-        began_s = time.monotonic()
-        sums, failure = self._summed_direct(stage.gradients, step)
-        sum_s = time.monotonic() - began_s
-        outcome, parts, all_have = self.replicas.join(
-            outcome, parts, is_summed=sums is not None, sum_s=sum_s
-        )
-        if sums is None or not all_have:
-            if self.direct is not None:
-                self.direct = None
-                why = failure or "it failed in another replica"
-                detail = f"gradients are summed over hosts from now on: {why}"
-                self.events.append(LinkEvent(time.monotonic(), EventKind.ROUTE_CHANGED, detail))
-            if self.delegated is None:
-                raise ValueError("gradients have no route to the other replicas")
-            sums = self.delegated.run(stage.gradients, step)
-        stage.replace_gradients(sums)
-        return outcome, parts
-
-    def _summed_direct(self, gradients: Tree, step: int) -> tuple[Tree | None, str]:
-        """The sums, or None with the reason if they can't be made directly."""
-        if self.direct is None:
-            return None, ""
-        try:
-            return self.direct.run(gradients, step), ""
-        except (jax.errors.JaxRuntimeError, TimeoutError) as error:
-            if self.delegated is None:
-                raise
-            return None, in_one_line(error)
-
-    def take_events(self) -> list[LinkEvent]:
-        """What has changed since the last call."""
-        events, self.events = self.events, []
-        return events
+        shape = [*leaf.shape]
+        if len(rows) > 1:
+            shape[axis] *= len(rows)
+        yield jax.make_array_from_single_device_arrays(tuple(shape), leaf.sharding, shards)

@@ -8,7 +8,7 @@ import optax
 
 from jaxmorph.copies.backends import PayloadShape
 from jaxmorph.copies.choosing import AUTO
-from jaxmorph.placement import Placement, PlacementKind
+from jaxmorph.placement import ALONE, Placement, PlacementKind, Replica
 from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.records import Link
 from jaxmorph.runtime.optimizer import OptimizerSettings
@@ -35,6 +35,8 @@ class StageSettings:
         placement_kind: How they are placed.
         num_devices: Devices of a rank, over which its parameters are split.
         ranks: The run's rank of each stage; none: the pipeline's own numbers.
+        replica: Which copy of the pipeline it belongs to.
+        divides_optimizer: Whether each replica keeps the optimizer's state of its share alone.
         weights: Where to read stored weights; None: parameters start from `seed`.
         direct: The links that may be on the direct route; None: all of them.
         delegated: The links that may be delegated; programs for both routes are compiled ahead.
@@ -59,6 +61,8 @@ class StageSettings:
     placement_kind: PlacementKind = "wrap"
     num_devices: int = 1
     ranks: tuple[int, ...] = ()
+    replica: Replica = ALONE
+    divides_optimizer: bool = False
     weights: str | None = None
     direct: frozenset[Link] | None = None
     delegated: frozenset[Link] = frozenset()

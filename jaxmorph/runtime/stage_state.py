@@ -2,27 +2,31 @@
 
 An Optax state holds trees with the structure of the parameters, such as Adam's moments, and numbers
 that belong to no parameter, such as its count. A part gets its own chunk's share of the trees, and
-all of the numbers.
+all of the numbers. Where replicas divide the optimizer's state, a checkpoint has a part of each.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 
 from jaxmorph.errors import UserError
+from jaxmorph.placement import Replica
+from jaxmorph.runtime.shares import WHOLE, own_share
 from jaxmorph.stage.sharding import placed
 
 Tree = Any
 PARAMS = "params"
-_OPTIMIZER = "optimizer"
+OPTIMIZER = "optimizer"
+_SHARES = "shares_along_"  # and an axis: of optimizer state that replicas divide along it
 
 
 def stage_parts(params: tuple[Tree, ...], optimizer_state: Tree) -> tuple[Tree, ...]:
     """A tree of nested dictionaries for each chunk: its parameters and its optimizer state."""
     of_all_chunks = _is_like(params)
     return tuple(
-        {PARAMS: own, _OPTIMIZER: nested(_leaves(_of_chunk(optimizer_state, chunk, of_all_chunks)))}
+        {PARAMS: own, OPTIMIZER: nested(_leaves(_of_chunk(optimizer_state, chunk, of_all_chunks)))}
         for chunk, own in enumerate(params)
     )
 
@@ -46,7 +50,7 @@ def from_parts(
     )
     states = [
         # A checkpoint library may leave out an empty branch, such as the state of plain SGD.
-        _filled(_of_chunk(optimizer_state, chunk, of_all_chunks), part.get(_OPTIMIZER), _OPTIMIZER)
+        _filled(_of_chunk(optimizer_state, chunk, of_all_chunks), part.get(OPTIMIZER), OPTIMIZER)
         for chunk, part in enumerate(parts)
     ]
 
@@ -54,6 +58,74 @@ def from_parts(
         return of_chunks if of_all_chunks(node) else of_chunks[0]
 
     return new_params, jax.tree.map(joined, optimizer_state, *states, is_leaf=of_all_chunks)
+
+
+def stored_parts(parts: Sequence[Tree], axes: Sequence[Tree], replica: int) -> tuple[Tree, ...]:
+    """What one replica writes to a checkpoint, of the parts that `stage_parts` made.
+
+    Replica 0 writes what is alike in all of them, too.
+
+    Args:
+        axes: Parts with the axis of each array, as in `Shares`, in its place.
+    """
+    return tuple(map(partial(_stored_part, replica), parts, axes))
+
+
+def _stored_part(replica: int, part: Tree, axes: Tree) -> Tree:
+    along = _leaves(axes[OPTIMIZER])
+    leaves = {
+        ((OPTIMIZER if along[names] == WHOLE else f"{_SHARES}{along[names]}"), *names): leaf
+        for names, leaf in _leaves(part[OPTIMIZER]).items()
+    }
+    if replica == 0:
+        return {PARAMS: part[PARAMS], **nested(leaves)}
+    return nested({names: leaf for names, leaf in leaves.items() if names[0] != OPTIMIZER})
+
+
+def share_axis(key: Sequence[str]) -> int | None:
+    """Along which axis replicas divide an array in a checkpoint, by its key path; None: not."""
+    root = key[0]
+    return int(root.removeprefix(_SHARES)) if root.startswith(_SHARES) else None
+
+
+def own_parts(parts: Sequence[Tree], axes: Sequence[Tree], own: Replica) -> list[Tree]:
+    """One replica's share of parts in which the optimizer's state is whole; see `stored_parts`."""
+
+    def of_own(part: Tree, its_axes: Tree) -> Tree:
+        along, leaves = _leaves(its_axes[OPTIMIZER]), _leaves(part.get(OPTIMIZER))
+        shares = {
+            names: own_share(leaf, along.get(names, WHOLE), own) for names, leaf in leaves.items()
+        }
+        return {**part, OPTIMIZER: nested(shares)}
+
+    return list(map(of_own, parts, axes))
+
+
+def free(present: Tree, parts: Any, expected: Sequence[Tree]) -> bool:
+    """Free the arrays that parts replace, as two copies might not fit on the device.
+
+    Args:
+        present: What is freed, except arrays that the parts hold too.
+        expected: The form of the parts.
+
+    Returns:
+        Whether the parts fit; if not, nothing is freed.
+    """
+    if not isinstance(parts, Sequence) or _forms(tuple(parts)) != _forms(tuple(expected)):
+        return False
+    kept = {id(leaf) for leaf in jax.tree.leaves(parts)}
+    for leaf in jax.tree.leaves(present):
+        if id(leaf) not in kept:
+            leaf.delete()
+    return True
+
+
+def _forms(tree: Any) -> list[Any]:
+    """Path, shape and dtype of each array of a tree."""
+    return [
+        (path, getattr(leaf, "shape", None), getattr(leaf, "dtype", None))
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    ]
 
 
 def _is_like(params: tuple[Tree, ...]) -> Callable[[Tree], bool]:
@@ -75,9 +147,9 @@ def _require_parts(parts: Sequence[Tree], num_chunks: int) -> None:
         raise UserError(f"the state: got {got}, expected a sequence of {num_chunks}, one per chunk")
     for part in parts:
         keys = set(part) if isinstance(part, Mapping) else {type(part).__name__}
-        if PARAMS not in keys or keys - {PARAMS, _OPTIMIZER}:
+        if PARAMS not in keys or keys - {PARAMS, OPTIMIZER}:
             got = ", ".join(sorted(map(str, keys))) or "nothing"
-            raise UserError(f"the state: got a part of {got}, expected {_OPTIMIZER}, {PARAMS}")
+            raise UserError(f"the state: got a part of {got}, expected {OPTIMIZER}, {PARAMS}")
 
 
 def _names(path: tuple[Any, ...]) -> tuple[str, ...]:

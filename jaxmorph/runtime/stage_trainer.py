@@ -31,8 +31,9 @@ from jaxmorph.runtime.payloads import slot_use
 from jaxmorph.runtime.queue import AsynchronousQueue, Pace, PacedQueue, Stamp
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.routes import PairRoute
+from jaxmorph.runtime.shares import Shares
 from jaxmorph.runtime.stage_settings import StageSettings
-from jaxmorph.runtime.stage_state import from_parts, stage_parts
+from jaxmorph.runtime.stage_state import free, from_parts, own_parts, stage_parts, stored_parts
 from jaxmorph.runtime.tied import HEAD, TiedGradients
 from jaxmorph.stage.build import StagePrograms, build_stage
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
@@ -64,6 +65,9 @@ class StageTrainer:
 
     Attributes:
         delegated: The delegated route; None where no link of this rank is ever delegated.
+        params: Each chunk's parameters; only this replica's share between an `update` with shares
+            and `complete`.
+        shares: Which part of the parameters this replica updates; None: all of them.
 
     Raises:
         UserError: If payloads can't be copied as the configuration says.
@@ -91,14 +95,16 @@ class StageTrainer:
             self.params = _initial_params(model, settings, rank, submesh)
             self._programs_by_length = _build_programs(model, settings, rank, submesh)
             progress.stamp("compiling its optimizer")
+            divides = settings.divides_optimizer and not settings.replica.is_alone
+            self.shares = Shares.of(self.params, settings.replica) if divides else None
             self.optimizer = StageOptimizer(
-                settings.optimizer, self.params, _uncounted(model, self.params)
+                settings.optimizer, self.params, _uncounted(model, self.params), self.shares
             )
             self._optimizer_state = self.optimizer.initial_state(self.params)
         else:
             self.params, self._optimizer_state = earlier.params, earlier._optimizer_state
             self._programs_by_length = earlier._programs_by_length
-            self.optimizer = earlier.optimizer
+            self.optimizer, self.shares = earlier.optimizer, earlier.shares
         self._accumulators = self._zero_accumulators()
         self._weights = self._prepare()
         self._rank, self._plane, self._step = rank, plane, 0
@@ -351,12 +357,18 @@ class StageTrainer:
     def update(self, scale: float) -> None:
         """Apply the gradients, each multiplied by `scale`, and zero the accumulators.
 
-        The ranks have exchanged reports by then, so no message of the step is on its way.
+        The ranks have exchanged reports by then, so no message of the step is on its way. Where
+        replicas share the update, `complete` must follow.
         """
         self._end_step()
         self.params, self._optimizer_state, self._accumulators = self.optimizer.update(
             self.params, self._optimizer_state, self._accumulators, scale
         )
+        self._weights = () if self.shares else self._prepare()
+
+    def complete(self, params: Chunks) -> None:
+        """Go on with the parameters of all replicas' shares together."""
+        self.params = params
         self._weights = self._prepare()
 
     @property
@@ -369,6 +381,22 @@ class StageTrainer:
         """Each chunk's parameters and optimizer state (`stage_parts`), valid until the update."""
         return stage_parts(self.params, self._optimizer_state)
 
+    @property
+    def to_save(self) -> tuple[Any, ...]:
+        """What this rank writes to a checkpoint: `state`, or its replica's part of it."""
+        if self.shares is None:
+            return self.state
+        return stored_parts(self.state, self._axes(self.shares), self.shares.own.index)
+
+    def own_shares(self, parts: Sequence[Any]) -> Sequence[Any]:
+        """What `restore` takes, from parts that have the state of all replicas."""
+        if self.shares is None:
+            return parts
+        return own_parts(parts, self._axes(self.shares), self.shares.own)
+
+    def _axes(self, shares: Shares) -> tuple[Any, ...]:
+        return stage_parts(shares.axes, self.optimizer.state_axes)
+
     def restore(self, parts: Sequence[Any]) -> None:
         """Restore what `state` returned, as numpy arrays.
 
@@ -380,9 +408,8 @@ class StageTrainer:
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
             present,
         )
-        if isinstance(parts, Sequence) and _forms(tuple(parts)) == _forms(stage_parts(*expected)):
-            self._weights = ()  # two copies of the state might not fit on the device
-            _delete(present, besides=parts)
+        if free(present, parts, stage_parts(*expected)):
+            self._weights = ()
         self.params, self._optimizer_state = from_parts(parts, *expected)
         self._weights = self._prepare()
 
@@ -409,22 +436,6 @@ class StageTrainer:
 
     def _zero_accumulators(self) -> Chunks:
         return tuple(chunk.zero_accumulators() for chunk in self.programs)
-
-
-def _forms(tree: Any) -> list[Any]:
-    """Path, shape and dtype of each array of a tree."""
-    return [
-        (path, getattr(leaf, "shape", None), getattr(leaf, "dtype", None))
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    ]
-
-
-def _delete(tree: Any, besides: Any) -> None:
-    """Free a tree's arrays, except those that another tree holds too."""
-    kept = {id(leaf) for leaf in jax.tree.leaves(besides)}
-    for leaf in jax.tree.leaves(tree):
-        if id(leaf) not in kept:
-            leaf.delete()
 
 
 def _initial_params(

@@ -16,10 +16,10 @@ from jaxmorph.placement import ALONE, Replica
 from jaxmorph.program.instructions import RankInstructions
 from jaxmorph.progress import progress
 from jaxmorph.runtime.executor import StepInputs, StepOutcome, count_targets
+from jaxmorph.runtime.gradient_sum import GradientSum
 from jaxmorph.runtime.kept_programs import CompilationCounter
 from jaxmorph.runtime.optimizer import clip_scale
 from jaxmorph.runtime.rank_process import reporting_failures
-from jaxmorph.runtime.reduction import GradientSum
 from jaxmorph.runtime.rendezvous import Rendezvous, gather
 from jaxmorph.runtime.report import (
     AuxiliaryLosses,
@@ -158,6 +158,8 @@ class StepRunner:
             updated = updates and apply_gradients(stage, totals, self.clip_norm)
             if not updates:
                 stage.discard()
+            if updated and self.gradient_sum is not None:
+                self.gradient_sum.complete(stage, step)
             step_s = ended_s - began_s
             return StepResult(
                 step, program, totals, reports, timings, step_s, ended_s, updated, events

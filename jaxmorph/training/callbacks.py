@@ -260,7 +260,7 @@ class Saving(Callback):
         after = self._times.after(num_done, result.parts_of(SaveRequest))
         is_last = after.stops or num_done == self._num_steps
         if self._skipped.lets_save(after.saves, is_last=is_last) and self._saver is not None:
-            self._saver.save(num_done, self._stage.state)
+            self._saver.save(num_done, self._stage.to_save)
         if after.stops and not self._skipped.why_stop:
             done = f"asked to end after {num_done} of {self._num_steps} steps"
             self._recorder.emit(result.step, EventKind.STOPPED, done)

@@ -13,11 +13,13 @@ import jax
 from jaxmorph.config import Config
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.errors import UserError, in_users_code
+from jaxmorph.placement import Replica
 from jaxmorph.program.dataflow import most_payloads
 from jaxmorph.records import in_bytes
 from jaxmorph.runtime.host_copies import HOST_MEMORY
 from jaxmorph.runtime.optimizer import OptimizerSettings, adamw
 from jaxmorph.runtime.rendezvous import Rendezvous, gather
+from jaxmorph.runtime.shares import Shares
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.costs import StashBytes
@@ -208,7 +210,14 @@ def needs_of_step(
     cut = config.parallelism
     layers = cut_layers(model.num_layers, cut.stages, cut.layers, cut.chunks)
     ranks = [
-        stage_settings(config, layers, rank, adapts=config.adapts, shapes=shapes)
+        stage_settings(
+            config,
+            layers,
+            rank,
+            adapts=config.adapts,
+            shapes=shapes,
+            replica=Replica(0, cut.data),
+        )
         for rank in range(cut.stages)
     ]
     stages = _needs_of_stages(model, ranks)
@@ -270,7 +279,9 @@ def _traced(
 def _needs(
     settings: StageSettings, layers: tuple[range, ...], chunks: Sequence[TracedStage]
 ) -> StageNeeds:
-    params = tuple(chunk.params for chunk in chunks)
+    updated = params = tuple(chunk.params for chunk in chunks)
+    if settings.divides_optimizer:
+        updated = Shares.of(params, settings.replica).shapes(params)
     optimizer = settings.optimizer
     if isinstance(optimizer, OptimizerSettings):
         optimizer = adamw(optimizer)
@@ -278,7 +289,7 @@ def _needs(
         layers=layers,
         parameter_bytes=_bytes_of(params),
         gradient_bytes=_bytes_of([chunk.sums for chunk in chunks]),
-        optimizer_bytes=_bytes_of(jax.eval_shape(optimizer.init, params)),
+        optimizer_bytes=_bytes_of(jax.eval_shape(optimizer.init, updated)),
         prepared_bytes=_bytes_of([chunk.prepared for chunk in chunks]),
         temporary_bytes=max(chunk.functions.temporary_bytes for chunk in chunks),
         stashes=tuple(chunk.memory for chunk in chunks),

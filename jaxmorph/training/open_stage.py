@@ -9,15 +9,17 @@ import jax
 
 from jaxmorph.config import Config, per_stage
 from jaxmorph.emulation.link_conditions import LinkCondition, of_route
+from jaxmorph.placement import ALONE, Replica
 from jaxmorph.program.instructions import Channel
 from jaxmorph.progress import OF_REPLICAS, progress
 from jaxmorph.runtime.emulated_links import EmulatedLinks, EmulatedSum
+from jaxmorph.runtime.gradient_sum import GradientSum
 from jaxmorph.runtime.join import coordinator_host
 from jaxmorph.runtime.link_connections import open_data_plane, open_failover_connections
 from jaxmorph.runtime.optimizer import OptimizerSettings
 from jaxmorph.runtime.payloads import channel_specs
 from jaxmorph.runtime.queue import Pace
-from jaxmorph.runtime.reduction import DelegatedSum, DirectSum, GradientSum, sum_channels
+from jaxmorph.runtime.reduction import DelegatedSum, DirectGather, DirectSum, sum_channels
 from jaxmorph.runtime.rendezvous import Rendezvous, gather, raised_together
 from jaxmorph.runtime.replicas import Replicas
 from jaxmorph.runtime.stage_settings import StageSettings
@@ -42,6 +44,7 @@ def stage_settings(
     adapts: bool = False,
     shapes: MicrobatchShapes | None = None,
     ranks: tuple[int, ...] = (),
+    replica: Replica = ALONE,
 ) -> StageSettings:
     """The settings that a rank's stage is built from.
 
@@ -75,6 +78,8 @@ def stage_settings(
         placement_kind=config.placement.kind,
         num_devices=config.parallelism.tensor,
         ranks=ranks,
+        replica=replica,
+        divides_optimizer=optimizer.shard == "data",
         direct=direct,
         delegated=delegated,
         fails_over=config.fails_over,
@@ -177,19 +182,21 @@ def open_gradient_sum(
     if own.is_alone:
         yield None
         return
-    emulation, direct = config.emulation, None
+    emulation, direct, gather = config.emulation, None, None
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(stage.gradients))
     emulated = EmulatedSum(
         conditions, own.count, emulation.gradient_bytes or num_bytes, emulation.bucket_bytes
     )
+    rounds = emulated.num_rounds
     if config.routes.reduction == "direct":
         mesh = make_data_mesh(replicas.layout.peers(replicas.pipeline.rank), cut.tensor)
         with progress.within(config.timeouts.compile_s, "compiles the sum over replicas"):
             direct = DirectSum(
                 mesh, stage.gradients, emulated if conditions else None, config.direct_timeout_s
             )
+            gather = stage.shares and DirectGather(mesh, stage.params, stage.shares)
         if not config.reduction_fails_over:
-            yield GradientSum(replicas, direct, num_rounds=emulated.num_rounds)
+            yield GradientSum(replicas, direct, num_rounds=rounds, gather=gather)
             return
     transport = replace(_agreed_transport(config, peers), sidecars=1, number=OF_REPLICAS)
     with open_data_plane(
@@ -203,7 +210,7 @@ def open_gradient_sum(
         plane.emulate(of_route(conditions, "delegated"))
         waits_s = config.timeouts.step_s
         delegated = DelegatedSum(plane, own, peers.members, stage.gradients, waits_s)
-        yield GradientSum(replicas, direct, delegated, emulated.num_rounds)
+        yield GradientSum(replicas, direct, delegated, rounds, gather=gather)
 
 
 def listening_host(config: Config, rendezvous: Rendezvous) -> str:

@@ -129,13 +129,13 @@ class Run:
 
     @property
     def records(self) -> bool:
-        """Whether this rank records the run, and its replica's state is what is saved."""
-        return self.leads and self.saves
+        """Whether this rank records the run."""
+        return self.leads and self.replicas.own.index == 0
 
     @property
     def saves(self) -> bool:
-        """Whether this rank's replica is the one whose state is saved: all have the same."""
-        return self.replicas.own.index == 0
+        """Whether this rank saves: the state of all replicas, or its own share."""
+        return self.replicas.own.index == 0 or self.config.num_optimizer_shares > 1
 
     @property
     def own_layers(self) -> list[range]:
@@ -202,6 +202,7 @@ def load_run(
         adapts=config.adapts,
         shapes=shapes,
         ranks=replicas.layout.ranks[replicas.own.index],
+        replica=replicas.own,
     )
     if optimizer is not None:
         settings = replace(settings, optimizer=optimizer)
@@ -372,7 +373,7 @@ def begin_training(
                 known_links=checkpoints
                 and (
                     KnownLinks(run.config, checkpoints.directory, run.cut.layers)
-                    if run.saves
+                    if run.replicas.own.index == 0
                     else None
                 ),
                 lines=lines,
@@ -386,7 +387,7 @@ def begin_training(
             if run.saves:
                 tied = run.model.tied
                 saver = opened.enter_context(
-                    checkpoints.saver(rendezvous, run.settings, tied, trained_on, recorder)
+                    checkpoints.saver(run.replicas, run.settings, tied, trained_on, recorder)
                 )
             times = SaveTimes(
                 config.checkpoint, num_steps, leads=run.records, stop_asked=stop_asked

@@ -15,6 +15,7 @@ from jaxmorph.checkpoints.tree_files import TreeFiles
 from jaxmorph.config import Config
 from jaxmorph.data.tokens import DataDigest
 from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.runtime.replicas import Replicas
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.planner import Plan
@@ -78,18 +79,20 @@ class RunCheckpoints:
         """Restore the checkpoint's state, if the run resumes."""
         if self._manifest is not None and self._files is not None:
             checkpoint = self._folder.finished(self._manifest.step)
-            saved = self._manifest.layers
-            trainer.restore([read_part(self._files, checkpoint, saved, own) for own in own_layers])
+            saved, shares = self._manifest.layers, self._manifest.config.num_optimizer_shares
+            parts = [read_part(self._files, checkpoint, saved, own, shares) for own in own_layers]
+            trainer.restore(trainer.own_shares(parts))
 
     def saver(
         self,
-        rendezvous: Rendezvous,
+        replicas: Replicas,
         settings: StageSettings,
         tied: TiedPaths,
         trained_on: TrainedOn,
         recorder: StepRecorder,
     ) -> CheckpointSaver:
         """The saver, whose events go to the recorder."""
+        shared = self._config.num_optimizer_shares > 1
         describe = partial(
             Manifest,
             layers=settings.layers,
@@ -100,14 +103,15 @@ class RunCheckpoints:
         )
         return CheckpointSaver(
             self._folder,
-            rendezvous,
+            replicas.all_ranks if shared else replicas.pipeline,
             describe=lambda step: describe(step, **recorder.checkpoint_fields()),
-            own_stages=settings.own_stages(rendezvous.rank),
+            own_stages=settings.own_stages(replicas.pipeline.rank),
             write=self._write,
             keep=self._config.checkpoint.keep,
             emit=recorder.emit,
             on_disk=recorder.on_disk,
             within_s=self._config.timeouts.save_s,
+            replica=replicas.own.index,
         )
 
     def _write(self, path: Path, tree: Any) -> None:

@@ -53,6 +53,25 @@ def test_nothing_is_a_checkpoint_before_its_commit(tmp_path):
     assert (stage_path(folder.finished(7), 1) / "array").read_text() == "7"
 
 
+def test_replicas_that_divide_the_optimizer_have_parts_of_their_own(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    sections = {"parallelism": {"data": 2}, "optimizer": {"shard": "data"}}
+    divided = replace(manifest(7), config=Config.model_validate(sections))
+    folder.begin(divided)
+    write_parts(folder, 7)
+    assert folder.commit_written(9) == ()
+    for number in range(2):
+        part = stage_path(folder.unfinished(7), number, 1)
+        part.mkdir()
+        (part / "array").write_text(f"share {number}")
+        folder.seal_part(7, number, 1)
+    assert folder.commit_written(9) == (7,)
+    assert folder.newest_whole() == (7, ())
+    (stage_path(folder.finished(7), 1, 1) / "array").write_text("share 2")
+    step, (damaged,) = folder.newest_whole()
+    assert (step, damaged.damage.file.parent.name) == (None, "virtual_stage_1_replica_1")
+
+
 def test_parts_written_by_all_ranks_are_committed_later(tmp_path):
     folder = CheckpointFolder(tmp_path)
     for step in (7, 8):

@@ -10,11 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxmorph.checkpoints.manifest import stage_path
 from jaxmorph.checkpoints.recut import joined, read_part, rows_to_read, shares
 from jaxmorph.checkpoints.tree_files import KeyPath, TreeFiles, leaves_of
 from jaxmorph.errors import UserError
+from jaxmorph.placement import Replica
 from jaxmorph.runtime.optimizer import OptimizerSettings, StageOptimizer, adamw
-from jaxmorph.runtime.stage_state import from_parts, nested, stage_parts
+from jaxmorph.runtime.shares import Shares
+from jaxmorph.runtime.stage_state import from_parts, nested, own_parts, stage_parts, stored_parts
 from jaxmorph.stage.parameters import init_stage_params
 
 SETTINGS = OptimizerSettings(learning_rate=1e-2, warmup_steps=2, total_steps=10)
@@ -166,3 +169,31 @@ def test_four_stages_become_two_one_and_four_again_to_the_bit(tmp_path):
     same_bits(last["params"]["head"], again["params"]["head"])
     same_bits(last["optimizer"]["0"]["nu"]["head"], again["optimizer"]["0"]["nu"]["head"])
     same_bits(first["optimizer"]["0"]["mu"]["embed"], again["optimizer"]["0"]["mu"]["embed"])
+
+
+def write_divided(files, folder, parts, layers, num_replicas):
+    """Writes what replicas do that each have a share of the optimizer's state."""
+    for number, (each, own_layers) in enumerate(zip(parts, layers, strict=True)):
+        params = (params_of(own_layers),)
+        for index in range(num_replicas):
+            shares = Shares.of(params, Replica(index, num_replicas))
+            optimizer = StageOptimizer(SETTINGS, params, shares=shares)
+            axes = stage_parts(shares.axes, optimizer.state_axes)
+            own = own_parts([each], axes, shares.own)
+            (stored,) = stored_parts(own, axes, index)
+            path = stage_path(folder, number, index)
+            files.write(path, jax.tree.map(jnp.asarray, stored))
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3, 7])
+def test_a_state_divided_among_replicas_is_read_whole(tmp_path, num_replicas):
+    """Layers are divided among two, other axes among three, and nothing among seven."""
+    files, wanted = TreeFiles(), cut(3, 1)
+    write(files, tmp_path / "whole", trained())
+    saved = cut(2, 2)
+    parts = [read_part(files, tmp_path / "whole", cut(4), layers) for layers in saved]
+    folder = tmp_path / "divided"
+    write_divided(files, folder, parts, saved, num_replicas)
+    for layers in (*saved, *wanted):
+        got = read_part(files, folder, saved, layers, num_replicas)
+        same_bits(got, read_part(files, tmp_path / "whole", cut(4), layers))

@@ -16,7 +16,7 @@ import pytest
 from jaxmorph.checkpoints.checksums import write_synced
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.manifest import Manifest, new_rank_file, stage_path
-from jaxmorph.checkpoints.saver import CheckpointError, CheckpointSaver, require_shared
+from jaxmorph.checkpoints.saver import CheckpointError, CheckpointSaver, SaveReport, require_shared
 from jaxmorph.checkpoints.tree_files import TreeFiles
 from jaxmorph.config import Config, check_config
 from jaxmorph.errors import UserError
@@ -263,6 +263,26 @@ def test_no_copies_pile_up_behind_a_save_that_hangs(tmp_path):
         ranks.exchange_until(["idle", "idle"])
     assert "rank 1: an earlier save, which was given up, still writes" in ranks.events[1][2]
     ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("phases", "expected"),
+    [
+        (["written", "writing"], "writing"),
+        (["failed", "writing"], "writing"),
+        (["written", "failed"], "failed"),
+        (["committed", "written"], "committed"),
+        (["written", "written"], "written"),
+        (["written", "idle"], "written"),
+        (["idle", "idle"], "idle"),
+    ],
+)
+def test_a_stage_has_saved_when_all_its_replicas_have(phases, expected):
+    whys = [f"why {index}" if phase == "failed" else "" for index, phase in enumerate(phases)]
+    reports = [SaveReport(phase, 4, why) for phase, why in zip(phases, whys, strict=True)]
+    joined = reports[0].joined(reports)
+    assert (joined.phase, joined.num_bytes) == (expected, 8)
+    assert joined.why == "; ".join(f"replica {at}: {why}" for at, why in enumerate(whys) if why)
 
 
 def test_a_failed_part_leaves_nothing_behind(ranks):

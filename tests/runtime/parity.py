@@ -19,10 +19,11 @@ from jaxmorph.program.offload import count_offloads, offload
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.records import Link
 from jaxmorph.runtime.executor import StepInputs
+from jaxmorph.runtime.gradient_sum import GradientSum
 from jaxmorph.runtime.link_connections import Start, open_data_plane
 from jaxmorph.runtime.optimizer import OptimizerSettings
 from jaxmorph.runtime.payloads import channel_specs
-from jaxmorph.runtime.reduction import DelegatedSum, DirectSum, GradientSum, sum_channels
+from jaxmorph.runtime.reduction import DelegatedSum, DirectSum, sum_channels
 from jaxmorph.runtime.replicas import Replicas
 from jaxmorph.runtime.report import StepReport, total
 from jaxmorph.runtime.stage_settings import StageSettings

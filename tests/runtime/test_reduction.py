@@ -16,7 +16,8 @@ from jaxmorph.placement import Layout, Replica
 from jaxmorph.runtime import reduction
 from jaxmorph.runtime.causes import WaitedInVainError
 from jaxmorph.runtime.executor import StepOutcome
-from jaxmorph.runtime.reduction import DelegatedSum, DirectSum, GradientSum, sum_channels
+from jaxmorph.runtime.gradient_sum import GradientSum
+from jaxmorph.runtime.reduction import DelegatedSum, DirectSum, sum_channels
 from jaxmorph.runtime.replicas import Replicas
 from jaxmorph.runtime.routes import TransferMismatchError
 from jaxmorph.stage.mesh import AXES, DATA, TENSOR

@@ -15,8 +15,8 @@ from jaxmorph.records import EventKind
 from jaxmorph.runtime.causes import WaitedInVainError
 from jaxmorph.runtime.direct import PathFailedError
 from jaxmorph.runtime.executor import StepInputs, StepOutcome
+from jaxmorph.runtime.gradient_sum import GradientSum
 from jaxmorph.runtime.queue import Stamp
-from jaxmorph.runtime.reduction import GradientSum
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.runtime.report import LinkEvent, StepTotals
 from jaxmorph.runtime.routes import TransferIdentity

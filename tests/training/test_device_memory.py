@@ -11,6 +11,7 @@ import pytest
 
 from jaxmorph.config import Config
 from jaxmorph.errors import UserError
+from jaxmorph.placement import Replica
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.ops import Op
@@ -178,7 +179,8 @@ def built(config, model, rank):
     """A rank's stage, by itself."""
     cut = config.parallelism
     layers = cut_layers(model.num_layers, cut.stages, cut.layers, cut.chunks)
-    settings = replace(stage_settings(config, layers, rank), direct=frozenset())
+    replica = Replica(0, cut.data)
+    settings = replace(stage_settings(config, layers, rank, replica=replica), direct=frozenset())
     return StageTrainer(model, settings, rank, alone=stage_submesh(make_mesh(1), 0))
 
 
@@ -200,6 +202,22 @@ def test_forecast_equals_a_built_stage(config, rank):
     with closing(built(config, model, rank)) as trainer:
         assert live_bytes() - before == needs.state_bytes
         assert trainer.stash_memory == needs.stash
+
+
+def test_a_divided_optimizer_is_forecast_as_it_is_built():
+    whole = config_of(1)
+    divided = whole.model_copy(
+        update={
+            "parallelism": whole.parallelism.model_copy(update={"data": 2}),
+            "optimizer": whole.optimizer.model_copy(update={"shard": "data"}),
+        }
+    )
+    model = build_model(whole, VOCABULARY)
+    (needs,), (undivided,) = (needs_of_step(each, model).stages for each in (divided, whole))
+    assert needs.optimizer_bytes < 0.51 * undivided.optimizer_bytes
+    with closing(built(divided, model, 0)) as trainer:
+        state = jax.tree.leaves([part["optimizer"] for part in trainer.state])
+        assert sum(leaf.nbytes for leaf in state) == needs.optimizer_bytes
 
 
 def test_stashes_follow_the_planned_order():

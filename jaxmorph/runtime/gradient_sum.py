@@ -1,0 +1,112 @@
+"""The end of a step in a run with replicas: they agree on losses, gradients, and new parameters.
+
+Which route carries them is decided here; `reduction` has the routes.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jaxmorph.progress import progress
+from jaxmorph.records import EventKind, Route
+from jaxmorph.runtime.executor import StepOutcome
+from jaxmorph.runtime.rank_process import in_one_line
+from jaxmorph.runtime.reduction import DelegatedSum, DirectGather, DirectSum
+from jaxmorph.runtime.replicas import Replicas
+from jaxmorph.runtime.report import LinkEvent
+from jaxmorph.runtime.stage_trainer import StageTrainer
+
+Tree = Any
+
+
+@dataclass
+class GradientSum:
+    """Sums a step's gradients, losses and reports over the replicas; all their ranks call it.
+
+    Attributes:
+        direct: None where the route is delegated from the start.
+        delegated: Takes over when the direct route fails; None: a failure ends the run.
+        num_rounds: How many messages follow one another in a direct sum.
+        events: What has changed since they were taken last.
+        gather: With a direct route and shares of the parameters: makes them whole.
+    """
+
+    replicas: Replicas
+    direct: DirectSum | None
+    delegated: DelegatedSum | None = None
+    num_rounds: int = 2
+    events: list[LinkEvent] = field(default_factory=list)
+    gather: DirectGather | None = None
+
+    @property
+    def route(self) -> Route:
+        """The route of the next sum."""
+        return "delegated" if self.direct is None else "direct"
+
+    def run(
+        self, stage: StageTrainer, outcome: StepOutcome, parts: Iterable[Any], step: int
+    ) -> tuple[StepOutcome, list[Any]]:
+        """Sum over the replicas, in the stage's gradients and in what is returned.
+
+        The other replicas' ranks may have failed where this one has not, so all agree on it before
+        the gradients that were summed are given up.
+        """
+        progress.stamp("sums its gradients with those of other replicas")
+        began_s = time.monotonic()
+        sums, failure = self._directly(self.direct, stage.gradients, step)
+        sum_s = time.monotonic() - began_s
+        outcome, parts, all_have = self.replicas.join(
+            outcome, parts, is_summed=sums is not None, sum_s=sum_s
+        )
+        if sums is None or not all_have:
+            sums = self._instead_of_direct(failure).run(stage.gradients, step)
+        stage.replace_gradients(sums)
+        return outcome, parts
+
+    def complete(self, stage: StageTrainer, step: int) -> None:
+        """Make the stage's parameters whole, where each replica has updated its share.
+
+        The shares are given up only when all have the whole, as gradients are.
+        """
+        if stage.shares is None:
+            return
+        progress.stamp("exchanges its updated parameters with other replicas")
+        whole, failure = self._directly(self.gather, stage.params, step)
+        # Where the route is delegated already, all know it.
+        all_have = self.direct is not None and all(self.replicas.total(bool, whole is not None))
+        if whole is None or not all_have:
+            delegated = self._instead_of_direct(failure)
+            whole = delegated.gather(stage.params, stage.shares.axes, step)
+        stage.complete(whole)
+
+    def _directly(
+        self, program: DirectSum | DirectGather | None, arrays: Tree, step: int
+    ) -> tuple[Tree | None, str]:
+        """What the program makes, or None with the reason if it can't be made directly."""
+        if self.direct is None or program is None:
+            return None, ""
+        try:
+            return program.run(arrays, step), ""
+        except (jax.errors.JaxRuntimeError, TimeoutError) as error:
+            if self.delegated is None:
+                raise
+            return None, in_one_line(error)
+
+    def _instead_of_direct(self, failure: str) -> DelegatedSum:
+        """The delegated route, from now on."""
+        if self.direct is not None:
+            self.direct = self.gather = None
+            why = failure or "it failed in another replica"
+            detail = f"gradients are summed over hosts from now on: {why}"
+            self.events.append(LinkEvent(time.monotonic(), EventKind.ROUTE_CHANGED, detail))
+        if self.delegated is None:
+            raise ValueError("gradients have no route to the other replicas")
+        return self.delegated
+
+    def take_events(self) -> list[LinkEvent]:
+        """What has changed since the last call."""
+        events, self.events = self.events, []
+        return events

@@ -1,0 +1,126 @@
+"""Runs whose replicas divide the optimizer's state: the same bits, with or without, and resumed."""
+
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from in_this_process import jaxmorph, train
+
+from jaxmorph.checkpoints.folder import CheckpointFolder
+from jaxmorph.checkpoints.recut import read_part
+from jaxmorph.checkpoints.tree_files import TreeFiles
+from jaxmorph.runtime.reduction import DirectGather
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.in_ci]
+
+CONFIG = """
+run: {steps: 4, seed: 5}
+model: {preset: tiny, width: 16, num_layers: 4, num_heads: 2, tied: true}
+data: {sequence_length: 8}
+parallelism: {stages: 1, data: 2}
+batch: {microbatches: 4, microbatch_size: 2}
+optimizer: {clip_norm: 0.5, warmup_steps: 1}
+schedule: {name: zb-h2}
+checkpoint: {every_steps: 2, keep: 3}
+trace: {every_steps: 0}
+restart_policy: {max_restarts: 0}
+"""
+SHARED = "optimizer.shard=data"
+TWO_STAGES = "parallelism.stages=2"
+
+
+def whole_state(directory, step):
+    """Parameters and optimizer state of each stage, put together from all replicas' parts."""
+    folder = CheckpointFolder(directory / "checkpoints")
+    manifest, files = folder.manifest(step), TreeFiles()
+    checkpoint, shares = folder.finished(step), manifest.config.num_optimizer_shares
+    layers = manifest.layers
+    return [read_part(files, checkpoint, layers, own, shares) for own in layers]
+
+
+def require_same(one, other, last):
+    """The same losses, norms and last state, bit by bit."""
+    assert len(one.steps) == len(other.steps) == last
+    assert other.results() == one.results()
+    states = [whole_state(run.out, last) for run in (one, other)]
+    assert jax.tree.structure(states[1]) == jax.tree.structure(states[0])
+    for leaf, again in zip(*map(jax.tree.leaves, states), strict=True):
+        assert again.tobytes() == leaf.tobytes()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [(), (TWO_STAGES,), (TWO_STAGES, "parallelism.tensor=2")],
+    ids=["1 stage", "2 stages", "2 stages of 2 devices"],
+)
+def test_dividing_the_optimizer_changes_no_bit(tmp_path, overrides):
+    whole = train(tmp_path / "whole", CONFIG, *overrides)
+    divided = train(tmp_path / "divided", CONFIG, *overrides, SHARED)
+    require_same(whole, divided, 4)
+    assert len({step["compilations"] for step in divided.steps[2:]}) == 1
+    route = "routes.reduction=delegated"
+    require_same(whole, train(tmp_path / "delegated", CONFIG, *overrides, SHARED, route), 4)
+
+
+FAILING = """
+import jax
+from jaxmorph.models.gpt2 import build
+from jaxmorph.runtime.reduction import DirectGather
+
+gather, gathered = DirectGather.run, []
+
+def run(program, shares, step):
+    whole = gather(program, shares, step)
+    gathered.append(whole)
+    if jax.process_index() == 1 and len(gathered) == 2:
+        raise jax.errors.JaxRuntimeError("connection reset")
+    return whole
+
+DirectGather.run = run
+"""
+
+
+def test_shares_go_over_hosts_where_their_direct_exchange_fails(tmp_path, monkeypatch):
+    """In one replica alone, in the second step; the other has them by then."""
+    (tmp_path / "failing_gather.py").write_text(FAILING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(DirectGather, "run", DirectGather.run)  # this process imports it, too
+    whole = train(tmp_path / "whole", CONFIG)
+    found = train(
+        tmp_path / "found", CONFIG, SHARED, "model.factory=failing_gather", "failover.enabled=true"
+    )
+    require_same(whole, found, 4)
+    changed = [event["detail"] for event in found.events("route_changed")]
+    assert len(changed) == 2
+    assert any("connection reset" in detail for detail in changed)
+    assert any("it failed in another replica" in detail for detail in changed)
+
+
+def resumed(run, step, *overrides):
+    """The same run, gone on from one of its checkpoints with other settings."""
+    for later in (run.out / "checkpoints").glob("step_*"):
+        if int(later.name.removeprefix("step_")) > step:
+            shutil.rmtree(later)
+    done = jaxmorph("train", "--resume", run.out, *overrides)
+    assert done.returncode == 0, done.stderr
+    return run
+
+
+def test_a_checkpoint_resumes_without_division_to_the_same_bits(tmp_path):
+    whole = train(tmp_path / "whole", CONFIG)
+    divided = train(tmp_path / "divided", CONFIG, SHARED)
+    require_same(whole, resumed(divided, 2, "optimizer.shard=none"), 4)
+    require_same(whole, resumed(divided, 2, SHARED), 4)
+
+
+def test_other_numbers_of_replicas_and_stages_resume(tmp_path):
+    """Two replicas of two stages, then one of one with nothing to divide, then two again."""
+    whole = train(tmp_path / "whole", CONFIG, "run.steps=6")
+    run = train(tmp_path / "run", CONFIG, SHARED, TWO_STAGES, "run.steps=6")
+    resumed(run, 2, "parallelism={stages: 1, data: 1}")
+    resumed(run, 4, "parallelism={stages: 2, data: 2, tensor: 2}")
+    np.testing.assert_allclose(run.results(), whole.results(), rtol=2e-5)
+    parts = {path.name for path in (run.out / "checkpoints/step_6").iterdir() if path.is_dir()}
+    assert parts == {f"virtual_stage_{at}{of}" for at in range(2) for of in ("", "_replica_1")}
