@@ -101,7 +101,13 @@ def _row(section: type[BaseModel], name: str) -> str:
     plain = list(default) if isinstance(default, tuple) else default
     shown = "required" if field.is_required() else f"`{format_yaml(plain, one_line=True)}`"
     values = expected_of(field, section).replace("|", "\\|")
-    return f"| `{name}` | {values} | {shown} | {_linked(meanings(section).get(name, ''))} |\n"
+    return f"| `{name}` | {values} | {shown} | {_linked(_inherited(section).get(name, ''))} |\n"
+
+
+def _inherited(section: type[BaseModel]) -> dict[str, str]:
+    """The `meanings` of a section, with those of the sections that it extends."""
+    own = [each for each in section.__mro__ if each.__module__.startswith("jaxmorph")]
+    return {name: text for each in reversed(own) for name, text in meanings(each).items()}
 
 
 def _linked(text: str) -> str:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from jaxmorph.config.compare_section import Condition
 from jaxmorph.config.link_sections import Emulation
 from jaxmorph.emulation.link_conditions import LinkCondition, begun_at
-from jaxmorph.emulation.link_settings import trace_conditions
+from jaxmorph.emulation.link_settings import link_condition, trace_conditions
 from jaxmorph.records import Link
 from jaxmorph.schedule.costs import LinkDelay, Links
 from jaxmorph.transport.link_emulator import DirectionConditions, by_direction
@@ -17,7 +17,7 @@ from jaxmorph.transport.link_emulator import DirectionConditions, by_direction
 
 def link_conditions(condition: Condition) -> tuple[LinkCondition, ...]:
     """A configured condition's links, as conditions of the emulation."""
-    return tuple(LinkCondition(**dict(link)) for link in condition.links)
+    return tuple(map(link_condition, condition.links))
 
 
 def declared_states(

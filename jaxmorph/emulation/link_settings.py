@@ -6,7 +6,7 @@ from functools import partial
 
 from jaxmorph.config import Config
 from jaxmorph.config.link_problems import possible_links
-from jaxmorph.config.link_sections import Emulation, LinkTrace
+from jaxmorph.config.link_sections import EmulatedLink, Emulation, LinkTrace
 from jaxmorph.emulation.delay_traces import draw_regime
 from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.emulation.link_trace import read_link_trace, require_few_changes, require_links_of
@@ -80,10 +80,7 @@ def emulated_conditions(
     Raises:
         UserError: The trace can't be read, or names a link that the pipeline doesn't have.
     """
-    listed = [
-        LinkCondition(**{name: value for name, value in link if name != "replica"})
-        for link in config.emulation.links
-    ]
+    listed = [link_condition(link) for link in config.emulation.links]
     trace, stages = config.emulation.trace, config.parallelism.stages
     own = {rank: stage for stage, rank in enumerate((layout or config.layout).ranks[replica])}
     hosts = _between_hosts(config, layout or config.layout, own)
@@ -91,6 +88,11 @@ def emulated_conditions(
     listed += (each for each in hosts if Link(*each.between) in links)
     found = (*listed, *trace_conditions(trace, stages, "emulation.trace"))
     return _after_restarts(found, restarts)
+
+
+def link_condition(link: EmulatedLink) -> LinkCondition:
+    """The condition of a configured link, in the replica that has it."""
+    return LinkCondition(**{name: value for name, value in link if name != "replica"})
 
 
 def sum_conditions(

@@ -63,7 +63,7 @@ def test_all_callbacks_act_on_the_last_step():
 def saving_loop(num_steps, stop_after, totals):
     saver: Any = Saver()
     events, skipped = [], SkippedSteps(stop_after)
-    stage: Any = SimpleNamespace(state=())
+    stage: Any = SimpleNamespace(to_save=())
     times = SaveTimes(
         Checkpoint(every_steps=1),
         num_steps,
