@@ -154,7 +154,7 @@ bench-netns: setup
 
 # The paper's figures, its traces and head-of-line blocking, about two hours on an idle machine: what
 # of them is missing in runs/figures, and then all their bars.
-FIGURES := hol figure3 figure9 figure14 figure15 figure16 figure16_14b figure17 figure18 figure21 \
+FIGURES := hol figure3 figure9 figure14 figure15 figure16 figure16_14b figure17 figure18 figure19 figure21 \
     figure21_14b figure22 table3 ablation memory
 bench-figures: setup
 	@for figure in $(FIGURES); do \
