@@ -8,6 +8,7 @@ exchange nothing it costs nothing.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from statistics import median
 from typing import Literal
 
 from jaxmorph.placement import Layout
@@ -69,6 +70,18 @@ class SlowPair:
     ranks: tuple[int, int]
     excess_s: float
     delay_ms: float
+
+
+def slow_pairs(took_s: Mapping[str, float], num_replicas: int) -> list[tuple[int, int]]:
+    """The pairs of replicas, such as `0-2`, whose sums take much longer than most.
+
+    With two replicas there is one pair, which needs no times.
+    """
+    if num_replicas == 2:
+        return [(0, 1)]
+    usual_s = median(took_s.values())
+    slow = (Link.parse(pair) for pair, each_s in took_s.items() if each_s > _SLOW_TIMES * usual_s)
+    return [(low, high) for low, high in slow]
 
 
 @dataclass(frozen=True)

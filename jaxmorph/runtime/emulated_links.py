@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import ceil, inf
 
 from jaxmorph.control.link_state import directions_of
@@ -183,18 +184,21 @@ class EmulatedSum:
         bucket_bytes: int,
     ) -> None:
         self._of_pairs = by_direction(of_route(conditions, "direct"))
+        self._conditions = tuple(conditions)
+        self._num_bytes, self._bucket_bytes = num_bytes, bucket_bytes
         others = num_replicas - 1
         self.num_rounds = 2 * others * ceil(num_bytes / bucket_bytes)
         self._sent_bytes = 2 * others * num_bytes / num_replicas
-        self._origin_s = 0.0
 
-    def begin(self, origin_s: float) -> None:
-        """Count the conditions' times from then on, by the monotonic clock."""
-        self._origin_s = origin_s
+    def of_pair(self, pair: tuple[int, int]) -> "EmulatedSum":
+        """The same of a sum over two of the replicas alone."""
+        own = (each for each in self._conditions if each.between == pair)
+        alone = [replace(each, between=(0, 1)) for each in own]
+        return EmulatedSum(alone, 2, self._num_bytes, self._bucket_bytes)
 
     def delay_s(self, step: int, now_s: float) -> float:
         """How long a step's sum takes more: as long as over the slowest pair; infinity if cut."""
-        found = (each.holding(step, now_s - self._origin_s) for each in self._of_pairs.values())
+        found = (each.holding(step, now_s) for each in self._of_pairs.values())
         return max(map(self._over_pair_s, found), default=0.0)
 
     def _over_pair_s(self, holding: Sequence[LinkCondition]) -> float:

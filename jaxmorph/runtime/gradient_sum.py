@@ -6,6 +6,7 @@ Which route carries them is decided here; `reduction` has the routes.
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 import jax
@@ -105,6 +106,25 @@ class GradientSum:
         if self.delegated is None:
             raise ValueError("gradients have no route to the other replicas")
         return self.delegated
+
+    def probe(self, gradients: Tree, step: int) -> dict[str, float]:
+        """How many seconds a sum takes over each pair of replicas that has this one, such as `0-2`.
+
+        All replicas' ranks of the stage call it together, between two steps.
+
+        Args:
+            gradients: Of the form of the stage's; they stay as they are.
+        """
+        own, found = self.replicas.own, {}
+        for pair in combinations(range(own.count), 2):
+            if self.direct is not None and own.index in pair:
+                progress.stamp(f"sums with one other replica, to see how long that takes: {pair}")
+                alone = self.direct.of_pair(pair, gradients)
+                alone.run(gradients, step)  # so that both begin the next one together
+                began_s = time.monotonic()
+                alone.run(gradients, step)
+                found[f"{pair[0]}-{pair[1]}"] = time.monotonic() - began_s
+        return found
 
     def take_events(self) -> list[LinkEvent]:
         """What has changed since the last call."""

@@ -59,7 +59,7 @@ class DirectSum:
         emulated: EmulatedSum | None = None,
         timeout_s: float = inf,
     ) -> None:
-        self._emulated, self._timeout_s = emulated, timeout_s
+        self._mesh, self._emulated, self._timeout_s = mesh, emulated, timeout_s
         leaves = jax.tree.leaves(gradients)
         self._of_sums = [NamedSharding(mesh, _spec_of(leaf)) for leaf in leaves]
         specs = [sharding.spec for sharding in self._of_sums]
@@ -76,6 +76,12 @@ class DirectSum:
         ]
         # Not kept on disk for a next start, as a stage's are: other processes' devices are in it.
         self._sum = jax.jit(summed).lower(*forms).compile()
+
+    def of_pair(self, pair: tuple[int, int], gradients: Tree) -> "DirectSum":
+        """The same over two of the replicas alone, compiled now by both."""
+        mesh = Mesh(self._mesh.devices[[*pair]], self._mesh.axis_names)
+        emulated = self._emulated and self._emulated.of_pair(pair)
+        return DirectSum(mesh, gradients, emulated, self._timeout_s)
 
     def run(self, gradients: Tree, step: int) -> Tree:
         """The sums, once they are there; the gradients stay as they are.

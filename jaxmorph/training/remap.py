@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import jax
@@ -19,15 +19,17 @@ import numpy as np
 from jaxmorph.config import Config
 from jaxmorph.config.link_problems import possible_links
 from jaxmorph.control.profiler import Profile
-from jaxmorph.control.remap import SlowPair, SumWatch, choose_layout
+from jaxmorph.control.remap import SlowPair, SumWatch, choose_layout, slow_pairs
 from jaxmorph.errors import UserError
 from jaxmorph.placement import Layout
 from jaxmorph.records import EventKind, Link
 from jaxmorph.runtime.connection import Connection
+from jaxmorph.runtime.gradient_sum import GradientSum
 from jaxmorph.runtime.link_connections import open_connections
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import SumTook
 from jaxmorph.runtime.stage_state import nested
+from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepResult
 from jaxmorph.schedule.costs import LinkDelay
 from jaxmorph.training.callbacks import SaveRequest
@@ -43,13 +45,35 @@ Parts = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Moves:
-    """The layout after a step, by replica and stage; empty: ranks stay where they are."""
+    """What ranks do after a step.
+
+    Attributes:
+        ranks: The next layout, by replica and stage; empty: they stay where they are.
+        probe: The stages whose ranks time sums over each pair of replicas.
+    """
 
     ranks: tuple[tuple[int, ...], ...] = ()
+    probe: tuple[int, ...] = ()
 
     def joined(self, of_replicas: Sequence[Self]) -> "Moves":
         """What the replica says that records the run."""
-        return Moves(next((each.ranks for each in of_replicas if each.ranks), ()))
+        asked = (each for each in of_replicas if each.ranks or each.probe)
+        return next(asked, Moves())
+
+
+@dataclass(frozen=True)
+class PairTimes:
+    """How many seconds a stage's sum takes over each pair of replicas, such as `0-2`."""
+
+    took_s: Mapping[str, float] = field(default_factory=dict)
+
+    def joined(self, of_replicas: Sequence[Self]) -> "PairTimes":
+        """All pairs' times."""
+        found: dict[str, float] = {}
+        for each in of_replicas:
+            for pair, took_s in each.took_s.items():
+                found[pair] = min(took_s, found.get(pair, took_s))
+        return PairTimes(found)
 
 
 @dataclass(frozen=True)
@@ -70,7 +94,7 @@ class Remapping(Callback):
 
     Args:
         profile: What steps are predicted with.
-        num_rounds: How many messages follow one another in a sum.
+        gradient_sum: Times sums over pairs.
         known: The pairs that were slow before: nothing says yet that they have recovered.
         active: Whether this rank decides.
         last_step: Nothing changes after it.
@@ -83,36 +107,45 @@ class Remapping(Callback):
     def __init__(
         self,
         config: Config,
-        layout: Layout,
         profile: Profile,
         num_tied: int,
         recorder: StepRecorder,
+        gradient_sum: GradientSum,
+        stage: StageTrainer,
         *,
-        num_rounds: int,
         known: tuple[SlowPair, ...] = (),
         active: bool,
         last_step: int | None,
     ) -> None:
         self.layout: Layout | None = None
         self.slow = self._known = known
-        self._config, self._before, self._profile = config, layout, profile
-        self._num_rounds = num_rounds
+        self._config, self._profile = config, profile
+        self._gradient_sum, self._stage = gradient_sum, stage
+        self._before = gradient_sum.replicas.layout
+        self._to_probe: tuple[int, ...] = ()
+        self._excess_s: dict[int, float] = {}  # of stages whose slow pairs are not known yet
+        self._probed = PairTimes()
         self._num_tied, self._recorder, self._last_step = num_tied, recorder, last_step
         self._thread = ThreadPoolExecutor(1, "jaxmorph-remap") if active else None
         self._watch = SumWatch()
         self._deciding: Future[Decision | None] | None = None
         self._slow: set[int] = set()
 
-    def report(self, step: int) -> tuple[Moves, ...]:
-        """The decision, if there is one."""
-        if self._deciding is None or not self._deciding.done() or step == self._last_step:
-            return (Moves(),)
+    def report(self, step: int) -> tuple[Moves, PairTimes]:
+        """What this rank decides, and the times of pairs that it has measured."""
+        probed, self._probed = self._probed, PairTimes()
+        return (Moves() if step == self._last_step else self._due(step)), probed
+
+    def _due(self, step: int) -> Moves:
+        probe, self._to_probe = self._to_probe, ()
+        if probe or self._deciding is None or not self._deciding.done():
+            return Moves(probe=probe)
         decision, self._deciding = self._deciding.result(), None
         if decision is None:
-            return (Moves(),)
+            return Moves()
         self.slow = decision.slow
         self._recorder.emit(step, EventKind.REMAPPED, decision.reason)
-        return (Moves(decision.layout.ranks),)
+        return Moves(decision.layout.ranks)
 
     def after(self, result: StepResult) -> Effect:
         """End the loop if ranks move after this step; else watch its sums."""
@@ -121,6 +154,8 @@ class Remapping(Callback):
         if moves.ranks and not ends:
             self.layout = replace(self._before, ranks=moves.ranks)
             return Effect(ends=True)
+        if self._gradient_sum.replicas.pipeline.rank in moves.probe:
+            self._probed = PairTimes(self._gradient_sum.probe(self._stage.gradients, result.step))
         if self._thread is not None and result.updated:
             self._observe(result)
         return GOES_ON
@@ -134,12 +169,25 @@ class Remapping(Callback):
             ranks = " and ".join(map(str, self._before.peers(stage)))
             detail = f"stage {stage}: the sum over ranks {ranks} takes {slow[stage]:.3g} s more"
             self._recorder.emit(result.step, EventKind.SUM_SLOW, detail)
-        if new and self._deciding is None and self._thread is not None:
-            self._deciding = self._thread.submit(self._decide, slow)
+        self._excess_s |= {stage: slow[stage] for stage in new}
+        self._to_probe = tuple(sorted(new)) if self._before.num_replicas > 2 else ()
+        times = result.parts_of(PairTimes)
+        pairs = [pair for stage in [*self._excess_s] for pair in self._pairs(stage, times[stage])]
+        if pairs and self._deciding is None and self._thread is not None:
+            self._deciding = self._thread.submit(self._decide, pairs)
 
-    def _decide(self, slow: Mapping[int, float]) -> Decision | None:
+    def _pairs(self, stage: int, times: PairTimes) -> list[SlowPair]:
+        """The slow pairs of ranks of a slow stage, once it is known which they are."""
+        peers = self._before.peers(stage)
+        if len(peers) > 2 and not times.took_s:
+            return []
+        excess_s = self._excess_s.pop(stage)
+        delay_ms = 1e3 * excess_s / self._gradient_sum.num_rounds
+        found = slow_pairs(times.took_s, len(peers))
+        return [SlowPair((peers[a], peers[b]), excess_s, delay_ms) for a, b in found]
+
+    def _decide(self, new: Sequence[SlowPair]) -> Decision | None:
         began_s = time.monotonic()
-        new = (self._pair(stage, excess_s) for stage, excess_s in slow.items())
         pairs = (*self._known, *new)
         links = possible_links(self._config.parallelism.stages)
         target = self._config.adaptation.remap_to
@@ -154,10 +202,6 @@ class Remapping(Callback):
 
     def _was(self, moved: Iterable[int]) -> str:
         return " and ".join(str(self._before.positions[rank]) for rank in moved)
-
-    def _pair(self, stage: int, excess_s: float) -> SlowPair:
-        first, *_, last = self._before.peers(stage)
-        return SlowPair((first, last), excess_s, 1e3 * excess_s / self._num_rounds)
 
     def _predicted_s(self, delays_ms: Mapping[Link, float]) -> float:
         """A step whose links are slower by so much than usual; infinity if none can be planned."""

@@ -404,14 +404,14 @@ def begin_training(
         )
         callbacks.append(adaptation)
         remapping = None
-        if config.remaps and num_steps is not None:
+        if config.remaps and num_steps is not None and gradient_sum is not None:
             remapping = Remapping(
                 config,
-                run.replicas.layout,
                 first.planned_for,
                 len(run.model.tied),
                 recorder,
-                num_rounds=gradient_sum.num_rounds if gradient_sum else 2,
+                gradient_sum,
+                stage,
                 known=run.slow,
                 active=run.records,
                 last_step=num_steps - 1,

@@ -16,7 +16,7 @@ from jaxmorph.runtime.report import SumTook
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.training.callbacks import SaveRequest
 from jaxmorph.training.loop import GOES_ON
-from jaxmorph.training.remap import Moves, Remapping, exchange_states
+from jaxmorph.training.remap import Moves, PairTimes, Remapping, exchange_states
 from tests.runtime.test_rendezvous import in_threads
 
 CONFIG = check_config({"parallelism": {"stages": 2, "data": 2}, "schedule": {"name": "zb-h2"}})
@@ -58,9 +58,10 @@ class Recorder:
         self.kinds.append(kind)
 
 
-def result(step, took_s=(), moves=Moves(), stop_asked=False):  # noqa: B008
+def result(step, took_s=(), moves=Moves(), stop_asked=False, pairs=None):  # noqa: B008
     parts = {
         SumTook: [*map(SumTook, took_s)],
+        PairTimes: [PairTimes(), PairTimes(pairs or {})],
         Moves: [moves, Moves()],
         SaveRequest: [SaveRequest(stop_asked=stop_asked)],
     }
@@ -70,23 +71,30 @@ def result(step, took_s=(), moves=Moves(), stop_asked=False):  # noqa: B008
     )
 
 
+def remapping_of(layout):
+    profile = Profile(StageCosts.uniform(2, 10.0, 10.0, 10.0), {})
+    replicas = SimpleNamespace(layout=layout, pipeline=SimpleNamespace(rank=1))
+    probe = lambda gradients, step: {"0-1": 0.1, "1-2": 2.0}  # noqa: E731
+    sums = cast(Any, SimpleNamespace(replicas=replicas, num_rounds=2, probe=probe))
+    stage = cast(Any, SimpleNamespace(gradients=()))
+    recorder = cast(Any, Recorder())
+    return Remapping(CONFIG, profile, 0, recorder, sums, stage, active=True, last_step=9)
+
+
 @pytest.fixture
 def remapping():
-    profile = Profile(StageCosts.uniform(2, 10.0, 10.0, 10.0), {})
-    made = Remapping(
-        CONFIG, LAYOUT, profile, 0, cast(Any, Recorder()), num_rounds=2, active=True, last_step=9
-    )
+    made = remapping_of(LAYOUT)
     yield made
     made.close()
 
 
 def test_a_slow_sum_moves_ranks_once_the_layout_is_found(remapping):
     for step, took_s in enumerate([(0.01, 0.01), (0.01, 2.0), (0.01, 2.0)]):
-        assert remapping.report(step) == (Moves(),)
+        assert remapping.report(step) == (Moves(), PairTimes())
         assert remapping.after(result(step, took_s)) == GOES_ON
     assert remapping._recorder.kinds == [EventKind.SUM_SLOW]
     remapping._deciding.result(60)
-    (moves,) = remapping.report(3)
+    moves, _ = remapping.report(3)
     assert remapping._recorder.kinds == [EventKind.SUM_SLOW, EventKind.REMAPPED]
     assert moves.ranks[0][0] == 0
     assert moves.joined([moves, Moves()]) == Moves().joined([moves, Moves()]) == moves
@@ -105,5 +113,25 @@ def test_a_run_that_is_asked_to_end_moves_no_rank(remapping):
 def test_nothing_moves_after_the_last_step(remapping):
     remapping._deciding = Future()
     remapping._deciding.set_result(None)
-    assert remapping.report(9) == (Moves(),)
+    assert remapping.report(9) == (Moves(), PairTimes())
     assert remapping._deciding is not None
+
+
+def test_of_several_replicas_the_slow_pair_is_found_by_timing_each():
+    layout = Layout.first(2, 3)
+    remapping = remapping_of(layout)
+    for step, took_s in enumerate([(0.01, 0.01), (0.01, 2.0), (0.01, 2.0)]):
+        remapping.after(result(step, took_s))
+    moves, _ = remapping.report(3)
+    assert moves == Moves(probe=(1,)) == Moves().joined([Moves(), moves])
+    remapping.after(result(3, (0.01, 2.0), moves))
+    moves, probed = remapping.report(4)
+    assert (moves, probed.took_s) == (Moves(), {"0-1": 0.1, "1-2": 2.0})
+    every = PairTimes().joined([probed, PairTimes({"0-2": 0.1, "1-2": 2.1})])
+    assert every.took_s == {"0-1": 0.1, "1-2": 2.0, "0-2": 0.1}
+    remapping.after(result(4, (0.01, 2.0), pairs=every.took_s))
+    assert remapping._deciding is not None
+    assert remapping._deciding.result(60) is not None
+    assert len(remapping.report(5)[0].ranks) == 3
+    assert [pair.ranks for pair in remapping.slow] == [(3, 5)]
+    remapping.close()
