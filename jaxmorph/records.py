@@ -16,6 +16,10 @@ class Link(NamedTuple):
     def __str__(self) -> str:
         return f"{self.lower}-{self.upper}"
 
+    def in_replica(self, index: int) -> str:
+        """Its name where there are several replicas of the pipeline, such as ``r1:2-3``."""
+        return f"r{index}:{self}"
+
     @classmethod
     def parse(cls, text: str) -> "Link":
         """Reads a link back from its text form, such as ``2-3``.
@@ -266,7 +270,8 @@ class Event:
     """
 
     time_s: float
-    """seconds since training began or resumed, after the steps that only measure timings"""
+    """seconds since training began, resumed, or ranks changed places, after the steps that only
+    measure timings"""
     step: int
     """the step of the event"""
     kind: str

@@ -112,5 +112,5 @@ def test_the_pods_command_is_valid():
     command, verb, path, *overrides = CONTAINER["command"]
     assert (command, verb, path) == ("jaxmorph", "train", CONFIG)
     assert [overrides.pop(), overrides.pop()] == ["auto", "--resume"]
-    routes = load_config(DOCS.parent / path, overrides).routes.model_dump()
-    assert set(routes.values()) == {"delegated"}
+    routes = load_config(DOCS.parent / path, overrides).routes
+    assert {routes.default, *routes.by_link.values()} == {"delegated"}

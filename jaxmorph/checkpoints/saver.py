@@ -73,7 +73,7 @@ class SaveReport:
     why: str = ""
 
     def joined(self, of_replicas: Sequence[Self]) -> "SaveReport":
-        """The progress of a stage's ranks in all replicas; those that don't save are idle."""
+        """The progress of a stage's ranks in all replicas."""
         phases = [each.phase for each in of_replicas]
         phase: _Phase = next(each for each in _SLOWEST_FIRST if each in phases)
         whys = (f"replica {at}: {each.why}" for at, each in enumerate(of_replicas) if each.why)
@@ -97,7 +97,7 @@ class CheckpointSaver:
     """One rank's part in saving; every rank makes the same calls at the same points.
 
     Args:
-        rendezvous: Of the ranks that save.
+        rendezvous: Of all ranks.
         describe: Returns the manifest of a checkpoint after a number of steps.
         write: Writes a tree of arrays to a new folder.
         emit: Takes an event's step, kind and detail, on rank 0.
@@ -143,9 +143,9 @@ class CheckpointSaver:
         Waits for an earlier save to finish first.
 
         Args:
-            parts: The state of each of this rank's virtual stages.
+            parts: The state of each of this rank's virtual stages; ignored if it writes none.
         """
-        began_s = time.monotonic()
+        began_s, parts = time.monotonic(), parts if self._own_stages else ()
         self._settle()
         try:
             written, num_bytes, manifest = self._begin(step, parts)

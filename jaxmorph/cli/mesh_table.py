@@ -73,7 +73,7 @@ def _pairs(layout: Layout) -> Iterator[tuple[str, str, str]]:
             sums = ", ".join(f"stage {stage}" for stage in found.stages)
             yield (
                 f"{low}-{high}",
-                ", ".join(f"r{replica}:{link}" for replica, link in found.links) or "-",
+                ", ".join(link.in_replica(replica) for replica, link in found.links) or "-",
                 sums or "-",
             )
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from jaxmorph.config import Config
 from jaxmorph.config.link_sections import Routes
@@ -126,7 +126,7 @@ def system_config(config: Config, system: System) -> Config:
             "parallelism": config.parallelism.model_copy(update={"chunks": chunks}),
             "routes": Routes.model_validate({"default": system.route}),
             "adaptation": config.adaptation.model_copy(
-                update={"enabled": system.detects, **_remaps(system)}
+                update={"enabled": system.detects, "remaps": system.remaps}
             ),
             "emulation": config.emulation.model_copy(
                 update={"links": (), "hosts": (), "trace": None}
@@ -135,12 +135,6 @@ def system_config(config: Config, system: System) -> Config:
             "transport": config.transport.model_copy(update={"sidecars": 1}),
         }
     )
-
-
-def _remaps(system: System) -> dict[str, Any]:
-    if system.remaps == "never":
-        return {"remaps": False}
-    return {"remaps": True, "remap_to": system.remaps}
 
 
 def _cap(config: Config, system: System) -> dict[str, int]:

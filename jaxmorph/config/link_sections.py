@@ -130,11 +130,11 @@ class EmulatedLink(EmulatedPath):
 
 
 class EmulatedHosts(EmulatedPath):
-    """The emulated condition of what two hosts send each other, whatever it is.
+    """The emulated condition of everything two hosts send each other.
 
     Messages between stages take its latency and bandwidth. A direct sum of gradients takes the
-    latency in each of its rounds, 2 (D - 1) for each bucket of gradients with D replicas, and the
-    bandwidth for all its bytes.
+    latency, without jitter, in each of its rounds, 2 (D - 1) for each bucket of gradients with D
+    replicas, and the bandwidth for all its bytes.
     """
 
     between: Annotated[

@@ -146,8 +146,9 @@ class Config(BaseModel):
     def remaps(self) -> bool:
         """Whether ranks may change places during the run."""
         cut, wanted = self.parallelism, self.adaptation.remaps
-        has_places = min(cut.data, cut.stages) > 1 and self.optimizer.shard == "none"
-        return has_places and (self.adapts if wanted == "auto" else wanted)
+        is_direct = self.optimizer.shard == "none" and self.routes.reduction == "direct"
+        has_places = min(cut.data, cut.stages) > 1 and is_direct
+        return has_places and (self.adapts if wanted == "auto" else wanted != "never")
 
     @property
     def direct_timeout_s(self) -> float:
@@ -255,7 +256,7 @@ def _link_problems(config: Config) -> Iterator[Problem]:
     stages = config.parallelism.stages
     replicas = config.parallelism.data
     own = range(replicas if replicas > 1 else 0)
-    of_replicas = [f"r{index}:{link}" for index in own for link in possible_links(stages)]
+    of_replicas = [link.in_replica(index) for index in own for link in possible_links(stages)]
     others = ("default", "reduction", *of_replicas)
     yield from unknown_links("routes", config.routes.by_link, stages, others)
     yield from unknown_links("schedule.link_ms", config.schedule.link_ms or (), stages)

@@ -374,13 +374,11 @@ class Adaptation(Section):
     that shortens the predicted step; the prediction ignores the processor time and host memory
     that delegation takes."""
 
-    remaps: Annotated[Literal["auto"] | bool, Expected("auto, true or false")] = "auto"
-    """With `parallelism.data` above 1: let ranks change places in the mesh where a slow pair of
-    hosts sums gradients. `auto`: if `enabled`. Not with `optimizer.shard: data`."""
-
-    remap_to: Literal["any", "pipeline"] = "any"
-    """Where a slow pair of hosts may go: `any` also takes places between which nothing is sent;
-    `pipeline` makes it a link between two stages, as Falcon does."""
+    remaps: Literal["auto", "never", "any", "pipeline"] = "auto"
+    """With `parallelism.data` above 1: ranks change places in the mesh where a slow pair of hosts
+    sums gradients. `any` takes the layout with the shortest predicted step; `pipeline` makes the
+    pair a link between two stages, as Falcon does. `auto` is `any` if `enabled`, else `never`. Only
+    with direct sums (`routes.reduction`) and without `optimizer.shard: data`."""
 
     worth: Annotated[float, Field(ge=0, lt=1), Expected("a number from 0 to below 1")] = 0.02
     """The share by which a new plan must shorten the predicted step. Raise it if plans change too

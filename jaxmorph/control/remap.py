@@ -9,12 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from statistics import median
-from typing import Literal
 
 from jaxmorph.placement import Layout
 from jaxmorph.records import Link
-
-Target = Literal["any", "pipeline"]
 
 # A sum is slow that takes so many times the usual, and so much of the step longer than usual, in so
 # many steps in a row: to move ranks takes seconds.
@@ -118,7 +115,8 @@ def choose_layout(
     slow: Sequence[SlowPair],
     links: Sequence[Link],
     predicted_s: Callable[[Mapping[Link, float]], float],
-    target: Target = "any",
+    *,
+    in_pipeline: bool = False,
 ) -> Layout | None:
     """The layout in which a step is shortest; None if it is this one.
 
@@ -128,7 +126,7 @@ def choose_layout(
         slow: The pairs that are slow.
         links: Of a pipeline.
         predicted_s: A step of a replica, by the milliseconds by which links are slower than usual.
-        target: `pipeline` only takes layouts in which some slow pair is a link of a pipeline.
+        in_pipeline: Take only layouts in which some slow pair is a link of a pipeline.
     """
 
     def cost_s(candidate: Layout) -> float:
@@ -144,7 +142,7 @@ def choose_layout(
 
     def is_allowed(candidate: Layout) -> bool:
         found = [_of_pair(candidate, pair, links) for pair in slow]
-        return target == "any" or any(each.links and not each.stages for each in found)
+        return not in_pipeline or any(each.links and not each.stages for each in found)
 
     candidates = filter(is_allowed, _swaps(layout, slow))
     best = min(candidates, key=cost_s, default=None)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxmorph.progress import progress
-from jaxmorph.records import EventKind, Route
+from jaxmorph.records import EventKind, Link, Route
 from jaxmorph.runtime.executor import StepOutcome
 from jaxmorph.runtime.rank_process import in_one_line
 from jaxmorph.runtime.reduction import DelegatedSum, DirectGather, DirectSum
@@ -21,6 +21,7 @@ from jaxmorph.runtime.report import LinkEvent
 from jaxmorph.runtime.stage_trainer import StageTrainer
 
 Tree = Any
+_FAILED_S = 1e6  # longer than any sum
 
 
 @dataclass
@@ -77,7 +78,7 @@ class GradientSum:
         progress.stamp("exchanges its updated parameters with other replicas")
         whole, failure = self._directly(self.gather, stage.params, step)
         # Where the route is delegated already, all know it.
-        all_have = self.direct is not None and all(self.replicas.total(bool, whole is not None))
+        all_have = self.direct is not None and all(self.replicas.of_stage(bool, whole is not None))
         if whole is None or not all_have:
             delegated = self._instead_of_direct(failure)
             whole = delegated.gather(stage.params, stage.shares.axes, step)
@@ -119,12 +120,20 @@ class GradientSum:
         for pair in combinations(range(own.count), 2):
             if self.direct is not None and own.index in pair:
                 progress.stamp(f"sums with one other replica, to see how long that takes: {pair}")
-                alone = self.direct.of_pair(pair, gradients)
-                alone.run(gradients, step)  # so that both begin the next one together
-                began_s = time.monotonic()
-                alone.run(gradients, step)
-                found[f"{pair[0]}-{pair[1]}"] = time.monotonic() - began_s
+                found[str(Link(*pair))] = self._pair_s(self.direct, pair, gradients, step)
         return found
+
+    def _pair_s(
+        self, direct: DirectSum, pair: tuple[int, int], gradients: Tree, step: int
+    ) -> float:
+        try:
+            alone = direct.of_pair(pair, gradients)
+            alone.run(gradients, step)  # so that both begin the next one together
+            began_s = time.monotonic()
+            alone.run(gradients, step)
+        except (jax.errors.JaxRuntimeError, TimeoutError):
+            return _FAILED_S
+        return time.monotonic() - began_s
 
     def take_events(self) -> list[LinkEvent]:
         """What has changed since the last call."""

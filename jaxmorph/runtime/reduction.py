@@ -187,7 +187,7 @@ def _in_other_place(array: jax.Array, sharding: Any) -> jax.Array:
 def _sum_all(num_replicas: int, *leaves: jax.Array) -> tuple[jax.Array, ...]:
     """Each device's arrays, summed over the mesh's axis "data"."""
     sums: list[jax.Array] = []
-    for bucket in _buckets(leaves):
+    for bucket in _buckets(leaves, BUCKET_BYTES):
         flat = jnp.concatenate([leaf.reshape(-1) for leaf in bucket])
         whole = _sum_flat(flat, num_replicas)
         ends = np.cumsum([leaf.size for leaf in bucket])
@@ -196,7 +196,7 @@ def _sum_all(num_replicas: int, *leaves: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(sums)
 
 
-def _buckets(leaves: Sequence[Any], most_bytes: int = BUCKET_BYTES) -> Iterator[list[Any]]:
+def _buckets(leaves: Sequence[Any], most_bytes: int) -> Iterator[list[Any]]:
     """The arrays in order, as many at once as `most_bytes` allow, and of one type."""
     bucket: list[Any] = []
     for leaf in leaves:

@@ -293,7 +293,7 @@ class HostRendezvous:
     def notify(self, doing: str, *, has_stalled: bool = False) -> None:
         """Send a note to all ranks, through rank 0, and to the groups of this one."""
         self._forward(Note(self.members[self.rank], doing, has_stalled))
-        for group in self._groups.values():
+        for group in list(self._groups.values()):  # this may be another thread
             group.notify(doing, has_stalled=has_stalled)
 
     def _notify_regularly(self) -> None:

@@ -32,7 +32,7 @@ class JoinsReplicas(Protocol):
 
 @dataclass(frozen=True)
 class StageOfReplica:
-    """What a stage of one replica tells the same stage of the others, once its ops have run.
+    """A stage's report to the same stage of other replicas, once its ops have run.
 
     Attributes:
         loss: Its part of the mean loss.
@@ -105,7 +105,7 @@ class Replicas:
         parts.append(SumTook(min(each.sum_s for each in found)))
         return joined, parts, all(each.is_summed for each in found)
 
-    def total(self, kind: type[_Part], own: _Part) -> list[_Part]:
+    def of_stage(self, kind: type[_Part], own: _Part) -> list[_Part]:
         """This stage's values in all replicas."""
         return [own] if self.own.is_alone else gather(self.peers, kind, own)
 

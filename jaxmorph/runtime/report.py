@@ -200,7 +200,7 @@ class SumTook:
 
 @dataclass(frozen=True)
 class OfReplicas:
-    """What replicas tell the one that records the run: its first stage has it of all of them.
+    """Each replica's report to the one that records the run; its first stage has those of all.
 
     Attributes:
         steps: How each ran the step.

@@ -152,7 +152,8 @@ def _require_parts(parts: Sequence[Tree], num_chunks: int) -> None:
             raise UserError(f"the state: got a part of {got}, expected {OPTIMIZER}, {PARAMS}")
 
 
-def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
+def names_of(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """The names of the keys that lead to a leaf."""
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path) or ("",)
 
 
@@ -179,12 +180,12 @@ def _filled(expected: Tree, found: Tree, what: str) -> Tree:
                 "optimizer what they were?"
             )
     return jax.tree.map_with_path(
-        lambda path, leaf: placed(values[_names(path)], leaf.sharding), expected
+        lambda path, leaf: placed(values[names_of(path)], leaf.sharding), expected
     )
 
 
 def _leaves(tree: Tree) -> dict[tuple[str, ...], Any]:
-    return {_names(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+    return {names_of(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
 def _form(leaf: Any) -> str:

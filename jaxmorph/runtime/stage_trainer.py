@@ -105,6 +105,7 @@ class StageTrainer:
             self.params, self._optimizer_state = earlier.params, earlier._optimizer_state
             self._programs_by_length = earlier._programs_by_length
             self.optimizer, self.shares = earlier.optimizer, earlier.shares
+            del earlier.params, earlier._optimizer_state, earlier._accumulators, earlier._weights
         self._accumulators = self._zero_accumulators()
         self._weights = self._prepare()
         self._rank, self._plane, self._step = rank, plane, 0

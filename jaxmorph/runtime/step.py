@@ -173,22 +173,22 @@ class StepRunner:
             outcome = self._run_ops(program, replace(inputs, evaluates=True), step)
             own = ForwardTotals(outcome.loss, counted)
             if self.gradient_sum is not None:
-                own = _added(self.gradient_sum.replicas.total(ForwardTotals, own))
+                own = _added(self.gradient_sum.replicas.of_stage(ForwardTotals, own))
             of_ranks = gather(self.rendezvous, ForwardTotals, own)
         return _added(of_ranks)
 
     def _run_ops(self, program: RankInstructions, inputs: StepInputs, step: int) -> StepOutcome:
-        """Run the stage's ops and transfers; errors say of which replica they name ranks."""
+        """Run the stage's ops and transfers; errors name the run's ranks."""
         try:
             return self.stage.run(program, inputs, step)
         except Exception as error:
-            index, members, named = self.replica.index, self.rendezvous.members, vars(error)
-            if index > 0 and "waited_for" in named:  # it names ranks of its replica
-                stage = named["waited_for"]
+            members, named = self.rendezvous.members, vars(error)
+            if "waited_for" in named and [*members] != [*range(len(members))]:
+                stage = named["waited_for"]  # it numbers ranks as its replica does
                 named["waited_for"] = None if stage is None else members[stage]
-                error.args = (
-                    f"in replica {index}, whose rank 0 is the run's {members[0]}: {error}",
-                )
+                ranks = ", ".join(map(str, members))
+                where = f"in replica {self.replica.index}, whose ranks are the run's {ranks}"
+                error.args = (f"{where}: {error}",)
             raise
 
     def _events(self) -> tuple[LinkEvent, ...]:

@@ -224,17 +224,13 @@ class Recording(Callback):
 
 
 class Saving(Callback):
-    """Saves checkpoints, and ends a run that was asked to stop once its state is saved.
-
-    Args:
-        saver: None in a replica whose state another one saves.
-    """
+    """Saves checkpoints, and ends a run that was asked to stop once its state is saved."""
 
     def __init__(
         self,
         times: SaveTimes,
         skipped: SkippedSteps,
-        saver: CheckpointSaver | None,
+        saver: CheckpointSaver,
         stage: StageTrainer,
         recorder: StepRecorder,
         num_steps: int | None,
@@ -249,17 +245,15 @@ class Saving(Callback):
     def report(self, step: int) -> tuple[SaveReport, SaveRequest]:
         """The progress of this rank's save, and its request for the next."""
         del step
-        own = SaveReport() if self._saver is None else self._saver.report()
-        return own, self._times.report()
+        return self._saver.report(), self._times.report()
 
     def after(self, result: StepResult) -> Effect:
         """Advance the save that is under way, and begin one if it is due."""
-        if self._saver is not None:
-            self._saver.advance(result.parts_of(SaveReport))
+        self._saver.advance(result.parts_of(SaveReport))
         num_done = result.step + 1
         after = self._times.after(num_done, result.parts_of(SaveRequest))
         is_last = after.stops or num_done == self._num_steps
-        if self._skipped.lets_save(after.saves, is_last=is_last) and self._saver is not None:
+        if self._skipped.lets_save(after.saves, is_last=is_last):
             self._saver.save(num_done, self._stage.to_save)
         if after.stops and not self._skipped.why_stop:
             done = f"asked to end after {num_done} of {self._num_steps} steps"

@@ -96,9 +96,10 @@ def _join(start: RunStart) -> Rendezvous:
     config, otherwise = start.config, "--launch local starts the stages on this machine instead"
     directory = start.directory or Path(config.run.dir)
     start_s, direct_s = config.timeouts.start_s, config.direct_timeout_s
+    fails_over = config.fails_over or config.reduction_fails_over
     try:
         return join_cluster(
-            start_s, direct_s, config.fails_over, config.parallelism.tensor, otherwise, directory
+            start_s, direct_s, fails_over, config.parallelism.tensor, otherwise, directory
         )
     except UserError as error:
         raise UserError(f"--launch: {error}") from error

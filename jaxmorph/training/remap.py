@@ -1,9 +1,9 @@
 """Ranks change places in the mesh: noticed and decided between steps, carried out between loops.
 
 The rank that records the run watches how long gradients take to be summed over replicas
-(`control.remap`). When it has found a better layout, all ranks hear of it with the scalars that end
-a step, and leave the loop. `train` then closes the stages, lets ranks send each other the states of
-the stages that they take over, opens the stages again, and goes on at the same step.
+(`control.remap`). When it has found a better layout, that goes to all ranks with the scalars that
+end a step, and they leave the loop. `train` then lets ranks send each other the states of the
+stages that they take over, closes the stages, opens them again, and goes on at the same step.
 """
 
 import json
@@ -28,7 +28,7 @@ from jaxmorph.runtime.gradient_sum import GradientSum
 from jaxmorph.runtime.link_connections import open_connections
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import SumTook
-from jaxmorph.runtime.stage_state import nested
+from jaxmorph.runtime.stage_state import names_of, nested
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepResult
 from jaxmorph.schedule.costs import LinkDelay
@@ -56,7 +56,7 @@ class Moves:
     probe: tuple[int, ...] = ()
 
     def joined(self, of_replicas: Sequence[Self]) -> "Moves":
-        """What the replica says that records the run."""
+        """The moves of the replica that records the run."""
         asked = (each for each in of_replicas if each.ranks or each.probe)
         return next(asked, Moves())
 
@@ -125,26 +125,27 @@ class Remapping(Callback):
         self._to_probe: tuple[int, ...] = ()
         self._excess_s: dict[int, float] = {}  # of stages whose slow pairs are not known yet
         self._probed = PairTimes()
+        self._pair_times_s: dict[int, Mapping[str, float]] = {}
         self._num_tied, self._recorder, self._last_step = num_tied, recorder, last_step
         self._thread = ThreadPoolExecutor(1, "jaxmorph-remap") if active else None
         self._watch = SumWatch()
         self._deciding: Future[Decision | None] | None = None
-        self._slow: set[int] = set()
+        self._slow_stages: set[int] = set()
+        self._decision: Decision | None = None
 
     def report(self, step: int) -> tuple[Moves, PairTimes]:
         """What this rank decides, and the times of pairs that it has measured."""
         probed, self._probed = self._probed, PairTimes()
-        return (Moves() if step == self._last_step else self._due(step)), probed
+        return (Moves() if step == self._last_step else self._due()), probed
 
-    def _due(self, step: int) -> Moves:
+    def _due(self) -> Moves:
         probe, self._to_probe = self._to_probe, ()
         if probe or self._deciding is None or not self._deciding.done():
             return Moves(probe=probe)
         decision, self._deciding = self._deciding.result(), None
         if decision is None:
             return Moves()
-        self.slow = decision.slow
-        self._recorder.emit(step, EventKind.REMAPPED, decision.reason)
+        self._decision = decision
         return Moves(decision.layout.ranks)
 
     def after(self, result: StepResult) -> Effect:
@@ -153,9 +154,15 @@ class Remapping(Callback):
         ends = any(each.stop_asked for each in result.parts_of(SaveRequest))
         if moves.ranks and not ends:
             self.layout = replace(self._before, ranks=moves.ranks)
+            if self._decision is not None:
+                self.slow = self._decision.slow
+                self._recorder.emit(result.step, EventKind.REMAPPED, self._decision.reason)
             return Effect(ends=True)
         if self._gradient_sum.replicas.pipeline.rank in moves.probe:
             self._probed = PairTimes(self._gradient_sum.probe(self._stage.gradients, result.step))
+        for stage, times in enumerate(result.parts_of(PairTimes)):
+            if times.took_s:
+                self._pair_times_s[stage] = times.took_s
         if self._thread is not None and result.updated:
             self._observe(result)
         return GOES_ON
@@ -164,34 +171,36 @@ class Remapping(Callback):
         took_s = [each.seconds for each in result.parts_of(SumTook)]
         self._watch = self._watch.after(took_s, result.step_s)
         slow = self._watch.slow()
-        new, self._slow = slow.keys() - self._slow, {*slow}
+        new, self._slow_stages = slow.keys() - self._slow_stages, {*slow}
         for stage in sorted(new):
             ranks = " and ".join(map(str, self._before.peers(stage)))
             detail = f"stage {stage}: the sum over ranks {ranks} takes {slow[stage]:.3g} s more"
             self._recorder.emit(result.step, EventKind.SUM_SLOW, detail)
         self._excess_s |= {stage: slow[stage] for stage in new}
         self._to_probe = tuple(sorted(new)) if self._before.num_replicas > 2 else ()
-        times = result.parts_of(PairTimes)
-        pairs = [pair for stage in [*self._excess_s] for pair in self._pairs(stage, times[stage])]
-        if pairs and self._deciding is None and self._thread is not None:
-            self._deciding = self._thread.submit(self._decide, pairs)
+        if self._deciding is None and self._thread is not None:
+            stages = [*self._excess_s]
+            if pairs := [pair for stage in stages for pair in self._pairs(stage)]:
+                self._deciding = self._thread.submit(self._decide, pairs)
 
-    def _pairs(self, stage: int, times: PairTimes) -> list[SlowPair]:
+    def _pairs(self, stage: int) -> list[SlowPair]:
         """The slow pairs of ranks of a slow stage, once it is known which they are."""
-        peers = self._before.peers(stage)
-        if len(peers) > 2 and not times.took_s:
+        peers, took_s = self._before.peers(stage), self._pair_times_s.get(stage, {})
+        if len(peers) > 2 and not took_s:
             return []
         excess_s = self._excess_s.pop(stage)
         delay_ms = 1e3 * excess_s / self._gradient_sum.num_rounds
-        found = slow_pairs(times.took_s, len(peers))
+        found = slow_pairs(took_s, len(peers))
         return [SlowPair((peers[a], peers[b]), excess_s, delay_ms) for a, b in found]
 
     def _decide(self, new: Sequence[SlowPair]) -> Decision | None:
         began_s = time.monotonic()
         pairs = (*self._known, *new)
         links = possible_links(self._config.parallelism.stages)
-        target = self._config.adaptation.remap_to
-        found = choose_layout(self._before, pairs, links, self._predicted_s, target)
+        in_pipeline = self._config.adaptation.remaps == "pipeline"
+        found = choose_layout(
+            self._before, pairs, links, self._predicted_s, in_pipeline=in_pipeline
+        )
         if found is None:
             return None
         moved = [rank for rank, at in found.positions.items() if self._before.positions[rank] != at]
@@ -269,7 +278,7 @@ def _sources(before: Layout, after: Layout) -> dict[int, int]:
 def send_state(connection: Connection, parts: Parts) -> None:
     """Send a stage's state, array by array."""
     arrays = [
-        (number, [str(key.key) for key in path], np.asarray(leaf))
+        (number, names_of(path), np.asarray(leaf))
         for number, part in enumerate(parts)
         for path, leaf in jax.tree.leaves_with_path(part)
     ]

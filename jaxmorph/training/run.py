@@ -75,6 +75,7 @@ class Moved:
         stage: The rank's, closed, if it has kept its stage.
         state: Else that of its new stage, on the host.
         slow: The pairs of ranks that the layout avoids, on the rank that decides.
+        skipped: Has counted the steps so far.
         began_s: When the step before ended, on the monotonic clock.
         exchanged_s: How long it took until all had their states.
     """
@@ -84,6 +85,7 @@ class Moved:
     stage: StageTrainer | None
     state: Sequence[Any]
     slow: tuple[SlowPair, ...]
+    skipped: SkippedSteps
     began_s: float
     exchanged_s: float
 
@@ -101,6 +103,7 @@ class Run:
         of_sums: Emulated between this stage's ranks, by replica.
         first_step: The step at which the run begins, resumes, or goes on after a remap.
         slow: The pairs of ranks that its layout avoids.
+        skipped: Has counted the steps before ranks changed places; None: they have not.
     """
 
     config: Config
@@ -116,6 +119,7 @@ class Run:
     of_sums: tuple[LinkCondition, ...]
     first_step: int = 0
     slow: tuple[SlowPair, ...] = ()
+    skipped: SkippedSteps | None = None
 
     @property
     def rendezvous(self) -> Rendezvous:
@@ -133,9 +137,9 @@ class Run:
         return self.leads and self.replicas.own.index == 0
 
     @property
-    def saves(self) -> bool:
-        """Whether this rank saves: the state of all replicas, or its own share."""
-        return self.replicas.own.index == 0 or self.config.num_optimizer_shares > 1
+    def begins(self) -> bool:
+        """Whether it starts or resumes here, and has not only moved its ranks."""
+        return self.skipped is None
 
     @property
     def own_layers(self) -> list[range]:
@@ -223,6 +227,7 @@ def load_run(
         of_sums,
         moved.step if moved else checkpoints.first_step if checkpoints else 0,
         moved.slow if moved else (),
+        moved and moved.skipped,
     )
 
 
@@ -267,7 +272,8 @@ def plan_run(
     room = agree_on_host_room(run.config, run.rendezvous, stage, payloads, delegated)
     run.links.emulate(untimed(run.conditions))
     known: tuple[KnownDirection, ...] = ()
-    if run.checkpoints is not None:
+    is_first = run.replicas.own.index == 0 and run.begins  # others' links are not kept
+    if run.checkpoints is not None and is_first:
         known = known_links(within.first, run.rendezvous, run.checkpoints.directory, run.cut.layers)
     first = plan_by_timings(
         within.first, run.rendezvous, stage, inputs, len(run.model.tied), with_slots, known, room
@@ -338,7 +344,8 @@ def begin_training(
     """
     config, rendezvous, first = planned.within.first, run.rendezvous, planned.first
     checkpoints, step_s = run.checkpoints, config.timeouts.step_s
-    skipped, saver = SkippedSteps(config.optimizer.stop_after_skipped), None
+    skipped = run.skipped or SkippedSteps(config.optimizer.stop_after_skipped)
+    saver = None
     with ExitStack() as opened:
         gradient_sum = opened.enter_context(
             open_gradient_sum(config, run.replicas, stage, run.of_sums)
@@ -348,9 +355,10 @@ def begin_training(
         clip_norm = config.optimizer.clip_norm
         runner = StepRunner(stage, rendezvous, clip_norm, compilations, step_s, gradient_sum)
         evaluation = Evaluation(config, runner, first.in_force.programs, held_out)
-        lines, of_replica, send = None, *_sender(run, send)
+        lines, known_links, of_replica, send = None, None, *_sender(run, send)
         if run.records and checkpoints is not None:
             lines = opened.enter_context(closing(RunLines(checkpoints.directory)))
+            known_links = KnownLinks(run.config, checkpoints.directory, run.cut.layers)
         control = opened.enter_context(
             open_control_loop(
                 config,
@@ -370,25 +378,18 @@ def begin_training(
                 active=run.leads and (checkpoints is not None or config.adapts),
                 first_step=run.first_step,
                 loop=control,
-                known_links=checkpoints
-                and (
-                    KnownLinks(run.config, checkpoints.directory, run.cut.layers)
-                    if run.replicas.own.index == 0
-                    else None
-                ),
+                known_links=known_links,
                 lines=lines,
-                first_rank=rendezvous.members[0],
+                members=rendezvous.members,
             )
         )
         plan = first.in_force.plan
         recording = Recording(recorder, evaluation, plan, of_replica, records=run.records)
         callbacks: list[Callback] = [evaluation, recording, skipped]
         if checkpoints is not None:
-            if run.saves:
-                tied = run.model.tied
-                saver = opened.enter_context(
-                    checkpoints.saver(run.replicas, run.settings, tied, trained_on, recorder)
-                )
+            saver = opened.enter_context(
+                checkpoints.saver(run.replicas, run.settings, run.model.tied, trained_on, recorder)
+            )
             times = SaveTimes(
                 config.checkpoint, num_steps, leads=run.records, stop_asked=stop_asked
             )
@@ -427,7 +428,7 @@ def begin_training(
 def _sender(
     run: Run, send: Callable[[RunMessage], None]
 ) -> tuple[deque[Event] | None, Callable[[RunMessage], None]]:
-    """Where the events of a replica go to be told to the one that records, and who takes messages.
+    """A replica's events, for the replica that records, and the receiver of its messages.
 
     Of other replicas than that one only events are recorded.
     """
@@ -474,7 +475,7 @@ def _announce(
     if run.unreached:
         detail = unreached_in_words(run.unreached)
         recorder.emit(run.first_step, EventKind.WITHOUT_GRADIENT, detail)
-    if run.checkpoints is not None and run.first_step == run.checkpoints.first_step > 0:
+    if run.checkpoints is not None and run.begins and run.first_step > 0:
         origin = run.checkpoints.origin(cut.layers, trained_on)
         recorder.emit(run.first_step, EventKind.RESUMED, origin)
     if known:

@@ -92,7 +92,8 @@ class RunCheckpoints:
         recorder: StepRecorder,
     ) -> CheckpointSaver:
         """The saver, whose events go to the recorder."""
-        shared = self._config.num_optimizer_shares > 1
+        # Replicas have the same state, but for what they divide; those that write nothing wait too.
+        writes = replicas.own.index == 0 or self._config.num_optimizer_shares > 1
         describe = partial(
             Manifest,
             layers=settings.layers,
@@ -103,9 +104,9 @@ class RunCheckpoints:
         )
         return CheckpointSaver(
             self._folder,
-            replicas.all_ranks if shared else replicas.pipeline,
+            replicas.all_ranks,
             describe=lambda step: describe(step, **recorder.checkpoint_fields()),
-            own_stages=settings.own_stages(replicas.pipeline.rank),
+            own_stages=settings.own_stages(replicas.pipeline.rank) if writes else (),
             write=self._write,
             keep=self._config.checkpoint.keep,
             emit=recorder.emit,

@@ -201,7 +201,7 @@ def configure(source: Source) -> tuple[Config, Rendezvous]:
     first = check_config(_about_joining(tree), name)
     start_s, direct_s = first.timeouts.start_s, first.direct_timeout_s
     directory = _named_directory(source)
-    devices = first.fails_over, first.parallelism.tensor
+    devices = first.fails_over or first.reduction_fails_over, first.parallelism.tensor
     rendezvous = meet(start_s, direct_s, threads_for(first), *devices, directory)
     replicas, processes = first.parallelism.data, rendezvous.num_ranks
     config = check_config(_with_stages(tree, max(1, processes // replicas)), name)
@@ -274,6 +274,9 @@ def _about_joining(tree: Mapping[str, Any]) -> dict[str, Any]:
         for name in ("data", "tensor")
         if isinstance(given, Mapping) and name in given
     }
+    replicas = shape.get("data", 1)
+    if launched and isinstance(replicas, int) and replicas > 0:
+        stages = max(1, launched.num_ranks // replicas)
     about["parallelism"] = {"stages": stages or _SOME_STAGES, **shape}
     return about
 

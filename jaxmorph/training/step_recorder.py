@@ -67,7 +67,7 @@ class StepRecorder:
         active: True on rank 0; on other ranks every call does nothing.
         loop: The controller, which observes each step.
         known_links: Finds changes in degraded links to keep for a restart; None: none are kept.
-        first_rank: The run's number of the replica's first rank.
+        members: The run's number of each rank of the replica; none: their own.
         lines: Where steps and events are written before they are sent; None: a run
             without a directory.
     """
@@ -83,7 +83,7 @@ class StepRecorder:
         first_step: int = 0,
         loop: ControlLoop | None = None,
         known_links: KnownLinks | None = None,
-        first_rank: int = 0,
+        members: Sequence[int] = (),
         lines: RunLines | None = None,
     ) -> None:
         self._config = config
@@ -98,7 +98,7 @@ class StepRecorder:
         self._send = self._traced.send
         self._first_step = first_step
         self._loop = loop
-        self._known_links, self._first_rank = known_links, first_rank
+        self._known_links, self._members = known_links, members
         self._began_s = time.monotonic()
         self.unwritten = ""
         self._error: BaseException | None = None
@@ -340,13 +340,14 @@ class StepRecorder:
     def _send_link_events(
         self, step: int, reports: Sequence[StepReport], step_began_s: float
     ) -> None:
+        members = self._members or range(len(reports))
         for rank, found in reported_events(reports):
             event = Event(
                 time_s=step_began_s + found.time_s,
                 step=step,
                 kind=found.kind,
                 link=_link_name(rank, found.peer),
-                detail=f"rank {self._first_rank + rank}: {found.detail}",
+                detail=f"rank {members[rank]}: {found.detail}",
             )
             self._send(EventEmitted(event))
 

@@ -5,7 +5,7 @@ The launcher starts each rank as `python -m jaxmorph.training.train`.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +26,6 @@ from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.stop_signals import signals_ask
 from jaxmorph.training.evaluation import with_room_to_evaluate
 from jaxmorph.training.first_plan import settle_garbage
-from jaxmorph.training.loop import Loop
 from jaxmorph.training.open_stage import listening_host
 from jaxmorph.training.remap import exchange_states
 from jaxmorph.training.run import (
@@ -90,29 +89,11 @@ def train(
             restarts=restarts,
             moved=moved,
         )
-        ended = _train_at(run, parts, send, compilations, stop_asked, moved, directory)
-        moved = ended.moved
+        is_done, moved = _train_at(run, parts, send, compilations, stop_asked, moved, directory)
         if moved is None:
             break
-    fail_together(rendezvous, ended.unwritten, ended.why_stop, ended.unsaved)
     progress.phase("ends", 0.0)
-    return ended.is_done
-
-
-@dataclass(frozen=True)
-class _Ended:
-    """How a loop has ended.
-
-    Attributes:
-        moved: Ranks have changed places, and the run goes on.
-        unwritten, why_stop, unsaved: See `fail_together`.
-    """
-
-    is_done: bool
-    moved: Moved | None
-    unwritten: str
-    why_stop: str
-    unsaved: str
+    return is_done
 
 
 def _train_at(
@@ -123,11 +104,14 @@ def _train_at(
     stop_asked: Callable[[], bool],
     moved: Moved | None,
     directory: Path,
-) -> _Ended:
+) -> tuple[bool, Moved | None]:
     """Open the stage, measure, plan, and take steps until the loop ends.
 
     Args:
         moved: How this rank came to its place; None: it starts or resumes.
+
+    Returns:
+        Whether the last step is done, and how ranks change places, if that is why the loop ended.
     """
     config, rank = run.config, run.rendezvous.rank
     timeouts = config.timeouts
@@ -148,6 +132,7 @@ def _train_at(
             run.restore(stage)
         elif moved.stage is None:
             stage.restore(moved.state)
+        moved = moved and replace(moved, stage=None, state=())  # they take memory
         _send_end_of(RESTORE, started)
         progress.phase("measures steps and plans", timeouts.start_s)
         longest = read(parts.longest_step)
@@ -168,34 +153,40 @@ def _train_at(
             compilations=compilations,
             stop_asked=stop_asked,
         ) as training:
-            if moved is not None:
+            if moved is not None and run.records:
                 _report_move(moved, training)
             training.loop.run(inputs, run.first_step + 1)
             programs_ran()
             is_done = training.loop.run(inputs, config.run.steps)
             progress.phase("waits for the last save", timeouts.step_s)
             failure = training.finish()
-            why_stop, layout = training.skipped.why_stop, None
-            if training.remapping is not None and not why_stop and not is_done:
-                layout = training.remapping.layout
-            if training.remapping is not None and layout is not None:
-                moved = _move(run, stage, layout, training.remapping.slow, training.loop)
-    unwritten = training.recorder.unwritten
-    return _Ended(is_done, moved if layout else None, unwritten, why_stop, failure)
+            why_stop, remapping, moves = training.skipped.why_stop, training.remapping, None
+            if remapping is not None and remapping.layout is not None and not why_stop:
+                moves = _move(run, stage, remapping.layout, remapping.slow, training)
+                failure = ""  # the next loop saves again
+    fail_together(run.replicas.all_ranks, training.recorder.unwritten, why_stop, failure)
+    return is_done, moves
 
 
 def _move(
-    run: Run, stage: StageTrainer, layout: Layout, slow: tuple[SlowPair, ...], loop: Loop
+    run: Run,
+    stage: StageTrainer,
+    layout: Layout,
+    slow: tuple[SlowPair, ...],
+    training: Training,
 ) -> Moved:
     """Get the state of this rank's next stage; all ranks call this together."""
-    timeouts, all_ranks = run.config.timeouts, run.replicas.all_ranks
+    timeouts, all_ranks, loop = run.config.timeouts, run.replicas.all_ranks, training.loop
+    # As at a start: some ranks compile while others wait for them.
+    all_ranks.limit(max(timeouts.compile_s, timeouts.restore_s, timeouts.start_s))
     progress.phase("exchanges the stages' states", timeouts.restore_s)
     host = listening_host(run.config, all_ranks)
     before = run.replicas.layout
     state = exchange_states(all_ranks, before, layout, stage.state, host, timeouts.restore_s)
     took_s = time.monotonic() - loop.began_s
     kept = None if state else stage
-    return Moved(layout, loop.next_step, kept, state, slow, loop.began_s, took_s)
+    skipped = training.skipped
+    return Moved(layout, loop.next_step, kept, state, slow, skipped, loop.began_s, took_s)
 
 
 def _report_move(moved: Moved, training: Training) -> None:
@@ -219,7 +210,7 @@ def _run_rank(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> 
         arguments,
         start_timeout_s=config.timeouts.start_s,
         step_timeout_s=config.direct_timeout_s,
-        fails_over=config.fails_over,
+        fails_over=config.fails_over or config.reduction_fails_over,
         num_devices=config.parallelism.tensor,
     )
     # As a task of a job. A terminal's Ctrl-C reaches only the launcher.

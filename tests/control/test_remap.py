@@ -58,7 +58,7 @@ def test_a_slow_pair_goes_where_nothing_is_sent():
 
 
 def test_a_slow_pair_becomes_the_link_that_costs_least():
-    found = choose_layout(LAYOUT, [SLOW], LINKS, steps_s, "pipeline")
+    found = choose_layout(LAYOUT, [SLOW], LINKS, steps_s, in_pipeline=True)
     assert found is not None
     (link,) = traffic(found, (1, 5), LINKS).links
     assert link[1] == Link(0, 1)
@@ -69,7 +69,7 @@ def test_ranks_stay_where_moving_gains_nothing():
     def slower_on_links(delays_ms):
         return 0.4 + 10.0 * bool(delays_ms)
 
-    assert choose_layout(LAYOUT, [SLOW], LINKS, slower_on_links, "pipeline") is None
+    assert choose_layout(LAYOUT, [SLOW], LINKS, slower_on_links, in_pipeline=True) is None
     assert choose_layout(LAYOUT.swapped(5, 6), [SLOW], LINKS, steps_s) is None
 
 

@@ -143,7 +143,7 @@ class Replicas:
     def __init__(self, *others):
         self.others, self.own = others, Replica(0, 2)
 
-    def total(self, kind, own):
+    def of_stage(self, kind, own):
         assert kind is bool
         return [own, *self.others]
 

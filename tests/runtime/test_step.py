@@ -202,14 +202,15 @@ def test_errors_of_a_replica_name_the_runs_rank(error, waited_for):
         error.args, error.waited_for = own_args, None if waited_for is None else waited_for - 4
         with pytest.raises(type(error)) as caught:
             run(PROGRAM, INPUTS, 3)
-        assert str(caught.value) == f"in replica 2, whose rank 0 is the run's 4: {message}"
+        assert str(caught.value) == f"in replica 2, whose ranks are the run's 4, 5: {message}"
         assert caught.value.waited_for == waited_for
 
 
 def test_errors_of_the_first_replica_need_no_explanation():
     replicas: Any = SimpleNamespace(own=Replica(0, 3))
     stage: Any = Waiting(PeerGoneError("rank 1 is gone", 1))
-    runner = StepRunner(stage, SoleRank(), gradient_sum=GradientSum(replicas, None))
+    first: Any = SimpleNamespace(members=range(2))
+    runner = StepRunner(stage, first, gradient_sum=GradientSum(replicas, None))
     with pytest.raises(PeerGoneError, match=r"^rank 1 is gone$") as caught:
         runner.run(PROGRAM, INPUTS, 3)
     assert caught.value.waited_for == 1

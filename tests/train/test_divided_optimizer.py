@@ -5,14 +5,14 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from in_this_process import jaxmorph, train
+from in_this_process import Run, jaxmorph, train
 
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.recut import read_part
 from jaxmorph.checkpoints.tree_files import TreeFiles
 from jaxmorph.runtime.reduction import DirectGather
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.in_ci]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.long]
 
 CONFIG = """
 run: {steps: 4, seed: 5}
@@ -49,18 +49,30 @@ def require_same(one, other, last):
         assert again.tobytes() == leaf.tobytes()
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [(), (TWO_STAGES,), (TWO_STAGES, "parallelism.tensor=2")],
-    ids=["1 stage", "2 stages", "2 stages of 2 devices"],
-)
-def test_dividing_the_optimizer_changes_no_bit(tmp_path, overrides):
-    whole = train(tmp_path / "whole", CONFIG, *overrides)
-    divided = train(tmp_path / "divided", CONFIG, *overrides, SHARED)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("whole"), CONFIG)
+
+
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("divided"), CONFIG, SHARED)
+
+
+@pytest.mark.in_ci
+def test_dividing_the_optimizer_changes_no_bit(whole, divided, tmp_path):
     require_same(whole, divided, 4)
     assert len({step["compilations"] for step in divided.steps[2:]}) == 1
-    route = "routes.reduction=delegated"
-    require_same(whole, train(tmp_path / "delegated", CONFIG, *overrides, SHARED, route), 4)
+    require_same(whole, train(tmp_path, CONFIG, SHARED, "routes.reduction=delegated"), 4)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_dividing_the_optimizer_of_two_stages_changes_no_bit(tmp_path, devices):
+    overrides = TWO_STAGES, f"parallelism.tensor={devices}"
+    whole = train(tmp_path / "whole", CONFIG, *overrides)
+    require_same(whole, train(tmp_path / "divided", CONFIG, *overrides, SHARED), 4)
+    delegated = "routes.reduction=delegated"
+    require_same(whole, train(tmp_path / "delegated", CONFIG, *overrides, SHARED, delegated), 4)
 
 
 FAILING = """
@@ -81,13 +93,12 @@ DirectGather.run = run
 """
 
 
-def test_shares_go_over_hosts_where_their_direct_exchange_fails(tmp_path, monkeypatch):
+def test_shares_go_over_hosts_where_their_direct_exchange_fails(whole, tmp_path, monkeypatch):
     """In one replica alone, in the second step; the other has them by then."""
     (tmp_path / "failing_gather.py").write_text(FAILING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(DirectGather, "run", DirectGather.run)  # this process imports it, too
-    whole = train(tmp_path / "whole", CONFIG)
     found = train(
         tmp_path / "found", CONFIG, SHARED, "model.factory=failing_gather", "failover.enabled=true"
     )
@@ -98,29 +109,28 @@ def test_shares_go_over_hosts_where_their_direct_exchange_fails(tmp_path, monkey
     assert any("it failed in another replica" in detail for detail in changed)
 
 
-def resumed(run, step, *overrides):
-    """The same run, gone on from one of its checkpoints with other settings."""
-    for later in (run.out / "checkpoints").glob("step_*"):
+def resumed(directory, step, *overrides):
+    """The run in a directory, gone on from one of its checkpoints with other settings."""
+    for later in (directory / "checkpoints").glob("step_*"):
         if int(later.name.removeprefix("step_")) > step:
             shutil.rmtree(later)
-    done = jaxmorph("train", "--resume", run.out, *overrides)
+    done = jaxmorph("train", "--resume", directory, *overrides)
     assert done.returncode == 0, done.stderr
-    return run
+    return Run(directory)
 
 
-def test_a_checkpoint_resumes_without_division_to_the_same_bits(tmp_path):
-    whole = train(tmp_path / "whole", CONFIG)
-    divided = train(tmp_path / "divided", CONFIG, SHARED)
-    require_same(whole, resumed(divided, 2, "optimizer.shard=none"), 4)
-    require_same(whole, resumed(divided, 2, SHARED), 4)
+@pytest.mark.parametrize("shard", ["none", "data"])
+def test_a_divided_checkpoint_resumes_to_the_same_bits(whole, divided, tmp_path, shard):
+    again = shutil.copytree(divided.out, tmp_path / "again")
+    require_same(whole, resumed(again, 2, f"optimizer.shard={shard}"), 4)
 
 
 def test_other_numbers_of_replicas_and_stages_resume(tmp_path):
     """Two replicas of two stages, then one of one with nothing to divide, then two again."""
     whole = train(tmp_path / "whole", CONFIG, "run.steps=6")
     run = train(tmp_path / "run", CONFIG, SHARED, TWO_STAGES, "run.steps=6")
-    resumed(run, 2, "parallelism={stages: 1, data: 1}")
-    resumed(run, 4, "parallelism={stages: 2, data: 2, tensor: 2}")
+    resumed(run.out, 2, "parallelism={stages: 1, data: 1}")
+    resumed(run.out, 4, "parallelism={stages: 2, data: 2, tensor: 2}")
     np.testing.assert_allclose(run.results(), whole.results(), rtol=2e-5)
     parts = {path.name for path in (run.out / "checkpoints/step_6").iterdir() if path.is_dir()}
     assert parts == {f"virtual_stage_{at}{of}" for at in range(2) for of in ("", "_replica_1")}

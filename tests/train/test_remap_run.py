@@ -12,7 +12,7 @@ data: {sequence_length: 8}
 parallelism: {stages: 2, data: 2}
 batch: {microbatches: 8, microbatch_size: 1}
 schedule: {name: zb-h2}
-adaptation: {remaps: true}
+adaptation: {remaps: any}
 checkpoint: {every_steps: 0}
 restart_policy: {max_restarts: 0}
 trace: {every_steps: 0}
@@ -24,11 +24,11 @@ SLOW = (
 
 
 def test_a_slow_pair_of_hosts_sums_no_gradients_any_more(tmp_path):
-    plain = train(tmp_path / "plain", CONFIG, "adaptation={remaps: false}")
+    plain = train(tmp_path / "plain", CONFIG, "adaptation={remaps: never}")
     moved = train(tmp_path / "moved", CONFIG, SLOW)
     assert moved.results() == plain.results()
     assert len(moved.events("sum_slow")) == 1
-    assert len(moved.events("reopened")) == 2  # of both replicas
+    assert len(moved.events("reopened")) == 1
     (remapped,) = moved.events("remapped")
     after = [step["step_s"] for step in moved.steps if step["step"] > remapped["step"] + 1]
     assert min(after) < 4.0  # the emulation alone makes a sum over the slow pair take so long

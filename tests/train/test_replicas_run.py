@@ -13,7 +13,7 @@ from stopped_run import ask_to_end_with_step
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.runtime.reduction import DirectSum
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.in_ci, pytest.mark.one_jax]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.one_jax]
 
 CONFIG = """
 run: {steps: 6, seed: 5}
@@ -52,12 +52,14 @@ def replicas(tmp_path_factory):
     return train(tmp_path_factory.mktemp("replicas"), CONFIG, REPLICAS)
 
 
+@pytest.mark.in_ci
 def test_losses_are_those_of_one_replica(alone, replicas):
     close(losses(replicas), losses(alone))
     close(held_out_losses(replicas), held_out_losses(alone))
     assert len(held_out_losses(alone)) == 2
 
 
+@pytest.mark.in_ci
 def test_a_step_records_how_each_replica_ran_it(replicas, alone):
     for step in replicas.steps:
         for each in step["replicas"]:
@@ -69,6 +71,7 @@ def test_a_step_records_how_each_replica_ran_it(replicas, alone):
     assert "replicas" not in alone.steps[0]
 
 
+@pytest.mark.in_ci
 def test_the_same_run_again_has_the_same_results(replicas, tmp_path):
     delegated = "routes={default: delegated, reduction: delegated, r1:0-1: direct}"
     again = train(tmp_path, CONFIG, REPLICAS, delegated)
@@ -124,6 +127,7 @@ DirectSum.run = run_or_fail
 """
 
 
+@pytest.mark.in_ci
 def test_a_failed_direct_sum_continues_delegated(replicas, tmp_path, monkeypatch):
     (tmp_path / "failing_sum.py").write_text(FAILING.format(rank=3))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

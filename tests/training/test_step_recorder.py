@@ -75,7 +75,7 @@ def recorder_of(
     loop=None,
     active=True,
     lines=None,
-    first_rank=0,
+    members=(),
     **sections,
 ):
     config = Config.model_validate({"run": {"steps": 9}} | sections)
@@ -88,7 +88,7 @@ def recorder_of(
         active=active,
         loop=loop,
         lines=lines,
-        first_rank=first_rank,
+        members=members,
     )
 
 
@@ -307,7 +307,7 @@ def test_link_events_become_run_events():
 
 def test_events_of_a_replica_name_the_runs_rank():
     messages, replaced = [], LinkEvent(0.1, EventKind.SIDECAR_RESTARTED, "it was silent")
-    with recorder_of(messages.append, first_rank=4) as recorder:
+    with recorder_of(messages.append, members=[4, 7, 5]) as recorder:
         recorder.record(0, SOUND, [_report(events=[replaced])], 0.03)
     (event,) = of_kind(messages, EventEmitted, "event")
     assert event.detail == "rank 4: it was silent"
