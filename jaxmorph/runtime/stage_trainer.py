@@ -61,12 +61,11 @@ class StageTrainer:
         failover: To the other ends of the links that fail over; None: a failure ends the run.
         alone: The mesh of this stage, where JAX doesn't join the ranks' devices; then settings must
             let no link be direct. None: the stage is part of the mesh of all devices.
-        earlier: The same stage in this process, closed: its programs and state are taken over.
+        earlier: The same stage, closed: its programs and state are taken over.
 
     Attributes:
         delegated: The delegated route; None where no link of this rank is ever delegated.
-        params: Each chunk's parameters; only this replica's share between an `update` with shares
-            and `complete`.
+        params: Each chunk's parameters; from an `update` with shares to `complete` its own share.
         shares: Which part of the parameters this replica updates; None: all of them.
 
     Raises:
