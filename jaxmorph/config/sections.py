@@ -417,7 +417,8 @@ class Limits(Section):
     host_gib: Annotated[float | None, Field(gt=0), Expected("null, or a number above 0")] = None
     """The GiB of host memory that one rank may take for slots of delegated messages, offloaded
     stashes and a checkpoint's copy; null: no limit. With fewer slots sends wait for one, as
-    predictions say. A limit in which no plan fits is refused."""
+    predictions say. A limit in which no plan fits is refused. What replicas' delegated sums take is
+    not counted."""
 
     @property
     def host_bytes(self) -> int | None:
