@@ -171,6 +171,16 @@ class Layout:
         """The number of a rank's host."""
         return rank // self.ranks_per_host
 
+    @property
+    def hosts(self) -> list[int]:
+        """The numbers of the hosts that have ranks."""
+        return sorted({self.host(rank) for rank in self.positions})
+
+    def between(self, hosts: tuple[int, int]) -> list[tuple[int, int]]:
+        """The pairs of ranks of which the first host has one, and the second the other."""
+        ranks = sorted(self.positions)
+        return [(a, b) for a in ranks for b in ranks if (self.host(a), self.host(b)) == hosts]
+
     def swapped(self, a: int, b: int) -> "Layout":
         """The layout in which two ranks have changed places."""
         places = {a: b, b: a}

@@ -56,7 +56,7 @@ def _table(names: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Table:
 
 
 def _hosts(layout: Layout) -> Iterator[tuple[str, str]]:
-    for host in _numbers(layout):
+    for host in layout.hosts:
         own = [
             f"{rank} ({at})"
             for rank, at in sorted(layout.positions.items())
@@ -67,7 +67,7 @@ def _hosts(layout: Layout) -> Iterator[tuple[str, str]]:
 
 def _pairs(layout: Layout) -> Iterator[tuple[str, str, str]]:
     links = Placement(len(layout.ranks[0])).links
-    for low, high in combinations(_numbers(layout), 2):
+    for low, high in combinations(layout.hosts, 2):
         found = traffic(layout, (low, high), links)
         if found != Traffic():
             sums = ", ".join(f"stage {stage}" for stage in found.stages)
@@ -76,7 +76,3 @@ def _pairs(layout: Layout) -> Iterator[tuple[str, str, str]]:
                 ", ".join(link.in_replica(replica) for replica, link in found.links) or "-",
                 sums or "-",
             )
-
-
-def _numbers(layout: Layout) -> list[int]:
-    return sorted({layout.host(rank) for rank in layout.positions})

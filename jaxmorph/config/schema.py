@@ -115,11 +115,6 @@ class Config(BaseModel):
         return Layout.first(cut.stages, cut.data, per_host)
 
     @property
-    def num_hosts(self) -> int:
-        """Of the emulated ones."""
-        return -(-self.parallelism.num_ranks // self.emulation.ranks_per_host)
-
-    @property
     def placement(self) -> Placement:
         """Which stage runs which of the parts that the layers are cut into."""
         cut = self.parallelism
@@ -221,7 +216,8 @@ def _disagreements(config: Config) -> Iterator[Problem]:
     yield from _waiting_problems(config)
     yield from _link_problems(config)
     if config.compare is not None:
-        yield from compare_problems(config.compare, config.parallelism, config.num_hosts)
+        num_hosts = len(config.layout.hosts)
+        yield from compare_problems(config.compare, config.parallelism, num_hosts)
         yield from restarting_problems(config.compare, config.checkpoint, config.restart_policy)
         if "zb-opportunistic" in config.compare.systems:
             yield from _opportunistic_problems(config.emulation)
@@ -261,7 +257,8 @@ def _link_problems(config: Config) -> Iterator[Problem]:
     yield from unknown_links("routes", config.routes.by_link, stages, others)
     yield from unknown_links("schedule.link_ms", config.schedule.link_ms or (), stages)
     yield from emulated_link_problems("emulation.links", config.emulation.links, stages, replicas)
-    yield from emulated_host_problems("emulation.hosts", config.emulation.hosts, config.num_hosts)
+    num_hosts = len(config.layout.hosts)
+    yield from emulated_host_problems("emulation.hosts", config.emulation.hosts, num_hosts)
     yield from link_trace_problems("emulation.trace", config.emulation.trace)
     if config.emulation.wire_mbps is not None and config.emulation.message_bytes is None:
         given = "preset" if config.emulation.preset else "wire_mbps"

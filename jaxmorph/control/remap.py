@@ -7,7 +7,6 @@ exchange nothing it costs nothing.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from statistics import median
 
 from jaxmorph.placement import Layout
@@ -83,12 +82,15 @@ def slow_pairs(took_s: Mapping[str, float], num_replicas: int) -> list[tuple[int
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a pair of hosts carries in a layout."""
+    """What a pair of hosts carries in a layout.
+
+    Attributes:
+        stages: Those whose gradients it sums.
+        links: Those of its messages, each with its replica.
+    """
 
     stages: tuple[int, ...] = ()
-    """The stages whose gradients it sums."""
     links: tuple[tuple[int, Link], ...] = ()
-    """The links of its messages, each with its replica."""
 
 
 def traffic(layout: Layout, hosts: tuple[int, int], links: Sequence[Link]) -> Traffic:
@@ -98,9 +100,7 @@ def traffic(layout: Layout, hosts: tuple[int, int], links: Sequence[Link]) -> Tr
         links: Of a pipeline.
     """
     positions, stages, own = layout.positions, [], []
-    for a, b in product(positions, positions):
-        if (layout.host(a), layout.host(b)) != hosts:
-            continue
+    for a, b in layout.between(hosts):
         one, other = positions[a], positions[b]
         if one.replica == other.replica:
             link = Link(*sorted((one.stage, other.stage)))

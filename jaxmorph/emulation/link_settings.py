@@ -110,9 +110,8 @@ def _between_hosts(
     return [
         LinkCondition(**{**dict(pair), "between": tuple(sorted((numbers[a], numbers[b])))})
         for pair in config.emulation.hosts
-        for a in numbers
-        for b in numbers
-        if (layout.host(a), layout.host(b)) == pair.between
+        for a, b in layout.between(pair.between)
+        if a in numbers and b in numbers
     ]
 
 

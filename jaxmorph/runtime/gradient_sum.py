@@ -4,7 +4,7 @@ Which route carries them is decided here; `reduction` has the routes.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxmorph.progress import progress
-from jaxmorph.records import EventKind, Link, Route
+from jaxmorph.records import EventKind, Link
 from jaxmorph.runtime.executor import StepOutcome
 from jaxmorph.runtime.rank_process import in_one_line
 from jaxmorph.runtime.reduction import DelegatedSum, DirectGather, DirectSum
@@ -43,13 +43,8 @@ class GradientSum:
     events: list[LinkEvent] = field(default_factory=list)
     gather: DirectGather | None = None
 
-    @property
-    def route(self) -> Route:
-        """The route of the next sum."""
-        return "delegated" if self.direct is None else "direct"
-
     def run(
-        self, stage: StageTrainer, outcome: StepOutcome, parts: Iterable[Any], step: int
+        self, stage: StageTrainer, outcome: StepOutcome, parts: Sequence[Any], step: int
     ) -> tuple[StepOutcome, list[Any]]:
         """Sum over the replicas, in the stage's gradients and in what is returned.
 

@@ -2,7 +2,8 @@
 
 It has two routes. Direct: collectives of the accelerators. Delegated: host memory and a sidecar of
 its own, so that a slow or dead direct path between replicas can't keep a step from ending. Both add
-the same numbers in the same order, so their results are the same bits.
+the same numbers in the same order, so their results are the same bits. By the same routes replicas
+exchange the shares of parameters that they have updated.
 """
 
 import math

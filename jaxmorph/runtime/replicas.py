@@ -5,7 +5,7 @@ the ranks of a stage exchange what they have, then those of a replica do. So all
 of all, and no exchange joins more ranks than a row or a column has.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
@@ -45,7 +45,7 @@ class StageOfReplica:
     loss: float
     aux: Mapping[str, float]
     is_summed: bool
-    sum_s: float = 0.0
+    sum_s: float
     parts: Mapping[str, Json] = field(default_factory=dict)
 
 
@@ -69,9 +69,9 @@ class Replicas:
     @classmethod
     def of(cls, rendezvous: Rendezvous, layout: Layout) -> Self:
         """Divide a run's ranks into replicas; all ranks call this together."""
-        member = rendezvous.members[rendezvous.rank]
         if layout.num_replicas == 1:
-            return cls(ALONE, layout, rendezvous, SoleRank(member), rendezvous)
+            peers = SoleRank(rendezvous.members[rendezvous.rank])
+            return cls(ALONE, layout, rendezvous, peers, rendezvous)
         index, stage = layout.positions[rendezvous.rank]
         own, peers = layout.ranks[index], layout.peers(stage)
         return cls(
@@ -83,7 +83,7 @@ class Replicas:
         )
 
     def join(
-        self, outcome: StepOutcome, parts: Iterable[Any], *, is_summed: bool, sum_s: float = 0.0
+        self, outcome: StepOutcome, parts: Sequence[Any], *, is_summed: bool, sum_s: float
     ) -> tuple[StepOutcome, list[Any], bool]:
         """Exchange a step's scalars and parts among the replicas of this stage.
 
@@ -91,23 +91,20 @@ class Replicas:
             The outcome with the loss of all replicas, the parts, and whether all have summed their
             gradients.
         """
-        parts = list(parts)
-        if self.own.is_alone:
-            return outcome, parts, is_summed
         shared = named_parts(each for each in parts if isinstance(each, JoinsReplicas))
         own = StageOfReplica(outcome.loss, outcome.aux, is_summed, sum_s, shared)
         found = gather(self.peers, StageOfReplica, own)
         aux = {name: sum(each.aux[name] for each in found) / len(found) for name in outcome.aux}
         joined = replace(outcome, loss=sum(each.loss for each in found), aux=aux)
-        parts = [
+        joined_parts = [
             _joined(each, found) if isinstance(each, JoinsReplicas) else each for each in parts
         ]
-        parts.append(SumTook(min(each.sum_s for each in found)))
-        return joined, parts, all(each.is_summed for each in found)
+        joined_parts.append(SumTook(min(each.sum_s for each in found)))
+        return joined, joined_parts, all(each.is_summed for each in found)
 
     def of_stage(self, kind: type[_Part], own: _Part) -> list[_Part]:
         """This stage's values in all replicas."""
-        return [own] if self.own.is_alone else gather(self.peers, kind, own)
+        return gather(self.peers, kind, own)
 
 
 def _joined(part: Any, found: Sequence[StageOfReplica]) -> Any:

@@ -28,7 +28,7 @@ from jaxmorph.messages import EventEmitted, RunMessage
 from jaxmorph.output import write_stderr
 from jaxmorph.placement import Layout
 from jaxmorph.program.slots_needed import HostRoom
-from jaxmorph.records import Event, EventKind
+from jaxmorph.records import Event, EventKind, Link
 from jaxmorph.report.run_directory import CONTROL, RunLines
 from jaxmorph.runtime.emulated_links import EmulatedLinks, agree_on_origin_s
 from jaxmorph.runtime.executor import StepInputs
@@ -66,9 +66,11 @@ from jaxmorph.training.starting_point import KnownLinks, known_links
 from jaxmorph.training.step_recorder import StepRecorder
 
 
-@dataclass(frozen=True)
+@dataclass
 class Moved:
     """Ranks have changed places in the mesh.
+
+    `stage` and `state` take memory, and are emptied once the new stage has them.
 
     Attributes:
         step: The next step.
@@ -437,13 +439,13 @@ def _sender(
     events: deque[Event] = deque()
     if run.records:
         return events, send
-    name = f"r{run.replicas.own.index}"
+    index = run.replicas.own.index
 
     def keep(message: RunMessage) -> None:
         if isinstance(message, EventEmitted):
             event = message.event
-            link = None if event.link is None else f"{name}:{event.link}"
-            detail = event.detail if link else f"{name}: {event.detail}"
+            link = event.link and Link.parse(event.link).in_replica(index)
+            detail = event.detail if link else f"r{index}: {event.detail}"
             events.append(replace(event, link=link, detail=detail))
 
     return events, keep

@@ -5,7 +5,6 @@ The launcher starts each rank as `python -m jaxmorph.training.train`.
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -132,7 +131,8 @@ def _train_at(
             run.restore(stage)
         elif moved.stage is None:
             stage.restore(moved.state)
-        moved = moved and replace(moved, stage=None, state=())  # they take memory
+        if moved is not None:
+            moved.stage, moved.state = None, ()
         _send_end_of(RESTORE, started)
         progress.phase("measures steps and plans", timeouts.start_s)
         longest = read(parts.longest_step)

@@ -144,8 +144,6 @@ def test_evaluations_get_each_replicas_values():
         return replicas.of_stage(Counted, Counted(0.5, rendezvous.rank))
 
     assert in_threads(2, body) == [[Counted(0.5, 0), Counted(0.5, 1)]] * 2
-    alone = Replicas.of(SoleRank(), Layout.first(1))
-    assert alone.of_stage(Counted, Counted(0.5, 7)) == [Counted(0.5, 7)]
 
 
 def test_replicas_divide_the_microbatches_of_all_arrays():

@@ -143,6 +143,29 @@ def test_a_failed_direct_sum_continues_delegated(replicas, tmp_path, monkeypatch
     assert ranks == {"rank 1", "r1: rank 3"}  # the other stage's sum is sound
 
 
+SLOW_HOSTS = (
+    "emulation={gradient_bytes: 1000, bucket_bytes: 10, "
+    "hosts: [{between: [1, 3], latency_ms: 20, from_step: 3}]}"
+)
+
+
+@pytest.mark.in_ci
+def test_a_slow_pair_of_hosts_sums_no_gradients_any_more(tmp_path):
+    """Ranks change places: no step is lost, and no bit of results changes."""
+    overrides = REPLICAS, "run.steps=14"
+    plain = train(tmp_path / "plain", CONFIG, *overrides)
+    moved = train(tmp_path / "moved", CONFIG, *overrides, "adaptation.remaps=any", SLOW_HOSTS)
+    assert moved.results() == plain.results()
+    assert held_out_losses(moved) == held_out_losses(plain)
+    assert len(moved.events("sum_slow")) == 1
+    assert len(moved.events("reopened")) == 1
+    (remapped,) = moved.events("remapped")
+    assert [step["step"] for step in moved.steps] == [*range(14)]
+    step_s = [step["step_s"] for step in moved.steps]
+    # The emulation adds 4 s to each sum over the slow pair.
+    assert min(step_s[remapped["step"] + 2 :]) < min(step_s[3 : remapped["step"]])
+
+
 SCRIPT = """
 import json, sys
 from pathlib import Path
