@@ -72,7 +72,10 @@ def used_on_parts(parameter: jax.Array, split_axis: int | None) -> jax.Array:
 
 
 def part_along(x: jax.Array, split_axis: int | None) -> jax.Array:
-    """Returns this device's part of what is alike on all devices; the whole without an axis."""
+    """Returns this device's part of what is alike on all devices; the whole without an axis.
+
+    Such as of dropout's mask for a split value: drawn for the whole, it is that of one device.
+    """
     if num_shards() == 1 or split_axis is None:
         return x
     size = _part_of(x.shape[split_axis])
@@ -82,8 +85,8 @@ def part_along(x: jax.Array, split_axis: int | None) -> jax.Array:
 def _part_of(size: int) -> int:
     if size % num_shards():
         raise ValueError(
-            f"got a sequence of {size}, expected a multiple of {num_shards()}, the devices of a "
-            "stage, or sequence_parallel=false"
+            f"got an axis of {size}, such as the sequence, expected a multiple of {num_shards()}, "
+            "the devices of a stage, or sequence_parallel=false"
         )
     return size // num_shards()
 

@@ -11,7 +11,6 @@ constants. Nor is it an error that no gradient reaches a parameter, which may be
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmorph.errors import UserError, definition_of, in_users_code
-from jaxmorph.stage.equations import FlatTrace, Part, trace_flat, without_effects
+from jaxmorph.stage.equations import silent, trace_flat
 from jaxmorph.stage.model import MicrobatchShapes, Params, PipelineModel, Tree, aux_weights_of
 from jaxmorph.stage.model_calls import (
     ModelCall,
@@ -81,7 +80,8 @@ def check_model(
       microbatch: arrays, of which one example is passed to the head; None: made up.
 
     Returns:
-      The parameters that no gradient reaches, such as "layer.bias".
+      The parameters that no gradient reaches, such as "layer.bias", the first of each part with the
+      line where they are made: "layer.bias (mixer.py:40)".
 
     Raises:
       UserError: the model can't be trained, or would be trained wrongly.
@@ -260,7 +260,7 @@ def _check_sum(
         return
     leaves = jax.tree.leaves(arguments)
     try:
-        program = jax.jit(_silent(trace)).lower(*leaves).compile(_QUICKLY)
+        program = jax.jit(silent(trace)).lower(*leaves).compile(_QUICKLY)
         once, twice, *gradients = jax.device_get(program(*leaves))
     except jax.errors.JaxRuntimeError:  # such as no memory for it, beside another run
         return
@@ -282,12 +282,6 @@ def _check_sum(
 
 
 _QUICKLY: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}  # half the time on a CPU
-
-
-def _silent(trace: FlatTrace) -> Part:
-    """A function without what it prints: a user's reader would take that for a step's."""
-    equations = tuple(map(without_effects, trace.equations))
-    return replace(trace, equations=equations).part(trace.inputs, trace.outputs)
 
 
 def _off_double(once: Tree, twice: Tree) -> tuple[jax.Array, jax.Array]:
@@ -336,4 +330,7 @@ def _unreached(
         either = of_embed[embed_path] or of_head[head_path]
         of_embed[embed_path] = of_head[head_path] = either
     for part, reached in (("embed", of_embed), ("layer", of_layer), ("head", of_head)):
-        yield from (".".join((part, *path)) for path, own in reached.items() if not own)
+        place = definition_of(getattr(model, f"init_{part}"))
+        for path in (path for path, own in reached.items() if not own):
+            yield ".".join((part, *path)) + (f" ({place})" if place else "")
+            place = ""

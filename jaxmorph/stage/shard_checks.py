@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from jaxmorph.errors import UserError, definition_of, in_users_code
 from jaxmorph.stage.activations import boundary_of
-from jaxmorph.stage.equations import walk
+from jaxmorph.stage.equations import silent, trace_flat, walk
 from jaxmorph.stage.mesh import TENSOR
 from jaxmorph.stage.model import (
     MicrobatchShapes,
@@ -29,7 +29,6 @@ from jaxmorph.stage.model import (
 )
 from jaxmorph.stage.model_calls import is_float, made_up
 from jaxmorph.stage.sharding import (
-    WHOLE,
     Specs,
     specs_of_parts,
     split_along,
@@ -62,29 +61,43 @@ def check_shards(model: PipelineModel, num_devices: int, shapes: MicrobatchShape
                 partial(_compared, call, specs[call.name], num_devices, along)
             )
         # What a jitted function returns comes in the order of names.
-        for what, each in sorted(found.items(), key=lambda item: "gradient" in item[0]):
+        for what, each in sorted(found.items(), key=_what_says_more):
             total = max(size for _, size in each)
             # A part of what is alike is hidden by nothing; but what is almost zero is rounding.
             if any(off > tolerance * max(size, _FLOOR * total) for off, size in each):
                 raise UserError(
                     f"{definition_of(own) or 'model'}: {call.name}: got another {what} where its "
-                    f"parameters are split over {num_devices} devices, expected the same: a "
-                    "product with split columns begins with to_shards, one with split rows ends "
-                    "with sum_of_shards (jaxmorph.models.tensor_axis)"
+                    f"parameters are split over {num_devices} devices, expected the same: "
+                    f"{_OF_KEYS if what.endswith(_WITH_KEY) else _OF_PRODUCTS} "
+                    "(jaxmorph.models.tensor_axis)"
                 )
 
 
+def _what_says_more(found: tuple[str, Any]) -> tuple[bool, bool]:
+    return found[0].endswith(_WITH_KEY), "gradient" in found[0]
+
+
 _FLOOR = 0.01
+_WITH_KEY = " with a key"
+_OF_KEYS = (
+    "numbers for parts of an array are drawn for the whole of it, alike on all devices, of which "
+    "part_along takes a device's own"
+)
+_OF_PRODUCTS = (
+    "a product with split columns begins with to_shards, one with split rows ends with "
+    "sum_of_shards"
+)
 _Off = list[tuple[Any, Any]]
 """How far each array is off, and its size: norms."""
 
 
 def _tried(compared: Callable[[], dict[str, _Off]]) -> tuple[dict[str, _Off], float]:
     """What a comparison finds, without what isn't finite; and the tolerance for its numbers."""
-    trace = jax.make_jaxpr(compared)()
-    made: list[Any] = [variable.aval for eqn in walk(trace.eqns) for variable in eqn.outvars]
+    trace, form = trace_flat(compared), jax.eval_shape(compared)
+    made: list[Any] = [variable.aval for eqn in walk(trace.equations) for variable in eqn.outvars]
     widths = [each.dtype.itemsize for each in made if hasattr(each, "dtype") and is_float(each)]
-    found = jax.device_get(jax.jit(compared).lower().compile(_QUICKLY)())
+    numbers = jax.device_get(jax.jit(silent(trace)).lower().compile(_QUICKLY)())
+    found = jax.tree.unflatten(jax.tree.structure(form), numbers)
     finite = {what: [each for each in of if np.isfinite(each[1])] for what, of in found.items()}
     return {what: of for what, of in finite.items() if of}, 3e-2 if min(widths) < 4 else 1e-3
 
@@ -131,28 +144,27 @@ def _calls(model: PipelineModel, shapes: MicrobatchShapes) -> Iterator[_Call]:
 
 
 def _compared(call: _Call, specs: Specs, num_devices: int, along: PartitionSpec) -> dict[str, _Off]:
-    """How far result and gradients are off with split parameters.
+    """How far result and gradients are off with split parameters, without a key and with one.
 
     Args:
       along: how devices have parts of activations.
     """
     leaves, structure = jax.tree.flatten(call.x)
 
-    def run(params: Tree, floats: list[jax.Array], key: Any = None) -> list[jax.Array]:
+    def run(key: Any, params: Tree, floats: list[jax.Array]) -> list[jax.Array]:
         rest = iter(floats)
         whole = [next(rest) if is_float(leaf) else leaf for leaf in leaves]
         result = call.function(params, jax.tree.unflatten(structure, whole), call.data, key)
         return [leaf for leaf in jax.tree.leaves(result) if is_float(leaf)]
 
-    def both_ways(params: Tree, floats: Tree, gradient: Tree) -> tuple[Tree, Tree, Tree]:
-        result, pullback = jax.vjp(run, params, floats)
+    def both_ways(key: Any, params: Tree, floats: Tree, gradient: Tree) -> tuple[Tree, ...]:
+        result, pullback = jax.vjp(partial(run, key), params, floats)
         return result, *pullback(gradient)
 
     # Initial values are often alike, and zeros hide what is added once too often.
     params = jax.tree.map(lambda leaf: leaf + 0.1 * _waves(leaf), call.init(jax.random.key(0)))
     floats = [jnp.asarray(leaf) for leaf in leaves if is_float(leaf)]
-    gradient = jax.tree.map(_waves, jax.eval_shape(run, params, floats))
-    whole = both_ways(params, floats, gradient)
+    gradient = jax.tree.map(_waves, jax.eval_shape(partial(run, None), params, floats))
     of_floats = [along for _ in floats]
     # Activations are split, and what has no axes, such as a loss, is alike on all devices.
     of_results = [along if each.ndim > 0 else PartitionSpec() for each in gradient]
@@ -160,15 +172,15 @@ def _compared(call: _Call, specs: Specs, num_devices: int, along: PartitionSpec)
     parts = [jax.tree.map(partial(_parts, num_devices), *each) for each in arguments]
     axes = [jax.tree.map(_mapped_axis, each) for _, each in arguments]
     on_devices = partial(jax.vmap, axis_name=TENSOR, axis_size=num_devices)
-    split = on_devices(both_ways, tuple(axes))(*parts)
-    names = "result", "gradient of its parameters", "gradient of x"
-    joined = map(partial(jax.tree.map, _joined), split, (of_results, specs, of_floats))
-    found: dict[str, _Off] = dict(zip(names, map(_off, joined, whole), strict=True))
-    if call.is_random:  # which numbers are drawn may differ, but not from device to device
-        random = partial(run, key=jax.random.key(0))
-        results = on_devices(random, tuple(axes[:2]))(*parts[:2])
-        alike = [each for each, spec in zip(results, of_results, strict=True) if spec == WHOLE]
-        found["result with a key"] = _off(alike, [each[0] for each in alike])
+    found: dict[str, _Off] = {}
+    for key, note in ((None, ""), (jax.random.key(0), _WITH_KEY))[: 1 + call.is_random]:
+        given = partial(both_ways, key)
+        split = on_devices(given, tuple(axes))(*parts)
+        joined = map(partial(jax.tree.map, _joined), split, (of_results, specs, of_floats))
+        whole = given(params, floats, gradient)
+        names = "result", "gradient of its parameters", "gradient of x"
+        of_names = zip(names, joined, whole, strict=True)
+        found |= {f"{name}{note}": _off(*each) for name, *each in of_names}
     return found
 
 

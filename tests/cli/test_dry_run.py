@@ -116,7 +116,8 @@ def test_parameters_without_a_gradient_are_a_warning(run, monkeypatch):
     code, out, _ = run("tiny.yaml", "--dry-run")
     assert code == 0
     assert re.search(
-        r"^warning   no gradient reaches (layer\.\S+, ){7}layer\.\S+ and \d+ more: not "
+        r"^warning   no gradient reaches layer\.\S+( \(model\.py:\d+\))?, "
+        r"(layer\.\S+, ){6}layer\.\S+ and \d+ more: not "
         "trained, but for weight decay$",
         out,
         re.MULTILINE,

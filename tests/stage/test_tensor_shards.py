@@ -12,9 +12,10 @@ from jax.sharding import PartitionSpec
 
 from jaxmorph.errors import UserError
 from jaxmorph.models import gpt2, llama, tensor_axis
+from jaxmorph.models.tensor_axis import part_along, sum_of_shards, to_shards
 from jaxmorph.stage.build import build_stage
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
-from jaxmorph.stage.model import MicrobatchShapes, cut_layers
+from jaxmorph.stage.model import MicrobatchShapes, cut_layers, key_numbers
 from jaxmorph.stage.parameters import init_stage_params
 from jaxmorph.stage.shard_checks import check_shards
 from jaxmorph.stage.sharding import partition_specs, place_params
@@ -213,3 +214,123 @@ def test_sizes_that_cannot_be_split_are_refused():
     got = "parallelism.tensor: got 8, but model.num_heads: got 4, expected a multiple of 8"
     with pytest.raises(UserError, match=got):
         partition_specs(MODELS["gpt2"](tied=False), 8)
+
+
+class _Rich:
+    """A layer's own loss, masks and dropout, of split hidden values too; several activations."""
+
+    num_layers, tied, aux_weights = LAYERS, (), {"size": 0.5}
+
+    def __init__(self, of_whole=True):
+        self._of_whole = of_whole
+
+    def partition_specs(self, num_shards):
+        layer = {"expand": tensor_axis.COLUMNS, "contract": tensor_axis.ROWS}
+        return {"embed": WHOLE, "layer": layer, "head": WHOLE}
+
+    def init_embed(self, key):
+        return {"table": jax.random.normal(key, (VOCAB, 8))}
+
+    def init_layer(self, key):
+        expand, contract = jax.random.split(key)
+        return {
+            "expand": 0.3 * jax.random.normal(expand, (8, 16)),
+            "contract": 0.3 * jax.random.normal(contract, (16, 8)),
+        }
+
+    def init_head(self, key):
+        return {"output": jax.random.normal(key, (8, VOCAB))}
+
+    def embed(self, params, tokens):
+        return {"x": params["table"][tokens], "tokens": tokens}
+
+    def layer(self, params, x, *, key, extras):
+        jax.debug.print("a layer")
+        hidden = self._dropped(jnp.tanh(to_shards(x["x"]) @ params["expand"]), key)
+        y = x["x"] + sum_of_shards(hidden @ params["contract"]) * extras["mask"][..., None]
+        if key is not None:
+            y = jnp.where(jax.random.bernoulli(jax.random.fold_in(key, 1), 0.7, y.shape), y, 0)
+        return x | {"x": y}, {"size": jnp.square(y).mean()}
+
+    def _dropped(self, hidden, key):
+        if key is None:
+            return hidden
+        if not self._of_whole:
+            return jnp.where(jax.random.bernoulli(key, 0.5, hidden.shape), hidden, 0)
+        shape = (*hidden.shape[:-1], tensor_axis.num_shards() * hidden.shape[-1])
+        return jnp.where(part_along(jax.random.bernoulli(key, 0.5, shape), -1), hidden, 0)
+
+    def head(self, params, x, targets, *, extras):
+        scores = jax.nn.log_softmax(x["x"] @ params["output"])
+        losses = -jnp.take_along_axis(scores, targets[..., None], -1)[..., 0]
+        return (losses * extras["mask"]).sum()
+
+
+def rich(**options) -> Any:
+    return _Rich(**options)
+
+
+MASK = (np.arange(BATCH * LENGTH).reshape(BATCH, LENGTH) % 3 > 0).astype(np.float32)
+SEGMENTS = np.cumsum(TOKENS[0] < VOCAB // 4, -1, dtype=np.int32)
+POSITIONS = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (BATCH, LENGTH))
+
+
+def packed(**options):
+    model = MODELS["gpt2"](tied=False, dropout=0.3, **options)
+    return model, {"tokens": TOKENS[0], "positions": POSITIONS}, {"segments": SEGMENTS}
+
+
+RICH = {
+    "own model": lambda: (rich(), TOKENS[0], {"mask": MASK}),
+    "packed": packed,
+    "packed, sequence parallel": lambda: packed(sequence_parallel=True),
+}
+
+
+def results(model, inputs, extras, num_devices):
+    """Loss, auxiliary losses and gradients of one microbatch with a key, in one stage."""
+    submesh = stage_submesh(make_mesh(1, tensor=num_devices), 0)
+    shapes = MicrobatchShapes(*jax.eval_shape(lambda: (inputs, TARGETS[0], extras)))
+    check_shards(model, num_devices, shapes)
+    stage = build_stage(
+        model, submesh, num_layers=LAYERS, is_first=True, is_last=True, shapes=shapes
+    )
+    params = init_stage_params(model, jax.random.key(7), range(LAYERS), True, True)
+    params = place_params(jax.tree.map(np.asarray, params), stage.specs, submesh)
+    weights, given = stage.prepare(params), stage.functions.with_extras(extras)
+    loss, stash, aux, _ = stage.forward(weights, inputs, TARGETS[0], key_numbers(1, 2, 0, 0), given)
+    of_aux = [jnp.full(1, 0.5)] if aux else []
+    _, weight_stash, _ = stage.backward_input(weights, stash, jnp.float32(1), *of_aux)
+    sums, _ = stage.backward_weight(weights, weight_stash, stage.zero_accumulators())
+    return jax.device_get((loss, aux, sums))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "own model",
+        pytest.param("packed", marks=MORE),
+        pytest.param("packed, sequence parallel", marks=MORE),
+    ],
+)
+def test_randomness_auxiliary_losses_and_masks_are_those_of_one_device(name):
+    model, inputs, extras = RICH[name]()
+    *expected, expected_sums = results(model, inputs, extras, 1)
+    *found, sums = results(model, inputs, extras, 2)
+    for each, due in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(each, due, rtol=1e-5)
+    assert largest_error(sums, expected_sums) < 1e-5
+
+
+def test_a_device_that_draws_for_its_own_part_is_refused(capfd):
+    shapes = MicrobatchShapes.of_text(BATCH, LENGTH)
+    masked = MicrobatchShapes(shapes.inputs, shapes.targets, {"mask": MASK})
+    with pytest.raises(UserError) as refused:
+        check_shards(rich(of_whole=False), 2, masked)
+    assert str(refused.value).partition(": ")[2] == (
+        "layer: got another result with a key where its parameters are split over 2 devices, "
+        "expected the same: numbers for parts of an array are drawn for the whole of it, alike on "
+        "all devices, of which part_along takes a device's own (jaxmorph.models.tensor_axis)"
+    )
+    jax.effects_barrier()
+    assert capfd.readouterr() == ("", "")  # what a check prints would be taken for a step's

@@ -110,7 +110,7 @@ def test_a_script_has_stages_of_two_devices(tmp_path):
         (["parallelism.tensor=4"], "got 4, but model.num_heads: got 2, expected a multiple of 4"),
         (
             ["parallelism.tensor=2", "model.sequence_parallel=true", "data.sequence_length=9"],
-            "got a sequence of 9, expected a multiple of 2",
+            "got an axis of 9, such as the sequence, expected a multiple of 2",
         ),
     ],
 )
