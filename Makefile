@@ -96,8 +96,8 @@ types: setup
 
 check: lint types test
 
-# What a refactoring must not change, as tests/goldens/__main__.py says: plans, lowered programs and
-# short runs, compared with committed ones, or with all that a commit does: AGAINST=COMMIT
+# What a refactoring must not change, as tests/goldens/__main__.py says: plans, programs and short
+# runs, compared with committed ones, or with all that a commit does: AGAINST=COMMIT
 goldens: setup
 	$(BIN)/python -m tests.goldens $(if $(AGAINST),--against $(AGAINST)) $(if $(ONLY),--only $(ONLY)) $(if $(UPDATE),--update)
 

@@ -1,14 +1,15 @@
 """What a refactoring must not change: `make goldens`, or `python -m tests.goldens`.
 
-Captures answers of the planner, lowered programs and short runs, and compares them with what is
-committed in `plans.jsonl`, `programs.jsonl` and `runs.jsonl`, value by value. Whatever depends on
-timing is left out; of events the order of each link's is compared, where that is always the same.
-Losses are compared to the bit, and parameters by digests, where JAX and the processor are those
-that `runs.jsonl` names; elsewhere losses within 1e-4, and no digests.
+Captures answers of the planner, lowered programs, traced programs of stages and short runs, and
+compares them with what is committed in `plans.jsonl`, `programs.jsonl`, `stages.jsonl` and
+`runs.jsonl`, value by value. Whatever depends on timing is left out; of events the order of each
+link's is compared, where that is always the same. Losses are compared to the bit, and parameters by
+digests, where JAX and the processor are those that `runs.jsonl` names; elsewhere losses within
+1e-4, and no digests. `tests/stage/test_build.py` compares the programs of stages too.
 
     make goldens                        compare with what is committed
     make goldens AGAINST=COMMIT         with what COMMIT does here and now: all of it to the bit
-    make goldens ONLY=runs              one part: plans, programs or runs
+    make goldens ONLY=runs              one part: plans, programs, stages or runs
     make goldens UPDATE=1               commit what is so now: say in the commit why it changed
 
 What has only another name goes into `renames.json`, `{"old": "new"}`: kinds and fields of events,
@@ -30,7 +31,7 @@ from benchmarks.old_and_new import checked_out
 from tests.goldens import capture
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
-PARTS = ("plans", "programs", "runs")
+PARTS = ("plans", "programs", "stages", "runs")
 _TOLERANCE = 1e-4
 _MOST_SHOWN = 12
 _WORD = re.compile(r"[A-Za-z_][\w-]*")
@@ -45,6 +46,8 @@ def captured(tree: Path, part: str, renames: dict[str, str]) -> Records:
             records = capture.plans(tree)
         case "programs":
             records = capture.programs(tree)
+        case "stages":
+            records = capture.stages(tree)
         case _:
             records = capture.runs(tree, renames)
     return _by_name(records)

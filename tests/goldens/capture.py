@@ -16,7 +16,7 @@ from typing import Any
 
 from safetensors.numpy import load_file
 
-from tests.goldens.cases import BASE, LINK_MS, LOWERED, RUNS, SCHEDULES, Run
+from tests.goldens.cases import BASE, LINK_MS, LOWERED, RUNS, SCHEDULES, STAGES, Run
 
 HERE = Path(__file__).parent
 KILLED_AFTER_STEP = 2
@@ -46,9 +46,15 @@ def programs(tree: Path) -> Iterator[Record]:
         for answer in answers
         for how, options in LOWERED.items()
     ]
-    found = _run(tree, [str(HERE / "lowered.py")], text=json.dumps(cases)).stdout
+    found = _run(tree, [str(HERE / "lowered.py"), "programs"], text=json.dumps(cases)).stdout
     for case, ranks in zip(cases, json.loads(found), strict=True):
         yield {"name": case["name"], "ranks": ranks}
+
+
+def stages(tree: Path) -> list[Record]:
+    """The traced programs of stages: the same on every machine, and with JAX 0.10.2 to 0.12."""
+    found = _run(tree, [str(HERE / "lowered.py"), "stages"], text=json.dumps(STAGES)).stdout
+    return json.loads(found)
 
 
 def runs(tree: Path, renames: dict[str, str]) -> Iterator[Record]:

@@ -1,4 +1,4 @@
-"""What is captured: lowered programs and short runs; planning problems are in problems.jsonl."""
+"""What is captured: lowered programs, stages and short runs; planning problems: problems.jsonl."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,23 @@ LOWERED: dict[str, dict[str, Any]] = {
     },
 }
 LINK_MS = [15, 0]
+
+# Stages of models without dropout, auxiliary losses, extras, masks or inputs of floats: what stages
+# with them need must change nothing for these.
+STAGES: list[dict[str, Any]] = [
+    {
+        "name": f"{factory} in {dtype}, {place} stage",
+        "factory": factory,
+        "model": {
+            "preset": "tiny", "sequence_length": 8, "vocab_size": 32, "compute_dtype": dtype,
+            "attention": "xla",
+        },
+        "shape": (2, 8),  # sequences and tokens of a microbatch
+        "place": {"num_layers": 2, "is_first": place == "first", "is_last": place == "last"},
+    }
+    for factory, dtype in (("models.gpt2", "float32"), ("models.llama", "bfloat16"))
+    for place in ("first", "middle", "last")
+]  # fmt: skip
 
 BASE: dict[str, Any] = {
     "run": {"steps": 3, "seed": 5},

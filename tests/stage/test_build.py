@@ -10,6 +10,9 @@ from jaxmorph.stage.build import OP_KINDS, build_stage
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.stage.model import MicrobatchShapes, cut_layers
 from jaxmorph.stage.stage_functions import StashPolicy
+from tests.goldens import lowered
+from tests.goldens.__main__ import committed, differences
+from tests.goldens.cases import STAGES
 from tests.stage.in_turn import Pipeline, expected_gradients, joined, largest_error, split_backward
 
 pytestmark = [
@@ -212,3 +215,11 @@ def test_only_the_kinds_asked_for_are_compiled(bfloat16_pipeline):
 def test_unknown_settings_are_refused(wrong, message, stage_of):
     with pytest.raises(ValueError, match=message):
         stage_of(1, False, False, **wrong)
+
+
+@pytest.mark.parametrize("case", STAGES, ids=lambda case: case["name"])
+def test_programs_are_those_committed(case):
+    """If a change is meant: `make goldens ONLY=stages UPDATE=1`, and say in the commit why."""
+    was = committed("stages")[case["name"]]
+    changed = list(differences(was, lowered.stage(case), tolerance=0.0, where=case["name"]))
+    assert not changed, "\n".join(changed)
