@@ -281,6 +281,7 @@ def linen(
     loss: Loss | None = None,
     tied: Iterable[tuple[Path, Path]] = (),
     aux_weights: Mapping[str, float] | None = None,
+    partition_specs: PartitionSpecs | None = None,
 ) -> ModelOfModules:
     """Returns the model that modules of Flax Linen make up.
 
@@ -295,6 +296,8 @@ def linen(
         it takes the targets too, and returns the float32 sum of the losses.
       tied: pairs (path in the embedding's parameters, path in the head's) of shared parameters.
       aux_weights: if layers return (activations, auxiliary losses by name), their weights.
+      partition_specs: as of `nnx`; where a module gives a split parameter's size itself, it divides
+        it by `tensor_axis.num_shards()`, because Linen checks the sizes of parameters.
 
     Raises:
       ValueError: the module doesn't have these parts, or keeps more than parameters.
@@ -320,7 +323,8 @@ def linen(
     of_head = (x,) if loss else (x, inputs if targets is None else targets)
     layer = _linen_part("layers[0]", rows[0], (x,), passed)
     last = _linen_part("head", _unbound(ends["head"]), of_head, passed)
-    return ModelOfModules((first, layer, last), len(rows), tied, loss, aux_weights)
+    three = first, layer, last
+    return ModelOfModules(three, len(rows), tied, loss, aux_weights, partition_specs)
 
 
 def _linen_part(

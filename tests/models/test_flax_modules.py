@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxmorph import models
 from jaxmorph.errors import UserError
 from jaxmorph.models import flax_modules
-from jaxmorph.models.tensor_axis import sum_of_shards, to_shards
+from jaxmorph.models.tensor_axis import num_shards, sum_of_shards, to_shards
 from jaxmorph.stage.backward import split_backward
 from jaxmorph.stage.model import MicrobatchShapes, takes_key
 from jaxmorph.stage.parameters import init_stage_params
@@ -360,16 +360,34 @@ class SplitDecoder(nnx.Module):
         self.output = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
 
 
-def test_nnx_modules_can_be_split_over_devices():
+class LinenSplitBlock(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        hidden = jnp.tanh(linen.Dense(2 * WIDTH // num_shards(), name="expand")(to_shards(x)))
+        return x + sum_of_shards(linen.Dense(WIDTH, use_bias=False, name="contract")(hidden))
+
+
+LINEN_PARTS = {
+    "embed": linen.Embed(VOCAB, WIDTH),
+    "layers": [LinenSplitBlock()] * LAYERS,
+    "head": linen.Dense(VOCAB),
+}
+
+
+@pytest.mark.parametrize(
+    "build",
+    [partial(decoder, SplitDecoder, head="output"), partial(linen_decoder, **LINEN_PARTS)],
+    ids=["nnx", "linen"],
+)
+def test_modules_can_be_split_over_devices(build):
     columns = {"kernel": PartitionSpec(None, "tensor"), "bias": PartitionSpec("tensor")}
     specs = {
         "embed": PartitionSpec(),
         "layer": {"expand": columns, "contract": PartitionSpec("tensor")},
         "head": PartitionSpec(),
     }
-    model = decoder(SplitDecoder, head="output", partition_specs=specs)
     shapes = MicrobatchShapes.of_text(BATCH, LENGTH)
-    check_shards(model, 2, shapes)
+    check_shards(build(partition_specs=specs), 2, shapes)
     unsplit = {**specs, "layer": {"expand": columns, "contract": PartitionSpec()}}
     with pytest.raises(UserError, match="layer with split parameters"):
-        check_shards(decoder(SplitDecoder, head="output", partition_specs=unsplit), 2, shapes)
+        check_shards(build(partition_specs=unsplit), 2, shapes)

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from parity import CHUNKS, SEQUENCE, VOCABULARY, Parity, batch, gradients_of
 
+from jaxmorph.models import llama
 from jaxmorph.models.gpt2 import build
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.step import StepRunner
@@ -19,7 +21,7 @@ MAIN_SCHEDULES = ("gpipe", "1f1b", "zb-h2", "adaptive")
 
 
 class Auxiliary:
-    """GPT-2 with dropout, whose layers have two auxiliary losses."""
+    """GPT-2 with dropout, whose layers have two auxiliary losses and several activations."""
 
     aux_weights: ClassVar = {"size": 3.0, "expanded": 0.5}
 
@@ -29,25 +31,47 @@ class Auxiliary:
     def __getattr__(self, name):
         return getattr(self._model, name)
 
-    def layer(self, params, x, *, key):
+    def embed(self, params, tokens, *, key):
+        x = self._model.embed(params, tokens, key=key)
+        return x, {"is_odd": tokens % 2 == 1, "depth": 0 * tokens[:, 0]}
+
+    def layer(self, params, activations, *, key):
+        x, marks = activations
+        depth = marks["depth"] + 1
         expanded = x @ params["expand"]["kernel"]
         aux = {"expanded": jax.nn.softplus(expanded).mean(), "size": (x**2).mean()}
-        return self._model.layer(params, x, key=key), aux
+        x = self._model.layer(params, x, key=key) / depth[:, None, None]
+        return (jnp.where(marks["is_odd"][..., None], x, -x), marks | {"depth": depth}), aux
+
+    def head(self, params, activations, targets):
+        return self._model.head(params, activations[0], targets)
 
 
-def check_auxiliary(rendezvous, link):
-    """Auxiliary losses of every layer are in the loss, and differentiated on every stage."""
-    parity = Parity(rendezvous, link, tied=True, build_model=Auxiliary)
-    for schedule_name in MAIN_SCHEDULES:
-        parity.check_gradients(schedule_name, *batch(4, 4), "auxiliary", random_step=5)
+def check_both_routes(parity, schedules, test, length=SEQUENCE):
+    """One device's gradients under these schedules, on both routes."""
+    everywhere = dict.fromkeys(parity.links, "delegated")
+    for schedule_name, routes in itertools.product(schedules, (None, everywhere)):
+        tokens, targets = (array[..., :length] for array in batch(4, 4))
+        parity.check_gradients(schedule_name, tokens, targets, test, random_step=5, routes=routes)
+
+
+def check_even_stages(rendezvous, link, build_model, *, tied=False):
+    """One device's gradients on even stages; returns the reference."""
+    parity = Parity(rendezvous, link, tied=tied, build_model=build_model, delegated=True)
+    check_both_routes(parity, MAIN_SCHEDULES, build_model.__name__)
     parity.close()
+    return parity.reference
 
 
-def packed_and_dropping(**sizes):
-    """GPT-2 with dropout, whose tokens attend within the documents that some of them begin."""
-    model: Any = build(dropout=0.3, **sizes)
+def packed_and_dropping(build_model=build, **sizes):
+    """A model with dropout, whose tokens attend within the documents that some of them begin."""
+    model: Any = build_model(dropout=0.3, **sizes)
     model.extras_of = lambda tokens: {"segments": (tokens < VOCABULARY // 4).cumsum(-1, np.int32)}
     return model
+
+
+def packed_llama(**sizes):
+    return packed_and_dropping(llama.build, num_key_value_heads=1, hidden_width=24, **sizes)
 
 
 def moe_decoder(*, tied, **sizes):
@@ -70,21 +94,15 @@ def patch_encoder(*, tied, vocab_size, **sizes):
 def check_examples(rendezvous, link):
     """The models of docs/examples that use most of what a model may use."""
     sys.path.append(str(Path(__file__).parents[2] / "docs" / "examples"))
-    for build_model in (moe_decoder, patch_encoder):
-        parity = Parity(rendezvous, link, tied=False, build_model=build_model, delegated=True)
-        everywhere = dict.fromkeys(parity.links, "delegated")
-        for schedule_name, routes in itertools.product(MAIN_SCHEDULES, (None, everywhere)):
-            test = build_model.__name__
-            parity.check_gradients(schedule_name, *batch(4, 4), test, random_step=5, routes=routes)
-        parity.close()
-        lengths = (SEQUENCE, 7, 4) if build_model is moe_decoder else (SEQUENCE,)
-        check_cuts(rendezvous, link, build_model, parity.reference, lengths)
+    for build_model, lengths in ((moe_decoder, (SEQUENCE, 7, 4)), (patch_encoder, (SEQUENCE,))):
+        reference = check_even_stages(rendezvous, link, build_model)
+        check_cuts(rendezvous, link, build_model, reference, lengths)
 
 
 def check_cuts(rendezvous, link, build_model, reference, lengths, *, tied=False):
     """The same gradients on other cuts, offloaded, recomputed, and in shorter steps."""
     cases: Sequence[tuple[Sequence[str], Mapping[str, Any]]] = (
-        (["gpipe"], {"counts": (1, 4), "room": 1}),
+        (MAIN_SCHEDULES, {"counts": (1, 4), "room": 1}),
         (MAIN_SCHEDULES, {"counts": (4, 1), "stash": "recompute", "lengths": lengths}),
         (["interleaved"], {"num_chunks": CHUNKS}),
     )
@@ -98,26 +116,31 @@ def check_cuts(rendezvous, link, build_model, reference, lengths, *, tied=False)
             delegated=True,
             **more,
         )
-        test = f"{build_model.__name__} otherwise"
-        everywhere = dict.fromkeys(parity.links, "delegated")
-        for schedule_name, routes, length in itertools.product(
-            schedules, (None, everywhere), (*parity.lengths, *parity.lengths)
-        ):
-            tokens, targets = (array[..., :length] for array in batch(4, 4))
-            parity.check_gradients(
-                schedule_name, tokens, targets, test, random_step=5, routes=routes
-            )
+        for length in (*parity.lengths, *parity.lengths):
+            check_both_routes(parity, schedules, f"{build_model.__name__} otherwise", length)
         parity.close()
+
+
+def check_random_models(rendezvous, link, compilations):
+    """GPT-2 and Llama with dropout: packed, and with auxiliary losses."""
+    check_dropout(rendezvous, link, compilations)
+    check_even_stages(rendezvous, link, packed_llama)
+    reference = check_even_stages(rendezvous, link, Auxiliary, tied=True)
+    check_cuts(rendezvous, link, Auxiliary, reference, (SEQUENCE,), tied=True)
 
 
 def check_dropout(rendezvous, link, compilations):
     """Every step, microbatch and layer has masks of its own: those of one device."""
-    dropping, before = packed_and_dropping, None
+    dropping = packed_and_dropping
     parity = Parity(rendezvous, link, tied=True, build_model=dropping, delegated=True)
-    for step, schedule_name in enumerate(MAIN_SCHEDULES):
-        parity.check_gradients(schedule_name, *batch(4, 4), "dropout", random_step=step)
-        before = before or compilations.count
-    parity.report("dropout compilations", count=compilations.count - (before or 0))
+    for routes in (None, dict.fromkeys(parity.links, "delegated")):
+        before = None
+        for step, schedule_name in enumerate(MAIN_SCHEDULES):
+            parity.check_gradients(
+                schedule_name, *batch(4, 4), "dropout", random_step=step, routes=routes
+            )
+            before = before or compilations.count
+        parity.report("dropout compilations", count=compilations.count - (before or 0))
     check_dropout_routes(parity)
     check_dropout_evaluates(parity)
     parity.close()

@@ -5,6 +5,7 @@ stages, untied, with the same compiled programs throughout.
 """
 
 from functools import cache
+from itertools import product
 
 import pytest
 
@@ -263,19 +264,18 @@ def test_recomputing_the_stash_changes_no_gradient(two_stages, schedule):
 @pytest.mark.long
 @pytest.mark.one_jax
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h2", "adaptive"])
-@pytest.mark.parametrize("case", ["dropout", "auxiliary"])
-def test_gradients_of_random_models_match_one_device(random_models, case, schedule):
-    for result in only(random_models, case, schedule=schedule):
-        assert_within(SINGLE, result)
-
-
-@pytest.mark.multiprocess
-@pytest.mark.long
-@pytest.mark.one_jax
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h2", "adaptive"])
-@pytest.mark.parametrize("model", ["moe_decoder", "patch_encoder"])
-def test_gradients_of_the_examples_match_one_device(launch, model, schedule):
-    results = only(launch(EXAMPLES), model, schedule=schedule)
+@pytest.mark.parametrize(
+    ("launched", "model"),
+    [
+        (EXAMPLES, "moe_decoder"),
+        (EXAMPLES, "patch_encoder"),
+        (RANDOM, "dropout"),
+        (RANDOM, "packed_llama"),
+        (RANDOM, "Auxiliary"),
+    ],
+)
+def test_gradients_of_other_models_match_one_device(launch, launched, model, schedule):
+    results = only(launch(launched), model, schedule=schedule)
     assert len(results) == 4  # of two ranks, on both routes
     for result in results:
         assert_within(SINGLE, result)
@@ -287,14 +287,18 @@ def test_gradients_of_the_examples_match_one_device(launch, model, schedule):
 @pytest.mark.parametrize(
     ("schedule", "stash"),
     [
-        ("gpipe", "full"),
         ("interleaved", "full"),
-        *((name, "recompute") for name in ("gpipe", "1f1b", "zb-h2", "adaptive")),
+        *product(("gpipe", "1f1b", "zb-h2", "adaptive"), ("full", "recompute")),
     ],
 )
 @pytest.mark.parametrize(
     ("launched", "model"),
-    [(EXAMPLES, "moe_decoder"), (EXAMPLES, "patch_encoder"), (RANDOM, "packed_and_dropping")],
+    [
+        (EXAMPLES, "moe_decoder"),
+        (EXAMPLES, "patch_encoder"),
+        (RANDOM, "packed_and_dropping"),
+        (RANDOM, "Auxiliary"),
+    ],
 )
 def test_cuts_offloads_and_lengths_change_no_gradient(launch, launched, model, schedule, stash):
     results = only(launch(launched), f"{model} otherwise", schedule=schedule, stash=stash)

@@ -7,7 +7,7 @@ from stopped_run import require_same_bits
 STAGES, STEPS, SLOW_FROM, SLOW_TO, LATENCY_MS = 3, 23, 5, 11, 40
 CONFIG = f"""
 run: {{steps: {STEPS}, seed: 5}}
-model: {{preset: tiny, width: 32, num_layers: 3, num_heads: 2}}
+model: {{preset: tiny, width: 32, num_layers: 3, num_heads: 2, dropout: 0.1}}
 data: {{sequence_length: 16}}
 parallelism: {{stages: {STAGES}}}
 batch: {{microbatches: 8, microbatch_size: 1}}

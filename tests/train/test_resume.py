@@ -111,10 +111,15 @@ def resumed_after_three(folder, *words):
 
 
 @pytest.mark.long
-def test_own_data_of_two_lengths_resume_to_the_same_bits(tmp_path):
-    whole, again = resumed_after_three(tmp_path, "docs/examples/patch_encoder.yaml")
+@pytest.mark.parametrize("example", ["moe_decoder", "patch_encoder"])
+def test_examples_resume_to_the_same_bits_and_on_another_cut(tmp_path, example):
+    """With auxiliary losses, and with data of one's own, of two lengths."""
+    whole, again = resumed_after_three(tmp_path, f"docs/examples/{example}.yaml")
+    other = shutil.copytree(again, tmp_path / "other")
     run("train", "--resume", again)
     require_same_bits(whole, again, last=6, arrays=4)
+    run("train", "--resume", other, "parallelism.layers=[1, 3]")
+    require_close(whole, other)
 
 
 @pytest.mark.long
