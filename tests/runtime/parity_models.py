@@ -121,9 +121,8 @@ def check_cuts(rendezvous, link, build_model, reference, lengths, *, tied=False)
         parity.close()
 
 
-def check_random_models(rendezvous, link, compilations):
-    """GPT-2 and Llama with dropout: packed, and with auxiliary losses."""
-    check_dropout(rendezvous, link, compilations)
+def check_more_models(rendezvous, link):
+    """Llama with dropout, packed; and auxiliary losses beside dropout and several activations."""
     check_even_stages(rendezvous, link, packed_llama)
     reference = check_even_stages(rendezvous, link, Auxiliary, tied=True)
     check_cuts(rendezvous, link, Auxiliary, reference, (SEQUENCE,), tied=True)

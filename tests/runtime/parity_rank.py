@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from compiled_once import compile_alike_once
 from parity import CHUNKS, OPTIMIZER, Parity, batch, gradients_of, worst_leaf
-from parity_models import check_examples, check_random_models
+from parity_models import check_dropout, check_examples, check_more_models
 
 from jaxmorph.program.instructions import SendReceive
 from jaxmorph.runtime.executor import StepInputs
@@ -292,9 +292,12 @@ def main(arguments, link, rest):
     if rest == ["examples"]:
         check_examples(rendezvous, link)
         return
+    if rest == ["more models"]:
+        check_more_models(rendezvous, link)
+        return
     compilations = CompilationCounter()
     if rest == ["random models"]:
-        check_random_models(rendezvous, link, compilations)
+        check_dropout(rendezvous, link, compilations)
         return
     compile_alike_once()  # the tied and the untied model's stages compute the same
     whole_stages_alone = rest == ["whole stages"]

@@ -11,6 +11,7 @@ import pytest
 
 SINGLE, HALF = 1e-5, 3e-2  # relative, for float32 and bfloat16 compute
 AS_USERS, EXAMPLES, RANDOM = "2 as users compile", "2 of examples", "2 of random models"
+MORE = "2 of more models"
 SPLIT = "split stages"
 SCHEDULES = ["gpipe", "1f1b", "zb-h1", "zb-h2", "adaptive", "initial"]
 TESTS_OF_WHOLE_STAGES = {
@@ -18,12 +19,13 @@ TESTS_OF_WHOLE_STAGES = {
     "forwards alone", "routes", "route changes", "pairs", "overflow", "parameters",
 }  # fmt: skip
 TYINGS = (("tied", True), ("untied", False))
-MORE_STAGES = [pytest.mark.long, pytest.mark.one_jax]
+IN_CI = [pytest.mark.long, pytest.mark.one_jax, pytest.mark.in_ci]
+NOT_IN_CI = [pytest.mark.long, pytest.mark.one_jax]
 # Its first test of a number of stages waits for all that ranks compile: minutes on a busy machine.
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.in_ci]
+pytestmark = pytest.mark.timeout(1200)
 TWO = [pytest.param(("2", tied), id=f"2 {name}") for name, tied in TYINGS]
-ALONE = [pytest.param(("1", tied), id=f"1 {name}", marks=MORE_STAGES) for name, tied in TYINGS]
-FOUR = [pytest.param(("4", True), id="4 tied", marks=MORE_STAGES)]
+ALONE = [pytest.param(("1", tied), id=f"1 {name}", marks=IN_CI) for name, tied in TYINGS]
+FOUR = [pytest.param(("4", True), id="4 tied", marks=IN_CI)]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,7 @@ def launch(run_as_ranks):
                 patch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
                 patch.delenv("XLA_FLAGS", raising=False)
                 arguments = ["whole stages"]
-            if stages in (EXAMPLES, RANDOM):
+            if stages in (EXAMPLES, RANDOM, MORE):
                 arguments = [stages.removeprefix("2 of ")]
             if stages.endswith(SPLIT):
                 arguments = [SPLIT, *stages.split()[1:-2]]
@@ -113,10 +115,17 @@ def test_chunks_in_a_v_match_one_device(results, schedule, microbatches):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.long
-@pytest.mark.one_jax
 @pytest.mark.parametrize(
-    "launched", [f"{each} {SPLIT}" for each in ("2 tied", "2 untied", "1 tied untied", "4 tied")]
+    "launched",
+    [
+        pytest.param(f"{stages} {SPLIT}", marks=marks)
+        for stages, marks in (
+            ("2 tied", IN_CI),
+            ("2 untied", NOT_IN_CI),
+            ("1 tied untied", IN_CI),
+            ("4 tied", NOT_IN_CI),
+        )
+    ],
 )
 def test_stages_of_two_devices_match_one_device(launch, launched):
     found = launch(launched)
@@ -261,17 +270,15 @@ def test_recomputing_the_stash_changes_no_gradient(two_stages, schedule):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.long
-@pytest.mark.one_jax
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h2", "adaptive"])
 @pytest.mark.parametrize(
     ("launched", "model"),
     [
-        (EXAMPLES, "moe_decoder"),
-        (EXAMPLES, "patch_encoder"),
-        (RANDOM, "dropout"),
-        (RANDOM, "packed_llama"),
-        (RANDOM, "Auxiliary"),
+        pytest.param(EXAMPLES, "moe_decoder", marks=IN_CI),
+        pytest.param(EXAMPLES, "patch_encoder", marks=IN_CI),
+        pytest.param(RANDOM, "dropout", marks=IN_CI),
+        pytest.param(MORE, "packed_llama", marks=NOT_IN_CI),
+        pytest.param(MORE, "Auxiliary", marks=NOT_IN_CI),
     ],
 )
 def test_gradients_of_other_models_match_one_device(launch, launched, model, schedule):
@@ -282,8 +289,6 @@ def test_gradients_of_other_models_match_one_device(launch, launched, model, sch
 
 
 @pytest.mark.multiprocess
-@pytest.mark.long
-@pytest.mark.one_jax
 @pytest.mark.parametrize(
     ("schedule", "stash"),
     [
@@ -294,10 +299,10 @@ def test_gradients_of_other_models_match_one_device(launch, launched, model, sch
 @pytest.mark.parametrize(
     ("launched", "model"),
     [
-        (EXAMPLES, "moe_decoder"),
-        (EXAMPLES, "patch_encoder"),
-        (RANDOM, "packed_and_dropping"),
-        (RANDOM, "Auxiliary"),
+        pytest.param(EXAMPLES, "moe_decoder", marks=IN_CI),
+        pytest.param(EXAMPLES, "patch_encoder", marks=IN_CI),
+        pytest.param(RANDOM, "packed_and_dropping", marks=IN_CI),
+        pytest.param(MORE, "Auxiliary", marks=NOT_IN_CI),
     ],
 )
 def test_cuts_offloads_and_lengths_change_no_gradient(launch, launched, model, schedule, stash):
@@ -311,6 +316,7 @@ def test_cuts_offloads_and_lengths_change_no_gradient(launch, launched, model, s
 @pytest.mark.multiprocess
 @pytest.mark.long
 @pytest.mark.one_jax
+@pytest.mark.in_ci
 def test_dropout_follows_from_the_step_alone(random_models):
     for result in only(random_models, "dropout bits"):
         assert result["same"] == [True, True, False]
@@ -320,6 +326,7 @@ def test_dropout_follows_from_the_step_alone(random_models):
 @pytest.mark.multiprocess
 @pytest.mark.long
 @pytest.mark.one_jax
+@pytest.mark.in_ci
 def test_an_evaluation_drops_nothing(random_models):
     assert all(r["loss_error"] <= SINGLE for r in only(random_models, "dropout evaluates"))
 
@@ -334,6 +341,7 @@ def test_flipped_bits_are_found_and_change_nothing(two_stages):
 
 @pytest.mark.multiprocess
 @pytest.mark.long
+@pytest.mark.in_ci
 def test_what_users_compile_gives_the_same(launch):
     """Programs with all of XLA's optimisations: whole stages under every schedule and route."""
     found = launch(AS_USERS)

@@ -100,7 +100,7 @@ MORE = [pytest.mark.long, pytest.mark.in_ci]
     [
         ("gpt2", True),
         pytest.param("gpt2", False, marks=MORE),
-        ("llama", False),
+        pytest.param("llama", False, marks=pytest.mark.one_jax),
         pytest.param("gpt2, sequence parallel", True, marks=pytest.mark.long),
         pytest.param("llama, sequence parallel", False, marks=MORE),
     ],
