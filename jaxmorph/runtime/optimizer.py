@@ -83,12 +83,13 @@ class StageOptimizer:
 
     Args:
         optimizer: AdamW's settings, or an Optax transformation that updates each number by itself.
-        params: The parameters of each of the stage's chunks, float32: a tuple of {"embed",
-            "layers", "head"}, layers stacked.
+        params: The parameters of each of the stage's chunks, float32, or their shapes and
+            shardings: a tuple of {"embed", "layers", "head"}, layers stacked.
         uncounted: Paths of copies of tied parameters that the norm doesn't count again.
         shares: What this replica updates of them; None: all.
 
     Attributes:
+        state: The shapes of the state, and where they lie.
         state_axes: With shares: a tree like the state, with the axis along which each array is
             divided (`Shares.axes`).
 
@@ -132,6 +133,7 @@ class StageOptimizer:
         self._alike = _on_all_devices(jax.tree.leaves(of_params)[0])
         own = shares.shapes(params) if shares else params
         state, of_state = _placed_state(transformation, own, of_params, self._alike)
+        self.state = state
         if shares:
             self.state_axes = axes_between(state, jax.eval_shape(transformation.init, params))
         scale = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._alike)

@@ -1,14 +1,11 @@
 """One rank's part of training: its stage's parameters, programs, queue and routes."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cache, partial
-from itertools import chain, starmap
+from itertools import chain
 from typing import Any
 
-import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmorph.control.link_state import PathFailure
@@ -17,6 +14,7 @@ from jaxmorph.program.instructions import Channel, RankInstructions, Transfer
 from jaxmorph.progress import progress
 from jaxmorph.records import Link
 from jaxmorph.runtime.causes import LongWaits
+from jaxmorph.runtime.compiled_stage import CompiledStage, compile_stage, initial_params
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.direct_probe import probe_direct
@@ -26,7 +24,6 @@ from jaxmorph.runtime.failover_route import FailoverRoute, PathWatch
 from jaxmorph.runtime.host_copies import HostCopies
 from jaxmorph.runtime.link_connections import FailoverConnections, change_sidecars
 from jaxmorph.runtime.link_programs import LinkCommunicators
-from jaxmorph.runtime.optimizer import StageOptimizer
 from jaxmorph.runtime.payloads import slot_use
 from jaxmorph.runtime.queue import AsynchronousQueue, Pace, PacedQueue, Stamp
 from jaxmorph.runtime.rendezvous import Rendezvous
@@ -34,12 +31,10 @@ from jaxmorph.runtime.routes import PairRoute
 from jaxmorph.runtime.shares import Shares
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_state import free, from_parts, own_parts, stage_parts, stored_parts
-from jaxmorph.runtime.tied import HEAD, TiedGradients
-from jaxmorph.stage.build import StagePrograms, build_stage
+from jaxmorph.runtime.tied import TiedGradients
+from jaxmorph.stage.build import StagePrograms
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
-from jaxmorph.stage.model import Params, PipelineModel, aux_weights_of
-from jaxmorph.stage.parameters import LeafPath, compile_init, read_stage_params
-from jaxmorph.stage.sharding import partition_specs, place_params
+from jaxmorph.stage.model import PipelineModel, aux_weights_of
 from jaxmorph.stage.stage_functions import StashMemory
 from jaxmorph.transport.plane import DataPlane
 from jaxmorph.transport.several_sidecars import SeveralSidecars
@@ -62,11 +57,13 @@ class StageTrainer:
         alone: The mesh of this stage, where JAX doesn't join the ranks' devices; then settings must
             let no link be direct. None: the stage is part of the mesh of all devices.
         earlier: The same stage, closed: its programs and state are taken over.
+        compiled: The stage, compiled before; then it has no state until `restore`.
 
     Attributes:
+        compiled: Its programs and optimizer.
+        submesh: Its devices.
         delegated: The delegated route; None where no link of this rank is ever delegated.
         params: Each chunk's parameters; from an `update` with shares to `complete` its own share.
-        shares: Which part of the parameters this replica updates; None: all of them.
 
     Raises:
         UserError: If payloads can't be copied as the configuration says.
@@ -82,31 +79,32 @@ class StageTrainer:
         failover: FailoverConnections | None = None,
         alone: Mesh | None = None,
         earlier: "StageTrainer | None" = None,
+        compiled: CompiledStage | None = None,
     ) -> None:
         if alone is not None and settings.direct != frozenset():
             raise ValueError("a stage alone on its mesh can't have direct links")
         num_ranks, num_devices = settings.num_ranks, settings.num_devices
         mesh = make_mesh(num_ranks, num_devices, settings.ranks) if alone is None else alone
-        submesh = stage_submesh(mesh, rank) if alone is None else alone
+        self.submesh = submesh = stage_submesh(mesh, rank) if alone is None else alone
         self._length_index = 0
-        if earlier is None:
-            progress.stamp("making or reading its first parameters")
-            self.params = _initial_params(model, settings, rank, submesh)
-            self._programs_by_length = _build_programs(model, settings, rank, submesh)
-            progress.stamp("compiling its optimizer")
-            divides = settings.divides_optimizer and not settings.replica.is_alone
-            self.shares = Shares.of(self.params, settings.replica) if divides else None
-            self.optimizer = StageOptimizer(
-                settings.optimizer, self.params, _uncounted(model, self.params), self.shares
-            )
-            self._optimizer_state = self.optimizer.initial_state(self.params)
-        else:
+        self.params: Chunks = ()
+        self._weights: Chunks = ()
+        self._optimizer_state: Any = ()
+        if earlier is not None:
+            self.compiled = earlier.compiled
             self.params, self._optimizer_state = earlier.params, earlier._optimizer_state
-            self._programs_by_length = earlier._programs_by_length
-            self.optimizer, self.shares = earlier.optimizer, earlier.shares
             del earlier.params, earlier._optimizer_state, earlier._accumulators, earlier._weights
+        elif compiled is not None:
+            self.compiled = compiled
+        else:
+            progress.stamp("compiling its stage")
+            self.compiled = compile_stage(model, settings, rank, submesh)
+            progress.stamp("making or reading its first parameters")
+            self.params = initial_params(model, settings, rank, submesh)
+            self._optimizer_state = self.compiled.optimizer.initial_state(self.params)
         self._accumulators = self._zero_accumulators()
-        self._weights = self._prepare()
+        if self.params:
+            self._weights = self._prepare()
         self._rank, self._plane, self._step = rank, plane, 0
         self._links = links or EmulatedLinks()
         self._messages: tuple[list[Stamp], list[Stamp]] = [], []
@@ -198,12 +196,17 @@ class StageTrainer:
     @property
     def programs(self) -> tuple[StagePrograms, ...]:
         """Each chunk's programs, for steps of the length of the last one, at first the longest."""
-        return self._programs_by_length[self._length_index]
+        return self.compiled.programs_by_length[self._length_index]
+
+    @property
+    def shares(self) -> Shares | None:
+        """Which part of the parameters this replica updates; None: all of them."""
+        return self.compiled.shares
 
     @property
     def reads_extras(self) -> bool:
         """Whether a program of this rank takes some of the data's extras."""
-        every = chain.from_iterable(self._programs_by_length)
+        every = chain.from_iterable(self.compiled.programs_by_length)
         own = [programs.functions for programs in every]
         apart = any(each.evaluates_apart and each.takes_extras for each in own)
         return apart or any(each.extras for each in own)
@@ -211,7 +214,7 @@ class StageTrainer:
     @property
     def stash_memory(self) -> StashMemory:
         """Most bytes that one microbatch's stash takes on this stage, in all chunks together."""
-        by_length = [[each.memory for each in chunks] for chunks in self._programs_by_length]
+        by_length = [[of.memory for of in chunks] for chunks in self.compiled.programs_by_length]
         return StashMemory(
             max(sum(each.after_forward_bytes for each in parts) for parts in by_length),
             max(sum(each.after_backward_input_bytes for each in parts) for parts in by_length),
@@ -352,7 +355,7 @@ class StageTrainer:
 
     def squared_norm(self) -> float:
         """Sum of squares of the stage's gradients; a tied parameter counts on one stage."""
-        return float(self.optimizer.squared_norm(self._accumulators))
+        return float(self.compiled.optimizer.squared_norm(self._accumulators))
 
     def update(self, scale: float) -> None:
         """Apply the gradients, each multiplied by `scale`, and zero the accumulators.
@@ -361,7 +364,7 @@ class StageTrainer:
         replicas share the update, `complete` must follow.
         """
         self._end_step()
-        self.params, self._optimizer_state, self._accumulators = self.optimizer.update(
+        self.params, self._optimizer_state, self._accumulators = self.compiled.optimizer.update(
             self.params, self._optimizer_state, self._accumulators, scale
         )
         self._weights = () if self.shares else self._prepare()
@@ -395,7 +398,7 @@ class StageTrainer:
         return own_parts(parts, self._axes(self.shares), self.shares.own)
 
     def _axes(self, shares: Shares) -> tuple[Any, ...]:
-        return stage_parts(shares.axes, self.optimizer.state_axes)
+        return stage_parts(shares.axes, self.compiled.optimizer.state_axes)
 
     def restore(self, parts: Sequence[Any]) -> None:
         """Restore what `state` returned, as numpy arrays.
@@ -404,10 +407,7 @@ class StageTrainer:
             UserError: If the parts don't fit the stage, which then keeps its parameters.
         """
         present = self.params, self._optimizer_state
-        expected = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
-            present,
-        )
+        expected = self.compiled.params, self.compiled.optimizer.state
         if free(present, parts, stage_parts(*expected)):
             self._weights = ()
         self.params, self._optimizer_state = from_parts(parts, *expected)
@@ -436,65 +436,3 @@ class StageTrainer:
 
     def _zero_accumulators(self) -> Chunks:
         return tuple(chunk.zero_accumulators() for chunk in self.programs)
-
-
-def _initial_params(
-    model: PipelineModel, settings: StageSettings, rank: int, submesh: Mesh
-) -> Chunks:
-    specs = partition_specs(model, settings.num_devices)
-    chunks = settings.chunks_of(rank)
-    if settings.weights is None:
-        return tuple(starmap(_compiled_init(model, settings, specs, submesh), chunks))
-    read = starmap(partial(read_stage_params, model, settings.weights), chunks)
-    return tuple(place_params(params, specs, submesh) for params in read)
-
-
-def _compiled_init(
-    model: PipelineModel, settings: StageSettings, specs: Mapping[str, Any], submesh: Mesh
-) -> Callable[[range, bool, bool], Params]:
-    """Makes a chunk's initial parameters; chunks of equal size and place share the program."""
-    key, shardings = jax.random.key(settings.seed), None
-    if settings.num_devices > 1:
-        place = partial(NamedSharding, submesh)
-        shardings = jax.tree.map(place, dict(specs))
-        key = jax.device_put(key, place(PartitionSpec()))
-
-    @cache
-    def compiled(num_layers: int, is_first: bool, is_last: bool) -> jax.stages.Compiled:
-        return compile_init(model, key, num_layers, is_first, is_last, shardings)
-
-    def initial(layers: range, is_first: bool, is_last: bool) -> Params:
-        numbers = np.array(layers, np.int32)
-        return compiled(len(layers), is_first, is_last)(key, numbers)
-
-    return initial
-
-
-def _build_programs(
-    model: PipelineModel, settings: StageSettings, rank: int, submesh: Mesh
-) -> list[tuple[StagePrograms, ...]]:
-    """For each length the programs of a rank's chunks; those of equal size and place share them."""
-
-    @cache
-    def build(length_index: int, num_layers: int, is_first: bool, is_last: bool) -> StagePrograms:
-        return build_stage(
-            model,
-            submesh,
-            num_layers=num_layers,
-            is_first=is_first,
-            is_last=is_last,
-            shapes=settings.shapes,
-            length_index=length_index,
-            stash=settings.stash,
-            kinds=settings.kinds,
-        )
-
-    own = [(len(layers), *ends) for layers, *ends in settings.chunks_of(rank)]
-    indices = range(len(settings.shapes.lengths))
-    return [tuple(build(index, *chunk) for chunk in own) for index in indices]
-
-
-def _uncounted(model: PipelineModel, params: Chunks) -> tuple[LeafPath, ...]:
-    """The head's copies of tied parameters; the norm counts only the embedding's copy."""
-    last = len(params) - 1
-    return tuple((last, HEAD, *head) for _, head in model.tied) if HEAD in params[last] else ()

@@ -5,11 +5,12 @@ with that device's parts. Activations are alike on all devices, or split along o
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxmorph.errors import UserError, in_users_code
 from jaxmorph.stage.mesh import TENSOR
@@ -140,12 +141,15 @@ def place_params(params: Params, specs: Mapping[str, Specs], submesh: Mesh) -> P
     Args:
       params: arrays on the host.
     """
+    return jax.tree.map(placed, params, placements(params, specs, submesh))
+
+
+def placements(params: Params, specs: Mapping[str, Specs], submesh: Mesh) -> Any:
+    """Returns where each of a stage's parameters lies."""
+    if submesh.size == 1:
+        return jax.tree.map(lambda _: SingleDeviceSharding(submesh.devices.item()), params)
     of_stage = {name: specs[name] for name in params}
-    return jax.tree.map(
-        lambda leaf, spec: placed(leaf, NamedSharding(submesh, spec)),
-        params,
-        spread(of_stage, params),
-    )
+    return jax.tree.map(partial(NamedSharding, submesh), spread(of_stage, params))
 
 
 def placed(array: Any, sharding: Sharding) -> jax.Array:

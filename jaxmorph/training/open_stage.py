@@ -12,10 +12,15 @@ from jaxmorph.emulation.link_conditions import LinkCondition, of_route
 from jaxmorph.placement import ALONE, Replica
 from jaxmorph.program.instructions import Channel
 from jaxmorph.progress import OF_REPLICAS, progress
+from jaxmorph.runtime.compiled_stage import CompiledStage
 from jaxmorph.runtime.emulated_links import EmulatedLinks, EmulatedSum
 from jaxmorph.runtime.gradient_sum import GradientSum
 from jaxmorph.runtime.join import coordinator_host
-from jaxmorph.runtime.link_connections import open_data_plane, open_failover_connections
+from jaxmorph.runtime.link_connections import (
+    FailoverConnections,
+    open_data_plane,
+    open_failover_connections,
+)
 from jaxmorph.runtime.optimizer import OptimizerSettings
 from jaxmorph.runtime.payloads import channel_specs
 from jaxmorph.runtime.queue import Pace
@@ -29,7 +34,7 @@ from jaxmorph.stage.model import MicrobatchShapes, PipelineModel
 from jaxmorph.training.plan_in_force import op_kinds, possible_routes
 from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.host import listening_addresses, loopback_identity
-from jaxmorph.transport.plane import TransportSettings
+from jaxmorph.transport.plane import DataPlane, TransportSettings
 
 # A sidecar is replaced while others still wait for its messages, but not because it is slow.
 _SILENT_S, _LEAST_SILENT_S = 15.0, 3.0
@@ -127,6 +132,7 @@ def open_stage(
     settings: StageSettings,
     links: EmulatedLinks,
     earlier: StageTrainer | None = None,
+    compiled: CompiledStage | None = None,
 ) -> Iterator[StageTrainer]:
     """Build a rank's stage and start its data plane; all ranks call this at the same point.
 
@@ -135,14 +141,26 @@ def open_stage(
     Args:
         links: The emulated links; the data plane joins them.
         earlier: The stage as this rank has had it; None: it is new to the rank.
+        compiled: A new stage, compiled before; the caller restores its state.
 
     Raises:
         UserError: Some rank's host can't transport messages as configured; raised on all ranks.
     """
+
+    def opened(plane: DataPlane | None, failover: FailoverConnections | None) -> StageTrainer:
+        return StageTrainer(
+            model,
+            settings,
+            rendezvous.rank,
+            links,
+            plane,
+            failover,
+            earlier=earlier,
+            compiled=compiled,
+        )
+
     if not settings.delegated:
-        with closing(
-            StageTrainer(model, settings, rendezvous.rank, links, earlier=earlier)
-        ) as trainer:
+        with closing(opened(None, None)) as trainer:
             yield trainer
         return
     transport = _agreed_transport(config, rendezvous)
@@ -153,15 +171,14 @@ def open_stage(
             links.join(plane)
         failing, host = settings.failing_over, transport.addresses[0]
         with (
-            open_failover_connections(rendezvous, failing, host, start_s)
-            if failing
-            else nullcontext()
-        ) as failover:
-            trainer = StageTrainer(
-                model, settings, rendezvous.rank, links, plane, failover, earlier=earlier
-            )
-            with closing(trainer):
-                yield trainer
+            (
+                open_failover_connections(rendezvous, failing, host, start_s)
+                if failing
+                else nullcontext()
+            ) as failover,
+            closing(opened(plane, failover)) as trainer,
+        ):
+            yield trainer
 
 
 @contextmanager

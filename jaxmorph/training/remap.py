@@ -2,13 +2,14 @@
 
 The rank that records the run watches how long gradients take to be summed over replicas
 (`control.remap`). When it has found a better layout, that goes to all ranks with the scalars that
-end a step, and they leave the loop. `train` then lets ranks send each other the states of the
-stages that they take over, closes the stages, opens them again, and goes on at the same step.
+end a step. Ranks that get another stage compile it while all still train; once all have it, they
+leave the loop together. `train` then lets ranks send each other the states of the stages that they
+take over, closes the stages, opens them again, and goes on at the same step.
 """
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -23,6 +24,7 @@ from jaxmorph.control.remap import SlowPair, SumWatch, choose_layout, slow_pairs
 from jaxmorph.errors import UserError
 from jaxmorph.placement import Layout
 from jaxmorph.records import EventKind, Link
+from jaxmorph.runtime.compiled_stage import CompiledStage
 from jaxmorph.runtime.connection import Connection
 from jaxmorph.runtime.gradient_sum import GradientSum
 from jaxmorph.runtime.link_connections import open_connections
@@ -48,17 +50,19 @@ class Moves:
     """What ranks do after a step.
 
     Attributes:
-        ranks: The next layout, by replica and stage; empty: they stay where they are.
+        ranks: The next layout, by replica and stage; empty: none is new.
         probe: The stages whose ranks time sums over each pair of replicas.
+        ready: Whether this rank has compiled what it needs for the last layout.
     """
 
     ranks: tuple[tuple[int, ...], ...] = ()
     probe: tuple[int, ...] = ()
+    ready: bool = True
 
     def joined(self, of_replicas: Sequence[Self]) -> "Moves":
-        """The moves of the replica that records the run."""
+        """The moves of the replica that records the run; ready if all ranks of the stage are."""
         asked = (each for each in of_replicas if each.ranks or each.probe)
-        return next(asked, Moves())
+        return replace(next(asked, Moves()), ready=all(each.ready for each in of_replicas))
 
 
 @dataclass(frozen=True)
@@ -95,12 +99,14 @@ class Remapping(Callback):
     Args:
         profile: What steps are predicted with.
         gradient_sum: Times sums over pairs.
+        compile_stage: Compiles this rank's next stage, given by its number.
         known: The pairs that were slow before: nothing says yet that they have recovered.
         active: Whether this rank decides.
         last_step: Nothing changes after it.
 
     Attributes:
         layout: That of the next loop; None: the run stays as it is.
+        compiled: This rank's next stage, if that is another one.
         slow: On the rank that decides, the pairs that it avoids.
     """
 
@@ -112,12 +118,17 @@ class Remapping(Callback):
         recorder: StepRecorder,
         gradient_sum: GradientSum,
         stage: StageTrainer,
+        compile_stage: Callable[[int], CompiledStage],
         *,
         known: tuple[SlowPair, ...] = (),
         active: bool,
         last_step: int | None,
     ) -> None:
         self.layout: Layout | None = None
+        self.compiled: CompiledStage | None = None
+        self._awaited: Layout | None = None  # the next one, while ranks compile
+        self._compile_stage = compile_stage
+        self._compiling: Future[CompiledStage] | None = None
         self.slow = self._known = known
         self._config, self._profile = config, profile
         self._gradient_sum, self._stage = gradient_sum, stage
@@ -127,7 +138,7 @@ class Remapping(Callback):
         self._probed = PairTimes()
         self._pair_times_s: dict[int, Mapping[str, float]] = {}
         self._num_tied, self._recorder, self._last_step = num_tied, recorder, last_step
-        self._thread = ThreadPoolExecutor(1, "jaxmorph-remap") if active else None
+        self._thread, self._active = ThreadPoolExecutor(1, "jaxmorph-remap"), active
         self._watch = SumWatch()
         self._deciding: Future[Decision | None] | None = None
         self._slow_stages: set[int] = set()
@@ -136,12 +147,13 @@ class Remapping(Callback):
     def report(self, step: int) -> tuple[Moves, PairTimes]:
         """What this rank decides, and the times of pairs that it has measured."""
         probed, self._probed = self._probed, PairTimes()
-        return (Moves() if step == self._last_step else self._due()), probed
+        return (Moves(ready=False) if step == self._last_step else self._due()), probed
 
     def _due(self) -> Moves:
+        ready = self._compiling is None or self._compiling.done()
         probe, self._to_probe = self._to_probe, ()
         if probe or self._deciding is None or not self._deciding.done():
-            return Moves(probe=probe)
+            return Moves(probe=probe, ready=ready)
         decision, self._deciding = self._deciding.result(), None
         if decision is None:
             return Moves()
@@ -150,22 +162,36 @@ class Remapping(Callback):
 
     def after(self, result: StepResult) -> Effect:
         """End the loop if ranks move after this step; else watch its sums."""
-        moves = result.parts_of(Moves)[0]
+        of_ranks = result.parts_of(Moves)
         ends = any(each.stop_asked for each in result.parts_of(SaveRequest))
-        if moves.ranks and not ends:
-            self.layout = replace(self._before, ranks=moves.ranks)
-            if self._decision is not None:
-                self.slow = self._decision.slow
-                self._recorder.emit(result.step, EventKind.REMAPPED, self._decision.reason)
-            return Effect(ends=True)
+        if self._awaited is not None and all(each.ready for each in of_ranks) and not ends:
+            return self._move(self._awaited, result.step)
+        moves = of_ranks[0]
+        if moves.ranks:
+            self._prepare(replace(self._before, ranks=moves.ranks))
         if self._gradient_sum.replicas.pipeline.rank in moves.probe:
             self._probed = PairTimes(self._gradient_sum.probe(self._stage.gradients, result.step))
         for stage, times in enumerate(result.parts_of(PairTimes)):
             if times.took_s:
                 self._pair_times_s[stage] = times.took_s
-        if self._thread is not None and result.updated:
+        if self._active and self._awaited is None and result.updated:
             self._observe(result)
         return GOES_ON
+
+    def _prepare(self, layout: Layout) -> None:
+        """Begin to compile this rank's stage of the next layout, if it is another one."""
+        self._awaited, rank = layout, self._gradient_sum.replicas.all_ranks.rank
+        stage = layout.positions[rank].stage
+        if stage != self._before.positions[rank].stage:
+            self._compiling = self._thread.submit(self._compile_stage, stage)
+
+    def _move(self, layout: Layout, step: int) -> Effect:
+        self.layout = layout
+        self.compiled = self._compiling and self._compiling.result()
+        if self._decision is not None:
+            self.slow = self._decision.slow
+            self._recorder.emit(step, EventKind.REMAPPED, self._decision.reason)
+        return Effect(ends=True)
 
     def _observe(self, result: StepResult) -> None:
         took_s = [each.seconds for each in result.parts_of(SumTook)]
@@ -178,7 +204,7 @@ class Remapping(Callback):
             self._recorder.emit(result.step, EventKind.SUM_SLOW, detail)
         self._excess_s |= {stage: slow[stage] for stage in new}
         self._to_probe = tuple(sorted(new)) if self._before.num_replicas > 2 else ()
-        if self._deciding is None and self._thread is not None:
+        if self._deciding is None:
             stages = [*self._excess_s]
             if pairs := [pair for stage in stages for pair in self._pairs(stage)]:
                 self._deciding = self._thread.submit(self._decide, pairs)
@@ -227,8 +253,7 @@ class Remapping(Callback):
 
     def close(self) -> None:
         """End its thread."""
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
+        self._thread.shutdown(cancel_futures=True)
 
 
 def exchange_states(

@@ -30,6 +30,7 @@ from jaxmorph.placement import Layout
 from jaxmorph.program.slots_needed import HostRoom
 from jaxmorph.records import Event, EventKind, Link
 from jaxmorph.report.run_directory import CONTROL, RunLines
+from jaxmorph.runtime.compiled_stage import CompiledStage, compile_stage, is_compiled_alike
 from jaxmorph.runtime.emulated_links import EmulatedLinks, agree_on_origin_s
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.join import own_devices
@@ -70,12 +71,13 @@ from jaxmorph.training.step_recorder import StepRecorder
 class Moved:
     """Ranks have changed places in the mesh.
 
-    `stage` and `state` take memory, and are emptied once the new stage has them.
+    `stage` and `state` take memory, and are emptied once the stage is open.
 
     Attributes:
         step: The next step.
         stage: The rank's, closed, if it has kept its stage.
-        state: Else that of its new stage, on the host.
+        compiled: Else the new one, and
+        state: what that has to restore, on the host.
         slow: The pairs of ranks that the layout avoids, on the rank that decides.
         skipped: Has counted the steps so far.
         began_s: When the step before ended, on the monotonic clock.
@@ -85,6 +87,7 @@ class Moved:
     layout: Layout
     step: int
     stage: StageTrainer | None
+    compiled: CompiledStage | None
     state: Sequence[Any]
     slow: tuple[SlowPair, ...]
     skipped: SkippedSteps
@@ -149,13 +152,27 @@ class Run:
         own_stages = self.settings.own_stages(self.rendezvous.rank)
         return [self.settings.layers[stage] for stage in own_stages]
 
-    def open_stage(
-        self, earlier: StageTrainer | None = None
-    ) -> AbstractContextManager[StageTrainer]:
+    def open_stage(self, moved: Moved | None = None) -> AbstractContextManager[StageTrainer]:
         """Compile this rank's stage, unless it has it; all ranks call this at the same point."""
         return open_stage(
-            self.config, self.rendezvous, self.model, self.settings, self.links, earlier
+            self.config,
+            self.rendezvous,
+            self.model,
+            self.settings,
+            self.links,
+            moved and moved.stage,
+            moved and moved.compiled,
         )
+
+    def compile_stage(self, own: StageTrainer, position: int) -> CompiledStage:
+        """The stage at another position of the pipeline, compiled for this rank.
+
+        Args:
+            own: Its present one, whose programs may be the same.
+        """
+        if is_compiled_alike(self.settings, self.rendezvous.rank, position):
+            return own.compiled
+        return compile_stage(self.model, self.settings, position, own.submesh)
 
     def restore(self, stage: StageTrainer) -> None:
         """Restore the checkpoint's state, if the run resumes."""
@@ -415,6 +432,7 @@ def begin_training(
                 recorder,
                 gradient_sum,
                 stage,
+                partial(run.compile_stage, stage),
                 known=run.slow,
                 active=run.records,
                 last_step=num_steps - 1,

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 from jaxmorph.config import Config, load_config
-from jaxmorph.control.remap import SlowPair
 from jaxmorph.data import ReadAhead
 from jaxmorph.errors import UserError
 from jaxmorph.messages import PhaseEnded, RunMessage
@@ -26,7 +25,7 @@ from jaxmorph.runtime.stop_signals import signals_ask
 from jaxmorph.training.evaluation import with_room_to_evaluate
 from jaxmorph.training.first_plan import settle_garbage
 from jaxmorph.training.open_stage import listening_host
-from jaxmorph.training.remap import exchange_states
+from jaxmorph.training.remap import Remapping, exchange_states
 from jaxmorph.training.run import (
     Moved,
     Run,
@@ -119,7 +118,7 @@ def _train_at(
     progress.phase("starts", timeouts.compile_s)
     with (
         keep_compiled(config, directory, run.replicas.all_ranks.rank) as programs_ran,
-        run.open_stage(moved and moved.stage) as stage,
+        run.open_stage(moved) as stage,
         ReadAhead(
             read := step_reader(config, parts.batches, rank, stage, run.replicas.own),
             run.first_step,
@@ -132,7 +131,7 @@ def _train_at(
         elif moved.stage is None:
             stage.restore(moved.state)
         if moved is not None:
-            moved.stage, moved.state = None, ()
+            moved.stage, moved.compiled, moved.state = None, None, ()
         _send_end_of(RESTORE, started)
         progress.phase("measures steps and plans", timeouts.start_s)
         longest = read(parts.longest_step)
@@ -162,7 +161,7 @@ def _train_at(
             failure = training.finish()
             why_stop, remapping, moves = training.skipped.why_stop, training.remapping, None
             if remapping is not None and remapping.layout is not None and not why_stop:
-                moves = _move(run, stage, remapping.layout, remapping.slow, training)
+                moves = _move(run, stage, remapping.layout, remapping, training)
                 failure = ""  # the next loop saves again
     fail_together(run.replicas.all_ranks, training.recorder.unwritten, why_stop, failure)
     return is_done, moves
@@ -172,7 +171,7 @@ def _move(
     run: Run,
     stage: StageTrainer,
     layout: Layout,
-    slow: tuple[SlowPair, ...],
+    remapping: Remapping,
     training: Training,
 ) -> Moved:
     """Get the state of this rank's next stage; all ranks call this together."""
@@ -184,16 +183,25 @@ def _move(
     before = run.replicas.layout
     state = exchange_states(all_ranks, before, layout, stage.state, host, timeouts.restore_s)
     took_s = time.monotonic() - loop.began_s
-    kept = None if state else stage
-    skipped = training.skipped
-    return Moved(layout, loop.next_step, kept, state, slow, skipped, loop.began_s, took_s)
+    kept, compiled = (None, remapping.compiled) if state else (stage, None)
+    return Moved(
+        layout,
+        loop.next_step,
+        kept,
+        compiled,
+        state,
+        remapping.slow,
+        training.skipped,
+        loop.began_s,
+        took_s,
+    )
 
 
 def _report_move(moved: Moved, training: Training) -> None:
     opened_s = time.monotonic() - moved.began_s - moved.exchanged_s
     detail = (
         f"no step between for {moved.exchanged_s + opened_s:.2g} s: {moved.exchanged_s:.2g} s to "
-        f"end and exchange states, {opened_s:.2g} s to open stages, measure and plan"
+        f"end and exchange states, {opened_s:.2g} s to open links, measure and plan"
     )
     training.recorder.emit(moved.step, EventKind.REOPENED, detail)
 

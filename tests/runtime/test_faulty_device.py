@@ -21,6 +21,7 @@ from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.progress import StalledError
 from jaxmorph.records import Link
 from jaxmorph.runtime import stage_trainer
+from jaxmorph.runtime.compiled_stage import compile_stage
 from jaxmorph.runtime.executor import Executor, StepInputs
 from jaxmorph.runtime.optimizer import OptimizerSettings
 from jaxmorph.runtime.payloads import channel_specs
@@ -79,7 +80,7 @@ class Stage:
 @pytest.fixture(scope="module")
 def compiled():
     """Both stages' programs, compiled once: a stage whose step fails can't run another."""
-    return [stage_trainer._build_programs(MODEL, SETTINGS, rank, make_mesh(1)) for rank in range(2)]
+    return [compile_stage(MODEL, SETTINGS, rank, make_mesh(1)) for rank in range(2)]
 
 
 @pytest.fixture
@@ -113,7 +114,7 @@ def open_stages(compiled, monkeypatch):
         return made
 
     monkeypatch.setattr(Executor, "_run", end_as_the_device_does)
-    monkeypatch.setattr(stage_trainer, "_build_programs", lambda *of: compiled[of[2]])
+    monkeypatch.setattr(stage_trainer, "compile_stage", lambda *of: compiled[of[2]])
     for gpu in gpus:
         gpu.go.set()
     with ExitStack() as opened:

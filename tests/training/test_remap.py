@@ -21,6 +21,8 @@ from tests.runtime.test_rendezvous import in_threads
 
 CONFIG = check_config({"parallelism": {"stages": 2, "data": 2}, "schedule": {"name": "zb-h2"}})
 LAYOUT = Layout.first(2, 2)
+COMPILED: list[Any] = []
+"""The stages that the last remapping compiled."""
 
 
 def state_of(stage):
@@ -71,14 +73,23 @@ def result(step, took_s=(), moves=Moves(), stop_asked=False, pairs=None):  # noq
     )
 
 
+def compile_stage(stage) -> Any:
+    COMPILED.append(stage)
+
+
 def remapping_of(layout):
+    COMPILED.clear()
     profile = Profile(StageCosts.uniform(2, 10.0, 10.0, 10.0), {})
-    replicas = SimpleNamespace(layout=layout, pipeline=SimpleNamespace(rank=1))
+    replicas = SimpleNamespace(
+        layout=layout, pipeline=SimpleNamespace(rank=1), all_ranks=SimpleNamespace(rank=3)
+    )
     probe = lambda gradients, step: {"0-1": 0.1, "1-2": 2.0}  # noqa: E731
     sums = cast(Any, SimpleNamespace(replicas=replicas, num_rounds=2, probe=probe))
     stage = cast(Any, SimpleNamespace(gradients=()))
     recorder = cast(Any, Recorder())
-    return Remapping(CONFIG, profile, 0, recorder, sums, stage, active=True, last_step=9)
+    return Remapping(
+        CONFIG, profile, 0, recorder, sums, stage, compile_stage, active=True, last_step=9
+    )
 
 
 @pytest.fixture
@@ -97,7 +108,12 @@ def test_a_slow_sum_moves_ranks_once_the_layout_is_found(remapping):
     moves, _ = remapping.report(3)
     assert moves.ranks[0][0] == 0
     assert moves.joined([moves, Moves()]) == Moves().joined([moves, Moves()]) == moves
-    effect = remapping.after(result(3, moves=moves))
+    assert remapping.after(result(3, moves=moves)) == GOES_ON
+    remapping._compiling.result(60)
+    assert COMPILED == [replace(LAYOUT, ranks=moves.ranks).positions[3].stage] == [0]
+    assert remapping.after(result(4, moves=Moves(ready=False))) == GOES_ON
+    assert remapping.report(5) == (Moves(), PairTimes())
+    effect = remapping.after(result(5))
     assert effect.ends
     assert remapping._recorder.kinds == [EventKind.SUM_SLOW, EventKind.REMAPPED]
     assert remapping.layout == replace(LAYOUT, ranks=moves.ranks)
@@ -106,14 +122,16 @@ def test_a_slow_sum_moves_ranks_once_the_layout_is_found(remapping):
 
 def test_a_run_that_is_asked_to_end_moves_no_rank(remapping):
     moves = Moves(LAYOUT.swapped(1, 2).ranks)
-    assert remapping.after(result(3, (0.01, 0.01), moves, stop_asked=True)) == GOES_ON
+    assert remapping.after(result(3, (0.01, 0.01), moves)) == GOES_ON
+    assert remapping.after(result(4, (0.01, 0.01), stop_asked=True)) == GOES_ON
     assert remapping.layout is None
+    assert remapping.after(result(5, (0.01, 0.01))).ends
 
 
 def test_nothing_moves_after_the_last_step(remapping):
     remapping._deciding = Future()
     remapping._deciding.set_result(None)
-    assert remapping.report(9) == (Moves(), PairTimes())
+    assert remapping.report(9) == (Moves(ready=False), PairTimes())
     assert remapping._deciding is not None
 
 
@@ -134,6 +152,7 @@ def test_of_several_replicas_the_slow_pair_is_found_by_timing_each():
     assert remapping._deciding.result(60) is not None
     moves, _ = remapping.report(5)
     assert len(moves.ranks) == 3
-    assert remapping.after(result(5, (0.01, 2.0), moves)).ends
+    assert remapping.after(result(5, (0.01, 2.0), moves)) == GOES_ON
+    assert remapping.after(result(6, (0.01, 2.0))).ends
     assert [pair.ranks for pair in remapping.slow] == [(3, 5)]
     remapping.close()
