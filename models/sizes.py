@@ -1,7 +1,7 @@
 """Checks that the models' configurations share, and presets with overrides; imports no JAX."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
@@ -74,19 +74,27 @@ def check_options(config: Any) -> None:
         raise ValueError(f"dropout: got {config.dropout!r}, expected a number from 0 to below 1")
 
 
+_NOT_OF_MODEL = {"vocab_size", "sequence_length", "compute_dtype"}
+
+
 def preset_sizes(
     presets: Mapping[str, Mapping[str, Any]],
     preset: str,
-    overridable: Sequence[str],
+    config: type[Any],
     overrides: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Returns a preset's sizes with overrides, which must be among `overridable`.
+    """Returns a preset's sizes with overrides.
+
+    Args:
+      config: the dataclass of sizes. A run may set its fields in place of the preset's values, but
+        for those that follow from data and precision.
 
     Raises:
       ValueError: an unknown preset or override.
     """
     if preset not in presets:
         raise ValueError(f"preset: got {preset!r}, expected one of {', '.join(presets)}")
+    overridable = [each.name for each in fields(config) if each.name not in _NOT_OF_MODEL]
     for name in overrides:
         if name not in overridable:
             raise ValueError(f"got {name!r}, expected one of preset, {', '.join(overridable)}")

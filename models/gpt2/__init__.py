@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from ..sizes import preset_sizes
-from .config import OVERRIDES, PRESETS, GPT2Config
+from .config import PRESETS, GPT2Config
 
 if TYPE_CHECKING:
     from .model import GPT2
@@ -35,7 +35,7 @@ def build(
     Raises:
       ValueError: an unknown preset or override, or sizes that do not fit each other.
     """
-    sizes = preset_sizes(PRESETS, preset, OVERRIDES, overrides)
+    sizes = preset_sizes(PRESETS, preset, GPT2Config, overrides)
     config = GPT2Config(vocab_size, sequence_length, compute_dtype=compute_dtype, **sizes)
     # Imported here so that the sizes are available without JAX, whose import takes a second.
     from .model import GPT2

@@ -59,14 +59,3 @@ PRESETS: Mapping[str, Mapping[str, int]] = {
 The vocabulary is the tokenizer's, and is not padded. (With GPT-2's own of 50,257 and 1,024
 positions, 124M has exactly 124,439,808 parameters.)
 """
-
-OVERRIDES = (
-    "width",
-    "num_layers",
-    "num_heads",
-    "tied",
-    "attention",
-    "dropout",
-    "sequence_parallel",
-)
-"""What a run may set in place of its preset's value."""

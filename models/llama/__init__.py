@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from ..sizes import preset_sizes
-from .config import OVERRIDES, PRESETS, LlamaConfig
+from .config import PRESETS, LlamaConfig
 
 if TYPE_CHECKING:
     from .model import Llama
@@ -36,7 +36,7 @@ def build(
     Raises:
       ValueError: an unknown preset or override, or sizes that do not fit each other.
     """
-    sizes = preset_sizes(PRESETS, preset, OVERRIDES, overrides)
+    sizes = preset_sizes(PRESETS, preset, LlamaConfig, overrides)
     config = LlamaConfig(vocab_size, compute_dtype=compute_dtype, **sizes)
     # Imported here so that the sizes are available without JAX, whose import takes a second.
     from .model import Llama

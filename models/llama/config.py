@@ -106,20 +106,6 @@ The vocabulary is the tokenizer's, and is not padded. (Llama 2 and TinyLlama hav
 Llama 3 128,256.)
 """
 
-OVERRIDES = (
-    "width",
-    "num_layers",
-    "num_heads",
-    "num_key_value_heads",
-    "hidden_width",
-    "rotary_base",
-    "tied",
-    "attention",
-    "dropout",
-    "sequence_parallel",
-)
-"""What a run may set in place of its preset's value."""
-
 
 def _check_base(base: Any) -> None:
     is_number = isinstance(base, int | float) and not isinstance(base, bool)
