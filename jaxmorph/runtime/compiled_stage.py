@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxmorph.progress import progress
 from jaxmorph.runtime.executor import Chunks
 from jaxmorph.runtime.optimizer import StageOptimizer
 from jaxmorph.runtime.shares import Shares
@@ -34,28 +35,34 @@ class CompiledStage:
 
     Attributes:
         programs_by_length: The programs of the rank's chunks for each length, first the longest.
-        params: The shapes of each chunk's parameters, and where they lie.
+        params_form: The shapes of each chunk's parameters, and where they lie.
         shares: Which part of the parameters this replica updates; None: all of them.
     """
 
     programs_by_length: list[tuple[StagePrograms, ...]]
-    params: Chunks
+    params_form: Chunks
     optimizer: StageOptimizer
     shares: Shares | None
 
 
 def compile_stage(
-    model: PipelineModel, settings: StageSettings, rank: int, submesh: Mesh
+    model: PipelineModel,
+    settings: StageSettings,
+    rank: int,
+    submesh: Mesh,
+    stamp: Callable[[str], None] = progress.stamp,
 ) -> CompiledStage:
     """Compile the stage of one of the pipeline's ranks.
 
     Args:
         submesh: The stage's devices.
+        stamp: Told what is compiled next.
     """
     specs = partition_specs(model, settings.num_devices)
     chunks = settings.chunks_of(rank)
-    params = tuple(starmap(partial(_forms, model, settings.seed, specs, submesh), chunks))
-    programs = _build_programs(model, settings, rank, submesh)
+    params = tuple(starmap(partial(_params_form, model, specs, submesh), chunks))
+    programs = _build_programs(model, settings, rank, submesh, stamp)
+    stamp("compiling its optimizer")
     divides = settings.divides_optimizer and not settings.replica.is_alone
     shares = Shares.of(params, settings.replica) if divides else None
     optimizer = StageOptimizer(settings.optimizer, params, _uncounted(model, params), shares)
@@ -83,17 +90,16 @@ def initial_params(
     return tuple(place_params(params, specs, submesh) for params in read)
 
 
-def _forms(
+def _params_form(
     model: PipelineModel,
-    seed: int,
     specs: Mapping[str, Specs],
     submesh: Mesh,
     layers: range,
     is_first: bool,
     is_last: bool,
 ) -> Params:
-    init = partial(init_stage_params, model, jax.random.key(seed), layers, is_first, is_last)
-    params = jax.eval_shape(init)
+    init = partial(init_stage_params, model, layers=layers, is_first=is_first, is_last=is_last)
+    params = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
     return jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         params,
@@ -123,7 +129,11 @@ def _compiled_init(
 
 
 def _build_programs(
-    model: PipelineModel, settings: StageSettings, rank: int, submesh: Mesh
+    model: PipelineModel,
+    settings: StageSettings,
+    rank: int,
+    submesh: Mesh,
+    stamp: Callable[[str], None],
 ) -> list[tuple[StagePrograms, ...]]:
     """For each length the programs of a rank's chunks; those of equal size and place share them."""
 
@@ -139,6 +149,7 @@ def _build_programs(
             length_index=length_index,
             stash=settings.stash,
             kinds=settings.kinds,
+            stamp=stamp,
         )
 
     own = [(len(layers), *ends) for layers, *ends in settings.chunks_of(rank)]

@@ -27,6 +27,7 @@ from jaxmorph.runtime.link_connections import PathPings
 from jaxmorph.runtime.link_programs import LinkCommunicators, Programs
 from jaxmorph.runtime.link_switch import Counts, EndState, LinkEnd, PeerConnections
 from jaxmorph.runtime.routes import Moved, Posting, TransferIdentity, require_live
+from jaxmorph.stage.compiling import in_background
 
 
 class FailoverRoute:
@@ -227,12 +228,8 @@ class FailoverRoute:
     def _programs(self, link: Link, number: int) -> "Future[Programs]":
         """A link's programs over another communicator, compiled in the background."""
         if (link, number) not in self._compiled:
-            compiled = self._compiled[link, number] = Future()
-            # A daemon thread, not an executor: an exiting process must not wait for the compiler.
-            arguments = compiled, partial(self._communicators.programs, link, number)
-            threading.Thread(
-                target=_compile, args=arguments, name="link programs", daemon=True
-            ).start()
+            programs = partial(self._communicators.programs, link, number)
+            self._compiled[link, number] = in_background(programs, "link programs")
         return self._compiled[link, number]
 
     def _end(self, identity: TransferIdentity) -> LinkEnd:
@@ -293,13 +290,6 @@ class FailoverRoute:
             again = identity._replace(epoch=peer.epoch)
             self._delegated.post(again, value, time.monotonic(), self._timeout_s)
         return sum(map(len, rest))
-
-
-def _compile(compiled: "Future[Programs]", programs: Callable[[], Programs]) -> None:
-    try:
-        compiled.set_result(programs())
-    except Exception as error:  # raised where the programs are needed
-        compiled.set_exception(error)
 
 
 _FAILURES = (TimeoutError, PathFailedError)

@@ -60,8 +60,14 @@ class GradientSum:
         )
         if sums is None or not all_have:
             sums = self._instead_of_direct(failure).run(stage.gradients, step)
+            sums = stage.shares.take(sums) if stage.shares else sums
         stage.replace_gradients(sums)
         return outcome, parts
+
+    def squared_norm(self, stage: StageTrainer) -> float:
+        """The sum of squares of the stage's summed gradients, the same in all replicas."""
+        own = stage.squared_norm()
+        return own if stage.shares is None else sum(self.replicas.of_stage(float, own))
 
     def complete(self, stage: StageTrainer, step: int) -> None:
         """Make the stage's parameters whole, where each replica has updated its share.

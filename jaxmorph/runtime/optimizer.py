@@ -89,7 +89,7 @@ class StageOptimizer:
         shares: What this replica updates of them; None: all.
 
     Attributes:
-        state: The shapes of the state, and where they lie.
+        state_form: The shapes of the state, and where they lie.
         state_axes: With shares: a tree like the state, with the axis along which each array is
             divided (`Shares.axes`).
 
@@ -114,6 +114,8 @@ class StageOptimizer:
         def squared_norm(gradients: Tree) -> jax.Array:
             for path in uncounted:
                 gradients = with_leaf(gradients, path, jnp.zeros(()))
+            if shares:
+                gradients = shares.counted_once(gradients)
             return sum(
                 (jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(gradients)),
                 start=jnp.zeros(()),
@@ -121,31 +123,35 @@ class StageOptimizer:
 
         def update(params: Tree, state: Tree, gradients: Tree, scale: jax.Array) -> Tree:
             own = take(params)
-            scaled = jax.tree.map(lambda leaf: leaf * scale, take(gradients))
+            scaled = jax.tree.map(lambda leaf: leaf * scale, gradients)
             updates, state = transformation.update(scaled, state, own)
             return (
                 optax.apply_updates(own, updates),
                 state,
-                jax.tree.map(jnp.zeros_like, gradients),
+                jax.tree.map(jnp.zeros_like, params),
             )
 
         of_params = jax.tree.map(lambda leaf: leaf.sharding, params)
         self._alike = _on_all_devices(jax.tree.leaves(of_params)[0])
         own = shares.shapes(params) if shares else params
         state, of_state = _placed_state(transformation, own, of_params, self._alike)
-        self.state = state
+        self.state_form = state
         if shares:
             self.state_axes = axes_between(state, jax.eval_shape(transformation.init, params))
         scale = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._alike)
         self._init = jax.jit(
             lambda params: transformation.init(take(params)), out_shardings=of_state
         )
-        self._squared_norm = compiled(jax.jit(squared_norm).lower(params))
-        donated = (1, 2) if shares else (0, 1, 2)  # a share is smaller than what is donated
+        self._squared_norm = compiled(jax.jit(squared_norm).lower(own))
+        donated = (1, 2) if shares else (0, 1, 2)  # the parameters are still whole
         updating = jax.jit(
             update, donate_argnums=donated, out_shardings=(of_params, of_state, of_params)
         )
-        self._update = compiled(updating.lower(params, state, params, scale))
+        self._update = compiled(updating.lower(params, state, own, scale))
+
+    def memory_analysis(self) -> Any:
+        """What an update takes of a device's memory, as XLA says."""
+        return self._update.memory_analysis()
 
     def initial_state(self, params: Tree) -> Tree:
         """The state before the first update."""
@@ -161,6 +167,9 @@ class StageOptimizer:
         """New parameters, or this replica's share, new state and zeroed accumulators.
 
         All arguments are donated, but the parameters only where all are updated.
+
+        Args:
+            gradients: Of all parameters, or of this replica's share.
         """
         if not math.isfinite(scale):
             raise ValueError(f"gradients can't be scaled by {scale}")

@@ -25,7 +25,7 @@ from jaxmorph.runtime.causes import WaitedInVainError
 from jaxmorph.runtime.emulated_links import EmulatedSum
 from jaxmorph.runtime.queue import sleep_until
 from jaxmorph.runtime.routes import TransferMismatchError
-from jaxmorph.runtime.shares import WHOLE, Shares, joined
+from jaxmorph.runtime.shares import WHOLE, Shares, joined, rows_of
 from jaxmorph.stage.mesh import DATA
 from jaxmorph.transport.names import ChannelName, PeerGoneError
 from jaxmorph.transport.plane import ChannelSpec, DataPlane
@@ -49,6 +49,7 @@ class DirectSum:
     Args:
         mesh: The stage's devices in all replicas, (data, tensor).
         gradients: Arrays of the form of those to sum.
+        shares: What this replica gets of the sums; None: all.
         emulated: Delays the sums; None: nothing does.
         timeout_s: How long an emulated delay may be.
     """
@@ -59,13 +60,15 @@ class DirectSum:
         gradients: Tree,
         emulated: EmulatedSum | None = None,
         timeout_s: float = inf,
+        shares: Shares | None = None,
     ) -> None:
         self._mesh, self._emulated, self._timeout_s = mesh, emulated, timeout_s
         leaves = jax.tree.leaves(gradients)
         self._of_sums = [NamedSharding(mesh, _spec_of(leaf)) for leaf in leaves]
         specs = [sharding.spec for sharding in self._of_sums]
+        axes = jax.tree.leaves(shares.axes) if shares else [WHOLE] * len(leaves)
         summed = jax.shard_map(
-            partial(_sum_all, mesh.devices.shape[0]),
+            partial(_sum_all, axes, mesh.devices.shape[0]),
             mesh=mesh,
             in_specs=tuple(specs),
             out_specs=tuple(specs),
@@ -85,7 +88,7 @@ class DirectSum:
         return DirectSum(mesh, gradients, emulated, self._timeout_s)
 
     def run(self, gradients: Tree, step: int) -> Tree:
-        """The sums, once they are there; the gradients stay as they are.
+        """The sums, or this replica's shares of them; the gradients stay as they are.
 
         Raises:
             JaxRuntimeError: A collective failed, or another replica did not come in time.
@@ -185,8 +188,31 @@ def _in_other_place(array: jax.Array, sharding: Any) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
 
 
-def _sum_all(num_replicas: int, *leaves: jax.Array) -> tuple[jax.Array, ...]:
-    """Each device's arrays, summed over the mesh's axis "data"."""
+def _sum_all(axes: Sequence[int], num_replicas: int, *leaves: jax.Array) -> tuple[jax.Array, ...]:
+    """Each device's arrays, summed over the mesh's axis "data"; its shares where there are axes."""
+    pairs = [*zip(leaves, axes, strict=True)]
+    whole = iter(_whole_sums(num_replicas, [leaf for leaf, axis in pairs if axis == WHOLE]))
+    divided = [pair for pair in pairs if pair[1] != WHOLE]
+    shares = iter(_own_sums(num_replicas, *zip(*divided, strict=True)) if divided else ())
+    return tuple(next(whole if axis == WHOLE else shares) for axis in axes)
+
+
+def _own_sums(
+    num_replicas: int, leaves: Sequence[jax.Array], axes: Sequence[int]
+) -> list[jax.Array]:
+    """This replica's shares of the sums of arrays."""
+    sums: list[jax.Array] = []
+    for bucket in _buckets(leaves, BUCKET_BYTES):
+        own = axes[len(sums) :]
+        rows = [rows_of(leaf, axis, num_replicas) for leaf, axis in zip(bucket, own, strict=False)]
+        flat = jnp.concatenate([each.reshape(num_replicas, -1) for each in rows], axis=1)
+        ends = np.cumsum([each[0].size for each in rows])
+        parts = jnp.split(_own_sum(flat), ends[:-1])
+        sums += [part.reshape(each.shape[1:]) for part, each in zip(parts, rows, strict=True)]
+    return sums
+
+
+def _whole_sums(num_replicas: int, leaves: Sequence[jax.Array]) -> list[jax.Array]:
     sums: list[jax.Array] = []
     for bucket in _buckets(leaves, BUCKET_BYTES):
         flat = jnp.concatenate([leaf.reshape(-1) for leaf in bucket])
@@ -194,7 +220,7 @@ def _sum_all(num_replicas: int, *leaves: jax.Array) -> tuple[jax.Array, ...]:
         ends = np.cumsum([leaf.size for leaf in bucket])
         parts = jnp.split(whole, ends[:-1])
         sums += [part.reshape(leaf.shape) for part, leaf in zip(parts, bucket, strict=True)]
-    return tuple(sums)
+    return sums
 
 
 def _buckets(leaves: Sequence[Any], most_bytes: int) -> Iterator[list[Any]]:
@@ -217,9 +243,14 @@ def _sum_flat(flat: jax.Array, num_replicas: int) -> jax.Array:
     """
     share = math.ceil(flat.size / num_replicas)
     padded = jnp.pad(flat, (0, share * num_replicas - flat.size))
-    of_replicas = jax.lax.all_to_all(padded.reshape(num_replicas, share), DATA, 0, 0)
-    own = reduce(add, [of_replicas[index] for index in range(num_replicas)])
+    own = _own_sum(padded.reshape(num_replicas, share))
     return jax.lax.all_gather(own, DATA, tiled=True)[: flat.size]
+
+
+def _own_sum(shares: jax.Array) -> jax.Array:
+    """The sum of all replicas' numbers of this one's share, from [replica, number]."""
+    of_replicas = jax.lax.all_to_all(shares, DATA, 0, 0)
+    return reduce(add, [of_replicas[index] for index in range(len(of_replicas))])
 
 
 class DelegatedSum:

@@ -95,7 +95,9 @@ class Replicas:
         own = StageOfReplica(outcome.loss, outcome.aux, is_summed, sum_s, shared)
         found = gather(self.peers, StageOfReplica, own)
         aux = {name: sum(each.aux[name] for each in found) / len(found) for name in outcome.aux}
-        joined = replace(outcome, loss=sum(each.loss for each in found), aux=aux)
+        # Without its own gradients, which are summed by now and would take memory until the end.
+        loss = sum(each.loss for each in found)
+        joined = replace(outcome, accumulators=(), loss=loss, aux=aux)
         joined_parts = [
             _joined(each, found) if isinstance(each, JoinsReplicas) else each for each in parts
         ]

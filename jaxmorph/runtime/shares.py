@@ -43,6 +43,12 @@ class Shares:
         """This replica's share of a tree of whole arrays, jax's or numpy's."""
         return jax.tree.map(lambda leaf, axis: own_share(leaf, axis, self.own), tree, self.axes)
 
+    def counted_once(self, shares: Tree) -> Tree:
+        """The shares, without what is not divided, unless this is replica 0."""
+        if self.own.index == 0:
+            return shares
+        return jax.tree.map(lambda leaf, axis: None if axis == WHOLE else leaf, shares, self.axes)
+
     def shapes(self, tree: Tree) -> Tree:
         """The shapes of `take`'s arrays, from those of the whole, with their shardings."""
 
@@ -81,6 +87,14 @@ def axes_between(shares: Tree, whole: Tree) -> Tree:
         return next((at for at, (own, every) in enumerate(pairs) if own != every), WHOLE)
 
     return jax.tree.map(axis, shares, whole)
+
+
+def rows_of(whole: Any, axis: int, count: int) -> Any:
+    """The shares of all replicas, [replica, *share], of a whole array; jax's or numpy's."""
+    shape = [*whole.shape]
+    shape[axis : axis + 1] = [count, shape[axis] // count]
+    order = [axis, *(at for at in range(len(shape)) if at != axis)]
+    return whole.reshape(shape).transpose(order)
 
 
 def joined(rows: Any, axis: int) -> Any:

@@ -93,11 +93,10 @@ class StageTrainer:
         if earlier is not None:
             self.compiled = earlier.compiled
             self.params, self._optimizer_state = earlier.params, earlier._optimizer_state
-            del earlier.params, earlier._optimizer_state, earlier._accumulators, earlier._weights
+            earlier.drop_state()
         elif compiled is not None:
             self.compiled = compiled
         else:
-            progress.stamp("compiling its stage")
             self.compiled = compile_stage(model, settings, rank, submesh)
             progress.stamp("making or reading its first parameters")
             self.params = initial_params(model, settings, rank, submesh)
@@ -222,7 +221,10 @@ class StageTrainer:
 
     @property
     def gradients(self) -> Chunks:
-        """The gradients of the last step, float32; valid until the next call."""
+        """The gradients of the last step, float32; valid until the next call.
+
+        Once they are summed over replicas with `shares`, this replica's share of them.
+        """
         return self._accumulators
 
     def replace_gradients(self, gradients: Chunks) -> None:
@@ -354,7 +356,10 @@ class StageTrainer:
         return [*self._plane.events(), *self.delegated.events()]
 
     def squared_norm(self) -> float:
-        """Sum of squares of the stage's gradients; a tied parameter counts on one stage."""
+        """Sum of squares of the stage's gradients; a tied parameter counts on one stage.
+
+        With `shares`, of this replica's, and what is not divided counts in replica 0.
+        """
         return float(self.compiled.optimizer.squared_norm(self._accumulators))
 
     def update(self, scale: float) -> None:
@@ -407,11 +412,16 @@ class StageTrainer:
             UserError: If the parts don't fit the stage, which then keeps its parameters.
         """
         present = self.params, self._optimizer_state
-        expected = self.compiled.params, self.compiled.optimizer.state
+        expected = self.compiled.params_form, self.compiled.optimizer.state_form
         if free(present, parts, stage_parts(*expected)):
             self._weights = ()
         self.params, self._optimizer_state = from_parts(parts, *expected)
         self._weights = self._prepare()
+
+    def drop_state(self) -> None:
+        """Let go of all arrays, once another stage has them or takes this one's place."""
+        self.params = self._weights = self._accumulators = ()
+        self._optimizer_state = ()
 
     def discard(self) -> None:
         """Drop the gradients, once the ranks have exchanged reports."""

@@ -132,7 +132,7 @@ class StepRunner:
             if updates and self.gradient_sum is not None:
                 outcome, parts = self.gradient_sum.run(stage, outcome, parts, step)
             progress.stamp("computes the norm of its gradients")
-            squared_norm = stage.squared_norm() if updates else 0.0
+            squared_norm = self._squared_norm() if updates else 0.0
             took_s = time.monotonic() - began_s
             # Steps for timings leave the events to the first step of training.
             events = self._events() if updates else ()
@@ -164,6 +164,11 @@ class StepRunner:
             return StepResult(
                 step, program, totals, reports, timings, step_s, ended_s, updated, events
             )
+
+    def _squared_norm(self) -> float:
+        if self.gradient_sum is None:
+            return self.stage.squared_norm()
+        return self.gradient_sum.squared_norm(self.stage)
 
     def forwards(self, program: RankInstructions, inputs: StepInputs, step: int) -> ForwardTotals:
         """Run forwards alone, for an evaluation."""
@@ -224,13 +229,15 @@ def not_finite_in_words(stage: StageTrainer, outcome: StepOutcome, squared_norm:
         found = [f"loss {outcome.loss}"]
     # Gradients are checked only if their norm is not finite, and on the host, to compile nothing.
     if not math.isfinite(squared_norm):
-        found.append(_gradients_in_words(stage.gradients))
+        found.append(_gradients_in_words(stage.gradients, is_share=stage.shares is not None))
     return ", ".join(found)
 
 
-def _gradients_in_words(gradients: Any) -> str:
+def _gradients_in_words(gradients: Any, *, is_share: bool) -> str:
     leaves = jax.tree.leaves_with_path(gradients)
     bad = [path for path, leaf in leaves if not np.isfinite(np.asarray(leaf)).all()]
+    if not bad and is_share:
+        return "gradients of another replica's share"
     if not bad:
         return "finite gradients, the sum of whose squares is not"
     names = ", ".join(_name(path, len(gradients)) for path in bad[:_NAMED])

@@ -176,6 +176,7 @@ def build_stage(
     length_index: int = 0,
     stash: StashPolicy = "full",
     kinds: Collection[str] = OP_KINDS,
+    stamp: Callable[[str], None] = progress.stamp,
 ) -> StagePrograms:
     """Compiles one stage.
 
@@ -184,6 +185,7 @@ def build_stage(
       stash: "full" keeps what the backward needs; "recompute" keeps only each layer's input, and B
         computes the layer again.
       kinds: which of `OP_KINDS` to compile; calling another raises KeyError.
+      stamp: told what is compiled next.
 
     Raises:
       ValueError: an unknown stash policy or kind of op.
@@ -203,7 +205,7 @@ def build_stage(
     functions = traced.functions
     names, programs = ["prepare", "zero", *kinds, *([EVALUATE] * functions.evaluates_apart)], {}
     for number, name in enumerate(names, start=1):
-        progress.stamp(f"compiling {number} of {len(names)} programs of its stage")
+        stamp(f"compiling {number} of {len(names)} programs of its stage")
         programs[name] = _compile(_program(name, traced), submesh)
     return StagePrograms(
         memory=traced.memory,

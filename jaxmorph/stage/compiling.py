@@ -4,11 +4,15 @@ XLA compiles them unless `compile_by` sets another function; a run that may rest
 looks programs up in a cache on disk (`runtime/kept_programs.py`).
 """
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
 from jax.stages import Compiled, Lowered
 
+Made = TypeVar("Made")
 Compile = Callable[[Lowered], Compiled]
 
 
@@ -27,6 +31,23 @@ _compiler = _Compiler()  # one for the whole process, like JAX's own compilation
 def compiled(lowered: Lowered) -> Compiled:
     """Compiles a program for one device, or finds it compiled."""
     return _compiler.compile(lowered)
+
+
+def in_background(work: Callable[[], Made], name: str) -> "Future[Made]":
+    """Begins work beside what else this process does, such as to compile.
+
+    In a daemon thread, not an executor: a process that ends must not wait for the compiler.
+    """
+    made: Future[Made] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(work())
+        except Exception as error:  # raised where the result is needed
+            made.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return made
 
 
 def compile_by(compile_: Compile | None) -> None:

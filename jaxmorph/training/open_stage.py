@@ -209,7 +209,11 @@ def open_gradient_sum(
         mesh = make_data_mesh(replicas.layout.peers(replicas.pipeline.rank), cut.tensor)
         with progress.within(config.timeouts.compile_s, "compiles the sum over replicas"):
             direct = DirectSum(
-                mesh, stage.gradients, emulated if conditions else None, config.direct_timeout_s
+                mesh,
+                stage.gradients,
+                emulated if conditions else None,
+                config.direct_timeout_s,
+                stage.shares,
             )
             gather = stage.shares and DirectGather(mesh, stage.params, stage.shares)
         if not config.reduction_fails_over:

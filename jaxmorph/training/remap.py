@@ -8,10 +8,12 @@ take over, closes the stages, opens them again, and goes on at the same step.
 """
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Self
 
 import jax
@@ -28,17 +30,20 @@ from jaxmorph.runtime.compiled_stage import CompiledStage
 from jaxmorph.runtime.connection import Connection
 from jaxmorph.runtime.gradient_sum import GradientSum
 from jaxmorph.runtime.link_connections import open_connections
+from jaxmorph.runtime.rank_process import in_one_line
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import SumTook
 from jaxmorph.runtime.stage_state import names_of, nested
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepResult
 from jaxmorph.schedule.costs import LinkDelay
+from jaxmorph.stage.compiling import in_background
 from jaxmorph.training.callbacks import SaveRequest
 from jaxmorph.training.loop import GOES_ON, Callback, Effect
 from jaxmorph.training.plan_in_force import plan_step
 from jaxmorph.training.step_recorder import StepRecorder
 
+_log = logging.getLogger(__name__)
 _PIECE_BYTES = 64 * 2**20
 
 Parts = tuple[Any, ...]
@@ -99,7 +104,7 @@ class Remapping(Callback):
     Args:
         profile: What steps are predicted with.
         gradient_sum: Times sums over pairs.
-        compile_stage: Compiles this rank's next stage, given by its number.
+        compile_stage: Compiles a stage of the pipeline for this rank.
         known: The pairs that were slow before: nothing says yet that they have recovered.
         active: Whether this rank decides.
         last_step: Nothing changes after it.
@@ -138,7 +143,7 @@ class Remapping(Callback):
         self._probed = PairTimes()
         self._pair_times_s: dict[int, Mapping[str, float]] = {}
         self._num_tied, self._recorder, self._last_step = num_tied, recorder, last_step
-        self._thread, self._active = ThreadPoolExecutor(1, "jaxmorph-remap"), active
+        self._active = active
         self._watch = SumWatch()
         self._deciding: Future[Decision | None] | None = None
         self._slow_stages: set[int] = set()
@@ -150,7 +155,8 @@ class Remapping(Callback):
         return (Moves(ready=False) if step == self._last_step else self._due()), probed
 
     def _due(self) -> Moves:
-        ready = self._compiling is None or self._compiling.done()
+        compiling = self._compiling
+        ready = compiling is None or (compiling.done() and compiling.exception() is None)
         probe, self._to_probe = self._to_probe, ()
         if probe or self._deciding is None or not self._deciding.done():
             return Moves(probe=probe, ready=ready)
@@ -163,8 +169,9 @@ class Remapping(Callback):
     def after(self, result: StepResult) -> Effect:
         """End the loop if ranks move after this step; else watch its sums."""
         of_ranks = result.parts_of(Moves)
-        ends = any(each.stop_asked for each in result.parts_of(SaveRequest))
-        if self._awaited is not None and all(each.ready for each in of_ranks) and not ends:
+        if any(each.stop_asked for each in result.parts_of(SaveRequest)):
+            return GOES_ON
+        if self._awaited is not None and all(each.ready for each in of_ranks):
             return self._move(self._awaited, result.step)
         moves = of_ranks[0]
         if moves.ranks:
@@ -174,7 +181,7 @@ class Remapping(Callback):
         for stage, times in enumerate(result.parts_of(PairTimes)):
             if times.took_s:
                 self._pair_times_s[stage] = times.took_s
-        if self._active and self._awaited is None and result.updated:
+        if self._active and result.updated:
             self._observe(result)
         return GOES_ON
 
@@ -183,7 +190,8 @@ class Remapping(Callback):
         self._awaited, rank = layout, self._gradient_sum.replicas.all_ranks.rank
         stage = layout.positions[rank].stage
         if stage != self._before.positions[rank].stage:
-            self._compiling = self._thread.submit(self._compile_stage, stage)
+            self._compiling = in_background(partial(self._compile_stage, stage), "next stage")
+            self._compiling.add_done_callback(_warn_of_failure)
 
     def _move(self, layout: Layout, step: int) -> Effect:
         self.layout = layout
@@ -204,10 +212,10 @@ class Remapping(Callback):
             self._recorder.emit(result.step, EventKind.SUM_SLOW, detail)
         self._excess_s |= {stage: slow[stage] for stage in new}
         self._to_probe = tuple(sorted(new)) if self._before.num_replicas > 2 else ()
-        if self._deciding is None:
+        if self._deciding is None and self._awaited is None:
             stages = [*self._excess_s]
             if pairs := [pair for stage in stages for pair in self._pairs(stage)]:
-                self._deciding = self._thread.submit(self._decide, pairs)
+                self._deciding = in_background(partial(self._decide, pairs), "layout")
 
     def _pairs(self, stage: int) -> list[SlowPair]:
         """The slow pairs of ranks of a slow stage, once it is known which they are."""
@@ -251,9 +259,10 @@ class Remapping(Callback):
             return float("inf")
         return made.predicted_step_s
 
-    def close(self) -> None:
-        """End its thread."""
-        self._thread.shutdown(cancel_futures=True)
+
+def _warn_of_failure(compiling: "Future[CompiledStage]") -> None:
+    if error := compiling.exception():
+        _log.warning("no rank moves, as the next stage can't be compiled: %s", in_one_line(error))
 
 
 def exchange_states(

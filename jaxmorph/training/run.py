@@ -76,8 +76,8 @@ class Moved:
     Attributes:
         step: The next step.
         stage: The rank's, closed, if it has kept its stage.
-        compiled: Else the new one, and
-        state: what that has to restore, on the host.
+        compiled: Its new stage, if it has another one.
+        state: That one's, on the host.
         slow: The pairs of ranks that the layout avoids, on the rank that decides.
         skipped: Has counted the steps so far.
         began_s: When the step before ended, on the monotonic clock.
@@ -172,7 +172,8 @@ class Run:
         """
         if is_compiled_alike(self.settings, self.rendezvous.rank, position):
             return own.compiled
-        return compile_stage(self.model, self.settings, position, own.submesh)
+        # What is stamped is what the rank does, which trains meanwhile.
+        return compile_stage(self.model, self.settings, position, own.submesh, lambda doing: None)
 
     def restore(self, stage: StageTrainer) -> None:
         """Restore the checkpoint's state, if the run resumes."""
@@ -437,7 +438,6 @@ def begin_training(
                 active=run.records,
                 last_step=num_steps - 1,
             )
-            opened.callback(remapping.close)
             callbacks.append(remapping)
         if run.leads:
             _announce(run, planned, recorder, source, trained_on)

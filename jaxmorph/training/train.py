@@ -162,6 +162,8 @@ def _train_at(
             why_stop, remapping, moves = training.skipped.why_stop, training.remapping, None
             if remapping is not None and remapping.layout is not None and not why_stop:
                 moves = _move(run, stage, remapping.layout, remapping, training)
+                if moves.stage is None:
+                    stage.drop_state()
                 failure = ""  # the next loop saves again
     fail_together(run.replicas.all_ranks, training.recorder.unwritten, why_stop, failure)
     return is_done, moves
@@ -185,15 +187,15 @@ def _move(
     took_s = time.monotonic() - loop.began_s
     kept, compiled = (None, remapping.compiled) if state else (stage, None)
     return Moved(
-        layout,
-        loop.next_step,
-        kept,
-        compiled,
-        state,
-        remapping.slow,
-        training.skipped,
-        loop.began_s,
-        took_s,
+        layout=layout,
+        step=loop.next_step,
+        stage=kept,
+        compiled=compiled,
+        state=state,
+        slow=remapping.slow,
+        skipped=training.skipped,
+        began_s=loop.began_s,
+        exchanged_s=took_s,
     )
 
 

@@ -160,17 +160,8 @@ def test_schedules_that_split_the_backward_agree_bitwise(results):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h2"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h2", "interleaved"])
 def test_forwards_alone_give_the_steps_loss(results, schedule):
-    forwards_alone_give_the_steps_loss(results, schedule)
-
-
-@pytest.mark.multiprocess
-def test_forwards_of_chunks_alone_give_the_steps_loss(results):
-    forwards_alone_give_the_steps_loss(results, "interleaved")
-
-
-def forwards_alone_give_the_steps_loss(results, schedule):
     found = only(results, "forwards alone", schedule=schedule)
     assert all(result["same"] for result in found)
     assert all(result["zero"] for result in found)
@@ -179,17 +170,8 @@ def forwards_alone_give_the_steps_loss(results, schedule):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "adaptive"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "adaptive", "interleaved"])
 def test_all_routes_give_the_same_bits(several, schedule):
-    all_routes_give_the_same_bits(several, schedule)
-
-
-@pytest.mark.multiprocess
-def test_all_routes_give_chunks_the_same_bits(several):
-    all_routes_give_the_same_bits(several, "interleaved")
-
-
-def all_routes_give_the_same_bits(several, schedule):
     found = only(several, "routes", schedule=schedule)
     mixes = {tuple(sorted(result["routes"].items())) for result in found}
     assert len(mixes) == (1 if len(next(iter(mixes))) == 1 else 3)
@@ -208,16 +190,8 @@ def test_pairs_change_no_bit_and_compile_nothing(several, schedule):
 
 
 @pytest.mark.multiprocess
-def test_changing_routes_compiles_nothing(several):
-    changing_routes_compiles_nothing(several, chunks=1)
-
-
-@pytest.mark.multiprocess
-def test_changing_routes_compiles_nothing_for_chunks(several):
-    changing_routes_compiles_nothing(several, chunks=2)
-
-
-def changing_routes_compiles_nothing(several, chunks):
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_changing_routes_compiles_nothing(several, chunks):
     for result in only(several, "route changes", chunks=chunks):
         assert result["compiled"] == 0
         assert result["counts"]["slot_waits"] == 0
@@ -241,16 +215,8 @@ def test_an_overflow_on_one_stage_updates_none(results):
 
 
 @pytest.mark.multiprocess
-def test_clipped_adamw_steps_match_one_device(results):
-    clipped_adamw_steps_match_one_device(results, chunks=1)
-
-
-@pytest.mark.multiprocess
-def test_clipped_adamw_steps_of_chunks_match_one_device(results):
-    clipped_adamw_steps_match_one_device(results, chunks=2)
-
-
-def clipped_adamw_steps_match_one_device(results, chunks):
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_clipped_adamw_steps_match_one_device(results, chunks):
     for result in only(results, "parameters", chunks=chunks):
         assert result["worst_leaf"][0] <= SINGLE, result["worst_leaf"]
 

@@ -20,12 +20,13 @@ from jaxmorph.runtime.gradient_sum import GradientSum
 from jaxmorph.runtime.reduction import DelegatedSum, DirectSum, sum_channels
 from jaxmorph.runtime.replicas import Replicas
 from jaxmorph.runtime.routes import TransferMismatchError
+from jaxmorph.runtime.shares import WHOLE, Shares
 from jaxmorph.stage.mesh import AXES, DATA, TENSOR
 from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.names import ChannelName, PeerGoneError
 
 SECRET = bytes(range(32))
-SHAPES = [(7,), (3, 4), (), (1, 2, 5)]
+SHAPES = [(7,), (3, 4), (), (2, 2, 5)]
 SPLIT = [PartitionSpec(), PartitionSpec(None, TENSOR), PartitionSpec(), PartitionSpec(None, TENSOR)]
 STEP, PATIENCE_S = 5, 30.0
 
@@ -76,7 +77,7 @@ def normal(tree):
     return bits([first[1:], *others])
 
 
-def sum_direct(num_replicas, num_devices):
+def sum_direct(num_replicas, num_devices, *, divides=False):
     """The sums as each replica's devices have them, all of them in this process."""
     devices = np.array(jax.devices()[: num_replicas * num_devices])
     mesh = Mesh(devices.reshape(num_replicas, num_devices), (DATA, TENSOR))
@@ -89,11 +90,12 @@ def sum_direct(num_replicas, num_devices):
             for device, at in sharding.devices_indices_map(shape).items()
         ]
         joint.append(jax.make_array_from_single_device_arrays(shape, sharding, shards))
-    sums = DirectSum(mesh, joint).run(joint, STEP)
+    shares = Shares.of(joint, Replica(0, num_replicas)) if divides else None
+    sums = DirectSum(mesh, joint, shares=shares).run(joint, STEP)
     of_device = [{shard.device: shard for shard in leaf.addressable_shards} for leaf in sums]
     found = []
     for row in mesh.devices:
-        whole = [np.zeros(shape, np.float32) for shape in SHAPES]
+        whole = [np.zeros(leaf.shape, np.float32) for leaf in sums]
         for device in row:
             for array, shards in zip(whole, of_device, strict=True):
                 array[shards[device].index] = shards[device].data
@@ -112,6 +114,21 @@ def buckets(request, monkeypatch):
 def test_direct_sums_add_in_the_order_of_replicas(replicas, devices):
     for found in sum_direct(replicas, devices):
         assert normal(found) == normal(summed(replicas))
+
+
+@pytest.mark.usefixtures("buckets")
+@pytest.mark.parametrize(
+    ("replicas", "devices", "axes"),
+    [
+        (2, 1, [WHOLE, 1, WHOLE, 0]),
+        (4, 1, [WHOLE, 1, WHOLE, WHOLE]),
+        (2, 2, [WHOLE, WHOLE, WHOLE, 0]),  # devices split the other axes
+    ],
+)
+def test_replicas_may_get_their_shares_of_direct_sums(replicas, devices, axes):
+    for index, found in enumerate(sum_direct(replicas, devices, divides=True)):
+        shares = Shares(Replica(index, replicas), axes)
+        assert normal(found) == normal(shares.take(summed(replicas)))
 
 
 class Delegated:
@@ -223,6 +240,8 @@ class Direct:
 
 class Stage:
     """Has gradients that can be replaced."""
+
+    shares = None
 
     def __init__(self, gradients):
         self.gradients = gradients

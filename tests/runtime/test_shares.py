@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxmorph.placement import Replica
 from jaxmorph.runtime.gradient_sum import GradientSum
 from jaxmorph.runtime.optimizer import OptimizerSettings, StageOptimizer, is_matrix
-from jaxmorph.runtime.shares import WHOLE, Shares, joined
+from jaxmorph.runtime.shares import WHOLE, Shares, joined, rows_of
 from jaxmorph.runtime.stage_state import own_parts, stage_parts, stored_parts
 
 SETTINGS = OptimizerSettings(learning_rate=0.1, warmup_steps=1, total_steps=9)
@@ -62,6 +62,7 @@ def test_shares_together_are_the_whole(axis):
     whole = np.arange(4 * 4 * 8).reshape(4, 4, 8)
     rows = np.stack(np.split(whole, 4, axis))
     assert np.array_equal(joined(rows, axis), whole)
+    assert np.array_equal(rows_of(whole, axis, 4), rows)
 
 
 def gathered(trees, axes):
@@ -82,7 +83,9 @@ def trained(how, count):
         own = []
         for at, optimizer in enumerate(optimizers):
             gradients = jax.tree.map(lambda leaf, step=step: jnp.sin(leaf + step), params)
-            new, states[at], zeros = optimizer.update(params, states[at], gradients, 0.5)
+            new, states[at], zeros = optimizer.update(
+                params, states[at], shares[at].take(gradients), 0.5
+            )
             assert not any(np.any(leaf) for leaf in jax.tree.leaves(zeros))
             own.append(new)
         params = gathered(own, shares[0].axes)
@@ -107,6 +110,17 @@ def test_updates_of_shares_are_those_of_the_whole(how, count):
     assert bits(gathered(states, optimizers[0].state_axes)) == bits(state)
     sizes = [sum(leaf.size for leaf in jax.tree.leaves(each)) for each in (states[0], state)]
     assert sizes[0] < sizes[1] or sizes[1] == 0
+
+
+def test_squares_of_all_shares_add_up_to_those_of_the_whole():
+    tied = ((0, "embed", "scale"),)
+    of_whole = StageOptimizer(SETTINGS, chunks(), tied).squared_norm(chunks())
+    of_shares = [
+        StageOptimizer(SETTINGS, chunks(), tied, each).squared_norm(each.take(chunks()))
+        for each in shares_of(2)
+    ]
+    np.testing.assert_allclose(sum(of_shares), of_whole, rtol=1e-6)
+    assert min(of_shares) > 0
 
 
 @pytest.mark.parametrize("how", OPTIMIZERS.values(), ids=OPTIMIZERS)

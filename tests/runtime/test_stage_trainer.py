@@ -13,7 +13,9 @@ from oracles.loopback import LoopbackNetwork
 from jaxmorph.errors import UserError
 from jaxmorph.models.gpt2 import build
 from jaxmorph.program.lowering import lower
+from jaxmorph.runtime.compiled_stage import is_compiled_alike
 from jaxmorph.runtime.executor import StepInputs
+from jaxmorph.runtime.kept_programs import CompilationCounter
 from jaxmorph.runtime.optimizer import OptimizerSettings
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_state import from_parts
@@ -36,12 +38,12 @@ def settings_of(num_layers, num_stages, num_chunks, kinds=()):
     )
 
 
-def trainer_of(num_layers, num_chunks, kinds=(), plane=None, **others):
+def trainer_of(num_layers, num_chunks, kinds=(), plane=None, compiled=None, **others):
     """One rank with the whole model."""
     sizes = {"width": 8, "num_heads": 1, "num_layers": num_layers}
     model = build(preset="tiny", sequence_length=4, vocab_size=8, **sizes)
     settings = replace(settings_of(num_layers, 1, num_chunks, kinds), **others)
-    return StageTrainer(model, settings, rank=0, plane=plane)
+    return StageTrainer(model, settings, rank=0, plane=plane, compiled=compiled)
 
 
 @pytest.mark.long
@@ -133,6 +135,36 @@ def test_a_restored_stage_needs_no_extra_memory():
     restored.restore(list(saved))
     restored.update(1.0)
     assert live_bytes() - before == fresh_bytes
+
+
+@pytest.mark.long
+@pytest.mark.in_ci
+def test_a_stage_that_was_compiled_before_compiles_and_keeps_nothing_else():
+    trainer = trainer_of(num_layers=1, num_chunks=1)
+    trainer.close()
+    compiled, saved, counter = trainer.compiled, as_numpy(trainer.state), CompilationCounter()
+    trainer.update(1.0)
+    expected = as_numpy(trainer.state)
+    trainer.drop_state()
+    before, count = live_bytes(), counter.count
+    again = trainer_of(num_layers=1, num_chunks=1, compiled=compiled)
+    again.close()
+    assert counter.count == count
+    assert live_bytes() - before == sum(leaf.nbytes for leaf in jax.tree.leaves(again.gradients))
+    again.restore(saved)
+    again.update(1.0)
+    assert same_bits(again.state, expected)
+
+
+def test_stages_of_equal_size_and_place_are_compiled_alike():
+    settings = settings_of(num_layers=4, num_stages=4, num_chunks=1)
+    alike = [[is_compiled_alike(settings, a, b) for b in range(4)] for a in range(4)]
+    assert alike == [
+        [True, False, False, False],
+        [False, True, True, False],
+        [False, True, True, False],
+        [False, False, False, True],
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,7 @@ IDENTITY = TransferIdentity(0, 3, Transfer(Payload.GRADIENT, 0, 1, 0))
 class Stage:
     """A stage that records what is done with its gradients."""
 
+    shares = None
     device = SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": 9})
 
     def __init__(self, *chunks, loss=2.0):
@@ -148,6 +149,13 @@ def test_gradients_of_a_finite_norm_are_not_read():
 def test_gradients_that_are_not_finite_are_named(loss, chunks, message):
     stage: Any = Stage(*({"layers": chunk} for chunk in chunks))
     assert not_finite_in_words(stage, StepOutcome(loss, (), []), math.inf) == message
+
+
+def test_another_replicas_share_that_is_not_finite_is_named():
+    stage: Any = Stage({"layers": jnp.ones(2)})
+    stage.shares = "some"
+    found = not_finite_in_words(stage, StepOutcome(0.0, (), []), math.nan)
+    assert found == "gradients of another replica's share"
 
 
 def test_an_auxiliary_loss_that_is_not_finite_is_named_in_place_of_the_loss():

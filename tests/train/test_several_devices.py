@@ -1,7 +1,5 @@
 """Runs whose stages have two devices: they learn, fail over, save and resume as others do."""
 
-import json
-
 import numpy as np
 import pytest
 from in_this_process import Run, jaxmorph, train
@@ -67,37 +65,6 @@ def test_it_resumes_with_other_numbers_of_devices(runs):
     ours, theirs = (Run(each.out).results()[6:] for each in (split, alone))
     assert len(ours) == 2
     close(ours, theirs)
-
-
-SCRIPT = """
-import json, sys
-from pathlib import Path
-import jaxmorph
-from jaxmorph.models.gpt2 import build
-import numpy as np
-
-model = build(preset="tiny", width=16, num_layers=4, num_heads=2, vocab_size=32, sequence_length=8)
-folder, tensor = Path(sys.argv[1]), int(sys.argv[2])
-config = {
-    "parallelism": {"tensor": tensor},
-    "data": {"sequence_length": 8},
-    "batch": {"microbatches": 4, "microbatch_size": 2},
-}
-with jaxmorph.Trainer(model, config) as trainer:
-    tokens = np.random.default_rng(0).integers(32, size=(8, 9))
-    losses = [trainer.step((tokens[:, :-1], tokens[:, 1:])).loss for _ in range(3)]
-    (folder / f"{tensor}_{trainer.rank}.json").write_text(json.dumps(losses))
-"""
-
-
-def test_a_script_has_stages_of_two_devices(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    for stages, tensor in ((1, 1), (2, 2)):
-        words = "launch", "--stages", stages, tmp_path / "script.py", tmp_path, tensor
-        done = jaxmorph(*words)
-        assert done.returncode == 0, done.stderr
-    alone, split = (json.loads((tmp_path / name).read_text()) for name in ("1_0.json", "2_0.json"))
-    close(split, alone)
 
 
 @pytest.mark.parametrize(

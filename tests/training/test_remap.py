@@ -60,14 +60,14 @@ class Recorder:
         self.kinds.append(kind)
 
 
-def result(step, took_s=(), moves=Moves(), stop_asked=False, pairs=None):  # noqa: B008
+def result(step, took_s=(0.01, 0.01), moves=Moves(), stop_asked=False, pairs=None):  # noqa: B008
     parts = {
         SumTook: [*map(SumTook, took_s)],
         PairTimes: [PairTimes(), PairTimes(pairs or {})],
         Moves: [moves, Moves()],
         SaveRequest: [SaveRequest(stop_asked=stop_asked)],
     }
-    step_s = 0.4 + max(took_s, default=0.0)
+    step_s = 0.4 + max(took_s)
     return cast(
         Any, SimpleNamespace(step=step, updated=True, step_s=step_s, parts_of=parts.__getitem__)
     )
@@ -75,9 +75,10 @@ def result(step, took_s=(), moves=Moves(), stop_asked=False, pairs=None):  # noq
 
 def compile_stage(stage) -> Any:
     COMPILED.append(stage)
+    return f"compiled stage {stage}"
 
 
-def remapping_of(layout):
+def remapping_of(layout, compile_stage=compile_stage):
     COMPILED.clear()
     profile = Profile(StageCosts.uniform(2, 10.0, 10.0, 10.0), {})
     replicas = SimpleNamespace(
@@ -94,9 +95,7 @@ def remapping_of(layout):
 
 @pytest.fixture
 def remapping():
-    made = remapping_of(LAYOUT)
-    yield made
-    made.close()
+    return remapping_of(LAYOUT)
 
 
 def test_a_slow_sum_moves_ranks_once_the_layout_is_found(remapping):
@@ -117,6 +116,7 @@ def test_a_slow_sum_moves_ranks_once_the_layout_is_found(remapping):
     assert effect.ends
     assert remapping._recorder.kinds == [EventKind.SUM_SLOW, EventKind.REMAPPED]
     assert remapping.layout == replace(LAYOUT, ranks=moves.ranks)
+    assert remapping.compiled == "compiled stage 0"
     assert [pair.ranks for pair in remapping.slow] == [(1, 3)]
 
 
@@ -126,6 +126,25 @@ def test_a_run_that_is_asked_to_end_moves_no_rank(remapping):
     assert remapping.after(result(4, (0.01, 0.01), stop_asked=True)) == GOES_ON
     assert remapping.layout is None
     assert remapping.after(result(5, (0.01, 0.01))).ends
+
+
+def test_a_decision_that_comes_with_the_end_compiles_nothing(remapping):
+    moves = Moves(LAYOUT.swapped(2, 3).ranks)
+    assert remapping.after(result(3, (0.01, 0.01), moves, stop_asked=True)) == GOES_ON
+    assert remapping._compiling is None
+
+
+def test_no_rank_moves_to_a_stage_that_cannot_be_compiled(caplog):
+    def fail(stage):
+        raise RuntimeError("out of memory")
+
+    remapping = remapping_of(LAYOUT, fail)
+    remapping.after(result(3, (0.01, 0.01), Moves(LAYOUT.swapped(2, 3).ranks)))
+    assert remapping._compiling is not None
+    assert "out of memory" in str(remapping._compiling.exception(60))
+    assert remapping.report(4) == (Moves(ready=False), PairTimes())
+    assert remapping.after(result(4, (0.01, 0.01), Moves(ready=False))) == GOES_ON
+    assert "the next stage can't be compiled: RuntimeError: out of memory" in caplog.text
 
 
 def test_nothing_moves_after_the_last_step(remapping):
@@ -155,4 +174,3 @@ def test_of_several_replicas_the_slow_pair_is_found_by_timing_each():
     assert remapping.after(result(5, (0.01, 2.0), moves)) == GOES_ON
     assert remapping.after(result(6, (0.01, 2.0))).ends
     assert [pair.ranks for pair in remapping.slow] == [(3, 5)]
-    remapping.close()
