@@ -178,6 +178,7 @@ class ReplicaStep:
     """How one replica of the pipeline ran a step.
 
     Attributes:
+        routes: those of its plan; a link that has failed over since is in an event.
         pipeline_s: seconds until its first stage had its gradients, before they were summed.
     """
 
@@ -224,7 +225,8 @@ class StepRecord:
     """most microbatches that each stage held at once, on its device or in host memory"""
     compilations: int
     """programs that all ranks have compiled so far, without those found in the compilation cache;
-    it grows only after a link's path has failed, for its next direct programs"""
+    it grows only after a link's path has failed, for its next direct programs, and while ranks
+    change places"""
     planned_bubble_rate: float | None = field(default=None, metadata=_NOT_IN_LINE)
     """the plan's idle share; for the terminal only"""
     link_states: Mapping[str, str] = field(default_factory=dict, metadata=_NOT_IN_LINE)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.gpu.child import Row
 from jaxmorph.models.gpt2 import build
@@ -21,6 +22,7 @@ from jaxmorph.stage.model import (
     without_randomness,
 )
 from jaxmorph.stage.parameters import init_stage_params
+from jaxmorph.stage.sharding import place_params
 
 OP_NAMES = ("F", "B", "W", "BW", "plain")
 """The stage's programs, and the plain one: forward and backward of the layers in one."""
@@ -91,15 +93,16 @@ def build_lone_stage(
     sizes: Sizes,
     kinds: Collection[str] = OP_KINDS,
     shapes: MicrobatchShapes | None = None,
+    num_devices: int = 1,
 ) -> StagePrograms:
-    """The compiled programs of a stage of layers alone on this process's first device.
+    """The compiled programs of a stage of layers alone on this process's first devices.
 
     Args:
         shapes: A microbatch; None: tokens of text.
     """
     return build_stage(
         model,
-        stage_submesh(make_mesh(1), 0),
+        stage_submesh(make_mesh(1, num_devices), 0),
         num_layers=sizes.num_layers,
         is_first=False,
         is_last=False,
@@ -141,6 +144,7 @@ class StageOps:
         programs: StagePrograms,
         sizes: Sizes,
         shapes: MicrobatchShapes | None = None,
+        num_devices: int = 1,
     ) -> None:
         shapes = shapes or MicrobatchShapes.of_text(sizes.microbatch_size, sizes.sequence_length)
         functions = programs.functions
@@ -149,11 +153,12 @@ class StageOps:
         more = (None, key, functions.with_extras(extras))
         self._aux = (jnp.ones(functions.num_aux),) if functions.num_aux else ()
         layers = range(sizes.num_layers)
-        self._params = init_stage_params(
-            model, jax.random.key(0), layers, is_first=False, is_last=False
-        )
+        params = init_stage_params(model, jax.random.key(0), layers, is_first=False, is_last=False)
+        submesh = stage_submesh(make_mesh(1, num_devices), 0)
+        self._params = place_params(params, programs.specs, submesh)
         self._programs, self._weights = programs, programs.prepare(self._params)
-        self._x = _random_activations(model, shapes)
+        x = _random_activations(model, shapes)
+        self._x = jax.device_put(x, NamedSharding(submesh, PartitionSpec()))
         self._plain = plain_step(model)
         self._sums = programs.zero_accumulators()
         _, self._stash, *_ = programs.forward(self._weights, self._x, *more)

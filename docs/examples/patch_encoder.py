@@ -128,6 +128,7 @@ class StripedImages:
     """Noisy stripes of eight directions; each step's images follow from its number alone."""
 
     vocab_size = NUM_CLASSES
+    digest = "striped images"  # else a run whose model, in this file too, is edited can't resume
     held_out: "StripedImages | None" = None
 
     def __init__(self, batch_size: int, seed: int, of_training: bool = True):

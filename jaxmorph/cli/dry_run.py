@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxmorph.config import Config, load_config, locating_errors
+from jaxmorph.config.sections import Parallelism
 from jaxmorph.records import in_bytes
 from jaxmorph.report.text import describe_routes, numbers, short_count
 
@@ -116,11 +117,16 @@ def _rows(found: _DryRun) -> Iterator[tuple[str, str]]:
     if found.unreached:
         yield "warning", found.unreached
     yield "data", found.parts.source
+    of_replica = f", {config.microbatches} of them in each replica" if cut.data > 1 else ""
     yield (
         "batch",
         f"{batch.microbatches} microbatches of {batch.microbatch_size} sequences of "
-        f"{config.data.sequence_length}: {config.tokens_per_step:,} tokens a step",
+        f"{config.data.sequence_length}: {config.tokens_per_step:,} tokens a step{of_replica}",
     )
+    yield "loss", f"the mean over a step's {_counted(found)}"
+    if cut.data * cut.tensor > 1:
+        of_one = "; the tables are of one replica" if cut.data > 1 else ""
+        yield "ranks", _ranks_in_words(cut) + of_one
     if cut.layers == "auto" and cut.stages not in (1, found.parts.model.num_layers):
         yield "layers", "cut evenly here; a run times them first, and may cut them differently"
     yield (
@@ -135,6 +141,21 @@ def _rows(found: _DryRun) -> Iterator[tuple[str, str]]:
         yield "offload", "stashes beyond a stage's cap wait in host memory"
     memory = "" if found.device_bytes is None else f", {in_bytes(found.device_bytes)} for JAX"
     yield "device", f"traced for {found.device}{memory}"
+
+
+def _counted(found: _DryRun) -> str:
+    from jaxmorph.runtime.executor import has_a_loss_each
+
+    if has_a_loss_each(found.parts.shapes.targets):
+        return "targets that are not negative"
+    batch = found.config.batch
+    return f"{batch.microbatches * batch.microbatch_size} examples"
+
+
+def _ranks_in_words(cut: Parallelism) -> str:
+    devices = f", with {cut.tensor} devices each" if cut.tensor > 1 else ""
+    replicas = f" of each of {cut.data} replicas" if cut.data > 1 else ""
+    return f"{cut.stages * cut.data}, one for each of {cut.stages} stages{replicas}{devices}"
 
 
 def _table(found: _DryRun) -> Table:
@@ -166,9 +187,14 @@ def _host_table(host: "HostForecast") -> Table:
 
 def _host_lines(config: Config, host: "HostForecast") -> Iterator[str]:
     """What all ranks take together, and what the limit costs."""
-    together = in_bytes(sum(own.total for own in host.ranks))
+    num_replicas = config.parallelism.data
+    num_ranks = num_replicas * len(host.ranks)
+    # Without shares only replica 0 copies its state for a checkpoint.
+    copies = config.num_optimizer_shares
+    of_each = (num_replicas * (own.total - own.checkpoint) for own in host.ranks)
+    together = in_bytes(sum(of_each) + copies * sum(own.checkpoint for own in host.ranks))
     here = in_bytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    yield f"A host with all {len(host.ranks)} ranks needs {together}; this one has {here}."
+    yield f"A host with all {num_ranks} ranks needs {together}; this one has {here}."
     if config.limits.host_gib is not None:
         most = in_bytes(max(own.total for own in host.unlimited))
         yield (

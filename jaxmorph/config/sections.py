@@ -310,7 +310,8 @@ class Optimizer(Section):
     """The peak, at the end of the warm-up; small models take more, 2e-3 for example."""
 
     warmup_steps: CountOrZero = 0
-    """Steps in which the rate rises from 0. Without a value a tenth of `run.steps`."""
+    """Steps in which the rate rises from 0. A file without this key means a tenth of its
+    `run.steps`."""
 
     weight_decay: NotNegative = 0.1
     """Applies to matrices alone, not to biases and norms."""
@@ -330,7 +331,7 @@ class Optimizer(Section):
     shard: Literal["none", "data"] = "none"
     """`data`: each of the replicas (`parallelism.data`) keeps the optimizer's state of its share of
     the parameters alone, updates that share, and gets the others' from them (ZeRO, stage 1).
-    Results are the same bits. With one replica it has no effect."""
+    Results are the same but for the rounding of the norm. With one replica it has no effect."""
 
     stop_after_skipped: Annotated[
         Count | None, Expected("null, or a whole number of at least 1")

@@ -111,6 +111,22 @@ def test_a_model_that_would_train_wrongly_is_one_line(run, monkeypatch):
     )
 
 
+def test_replicas_and_devices_are_counted(run):
+    sizes = "tiny.yaml", "--dry-run", "data.vocab_size=260", "parallelism.tensor=2"
+    sizes += ("routes.default=delegated",)
+    _, alone, _ = run(*sizes)
+    code, out, _ = run(*sizes, "parallelism.data=2")
+    assert code == 0
+    assert "2 of them in each replica\n" in out
+    assert (
+        "ranks     4, one for each of 2 stages of each of 2 replicas, with 2 devices each;" in out
+    )
+    assert "loss      the mean over a step's targets that are not negative\n" in out
+    host = re.compile(r"A host with all \d ranks needs ([\d.]+) KiB")
+    two, four = (float(host.findall(each)[0]) for each in (alone, out))
+    assert two < four < 2 * two  # only replica 0 copies its state for a checkpoint
+
+
 def test_parameters_without_a_gradient_are_a_warning(run, monkeypatch):
     monkeypatch.setattr(GPT2, "layer", lambda self, params, x: x)
     code, out, _ = run("tiny.yaml", "--dry-run")
