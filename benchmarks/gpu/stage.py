@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.gpu.child import Row
 from jaxmorph.models.gpt2 import build
@@ -158,7 +157,8 @@ class StageOps:
         self._params = place_params(params, programs.specs, submesh)
         self._programs, self._weights = programs, programs.prepare(self._params)
         x = _random_activations(model, shapes)
-        self._x = jax.device_put(x, NamedSharding(submesh, PartitionSpec()))
+        _, of_x, *_ = programs.compiled["F"].input_shardings[0]
+        self._x = jax.device_put(x, of_x)
         self._plain = plain_step(model)
         self._sums = programs.zero_accumulators()
         _, self._stash, *_ = programs.forward(self._weights, self._x, *more)
