@@ -144,7 +144,7 @@ def _rows(found: _DryRun) -> Iterator[tuple[str, str]]:
 
 
 def _counted(found: _DryRun) -> str:
-    from jaxmorph.runtime.executor import has_a_loss_each
+    from jaxmorph.stage.model import has_a_loss_each
 
     if has_a_loss_each(found.parts.shapes.targets):
         return "targets that are not negative"

@@ -87,24 +87,6 @@ class StepInputs:
         return replace(self, **jax.tree.map(replica.share, whole), replica=replica)
 
 
-def has_a_loss_each(targets: Tree) -> bool:
-    """Whether each target that is not negative has a loss: one array of integers."""
-    dtype = getattr(targets, "dtype", None)  # of an array, or of its shape
-    return dtype is not None and dtype.kind in "iu"
-
-
-def count_targets(targets: Tree) -> int:
-    """How many losses count: of the integers in one array those of 0 or more, else all examples.
-
-    Args:
-        targets: A tree of arrays [microbatches, microbatch size, ...]; None: 0.
-    """
-    leaves = jax.tree.leaves(targets)
-    if has_a_loss_each(targets):
-        return int(np.count_nonzero(targets >= 0))
-    return leaves[0].shape[0] * leaves[0].shape[1] if leaves else 0
-
-
 @dataclass(frozen=True)
 class StepOutcome:
     """One rank's results of a step.

@@ -15,7 +15,7 @@ import numpy as np
 from jaxmorph.placement import ALONE, Replica
 from jaxmorph.program.instructions import RankInstructions
 from jaxmorph.progress import progress
-from jaxmorph.runtime.executor import StepInputs, StepOutcome, count_targets
+from jaxmorph.runtime.executor import StepInputs, StepOutcome
 from jaxmorph.runtime.gradient_sum import GradientSum
 from jaxmorph.runtime.kept_programs import CompilationCounter
 from jaxmorph.runtime.optimizer import clip_scale
@@ -34,6 +34,7 @@ from jaxmorph.runtime.report import (
     total,
 )
 from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.stage.model import count_targets
 
 _Part = TypeVar("_Part")
 _NAMED = 2  # arrays that a message names

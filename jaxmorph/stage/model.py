@@ -371,3 +371,21 @@ def last_activations(
         return (result[0] if has_aux else result), None
 
     return lax.scan(one_layer, x, params["layers"])[0]
+
+
+def has_a_loss_each(targets: Tree) -> bool:
+    """Whether each target that is not negative has a loss: one array of integers."""
+    dtype = getattr(targets, "dtype", None)  # of an array, or of its shape
+    return dtype is not None and dtype.kind in "iu"
+
+
+def count_targets(targets: Tree) -> int:
+    """Returns how many losses count: of integers in one array those of 0 or more, else all examples.
+
+    Args:
+      targets: a tree of arrays [microbatches, microbatch size, ...]; None: 0.
+    """
+    leaves = jax.tree.leaves(targets)
+    if has_a_loss_each(targets):
+        return int(np.count_nonzero(targets >= 0))
+    return leaves[0].shape[0] * leaves[0].shape[1] if leaves else 0

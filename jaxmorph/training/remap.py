@@ -38,7 +38,7 @@ from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepResult
 from jaxmorph.schedule.costs import LinkDelay
 from jaxmorph.stage.compiling import in_background
-from jaxmorph.training.callbacks import SaveRequest
+from jaxmorph.training.callbacks import SaveRequest, SkippedSteps
 from jaxmorph.training.loop import GOES_ON, Callback, Effect
 from jaxmorph.training.plan_in_force import plan_step
 from jaxmorph.training.step_recorder import StepRecorder
@@ -96,6 +96,34 @@ class Decision:
     layout: Layout
     slow: tuple[SlowPair, ...]
     reason: str
+
+
+@dataclass
+class Moved:
+    """Ranks have changed places in the mesh.
+
+    `stage` and `state` take memory, and are emptied once the stage is open.
+
+    Attributes:
+        step: The next step.
+        stage: The rank's, closed, if it has kept its stage.
+        compiled: Its new stage, if it has another one.
+        state: That one's, on the host.
+        slow: The pairs of ranks that the layout avoids, on the rank that decides.
+        skipped: Has counted the steps so far.
+        began_s: When the step before ended, on the monotonic clock.
+        exchanged_s: How long it took until all had their states.
+    """
+
+    layout: Layout
+    step: int
+    stage: StageTrainer | None
+    compiled: CompiledStage | None
+    state: Sequence[Any]
+    slow: tuple[SlowPair, ...]
+    skipped: SkippedSteps
+    began_s: float
+    exchanged_s: float
 
 
 class Remapping(Callback):

@@ -4,7 +4,7 @@
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,6 @@ from jaxmorph.emulation.link_settings import (
 from jaxmorph.errors import RunFailedError
 from jaxmorph.messages import EventEmitted, RunMessage
 from jaxmorph.output import write_stderr
-from jaxmorph.placement import Layout
 from jaxmorph.program.slots_needed import HostRoom
 from jaxmorph.records import Event, EventKind, Link
 from jaxmorph.report.run_directory import CONTROL, RunLines
@@ -60,39 +59,11 @@ from jaxmorph.training.layer_choice import (
 from jaxmorph.training.loop import Callback, Loop
 from jaxmorph.training.open_stage import open_gradient_sum, open_stage, stage_settings
 from jaxmorph.training.plan_in_force import PlanInForce
-from jaxmorph.training.remap import Remapping
+from jaxmorph.training.remap import Moved, Remapping
 from jaxmorph.training.run_checkpoints import RunCheckpoints, TrainedOn
 from jaxmorph.training.run_parts import check_together, unreached_in_words
 from jaxmorph.training.starting_point import KnownLinks, known_links
 from jaxmorph.training.step_recorder import StepRecorder
-
-
-@dataclass
-class Moved:
-    """Ranks have changed places in the mesh.
-
-    `stage` and `state` take memory, and are emptied once the stage is open.
-
-    Attributes:
-        step: The next step.
-        stage: The rank's, closed, if it has kept its stage.
-        compiled: Its new stage, if it has another one.
-        state: That one's, on the host.
-        slow: The pairs of ranks that the layout avoids, on the rank that decides.
-        skipped: Has counted the steps so far.
-        began_s: When the step before ended, on the monotonic clock.
-        exchanged_s: How long it took until all had their states.
-    """
-
-    layout: Layout
-    step: int
-    stage: StageTrainer | None
-    compiled: CompiledStage | None
-    state: Sequence[Any]
-    slow: tuple[SlowPair, ...]
-    skipped: SkippedSteps
-    began_s: float
-    exchanged_s: float
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,18 @@ from jaxmorph.data.tokens import DataDigest, digest_of
 from jaxmorph.errors import UserError, in_users_code
 from jaxmorph.placement import ALONE, Replica
 from jaxmorph.progress import progress
-from jaxmorph.runtime.executor import StepInputs, count_targets
+from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.rendezvous import Rendezvous, gather, raised_together
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.stage.activations import boundary_of
-from jaxmorph.stage.model import MicrobatchShapes, PipelineModel, Tree, cut_layers, takes_extras
+from jaxmorph.stage.model import (
+    MicrobatchShapes,
+    PipelineModel,
+    Tree,
+    count_targets,
+    cut_layers,
+    takes_extras,
+)
 from jaxmorph.stage.model_checks import check_model
 from jaxmorph.stage.parameters import check_weights
 from jaxmorph.stage.shard_checks import check_shards

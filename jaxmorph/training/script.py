@@ -16,13 +16,13 @@ from jaxmorph.config import Config, check_config, read_config
 from jaxmorph.config.sections import Run
 from jaxmorph.errors import UserError
 from jaxmorph.placement import ALONE, Replica
-from jaxmorph.runtime.executor import StepInputs, count_targets
+from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.join import join_run, rendezvous_of_joined
 from jaxmorph.runtime.launcher import threads_for
 from jaxmorph.runtime.rendezvous import Rendezvous, SoleRank
 from jaxmorph.runtime.watchdog import watch_over
 from jaxmorph.runtime.xla_settings import have_cpu_devices, have_threads, limit_collectives
-from jaxmorph.stage.model import MicrobatchShapes, Tree
+from jaxmorph.stage.model import MicrobatchShapes, Tree, count_targets
 from jaxmorph.training.cluster import join_cluster, num_tasks, started_by_cluster
 from jaxmorph.training.own_data import ROWS, cut_tree, parts_of, shapes_of
 from jaxmorph.training.script_launch import launch_arguments

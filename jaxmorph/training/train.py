@@ -25,9 +25,8 @@ from jaxmorph.runtime.stop_signals import signals_ask
 from jaxmorph.training.evaluation import with_room_to_evaluate
 from jaxmorph.training.first_plan import settle_garbage
 from jaxmorph.training.open_stage import listening_host
-from jaxmorph.training.remap import Remapping, exchange_states
+from jaxmorph.training.remap import Moved, Remapping, exchange_states
 from jaxmorph.training.run import (
-    Moved,
     Run,
     Training,
     begin_training,
