@@ -380,7 +380,7 @@ def has_a_loss_each(targets: Tree) -> bool:
 
 
 def count_targets(targets: Tree) -> int:
-    """Returns how many losses count: of integers in one array those of 0 or more, else all examples.
+    """Returns how many losses count: of integers in one array those of 0 or more; else examples.
 
     Args:
       targets: a tree of arrays [microbatches, microbatch size, ...]; None: 0.
