@@ -320,7 +320,12 @@ def trainer_of(monkeypatch):
 
     def trainer_of(rendezvous, next_step=0, stop_after=None, **stage):
         device = SimpleNamespace(memory_stats=lambda: None)
-        whole = {"squared_norm": lambda: 4.0, "update": lambda scale: None, "events": list}
+        whole = {
+            "shares": None,
+            "squared_norm": lambda: 4.0,
+            "update": lambda scale: None,
+            "events": list,
+        }
         given = {
             **whole,
             "reads_extras": False,
