@@ -309,8 +309,8 @@ def results(model, inputs, extras, num_devices):
     "name",
     [
         "own model",
-        pytest.param("packed", marks=MORE),
-        pytest.param("packed, sequence parallel", marks=MORE),
+        pytest.param("packed", marks=pytest.mark.long),
+        pytest.param("packed, sequence parallel", marks=pytest.mark.long),
     ],
 )
 def test_randomness_auxiliary_losses_and_masks_are_those_of_one_device(name):

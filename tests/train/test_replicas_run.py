@@ -71,7 +71,6 @@ def test_a_step_records_how_each_replica_ran_it(replicas, alone):
     assert "replicas" not in alone.steps[0]
 
 
-@pytest.mark.in_ci
 def test_the_same_run_again_has_the_same_results(replicas, tmp_path):
     delegated = "routes={default: delegated, reduction: delegated, r1:0-1: direct}"
     again = train(tmp_path, CONFIG, REPLICAS, delegated)
@@ -206,7 +205,6 @@ with jaxmorph.Trainer(model, config) as trainer:
 """
 
 
-@pytest.mark.in_ci
 def test_a_script_has_replicas_of_stages_of_two_devices(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     for ranks, data in ((1, 1), (4, 2)):
