@@ -56,7 +56,7 @@ def compile_stage(
 
     Args:
         submesh: The stage's devices.
-        stamp: Told what is compiled next.
+        stamp: Called before each program is compiled, as in `build_stage`.
     """
     specs = partition_specs(model, settings.num_devices)
     chunks = settings.chunks_of(rank)

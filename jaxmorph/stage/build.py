@@ -185,7 +185,7 @@ def build_stage(
       stash: "full" keeps what the backward needs; "recompute" keeps only each layer's input, and B
         computes the layer again.
       kinds: which of `OP_KINDS` to compile; calling another raises KeyError.
-      stamp: told what is compiled next.
+      stamp: called before each program is compiled, with a text that a stalled process shows.
 
     Raises:
       ValueError: an unknown stash policy or kind of op.

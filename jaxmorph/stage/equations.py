@@ -185,12 +185,6 @@ def without_effects(eqn: JaxprEqn) -> JaxprEqn:
     return eqn.replace(params=params, effects=frozenset())
 
 
-def silent(trace: FlatTrace) -> Part:
-    """Returns a traced function without what it prints: a user would take that for a step's."""
-    equations = tuple(map(without_effects, trace.equations))
-    return replace(trace, equations=equations).part(trace.inputs, trace.outputs)
-
-
 def _evaluate(
     equations: Iterable[JaxprEqn],
     values: dict[Var, Any],

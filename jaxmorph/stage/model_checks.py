@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmorph.errors import UserError, definition_of, in_users_code
-from jaxmorph.stage.equations import silent, trace_flat
+from jaxmorph.stage.equations import trace_flat
 from jaxmorph.stage.model import MicrobatchShapes, Params, PipelineModel, Tree, aux_weights_of
 from jaxmorph.stage.model_calls import (
     ModelCall,
@@ -29,6 +29,7 @@ from jaxmorph.stage.model_calls import (
     is_same,
     listed,
     made_up,
+    run_for_check,
 )
 from jaxmorph.stage.parameters import leaf_at
 
@@ -260,8 +261,7 @@ def _check_sum(
         return
     leaves = jax.tree.leaves(arguments)
     try:
-        program = jax.jit(silent(trace)).lower(*leaves).compile(_QUICKLY)
-        once, twice, *gradients = jax.device_get(program(*leaves))
+        once, twice, *gradients = run_for_check(trace, *leaves)
     except jax.errors.JaxRuntimeError:  # such as no memory for it, beside another run
         return
     made: list[Any] = [variable.aval for eqn in trace.equations for variable in eqn.outvars]
@@ -279,9 +279,6 @@ def _check_sum(
                 f"got a gradient of {name} that is not twice as large where an example stands "
                 "twice, as the loss is, expected that of a sum"
             )
-
-
-_QUICKLY: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}  # half the time on a CPU
 
 
 def _off_double(once: Tree, twice: Tree) -> tuple[jax.Array, jax.Array]:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from jaxmorph.errors import UserError, definition_of, in_users_code
 from jaxmorph.stage.activations import boundary_of
-from jaxmorph.stage.equations import silent, trace_flat, walk
+from jaxmorph.stage.equations import trace_flat, walk
 from jaxmorph.stage.mesh import TENSOR
 from jaxmorph.stage.model import (
     MicrobatchShapes,
@@ -27,7 +27,7 @@ from jaxmorph.stage.model import (
     takes_extras,
     takes_key,
 )
-from jaxmorph.stage.model_calls import is_float, made_up
+from jaxmorph.stage.model_calls import is_float, made_up, run_for_check
 from jaxmorph.stage.sharding import (
     Specs,
     specs_of_parts,
@@ -37,7 +37,6 @@ from jaxmorph.stage.sharding import (
 from jaxmorph.stage.stage_functions import total_bytes
 
 _MOST_BYTES = 1 << 30  # of parameters: larger parts are not tried
-_QUICKLY: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}  # half the time on a CPU
 
 
 def check_shards(model: PipelineModel, num_devices: int, shapes: MicrobatchShapes) -> None:
@@ -61,7 +60,7 @@ def check_shards(model: PipelineModel, num_devices: int, shapes: MicrobatchShape
                 partial(_compared, call, specs[call.name], num_devices, along)
             )
         # What a jitted function returns comes in the order of names.
-        for what, each in sorted(found.items(), key=_what_says_more):
+        for what, each in sorted(found.items(), key=_plainest_first):
             total = max(size for _, size in each)
             # A part of what is alike is hidden by nothing; but what is almost zero is rounding.
             if any(off > tolerance * max(size, _FLOOR * total) for off, size in each):
@@ -73,7 +72,8 @@ def check_shards(model: PipelineModel, num_devices: int, shapes: MicrobatchShape
                 )
 
 
-def _what_says_more(found: tuple[str, Any]) -> tuple[bool, bool]:
+def _plainest_first(found: tuple[str, Any]) -> tuple[bool, bool]:
+    """Sorts what was compared without a key before the rest, and results before gradients."""
     return found[0].endswith(_WITH_KEY), "gradient" in found[0]
 
 
@@ -96,8 +96,7 @@ def _tried(compared: Callable[[], dict[str, _Off]]) -> tuple[dict[str, _Off], fl
     trace, form = trace_flat(compared), jax.eval_shape(compared)
     made: list[Any] = [variable.aval for eqn in walk(trace.equations) for variable in eqn.outvars]
     widths = [each.dtype.itemsize for each in made if hasattr(each, "dtype") and is_float(each)]
-    numbers = jax.device_get(jax.jit(silent(trace)).lower().compile(_QUICKLY)())
-    found = jax.tree.unflatten(jax.tree.structure(form), numbers)
+    found = jax.tree.unflatten(jax.tree.structure(form), run_for_check(trace))
     finite = {what: [each for each in of if np.isfinite(each[1])] for what, of in found.items()}
     return {what: of for what, of in finite.items() if of}, 3e-2 if min(widths) < 4 else 1e-3
 
