@@ -49,7 +49,7 @@ def matrix_figure(matrix: Matrix) -> Figure:
     entries = len(matrix.systems) + matrix.has_reference
     if matrix.runs:
         look = {"loc": "outside lower center", "frameon": False, "fontsize": 8.5}
-        figure.legend(ncols=min(entries, 5), **look)
+        figure.legend(ncols=min(entries, 4), **look)
     return figure
 
 
