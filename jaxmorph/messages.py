@@ -42,11 +42,13 @@ class StepTimelines:
     Attributes:
         timelines: `planned` and `measured`: the JSON of each rank's `RankTimes`, unread.
         around_change: Whether it is saved because a change is near.
+        replica: Whose step it is.
     """
 
     step: int
     timelines: Mapping[str, tuple[str, ...]]
     around_change: bool = False
+    replica: int = 0
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,9 @@ class EventKind(StrEnum):
     """a delegated link's direct path was probed, and how fast it was"""
     LINK_FAILED = "link_failed"
     """a direct path has failed in mid-step ([failures](../explanation/failures.md))"""
+    LINK_HANDED_OVER = "link_handed_over"
+    """a direct link has turned slow in mid-step, and its further messages are delegated
+    ([adaptation](../explanation/adaptation.md#a-link-that-turns-slow-in-mid-step))"""
     LINK_PATH_DOWN = "link_path_down"
     """a restored direct path has failed again"""
     LINK_GIVEN_UP = "link_given_up"

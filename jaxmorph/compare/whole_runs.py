@@ -29,7 +29,8 @@ RUNS = "runs"
 _COUNTED = frozenset({
     EventKind.RANK_FAILED, EventKind.RESTARTED, EventKind.CHECKPOINT_SAVED,
     EventKind.CHECKPOINT_FAILED, EventKind.LINK_FAILED, EventKind.LINK_RESTORED,
-    EventKind.STRAGGLER_DETECTED, EventKind.PLAN_CHANGED, EventKind.ROUTE_CHANGED,
+    EventKind.STRAGGLER_DETECTED, EventKind.LINK_HANDED_OVER, EventKind.PLAN_CHANGED,
+    EventKind.ROUTE_CHANGED,
 })  # fmt: skip
 _SHOWN = frozenset({
     EventKind.RANK_FAILED, EventKind.RESTARTED, EventKind.LINK_FAILED, EventKind.LINK_RESTORED,

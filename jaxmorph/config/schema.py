@@ -141,8 +141,7 @@ class Config(BaseModel):
     def remaps(self) -> bool:
         """Whether ranks may change places during the run."""
         cut, wanted = self.parallelism, self.adaptation.remaps
-        is_direct = self.optimizer.shard == "none" and self.routes.reduction == "direct"
-        has_places = min(cut.data, cut.stages) > 1 and is_direct
+        has_places = min(cut.data, cut.stages) > 1
         return has_places and (self.adapts if wanted == "auto" else wanted != "never")
 
     @property

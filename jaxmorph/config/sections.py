@@ -378,8 +378,7 @@ class Adaptation(Section):
     remaps: Literal["auto", "never", "any", "pipeline"] = "auto"
     """With `parallelism.data` above 1: ranks change places in the mesh where a slow pair of hosts
     sums gradients. `any` takes the layout with the shortest predicted step; `pipeline` makes the
-    pair a link between two stages, as Falcon does. `auto` is `any` if `enabled`, else `never`. Only
-    with direct sums (`routes.reduction`) and without `optimizer.shard: data`."""
+    pair a link between two stages, as Falcon does. `auto` is `any` if `enabled`, else `never`."""
 
     worth: Annotated[float, Field(ge=0, lt=1), Expected("a number from 0 to below 1")] = 0.02
     """The share by which a new plan must shorten the predicted step. Raise it if plans change too

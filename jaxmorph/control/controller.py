@@ -52,6 +52,7 @@ from jaxmorph.control.controller_state import (
     ProbeLinks,
     Probing,
     RequestCandidates,
+    RestorePaths,
     Retries,
     Starting,
     StepObserved,
@@ -67,7 +68,7 @@ from jaxmorph.control.events import (
     verdict_events,
 )
 from jaxmorph.control.late_once import late_once
-from jaxmorph.control.link_state import FailedPaths, PathState
+from jaxmorph.control.link_state import FailedPaths, PathState, delegated_links
 from jaxmorph.control.measurements import OpTime, StepSamples
 from jaxmorph.control.orchestrator import (
     Decision,
@@ -135,6 +136,7 @@ def _observe(state: ControllerState, seen: StepObserved) -> Advance:
         state, probe_events, after_probes = _judge_probes(state, seen.probes_ms)
         request = _request_if_due(state)
         state, commands = request.state, after_probes + request.commands
+        commands += _returning(state)
         events += link_events + tuple(map(notice_event, notices)) + probe_events
     return Advance(
         replace(state, paths=state.paths.restore(step_paths.report.restored)), commands, events
@@ -293,12 +295,13 @@ def _change(state: ControllerState, prepared: Preparing) -> Advance:
         routes=changed_routes(now.routes, then.routes),
         evidence=evidence_of(situation, then),
     )
-    direct = [link for link, route in change.routes.items() if route == "direct"]
+    direct = {link for link, route in change.routes.items() if route == "direct"}
+    back = direct | (state.paths.handed_over - delegated_links(then.routes))
     is_for_slow_links = not (direct or is_forced(situation) or situation.other_changes)
     late = late_once(situation.verdicts, situation.step - _STEPS_TO_CHANGE)
     command = ChangePlan(
         change,
-        state.paths.unrestored.intersection(direct),
+        state.paths.unrestored & back,
         late if is_for_slow_links else (),
     )
     changing = Changing(change, state.dwell)
@@ -321,6 +324,13 @@ def _drop_change(state: ControllerState, dropped: Changing) -> Advance:
         must_restart_planner=True,
     )
     return Advance(state, events=(kept,))
+
+
+def _returning(state: ControllerState) -> tuple[Command, ...]:
+    """Have links return that were handed over, and that the plan which stays has direct."""
+    is_decided = isinstance(state.phase, Idle) and not state.findings.is_due
+    links = state.paths.handed_over - delegated_links(state.plan.routes)
+    return (RestorePaths(links),) if is_decided and links else ()
 
 
 def _uses_failed_path(state: ControllerState, routes: Routes) -> bool:

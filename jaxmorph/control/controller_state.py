@@ -144,6 +144,13 @@ class ProbeLinks:
 
 
 @dataclass(frozen=True)
+class RestorePaths:
+    """Return links that were handed over to their direct paths after the next exchange."""
+
+    restore: frozenset[Link]
+
+
+@dataclass(frozen=True)
 class DropProbes:
     """Cancel probes that no exchange has announced yet."""
 
@@ -153,7 +160,7 @@ class ChangePlan:
     """Change to a plan on all ranks after the next exchange.
 
     Attributes:
-        restore: The links whose failed direct paths are restored with it.
+        restore: The links whose direct paths are restored with it.
         late_once: If these are in time again by then, the change is dropped (`PlanDropped`).
     """
 
@@ -162,7 +169,9 @@ class ChangePlan:
     late_once: tuple[LateOnce, ...] = ()
 
 
-Command: TypeAlias = RequestCandidates | ChooseCandidate | ProbeLinks | DropProbes | ChangePlan
+Command: TypeAlias = (
+    RequestCandidates | ChooseCandidate | ProbeLinks | RestorePaths | DropProbes | ChangePlan
+)
 
 
 # --- State ---------------------------------------------------------------------------------------

@@ -61,6 +61,13 @@ class Detector:
             now[direction] = watch.state()
         return Detector(now), changes
 
+    def observe_handover(
+        self, step: int, direction: Direction, late_ms: Sequence[float]
+    ) -> tuple["Detector", list[Verdict]]:
+        """Mark a direction slow whose link was handed over; nothing changes if it was slow."""
+        watch = _watch(self.directions, direction)
+        return self._after(watch.handed_over(step, late_ms), watch)
+
     def observe_failure(
         self, step: int, direction: Direction, detail: str
     ) -> tuple["Detector", list[Verdict]]:

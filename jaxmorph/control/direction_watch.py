@@ -214,6 +214,10 @@ class DirectionWatch:
         record.unlearn()
         return self._transition(step, Trigger.ROSE, is_direct, took_ms, usual=expected)
 
+    def handed_over(self, step: int, late_ms: Sequence[float]) -> list[Verdict]:
+        """Mark the direction slow by its direct messages before its link was handed over."""
+        return self._transition(step, Trigger.ROSE, True, late_ms)
+
     def path_failed(self, step: int, detail: str) -> list[Verdict]:
         """Mark the direct path failed; no verdict changes if it had failed already."""
         return self._transition(step, Trigger.FAILED, self._current, (), detail)

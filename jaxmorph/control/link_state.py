@@ -124,7 +124,9 @@ def word(health: LinkHealth, path: PathState) -> str:
 
 @dataclass(frozen=True)
 class PathFailure:
-    """A failure of a link's direct path, as one end or both ends saw it.
+    """A link's direct path that was left in mid-step, as one end or both ends saw it.
+
+    It has failed, or works but is slow: then the link was handed over (`handover`).
 
     Attributes:
         detail: The cause, in one line.
@@ -134,6 +136,7 @@ class PathFailure:
         restores_left: How often these processes can still restore the direct path: each restore
             needs a new communicator. None: unknown.
         reported_by: The ranks of the ends that reported it.
+        late_ms: The messages that were late where the link was handed over: see `EndWatch`.
     """
 
     link: Link
@@ -143,6 +146,12 @@ class PathFailure:
     began: bool = False
     restores_left: int | None = field(default=None, metadata=written_as("lives_left"))
     reported_by: tuple[int, ...] = field(default=(), metadata=written_as("told_by"))
+    late_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    @property
+    def is_handover(self) -> bool:
+        """Whether the path works, but is slow."""
+        return bool(self.late_ms)
 
     def to_json(self) -> dict[str, Any]:
         """The failure as a JSON object, with the link as `"2-3"`."""
@@ -158,6 +167,7 @@ class PathFailure:
             began=self.began or other.began,
             restores_left=min(left, default=None),
             reported_by=self.reported_by + other.reported_by,
+            late_ms=self.late_ms if other.is_handover else {},
         )
 
 
@@ -170,6 +180,7 @@ class LinkPath:
         restores_left: See `PathFailure`.
         up_steps: The steps in a row in which both ends found it up since it failed.
         is_unused: Whether no step has used it since it was restored.
+        is_handed_over: Whether it works, and was left because it is slow.
     """
 
     state: PathState = PathState.UP
@@ -178,6 +189,7 @@ class LinkPath:
     restores_left: int | None = field(default=None, metadata=written_as("lives_left"))
     up_steps: int = 0
     is_unused: bool = False
+    is_handed_over: bool = False
 
     @property
     def can_restore(self) -> bool:
@@ -188,9 +200,15 @@ class LinkPath:
         """The path after one more failure."""
         return LinkPath(PathState.FAILED, self.failures + 1, self.epoch + 1)
 
+    def handed_over(self) -> "LinkPath":
+        """The path after its link was handed over."""
+        left = {"state": PathState.FAILED, "is_handed_over": True, "is_unused": False}
+        return replace(self, epoch=self.epoch + 1, **left)
+
     def restored(self) -> "LinkPath":
         """The path in its next direct epoch."""
-        return replace(self, state=PathState.UP, epoch=self.epoch + 1, is_unused=True)
+        back = {"state": PathState.UP, "is_handed_over": False, "is_unused": True}
+        return replace(self, epoch=self.epoch + 1, **back)
 
     def counted(self, *, is_up: bool) -> "LinkPath":
         """The path after another step, in which both ends found it up or not."""
@@ -226,6 +244,11 @@ class FailedPaths:
         """The links whose path has failed and has not been restored; all messages are delegated."""
         return frozenset(link for link, at in self.links.items() if at.state is not PathState.UP)
 
+    @property
+    def handed_over(self) -> frozenset[Link]:
+        """Those of the `unrestored` whose path works, but is slow."""
+        return frozenset(link for link, at in self.links.items() if at.is_handed_over)
+
     def record(
         self, failures: Iterable[PathFailure]
     ) -> tuple["FailedPaths", tuple[PathFailure, ...]]:
@@ -235,8 +258,11 @@ class FailedPaths:
         """
         failed = self.unrestored
         new = tuple(each for each in failures if each.link not in failed)
-        paths = {each.link: self.links.get(each.link, LinkPath()).failed() for each in new}
-        return self._with(paths), new
+        return self._with({each.link: self._after(each) for each in new}), new
+
+    def _after(self, failure: PathFailure) -> LinkPath:
+        path = self.links.get(failure.link, LinkPath())
+        return path.handed_over() if failure.is_handover else path.failed()
 
     def restore(self, links: Iterable[Link]) -> "FailedPaths":
         """Record that direct paths were restored after a step."""
@@ -287,7 +313,7 @@ class FailedPaths:
         counted: dict[Link, LinkPath] = {}
         returned: dict[Link, int] = {}
         lost: list[Link] = []
-        for link in sorted(self.unrestored):
+        for link in sorted(self.unrestored - self.handed_over):
             before = self.links[link]
             path = before.counted(is_up=up.get(link, False))
             if before.state is not path.state:
@@ -330,7 +356,11 @@ class FailedPaths:
 
     def in_words(self) -> dict[str, str]:
         """The links with failed paths, for the terminal."""
-        return {str(link): "direct path failed, delegated" for link in sorted(self.unrestored)}
+        of_failed, of_slow = "direct path failed, delegated", "handed over in mid-step, delegated"
+        return {
+            str(link): of_slow if self.links[link].is_handed_over else of_failed
+            for link in sorted(self.unrestored)
+        }
 
     def _with(self, changed: Mapping[Link, LinkPath]) -> "FailedPaths":
         return replace(self, links={**self.links, **changed}) if changed else self

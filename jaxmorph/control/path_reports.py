@@ -16,7 +16,7 @@ class PathReport:
     """One rank's report on direct paths at the end of a step.
 
     Attributes:
-        failures: The direct paths that this rank gave up in the step.
+        failures: The direct paths that this rank left in the step.
         up: Whether this end finds each failed path of its links up.
         restore: From rank 0: the direct paths to restore after the step.
     """
@@ -31,11 +31,11 @@ class JoinedPathReport:
     """All ranks' reports on direct paths in a step, joined.
 
     Attributes:
-        failures: One for each link that failed.
+        failures: One for each link whose path was left.
         up: Whether both ends find each failed path up.
         restored: The links whose direct paths are restored after the step.
         restores_left: See `PathFailure`; also from an end that reported its failure late.
-        is_disturbed: Whether any end reported a failure. The step's timings may include the stall.
+        is_disturbed: Whether any end left a path. The step's timings may include the stall.
     """
 
     failures: tuple[PathFailure, ...] = ()
@@ -126,7 +126,11 @@ def judge_paths(
     """
     events: list[ControlEvent] = []
     for failure in report.failures:
-        detector = _with_failure(detector, step, failure.link, failure.detail)
+        if failure.is_handover:
+            detector, found = _with_handover(detector, step, failure)
+            events += found
+        else:
+            detector = _with_failure(detector, step, failure.link, failure.detail)
     for link, left in sorted(report.restores_left.items()):
         paths, was_last = paths.limit_restores(link, left)
         events += [_given_up_event(link)] if was_last else []
@@ -142,6 +146,18 @@ def judge_paths(
     return paths, detector, events
 
 
+def _with_handover(
+    detector: Detector, step: int, failure: PathFailure
+) -> tuple[Detector, list[ControlEvent]]:
+    events: list[ControlEvent] = []
+    for direction in directions_of(failure.link):
+        if late_ms := failure.late_ms.get("{}>{}".format(*direction)):
+            before = detector.verdicts
+            detector, changed = detector.observe_handover(step, direction, late_ms)
+            events += verdict_events(changed, before)
+    return detector, events
+
+
 def _with_failure(detector: Detector, step: int, link: Link, detail: str) -> Detector:
     for direction in directions_of(link):
         detector, _ = detector.observe_failure(step, direction, detail)
@@ -151,7 +167,8 @@ def _with_failure(detector: Detector, step: int, link: Link, detail: str) -> Det
 def _failure_event(failure: PathFailure) -> ControlEvent:
     resent = f"{failure.resent} message{'' if failure.resent == 1 else 's'} sent again"
     detail = f"{failure.detail}; delegated from there on, {resent}"
-    return ControlEvent(EventKind.LINK_FAILED, detail, str(failure.link), failure.to_json())
+    kind = EventKind.LINK_HANDED_OVER if failure.is_handover else EventKind.LINK_FAILED
+    return ControlEvent(kind, detail, str(failure.link), failure.to_json())
 
 
 def _restored_event(link: Link) -> ControlEvent:

@@ -69,13 +69,16 @@ def compile_stage(
     return CompiledStage(programs, params, optimizer, shares)
 
 
-def is_compiled_alike(settings: StageSettings, rank: int, other: int) -> bool:
-    """Whether two ranks' stages have the same programs."""
-    own, others = (
-        [(len(layers), *ends) for layers, *ends in settings.chunks_of(each)]
-        for each in (rank, other)
+def is_compiled_alike(
+    settings: StageSettings, rank: int, others: StageSettings, other: int
+) -> bool:
+    """Whether the stages of two ranks, perhaps of different replicas, have the same programs."""
+    own, its = (
+        [(len(layers), *ends) for layers, *ends in of.chunks_of(each)]
+        for of, each in ((settings, rank), (others, other))
     )
-    return own == others
+    is_own_share = settings.replica == others.replica or not settings.divides_optimizer
+    return own == its and is_own_share
 
 
 def initial_params(

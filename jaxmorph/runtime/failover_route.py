@@ -1,5 +1,7 @@
 """The direct route of links that fail over: when a link's path fails, the hosts carry its messages.
 
+So they do where a path has become slow, if the run adapts (`hands_over`).
+
 Transfers on this route always occupy the queue. After a failure the data plane carries them:
 receives still wait on the queue, and sends wait only for a free slot. So the order of the rank's
 instructions stays the one that was checked for deadlocks.
@@ -16,8 +18,9 @@ from itertools import chain
 
 import jax
 
+from jaxmorph.control.handover import EndWatch, late_in_words
 from jaxmorph.control.link_state import PathFailure
-from jaxmorph.program.instructions import SendReceive
+from jaxmorph.program.instructions import Payload, SendReceive
 from jaxmorph.progress import progress
 from jaxmorph.records import Link
 from jaxmorph.runtime.causes import LongWaits
@@ -48,6 +51,7 @@ class FailoverRoute:
         communicators: Over which a restored link starts again.
         watch: Finds the paths that died together with one whose transfer hangs.
         waits: The delegated route's; passed on over the links' connections.
+        hands_over: Whether a slow link leaves its path in mid-step.
     """
 
     holds_queue = True  # receives wait there, whatever carries their messages
@@ -62,8 +66,11 @@ class FailoverRoute:
         communicators: LinkCommunicators,
         watch: "PathWatch",
         waits: LongWaits | None = None,
+        *,
+        hands_over: bool = False,
     ) -> None:
         self._direct, self._delegated = direct, delegated
+        self._end_watches = {link: EndWatch(link) for link in connections if hands_over}
         self.kept = direct.kept = KeptOutputs()
         self._timeout_s = timeout_s
         self._rank, self._watch = rank, watch
@@ -105,6 +112,7 @@ class FailoverRoute:
             return self._post_delegated(end, identity, value, arrived_s)
         progress.stamp_queue(identity.transfer)
         self.kept.release(end.link)  # the peer is here, so it has received everything before
+        met_s = time.monotonic()
         try:
             with self._watch.transfer(end.link):
                 moved = self._direct.post(identity._replace(epoch=end.epoch), value, arrived_s)
@@ -113,7 +121,7 @@ class FailoverRoute:
             # The switch resends the message if the peer has not received it.
             end.await_switch(str(identity))
             return Moved(value, over_s=time.monotonic())
-        end.end_transfer()
+        self._end_transfer(end, moved, arrived_s, met_s, identity)
         return moved
 
     def take(self, identity: TransferIdentity, arrived_s: float, deadline_s: float) -> Moved:
@@ -121,6 +129,7 @@ class FailoverRoute:
         end = self._end(identity)
         if end.await_peer(str(identity)):
             progress.stamp_queue(identity.transfer)
+            met_s = time.monotonic()
             try:
                 with self._watch.transfer(end.link):
                     in_epoch = identity._replace(epoch=end.epoch)
@@ -128,7 +137,7 @@ class FailoverRoute:
             except _FAILURES as error:
                 self._leave(end, error)
             else:
-                end.end_transfer()
+                self._end_transfer(end, moved, arrived_s, met_s, identity)
                 return moved
         return self._take_delegated(end, identity, arrived_s, deadline_s)
 
@@ -150,13 +159,14 @@ class FailoverRoute:
             progress.stamp_queue(pair)
             self.kept.release(end.link)  # the peer is here, so it has received everything before
             now = [each._replace(epoch=end.epoch) for each in (sent, received)]
+            met_s = time.monotonic()
             try:
                 with self._watch.transfer(end.link):
                     moved = self._direct.post_and_take(now[0], value, now[1], arrived_s, deadline_s)
             except _FAILURES as error:
                 self._leave(end, error)  # the switch resends `sent` if the peer lacks it
             else:
-                end.end_transfer()
+                self._end_transfer(end, moved, arrived_s, met_s, sent, received)
                 return moved
             return self._take_delegated(end, received, arrived_s, deadline_s)
         posted = self._post_delegated(end, sent, value, arrived_s)
@@ -178,6 +188,8 @@ class FailoverRoute:
         for link in self._ends:
             self.kept.release(link)
         self._watch.end_step([link for link in self._ends if self.has_failed_over(link)])
+        for watch in self._end_watches.values():
+            watch.end_step()
 
     def take_failures(self) -> list[PathFailure]:
         """The path failures since the last call."""
@@ -195,11 +207,13 @@ class FailoverRoute:
         return link in self._ends and self._ends[link].has_failed_over
 
     def path_is_up(self, link: Link) -> bool | None:
-        """Whether a failed direct path seems to work again; None if it has not failed.
+        """Whether a direct path that was left seems to work; None if it was not left.
 
         The first call starts to ping the other end's host in the background; none waits.
         """
-        return self._watch.is_up(link) if self.has_failed_over(link) else None
+        if not self.has_failed_over(link):
+            return None
+        return self._ends[link].is_handed_over or self._watch.is_up(link)
 
     def begin_failed_over(self, link: Link) -> None:
         """Start a link without its direct path; both ends do so before anything is sent."""
@@ -218,6 +232,8 @@ class FailoverRoute:
             self._direct.replace_programs(self._programs(link, end.retired_communicators).result())
         end.begin_direct()
         self._watch.forget(link)
+        if link in self._end_watches:
+            self._end_watches[link].restart()
 
     def close(self) -> None:
         """Close the connections; the other ends see that this rank is gone."""
@@ -250,6 +266,36 @@ class FailoverRoute:
             end.end_transfer(error.reason, retires_communicator=True)
         else:  # an emulated cut, which breaks no collective
             end.end_transfer(str(error))
+
+    def _end_transfer(
+        self,
+        end: LinkEnd,
+        moved: Moved,
+        arrived_s: float,
+        met_s: float,
+        *identities: TransferIdentity,
+    ) -> None:
+        """End a transfer, or a pair; hand the link over if its messages have become slow.
+
+        Args:
+            arrived_s: When this end's queue came to it.
+            met_s: When both ends were there, by this host's clock.
+        """
+        end.end_transfer()
+        watch = self._end_watches.get(end.link)
+        transfers = [each.transfer for each in identities]
+        if watch is None or any(each.payload is Payload.TIED for each in transfers):
+            return  # of tied gradients there is one a step, of another length
+        over_s = time.monotonic()
+        if moved.over_s is not None:  # by the clock of paced queues
+            over_s, met_s = moved.over_s, max(arrived_s, moved.peer_arrived_s or met_s)
+        ends_s = moved.each_over_s or [over_s] * len(transfers)
+        took_ms = {
+            (each.source, each.destination): 1e3 * max(0.0, end_s - met_s)
+            for each, end_s in zip(transfers, ends_s, strict=True)
+        }
+        if late_ms := watch.late_messages(took_ms, 1e3 * over_s):
+            end.leave_path(late_in_words(late_ms), late_ms=late_ms)
 
     def _post_delegated(
         self, end: LinkEnd, identity: TransferIdentity, value: jax.Array, arrived_s: float

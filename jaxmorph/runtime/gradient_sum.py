@@ -53,16 +53,22 @@ class GradientSum:
         """
         progress.stamp("sums its gradients with those of other replicas")
         began_s = time.monotonic()
-        sums, failure = self._directly(self.direct, stage.gradients, step)
+        if self.direct is None:  # in all replicas
+            sums, failure = self._over_hosts(stage, step), ""
+        else:
+            sums, failure = self._directly(self.direct, stage.gradients, step)
         sum_s = time.monotonic() - began_s
         outcome, parts, all_have = self.replicas.join(
             outcome, parts, is_summed=sums is not None, sum_s=sum_s
         )
         if sums is None or not all_have:
-            sums = self._instead_of_direct(failure).run(stage.gradients, step)
-            sums = stage.shares.take(sums) if stage.shares else sums
+            sums = self._over_hosts(stage, step, failure)
         stage.replace_gradients(sums)
         return outcome, parts
+
+    def _over_hosts(self, stage: StageTrainer, step: int, failure: str = "") -> Tree:
+        sums = self._instead_of_direct(failure).run(stage.gradients, step)
+        return stage.shares.take(sums) if stage.shares else sums
 
     def squared_norm(self, stage: StageTrainer) -> float:
         """The sum of squares of the stage's summed gradients, the same in all replicas."""
@@ -119,16 +125,17 @@ class GradientSum:
         """
         own, found = self.replicas.own, {}
         for pair in combinations(range(own.count), 2):
-            if self.direct is not None and own.index in pair:
+            if own.index in pair:
                 progress.stamp(f"sums with one other replica, to see how long that takes: {pair}")
-                found[str(Link(*pair))] = self._pair_s(self.direct, pair, gradients, step)
+                found[str(Link(*pair))] = self._pair_s(pair, gradients, step)
         return found
 
-    def _pair_s(
-        self, direct: DirectSum, pair: tuple[int, int], gradients: Tree, step: int
-    ) -> float:
+    def _pair_s(self, pair: tuple[int, int], gradients: Tree, step: int) -> float:
         try:
-            alone = direct.of_pair(pair, gradients)
+            if self.direct is None:
+                alone = self._instead_of_direct("").of_pair(pair)
+            else:
+                alone = self.direct.of_pair(pair, gradients)
             alone.run(gradients, step)  # so that both begin the next one together
             began_s = time.monotonic()
             alone.run(gradients, step)

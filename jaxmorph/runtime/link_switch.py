@@ -8,8 +8,9 @@ deadline of a transfer therefore starts when both ends are there, and a late pee
 for a dead path. An end that has its peer's ready message also knows that the peer has received all
 earlier transfers.
 
-An end leaves the path when one of its transfers fails. It also does so when its peer has left, as
-soon as it is in no transfer of the link. It completes no more transfers of this epoch and sends its
+An end leaves the path when one of its transfers fails, or between two transfers when they have
+become slow (`control.handover`). It also does so when its peer has left, as soon as it is in no
+transfer of the link. It completes no more transfers of this epoch and sends its
 *state*: how many messages of each channel it has received. An end that has left and has its peer's
 state switches: it resends, delegated, what the peer's counts don't cover, and all
 later messages follow.
@@ -29,7 +30,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -43,6 +44,9 @@ from jaxmorph.transport.names import PeerGoneError
 
 Counts = Mapping[Channel, int]
 """How many messages of each channel."""
+
+LateMessages = Mapping[str, tuple[float, ...]]
+"""See `control.handover.EndWatch`."""
 
 _CLOSING_S = 1.0
 _SHORTEST_S = 0.001
@@ -77,13 +81,20 @@ class EndState:
         epoch: The delegated epoch that follows.
         received: How many messages of each channel came over the direct route, in all epochs.
         retires_communicator: Whether a collective failed here, so its communicator is of no use.
-        reason: What failed; empty where the end follows its peer.
+        reason: What failed, or was slow; empty where the end follows its peer.
+        late_ms: The late messages, where nothing failed: see `EndWatch`.
     """
 
     epoch: int
     received: Counts
     retires_communicator: bool
     reason: str
+    late_ms: LateMessages = field(default_factory=dict)
+
+    @property
+    def has_cause(self) -> bool:
+        """Whether a path failed, as this end knows by itself."""
+        return bool(self.reason) and not self.late_ms
 
 
 class Ready(NamedTuple):
@@ -137,7 +148,8 @@ class LinkEnd:
     Attributes:
         epoch: Even: the plan's route; odd: delegated.
         retired_communicators: How many of the link's communicators can't be used again.
-        path_failure: Why the direct path failed; "" if it has not, or has been restored.
+        path_failure: Why the direct path was left; "" if it was not, or has been restored.
+        is_handed_over: Whether the path works, and was left because it is slow.
     """
 
     def __init__(
@@ -153,7 +165,7 @@ class LinkEnd:
     ) -> None:
         self.link, self.peer = link, sum(link) - rank
         self.epoch, self.retired_communicators = 0, 0
-        self.path_failure = ""
+        self.path_failure, self.is_handed_over = "", False
         self._connections, self._received, self._resend = connections, received, resend
         self._on_peer_state, self._timeout_s = on_peer_state, timeout_s
         self._waits = waits or LongWaits(rank)
@@ -221,11 +233,21 @@ class LinkEnd:
                 self._leave_path(failure, retires_communicator)
         self._switch_if_due()
 
-    def leave_path(self, reason: str, *, retires_communicator: bool) -> None:
-        """Leave the path between two transfers; does nothing if this end has left already."""
+    def leave_path(
+        self,
+        reason: str,
+        *,
+        retires_communicator: bool = False,
+        late_ms: LateMessages | None = None,
+    ) -> None:
+        """Leave the path between two transfers; does nothing if this end has left already.
+
+        Args:
+            late_ms: The late messages, if the path works.
+        """
         with self._changed:
             if not self._has_left_path:
-                self._leave_path(reason, retires_communicator)
+                self._leave_path(reason, retires_communicator, late_ms)
         self._switch_if_due()
 
     def await_switch(self, what: str) -> int:
@@ -263,7 +285,7 @@ class LinkEnd:
         """Start the next direct epoch, at the same step boundary as the peer, after a switch."""
         with self._changed:
             self._begin_next_epoch()  # a direct one again
-            self._transfers, self.path_failure = 0, ""
+            self._transfers, self.path_failure, self.is_handed_over = 0, "", False
             if self.peer_has_left:  # it was restored first, and its path has failed since
                 self._leave_path("", retires_communicator=False)
         self._switch_if_due()
@@ -362,9 +384,14 @@ class LinkEnd:
         except (ConnectionLostError, OSError) as error:
             self._lost = self._lost or str(error)
 
-    def _leave_path(self, reason: str, retires_communicator: bool) -> None:
+    def _leave_path(
+        self, reason: str, retires_communicator: bool, late_ms: LateMessages | None = None
+    ) -> None:
         """Complete no more of this epoch and send the state; the caller holds the lock."""
-        self._state = EndState(self.epoch + 1, self._received(), retires_communicator, reason)
+        received = self._received()
+        self._state = EndState(
+            self.epoch + 1, received, retires_communicator, reason, late_ms or {}
+        )
         self._send(self._connections.states, dump(tagged(self._state)).encode())
         self._send(self._connections.ready, Ready.last(self.epoch).to_bytes())
         self._changed.notify_all()
@@ -412,10 +439,14 @@ class LinkEnd:
             self._begin_next_epoch()
 
     def _failure(self, own: EndState, other: EndState, resent: int) -> PathFailure:
-        reason = own.reason or f"rank {self.peer} reports: {other.reason}"
-        self.path_failure = reason
+        # That it was slow counts only where no end knows of a failure.
+        first = other if other.has_cause and not own.has_cause else own
+        first = first if first.reason else other
+        reason = first.reason if first is own else f"rank {self.peer} reports: {first.reason}"
+        self.path_failure, self.is_handed_over = reason, bool(first.late_ms)
         held_up_s = 0.0 if self._arrived_s is None else time.monotonic() - self._arrived_s
-        return PathFailure(self.link, reason, held_up_s, resent, own.retires_communicator)
+        began = own.retires_communicator
+        return PathFailure(self.link, reason, held_up_s, resent, began, late_ms=dict(first.late_ms))
 
     def _fail(self, error: Exception) -> None:
         with self._changed:

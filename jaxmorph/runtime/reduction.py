@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import partial, reduce
 from math import inf
 from operator import add
@@ -282,6 +283,12 @@ class DelegatedSum:
         # On the device, as the direct route does: a host may treat the smallest numbers otherwise.
         self._add = jax.jit(lambda *parts: reduce(add, parts))
 
+    def of_pair(self, pair: tuple[int, int]) -> "DelegatedSum":
+        """The same between two of the replicas alone, with as many numbers to each other."""
+        alone = copy(self)
+        alone._others = [each for each in pair if each != self._own.index]
+        return alone
+
     def run(self, gradients: Tree, step: int) -> Tree:
         """The sums; the gradients stay as they are.
 
@@ -341,7 +348,7 @@ class DelegatedSum:
         own = self._own.index
         rows = [
             numbers[own, part] if index == own else self._take(index, _SHARES, part, step)
-            for index in range(self._own.count)
+            for index in sorted((own, *self._others))
         ]
         numbers[own, part] = self._add(*rows)
         for other in self._others:

@@ -14,10 +14,11 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from jaxmorph.control.rank_times import RankTimes, timeline_of
+from jaxmorph.messages import EventEmitted, StepTimelines
 from jaxmorph.placement import PlacementKind
 from jaxmorph.plain_json import Json, ParseError, as_object, dump, parse, parse_line
 from jaxmorph.program.instructions import Channel, Transfer, channel_of
-from jaxmorph.records import Event, EventKind, ReplicaStep
+from jaxmorph.records import EventKind, ReplicaStep
 from jaxmorph.runtime.executor import StepOutcome
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rendezvous import DETAIL
@@ -204,17 +205,17 @@ class OfReplicas:
 
     Attributes:
         steps: How each ran the step.
-        events: Of replicas but that one.
+        messages: Of replicas but that one, to be recorded.
     """
 
     steps: tuple[ReplicaStep, ...] = ()
-    events: tuple[Event, ...] = ()
+    messages: tuple[EventEmitted | StepTimelines, ...] = ()
 
     def joined(self, of_replicas: Sequence[Self]) -> "OfReplicas":
-        """All replicas' steps, in order, and events."""
+        """All replicas' steps, in order, and messages."""
         steps = chain.from_iterable(each.steps for each in of_replicas)
-        events = chain.from_iterable(each.events for each in of_replicas)
-        return OfReplicas(tuple(steps), tuple(events))
+        messages = chain.from_iterable(each.messages for each in of_replicas)
+        return OfReplicas(tuple(steps), tuple(messages))
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ class StageSettings:
         delegated: The links that may be delegated; programs for both routes are compiled ahead.
         fails_over: Whether a link goes on delegated when its direct path fails: then all links must
             be in `delegated`.
+        hands_over: Whether such a link does so too when it turns slow.
         direct_timeout_s: How long an emulated direct transfer may take once both ends have come to
             it; None: `transfer_timeout_s`.
         copies: How payloads are copied into slots: a backend's name, or "auto".
@@ -67,6 +68,7 @@ class StageSettings:
     direct: frozenset[Link] | None = None
     delegated: frozenset[Link] = frozenset()
     fails_over: bool = False
+    hands_over: bool = False
     direct_timeout_s: float | None = None
     copies: str = AUTO
     free_slots_s: float | None = None

@@ -189,6 +189,7 @@ class StageTrainer:
             communicators,
             PathWatch(failover.peers, failover.pings, hangs_s, self._is_cut),
             waits,
+            hands_over=settings.hands_over,
         )
         return self._failover
 

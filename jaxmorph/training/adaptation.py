@@ -13,7 +13,7 @@ from functools import partial
 from typing import Protocol
 
 from jaxmorph.config import Config
-from jaxmorph.control.controller_state import ProbeLinks, first_state
+from jaxmorph.control.controller_state import ProbeLinks, RestorePaths, first_state
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.late_once import InTimeAgain, LastMessages, LateOnce, are_in_time
 from jaxmorph.control.path_reports import PathReport, join_reports
@@ -141,7 +141,12 @@ class Adaptation(Callback):
         """This rank's direct paths, probes and links in time again; on rank 0 the announcement."""
         paths, in_time = self._own_ends.report(), InTimeAgain()
         if self._last_messages is not None:
-            in_time = self._last_messages.report(self._trainer.message_times_ms())
+            # A message in place of a direct one tells nothing: its sender does not wait.
+            own = self._own_ends.failed
+            times_ms = self._trainer.message_times_ms()
+            in_time = self._last_messages.report(
+                (transfer, took_ms) for transfer, took_ms in times_ms if transfer.link not in own
+            )
         probed, self._probed = self._probed, []
         took_ms = ((str(stamp.label), 1e3 * stamp.duration_s) for stamp in probed)
         announced: Announced | Addressed = Announced()
@@ -179,6 +184,8 @@ class Adaptation(Callback):
                 failed = self._own_ends.failed.intersection(links)
                 if failed <= restore:
                     return Announced(probe=tuple(sorted(links))), failed
+            case RestorePaths(restore):
+                return Announced(), self._own_ends.failed & restore
         return Announced(), frozenset()
 
     def apply(
@@ -213,8 +220,8 @@ class OwnEnds:
         is_watched: Whether to report when failed paths are up again.
 
     Attributes:
-        failed: All links of the pipeline whose direct paths have failed. Between two steps it is
-            the same on all ranks.
+        failed: All links of the pipeline whose direct paths were left in mid-step. Between two
+            steps it is the same on all ranks.
     """
 
     def __init__(

@@ -13,7 +13,9 @@ from typing import Self
 
 from jaxmorph.checkpoints.saver import CheckpointSaver, SaveReport
 from jaxmorph.config.checkpoint_section import Checkpoint
-from jaxmorph.records import Event, EventKind, ReplicaStep
+from jaxmorph.messages import EventEmitted, StepTimelines
+from jaxmorph.records import EventKind, ReplicaStep
+from jaxmorph.runtime.replicas import Replicas
 from jaxmorph.runtime.report import OfReplicas, StepTotals
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepResult
@@ -164,9 +166,9 @@ class Recording(Callback):
     """Records steps, with their held-out losses, and morphs.
 
     Args:
-        events: Those of this replica, to be recorded by replica 0; None: there is no other
+        messages: Those of this replica, to be recorded by replica 0; None: there is no other
             replica, or this rank leads none.
-        records: Whether this rank records the events of other replicas.
+        records: Whether this rank records the messages of other replicas.
 
     Attributes:
         plan: The current plan on rank 0; the first plan on other ranks.
@@ -177,20 +179,20 @@ class Recording(Callback):
         recorder: StepRecorder,
         evaluation: Evaluation,
         plan: Plan,
-        events: deque[Event] | None = None,
+        messages: deque[EventEmitted | StepTimelines] | None = None,
         *,
         records: bool = True,
     ) -> None:
         self._recorder = recorder
         self._evaluation = evaluation
-        self._events, self._records = events, records
+        self._messages, self._records = messages, records
         self._began_s = time.monotonic()
         self.plan = plan
 
     def report(self, step: int) -> tuple[OfReplicas, ...]:
-        """How this replica ran the step, and its events."""
+        """How this replica ran the step, and what it has recorded."""
         del step
-        if self._events is None:
+        if self._messages is None:
             return ()
         plan, schedule = self.plan, self.plan.schedule
         own = ReplicaStep(
@@ -200,8 +202,7 @@ class Recording(Callback):
             plan.predicted_step_s,
             time.monotonic() - self._began_s,
         )
-        events = tuple(self._events.popleft() for _ in range(len(self._events)))
-        return (OfReplicas((own,), events),)
+        return (OfReplicas((own,), _taken(self._messages)),)
 
     def after(self, result: StepResult) -> Effect:
         """Hand the step to the recorder's thread."""
@@ -210,8 +211,19 @@ class Recording(Callback):
             result.step, result.totals, result.reports, result.step_s, self._evaluation.latest
         )
         if self._records:
-            self._recorder.relay(result.parts_of(OfReplicas)[0].events)
+            self._recorder.relay(result.parts_of(OfReplicas)[0].messages)
         return GOES_ON
+
+    def finish(self, replicas: Replicas) -> None:
+        """Record what other replicas have of the last step; all ranks call it together."""
+        if self._messages is None:
+            return
+        if not self._records:
+            self._recorder.settle()
+        own = OfReplicas(messages=_taken(self._messages))
+        for each in replicas.of_stage(OfReplicas, own):
+            if self._records:
+                self._recorder.relay(each.messages)
 
     def adopt(self, morph: Morph, step: int) -> None:
         """Record a new plan and the first step that runs it."""
@@ -221,6 +233,13 @@ class Recording(Callback):
     def drop(self, step: int) -> None:
         """Record that the announced plan is dropped."""
         self._recorder.drop(step)
+
+
+def _taken(
+    messages: deque[EventEmitted | StepTimelines],
+) -> tuple[EventEmitted | StepTimelines, ...]:
+    """All messages so far; others may be added meanwhile."""
+    return tuple(messages.popleft() for _ in range(len(messages)))
 
 
 class Saving(Callback):

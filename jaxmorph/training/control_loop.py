@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 from jaxmorph.control.controller import advance
 from jaxmorph.control.controller_state import (
@@ -31,6 +31,7 @@ from jaxmorph.control.controller_state import (
     PlanningFailed,
     ProbeLinks,
     RequestCandidates,
+    RestorePaths,
     Retries,
     StepObserved,
 )
@@ -55,7 +56,7 @@ class Morph:
     Attributes:
         chosen: As ranks run it. The planning process makes it beside training, because a rank would
             need too long between two steps.
-        restore: The links whose failed direct paths are restored with it.
+        restore: The links whose direct paths are restored with it.
         late_once: See `ChangePlan`.
         number: The plan's, as the planning process knows it.
     """
@@ -79,6 +80,10 @@ class Morph:
     def simulate(self, profile: Profile) -> Timeline:
         """A step of the plan, as `PlanInForce.simulate`."""
         return simulate_step(self.parsed, profile, self.chosen.scarce)
+
+
+Due: TypeAlias = Morph | ProbeLinks | RestorePaths
+"""What ranks do after an exchange."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +132,7 @@ class ControlLoop:
         self._simulations = Retries()  # after those that the planning process died of
         self._chosen: Chosen | None = None
         self._unreported: tuple[ControlEvent, ...] = ()  # of answers; reported with the next step
-        self._due: Morph | ProbeLinks | None = None
+        self._due: Due | None = None
         # `_lock` guards the state, which the recorder's and the planner's threads advance. `_due`
         # has its own lock, so that training never waits while a step is being observed.
         self._lock, self._due_lock = threading.Lock(), threading.Lock()
@@ -153,7 +158,7 @@ class ControlLoop:
                 raise self._error
         return events
 
-    def take_due(self) -> Morph | ProbeLinks | None:
+    def take_due(self) -> Due | None:
         """Take what ranks do after the next exchange, each once."""
         with self._due_lock:
             due, self._due = self._due, None
@@ -270,12 +275,12 @@ class ControlLoop:
                 self._planner.submit(self._answer, self._choose, command)
             case ChangePlan(change, restore, late_once) if self._chosen is not None:
                 self._put(Morph(change, self._chosen, restore, late_once, self._last_number))
-            case ProbeLinks():
+            case ProbeLinks() | RestorePaths():
                 self._put(command)
             case DropProbes() if isinstance(self._due, ProbeLinks):
                 self._put(None)
 
-    def _put(self, due: Morph | ProbeLinks | None) -> None:
+    def _put(self, due: Due | None) -> None:
         with self._due_lock:
             self._due = due
 

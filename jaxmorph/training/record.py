@@ -7,7 +7,7 @@ checkpoint is without the steps before it, whatever keeps this process from its 
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,8 @@ class RunRecord:
         self.stopped = ""
         self._history = RunHistory()
         self._traces = _traces_before(first_step, directory)
-        self._last_timelines: dict[str, Timeline] = {}
+        self._last_timelines: dict[str, Timeline] = {}  # of replica 0, for the picture
+        self._drawn: dict[int, dict[str, Timeline]] = {}  # by step, of all replicas
         self._last_traced_step = -1
         self._began_s = self._ranks_began_s = self._last_step_s = clock()
         self._has_started = False
@@ -109,8 +110,8 @@ class RunRecord:
                 if event.kind == EventKind.STOPPED:
                     self.stopped = event.detail
                 self._take_event(event)
-            case StepTimelines(step, timelines, around_change):
-                self._take_timelines(step, timelines, around_change)
+            case StepTimelines():
+                self._take_timelines(message)
             case ProfileUpdated(profile):
                 self._write(self._directory.write_profile, profile)
             case LinksChanged():
@@ -149,6 +150,7 @@ class RunRecord:
         self._reporter.go_back(step)
         self._last_step = step - 1
         self._traces = _traces_before(step, self._directory)
+        self._drawn = {before: drawn for before, drawn in self._drawn.items() if before < step}
         if self._last_traced_step >= step:  # the picture would show a step that will be done again
             self._last_timelines = {}
         self._last_traced_step = step - 1
@@ -250,23 +252,25 @@ class RunRecord:
         self._directory.show_step(record)
         self._reporter.step(record)
 
-    def _take_timelines(
-        self, step: int, timelines: Mapping[str, Sequence[str]], around_change: bool
-    ) -> None:
+    def _take_timelines(self, sent: StepTimelines) -> None:
+        step, replica = sent.step, f"r{sent.replica} " if sent.replica else ""
         drawn = {
-            f"{name}, step {step}": timeline_of(
+            f"{replica}{name}, step {step}": timeline_of(
                 [parse_line(RankTimes, text, "a rank's times") for text in of_ranks],
                 self._config.placement.kind,
             )
-            for name, of_ranks in timelines.items()
+            for name, of_ranks in sent.timelines.items()
         }
-        if step >= self._last_traced_step:  # timelines around a change may arrive late
+        # Timelines around a change may arrive late.
+        if sent.replica == 0 and step >= self._last_traced_step:
             self._last_timelines, self._last_traced_step = drawn, step
-        self._write(self._write_trace, step, drawn)
-        self._traces[step] = around_change
+        self._drawn[step] = self._drawn.get(step, {}) | drawn
+        self._write(self._write_trace, step, self._drawn[step])
+        self._traces[step] = sent.around_change or self._traces.get(step, False)
         while len(self._traces) > self._config.trace.keep:
             dropped = _to_drop(self._traces, self._config.trace.keep)
             del self._traces[dropped]
+            self._drawn.pop(dropped, None)
             self._write(self._remove_trace, dropped)
 
     def _write_trace(self, step: int, drawn: Mapping[str, Timeline]) -> None:

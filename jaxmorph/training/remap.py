@@ -24,7 +24,7 @@ from jaxmorph.config.link_problems import possible_links
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.remap import SlowPair, SumWatch, choose_layout, slow_pairs
 from jaxmorph.errors import UserError
-from jaxmorph.placement import Layout
+from jaxmorph.placement import Layout, Position
 from jaxmorph.records import EventKind, Link
 from jaxmorph.runtime.compiled_stage import CompiledStage
 from jaxmorph.runtime.connection import Connection
@@ -132,7 +132,7 @@ class Remapping(Callback):
     Args:
         profile: What steps are predicted with.
         gradient_sum: Times sums over pairs.
-        compile_stage: Compiles a stage of the pipeline for this rank.
+        compile_stage: Compiles a stage of the mesh for this rank.
         known: The pairs that were slow before: nothing says yet that they have recovered.
         active: Whether this rank decides.
         last_step: Nothing changes after it.
@@ -151,7 +151,7 @@ class Remapping(Callback):
         recorder: StepRecorder,
         gradient_sum: GradientSum,
         stage: StageTrainer,
-        compile_stage: Callable[[int], CompiledStage],
+        compile_stage: Callable[[Position], CompiledStage],
         *,
         known: tuple[SlowPair, ...] = (),
         active: bool,
@@ -216,9 +216,10 @@ class Remapping(Callback):
     def _prepare(self, layout: Layout) -> None:
         """Begin to compile this rank's stage of the next layout, if it is another one."""
         self._awaited, rank = layout, self._gradient_sum.replicas.all_ranks.rank
-        stage = layout.positions[rank].stage
-        if stage != self._before.positions[rank].stage:
-            self._compiling = in_background(partial(self._compile_stage, stage), "next stage")
+        divides = self._stage.shares is not None
+        if rank in _sources(self._before, layout, divides=divides):
+            at = layout.positions[rank]
+            self._compiling = in_background(partial(self._compile_stage, at), "next stage")
             self._compiling.add_done_callback(_warn_of_failure)
 
     def _move(self, layout: Layout, step: int) -> Effect:
@@ -300,17 +301,20 @@ def exchange_states(
     own: Parts,
     host: str,
     timeout_s: float,
+    *,
+    divides: bool,
 ) -> Parts:
     """The state of this rank's new stage, () if it keeps its own; all ranks call this together.
 
-    A rank gets it over the hosts' network from one that had the stage, in its new replica if there
-    is one: on the devices' network the slow pair may be in between.
+    A rank gets it over the hosts' network from the one that had its place: on the devices' network
+    the slow pair may be in between.
 
     Args:
         own: The state of its old stage.
         host: The address where this rank listens.
+        divides: Whether each replica has a share of the optimizer's state.
     """
-    sources = _sources(before, after)
+    sources = _sources(before, after, divides=divides)
     links = {Link(*sorted(pair)) for pair in sources.items()}
     rank, found = all_ranks.rank, ()
     with open_connections(all_ranks, links, host, timeout_s, number=1) as of_links:
@@ -328,11 +332,11 @@ def exchange_states(
     return found
 
 
-def _sources(before: Layout, after: Layout) -> dict[int, int]:
-    """By each rank that gets another stage: the rank that sends it the state."""
+def _sources(before: Layout, after: Layout, *, divides: bool) -> dict[int, int]:
+    """By each rank that gets another state: the rank that sends it."""
     was, sources = before.positions, {}
     for rank, at in after.positions.items():
-        if was[rank].stage != at.stage:
+        if was[rank].stage != at.stage or (divides and was[rank] != at):
             sources[rank] = before.ranks[at.replica][at.stage]
     return sources
 

@@ -38,6 +38,7 @@ from jaxmorph.control.controller_state import (
     ProbeLinks,
     Probing,
     RequestCandidates,
+    RestorePaths,
     Starting,
     StepObserved,
     with_settings,
@@ -138,6 +139,8 @@ def _in_brief(command: Command) -> list[Any]:
         case ChangePlan(change, restore, late_once):
             late = [f"{each.source}>{each.destination}" for each in late_once]
             return [name, change.reason, sorted(map(str, restore)), *late]
+        case RestorePaths(restore):
+            return [name, sorted(map(str, restore))]
         case DropProbes():
             return [name]
 
@@ -250,7 +253,7 @@ class _Simulated:
         self._run = replace(run, config=config)
         self._planner = CandidatePlanner(Begin(self._run, state.plan))
         self._programs = self._planner.programs
-        self._due: ChangePlan | ProbeLinks | None = None
+        self._due: ChangePlan | ProbeLinks | RestorePaths | None = None
         self._probing: tuple[Link, ...] = ()
 
     def start(self) -> Iterator[Moment]:
@@ -264,7 +267,7 @@ class _Simulated:
             match self._commands.pop(0):
                 case RequestCandidates() | ChooseCandidate() as asked:
                     yield self._advance(self._answer(asked))
-                case ChangePlan() | ProbeLinks() as due:
+                case ChangePlan() | ProbeLinks() | RestorePaths() as due:
                     self._due = due
                 case DropProbes() if isinstance(self._due, ProbeLinks):
                     self._due = None
@@ -291,9 +294,9 @@ class _Simulated:
         yield self._advance(seen, timeline)
         if isinstance(due, ProbeLinks):
             self._probing = due.links
-        elif due is not None and self._are_in_time(due.late_once, added_ms):
+        elif isinstance(due, ChangePlan) and self._are_in_time(due.late_once, added_ms):
             yield self._advance(PlanDropped())
-        elif due is not None:  # ranks swap at the end of this step
+        elif isinstance(due, ChangePlan):  # ranks swap at the end of this step
             yield self._advance(PlanChanged())
             self._programs = self._planner.programs
         yield from self._answers()

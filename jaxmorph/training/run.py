@@ -24,10 +24,11 @@ from jaxmorph.emulation.link_settings import (
     sum_conditions,
 )
 from jaxmorph.errors import RunFailedError
-from jaxmorph.messages import EventEmitted, RunMessage
+from jaxmorph.messages import EventEmitted, RunMessage, StepTimelines
 from jaxmorph.output import write_stderr
+from jaxmorph.placement import Position
 from jaxmorph.program.slots_needed import HostRoom
-from jaxmorph.records import Event, EventKind, Link
+from jaxmorph.records import EventKind, Link
 from jaxmorph.report.run_directory import CONTROL, RunLines
 from jaxmorph.runtime.compiled_stage import CompiledStage, compile_stage, is_compiled_alike
 from jaxmorph.runtime.emulated_links import EmulatedLinks, agree_on_origin_s
@@ -135,16 +136,17 @@ class Run:
             moved and moved.compiled,
         )
 
-    def compile_stage(self, own: StageTrainer, position: int) -> CompiledStage:
-        """The stage at another position of the pipeline, compiled for this rank.
+    def compile_stage(self, own: StageTrainer, at: Position) -> CompiledStage:
+        """The stage at another position of the mesh, compiled for this rank.
 
         Args:
             own: Its present one, whose programs may be the same.
         """
-        if is_compiled_alike(self.settings, self.rendezvous.rank, position):
+        settings = replace(self.settings, replica=replace(self.replicas.own, index=at.replica))
+        if is_compiled_alike(self.settings, self.rendezvous.rank, settings, at.stage):
             return own.compiled
         # What is stamped is what the rank does, which trains meanwhile.
-        return compile_stage(self.model, self.settings, position, own.submesh, lambda doing: None)
+        return compile_stage(self.model, settings, at.stage, own.submesh, lambda doing: None)
 
     def restore(self, stage: StageTrainer) -> None:
         """Restore the checkpoint's state, if the run resumes."""
@@ -346,7 +348,7 @@ def begin_training(
         clip_norm = config.optimizer.clip_norm
         runner = StepRunner(stage, rendezvous, clip_norm, compilations, step_s, gradient_sum)
         evaluation = Evaluation(config, runner, first.in_force.programs, held_out)
-        lines, known_links, of_replica, send = None, None, *_sender(run, send)
+        lines, known_links, messages, send = None, None, *_sender(run, send)
         if run.records and checkpoints is not None:
             lines = opened.enter_context(closing(RunLines(checkpoints.directory)))
             known_links = KnownLinks(run.config, checkpoints.directory, run.cut.layers)
@@ -375,7 +377,7 @@ def begin_training(
             )
         )
         plan = first.in_force.plan
-        recording = Recording(recorder, evaluation, plan, of_replica, records=run.records)
+        recording = Recording(recorder, evaluation, plan, messages, records=run.records)
         callbacks: list[Callback] = [evaluation, recording, skipped]
         if checkpoints is not None:
             saver = opened.enter_context(
@@ -418,26 +420,28 @@ def begin_training(
 
 def _sender(
     run: Run, send: Callable[[RunMessage], None]
-) -> tuple[deque[Event] | None, Callable[[RunMessage], None]]:
-    """A replica's events, for the replica that records, and the receiver of its messages.
+) -> tuple[deque[EventEmitted | StepTimelines] | None, Callable[[RunMessage], None]]:
+    """A replica's messages for the replica that records, and the receiver of its messages.
 
-    Of other replicas than that one only events are recorded.
+    Of other replicas than that one only events and timelines are recorded.
     """
     if run.replicas.own.is_alone or not run.leads:
         return None, send
-    events: deque[Event] = deque()
+    messages: deque[EventEmitted | StepTimelines] = deque()
     if run.records:
-        return events, send
+        return messages, send
     index = run.replicas.own.index
 
     def keep(message: RunMessage) -> None:
-        if isinstance(message, EventEmitted):
-            event = message.event
-            link = event.link and Link.parse(event.link).in_replica(index)
-            detail = event.detail if link else f"r{index}: {event.detail}"
-            events.append(replace(event, link=link, detail=detail))
+        match message:
+            case EventEmitted(event):
+                link = event.link and Link.parse(event.link).in_replica(index)
+                detail = event.detail if link else f"r{index}: {event.detail}"
+                messages.append(EventEmitted(replace(event, link=link, detail=detail)))
+            case StepTimelines():
+                messages.append(replace(message, replica=index))
 
-    return events, keep
+    return messages, keep
 
 
 def _keep(lines: RunLines, record: bytes, begins: bool) -> None:

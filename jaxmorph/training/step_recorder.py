@@ -6,7 +6,7 @@ Steps and events are written to the run directory here. They and all other messa
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Self
@@ -146,10 +146,16 @@ class StepRecorder:
         self._submit(self._send_step, step, totals, reports, step_s, held_out.loss)
         self._submit(self._send_link_events, step, reports, step_began_s)
 
-    def relay(self, events: Sequence[Event]) -> None:
-        """Send the events of other replicas."""
-        for event in events:
-            self._submit(self._send, EventEmitted(event))
+    def relay(self, messages: Iterable[RunMessage]) -> None:
+        """Send what other replicas have recorded."""
+        for message in messages:
+            self._submit(self._send, message)
+
+    def settle(self) -> None:
+        """Wait until all that was recorded is sent."""
+        if self._thread is not None:
+            self._submit(self._traced.finish)
+            self._thread.submit(self._raise_error).result()
 
     def adopt(self, morph: Morph, step: int) -> None:
         """Send the events of a new plan, which `step` is the first to run."""

@@ -156,6 +156,7 @@ def _train_at(
             training.loop.run(inputs, run.first_step + 1)
             programs_ran()
             is_done = training.loop.run(inputs, config.run.steps)
+            training.recording.finish(run.replicas)
             progress.phase("waits for the last save", timeouts.step_s)
             failure = training.finish()
             why_stop, remapping, moves = training.skipped.why_stop, training.remapping, None
@@ -182,7 +183,15 @@ def _move(
     progress.phase("exchanges the stages' states", timeouts.restore_s)
     host = listening_host(run.config, all_ranks)
     before = run.replicas.layout
-    state = exchange_states(all_ranks, before, layout, stage.state, host, timeouts.restore_s)
+    state = exchange_states(
+        all_ranks,
+        before,
+        layout,
+        stage.state,
+        host,
+        timeouts.restore_s,
+        divides=stage.shares is not None,
+    )
     took_s = time.monotonic() - loop.began_s
     kept, compiled = (None, remapping.compiled) if state else (stage, None)
     return Moved(

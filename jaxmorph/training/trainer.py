@@ -399,9 +399,10 @@ class Trainer:
         joined = join_reports(result.parts_of(PathReport))
         self._failed, failures = self._failed.record(joined.failures)
         for failure in failures if self._run.leads else ():
-            _log.warning("step %d: link %s failed: %s", result.step, failure.link, failure.detail)
+            what = "is slow" if failure.is_handover else "failed"
+            _log.warning("step %d: link %s %s: %s", result.step, failure.link, what, failure.detail)
         self._failed = self._failed.restore(joined.restored)
-        return failures
+        return [failure for failure in failures if not failure.is_handover]
 
     def _add_slots_for_forwards(self, program: RankInstructions) -> None:
         """Allocate the slots that the forwards of a new plan need when no backward frees any.

@@ -30,6 +30,7 @@ from jaxmorph.control.controller_state import (
     ProbeLinks,
     Probing,
     RequestCandidates,
+    RestorePaths,
     StepObserved,
     first_state,
 )
@@ -126,7 +127,7 @@ class Harness:
                 for link in self.state.paths.unrestored:
                     is_direct = change.plan.routes.get(link, "direct") == "direct"
                     assert not is_direct or link in restore, "a failed path is never direct"
-            case ProbeLinks():
+            case ProbeLinks() | RestorePaths():
                 self.due = command
             case _:
                 self.due = None if isinstance(self.due, ProbeLinks) else self.due
@@ -168,6 +169,9 @@ class Harness:
                 took_ms = random_.choice([0.5, 40.0])
                 probes_ms = {probe_of(link): took_ms for link in due.links}
             return probes_ms, due.restore
+        if isinstance(due, RestorePaths):
+            self.due = None
+            return {}, due.restore
         return {}, frozenset()
 
 
@@ -178,6 +182,11 @@ def warmed_up():
     for step in range(_WARM_UP):
         state = advance(state, step_of(state, step)).state
     return state
+
+
+def left_path(link, *, is_slow):
+    late_ms = {"{}>{}".format(*link): (40.0,) * 5} if is_slow else {}
+    return PathFailure(link, "no answer", reported_by=link, late_ms=late_ms)
 
 
 def run_at_random(seed, num_steps, **options):
@@ -198,11 +207,16 @@ def run_at_random(seed, num_steps, **options):
         probes_ms, restore = harness.exchange(random_)
         failed = harness.state.paths.unrestored
         routes = harness.state.plan.routes
+        slow = {each for each in slow_ms if slow_ms[each] > 0.0 and random_.random() < 0.5}
         failing = [
-            each for each in down if each not in failed and routes.get(each, "direct") == "direct"
+            each
+            for each in sorted(down | slow)
+            if each not in failed and routes.get(each, "direct") == "direct"
         ]
         paths = JoinedPathReport(
-            failures=tuple(PathFailure(each, "no answer", reported_by=each) for each in failing),
+            failures=tuple(
+                left_path(each, is_slow=slow_ms.get(each, 0.0) > 0.0) for each in failing
+            ),
             up={each: each not in down for each in failed},
             restored=tuple(each for each in sorted(restore) if each not in down),
             is_disturbed=bool(failing),
@@ -274,6 +288,44 @@ def test_a_change_that_a_failed_path_calls_for_is_not_dropped():
     (change,) = advance(state, CandidateChosen()).commands
     assert isinstance(change, ChangePlan)
     assert change.late_once == ()
+
+
+def handed_over(state, link):
+    failure = left_path(link, is_slow=True)
+    paths = JoinedPathReport(failures=(failure,), is_disturbed=True)
+    return advance(state, step_of(state, _WARM_UP, paths=paths))
+
+
+def test_a_link_that_is_handed_over_is_slow_and_planned_for():
+    result = handed_over(warmed_up(), LINKS[1])
+    kinds = [(event.kind, event.link) for event in result.events]
+    assert kinds == [("link_handed_over", "1-2"), ("straggler_detected", "1-2")]
+    assert result.state.paths.handed_over == {LINKS[1]}
+    assert result.state.detector.verdicts[1, 2].latency_ms == 40.0
+    assert result.state.detector.verdicts[2, 1].health == "healthy"
+    (request,) = result.commands
+    assert isinstance(request, RequestCandidates)
+    answer = CandidatesReceived(offered(result.state, {LINKS[1]}))
+    state = advance(result.state, answer).state
+    (change,) = advance(state, CandidateChosen()).commands
+    assert isinstance(change, ChangePlan)
+    assert change.change.routes == {LINKS[1]: "delegated"}
+    assert change.restore == frozenset()
+
+
+def test_a_link_that_is_handed_over_returns_if_the_plan_stays():
+    state = handed_over(warmed_up(), LINKS[1]).state
+    stays = Options(300.0, 300.0, (Option(FIRST, 300.0),))
+    result = advance(state, CandidatesReceived(stays))
+    assert [event.kind for event in result.events] == ["plan_kept"]
+    for step in (1, 2):  # again where the command was lost
+        result = advance(result.state, step_of(result.state, _WARM_UP + step))
+        assert result.commands == (RestorePaths(frozenset({LINKS[1]})),)
+    paths = JoinedPathReport(up={LINKS[1]: True}, restored=(LINKS[1],))
+    state = advance(result.state, step_of(result.state, _WARM_UP + 3, paths=paths)).state
+    assert state.paths.unrestored == frozenset()
+    result = advance(state, step_of(state, _WARM_UP + 4))
+    assert [event.kind for event in result.events][:1] == ["link_restored"]
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,49 @@ def test_a_cut_link_keeps_its_devices(make_ends):
     assert not any(route.has_failed_over(LINK) for route in ends.routes)
 
 
+def steps_of_both(ends, transfers, steps, latency_ms=0.0):
+    for links in ends.links:
+        links.emulate([LinkCondition((0, 1), latency_ms=latency_ms)] if latency_ms else ())
+    for step in steps:
+        move(ends, transfers, step=step)
+        for route in ends.routes:
+            route.end_step()
+
+
+def test_a_slow_link_is_handed_over_and_returns(make_ends):
+    collectives = Collectives()
+    ends = make_ends(collectives, hands_over=True, direct_s=(LIMIT_S, LIMIT_S))
+    steps_of_both(ends, ORDER, range(50))
+    before = collectives.counts[0]
+    assert before == 50 * len(ORDER)
+    both_ways = [each(number) for number in range(8) for each in (up, down)]
+    steps_of_both(ends, both_ways, [50], latency_ms=40.0)
+    assert 3 <= collectives.counts[0] - before < len(both_ways)
+    for failure in failures_of_both(ends):
+        assert failure.is_handover
+        assert not failure.began
+        assert min(ms for run in failure.late_ms.values() for ms in run) > 30.0
+        assert failure.restores_left == COMMUNICATORS
+    for route in ends.routes:
+        assert route.path_is_up(LINK)
+        route.restore(LINK)
+    steps_of_both(ends, both_ways, [51, 52], latency_ms=40.0)  # as slow as its plan knows
+    steps_of_both(ends, ORDER, [53, 54])
+    assert failures(ends) == []
+    assert not any(route.has_failed_over(LINK) for route in ends.routes)
+
+
+def test_a_failure_outweighs_that_a_link_was_slow(make_ends):
+    first, second = (route._ends[LINK] for route in make_ends().routes)
+    first.leave_path("0>1 was late", late_ms={"0>1": (30.0,)})
+    second.leave_path("its cable")
+    for end in (first, second):
+        end.await_switch("a transfer")
+        (failure,) = end.take_failures()
+        assert (failure.is_handover, end.is_handed_over) == (False, False)
+        assert failure.detail.endswith("its cable")
+
+
 def compiled_after(ends):
     """Records the communicators that rank 0 compiles for, and whether on a daemon thread."""
     compiled, communicators = [], ends.routes[0]._communicators

@@ -1,6 +1,7 @@
 """Sums over replicas: the same bits on both routes, and what happens where one fails."""
 
 import threading
+import time
 from contextlib import ExitStack, closing
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from jaxmorph.runtime import reduction
 from jaxmorph.runtime.causes import WaitedInVainError
 from jaxmorph.runtime.executor import StepOutcome
 from jaxmorph.runtime.gradient_sum import GradientSum
+from jaxmorph.runtime.queue import sleep_until
 from jaxmorph.runtime.reduction import DelegatedSum, DirectSum, sum_channels
 from jaxmorph.runtime.replicas import Replicas
 from jaxmorph.runtime.routes import TransferMismatchError
@@ -301,6 +303,27 @@ def test_a_sum_may_be_delegated_from_the_start(sum_in_threads):
     found, sums = sum_in_threads(fails=None)
     assert [(each.is_direct, each.events) for each in found] == [(False, [])] * 2
     assert found[0].found == bits(sums.run(STEP + 2)[0])
+
+
+def test_a_slow_pair_is_found_by_delegated_sums_over_two_replicas(delegated):
+    sums, late_s = delegated(3), 0.2
+    take = sums.sums[2]._take
+
+    def take_late(index, *rest):
+        if index == 1:
+            sleep_until(time.monotonic() + late_s)
+        return take(index, *rest)
+
+    sums.sums[2]._take = take_late
+
+    def probe(rendezvous):
+        replicas = Replicas.of(rendezvous, Layout.first(1, 3))
+        total = GradientSum(replicas, None, sums.sums[rendezvous.rank])
+        return total.probe(sums.gradients[rendezvous.rank], STEP)
+
+    took_s = [*in_threads(3, probe)]
+    assert [[*each] for each in took_s] == [["0-1", "0-2"], ["0-1", "1-2"], ["0-2", "1-2"]]
+    assert took_s[2]["1-2"] > 2 * late_s > took_s[2]["0-2"]
 
 
 def test_a_failed_direct_sum_ends_a_run_without_failover(sum_in_threads):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from test_rendezvous import in_threads
 
+from jaxmorph.messages import EventEmitted, StepTimelines
 from jaxmorph.placement import Layout, Replica
 from jaxmorph.records import Event, EventKind, ReplicaStep
 from jaxmorph.runtime.executor import StepInputs, StepOutcome
@@ -27,8 +28,9 @@ def step_of(index):
     return ReplicaStep("zb-h2", (2, 1), {"0-1": "direct"}, None, float(index))
 
 
-def event_of(index):
-    return Event(0.5, index, EventKind.PLAN_CHANGED, f"r{index}:0-1")
+def messages_of(index):
+    event = Event(0.5, index, EventKind.PLAN_CHANGED, f"r{index}:0-1")
+    return EventEmitted(event), StepTimelines(index, {"measured": ("{}",)}, replica=index)
 
 
 def test_ranks_are_grouped_by_replica_and_by_stage():
@@ -114,15 +116,15 @@ def test_parts_for_all_replicas_are_joined_and_others_kept():
     def body(rendezvous):
         rank = rendezvous.rank
         asks = SaveRequest(is_time=rank == 0, stop_asked=rank == 2)
-        own = OfReplicas((step_of(rank),), (event_of(rank),) if rank else ())
+        own = OfReplicas((step_of(rank),), messages_of(rank) if rank else ())
         return joined(rendezvous, [asks, OfStage(rank), own])[1]
 
-    steps, events = tuple(map(step_of, range(3))), tuple(map(event_of, (1, 2)))
+    steps, messages = tuple(map(step_of, range(3))), (*messages_of(1), *messages_of(2))
     for rank, (asks, of_stage, of_all, took) in enumerate(in_threads(3, body)):
         assert took == SumTook(0.1)  # of the replica that came last
         assert asks == SaveRequest(is_time=True, stop_asked=True)
         assert of_stage == OfStage(rank)
-        assert of_all == OfReplicas(steps, events)
+        assert of_all == OfReplicas(steps, messages)
 
 
 def test_parts_that_equal_their_default_are_joined_too():

@@ -158,7 +158,7 @@ def test_a_stage_that_was_compiled_before_compiles_and_keeps_nothing_else():
 
 def test_stages_of_equal_size_and_place_are_compiled_alike():
     settings = settings_of(num_layers=4, num_stages=4, num_chunks=1)
-    alike = [[is_compiled_alike(settings, a, b) for b in range(4)] for a in range(4)]
+    alike = [[is_compiled_alike(settings, a, settings, b) for b in range(4)] for a in range(4)]
     assert alike == [
         [True, False, False, False],
         [False, True, True, False],

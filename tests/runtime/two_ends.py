@@ -198,9 +198,17 @@ class TwoEnds:
         direct_s: When each rank gives up an emulated cut.
         timeout_s: How long to wait for a peer.
         part_elements: How much of a tied gradient fits into a slot.
+        hands_over: Whether a slow link leaves its path.
     """
 
-    def __init__(self, *collectives, direct_s=(0.05, 0.05), timeout_s=LIMIT_S, part_elements=15):
+    def __init__(
+        self,
+        *collectives,
+        direct_s=(0.05, 0.05),
+        timeout_s=LIMIT_S,
+        part_elements=15,
+        hands_over=False,
+    ):
         collectives = collectives or (Collectives(),)
         placement = SingleDeviceSharding(jax.devices()[0])
         use = SlotUse(PayloadShape(SHAPE, jnp.dtype("float32")), 15)
@@ -234,6 +242,7 @@ class TwoEnds:
                     timeout_s,
                     communicators,
                     cast(Any, NothingFound()),
+                    hands_over=hands_over,
                 )
             )
         for rank, plane in enumerate(self.planes):

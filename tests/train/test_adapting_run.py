@@ -114,7 +114,7 @@ def test_only_the_slow_link_is_delegated(adapting):
     assert SLOW_TO < back <= SLOW_TO + 10
     lines = adapting.steps
     assert all(line["routes"] == DELEGATED for line in lines[there:back])
-    others = lines[:there] + lines[back:]
+    others = lines[:SLOW_FROM] + lines[back:]
     assert all(line["routes"] == DIRECT and line["schedule"] == "zb-h2" for line in others)
     probed = adapting.events("link_probed")
     assert {event["link"] for event in probed} == {"1-2"}
@@ -123,6 +123,15 @@ def test_only_the_slow_link_is_delegated(adapting):
     assert {event["link"] for event in cleared} == {"1-2"}
     assert max(event["step"] for event in cleared) < probed[-1]["step"] < back
     assert adapting.events("plan_changed")[-1]["step"] == back
+
+
+def test_the_slow_link_is_handed_over_in_mid_step(adapting):
+    (handed_over,) = adapting.events("link_handed_over")
+    assert (handed_over["step"], handed_over["link"]) == (SLOW_FROM, "1-2")
+    there = adapting.events("plan_changed")[0]["step"]
+    meanwhile = adapting.steps[SLOW_FROM:there]
+    assert all(line["routes"] == DELEGATED for line in meanwhile)
+    assert {line["schedule"] for line in meanwhile} == {"zb-h2"}
 
 
 def test_predictions_follow_link_and_plan(adapting):
@@ -192,7 +201,8 @@ def test_a_replay_simulates_other_settings_from_the_first_difference(adapting, t
     assert f"wrote {out / 'report.html'}" in replayed
     steps = read_lines(out / "metrics.jsonl")
     assert [step["loss"] for step in steps] == [step["loss"] for step in adapting.steps]
-    assert {route for step in steps for route in step["routes"].values()} == {"direct"}
+    routes = [step["routes"] for step in steps]  # the link returns to its path, as the plan stays
+    assert routes[:SLOW_FROM] + routes[SLOW_FROM + 4 :] == [DIRECT] * (STEPS - 4)
     planned_s = [step["predicted_step_s"] for step in steps]
     assert min(planned_s[SLOW_FROM + 3 : SLOW_TO]) > 1.2 * planned_s[-1]
     assert "; simulated from step" in replayed[-1]

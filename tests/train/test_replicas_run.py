@@ -11,6 +11,8 @@ from in_this_process import Run, jaxmorph, on_each_step, train
 from stopped_run import ask_to_end_with_step
 
 from jaxmorph.checkpoints.folder import CheckpointFolder
+from jaxmorph.report.page.files import read_trace
+from jaxmorph.report.run_directory import find_traces
 from jaxmorph.runtime.reduction import DirectSum
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.one_jax]
@@ -69,6 +71,16 @@ def test_a_step_records_how_each_replica_ran_it(replicas, alone):
             assert each["predicted_step_s"] > 0
         assert len(step["replicas"]) == 2
     assert "replicas" not in alone.steps[0]
+
+
+def test_the_last_step_is_traced_in_each_replica(replicas, alone):
+    """It is the only one here, and no further step brings what replica 1 has of it."""
+    (traced,), (of_one,) = (find_traces(run.out).values() for run in (replicas, alone))
+    assert sorted(read_trace(traced)) == ["measured", "planned", "r1 measured", "r1 planned"]
+    assert sorted(read_trace(of_one)) == ["measured", "planned"]
+    page = replicas.out / "page.html"
+    assert jaxmorph("report", replicas.out, "--out", page).returncode == 0
+    assert "step 5, r1" in page.read_text()
 
 
 def test_the_same_run_again_has_the_same_results(replicas, tmp_path):
@@ -159,16 +171,24 @@ def test_failover_and_resume_change_no_bit_on_all_axes(tmp_path):
     assert Run(again).results() == plain.results()
 
 
+# 4 s more for a direct sum over the slow pair, and more than 1 s for a delegated one.
 SLOW_HOSTS = (
-    "emulation={gradient_bytes: 1000, bucket_bytes: 10, "
-    "hosts: [{between: [1, 3], latency_ms: 20, from_step: 3}]}"
+    "emulation={gradient_bytes: 1000, bucket_bytes: 250, "
+    "hosts: [{between: [1, 3], latency_ms: 500, from_step: 3}]}"
 )
 
 
-@pytest.mark.in_ci
-def test_a_slow_pair_of_hosts_sums_no_gradients_any_more(tmp_path):
+@pytest.mark.parametrize(
+    "option",
+    [
+        pytest.param("optimizer.shard=none", marks=pytest.mark.in_ci),
+        "optimizer.shard=data",
+        "routes.reduction=delegated",
+    ],
+)
+def test_a_slow_pair_of_hosts_sums_no_gradients_any_more(tmp_path, option):
     """Ranks change places: no step is lost, and no bit of results changes."""
-    overrides = REPLICAS, "run.steps=14"
+    overrides = REPLICAS, "run.steps=14", option
     plain = train(tmp_path / "plain", CONFIG, *overrides)
     moved = train(tmp_path / "moved", CONFIG, *overrides, "adaptation.remaps=any", SLOW_HOSTS)
     assert moved.results() == plain.results()
@@ -178,7 +198,6 @@ def test_a_slow_pair_of_hosts_sums_no_gradients_any_more(tmp_path):
     (remapped,) = moved.events("remapped")
     assert [step["step"] for step in moved.steps] == [*range(14)]
     step_s = [step["step_s"] for step in moved.steps]
-    # The emulation adds 4 s to each sum over the slow pair.
     assert min(step_s[remapped["step"] + 2 :]) < min(step_s[3 : remapped["step"]])
 
 

@@ -21,6 +21,7 @@ from jaxmorph.messages import (
     StepTimelines,
 )
 from jaxmorph.records import COMPILE, PLAN, RESTORE, START, Event, EventKind
+from jaxmorph.report.page.files import read_trace
 from jaxmorph.report.run_directory import open_run_directory
 from jaxmorph.report.terminal import PlainReporter
 from jaxmorph.schedule.costs import StageCosts
@@ -147,6 +148,15 @@ def test_the_picture_is_of_the_last_step(record_of):
     for message in (_step(), _timelines(9), _timelines(7, around_change=True)):
         run_record.take(message)
     run_record.finish()
+    assert pictures == [["planned, step 9"]]
+
+
+def test_a_trace_has_the_timelines_of_all_replicas(directory, record_of):
+    run_record, _, pictures = record_of()
+    for message in (_step(), _timelines(9), replace(_timelines(9), replica=1)):
+        run_record.take(message)
+    run_record.finish()
+    assert [*read_trace(directory.traces()[9])] == ["planned", "r1 planned"]
     assert pictures == [["planned, step 9"]]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxmorph.config import check_config
 from jaxmorph.control.profiler import Profile
-from jaxmorph.placement import Layout
+from jaxmorph.placement import Layout, Position
 from jaxmorph.records import EventKind
 from jaxmorph.runtime.report import SumTook
 from jaxmorph.schedule.costs import StageCosts
@@ -25,30 +25,31 @@ COMPILED: list[Any] = []
 """The stages that the last remapping compiled."""
 
 
-def state_of(stage):
-    weights = np.full((3, 2), stage, np.float32)
-    return {"params": {"layers": {"w": weights}}, "optimizer": {"0": {"count": np.int32(stage)}}}
+def state_of(rank):
+    weights = np.full((3, 2), rank, np.float32)
+    return {"params": {"layers": {"w": weights}}, "optimizer": {"0": {"count": np.int32(rank)}}}
 
 
 @pytest.mark.parametrize(
-    ("after", "expected"),
+    ("after", "divides", "sources"),
     [
-        (LAYOUT.swapped(2, 3), [None, None, 1, 0]),
-        (LAYOUT.swapped(1, 2), [None, 0, 1, None]),
-        (LAYOUT.swapped(1, 3), [None] * 4),  # the same stage in another replica
+        (LAYOUT.swapped(2, 3), False, [None, None, 3, 2]),
+        (LAYOUT.swapped(1, 2), False, [None, 2, 1, None]),
+        (LAYOUT.swapped(1, 3), False, [None] * 4),  # the same stage in another replica
+        (LAYOUT.swapped(1, 3), True, [None, 3, None, 1]),
     ],
 )
-def test_ranks_get_the_states_of_their_new_stages(after, expected):
+def test_ranks_get_the_states_of_their_new_places(after, divides, sources):
     def exchange(rendezvous):
-        own = (state_of(LAYOUT.positions[rendezvous.rank].stage),)
-        return exchange_states(rendezvous, LAYOUT, after, own, "127.0.0.1", 20.0)
+        own, host = (state_of(rendezvous.rank),), "127.0.0.1"
+        return exchange_states(rendezvous, LAYOUT, after, own, host, 20.0, divides=divides)
 
-    for got, stage in zip(in_threads(4, exchange), expected, strict=True):
-        if stage is None:
+    for got, source in zip(in_threads(4, exchange), sources, strict=True):
+        if source is None:
             assert got == ()
             continue
         (part,) = got
-        np.testing.assert_equal(part, state_of(stage))
+        np.testing.assert_equal(part, state_of(source))
         assert part["params"]["layers"]["w"].dtype == np.float32
 
 
@@ -73,12 +74,12 @@ def result(step, took_s=(0.01, 0.01), moves=Moves(), stop_asked=False, pairs=Non
     )
 
 
-def compile_stage(stage) -> Any:
-    COMPILED.append(stage)
-    return f"compiled stage {stage}"
+def compile_stage(position) -> Any:
+    COMPILED.append(position)
+    return f"compiled {position}"
 
 
-def remapping_of(layout, compile_stage=compile_stage):
+def remapping_of(layout, compile_stage=compile_stage, shares=None):
     COMPILED.clear()
     profile = Profile(StageCosts.uniform(2, 10.0, 10.0, 10.0), {})
     replicas = SimpleNamespace(
@@ -86,7 +87,7 @@ def remapping_of(layout, compile_stage=compile_stage):
     )
     probe = lambda gradients, step: {"0-1": 0.1, "1-2": 2.0}  # noqa: E731
     sums = cast(Any, SimpleNamespace(replicas=replicas, num_rounds=2, probe=probe))
-    stage = cast(Any, SimpleNamespace(gradients=()))
+    stage = cast(Any, SimpleNamespace(gradients=(), shares=shares))
     recorder = cast(Any, Recorder())
     return Remapping(
         CONFIG, profile, 0, recorder, sums, stage, compile_stage, active=True, last_step=9
@@ -109,14 +110,15 @@ def test_a_slow_sum_moves_ranks_once_the_layout_is_found(remapping):
     assert moves.joined([moves, Moves()]) == Moves().joined([moves, Moves()]) == moves
     assert remapping.after(result(3, moves=moves)) == GOES_ON
     remapping._compiling.result(60)
-    assert COMPILED == [replace(LAYOUT, ranks=moves.ranks).positions[3].stage] == [0]
+    assert [replace(LAYOUT, ranks=moves.ranks).positions[3]] == COMPILED
+    assert COMPILED[0].stage == 0
     assert remapping.after(result(4, moves=Moves(ready=False))) == GOES_ON
     assert remapping.report(5) == (Moves(), PairTimes())
     effect = remapping.after(result(5))
     assert effect.ends
     assert remapping._recorder.kinds == [EventKind.SUM_SLOW, EventKind.REMAPPED]
     assert remapping.layout == replace(LAYOUT, ranks=moves.ranks)
-    assert remapping.compiled == "compiled stage 0"
+    assert remapping.compiled == f"compiled {COMPILED[0]}"
     assert [pair.ranks for pair in remapping.slow] == [(1, 3)]
 
 
@@ -135,7 +137,7 @@ def test_a_decision_that_comes_with_the_end_compiles_nothing(remapping):
 
 
 def test_no_rank_moves_to_a_stage_that_cannot_be_compiled(caplog):
-    def fail(stage):
+    def fail(position):
         raise RuntimeError("out of memory")
 
     remapping = remapping_of(LAYOUT, fail)
@@ -145,6 +147,15 @@ def test_no_rank_moves_to_a_stage_that_cannot_be_compiled(caplog):
     assert remapping.report(4) == (Moves(ready=False), PairTimes())
     assert remapping.after(result(4, (0.01, 0.01), Moves(ready=False))) == GOES_ON
     assert "the next stage can't be compiled: RuntimeError: out of memory" in caplog.text
+
+
+@pytest.mark.parametrize(("shares", "compiled"), [(None, []), ("own", [Position(0, 1)])])
+def test_a_share_of_the_optimizer_state_belongs_to_a_replica(shares, compiled):
+    remapping = remapping_of(LAYOUT, shares=shares)
+    remapping.after(result(3, moves=Moves(LAYOUT.swapped(1, 3).ranks)))
+    if remapping._compiling is not None:
+        remapping._compiling.result(60)
+    assert compiled == COMPILED
 
 
 def test_nothing_moves_after_the_last_step(remapping):

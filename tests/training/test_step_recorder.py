@@ -323,7 +323,7 @@ def test_a_record_has_how_each_replica_ran_the_step():
     report = replace(report, parts=parts)
     with recorder_of(messages.append) as recorder:
         recorder.record(0, SOUND, [report], 0.03)
-        recorder.relay([moved])
+        recorder.relay([EventEmitted(moved)])
     (record,) = of_kind(messages, StepDone, "record")
     assert record.replicas == of_replicas
     assert [each["schedule"] for each in record.metrics()["replicas"]] == ["zb-h2", "adaptive"]

@@ -21,6 +21,7 @@ from jaxmorph.report.page.files import RunFiles, ShownStep, finite, in_ms, read_
 from jaxmorph.report.page.html import UNKNOWN, inline_svg, milliseconds, render
 from jaxmorph.report.page.timelines import MEANINGS, SHARES, Shown, show_steps
 from jaxmorph.report.text import describe_regime, describe_routes, longer_than_planned, percent
+from jaxmorph.schedule.timeline import Timeline
 
 MOST_DRAWN = 8
 """Of more changes, half as many of the first and of the last are drawn, to keep the page small."""
@@ -365,8 +366,17 @@ def _shown(chosen: Mapping[str, int], files: RunFiles, change: Change | None) ->
     step_ms = _step_ms(files.steps)
     read = ((name, step, read_trace(files.traces[step])) for name, step in chosen.items())
     steps = [
-        ShownStep(name, found["measured"], found.get("planned"), step_ms.get(step))
+        ShownStep(of_replica, measured, found.get(planned), step_ms.get(step))
         for name, step, found in read
-        if "measured" in found
+        for of_replica, measured, planned in _of_replicas(name, found)
     ]
     return show_steps(steps, f"change {change.number}" if change else "the run") if steps else None
+
+
+def _of_replicas(name: str, found: Mapping[str, Timeline]) -> Iterator[tuple[str, Timeline, str]]:
+    """The name of each replica's step, its timeline, and what its planned one is called."""
+    for key in sorted(found):
+        replica, is_one, _ = key.rpartition("measured")
+        if is_one:
+            shown = f"{name}, {replica.strip()}" if replica else name
+            yield shown, found[key], f"{replica}planned"

@@ -1,0 +1,84 @@
+"""Finds inside a step, at one end of a direct link, that its messages have become slow.
+
+The rule is that of `route_record`, so a healthy link is hardly ever found slow. The rest of the
+step's messages then go delegated (`runtime.failover_route`): a handover costs what delegation
+costs, and waits for no rank but the two ends.
+"""
+
+from collections.abc import Mapping
+
+from jaxmorph.control.link_state import Direction, directions_of
+from jaxmorph.control.measurements import LinkSample
+from jaxmorph.control.route_record import SETTLED_RUN, RouteRecord, RouteState, typical_ms
+from jaxmorph.records import Link
+
+_EITHER = (-1, -1)
+
+
+class EndWatch:
+    """Judges a link's direct transfers, one after another, by their times at one of its ends.
+
+    Each direction has a history, and both together have another: where both are late, messages of
+    two directions prove as much as as many of one.
+    """
+
+    def __init__(self, link: Link) -> None:
+        every = (*directions_of(link), _EITHER)
+        self._records = {each: RouteRecord(RouteState()) for each in every}
+        self._is_armed = True
+
+    def late_messages(
+        self, took_ms: Mapping[Direction, float], at_ms: float
+    ) -> dict[str, tuple[float, ...]]:
+        """What makes the link slow, once this transfer is over; {} if it is not.
+
+        It is said once, until messages have been in time again.
+
+        Args:
+            took_ms: The transfer's time, or both times of a pair, without waiting for the peer.
+            at_ms: When it ended.
+
+        Returns:
+            The times of the last messages of each direction that is late, such as `1>2`.
+        """
+        is_late = False
+        for direction, each_ms in (*took_ms.items(), (_EITHER, max(took_ms.values()))):
+            is_late |= self._read(self._records[direction], each_ms, at_ms)
+        if not self._is_armed:
+            self._is_armed = len(self._records[_EITHER].calm) >= SETTLED_RUN
+        elif is_late:
+            self._is_armed = False
+            return {
+                f"{source}>{destination}": tuple(record.late)
+                for (source, destination), record in self._records.items()
+                if record.late and (source, destination) != _EITHER
+            }
+        return {}
+
+    def _read(self, record: RouteRecord, took_ms: float, at_ms: float) -> bool:
+        if record.usual is None:
+            record.healthy.learn([took_ms])
+            return False
+        sample = LinkSample(*_EITHER, 0, took_ms, at_ms, is_direct=True)
+        record.read(sample, record.usual, learns=self._is_armed)
+        return bool(record.late) and bool(record.late_beyond_chance())
+
+    def end_step(self) -> None:
+        """Let the usual times follow the messages of the step."""
+        for record in self._records.values():
+            record.settle()
+
+    def restart(self) -> None:
+        """Judge the link anew once its messages are in time: it has returned to its path."""
+        self._is_armed = False
+        for record in self._records.values():
+            record.reset()
+
+
+def late_in_words(late_ms: Mapping[str, tuple[float, ...]]) -> str:
+    """Why a link is handed over, such as `1>2 took 31.2 ms (28.9 to 34.0), 5 times in a row`."""
+    runs = (
+        f"{direction} took {typical_ms(run_ms)}, {len(run_ms)} times in a row"
+        for direction, run_ms in late_ms.items()
+    )
+    return "; ".join(runs)
