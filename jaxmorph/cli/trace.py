@@ -8,7 +8,9 @@ import numpy as np
 import typer
 
 from jaxmorph.emulation.delay_traces import (
+    LONG_EVENTS,
     REGIMES,
+    SHORT_EVENTS,
     DelayTrace,
     draw_events,
     draw_regime,
@@ -19,8 +21,8 @@ from jaxmorph.errors import UserError
 from jaxmorph.placement import Placement
 from jaxmorph.records import Link
 
-EVENTS = "events"
-KINDS = (*REGIMES, EVENTS)
+EVENTS = {"events": LONG_EVENTS, "short-events": SHORT_EVENTS}
+KINDS = (*REGIMES, *EVENTS)
 _STAGES = 4
 _SHORTEST_S, _LONGEST_S = 0.1, 1e5
 
@@ -52,7 +54,7 @@ def trace(
     """Draw random delays of links that change during a run."""
     _require_duration(duration_s)
     drawn = _draw(kind, _links(links, stages), duration_s, steps, seed)
-    option = "--steps" if kind == EVENTS else "--duration-s"
+    option = "--steps" if kind in EVENTS else "--duration-s"
     require_few_changes((link for change in drawn.changes for link in change.links), option)
     if out is None:
         typer.echo(drawn.to_csv(), nl=False)
@@ -68,8 +70,8 @@ def trace(
 def _draw(
     kind: str, links: tuple[Link, ...], duration_s: float, steps: int, seed: int
 ) -> DelayTrace:
-    if kind == EVENTS:
-        return events_trace(draw_events(links, steps, seed))
+    if kind in EVENTS:
+        return events_trace(draw_events(links, steps, seed, EVENTS[kind]))
     for regime in REGIMES:
         if kind == regime:
             return draw_regime(regime, links, duration_s, seed)

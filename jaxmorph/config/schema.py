@@ -132,6 +132,11 @@ class Config(BaseModel):
         return self.parallelism.stages > 1 and (self.adapts if wanted == "auto" else wanted)
 
     @property
+    def hands_over(self) -> bool:
+        """Whether a direct link that turns slow in mid-step continues delegated."""
+        return self.adapts and self.fails_over
+
+    @property
     def reduction_fails_over(self) -> bool:
         """Whether replicas sum delegated once their direct sum has failed."""
         wanted = self.failover.enabled

@@ -43,6 +43,7 @@ from jaxmorph.control.controller_state import (
     DropProbes,
     Findings,
     Idle,
+    LinkHandedOver,
     Observation,
     PlanChanged,
     PlanDropped,
@@ -68,7 +69,7 @@ from jaxmorph.control.events import (
     verdict_events,
 )
 from jaxmorph.control.late_once import late_once
-from jaxmorph.control.link_state import FailedPaths, PathState, delegated_links
+from jaxmorph.control.link_state import FailedPaths, PathFailure, PathState, delegated_links
 from jaxmorph.control.measurements import OpTime, StepSamples
 from jaxmorph.control.orchestrator import (
     Decision,
@@ -81,7 +82,14 @@ from jaxmorph.control.orchestrator import (
     dwelling_links,
     is_forced,
 )
-from jaxmorph.control.path_reports import JoinedPathReport, StepPaths, judge_paths, read_paths
+from jaxmorph.control.path_reports import (
+    JoinedPathReport,
+    StepPaths,
+    failure_event,
+    judge_handover,
+    judge_paths,
+    read_paths,
+)
 from jaxmorph.control.probes import probe_results
 from jaxmorph.control.profiler import Profile
 from jaxmorph.records import EventKind, Routes
@@ -98,6 +106,8 @@ def advance(state: ControllerState, observation: Observation) -> Advance:
     match observation:
         case StepObserved():
             return _observe(state, observation)
+        case LinkHandedOver(failure) if state.adapts:
+            return _hand_over(state, failure)
         case PlannerStarted() if isinstance(phase, Starting):
             return _request_if_due(replace(state, phase=Idle()))
         case CandidatesReceived(options) if isinstance(phase, AwaitingCandidates):
@@ -141,6 +151,18 @@ def _observe(state: ControllerState, seen: StepObserved) -> Advance:
     return Advance(
         replace(state, paths=state.paths.restore(step_paths.report.restored)), commands, events
     )
+
+
+def _hand_over(state: ControllerState, failure: PathFailure) -> Advance:
+    """Request candidates at once, so that the next step may run another plan."""
+    paths, new = state.paths.record([failure])
+    if not new:
+        return Advance(state)
+    detector, found = judge_handover(state.detector, state.step + 1, failure)
+    events = (*state.from_start, failure_event(failure), *found)
+    state = replace(state, paths=paths, detector=detector)
+    request = _request_if_due(_record_findings(state, events, (), failed=True))
+    return replace(request, events=events)
 
 
 def _judge_paths(

@@ -15,7 +15,7 @@ from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.events import ControlEvent, PlanChange, verdict_events
 from jaxmorph.control.late_once import LateOnce
-from jaxmorph.control.link_state import FailedPaths
+from jaxmorph.control.link_state import FailedPaths, PathFailure
 from jaxmorph.control.measurements import (
     MessageTables,
     OpTime,
@@ -62,6 +62,13 @@ class StepObserved:
 
 
 @dataclass(frozen=True)
+class LinkHandedOver:
+    """A link was handed over in the step that runs now, whose observation has it again."""
+
+    failure: PathFailure
+
+
+@dataclass(frozen=True)
 class PlannerStarted:
     """The planning process knows the run and can plan."""
 
@@ -97,6 +104,7 @@ class PlanDropped:
 
 Observation: TypeAlias = (
     StepObserved
+    | LinkHandedOver
     | PlannerStarted
     | CandidatesReceived
     | CandidateChosen

@@ -216,6 +216,7 @@ class DirectionWatch:
 
     def handed_over(self, step: int, late_ms: Sequence[float]) -> list[Verdict]:
         """Mark the direction slow by its direct messages before its link was handed over."""
+        self._take_route(is_direct=True)
         return self._transition(step, Trigger.ROSE, True, late_ms)
 
     def path_failed(self, step: int, detail: str) -> list[Verdict]:
@@ -232,7 +233,11 @@ class DirectionWatch:
         return changes
 
     def _update_route(self, samples: Sequence[LinkSample]) -> None:
-        is_direct = 2 * len(durations_by_route(samples).get(True, ())) > len(samples)
+        self._take_route(
+            is_direct=2 * len(durations_by_route(samples).get(True, ())) > len(samples)
+        )
+
+    def _take_route(self, *, is_direct: bool) -> None:
         if is_direct is self._current:
             return
         self._current = is_direct

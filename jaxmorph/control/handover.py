@@ -25,6 +25,7 @@ class EndWatch:
     def __init__(self, link: Link) -> None:
         every = (*directions_of(link), _EITHER)
         self._records = {each: RouteRecord(RouteState()) for each in every}
+        self._in_time: set[Direction] = set()  # since a message was late
         self._is_armed = True
 
     def late_messages(
@@ -32,7 +33,8 @@ class EndWatch:
     ) -> dict[str, tuple[float, ...]]:
         """What makes the link slow, once this transfer is over; {} if it is not.
 
-        It is said once, until messages have been in time again.
+        It is said once, until messages have been in time again. A direction in which nothing was
+        sent since the other one is late counts as late too: a slow link mostly is so both ways.
 
         Args:
             took_ms: The transfer's time, or both times of a pair, without waiting for the peer.
@@ -44,16 +46,25 @@ class EndWatch:
         is_late = False
         for direction, each_ms in (*took_ms.items(), (_EITHER, max(took_ms.values()))):
             is_late |= self._read(self._records[direction], each_ms, at_ms)
+        if any(self._late_ms().values()):
+            self._in_time |= {each for each in took_ms if not self._records[each].late}
+        else:
+            self._in_time.clear()
         if not self._is_armed:
             self._is_armed = len(self._records[_EITHER].calm) >= SETTLED_RUN
         elif is_late:
             self._is_armed = False
+            longest_ms = max(self._late_ms().values(), key=len)
             return {
-                f"{source}>{destination}": tuple(record.late)
-                for (source, destination), record in self._records.items()
-                if record.late and (source, destination) != _EITHER
+                "{}>{}".format(*direction): late_ms or longest_ms
+                for direction, late_ms in self._late_ms().items()
+                if late_ms or direction not in self._in_time
             }
         return {}
+
+    def _late_ms(self) -> dict[Direction, tuple[float, ...]]:
+        of_each = self._records.items()
+        return {at: tuple(record.late) for at, record in of_each if at != _EITHER}
 
     def _read(self, record: RouteRecord, took_ms: float, at_ms: float) -> bool:
         if record.usual is None:

@@ -105,7 +105,7 @@ def read_paths(
     """
     paths, new = paths.record(report.failures)
     paths, restored = paths.take_restored(routes)
-    events = (*map(_failure_event, new), *map(_restored_event, restored))
+    events = (*map(failure_event, new), *map(_restored_event, restored))
     report = replace(report, failures=new)
     return paths, StepPaths(
         report, events, paths.valid_samples(samples), paths.actual_routes(routes)
@@ -127,7 +127,7 @@ def judge_paths(
     events: list[ControlEvent] = []
     for failure in report.failures:
         if failure.is_handover:
-            detector, found = _with_handover(detector, step, failure)
+            detector, found = judge_handover(detector, step, failure)
             events += found
         else:
             detector = _with_failure(detector, step, failure.link, failure.detail)
@@ -146,9 +146,10 @@ def judge_paths(
     return paths, detector, events
 
 
-def _with_handover(
+def judge_handover(
     detector: Detector, step: int, failure: PathFailure
 ) -> tuple[Detector, list[ControlEvent]]:
+    """Mark the late directions of a link slow that was handed over."""
     events: list[ControlEvent] = []
     for direction in directions_of(failure.link):
         if late_ms := failure.late_ms.get("{}>{}".format(*direction)):
@@ -164,7 +165,8 @@ def _with_failure(detector: Detector, step: int, link: Link, detail: str) -> Det
     return detector
 
 
-def _failure_event(failure: PathFailure) -> ControlEvent:
+def failure_event(failure: PathFailure) -> ControlEvent:
+    """The event of a path that was left."""
     resent = f"{failure.resent} message{'' if failure.resent == 1 else 's'} sent again"
     detail = f"{failure.detail}; delegated from there on, {resent}"
     kind = EventKind.LINK_HANDED_OVER if failure.is_handover else EventKind.LINK_FAILED

@@ -7,7 +7,7 @@ trace in its Section 7.5, and events are like those in Table 3 of its preprint.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -129,8 +129,28 @@ def _bursty_ms(count: int, random: np.random.Generator) -> np.ndarray:
     return np.concatenate(runs)
 
 
-# The least and the most of each property of an event; latencies are whole milliseconds.
-_GAP_STEPS, _EVENT_STEPS, _EVENT_LINKS, _EVENT_MS = (20, 60), (40, 80), (1, 3), (20, 60)
+class EventRanges(NamedTuple):
+    """The least and the most of each property of an event.
+
+    Attributes:
+        gap_steps: From the end of one event to the begin of the next.
+        steps: That one lasts.
+        links: That are slow in one.
+        latency_ms: Whole milliseconds.
+    """
+
+    gap_steps: tuple[int, int]
+    steps: tuple[int, int]
+    links: tuple[int, int]
+    latency_ms: tuple[int, int]
+
+
+LONG_EVENTS = EventRanges((20, 60), (40, 80), (1, 3), (20, 60))
+"""Like those of the paper's preprint ("Adaptra"), Table 3, whose nine events begin 15 to 50 steps
+after the previous one, last 70 steps, and delay 1 to 3 of 7 links by 20 to 60 ms."""
+
+SHORT_EVENTS = EventRanges((6, 8), (16, 20), (1, 2), (15, 50))
+"""Three in 84 steps, so that their onsets weigh."""
 
 
 @dataclass(frozen=True)
@@ -143,23 +163,21 @@ class DelayEvent:
     latency_ms: float
 
 
-def draw_events(links: Sequence[Link], num_steps: int, seed: int) -> tuple[DelayEvent, ...]:
-    """Draws successive events of slow links, with healthy steps between them, before ``num_steps``.
-
-    Source: the paper's preprint ("Adaptra"), Table 3, whose nine events begin 15 to 50 steps after
-    the previous one, last 70 steps, and delay 1 to 3 of 7 links by 20 to 60 ms.
-    """
+def draw_events(
+    links: Sequence[Link], num_steps: int, seed: int, ranges: EventRanges = LONG_EVENTS
+) -> tuple[DelayEvent, ...]:
+    """Draws events of slow links one after another, healthy steps between, before ``num_steps``."""
     random = np.random.default_rng((seed, len(REGIMES)))
     events: list[DelayEvent] = []
     while True:
         begin = events[-1].to_step if events else 0
-        begin += _between(random, _GAP_STEPS)
-        end = begin + _between(random, _EVENT_STEPS)
+        begin += _between(random, ranges.gap_steps)
+        end = begin + _between(random, ranges.steps)
         if end > num_steps:
             return tuple(events)
-        count = min(_between(random, _EVENT_LINKS), len(links))
+        count = min(_between(random, ranges.links), len(links))
         chosen = sorted(random.choice(len(links), count, replace=False).tolist())
-        latency_ms = float(_between(random, _EVENT_MS))
+        latency_ms = float(_between(random, ranges.latency_ms))
         events.append(DelayEvent(begin, end, tuple(links[at] for at in chosen), latency_ms))
 
 

@@ -10,7 +10,7 @@ slot, as `blocking.simulate_blocking` simulates.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,6 +32,10 @@ from jaxmorph.program.instructions import (
 
 FIRST_SLOTS = 2
 """Slots of each end of a channel, if a plan needs no more; any link may fail and be delegated."""
+
+HANDOVER_SLOTS = 8
+"""Slots of a direct channel whose link may be handed over in mid-step: with fewer its sends would
+wait, on the queue, for as long as a slow link takes to bring acknowledgements back."""
 
 _Clock = np.ndarray
 """int64 [ranks]: how many instructions each rank's host is known to have handled."""
@@ -57,6 +61,14 @@ def slots_needed(programs: Sequence[RankInstructions]) -> dict[Channel, int]:
         outstanding = sent[channel] - int(np.searchsorted(positions, handled))
         most[channel] = max(most.get(channel, 0), outstanding)
     return {channel: power_of_two(number) for channel, number in most.items()}
+
+
+def handover_slots(programs: Iterable[RankInstructions]) -> dict[Channel, int]:
+    """The slots of direct channels in a run whose links may be handed over."""
+    moves = (step for program in programs for step in program.instructions)
+    direct = (it for it in moves if isinstance(it, Receive) and it.route == "direct")
+    channels = {channel_of(step.transfer) for step in direct}
+    return {each: HANDOVER_SLOTS for each in channels if each.payload is not Payload.TIED}
 
 
 def most_slots(*needed: Mapping[Channel, int]) -> dict[Channel, int]:

@@ -28,7 +28,13 @@ from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import DirectRoute, KeptOutputs, PathFailedError
 from jaxmorph.runtime.link_connections import PathPings
 from jaxmorph.runtime.link_programs import LinkCommunicators, Programs
-from jaxmorph.runtime.link_switch import Counts, EndState, LinkEnd, PeerConnections
+from jaxmorph.runtime.link_switch import (
+    Counts,
+    EndState,
+    HandedOver,
+    LinkEnd,
+    PeerConnections,
+)
 from jaxmorph.runtime.routes import Moved, Posting, TransferIdentity, require_live
 from jaxmorph.stage.compiling import in_background
 
@@ -52,6 +58,9 @@ class FailoverRoute:
         watch: Finds the paths that died together with one whose transfer hangs.
         waits: The delegated route's; passed on over the links' connections.
         hands_over: Whether a slow link leaves its path in mid-step.
+
+    Attributes:
+        on_handover: Called on every rank as soon as any link was handed over, by any thread.
     """
 
     holds_queue = True  # receives wait there, whatever carries their messages
@@ -71,6 +80,9 @@ class FailoverRoute:
     ) -> None:
         self._direct, self._delegated = direct, delegated
         self._end_watches = {link: EndWatch(link) for link in connections if hands_over}
+        self.on_handover: Callable[[PathFailure], None] = lambda failure: None
+        self._told: set[tuple[Link, int]] = set()
+        self._telling = threading.Lock()
         self.kept = direct.kept = KeptOutputs()
         self._timeout_s = timeout_s
         self._rank, self._watch = rank, watch
@@ -85,6 +97,7 @@ class FailoverRoute:
                 on_peer_state=direct.links.look_again,
                 timeout_s=timeout_s,
                 waits=self._waits,
+                on_handover=self._tell,
             )
             for link, to_peer in connections.items()
         }
@@ -296,6 +309,18 @@ class FailoverRoute:
         }
         if late_ms := watch.late_messages(took_ms, 1e3 * over_s):
             end.leave_path(late_in_words(late_ms), late_ms=late_ms)
+
+    def _tell(self, notice: HandedOver, came_over: Link | None) -> None:
+        """Pass a handover of some link on to all ranks, once."""
+        key = notice.failure.link, notice.epoch
+        with self._telling:
+            if key in self._told:
+                return
+            self._told.add(key)
+        self.on_handover(notice.failure)
+        for link, end in self._ends.items():
+            if link != came_over:
+                end.forward(notice)
 
     def _post_delegated(
         self, end: LinkEnd, identity: TransferIdentity, value: jax.Array, arrived_s: float

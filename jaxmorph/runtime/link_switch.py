@@ -18,7 +18,8 @@ later messages follow.
 Two messages are enough. An end never goes back on its state, so its counts are final. An end cannot
 confirm that its peer received these counts until the peer sends; early messages wait in a slot.
 
-Between states an end may pass on a `Wait` of this or another rank: see `causes`.
+Between states an end may pass on what a rank tells all others: a `Wait` (see `causes`), or that a
+link was handed over, for which rank 0 plans at once.
 
 Two threads take part. The queue's thread waits for the peer's ready messages. A thread for each
 link waits for the peer's state, and switches even while the queue is elsewhere, perhaps waiting for
@@ -97,6 +98,14 @@ class EndState:
         return bool(self.reason) and not self.late_ms
 
 
+@dataclass(frozen=True)
+class HandedOver:
+    """Tells all ranks of a link that was handed over; `epoch` is its next one."""
+
+    failure: PathFailure
+    epoch: int
+
+
 class Ready(NamedTuple):
     """An end has reached transfer `number` of a direct epoch; a later message compares greater."""
 
@@ -144,6 +153,7 @@ class LinkEnd:
         on_peer_state: Called when the peer has left the path.
         timeout_s: How long to wait for the peer, in a transfer or in a switch.
         waits: Takes the waits that the peer passes on, and names the cause of those in vain.
+        on_handover: Takes a handover of this link, or one that the peer tells of over this link.
 
     Attributes:
         epoch: Even: the plan's route; odd: delegated.
@@ -162,7 +172,9 @@ class LinkEnd:
         on_peer_state: Callable[[], None],
         timeout_s: float,
         waits: LongWaits | None = None,
+        on_handover: Callable[[HandedOver, Link | None], None] = lambda notice, came_over: None,
     ) -> None:
+        self._on_handover = on_handover
         self.link, self.peer = link, sum(link) - rank
         self.epoch, self.retired_communicators = 0, 0
         self.path_failure, self.is_handed_over = "", False
@@ -271,10 +283,10 @@ class LinkEnd:
             self._arrived_s = None
             return self.epoch
 
-    def forward(self, wait: Wait) -> None:
-        """Send a long wait to the peer, which forwards it."""
+    def forward(self, message: Wait | HandedOver) -> None:
+        """Send what all ranks shall know to the peer, which forwards it."""
         with self._changed:
-            self._send(self._connections.states, dump(tagged(wait)).encode())
+            self._send(self._connections.states, dump(tagged(message)).encode())
 
     def begin_failed_over(self) -> None:
         """Start without a direct path, as the peer does; nothing has been sent so far."""
@@ -400,11 +412,13 @@ class LinkEnd:
         try:
             while True:
                 line = self._connections.states.receive().decode()
-                message = parse_line(EndState | Wait, line, "a link's other end")
-                if isinstance(message, Wait):
-                    self._waits.add(message, self.link)
-                else:
-                    self._handle_peer_state(message)
+                match parse_line(EndState | Wait | HandedOver, line, "a link's other end"):
+                    case Wait() as wait:
+                        self._waits.add(wait, self.link)
+                    case HandedOver() as notice:
+                        self._on_handover(notice, self.link)
+                    case EndState() as state:
+                        self._handle_peer_state(state)
         except (ConnectionLostError, OSError) as error:
             with self._changed:
                 self._lost = self._lost or str(error)
@@ -434,9 +448,11 @@ class LinkEnd:
             self._fail(error)
             return
         with self._changed:
-            self._failures.append(self._failure(own, other, resent))
+            self._failures.append(failure := self._failure(own, other, resent))
             self.retired_communicators += own.retires_communicator or other.retires_communicator
             self._begin_next_epoch()
+        if failure.is_handover:
+            self._on_handover(HandedOver(failure, own.epoch), None)
 
     def _failure(self, own: EndState, other: EndState, resent: int) -> PathFailure:
         # That it was slow counts only where no end knows of a failure.

@@ -1,6 +1,6 @@
 """One rank's part of training: its stage's parameters, programs, queue and routes."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
@@ -325,6 +325,11 @@ class StageTrainer:
         The other end's host is pinged in the background; no call waits.
         """
         return None if self._failover is None else self._failover.path_is_up(link)
+
+    def on_handover(self, call: Callable[[PathFailure], None]) -> None:
+        """Have this called as soon as any rank's link was handed over, by another thread."""
+        if self._failover is not None:
+            self._failover.on_handover = call
 
     def _is_cut(self, link: Link) -> bool:
         return self._links.is_cut(link, self._step)

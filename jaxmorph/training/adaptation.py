@@ -134,6 +134,8 @@ class Adaptation(Callback):
         self._morph: Morph | None = None  # announced in the last exchange, by rank 0
         self._probed: list[Stamp] = []
         self._last_messages = LastMessages() if adapts else None
+        if loop is not None and adapts:
+            trainer.on_handover(loop.observe_handover)
 
     def report(
         self, step: int

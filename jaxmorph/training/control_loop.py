@@ -24,6 +24,7 @@ from jaxmorph.control.controller_state import (
     ControllerState,
     DropProbes,
     Idle,
+    LinkHandedOver,
     Observation,
     PlanChanged,
     PlanDropped,
@@ -37,6 +38,7 @@ from jaxmorph.control.controller_state import (
 )
 from jaxmorph.control.events import ControlEvent, PlanChange
 from jaxmorph.control.late_once import LateOnce
+from jaxmorph.control.link_state import PathFailure
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import simulate_step
 from jaxmorph.program.instructions import RankInstructions, parse_instructions
@@ -157,6 +159,12 @@ class ControlLoop:
             if self._error is not None:
                 raise self._error
         return events
+
+    def observe_handover(self, failure: PathFailure) -> None:
+        """Advance the controller in the middle of a step, in which a link was handed over."""
+        with self._lock:
+            if not self._is_closing:
+                self._unreported += self._advance(LinkHandedOver(failure))
 
     def take_due(self) -> Due | None:
         """Take what ranks do after the next exchange, each once."""

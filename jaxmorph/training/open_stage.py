@@ -88,7 +88,7 @@ def stage_settings(
         direct=direct,
         delegated=delegated,
         fails_over=config.fails_over,
-        hands_over=config.adapts,
+        hands_over=config.hands_over,
         direct_timeout_s=config.direct_timeout_s,
         weights=config.model.weights,
         copies=config.transport.copies,

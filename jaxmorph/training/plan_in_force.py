@@ -18,7 +18,13 @@ from jaxmorph.control.step_programs import (
 )
 from jaxmorph.errors import UserError
 from jaxmorph.program.instructions import Channel, RankInstructions
-from jaxmorph.program.slots_needed import HostRoom, scarce_slots, slots_needed
+from jaxmorph.program.slots_needed import (
+    HostRoom,
+    handover_slots,
+    most_slots,
+    scarce_slots,
+    slots_needed,
+)
 from jaxmorph.records import Link, Route
 from jaxmorph.runtime.rendezvous import Rendezvous, agree, gather
 from jaxmorph.schedule.costs import CopyCosts, Limits, StageCosts, StashBytes
@@ -102,7 +108,10 @@ def agree_on_plan(
         own = profile, plan_step(config, profile, num_tied, room)
     agreed, made = agree(rendezvous, tuple[Profile, Plan], own)
     programs = lower_step(made.schedule, agreed, made.routes, num_tied, made.offloading)
-    in_force = PlanInForce(made, programs, rendezvous.rank, slots_needed(programs))
+    slots = slots_needed(programs)
+    if config.hands_over:
+        slots = most_slots(slots, handover_slots(programs))
+    in_force = PlanInForce(made, programs, rendezvous.rank, slots)
     return in_force.with_slots_that_fit(room)
 
 

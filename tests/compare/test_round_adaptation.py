@@ -52,6 +52,9 @@ class Stage:
     def message_times_ms(self):
         return []
 
+    def on_handover(self, call):
+        self.tell = call
+
     def take_link_failures(self):
         return []
 

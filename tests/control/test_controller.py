@@ -22,6 +22,7 @@ from jaxmorph.control.controller_state import (
     Changing,
     ChooseCandidate,
     Idle,
+    LinkHandedOver,
     PlanChanged,
     PlanDropped,
     PlannerStarted,
@@ -311,6 +312,23 @@ def test_a_link_that_is_handed_over_is_slow_and_planned_for():
     assert isinstance(change, ChangePlan)
     assert change.change.routes == {LINKS[1]: "delegated"}
     assert change.restore == frozenset()
+
+
+def test_a_handover_in_mid_step_is_planned_for_before_the_step_ends():
+    failure, before = left_path(LINKS[1], is_slow=True), warmed_up()
+    result = advance(before, LinkHandedOver(failure))
+    assert [event.kind for event in result.events] == ["link_handed_over", "straggler_detected"]
+    (request,) = result.commands
+    assert isinstance(request, RequestCandidates)
+    assert advance(result.state, LinkHandedOver(failure)).events == ()  # from another end
+    answer = CandidatesReceived(offered(result.state, {LINKS[1]}))
+    state = advance(advance(result.state, answer).state, CandidateChosen()).state
+    assert isinstance(state.phase, Changing)
+    paths = JoinedPathReport(failures=(failure,), is_disturbed=True)
+    result = advance(state, step_of(state, _WARM_UP, paths=paths))
+    assert (result.events, result.commands) == ((), ())
+    state = advance(result.state, PlanChanged()).state
+    assert state.plan.routes[LINKS[1]] == "delegated"
 
 
 def test_a_link_that_is_handed_over_returns_if_the_plan_stays():

@@ -50,6 +50,13 @@ def test_a_link_may_be_slow_one_way():
     assert late_in_words(late_ms) == "0>1 took 30.5 ms (30.5 to 30.5), 5 times in a row"
 
 
+def test_a_direction_that_sends_nothing_counts_as_late_too():
+    watch = healthy_watch()
+    found = [watch.late_messages({UP: 30.5}, 1e6 + 20.0 * number) for number in range(5)]
+    assert found[:4] == [{}] * 4
+    assert found[4] == {"0>1": (30.5,) * 5, "1>0": (30.5,) * 5}
+
+
 def test_single_late_messages_mean_nothing():
     watch = healthy_watch()
     for at_ms in range(20):

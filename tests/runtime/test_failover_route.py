@@ -31,11 +31,13 @@ from two_ends import (
     up,
 )
 
+from jaxmorph.control.link_state import PathFailure
 from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.records import Link
 from jaxmorph.runtime.causes import Wait, WaitedInVainError
 from jaxmorph.runtime.direct import is_of_path
 from jaxmorph.runtime.failover_route import PathWatch
+from jaxmorph.runtime.link_switch import HandedOver
 from jaxmorph.runtime.routes import AbandonedEpochError, TransferIdentity, TransferMismatchError
 
 ORDER = [up(0), up(1), down(0), up(2), down(1), TIED, down(2)]
@@ -270,6 +272,23 @@ def test_a_slow_link_is_handed_over_and_returns(make_ends):
     steps_of_both(ends, ORDER, [53, 54])
     assert failures(ends) == []
     assert not any(route.has_failed_over(LINK) for route in ends.routes)
+
+
+def test_both_ends_tell_of_a_handover_once(make_ends):
+    first, second = make_ends().routes
+    told = [[], []]
+    for route, own in zip((first, second), told, strict=True):
+        route.on_handover = own.append
+    elsewhere = HandedOver(PathFailure(Link(2, 3), "slow", late_ms={"2>3": (30.0,)}), 1)
+    for _ in range(2):
+        second._tell(elsewhere, Link(1, 2))
+    first._ends[LINK].leave_path("0>1 was late", late_ms={"0>1": (30.0,)})
+    until_s = time.monotonic() + LIMIT_S
+    while [len(each) for each in told] != [2, 2]:
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+    for own in told:
+        assert [each.link for each in own] == [Link(2, 3), LINK]
 
 
 def test_a_failure_outweighs_that_a_link_was_slow(make_ends):

@@ -86,6 +86,9 @@ class Stage:
     def begin_failed_over(self, link):
         self.failed_before.append(link)
 
+    def on_handover(self, call):
+        self.tell = call
+
     def take_link_failures(self):
         reported, self.unreported = self.unreported, []
         return reported

@@ -50,6 +50,9 @@ class Stage:
         if sending:
             self.slots.append(dict(slots))
 
+    def on_handover(self, call):
+        self.tell = call
+
     def take_link_failures(self):
         failures, self.failures = self.failures, []
         return failures
@@ -84,7 +87,10 @@ class Recorder:
 
 class Loop:
     def __init__(self, *due):
-        self.due = [*due]
+        self.due, self.handovers = [*due], []
+
+    def observe_handover(self, failure):
+        self.handovers.append(failure)
 
     def take_due(self):
         return self.due.pop(0) if self.due else None
@@ -95,6 +101,15 @@ def on_rank(rank, loop: Any = None, stage: Any = None):
     stage = stage or Stage()
     recorder: Any = Recorder()
     return Adaptation(rendezvous, stage, recorder, loop, last_step=9), rendezvous, stage, recorder
+
+
+def test_rank_0_hears_of_a_handover_at_once():
+    loop, failure = Loop(), PathFailure(LINK, "slow", late_ms={"1>2": (30.0,)})
+    *_, stage, _ = on_rank(0, loop)
+    stage.tell(failure)
+    assert loop.handovers == [failure]
+    *_, stage, _ = on_rank(1)
+    assert not hasattr(stage, "tell")
 
 
 SILENT = PathReport()
