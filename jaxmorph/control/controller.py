@@ -49,6 +49,7 @@ from jaxmorph.control.controller_state import (
     PlanDropped,
     PlannerStarted,
     PlanningFailed,
+    PlanWithdrawn,
     Preparing,
     ProbeLinks,
     Probing,
@@ -57,6 +58,7 @@ from jaxmorph.control.controller_state import (
     Retries,
     Starting,
     StepObserved,
+    WithdrawPlan,
 )
 from jaxmorph.control.events import (
     ControlEvent,
@@ -73,6 +75,7 @@ from jaxmorph.control.link_state import FailedPaths, PathFailure, PathState, del
 from jaxmorph.control.measurements import OpTime, StepSamples
 from jaxmorph.control.orchestrator import (
     Decision,
+    Dwell,
     Option,
     Options,
     Situation,
@@ -121,6 +124,8 @@ def advance(state: ControllerState, observation: Observation) -> Advance:
             return Advance(
                 replace(state, plan=plan, phase=Idle()), events=change_events(phase.change)
             )
+        case PlanWithdrawn() if isinstance(phase, Changing):
+            return _request_if_due(_undone(state, phase.dwell_before, Findings()))
         case PlanDropped() if isinstance(phase, Changing):
             return _drop_change(state, phase)
         case _:
@@ -161,8 +166,10 @@ def _hand_over(state: ControllerState, failure: PathFailure) -> Advance:
     detector, found = judge_handover(state.detector, state.step + 1, failure)
     events = (*state.from_start, failure_event(failure), *found)
     state = replace(state, paths=paths, detector=detector)
-    request = _request_if_due(_record_findings(state, events, (), failed=True))
-    return replace(request, events=events)
+    state = _record_findings(state, events, (), failed=True)
+    if isinstance(state.phase, Changing):
+        return Advance(state, (WithdrawPlan(),), events)
+    return replace(_request_if_due(state), events=events)
 
 
 def _judge_paths(
@@ -304,13 +311,13 @@ def _prepare(
 def _change(state: ControllerState, prepared: Preparing) -> Advance:
     situation, reason = prepared.situation, prepared.decision.reason
     now, then = situation.in_force, situation.candidates[prepared.decision.chosen or 0]
-    if _uses_failed_path(state, then.routes):
-        # A path has failed since the decision. `ChooseCandidate` has made this plan the planning
-        # process's plan in force; another process undoes that.
-        findings = state.findings.with_earlier(prepared.findings)
-        return _request_if_due(
-            replace(state, phase=Idle(), findings=findings, must_restart_planner=True)
-        )
+    known, slow = (
+        {each.link for each in verdicts if each.is_slow}
+        for verdicts in (situation.verdicts, state.verdicts)
+    )
+    if _uses_failed_path(state, then.routes) or state.paths.handed_over & slow - known:
+        # A path has failed, or a link was handed over, since the decision.
+        return _request_if_due(_undone(state, state.dwell, prepared.findings))
     change = PlanChange(
         plan=replace(then.plan, predicted_step_s=then.step_ms / 1e3, reason=reason),
         reason=reason,
@@ -337,15 +344,21 @@ def _drop_change(state: ControllerState, dropped: Changing) -> Advance:
     detail = f"its links are in time again, so the plan in force stays: {change.reason}"
     evidence = {**change.evidence, "to": change.evidence["from"]}
     kept = ControlEvent(EventKind.PLAN_KEPT, detail, evidence=evidence)
-    state = replace(
+    return Advance(_undone(state, dropped.dwell_before, Findings()), events=(kept,))
+
+
+def _undone(state: ControllerState, dwell: Dwell, findings: Findings) -> ControllerState:
+    """The state as if a candidate that was chosen had not been, with the findings that led to it.
+
+    `ChooseCandidate` has made it the planning process's plan in force; another process undoes that.
+    """
+    return replace(
         state,
         phase=Idle(),
-        dwell=dropped.dwell_before,
-        findings=state.findings.with_earlier(Findings()),
-        # `ChooseCandidate` has made the dropped plan the planning process's plan in force.
+        dwell=dwell,
+        findings=state.findings.with_earlier(findings),
         must_restart_planner=True,
     )
-    return Advance(state, events=(kept,))
 
 
 def _returning(state: ControllerState) -> tuple[Command, ...]:
@@ -357,11 +370,8 @@ def _returning(state: ControllerState) -> tuple[Command, ...]:
 
 def _uses_failed_path(state: ControllerState, routes: Routes) -> bool:
     """Whether a plan sends on a direct path that has failed and not returned."""
-    links = state.paths.links
-    return any(
-        links[link].state is PathState.FAILED and routes.get(link, "direct") == "direct"
-        for link in links
-    )
+    failed = {link for link, at in state.paths.links.items() if at.state is PathState.FAILED}
+    return not failed - state.paths.handed_over <= delegated_links(routes)
 
 
 def _retry_later(state: ControllerState, error: str) -> Advance:

@@ -98,6 +98,11 @@ class PlanChanged:
 
 
 @dataclass(frozen=True)
+class PlanWithdrawn:
+    """The plan of the last `ChangePlan` was not announced, as `WithdrawPlan` asks."""
+
+
+@dataclass(frozen=True)
 class PlanDropped:
     """No rank runs the plan of the last `ChangePlan`: its links are in time again."""
 
@@ -110,6 +115,7 @@ Observation: TypeAlias = (
     | CandidateChosen
     | PlanningFailed
     | PlanChanged
+    | PlanWithdrawn
     | PlanDropped
 )
 
@@ -177,8 +183,19 @@ class ChangePlan:
     late_once: tuple[LateOnce, ...] = ()
 
 
+@dataclass(frozen=True)
+class WithdrawPlan:
+    """Take the last `ChangePlan` back, if no exchange has announced it yet."""
+
+
 Command: TypeAlias = (
-    RequestCandidates | ChooseCandidate | ProbeLinks | RestorePaths | DropProbes | ChangePlan
+    RequestCandidates
+    | ChooseCandidate
+    | ProbeLinks
+    | RestorePaths
+    | DropProbes
+    | ChangePlan
+    | WithdrawPlan
 )
 
 

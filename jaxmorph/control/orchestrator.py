@@ -58,6 +58,16 @@ class Dwell:
         stay = last._replace(until_step=until_step)
         return replace(self, stays={**self.stays, subject: stay})
 
+    def for_slow(self, slow_since: Iterable[int]) -> "Dwell":
+        """The stays where the schedule's is the shortest, if a link has turned slow in it."""
+        last = self.stays.get(SCHEDULE)
+        if last is None or not any(last.since_step <= step for step in slow_since):
+            return self
+        if math.isinf(last.since_step):  # it has changed only together with routes
+            return self
+        until_step = min(last.until_step, int(last.since_step) + self.least_steps)
+        return replace(self, stays={**self.stays, SCHEDULE: last._replace(until_step=until_step)})
+
     def _steps(self, subject: Subject, step: int) -> int:
         last = self.stays.get(subject)
         if last is None:
@@ -202,12 +212,15 @@ def is_forced(situation: Situation) -> bool:
 def _wait_steps(situation: Situation, candidate: int) -> int:
     """The steps until the first dwell ends that a candidate waits for; 0: it need not wait.
 
-    It waits for the dwell of the links that go back, or of the schedule if it changes alone.
+    It waits for the dwell of the links that go back, or of the schedule if it changes alone. For a
+    link that has turned slow since it last did, the schedule waits for the shortest dwell only.
     """
     now, then = situation.in_force, situation.candidates[candidate]
-    routes = changed_routes(now.routes, then.routes)
+    dwell, routes = situation.dwell, changed_routes(now.routes, then.routes)
+    if not routes:
+        dwell = dwell.for_slow(each.step for each in situation.verdicts if each.is_slow)
     subjects = _newly_delegated(now, then) if routes else {SCHEDULE}
-    waits = (situation.dwell.waits([subject], situation.step) for subject in subjects)
+    waits = (dwell.waits([subject], situation.step) for subject in subjects)
     return min(filter(None, waits), default=0)
 
 

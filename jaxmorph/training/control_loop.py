@@ -30,11 +30,13 @@ from jaxmorph.control.controller_state import (
     PlanDropped,
     PlannerStarted,
     PlanningFailed,
+    PlanWithdrawn,
     ProbeLinks,
     RequestCandidates,
     RestorePaths,
     Retries,
     StepObserved,
+    WithdrawPlan,
 )
 from jaxmorph.control.events import ControlEvent, PlanChange
 from jaxmorph.control.late_once import LateOnce
@@ -285,6 +287,8 @@ class ControlLoop:
                 self._put(Morph(change, self._chosen, restore, late_once, self._last_number))
             case ProbeLinks() | RestorePaths():
                 self._put(command)
+            case WithdrawPlan() if isinstance(self.take_due(), Morph):
+                self._planner.submit(self._answer, lambda _: PlanWithdrawn(), command)
             case DropProbes() if isinstance(self._due, ProbeLinks):
                 self._put(None)
 

@@ -41,6 +41,7 @@ from jaxmorph.control.controller_state import (
     RestorePaths,
     Starting,
     StepObserved,
+    WithdrawPlan,
     with_settings,
 )
 from jaxmorph.control.events import ControlEvent
@@ -141,7 +142,7 @@ def _in_brief(command: Command) -> list[Any]:
             return [name, change.reason, sorted(map(str, restore)), *late]
         case RestorePaths(restore):
             return [name, sorted(map(str, restore))]
-        case DropProbes():
+        case DropProbes() | WithdrawPlan():
             return [name]
 
 

@@ -276,6 +276,12 @@ class TestTheSchedulesOwnDwell:
         dwell = dwell_after(dwell, self.REPLANNED, self.DIRECT, 14)
         assert dwell.waits([SCHEDULE], 14) == 8
 
+    def test_a_schedule_that_flaps_does_not_wait_long_for_a_slow_link(self):
+        flapping = Dwell(4, 64).after([SCHEDULE], 0).after([SCHEDULE], 10).after([SCHEDULE], 20)
+        assert flapping.waits([SCHEDULE], 21) == 15
+        for slow_since, waits in (([], 15), ([19], 15), ([19, 22], 3)):
+            assert flapping.for_slow(slow_since).waits([SCHEDULE], 21) == waits
+
 
 DWELL = Dwell(least_steps=4, most_steps=20)
 
