@@ -156,8 +156,8 @@ class ControlLoop:
     def observe(self, seen: StepObserved) -> tuple[ControlEvent, ...]:
         """Advance the controller by a step; return the events to report, in order."""
         with self._lock:
-            events = self._advance(seen) + self._unreported
-            self._unreported = ()
+            events, self._unreported = self._unreported, ()
+            events += self._advance(seen)
             if self._error is not None:
                 raise self._error
         return events

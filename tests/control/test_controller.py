@@ -27,12 +27,14 @@ from jaxmorph.control.controller_state import (
     PlanDropped,
     PlannerStarted,
     PlanningFailed,
+    PlanWithdrawn,
     Preparing,
     ProbeLinks,
     Probing,
     RequestCandidates,
     RestorePaths,
     StepObserved,
+    WithdrawPlan,
     first_state,
 )
 from jaxmorph.control.detector import Detector
@@ -329,6 +331,26 @@ def test_a_handover_in_mid_step_is_planned_for_before_the_step_ends():
     assert (result.events, result.commands) == ((), ())
     state = advance(result.state, PlanChanged()).state
     assert state.plan.routes[LINKS[1]] == "delegated"
+
+
+def test_a_plan_that_does_not_know_a_link_to_be_slow_is_withdrawn():
+    first, other = (left_path(link, is_slow=True) for link in LINKS)
+    state = advance(warmed_up(), LinkHandedOver(first)).state
+    state = advance(state, CandidatesReceived(offered(state, {LINKS[0]}))).state
+    late = advance(state, LinkHandedOver(other)).state  # before the plan is there
+    (request,) = advance(late, CandidateChosen()).commands
+    assert isinstance(request, RequestCandidates)
+    assert request.restart_planner
+    state = advance(state, CandidateChosen()).state
+    result = advance(state, LinkHandedOver(other))
+    assert result.commands == (WithdrawPlan(),)
+    withdrawn = advance(result.state, PlanWithdrawn())
+    (request,) = withdrawn.commands
+    assert isinstance(request, RequestCandidates)
+    assert {each.link for each in request.verdicts if each.is_slow} == {*LINKS}
+    announced = advance(result.state, PlanChanged()).state  # it was too late to withdraw it
+    (request,) = advance(announced, step_of(announced, _WARM_UP)).commands
+    assert isinstance(request, RequestCandidates)
 
 
 def test_a_link_that_is_handed_over_returns_if_the_plan_stays():

@@ -76,7 +76,7 @@ def test_a_slow_link_is_detected_and_planned_for(adapting):
     assert {event["link"] for event in found} == {"1-2"}
     assert {event["step"] for event in found[:2]} == {SLOW_FROM}
     first = adapting.events("plan_changed")[0]
-    assert first["step"] <= SLOW_FROM + 2
+    assert SLOW_FROM < first["step"] <= SLOW_FROM + 2
     assert first["detail"].startswith("link 1-2 takes 4")
     lines = adapting.steps
     assert lines[first["step"]]["schedule"] == "adaptive"
@@ -137,7 +137,8 @@ def test_the_slow_link_is_handed_over_in_mid_step(adapting):
 def test_predictions_follow_link_and_plan(adapting):
     there, back = [event["step"] for event in adapting.events("plan_changed")]
     healthy = in_force_ms(adapting, 0)
-    assert in_force_ms(adapting, SLOW_FROM + 1) > 2 * healthy
+    for step in range(SLOW_FROM + 1, there):  # none, if the plan was ready in time
+        assert in_force_ms(adapting, step) > 2 * healthy
     assert healthy + 30 < in_force_ms(adapting, there) < 1.25 * healthy
     assert in_force_ms(adapting, back) == pytest.approx(healthy, rel=0.03)
 

@@ -10,12 +10,13 @@ from adapting_run import COSTS, FIRST, PLANNED_FOR, FailingPlans, PlansHere
 from jaxmorph.control import controller, orchestrator
 from jaxmorph.control.controller import link_states
 from jaxmorph.control.controller_state import PlanningFailed, StepObserved
+from jaxmorph.control.link_state import PathFailure
 from jaxmorph.control.step_programs import simulate_step
 from jaxmorph.records import Link
 from jaxmorph.runtime.direct_probe import probe_transfers
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.training import control_loop
-from jaxmorph.training.control_loop import Expected
+from jaxmorph.training.control_loop import Expected, Morph
 from jaxmorph.training.planning_client import PlanningError, Simulated
 
 SLOWER = replace(COSTS, forward_ms=(10.0, 20.0, 10.0))
@@ -47,6 +48,25 @@ def test_a_slow_link_is_delegated_and_comes_back(run):
     ]  # fmt: skip
     assert kinds[-1][0] <= 12 + 10
     assert run.routes == FIRST.routes
+
+
+def test_a_plan_for_two_links_replaces_that_for_one_before_it_is_announced(run):
+    run.steps(6)
+    plans = []
+    for link in ("0>1", "1>2"):
+        failure = PathFailure(Link.parse(link.replace(">", "-")), "slow", late_ms={link: (40.0,)})
+        run.loop.observe_handover(failure)
+        run.settle()
+        assert isinstance(run.loop._due, Morph)
+        plans.append(run.loop._due.plan)
+    assert plans[0].routes == {Link(0, 1): "delegated", Link(1, 2): "direct"}
+    run._swap()
+    assert run.delegated() == {"0-1", "1-2"}
+    assert run.plans.restarted == [FIRST.routes]  # of the process that had chosen the first plan
+    assert [each.plan for each in run.morphs] == plans[1:]
+    run.steps(1)
+    kinds = [kind for step, kind, _ in run.events if step == 6]
+    assert kinds[:4] == ["link_handed_over", "straggler_detected"] * 2
 
 
 def test_the_expected_profile_follows_verdict_and_route(run):
