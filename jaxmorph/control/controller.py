@@ -43,7 +43,6 @@ from jaxmorph.control.controller_state import (
     DropProbes,
     Findings,
     Idle,
-    LinkHandedOver,
     Observation,
     PlanChanged,
     PlanDropped,
@@ -70,8 +69,9 @@ from jaxmorph.control.events import (
     notice_event,
     verdict_events,
 )
+from jaxmorph.control.handover import SlowLink
 from jaxmorph.control.late_once import late_once
-from jaxmorph.control.link_state import FailedPaths, PathFailure, PathState, delegated_links
+from jaxmorph.control.link_state import FailedPaths, PathState, delegated_links
 from jaxmorph.control.measurements import OpTime, StepSamples
 from jaxmorph.control.orchestrator import (
     Decision,
@@ -89,7 +89,7 @@ from jaxmorph.control.path_reports import (
     JoinedPathReport,
     StepPaths,
     failure_event,
-    judge_handover,
+    judge_late_messages,
     judge_paths,
     read_paths,
 )
@@ -109,8 +109,8 @@ def advance(state: ControllerState, observation: Observation) -> Advance:
     match observation:
         case StepObserved():
             return _observe(state, observation)
-        case LinkHandedOver(failure) if state.adapts:
-            return _hand_over(state, failure)
+        case SlowLink() if state.adapts:
+            return _turn_slow(state, observation)
         case PlannerStarted() if isinstance(phase, Starting):
             return _request_if_due(replace(state, phase=Idle()))
         case CandidatesReceived(options) if isinstance(phase, AwaitingCandidates):
@@ -158,15 +158,17 @@ def _observe(state: ControllerState, seen: StepObserved) -> Advance:
     )
 
 
-def _hand_over(state: ControllerState, failure: PathFailure) -> Advance:
+def _turn_slow(state: ControllerState, seen: SlowLink) -> Advance:
     """Request candidates at once, so that the next step may run another plan."""
-    paths, new = state.paths.record([failure])
-    if not new:
+    paths, new = state.paths.record(() if seen.left is None else [seen.left])
+    detector, found = judge_late_messages(
+        state.detector, state.step + 1, seen.link, seen.late_ms, is_direct=seen.left is not None
+    )
+    if not (new or found):  # it is known already
         return Advance(state)
-    detector, found = judge_handover(state.detector, state.step + 1, failure)
-    events = (*state.from_start, failure_event(failure), *found)
+    events = (*state.from_start, *map(failure_event, new), *found)
     state = replace(state, paths=paths, detector=detector)
-    state = _record_findings(state, events, (), failed=True)
+    state = _record_findings(state, events, (), failed=bool(new))
     if isinstance(state.phase, Changing):
         return Advance(state, (WithdrawPlan(),), events)
     return replace(_request_if_due(state), events=events)

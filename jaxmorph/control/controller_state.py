@@ -14,8 +14,9 @@ from jaxmorph.control.compute_watch import ComputeNotice, ComputeWatch
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.events import ControlEvent, PlanChange, verdict_events
+from jaxmorph.control.handover import SlowLink
 from jaxmorph.control.late_once import LateOnce
-from jaxmorph.control.link_state import FailedPaths, PathFailure
+from jaxmorph.control.link_state import FailedPaths
 from jaxmorph.control.measurements import (
     MessageTables,
     OpTime,
@@ -62,13 +63,6 @@ class StepObserved:
 
 
 @dataclass(frozen=True)
-class LinkHandedOver:
-    """A link was handed over in the step that runs now, whose observation has it again."""
-
-    failure: PathFailure
-
-
-@dataclass(frozen=True)
 class PlannerStarted:
     """The planning process knows the run and can plan."""
 
@@ -109,7 +103,7 @@ class PlanDropped:
 
 Observation: TypeAlias = (
     StepObserved
-    | LinkHandedOver
+    | SlowLink
     | PlannerStarted
     | CandidatesReceived
     | CandidateChosen

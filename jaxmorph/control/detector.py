@@ -61,12 +61,12 @@ class Detector:
             now[direction] = watch.state()
         return Detector(now), changes
 
-    def observe_handover(
-        self, step: int, direction: Direction, late_ms: Sequence[float]
+    def observe_late(
+        self, step: int, direction: Direction, late_ms: Sequence[float], *, is_direct: bool
     ) -> tuple["Detector", list[Verdict]]:
-        """Mark a direction slow whose link was handed over; nothing changes if it was slow."""
+        """Mark a direction slow by messages of an unfinished step; nothing changes if it was."""
         watch = _watch(self.directions, direction)
-        return self._after(watch.handed_over(step, late_ms), watch)
+        return self._after(watch.turned_slow(step, late_ms, is_direct=is_direct), watch)
 
     def observe_failure(
         self, step: int, direction: Direction, detail: str

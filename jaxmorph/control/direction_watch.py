@@ -214,10 +214,10 @@ class DirectionWatch:
         record.unlearn()
         return self._transition(step, Trigger.ROSE, is_direct, took_ms, usual=expected)
 
-    def handed_over(self, step: int, late_ms: Sequence[float]) -> list[Verdict]:
-        """Mark the direction slow by its direct messages before its link was handed over."""
-        self._take_route(is_direct=True)
-        return self._transition(step, Trigger.ROSE, True, late_ms)
+    def turned_slow(self, step: int, late_ms: Sequence[float], *, is_direct: bool) -> list[Verdict]:
+        """Mark the direction slow by late messages of a step that is not over."""
+        self._take_route(is_direct=is_direct)
+        return self._transition(step, Trigger.ROSE, is_direct, late_ms)
 
     def path_failed(self, step: int, detail: str) -> list[Verdict]:
         """Mark the direct path failed; no verdict changes if it had failed already."""

@@ -1,13 +1,15 @@
-"""Finds inside a step, at one end of a direct link, that its messages have become slow.
+"""Finds inside a step, at one end of a link, that its messages have become slow.
 
-The rule is that of `route_record`, so a healthy link is hardly ever found slow. The rest of the
-step's messages then go delegated (`runtime.failover_route`): a handover costs what delegation
-costs, and waits for no rank but the two ends.
+The rule is that of `route_record`, so a healthy link is hardly ever found slow. Rank 0 then plans
+while the step goes on. The rest of a direct link's messages go delegated at once
+(`runtime.failover_route`): such a handover costs what delegation costs, and waits for no rank but
+the two ends.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from jaxmorph.control.link_state import Direction, directions_of
+from jaxmorph.control.link_state import Direction, PathFailure, directions_of
 from jaxmorph.control.measurements import LinkSample
 from jaxmorph.control.route_record import SETTLED_RUN, RouteRecord, RouteState, typical_ms
 from jaxmorph.records import Link
@@ -15,8 +17,22 @@ from jaxmorph.records import Link
 _EITHER = (-1, -1)
 
 
+@dataclass(frozen=True)
+class SlowLink:
+    """A link has turned slow in the step that runs now.
+
+    Attributes:
+        late_ms: See `EndWatch.late_messages`.
+        left: How its direct path was left; None: its messages are delegated anyway.
+    """
+
+    link: Link
+    late_ms: Mapping[str, tuple[float, ...]]
+    left: PathFailure | None = None
+
+
 class EndWatch:
-    """Judges a link's direct transfers, one after another, by their times at one of its ends.
+    """Judges a link's transfers on one route, one after another, by their times at one of its ends.
 
     Each direction has a history, and both together have another: where both are late, messages of
     two directions prove as much as as many of one.

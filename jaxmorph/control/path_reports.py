@@ -127,7 +127,9 @@ def judge_paths(
     events: list[ControlEvent] = []
     for failure in report.failures:
         if failure.is_handover:
-            detector, found = judge_handover(detector, step, failure)
+            detector, found = judge_late_messages(
+                detector, step, failure.link, failure.late_ms, is_direct=True
+            )
             events += found
         else:
             detector = _with_failure(detector, step, failure.link, failure.detail)
@@ -146,15 +148,20 @@ def judge_paths(
     return paths, detector, events
 
 
-def judge_handover(
-    detector: Detector, step: int, failure: PathFailure
+def judge_late_messages(
+    detector: Detector,
+    step: int,
+    link: Link,
+    late_ms: Mapping[str, Sequence[float]],
+    *,
+    is_direct: bool,
 ) -> tuple[Detector, list[ControlEvent]]:
-    """Mark the late directions of a link slow that was handed over."""
+    """Mark the directions of a link slow that an end has found so in mid-step (`EndWatch`)."""
     events: list[ControlEvent] = []
-    for direction in directions_of(failure.link):
-        if late_ms := failure.late_ms.get("{}>{}".format(*direction)):
+    for direction in directions_of(link):
+        if run_ms := late_ms.get("{}>{}".format(*direction)):
             before = detector.verdicts
-            detector, changed = detector.observe_handover(step, direction, late_ms)
+            detector, changed = detector.observe_late(step, direction, run_ms, is_direct=is_direct)
             events += verdict_events(changed, before)
     return detector, events
 

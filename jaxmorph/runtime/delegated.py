@@ -121,6 +121,7 @@ class DelegatedRoute:
         self._waits = waits or LongWaits(rank)
         self._links = links or EmulatedLinks()
         self.path_failure: Callable[[Link], str] = lambda link: ""
+        self.on_taken: Callable[[TransferIdentity, float, float], None] = lambda *times: None
         self._abandoned = -1
         self._reserved: dict[tuple[ChannelName, int], tuple[OutgoingSlot, Tag]] = {}
         self._copying: deque[_Copy] = deque()
@@ -243,6 +244,7 @@ class DelegatedRoute:
             _require_length(slot, len(part) * receiver.use.payload.dtype.itemsize, identity)
             arrival.add(part, slot)
         sleep_until(received_s)  # over already, unless a copy is emulated
+        self.on_taken(identity, posted_s, received_s)
         return Moved(arrival.value(), posted_s, received_s)
 
     def has_free_slot(self, identity: TransferIdentity) -> bool:

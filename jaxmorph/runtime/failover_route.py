@@ -15,10 +15,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import jax
 
-from jaxmorph.control.handover import EndWatch, late_in_words
+from jaxmorph.control.handover import EndWatch, SlowLink, late_in_words
 from jaxmorph.control.link_state import PathFailure
 from jaxmorph.program.instructions import Payload, SendReceive
 from jaxmorph.progress import progress
@@ -31,8 +32,8 @@ from jaxmorph.runtime.link_programs import LinkCommunicators, Programs
 from jaxmorph.runtime.link_switch import (
     Counts,
     EndState,
-    HandedOver,
     LinkEnd,
+    Notice,
     PeerConnections,
 )
 from jaxmorph.runtime.routes import Moved, Posting, TransferIdentity, require_live
@@ -60,7 +61,7 @@ class FailoverRoute:
         hands_over: Whether a slow link leaves its path in mid-step.
 
     Attributes:
-        on_handover: Called on every rank as soon as any link was handed over, by any thread.
+        on_slow: Called on every rank as soon as any link has turned slow, by any thread.
     """
 
     holds_queue = True  # receives wait there, whatever carries their messages
@@ -79,9 +80,11 @@ class FailoverRoute:
         hands_over: bool = False,
     ) -> None:
         self._direct, self._delegated = direct, delegated
-        self._end_watches = {link: EndWatch(link) for link in connections if hands_over}
-        self.on_handover: Callable[[PathFailure], None] = lambda failure: None
-        self._told: set[tuple[Link, int]] = set()
+        watched = connections if hands_over else ()
+        self._end_watches = {link: EndWatch(link) for link in watched}
+        self._delegated_watches = {link: EndWatch(link) for link in watched}
+        self.on_slow: Callable[[SlowLink], None] = lambda slow: None
+        self._told: set[Any] = set()
         self._telling = threading.Lock()
         self.kept = direct.kept = KeptOutputs()
         self._timeout_s = timeout_s
@@ -97,7 +100,7 @@ class FailoverRoute:
                 on_peer_state=direct.links.look_again,
                 timeout_s=timeout_s,
                 waits=self._waits,
-                on_handover=self._tell,
+                on_notice=self._tell,
             )
             for link, to_peer in connections.items()
         }
@@ -106,6 +109,8 @@ class FailoverRoute:
         self._compiled: dict[tuple[Link, int], Future[Programs]] = {}
         direct.peer_has_left = lambda link: self._ends[link].peer_has_left
         delegated.path_failure = self._path_failure
+        if hands_over:
+            delegated.on_taken = self._watch_delegated
 
     def reserve(self, identity: TransferIdentity, deadline_s: float) -> Iterator[Posting]:
         """One posting for the whole message; on the delegated route it waits for slots itself."""
@@ -201,7 +206,7 @@ class FailoverRoute:
         for link in self._ends:
             self.kept.release(link)
         self._watch.end_step([link for link in self._ends if self.has_failed_over(link)])
-        for watch in self._end_watches.values():
+        for watch in (*self._end_watches.values(), *self._delegated_watches.values()):
             watch.end_step()
 
     def take_failures(self) -> list[PathFailure]:
@@ -310,14 +315,28 @@ class FailoverRoute:
         if late_ms := watch.late_messages(took_ms, 1e3 * over_s):
             end.leave_path(late_in_words(late_ms), late_ms=late_ms)
 
-    def _tell(self, notice: HandedOver, came_over: Link | None) -> None:
-        """Pass a handover of some link on to all ranks, once."""
-        key = notice.failure.link, notice.epoch
+    def _watch_delegated(
+        self, identity: TransferIdentity, posted_s: float, received_s: float
+    ) -> None:
+        """Tell of a delegated link that has become slow, in the direction to this end."""
+        transfer = identity.transfer
+        watch = self._delegated_watches.get(transfer.link)
+        if watch is None or transfer.payload is Payload.TIED or identity.epoch % 2:
+            return  # in odd epochs the message waits for the queue
+        took_ms = {(transfer.source, transfer.destination): 1e3 * (received_s - posted_s)}
+        late_ms = watch.late_messages(took_ms, 1e3 * received_s)
+        name = f"{transfer.source}>{transfer.destination}"
+        if name in late_ms:
+            slow = SlowLink(transfer.link, {name: late_ms[name]})
+            self._tell(Notice(slow, identity.step), None)
+
+    def _tell(self, notice: Notice, came_over: Link | None) -> None:
+        """Pass on to all ranks that some link is slow, once."""
         with self._telling:
-            if key in self._told:
+            if notice.key in self._told:
                 return
-            self._told.add(key)
-        self.on_handover(notice.failure)
+            self._told.add(notice.key)
+        self.on_slow(notice.slow)
         for link, end in self._ends.items():
             if link != came_over:
                 end.forward(notice)

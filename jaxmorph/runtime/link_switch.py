@@ -19,7 +19,7 @@ Two messages are enough. An end never goes back on its state, so its counts are 
 confirm that its peer received these counts until the peer sends; early messages wait in a slot.
 
 Between states an end may pass on what a rank tells all others: a `Wait` (see `causes`), or that a
-link was handed over, for which rank 0 plans at once.
+link has turned slow, for which rank 0 plans at once.
 
 Two threads take part. The queue's thread waits for the peer's ready messages. A thread for each
 link waits for the peer's state, and switches even while the queue is elsewhere, perhaps waiting for
@@ -35,6 +35,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from jaxmorph.control.handover import SlowLink
 from jaxmorph.control.link_state import PathFailure
 from jaxmorph.plain_json import dump, parse_line, tagged
 from jaxmorph.program.instructions import Channel
@@ -99,11 +100,22 @@ class EndState:
 
 
 @dataclass(frozen=True)
-class HandedOver:
-    """Tells all ranks of a link that was handed over; `epoch` is its next one."""
+class Notice:
+    """Tells all ranks that a link has turned slow.
 
-    failure: PathFailure
-    epoch: int
+    Attributes:
+        number: The epoch that begins with it, or the step in which the link is delegated anyway.
+    """
+
+    slow: SlowLink
+    number: int
+
+    @property
+    def key(self) -> tuple[Link, bool, tuple[str, ...], int]:
+        """The same for notices of one finding."""
+        is_handover = self.slow.left is not None
+        directions = () if is_handover else tuple(self.slow.late_ms)
+        return self.slow.link, is_handover, directions, self.number
 
 
 class Ready(NamedTuple):
@@ -153,7 +165,7 @@ class LinkEnd:
         on_peer_state: Called when the peer has left the path.
         timeout_s: How long to wait for the peer, in a transfer or in a switch.
         waits: Takes the waits that the peer passes on, and names the cause of those in vain.
-        on_handover: Takes a handover of this link, or one that the peer tells of over this link.
+        on_notice: Takes the notice of this link's handover, and those that come over this link.
 
     Attributes:
         epoch: Even: the plan's route; odd: delegated.
@@ -172,9 +184,9 @@ class LinkEnd:
         on_peer_state: Callable[[], None],
         timeout_s: float,
         waits: LongWaits | None = None,
-        on_handover: Callable[[HandedOver, Link | None], None] = lambda notice, came_over: None,
+        on_notice: Callable[[Notice, Link | None], None] = lambda notice, came_over: None,
     ) -> None:
-        self._on_handover = on_handover
+        self._on_notice = on_notice
         self.link, self.peer = link, sum(link) - rank
         self.epoch, self.retired_communicators = 0, 0
         self.path_failure, self.is_handed_over = "", False
@@ -283,7 +295,7 @@ class LinkEnd:
             self._arrived_s = None
             return self.epoch
 
-    def forward(self, message: Wait | HandedOver) -> None:
+    def forward(self, message: Wait | Notice) -> None:
         """Send what all ranks shall know to the peer, which forwards it."""
         with self._changed:
             self._send(self._connections.states, dump(tagged(message)).encode())
@@ -412,11 +424,11 @@ class LinkEnd:
         try:
             while True:
                 line = self._connections.states.receive().decode()
-                match parse_line(EndState | Wait | HandedOver, line, "a link's other end"):
+                match parse_line(EndState | Wait | Notice, line, "a link's other end"):
                     case Wait() as wait:
                         self._waits.add(wait, self.link)
-                    case HandedOver() as notice:
-                        self._on_handover(notice, self.link)
+                    case Notice() as notice:
+                        self._on_notice(notice, self.link)
                     case EndState() as state:
                         self._handle_peer_state(state)
         except (ConnectionLostError, OSError) as error:
@@ -452,7 +464,8 @@ class LinkEnd:
             self.retired_communicators += own.retires_communicator or other.retires_communicator
             self._begin_next_epoch()
         if failure.is_handover:
-            self._on_handover(HandedOver(failure, own.epoch), None)
+            slow = SlowLink(self.link, failure.late_ms, failure)
+            self._on_notice(Notice(slow, own.epoch), None)
 
     def _failure(self, own: EndState, other: EndState, resent: int) -> PathFailure:
         # That it was slow counts only where no end knows of a failure.

@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxmorph.control.handover import SlowLink
 from jaxmorph.control.link_state import PathFailure
 from jaxmorph.copies.choosing import StageCopies, open_copies
 from jaxmorph.program.instructions import Channel, RankInstructions, Transfer
@@ -326,10 +327,10 @@ class StageTrainer:
         """
         return None if self._failover is None else self._failover.path_is_up(link)
 
-    def on_handover(self, call: Callable[[PathFailure], None]) -> None:
-        """Have this called as soon as any rank's link was handed over, by another thread."""
+    def on_slow_link(self, call: Callable[[SlowLink], None]) -> None:
+        """Have this called as soon as any rank finds a link slow in mid-step, by any thread."""
         if self._failover is not None:
-            self._failover.on_handover = call
+            self._failover.on_slow = call
 
     def _is_cut(self, link: Link) -> bool:
         return self._links.is_cut(link, self._step)

@@ -135,7 +135,7 @@ class Adaptation(Callback):
         self._probed: list[Stamp] = []
         self._last_messages = LastMessages() if adapts else None
         if loop is not None and adapts:
-            trainer.on_handover(loop.observe_handover)
+            trainer.on_slow_link(loop.hear)
 
     def report(
         self, step: int

@@ -24,7 +24,6 @@ from jaxmorph.control.controller_state import (
     ControllerState,
     DropProbes,
     Idle,
-    LinkHandedOver,
     Observation,
     PlanChanged,
     PlanDropped,
@@ -39,8 +38,8 @@ from jaxmorph.control.controller_state import (
     WithdrawPlan,
 )
 from jaxmorph.control.events import ControlEvent, PlanChange
+from jaxmorph.control.handover import SlowLink
 from jaxmorph.control.late_once import LateOnce
-from jaxmorph.control.link_state import PathFailure
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import simulate_step
 from jaxmorph.program.instructions import RankInstructions, parse_instructions
@@ -141,6 +140,7 @@ class ControlLoop:
         # has its own lock, so that training never waits while a step is being observed.
         self._lock, self._due_lock = threading.Lock(), threading.Lock()
         self._planner = ThreadPoolExecutor(1, "jaxmorph-planner")
+        self._hearing = ThreadPoolExecutor(1, "jaxmorph-hearing")
         self._is_closing = False
         self._error: Exception | None = None  # of `keep`
 
@@ -162,11 +162,15 @@ class ControlLoop:
                 raise self._error
         return events
 
-    def observe_handover(self, failure: PathFailure) -> None:
-        """Advance the controller in the middle of a step, in which a link was handed over."""
+    def hear(self, slow: SlowLink) -> None:
+        """Advance the controller in the middle of a step; no thread of the stage waits for it."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._hearing.submit(self._hear, slow)
+
+    def _hear(self, slow: SlowLink) -> None:
         with self._lock:
             if not self._is_closing:
-                self._unreported += self._advance(LinkHandedOver(failure))
+                self._unreported += self._advance(slow)
 
     def take_due(self) -> Due | None:
         """Take what ranks do after the next exchange, each once."""
@@ -262,7 +266,8 @@ class ControlLoop:
         with self._lock:
             self._is_closing = True  # else the broken request would count as a failure
         end_process()
-        self._planner.shutdown(wait=True, cancel_futures=True)
+        for thread in (self._hearing, self._planner):
+            thread.shutdown(wait=True, cancel_futures=True)
 
     def _advance(self, observation: Observation) -> tuple[ControlEvent, ...]:
         """Advance the controller and carry out its commands; the caller holds `_lock`."""

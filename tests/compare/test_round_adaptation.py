@@ -52,7 +52,7 @@ class Stage:
     def message_times_ms(self):
         return []
 
-    def on_handover(self, call):
+    def on_slow_link(self, call):
         self.tell = call
 
     def take_link_failures(self):

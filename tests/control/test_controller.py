@@ -22,7 +22,6 @@ from jaxmorph.control.controller_state import (
     Changing,
     ChooseCandidate,
     Idle,
-    LinkHandedOver,
     PlanChanged,
     PlanDropped,
     PlannerStarted,
@@ -38,6 +37,7 @@ from jaxmorph.control.controller_state import (
     first_state,
 )
 from jaxmorph.control.detector import Detector
+from jaxmorph.control.handover import SlowLink
 from jaxmorph.control.link_state import PathFailure
 from jaxmorph.control.measurements import MessageTables, packed
 from jaxmorph.control.orchestrator import Option, Options
@@ -318,11 +318,13 @@ def test_a_link_that_is_handed_over_is_slow_and_planned_for():
 
 def test_a_handover_in_mid_step_is_planned_for_before_the_step_ends():
     failure, before = left_path(LINKS[1], is_slow=True), warmed_up()
-    result = advance(before, LinkHandedOver(failure))
+    result = advance(before, SlowLink(LINKS[1], failure.late_ms, failure))
     assert [event.kind for event in result.events] == ["link_handed_over", "straggler_detected"]
     (request,) = result.commands
     assert isinstance(request, RequestCandidates)
-    assert advance(result.state, LinkHandedOver(failure)).events == ()  # from another end
+    assert (
+        advance(result.state, SlowLink(LINKS[1], failure.late_ms, failure)).events == ()
+    )  # from another end
     answer = CandidatesReceived(offered(result.state, {LINKS[1]}))
     state = advance(advance(result.state, answer).state, CandidateChosen()).state
     assert isinstance(state.phase, Changing)
@@ -333,16 +335,31 @@ def test_a_handover_in_mid_step_is_planned_for_before_the_step_ends():
     assert state.plan.routes[LINKS[1]] == "delegated"
 
 
+def test_a_delegated_link_that_turns_slow_in_mid_step_is_planned_for_too():
+    state = warmed_up()
+    state = replace(state, plan=replace(state.plan, routes=dict.fromkeys(LINKS, "delegated")))
+    result = advance(state, SlowLink(LINKS[1], {"1>2": (40.0,) * 5}))
+    assert [event.kind for event in result.events] == ["straggler_detected"]
+    assert result.state.paths.unrestored == frozenset()
+    assert result.state.detector.verdicts[1, 2].latency_ms == 40.0
+    (request,) = result.commands
+    assert isinstance(request, RequestCandidates)
+    again = advance(result.state, SlowLink(LINKS[1], {"1>2": (40.0,) * 5}))
+    assert (again.events, again.commands) == ((), ())
+
+
 def test_a_plan_that_does_not_know_a_link_to_be_slow_is_withdrawn():
     first, other = (left_path(link, is_slow=True) for link in LINKS)
-    state = advance(warmed_up(), LinkHandedOver(first)).state
+    state = advance(warmed_up(), SlowLink(LINKS[0], first.late_ms, first)).state
     state = advance(state, CandidatesReceived(offered(state, {LINKS[0]}))).state
-    late = advance(state, LinkHandedOver(other)).state  # before the plan is there
+    late = advance(
+        state, SlowLink(LINKS[1], other.late_ms, other)
+    ).state  # before the plan is there
     (request,) = advance(late, CandidateChosen()).commands
     assert isinstance(request, RequestCandidates)
     assert request.restart_planner
     state = advance(state, CandidateChosen()).state
-    result = advance(state, LinkHandedOver(other))
+    result = advance(state, SlowLink(LINKS[1], other.late_ms, other))
     assert result.commands == (WithdrawPlan(),)
     withdrawn = advance(result.state, PlanWithdrawn())
     (request,) = withdrawn.commands

@@ -8,6 +8,7 @@ import pytest
 from jaxmorph.emulation.delay_traces import (
     REDRAWN_S,
     REGIMES,
+    SHORT_EVENTS,
     DelayChange,
     DelayEvent,
     DelayTrace,
@@ -104,6 +105,15 @@ def test_events_depend_on_the_seed_only():
     assert draw_events(LINKS, 30, seed=1) == ()
     (only,) = {event.links for event in draw_events(LINKS[:1], 1200, seed=1)}
     assert only == LINKS[:1]
+
+
+@pytest.mark.parametrize("stages", [4, 8])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_traces_of_onsets_are_drawn_from_their_seeds(stages, seed):
+    events = draw_events(Placement(stages).links, 84, seed, SHORT_EVENTS)
+    assert len(events) == 3
+    committed = Path(__file__).parents[2] / "configs" / "traces" / f"onset{stages}_{seed}.csv"
+    assert committed.read_text() == events_trace(events).to_csv()
 
 
 def test_events_are_emulated_in_their_steps(tmp_path):

@@ -86,7 +86,7 @@ class Stage:
     def begin_failed_over(self, link):
         self.failed_before.append(link)
 
-    def on_handover(self, call):
+    def on_slow_link(self, call):
         self.tell = call
 
     def take_link_failures(self):

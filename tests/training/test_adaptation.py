@@ -9,6 +9,7 @@ from failing_run import Mirror
 
 from jaxmorph.control.controller_state import ProbeLinks
 from jaxmorph.control.events import PlanChange
+from jaxmorph.control.handover import SlowLink
 from jaxmorph.control.late_once import InTimeAgain, LateOnce
 from jaxmorph.control.link_state import PathFailure
 from jaxmorph.control.path_reports import PathReport
@@ -50,7 +51,7 @@ class Stage:
         if sending:
             self.slots.append(dict(slots))
 
-    def on_handover(self, call):
+    def on_slow_link(self, call):
         self.tell = call
 
     def take_link_failures(self):
@@ -87,10 +88,10 @@ class Recorder:
 
 class Loop:
     def __init__(self, *due):
-        self.due, self.handovers = [*due], []
+        self.due, self.heard = [*due], []
 
-    def observe_handover(self, failure):
-        self.handovers.append(failure)
+    def hear(self, slow):
+        self.heard.append(slow)
 
     def take_due(self):
         return self.due.pop(0) if self.due else None
@@ -103,11 +104,11 @@ def on_rank(rank, loop: Any = None, stage: Any = None):
     return Adaptation(rendezvous, stage, recorder, loop, last_step=9), rendezvous, stage, recorder
 
 
-def test_rank_0_hears_of_a_handover_at_once():
-    loop, failure = Loop(), PathFailure(LINK, "slow", late_ms={"1>2": (30.0,)})
+def test_rank_0_hears_of_a_slow_link_at_once():
+    loop, slow = Loop(), SlowLink(LINK, {"1>2": (30.0,)})
     *_, stage, _ = on_rank(0, loop)
-    stage.tell(failure)
-    assert loop.handovers == [failure]
+    stage.tell(slow)
+    assert loop.heard == [slow]
     *_, stage, _ = on_rank(1)
     assert not hasattr(stage, "tell")
 

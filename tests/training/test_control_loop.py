@@ -10,6 +10,7 @@ from adapting_run import COSTS, FIRST, PLANNED_FOR, FailingPlans, PlansHere
 from jaxmorph.control import controller, orchestrator
 from jaxmorph.control.controller import link_states
 from jaxmorph.control.controller_state import PlanningFailed, StepObserved
+from jaxmorph.control.handover import SlowLink
 from jaxmorph.control.link_state import PathFailure
 from jaxmorph.control.step_programs import simulate_step
 from jaxmorph.records import Link
@@ -54,9 +55,9 @@ def test_a_plan_for_two_links_replaces_that_for_one_before_it_is_announced(run):
     run.steps(6)
     plans = []
     for link in ("0>1", "1>2"):
-        failure = PathFailure(Link.parse(link.replace(">", "-")), "slow", late_ms={link: (40.0,)})
-        run.loop.observe_handover(failure)
-        run.settle()
+        left = PathFailure(Link.parse(link.replace(">", "-")), "slow", late_ms={link: (40.0,)})
+        run.loop.hear(SlowLink(left.link, left.late_ms, left))
+        run.loop._hearing.submit(run.settle).result(60)
         assert isinstance(run.loop._due, Morph)
         plans.append(run.loop._due.plan)
     assert plans[0].routes == {Link(0, 1): "delegated", Link(1, 2): "direct"}
