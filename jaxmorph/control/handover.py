@@ -62,25 +62,22 @@ class EndWatch:
         is_late = False
         for direction, each_ms in (*took_ms.items(), (_EITHER, max(took_ms.values()))):
             is_late |= self._read(self._records[direction], each_ms, at_ms)
-        if any(self._late_ms().values()):
-            self._in_time |= {each for each in took_ms if not self._records[each].late}
+        late_ms = {at: tuple(record.late) for at, record in self._records.items() if at != _EITHER}
+        longest_ms = max(late_ms.values(), key=len)
+        if longest_ms:
+            self._in_time |= {each for each in took_ms if not late_ms[each]}
         else:
             self._in_time.clear()
         if not self._is_armed:
             self._is_armed = len(self._records[_EITHER].calm) >= SETTLED_RUN
-        elif is_late:
+        elif is_late and longest_ms:  # a direction may be too new to be judged
             self._is_armed = False
-            longest_ms = max(self._late_ms().values(), key=len)
             return {
-                "{}>{}".format(*direction): late_ms or longest_ms
-                for direction, late_ms in self._late_ms().items()
-                if late_ms or direction not in self._in_time
+                "{}>{}".format(*direction): run_ms or longest_ms
+                for direction, run_ms in late_ms.items()
+                if run_ms or direction not in self._in_time
             }
         return {}
-
-    def _late_ms(self) -> dict[Direction, tuple[float, ...]]:
-        of_each = self._records.items()
-        return {at: tuple(record.late) for at, record in of_each if at != _EITHER}
 
     def _read(self, record: RouteRecord, took_ms: float, at_ms: float) -> bool:
         if record.usual is None:

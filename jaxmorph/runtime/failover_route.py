@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import jax
 
@@ -84,7 +83,7 @@ class FailoverRoute:
         self._end_watches = {link: EndWatch(link) for link in watched}
         self._delegated_watches = {link: EndWatch(link) for link in watched}
         self.on_slow: Callable[[SlowLink], None] = lambda slow: None
-        self._told: set[Any] = set()
+        self._told: set[object] = set()
         self._telling = threading.Lock()
         self.kept = direct.kept = KeptOutputs()
         self._timeout_s = timeout_s

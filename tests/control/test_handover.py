@@ -57,6 +57,13 @@ def test_a_direction_that_sends_nothing_counts_as_late_too():
     assert found[4] == {"0>1": (30.5,) * 5, "1>0": (30.5,) * 5}
 
 
+def test_directions_that_are_too_new_to_be_judged_are_not_late():
+    watch = EndWatch(LINK)
+    transfers(watch, STEP_MESSAGES)
+    watch.end_step()  # both together have been seen often enough, but neither alone
+    assert not any(transfers(watch, 10, 30.0))
+
+
 def test_single_late_messages_mean_nothing():
     watch = healthy_watch()
     for at_ms in range(20):
