@@ -17,12 +17,14 @@ A label is the command sent. `Starting` and `Changing` end with an observation; 
 `ChooseCandidate` when its probes are good.
 
 There is one decision at a time; findings (changes of links or ops) during it wait for the next one,
-but for two cases. If links change, `AwaitingCandidates` repeats its request once. `Probing` returns
-to `Idle` if links change, if a probe is late, if there is any finding when results come, or if
-results are missing for some steps. A decision to keep the plan, a failure of the planning process,
-in `Preparing` a path of the chosen plan that has failed meanwhile, and in `Changing` a change that
-ranks drop also lead back to `Idle`. An answer that the phase does not wait for is ignored. In
-`Idle` too the planning process may fail, as it also simulates steps; it is then replaced.
+with exceptions. A link that turns slow in mid-step (`SlowLink`) takes back a plan that no exchange
+has announced (`WithdrawPlan`). If links change, `AwaitingCandidates` repeats its request once.
+`Probing` returns to `Idle` if links change, if a probe is late, if there is any finding when
+results come, or if results are missing for some steps. A decision to keep the plan, a failure of
+the planning process, in `Preparing` a path of the chosen plan that has failed meanwhile, and in
+`Changing` a change that ranks drop also lead back to `Idle`. An answer that the phase does not wait
+for is ignored. In `Idle` too the planning process may fail, as it also simulates steps; it is then
+replaced.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -95,7 +97,7 @@ from jaxmorph.control.path_reports import (
 )
 from jaxmorph.control.probes import probe_results
 from jaxmorph.control.profiler import Profile
-from jaxmorph.records import EventKind, Routes
+from jaxmorph.records import EventKind, Link, Routes
 from jaxmorph.schedule.ops import OpKind
 
 _MAY_FAIL = Starting | Idle | AwaitingCandidates | Preparing
@@ -125,7 +127,7 @@ def advance(state: ControllerState, observation: Observation) -> Advance:
                 replace(state, plan=plan, phase=Idle()), events=change_events(phase.change)
             )
         case PlanWithdrawn() if isinstance(phase, Changing):
-            return _request_if_due(_undone(state, phase.dwell_before, Findings()))
+            return _request_if_due(_undone(state, phase.dwell_before, phase.findings))
         case PlanDropped() if isinstance(phase, Changing):
             return _drop_change(state, phase)
         case _:
@@ -151,7 +153,7 @@ def _observe(state: ControllerState, seen: StepObserved) -> Advance:
         state, probe_events, after_probes = _judge_probes(state, seen.probes_ms)
         request = _request_if_due(state)
         state, commands = request.state, after_probes + request.commands
-        commands += _returning(state)
+        commands += _returning(state, step_paths.report.restored)
         events += link_events + tuple(map(notice_event, notices)) + probe_events
     return Advance(
         replace(state, paths=state.paths.restore(step_paths.report.restored)), commands, events
@@ -170,7 +172,8 @@ def _turn_slow(state: ControllerState, seen: SlowLink) -> Advance:
     state = replace(state, paths=paths, detector=detector)
     state = _record_findings(state, events, (), failed=bool(new))
     if isinstance(state.phase, Changing):
-        return Advance(state, (WithdrawPlan(),), events)
+        is_new = seen.link not in state.phase.slow
+        return Advance(state, (WithdrawPlan(),) if is_new else (), events)
     return replace(_request_if_due(state), events=events)
 
 
@@ -335,7 +338,7 @@ def _change(state: ControllerState, prepared: Preparing) -> Advance:
         state.paths.unrestored & back,
         late if is_for_slow_links else (),
     )
-    changing = Changing(change, state.dwell)
+    changing = Changing(change, state.dwell, prepared.findings, frozenset(known))
     dwell = dwell_after(state.dwell, now, then, situation.step)
     return Advance(replace(state, phase=changing, dwell=dwell, retries=Retries()), (command,))
 
@@ -363,10 +366,14 @@ def _undone(state: ControllerState, dwell: Dwell, findings: Findings) -> Control
     )
 
 
-def _returning(state: ControllerState) -> tuple[Command, ...]:
-    """Have links return that were handed over, and that the plan which stays has direct."""
+def _returning(state: ControllerState, restored: Iterable[Link]) -> tuple[Command, ...]:
+    """Have links return that were handed over, and that the plan which stays has direct.
+
+    Args:
+        restored: Those that have returned after this step.
+    """
     is_decided = isinstance(state.phase, Idle) and not state.findings.is_due
-    links = state.paths.handed_over - delegated_links(state.plan.routes)
+    links = state.paths.handed_over - delegated_links(state.plan.routes) - {*restored}
     return (RestorePaths(links),) if is_decided and links else ()
 
 

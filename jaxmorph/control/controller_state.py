@@ -273,14 +273,18 @@ class Preparing:
 
 @dataclass(frozen=True)
 class Changing:
-    """`ChangePlan` waits for its `PlanChanged` or `PlanDropped`.
+    """`ChangePlan` waits for its `PlanChanged`, `PlanDropped` or `PlanWithdrawn`.
 
     Attributes:
         dwell_before: The stays if it is dropped.
+        findings: Those that led to it.
+        slow: The links that it knows to be slow.
     """
 
     change: PlanChange
     dwell_before: Dwell
+    findings: Findings = field(default_factory=Findings)
+    slow: frozenset[Link] = frozenset()
 
 
 Phase: TypeAlias = Starting | Idle | AwaitingCandidates | Probing | Preparing | Changing

@@ -42,15 +42,15 @@ class EndWatch:
         every = (*directions_of(link), _EITHER)
         self._records = {each: RouteRecord(RouteState()) for each in every}
         self._in_time: set[Direction] = set()  # since a message was late
-        self._is_armed = True
+        self._is_armed, self._was_late = True, False
 
     def late_messages(
         self, took_ms: Mapping[Direction, float], at_ms: float
     ) -> dict[str, tuple[float, ...]]:
         """What makes the link slow, once this transfer is over; {} if it is not.
 
-        It is said once, until messages have been in time again. A direction in which nothing was
-        sent since the other one is late counts as late too: a slow link mostly is so both ways.
+        It is said once, until messages have been in time for a step. A direction in which nothing
+        was sent since the other one is late counts as late too: most links are slow both ways.
 
         Args:
             took_ms: The transfer's time, or both times of a pair, without waiting for the peer.
@@ -68,9 +68,8 @@ class EndWatch:
             self._in_time |= {each for each in took_ms if not late_ms[each]}
         else:
             self._in_time.clear()
-        if not self._is_armed:
-            self._is_armed = len(self._records[_EITHER].calm) >= SETTLED_RUN
-        elif is_late and longest_ms:  # a direction may be too new to be judged
+        self._was_late |= any(late_ms[each] for each in took_ms)
+        if self._is_armed and is_late and longest_ms:  # a direction may be too new to be judged
             self._is_armed = False
             return {
                 "{}>{}".format(*direction): run_ms or longest_ms
@@ -91,9 +90,11 @@ class EndWatch:
         """Let the usual times follow the messages of the step."""
         for record in self._records.values():
             record.settle()
+        is_calm = not self._was_late and len(self._records[_EITHER].calm) >= SETTLED_RUN
+        self._is_armed, self._was_late = self._is_armed or is_calm, False
 
     def restart(self) -> None:
-        """Judge the link anew once its messages are in time: it has returned to its path."""
+        """Judge the link anew after a step in time: it has returned to its path."""
         self._is_armed = False
         for record in self._records.values():
             record.reset()

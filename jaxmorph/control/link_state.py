@@ -356,7 +356,7 @@ class FailedPaths:
 
     def in_words(self) -> dict[str, str]:
         """The links with failed paths, for the terminal."""
-        of_failed, of_slow = "direct path failed, delegated", "handed over in mid-step, delegated"
+        of_failed, of_slow = "direct path failed, delegated", "direct path left as slow, delegated"
         return {
             str(link): of_slow if self.links[link].is_handed_over else of_failed
             for link in sorted(self.unrestored)

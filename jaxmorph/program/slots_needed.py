@@ -26,6 +26,7 @@ from jaxmorph.program.instructions import (
     RankInstructions,
     Receive,
     Send,
+    SendReceive,
     Transfer,
     channel_of,
 )
@@ -65,9 +66,12 @@ def slots_needed(programs: Sequence[RankInstructions]) -> dict[Channel, int]:
 
 def handover_slots(programs: Iterable[RankInstructions]) -> dict[Channel, int]:
     """The slots of direct channels in a run whose links may be handed over."""
-    moves = (step for program in programs for step in program.instructions)
-    direct = (it for it in moves if isinstance(it, Receive) and it.route == "direct")
-    channels = {channel_of(step.transfer) for step in direct}
+    every = (step for program in programs for step in program.instructions)
+    direct = (step for step in every if isinstance(step, Move) and step.route == "direct")
+    channels = {
+        channel_of(step.received if isinstance(step, SendReceive) else step.transfer)
+        for step in direct
+    }
     return {each: HANDOVER_SLOTS for each in channels if each.payload is not Payload.TIED}
 
 

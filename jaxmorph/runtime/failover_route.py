@@ -48,8 +48,8 @@ class FailoverRoute:
 
     Only a link's `LinkEnd` knows the link's state. Identities carry its epoch.
 
-    Queue thread: `post`, `take`, `post_and_take`. Training thread, while the queue is empty: all
-    other methods. A link's own thread: `_received`, `_resend`.
+    Queue thread: `post`, `take`, `post_and_take`. Training thread: `_watch_delegated`, and while
+    the queue is empty all other methods. A link's own thread: `_received`, `_resend`. Any: `_tell`.
 
     Args:
         direct: Carries messages while a link's path works, and keeps what it sends.
@@ -80,7 +80,10 @@ class FailoverRoute:
     ) -> None:
         self._direct, self._delegated = direct, delegated
         watched = connections if hands_over else ()
-        self._end_watches = {link: EndWatch(link) for link in watched}
+        # Where queues are not paced, ops may still run before a receive on the device, and the host
+        # can't tell their time from the transfer's.
+        of_direct = watched if direct.answered else ()
+        self._end_watches = {link: EndWatch(link) for link in of_direct}
         self._delegated_watches = {link: EndWatch(link) for link in watched}
         self.on_slow: Callable[[SlowLink], None] = lambda slow: None
         self._told: set[object] = set()

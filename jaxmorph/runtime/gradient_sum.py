@@ -31,7 +31,9 @@ class GradientSum:
     Attributes:
         direct: None where the route is delegated from the start.
         delegated: Takes over when the direct route fails; None: a failure ends the run.
-        num_rounds: How many messages follow one another in a direct sum.
+        num_rounds: How many messages follow one another in a sum.
+        has_failed_over: Whether the delegated route has taken over. Its time is then not reported:
+            it is no sign of a slow pair.
         events: What has changed since they were taken last.
         gather: With a direct route and shares of the parameters: makes them whole.
     """
@@ -42,6 +44,7 @@ class GradientSum:
     num_rounds: int = 2
     events: list[LinkEvent] = field(default_factory=list)
     gather: DirectGather | None = None
+    has_failed_over: bool = False
 
     def run(
         self, stage: StageTrainer, outcome: StepOutcome, parts: Sequence[Any], step: int
@@ -57,7 +60,7 @@ class GradientSum:
             sums, failure = self._over_hosts(stage, step), ""
         else:
             sums, failure = self._directly(self.direct, stage.gradients, step)
-        sum_s = time.monotonic() - began_s
+        sum_s = 0.0 if self.has_failed_over else time.monotonic() - began_s
         outcome, parts, all_have = self.replicas.join(
             outcome, parts, is_summed=sums is not None, sum_s=sum_s
         )
@@ -107,7 +110,7 @@ class GradientSum:
     def _instead_of_direct(self, failure: str) -> DelegatedSum:
         """The delegated route, from now on."""
         if self.direct is not None:
-            self.direct = self.gather = None
+            self.direct, self.gather, self.has_failed_over = None, None, True
             why = failure or "it failed in another replica"
             detail = f"gradients are summed over hosts from now on: {why}"
             self.events.append(LinkEvent(time.monotonic(), EventKind.ROUTE_CHANGED, detail))

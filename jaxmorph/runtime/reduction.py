@@ -266,6 +266,9 @@ class DelegatedSum:
         plane: Has the channels of `channel_specs`, between replicas.
         members: The run's rank of each replica, which errors name.
         timeout_s: How long to wait for a message.
+
+    Attributes:
+        num_rounds: How many messages of a sum follow one another.
     """
 
     def __init__(
@@ -279,6 +282,8 @@ class DelegatedSum:
         self._plane, self._own, self._members = plane, own, members
         self._timeout_s = timeout_s
         self._length = part_length(gradients, own.count)
+        num_parts = math.ceil(_num_numbers(gradients) / (own.count * self._length))
+        self.num_rounds = num_parts + 1  # one for each part's shares, then totals
         self._others = [each for each in range(own.count) if each != own.index]
         # On the device, as the direct route does: a host may treat the smallest numbers otherwise.
         self._add = jax.jit(lambda *parts: reduce(add, parts))
@@ -409,8 +414,13 @@ def sum_channels(gradients: Tree, own: Replica) -> tuple[list[ChannelSpec], list
 
 def part_length(gradients: Tree, num_replicas: int) -> int:
     """How many numbers a message of a delegated sum has."""
-    size = sum(block.size for leaf in jax.tree.leaves(gradients) for block in _blocks(leaf))
-    return min(max(1, math.ceil(size / num_replicas)), PART_BYTES // 4)
+    share = math.ceil(_num_numbers(gradients) / num_replicas)
+    return min(max(1, share), PART_BYTES // 4)
+
+
+def _num_numbers(gradients: Tree) -> int:
+    """How many numbers of its own this process has."""
+    return sum(block.size for leaf in jax.tree.leaves(gradients) for block in _blocks(leaf))
 
 
 def _blocks(leaf: jax.Array) -> list[np.ndarray]:

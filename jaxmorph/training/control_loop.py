@@ -1,8 +1,8 @@
 """Runs rank 0's controller: carries out its commands and feeds the answers back.
 
 `control/controller.py` decides; the threads are here. The recorder's thread observes steps, a
-second thread waits for the planning process, and the training thread takes at each exchange what
-ranks do next. None of them holds up a step.
+second thread waits for the planning process, a third hears of links that turn slow in mid-step, and
+the training thread takes at each exchange what ranks do next. None of them holds up a step.
 """
 
 import threading
@@ -136,7 +136,7 @@ class ControlLoop:
         self._chosen: Chosen | None = None
         self._unreported: tuple[ControlEvent, ...] = ()  # of answers; reported with the next step
         self._due: Due | None = None
-        # `_lock` guards the state, which the recorder's and the planner's threads advance. `_due`
+        # `_lock` guards the state, which all threads but the training thread advance. `_due`
         # has its own lock, so that training never waits while a step is being observed.
         self._lock, self._due_lock = threading.Lock(), threading.Lock()
         self._planner = ThreadPoolExecutor(1, "jaxmorph-planner")
@@ -169,8 +169,13 @@ class ControlLoop:
 
     def _hear(self, slow: SlowLink) -> None:
         with self._lock:
-            if not self._is_closing:
-                self._unreported += self._advance(slow)
+            if self._is_closing:
+                return
+            try:
+                events = self._advance(slow)
+            except Exception as error:  # as where an answer fails the controller
+                events = self._advance(PlanningFailed(f"{type(error).__name__}: {error}"))
+            self._unreported += events
 
     def take_due(self) -> Due | None:
         """Take what ranks do after the next exchange, each once."""

@@ -232,6 +232,7 @@ def open_gradient_sum(
         plane.emulate(of_route(conditions, "delegated"))
         waits_s = config.timeouts.step_s
         delegated = DelegatedSum(plane, own, peers.members, stage.gradients, waits_s)
+        rounds = delegated.num_rounds if direct is None else rounds
         yield GradientSum(replicas, direct, delegated, rounds, gather=gather)
 
 

@@ -77,8 +77,13 @@ def test_a_slow_link_is_found_once_until_it_has_been_in_time():
     assert not any(transfers(watch, 20, 30.0, at_ms=2e6))
     watch.restart()  # it has returned to its direct path, and is slow as before
     assert not any(transfers(watch, 20, 30.0, at_ms=3e6))
-    assert not any(transfers(watch, 6, at_ms=4e6))
-    assert any(transfers(watch, 10, 30.0, at_ms=5e6))
+    watch.end_step()
+    assert not any(transfers(watch, 10, at_ms=4e6))
+    assert not any(transfers(watch, 10, 30.0, at_ms=5e6))  # not yet in time for a whole step
+    watch.end_step()
+    assert not any(transfers(watch, 10, at_ms=6e6))
+    watch.end_step()
+    assert any(transfers(watch, 10, 30.0, at_ms=7e6))
 
 
 def handovers(seed, num_steps=500):
