@@ -338,7 +338,7 @@ def _change(state: ControllerState, prepared: Preparing) -> Advance:
         state.paths.unrestored & back,
         late if is_for_slow_links else (),
     )
-    changing = Changing(change, state.dwell, prepared.findings, frozenset(known))
+    changing = Changing(change, state.dwell, prepared.findings, tuple(sorted(known)))
     dwell = dwell_after(state.dwell, now, then, situation.step)
     return Advance(replace(state, phase=changing, dwell=dwell, retries=Retries()), (command,))
 

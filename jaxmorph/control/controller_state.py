@@ -284,7 +284,7 @@ class Changing:
     change: PlanChange
     dwell_before: Dwell
     findings: Findings = field(default_factory=Findings)
-    slow: frozenset[Link] = frozenset()
+    slow: tuple[Link, ...] = ()
 
 
 Phase: TypeAlias = Starting | Idle | AwaitingCandidates | Probing | Preparing | Changing

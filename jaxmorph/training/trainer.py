@@ -315,8 +315,6 @@ class Trainer:
         training, self._training = self._training, None
         try:
             failure = "" if training is None else training.finish()
-            if training is not None and self._run.checkpoints is not None:
-                training.recording.finish(self._run.replicas)
             self._opened.close()
         except BaseException:
             leave()
