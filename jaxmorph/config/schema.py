@@ -133,8 +133,12 @@ class Config(BaseModel):
 
     @property
     def hands_over(self) -> bool:
-        """Whether a direct link that turns slow in mid-step continues delegated."""
-        return self.adapts and self.fails_over
+        """Whether a direct link that turns slow in mid-step continues delegated.
+
+        On a real accelerator ops may still run before a receive, and the host can't tell their time
+        from the message's.
+        """
+        return self.adapts and self.fails_over and self.emulation.accelerator is not None
 
     @property
     def reduction_fails_over(self) -> bool:

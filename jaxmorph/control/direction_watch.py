@@ -216,6 +216,8 @@ class DirectionWatch:
 
     def turned_slow(self, step: int, late_ms: Sequence[float], *, is_direct: bool) -> list[Verdict]:
         """Mark the direction slow by late messages of a step that is not over."""
+        if self.verdict.health is LinkHealth.SLOW:
+            return []
         self._take_route(is_direct=is_direct)
         return self._transition(step, Trigger.ROSE, is_direct, late_ms)
 

@@ -34,8 +34,8 @@ class SlowLink:
 class EndWatch:
     """Judges a link's transfers on one route, one after another, by their times at one of its ends.
 
-    Each direction has a history, and both together have another: where both are late, messages of
-    two directions prove as much as as many of one.
+    Each direction has a history, and both together have another: where both are late, their
+    messages are counted together.
     """
 
     def __init__(self, link: Link) -> None:

@@ -202,13 +202,13 @@ class LinkPath:
 
     def handed_over(self) -> "LinkPath":
         """The path after its link was handed over."""
-        left = {"state": PathState.FAILED, "is_handed_over": True, "is_unused": False}
-        return replace(self, epoch=self.epoch + 1, **left)
+        epoch, state = self.epoch + 1, PathState.FAILED
+        return replace(self, epoch=epoch, state=state, is_handed_over=True, is_unused=False)
 
     def restored(self) -> "LinkPath":
         """The path in its next direct epoch."""
-        back = {"state": PathState.UP, "is_handed_over": False, "is_unused": True}
-        return replace(self, epoch=self.epoch + 1, **back)
+        epoch, state = self.epoch + 1, PathState.UP
+        return replace(self, epoch=epoch, state=state, is_handed_over=False, is_unused=True)
 
     def counted(self, *, is_up: bool) -> "LinkPath":
         """The path after another step, in which both ends found it up or not."""

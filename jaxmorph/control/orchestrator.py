@@ -61,9 +61,9 @@ class Dwell:
     def for_slow(self, slow_since: Iterable[int]) -> "Dwell":
         """The stays where the schedule's is the shortest, if a link has turned slow in it."""
         last = self.stays.get(SCHEDULE)
-        if last is None or not any(last.since_step <= step for step in slow_since):
+        if last is None or math.isinf(last.since_step):  # it has changed only together with routes
             return self
-        if math.isinf(last.since_step):  # it has changed only together with routes
+        if not any(last.since_step <= step for step in slow_since):
             return self
         until_step = min(last.until_step, int(last.since_step) + self.least_steps)
         return replace(self, stays={**self.stays, SCHEDULE: last._replace(until_step=until_step)})

@@ -28,13 +28,7 @@ from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import DirectRoute, KeptOutputs, PathFailedError
 from jaxmorph.runtime.link_connections import PathPings
 from jaxmorph.runtime.link_programs import LinkCommunicators, Programs
-from jaxmorph.runtime.link_switch import (
-    Counts,
-    EndState,
-    LinkEnd,
-    Notice,
-    PeerConnections,
-)
+from jaxmorph.runtime.link_switch import Counts, EndState, LinkEnd, Notice, PeerConnections
 from jaxmorph.runtime.routes import Moved, Posting, TransferIdentity, require_live
 from jaxmorph.stage.compiling import in_background
 
@@ -49,7 +43,8 @@ class FailoverRoute:
     Only a link's `LinkEnd` knows the link's state. Identities carry its epoch.
 
     Queue thread: `post`, `take`, `post_and_take`. Training thread: `_watch_delegated`, and while
-    the queue is empty all other methods. A link's own thread: `_received`, `_resend`. Any: `_tell`.
+    the queue is empty all other methods. A link's own thread: `_received`, `_resend`. Any thread:
+    `_pass_on`.
 
     Args:
         direct: Carries messages while a link's path works, and keeps what it sends.
@@ -79,15 +74,11 @@ class FailoverRoute:
         hands_over: bool = False,
     ) -> None:
         self._direct, self._delegated = direct, delegated
-        watched = connections if hands_over else ()
-        # Where queues are not paced, ops may still run before a receive on the device, and the host
-        # can't tell their time from the transfer's.
-        of_direct = watched if direct.answered else ()
-        self._end_watches = {link: EndWatch(link) for link in of_direct}
-        self._delegated_watches = {link: EndWatch(link) for link in watched}
+        self._direct_watches = {link: EndWatch(link) for link in connections if hands_over}
+        self._delegated_watches = {link: EndWatch(link) for link in connections}
         self.on_slow: Callable[[SlowLink], None] = lambda slow: None
-        self._told: set[object] = set()
-        self._telling = threading.Lock()
+        self._passed_on: set[object] = set()  # the keys of notices
+        self._passing_on = threading.Lock()
         self.kept = direct.kept = KeptOutputs()
         self._timeout_s = timeout_s
         self._rank, self._watch = rank, watch
@@ -102,7 +93,7 @@ class FailoverRoute:
                 on_peer_state=direct.links.look_again,
                 timeout_s=timeout_s,
                 waits=self._waits,
-                on_notice=self._tell,
+                on_notice=self._pass_on,
             )
             for link, to_peer in connections.items()
         }
@@ -111,8 +102,7 @@ class FailoverRoute:
         self._compiled: dict[tuple[Link, int], Future[Programs]] = {}
         direct.peer_has_left = lambda link: self._ends[link].peer_has_left
         delegated.path_failure = self._path_failure
-        if hands_over:
-            delegated.on_taken = self._watch_delegated
+        delegated.on_taken = self._watch_delegated
 
     def reserve(self, identity: TransferIdentity, deadline_s: float) -> Iterator[Posting]:
         """One posting for the whole message; on the delegated route it waits for slots itself."""
@@ -208,7 +198,7 @@ class FailoverRoute:
         for link in self._ends:
             self.kept.release(link)
         self._watch.end_step([link for link in self._ends if self.has_failed_over(link)])
-        for watch in (*self._end_watches.values(), *self._delegated_watches.values()):
+        for watch in (*self._direct_watches.values(), *self._delegated_watches.values()):
             watch.end_step()
 
     def take_failures(self) -> list[PathFailure]:
@@ -252,8 +242,8 @@ class FailoverRoute:
             self._direct.replace_programs(self._programs(link, end.retired_communicators).result())
         end.begin_direct()
         self._watch.forget(link)
-        if link in self._end_watches:
-            self._end_watches[link].restart()
+        if link in self._direct_watches:
+            self._direct_watches[link].restart()
 
     def close(self) -> None:
         """Close the connections; the other ends see that this rank is gone."""
@@ -302,7 +292,7 @@ class FailoverRoute:
             met_s: When both ends were there, by this host's clock.
         """
         end.end_transfer()
-        watch = self._end_watches.get(end.link)
+        watch = self._direct_watches.get(end.link)
         transfers = [each.transfer for each in identities]
         if watch is None or any(each.payload is Payload.TIED for each in transfers):
             return  # of tied gradients there is one a step, of another length
@@ -320,7 +310,7 @@ class FailoverRoute:
     def _watch_delegated(
         self, identity: TransferIdentity, posted_s: float, received_s: float
     ) -> None:
-        """Tell of a delegated link that has become slow, in the direction to this end."""
+        """Report a delegated link that has become slow, in the direction to this end."""
         transfer = identity.transfer
         watch = self._delegated_watches.get(transfer.link)
         if watch is None or transfer.payload is Payload.TIED or identity.epoch % 2:
@@ -330,14 +320,14 @@ class FailoverRoute:
         name = f"{transfer.source}>{transfer.destination}"
         if name in late_ms:
             slow = SlowLink(transfer.link, {name: late_ms[name]})
-            self._tell(Notice(slow, identity.step), None)
+            self._pass_on(Notice(slow, identity.step), None)
 
-    def _tell(self, notice: Notice, came_over: Link | None) -> None:
+    def _pass_on(self, notice: Notice, came_over: Link | None) -> None:
         """Pass on to all ranks that some link is slow, once."""
-        with self._telling:
-            if notice.key in self._told:
+        with self._passing_on:
+            if notice.key in self._passed_on:
                 return
-            self._told.add(notice.key)
+            self._passed_on.add(notice.key)
         self.on_slow(notice.slow)
         for link, end in self._ends.items():
             if link != came_over:

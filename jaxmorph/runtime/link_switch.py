@@ -18,8 +18,8 @@ later messages follow.
 Two messages are enough. An end never goes back on its state, so its counts are final. An end cannot
 confirm that its peer received these counts until the peer sends; early messages wait in a slot.
 
-Between states an end may pass on what a rank tells all others: a `Wait` (see `causes`), or that a
-link has turned slow, for which rank 0 plans at once.
+Between states an end may pass on what a rank reports to all others: a `Wait` (see `causes`), or
+that a link has turned slow, for which rank 0 plans at once.
 
 Two threads take part. The queue's thread waits for the peer's ready messages. A thread for each
 link waits for the peer's state, and switches even while the queue is elsewhere, perhaps waiting for
@@ -101,7 +101,7 @@ class EndState:
 
 @dataclass(frozen=True)
 class Notice:
-    """Tells all ranks that a link has turned slow.
+    """Reports to all ranks that a link has turned slow.
 
     Attributes:
         number: The epoch that begins with it, or the step in which the link is delegated anyway.

@@ -108,11 +108,14 @@ def agree_on_plan(
         own = profile, plan_step(config, profile, num_tied, room)
     agreed, made = agree(rendezvous, tuple[Profile, Plan], own)
     programs = lower_step(made.schedule, agreed, made.routes, num_tied, made.offloading)
-    slots = slots_needed(programs)
-    if config.hands_over:
-        slots = most_slots(slots, handover_slots(programs))
-    in_force = PlanInForce(made, programs, rendezvous.rank, slots)
+    in_force = PlanInForce(made, programs, rendezvous.rank, slots_of_plan(config, programs))
     return in_force.with_slots_that_fit(room)
+
+
+def slots_of_plan(config: Config, programs: tuple[RankInstructions, ...]) -> dict[Channel, int]:
+    """The slots with which no send of a plan's steps waits, also if a link is handed over."""
+    slots = slots_needed(programs)
+    return most_slots(slots, handover_slots(programs)) if config.hands_over else slots
 
 
 def plan_step(

@@ -37,15 +37,10 @@ from jaxmorph.program.instructions import (
     parse_instructions,
 )
 from jaxmorph.program.lowering import forward_only
-from jaxmorph.program.slots_needed import (
-    handover_slots,
-    most_slots,
-    scarce_slots,
-    slots_needed,
-)
+from jaxmorph.program.slots_needed import most_slots, scarce_slots, slots_needed
 from jaxmorph.records import Link, Route
 from jaxmorph.schedule.planner import Plan
-from jaxmorph.training.plan_in_force import plan_step
+from jaxmorph.training.plan_in_force import plan_step, slots_of_plan
 from jaxmorph.training.planning_client import (
     Answer,
     Begin,
@@ -136,9 +131,7 @@ class CandidatePlanner:
 
     def _needed(self, programs: Instructions) -> Slots:
         """The slots with which no send waits, in steps and in evaluations."""
-        slots = slots_needed(programs)
-        if self._run.config.hands_over:
-            slots = most_slots(slots, handover_slots(programs))
+        slots = slots_of_plan(self._run.config, programs)
         if self._run.config.evaluation.every_steps is None:
             return slots
         return most_slots(slots, slots_needed([*map(forward_only, programs)]))

@@ -295,11 +295,12 @@ class _Simulated:
         yield self._advance(seen, timeline)
         if isinstance(due, ProbeLinks):
             self._probing = due.links
-        elif isinstance(due, ChangePlan) and self._are_in_time(due.late_once, added_ms):
-            yield self._advance(PlanDropped())
-        elif isinstance(due, ChangePlan):  # ranks swap at the end of this step
-            yield self._advance(PlanChanged())
-            self._programs = self._planner.programs
+        elif isinstance(due, ChangePlan):
+            if self._are_in_time(due.late_once, added_ms):
+                yield self._advance(PlanDropped())
+            else:  # ranks swap at the end of this step
+                yield self._advance(PlanChanged())
+                self._programs = self._planner.programs
         yield from self._answers()
 
     def _advance(self, observation: Observation, timeline: Timeline | None = None) -> Moment:

@@ -275,28 +275,27 @@ def test_a_slow_link_is_handed_over_and_returns(make_ends):
     assert not any(route.has_failed_over(LINK) for route in ends.routes)
 
 
-def test_both_ends_tell_of_a_handover_once(make_ends):
+def test_both_ends_report_a_handover_once(make_ends):
     first, second = make_ends().routes
-    told = [[], []]
-    for route, own in zip((first, second), told, strict=True):
+    heard = [[], []]
+    for route, own in zip((first, second), heard, strict=True):
         route.on_slow = own.append
     elsewhere = Notice(SlowLink(Link(2, 3), {"2>3": (30.0,)}), 4)
     for _ in range(2):
-        second._tell(elsewhere, Link(1, 2))
+        second._pass_on(elsewhere, Link(1, 2))
     first._ends[LINK].leave_path("0>1 was late", late_ms={"0>1": (30.0,)})
     until_s = time.monotonic() + LIMIT_S
-    while [len(each) for each in told] != [2, 2]:
+    while [len(each) for each in heard] != [2, 2]:
         assert time.monotonic() < until_s
         time.sleep(0.001)
-    for own in told:
+    for own in heard:
         assert [each.link for each in own] == [Link(2, 3), LINK]
 
 
-def test_a_receiver_tells_of_a_delegated_link_that_turns_slow(make_ends):
-    first, second = make_ends(hands_over=True).routes
-    told = threading.Event()
-    heard = []
-    first.on_slow = lambda slow: (heard.append(slow), told.set())
+def test_a_receiver_reports_a_delegated_link_that_turns_slow(make_ends):
+    first, second = make_ends().routes
+    has_come, heard = threading.Event(), []
+    first.on_slow = lambda slow: (heard.append(slow), has_come.set())
     identity, now_s = TransferIdentity(0, 7, up(0)), time.monotonic()
     for number in range(300):
         second._delegated.on_taken(identity, now_s + number, now_s + number + 0.001)
@@ -308,7 +307,7 @@ def test_a_receiver_tells_of_a_delegated_link_that_turns_slow(make_ends):
         assert heard == []
     for number in range(5):
         second._delegated.on_taken(identity, now_s + 500 + number, now_s + 500.03 + number)
-    assert told.wait(LIMIT_S)
+    assert has_come.wait(LIMIT_S)
     (slow,) = heard
     assert (slow.link, slow.left, [*slow.late_ms]) == (LINK, None, ["0>1"])
     assert slow.late_ms["0>1"] == pytest.approx([30.0] * 5)

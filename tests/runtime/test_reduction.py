@@ -323,7 +323,8 @@ def test_a_slow_pair_is_found_by_delegated_sums_over_two_replicas(delegated):
 
     took_s = [*in_threads(3, probe)]
     assert [[*each] for each in took_s] == [["0-1", "0-2"], ["0-1", "1-2"], ["0-2", "1-2"]]
-    assert took_s[2]["1-2"] > 2 * late_s > took_s[2]["0-2"]
+    assert took_s[2]["1-2"] > 2 * late_s
+    assert max(took_s[2], key=took_s[2].get) == "1-2"
 
 
 def test_a_failed_direct_sum_ends_a_run_without_failover(sum_in_threads):

@@ -137,8 +137,6 @@ def test_the_slow_link_is_handed_over_in_mid_step(adapting):
 def test_predictions_follow_link_and_plan(adapting):
     there, back = [event["step"] for event in adapting.events("plan_changed")]
     healthy = in_force_ms(adapting, 0)
-    for step in range(SLOW_FROM + 1, there):  # none, if the plan was ready in time
-        assert in_force_ms(adapting, step) > 2 * healthy
     assert healthy + 30 < in_force_ms(adapting, there) < 1.25 * healthy
     assert in_force_ms(adapting, back) == pytest.approx(healthy, rel=0.03)
 

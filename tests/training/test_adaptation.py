@@ -52,7 +52,7 @@ class Stage:
             self.slots.append(dict(slots))
 
     def on_slow_link(self, call):
-        self.tell = call
+        self.report_slow_link = call
 
     def take_link_failures(self):
         failures, self.failures = self.failures, []
@@ -107,10 +107,10 @@ def on_rank(rank, loop: Any = None, stage: Any = None):
 def test_rank_0_hears_of_a_slow_link_at_once():
     loop, slow = Loop(), SlowLink(LINK, {"1>2": (30.0,)})
     *_, stage, _ = on_rank(0, loop)
-    stage.tell(slow)
+    stage.report_slow_link(slow)
     assert loop.heard == [slow]
     *_, stage, _ = on_rank(1)
-    assert not hasattr(stage, "tell")
+    assert not hasattr(stage, "report_slow_link")
 
 
 SILENT = PathReport()
