@@ -45,6 +45,7 @@ _CONFIG = {
     "adaptation": {"enabled": True},
     "trace": {"every_steps": 5},
     "checkpoint": {"every_steps": 4, "keep": 9},
+    "restart_policy": {"compilation_cache": True},
 }
 KINDS: Mapping[str, str] = {
     "steps": METRICS,

@@ -32,6 +32,7 @@ _CONFIG = {
     "parallelism": {"stages": 2},
     "batch": {"microbatches": 4, "microbatch_size": 1},
     "evaluation": {"every_steps": 50},
+    "adaptation": {"enabled": False},
 }
 
 

@@ -2,7 +2,9 @@
 
 import gc
 import os
+import shutil
 import sys
+import tempfile
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +20,11 @@ for profile, examples in (("quick", 25), ("thorough", 100)):
         profile, max_examples=examples, derandomize=True, deadline=None, database=None
     )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+# Tests read no program that a user's runs have kept; workers share one folder.
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if not IS_WORKER:
+    os.environ["JAXMORPH_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxmorph-tests-")
 
 # XLA's newer way to machine code takes three times as long; later versions have no other. What it
 # cuts into parts, to compile them side by side, takes twice as long where it is small.
@@ -79,5 +86,7 @@ def compile_quickly(quick_environment):
 
 def pytest_sessionfinish(session, exitstatus):
     """Where tests of one kind were asked for, there may be none."""
+    if not IS_WORKER:
+        shutil.rmtree(os.environ["JAXMORPH_CACHE_DIR"], ignore_errors=True)
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.option.markexpr:
         session.exitstatus = pytest.ExitCode.OK

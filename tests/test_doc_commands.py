@@ -247,8 +247,7 @@ def test_training_commands_can_begin(block, monkeypatch):
 def test_commands_on_a_finished_run(tmp_path):
     code, said = run(
         ["train", str(ROOT / "configs/demo.yaml"), "run.steps=4", "run.dir=runs/demo",
-         "checkpoint.every_steps=2", "emulation.accelerator=null", "adaptation.enabled=true",
-         "parallelism.stages=2"],
+         "checkpoint.every_steps=2", "emulation.accelerator=null", "parallelism.stages=2"],
         tmp_path,
     )  # fmt: skip
     assert code == 0, said

@@ -42,8 +42,11 @@ STEP_S = 8.0
 LIMIT_S = STEP_S + 10.0
 """No run may stand still for longer, but for what its ranks need to start."""
 _AFTERWARDS_S = 5.0
-_RESTARTS = "restart_policy={max_restarts: 1000, backoff_s: 0.1, from_start: true}"
-_NO_RESTARTS = "restart_policy={max_restarts: 0}"  # a rank that dies of itself is a mistake
+_RESTARTS = (
+    "restart_policy={max_restarts: 1000, backoff_s: 0.1, from_start: true, compilation_cache: true}"
+)
+# A rank that dies of itself is a mistake.
+_NO_RESTARTS = "restart_policy={max_restarts: 0, compilation_cache: true}"
 _OVERRIDES = (
     f"timeouts={{step_s: {STEP_S}, direct_s: 1.0}}",
     f"transport.addresses=[{', '.join(CARDS)}]",

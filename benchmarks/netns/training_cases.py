@@ -24,6 +24,7 @@ JOB = Job(
         "batch={microbatches: 4, microbatch_size: 2}",
         "transport.chunk_bytes=32768",
         "emulation.accelerator=null",
+        "adaptation.enabled=false",
         "trace.every_steps=0",
     ),
 )

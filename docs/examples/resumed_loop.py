@@ -17,7 +17,6 @@ CONFIG = {
     "run": {"dir": "runs/resumed_loop", "steps": STEPS},
     "batch": {"microbatches": 8, "microbatch_size": 2},
     "data": {"sequence_length": 64},
-    "adaptation": {"enabled": True},
     "checkpoint": {"every_steps": 10},
 }
 

@@ -77,10 +77,10 @@ def _config(run_dir: Path, overrides: Sequence[str]) -> Config:
     if not (run_dir / CONFIG).is_file():
         raise UserError(f"{run_dir}: got no {CONFIG}, expected a run's directory")
     config = load_config(run_dir / CONFIG, overrides)
-    if not config.adaptation.enabled:
+    if not config.adapts:
         raise UserError(
-            f"{run_dir}: got a run with adaptation.enabled: false, expected true: only a run that "
-            "adapts makes decisions"
+            f"{run_dir}: got a run that does not adapt, expected one that does "
+            "(adaptation.enabled): only these make decisions"
         )
     return config
 

@@ -20,6 +20,8 @@ _NOT_MEASURED = {
     "run": {"dir"},
     "model": {"folder"},
     "data": {"folder"},
+    "adaptation": {"enabled"},  # as each system has it
+    "restart_policy": {"compilation_cache"},
     "compare": {"systems", "bars", "reference", "reference_source"},
 }
 _LENGTHS = "steps", "warmup_steps", "repeats", "profiling_steps"

@@ -48,7 +48,7 @@ def serve(
     """Run one block of one system under every condition, as one rank.
 
     Args:
-        directory: The comparison's, where compiled programs are kept for the next blocks.
+        directory: The comparison's.
     """
     rank, healthy = rendezvous.rank, system_config(config, system)
     parts = load_parts(healthy)
@@ -70,7 +70,7 @@ def serve(
     hardware = hardware_conditions(healthy.emulation, healthy.parallelism.stages)
     links, num_tied = EmulatedLinks(hardware), len(parts.model.tied)
     with (
-        keep_compiled(config, directory, rank, starts_again=True) as programs_ran,
+        keep_compiled(config, directory, rank) as programs_ran,
         open_stage(healthy, rendezvous, parts.model, settings, links) as trainer,
         ReadAhead(read := step_reader(healthy, parts.batches, rank, trainer)) as inputs,
     ):

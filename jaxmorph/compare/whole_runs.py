@@ -7,10 +7,11 @@ restarts and first steps.
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from jaxmorph.compare.systems import Restarts, System, system_config
 from jaxmorph.config import Config
@@ -75,7 +76,13 @@ def whole_config(config: Config, system: System, condition: Condition, directory
     """The configuration of a system's run under a condition."""
     own = system_config(config, system)
     steps = config.compare.steps if config.compare else config.run.steps
-    restarts = {"never": {"max_restarts": 0}, "cold": {"compilation_cache": False}, "warm": {}}
+    # By default nothing is kept from run to run, or the first one would start the slowest.
+    cache = own.restart_policy.compilation_cache
+    restarts: Mapping[Restarts, Mapping[str, Any]] = {
+        "never": {"max_restarts": 0, "compilation_cache": False},
+        "cold": {"compilation_cache": False},
+        "warm": {"compilation_cache": True if cache == "auto" else cache},
+    }
     return own.model_copy(
         update={
             "run": own.run.model_copy(update={"dir": str(directory), "steps": steps}),

@@ -79,10 +79,11 @@ class RestartPolicy(Section):
     """Restart from step 0 if there is no checkpoint yet."""
 
     compilation_cache: Annotated[
-        bool | Annotated[str, Field(min_length=1)], Expected("true, false, or a folder")
-    ] = True
-    """Where ranks keep compiled programs for a restart, and for the next block of a comparison:
-    true is `compilation_cache` in the run directory, false keeps none."""
+        bool | Annotated[str, Field(min_length=1)], Expected("auto, true, false, or a folder")
+    ] = "auto"
+    """Where ranks keep compiled programs for later starts, of this run and of others: `auto` is the
+    user's cache, `$JAXMORPH_CACHE_DIR` or `~/.cache/jaxmorph`; true is the run directory; false
+    keeps none."""
 
     def wait_s(self, attempt: int) -> float:
         """How long to wait before a restart.
@@ -111,7 +112,8 @@ def restarting_problems(
         expected = f"a number of steps above 0 and {steps}, {why} (or checkpoint.every_minutes)"
         yield mismatch("checkpoint.every_steps", checkpoint.every_steps, expected)
     if policy.compilation_cache is False and "restart" in compare.restarting:
-        expected = "true, or a folder, as compare.systems has restart, which keeps what is compiled"
+        why = "as compare.systems has restart, which keeps what is compiled"
+        expected = f"auto, true, or a folder, {why}"
         yield mismatch("restart_policy.compilation_cache", False, expected)
 
 

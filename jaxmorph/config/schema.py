@@ -23,6 +23,7 @@ from jaxmorph.config.link_problems import (
 from jaxmorph.config.link_sections import Emulation, Failover, Routes, Transport
 from jaxmorph.config.problems import CROSS_FIELD, Problem, mismatch
 from jaxmorph.config.sections import (
+    PLANNED_SCHEDULES,
     REPLACEABLE_SCHEDULES,
     Adaptation,
     Batch,
@@ -123,7 +124,8 @@ class Config(BaseModel):
     @property
     def adapts(self) -> bool:
         """Whether the plan may change during the run."""
-        return self.adaptation.enabled and self.parallelism.stages > 1
+        wanted, is_planned = self.adaptation.enabled, self.schedule.name in PLANNED_SCHEDULES
+        return self.parallelism.stages > 1 and (is_planned if wanted == "auto" else wanted)
 
     @property
     def fails_over(self) -> bool:
@@ -213,9 +215,10 @@ def _disagreements(config: Config) -> Iterator[Problem]:
         expected = f"at most run.steps, which is {config.run.steps}"
         yield mismatch("optimizer.warmup_steps", config.optimizer.warmup_steps, expected)
     yield from _data_problems(config)
-    if config.adaptation.enabled and config.schedule.name not in REPLACEABLE_SCHEDULES:
+    if config.adaptation.enabled is True and config.schedule.name not in REPLACEABLE_SCHEDULES:
         others = ", ".join(REPLACEABLE_SCHEDULES)
-        expected = f"false, or a schedule.name that can be replaced while a run lasts: {others}"
+        names = f"a schedule.name that can be replaced while a run lasts: {others}"
+        expected = f"auto, false, or {names}"
         yield mismatch("adaptation.enabled", True, expected)
     sidecars = config.transport.sidecars
     if config.limits.host_gib is not None and sidecars not in ("auto", 1, 2):

@@ -348,7 +348,10 @@ class Precision(Section):
     state are float32 either way. bfloat16 halves stashes and messages."""
 
 
-REPLACEABLE_SCHEDULES = ("adaptive", "initial", "paper", "zb-h1", "zb-h2")
+PLANNED_SCHEDULES = ("adaptive", "initial", "paper")
+"""Schedules that a run plans; the others have a fixed order."""
+
+REPLACEABLE_SCHEDULES = (*PLANNED_SCHEDULES, "zb-h1", "zb-h2")
 """Schedules that can be replaced while a run lasts: split ones of one chunk."""
 
 SPLIT_SCHEDULES = (*REPLACEABLE_SCHEDULES, "zb-v", "dualpipe-v")
@@ -358,8 +361,9 @@ SPLIT_SCHEDULES = (*REPLACEABLE_SCHEDULES, "zb-v", "dualpipe-v")
 class Adaptation(Section):
     """Whether a run changes its schedule and routes when links turn slow or recover."""
 
-    enabled: Annotated[bool, Expected("true or false")] = False
-    """Detect slow links from the run's own timings, and change the plan between two steps."""
+    enabled: Annotated[Literal["auto"] | bool, Expected("auto, true or false")] = "auto"
+    """Detect slow links from the run's own timings, and change the plan between two steps. `auto`
+    is true for a schedule that is planned: `adaptive`, `initial` and `paper`."""
 
     intra_step: Annotated[
         Literal["off"],
@@ -378,7 +382,8 @@ class Adaptation(Section):
     remaps: Literal["auto", "never", "any", "pipeline"] = "auto"
     """With `parallelism.data` above 1: ranks change places in the mesh where a slow pair of hosts
     sums gradients. `any` takes the layout with the shortest predicted step; `pipeline` makes the
-    pair a link between two stages, as Falcon does. `auto` is `any` if `enabled`, else `never`."""
+    pair a link between two stages, as Falcon does. `auto` is `any` if the run adapts, else
+    `never`."""
 
     worth: Annotated[float, Field(ge=0, lt=1), Expected("a number from 0 to below 1")] = 0.02
     """The share by which a new plan must shorten the predicted step. Raise it if plans change too

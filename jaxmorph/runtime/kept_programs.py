@@ -1,4 +1,4 @@
-"""A rank's compiled programs on disk, for the process that takes its place after a restart.
+"""A rank's compiled programs on disk, for the processes that take its place later.
 
 Only process 0 of a run writes JAX's persistent compilation cache, and no public setting changes
 that. Each rank has programs of its own, so the other ranks would find nothing there. Therefore each
@@ -6,21 +6,25 @@ rank keeps its own, with `jax.experimental.serialize_executable`.
 
 A damaged program can compute other results, end the process or hang. So each file begins with the
 length and digest of what follows, and is deleted where they differ. Whatever else is wrong with a
-program, it is run only once: a rank that ends by a signal before its first step leaves a mark, and
-the next start compiles everything again.
+program, it is run only once: a rank that ends by a signal before its first step leaves a mark that
+names what it has read, and the next start compiles that again. A program that nothing has read for
+30 days is deleted.
 """
 
+import errno
+import fcntl
 import hashlib
 import logging
 import os
 import pickle
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
+from uuid import uuid4
 
 import jax
 from jax.experimental import serialize_executable
@@ -33,11 +37,16 @@ if TYPE_CHECKING:  # the GPU check runs without the configuration's libraries
     from jaxmorph.config import Config
 
 FOLDER = "compilation_cache"
+VARIABLE = "JAXMORPH_CACHE_DIR"
+"""Names the user's cache in place of `~/.cache/jaxmorph`."""
 
 _log = logging.getLogger(__name__)
 _COMPILATION = "/jax/core/compile/backend_compile_duration"
 _NUM_PARTITIONS = re.compile(r"mhlo.num_partitions = (\d+)")
 _PYTHON_CALL = re.compile(r"@xla_\w*python_\w*callback")  # in a program's text
+_PROGRAM, _NEW, _MARK = ".program", ".new", ".starts"
+_UNUSED_S = 30 * 24 * 3600.0
+_FOR_OTHERS = 0o022
 _CPU_INFO = Path("/proc/cpuinfo")
 _CPU_LINES = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
 
@@ -48,12 +57,12 @@ class KeptPrograms:
     Args:
         folder: Where they are; created with the first one. Anyone who can write there can make this
             process run any code.
-        reads: Whether programs of earlier processes are used; if not, they are replaced.
+        on_read: Called with a file's name before its program is used.
     """
 
-    def __init__(self, folder: Path, *, reads: bool = True) -> None:
+    def __init__(self, folder: Path, on_read: Callable[[str], None] = lambda name: None) -> None:
         self.folder = folder
-        self._reads = reads
+        self._on_read = on_read
         self._platform: tuple[str, ...] | None = None
 
     def compile(self, lowered: Lowered) -> Compiled:
@@ -64,14 +73,17 @@ class KeptPrograms:
         text = lowered.as_text()
         if _PYTHON_CALL.search(text):
             return lowered.compile()
-        path = self.folder / f"{self._key(lowered, text)}.program"
+        path = self.folder / f"{self._key(lowered, text)}{_PROGRAM}"
         return self._kept(path, lowered, _num_devices(text)) or self._compiled(path, lowered)
 
     def _kept(self, path: Path, lowered: Lowered, num_devices: int) -> Compiled | None:
         """The program in a file; None if there is none that can be used."""
-        if not self._reads or not path.exists():
+        if not path.exists():
             return None
+        self._on_read(path.name)
         try:
+            with suppress(OSError):  # it may be another user's
+                os.utime(path)
             return serialize_executable.deserialize_and_load(
                 _unsealed(path.read_bytes()),
                 jax.tree.structure(lowered.args_info),
@@ -89,7 +101,7 @@ class KeptPrograms:
             written, _, _ = serialize_executable.serialize(program)
             self.folder.mkdir(parents=True, exist_ok=True)
             # Other runs may share the folder, so write under an own name and rename.
-            new = path.with_name(f"{path.name}.{os.getpid()}.new")
+            new = path.with_suffix(f".{uuid4().hex}{_NEW}")
             new.write_bytes(_seal(written) + written)
             new.replace(path)
         except (
@@ -155,34 +167,127 @@ def _processor() -> str:
 
 
 @contextmanager
-def keep_compiled(
-    config: "Config", directory: Path, rank: int, *, starts_again: bool = False
-) -> Iterator[Callable[[], None]]:
-    """Make this process keep its stage's programs from now on, if its run may restart.
+def keep_compiled(config: "Config", directory: Path, rank: int) -> Iterator[Callable[[], None]]:
+    """Make this process keep its stage's programs from now on.
 
     Args:
-        starts_again: Whether its ranks are started again in any case.
+        directory: The run's.
 
     Yields:
         A function to call once a step is done: the programs that were read have proved to run.
     """
-    wanted = config.restart_policy.compilation_cache
-    if wanted is False or not (config.may_restart or starts_again):
+    folder = _folder(config.restart_policy.compilation_cache, directory)
+    if folder is None:
         yield lambda: None
         return
-    folder = (directory / FOLDER if wanted is True else Path(wanted)).absolute()
-    mark = directory / f".rank_{rank}_starts"  # not in `folder`, which other runs may share
-    was_killed = mark.exists()
-    if was_killed:
-        _log.warning("%s: a process ended before its first step: all is compiled again", mark)
-    compile_by(KeptPrograms(folder / f"rank_{rank}", reads=not was_killed).compile)
-    remove = partial(_remove, mark)
+    own = folder.absolute() / f"rank_{rank}"
+    _remove_suspects(own)
+    mark = _Mark(own)
+    compile_by(KeptPrograms(own, mark.add).compile)
+
+    def programs_ran() -> None:
+        mark.remove()
+        _remove_unused(folder)
+
     try:
-        with suppress(OSError):
-            mark.touch()
-        yield remove
+        yield programs_ran
     finally:  # no signal has ended this process
-        remove()
+        mark.remove()
+
+
+def _folder(wanted: bool | str, directory: Path) -> Path | None:
+    """Where programs are kept; None: nowhere."""
+    if wanted == "auto":
+        return _users_folder()
+    if isinstance(wanted, bool):
+        return directory / FOLDER if wanted else None
+    return Path(wanted)
+
+
+def _users_folder() -> Path | None:
+    """The user's folder for all runs; None if there is none that only the user can write to."""
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        cache = Path(os.environ.get(VARIABLE) or Path(home) / "jaxmorph")
+        for folder in (cache, cache / FOLDER):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = folder.stat()
+            if found.st_uid != os.geteuid() or found.st_mode & _FOR_OTHERS:
+                raise PermissionError(errno.EPERM, "others can write there", str(folder))
+    except (OSError, RuntimeError) as error:  # the latter: there is no home directory
+        _log.warning("no compiled program is kept: %s", error)
+        return None
+    return cache / FOLDER
+
+
+class _Mark:
+    """Names the programs that this process reads before its first step.
+
+    It is locked for as long as the process lives, so that others can tell whether it was ended by a
+    signal.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / f"{uuid4().hex}{_MARK}"
+        self._file: IO[str] | None = None
+        with suppress(OSError):  # what can't be written to has no programs either
+            folder.mkdir(parents=True, exist_ok=True)
+            new = self._path.with_suffix(_NEW)
+            file = new.open("w")
+            with suppress(OSError):  # some file systems know no locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            new.rename(self._path)
+            self._file = file
+
+    def add(self, name: str) -> None:
+        """Name a program that is about to be read."""
+        with suppress(OSError):
+            if self._file is not None:
+                self._file.write(f"{name}\n")
+                self._file.flush()
+
+    def remove(self) -> None:
+        """The programs are good, or at least have not ended the process."""
+        _remove(self._path)
+
+
+def _remove_suspects(folder: Path) -> None:
+    """Remove programs whose process was ended by a signal before its first step."""
+    for mark in folder.glob(f"*{_MARK}"):
+        names = _names_left(mark)
+        if names is None:
+            continue
+        for name in names:
+            _remove(folder / Path(name).name)
+        _remove(mark)
+        if names:
+            _log.warning(
+                "%s: a process ended before its first step: what it had read is compiled again",
+                mark,
+            )
+
+
+def _names_left(mark: Path) -> list[str] | None:
+    """The programs that a process had read which is gone; None: it lives."""
+    try:
+        with mark.open("r+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return None
+            except OSError:  # without locks it may live; to compile again is safe
+                pass
+            return file.read().splitlines()
+    except OSError:  # its process has just removed it
+        return None
+
+
+def _remove_unused(folder: Path) -> None:
+    for path in folder.glob("rank_*/*"):
+        with suppress(OSError):  # another rank may have removed it
+            is_own = path.suffix in (_PROGRAM, _NEW, _MARK)
+            if is_own and time.time() - path.stat().st_mtime > _UNUSED_S:
+                path.unlink()
 
 
 def _remove(path: Path) -> None:

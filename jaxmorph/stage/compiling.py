@@ -1,7 +1,7 @@
 """Compiles this process's costly programs: those of its stage and of its optimizer.
 
-XLA compiles them unless `compile_by` sets another function; a run that may restart sets one that
-looks programs up in a cache on disk (`runtime/kept_programs.py`).
+XLA compiles them unless `compile_by` sets another function; runs set one that looks programs up in
+a cache on disk (`runtime/kept_programs.py`).
 """
 
 import threading

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jaxmorph.config import Config
+from jaxmorph.config.sections import PLANNED_SCHEDULES
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.errors import UserError, in_users_code
 from jaxmorph.placement import Replica
@@ -24,7 +25,7 @@ from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.costs import StashBytes
 from jaxmorph.schedule.ops import Op, OpKind
-from jaxmorph.schedule.planner import PLANNED_SCHEDULES, Plan
+from jaxmorph.schedule.planner import Plan
 from jaxmorph.stage.model import MicrobatchShapes, PipelineModel, cut_layers
 from jaxmorph.stage.parameters import parameter_count
 from jaxmorph.stage.stage_functions import StashMemory, TracedStage, total_bytes, trace_stage

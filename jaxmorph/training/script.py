@@ -48,7 +48,7 @@ def join(*, start_timeout_s: float = 120.0, step_timeout_s: float = 60.0) -> Non
     Raises:
         UserError: JAX has already computed something, or can't place this process in its job.
     """
-    meet(start_timeout_s, step_timeout_s)
+    meet(start_timeout_s, step_timeout_s, fails_over=True)  # as links do by default
 
 
 def meet(
@@ -271,13 +271,16 @@ def _about_joining(tree: Mapping[str, Any]) -> dict[str, Any]:
     given = tree.get("parallelism")
     shape = {
         name: given[name]
-        for name in ("data", "tensor")
+        for name in ("data", "tensor", "chunks")
         if isinstance(given, Mapping) and name in given
     }
     replicas = shape.get("data", 1)
     if launched and isinstance(replicas, int) and replicas > 0:
         stages = max(1, launched.num_ranks // replicas)
     about["parallelism"] = {"stages": stages or _SOME_STAGES, **shape}
+    schedule = tree.get("schedule")
+    if isinstance(schedule, Mapping) and "name" in schedule:  # it decides whether the run adapts
+        about["schedule"] = {"name": schedule["name"]}
     return about
 
 

@@ -250,7 +250,7 @@ class StepRecorder:
             self._emit(self._first_step, EventKind.LAYERS_CUT, chosen)
         detail = "; ".join(filter(None, (self._plan.reason, equipped)))
         self._emit(self._first_step, EventKind.PLAN_ADOPTED, detail)
-        if self._config.adaptation.enabled and not self._config.adapts:
+        if self._config.adaptation.enabled is True and not self._config.adapts:
             why = "adaptation.enabled: true: a pipeline of one stage has no links to adapt to"
             self._emit(self._first_step, EventKind.WITHOUT_EFFECT, why)
 

@@ -64,7 +64,7 @@ def test_a_whole_run_has_its_systems_policy(tmp_path, name):
     assert (own.checkpoint.every_steps, own.checkpoint.dir) == (5, None)
     policy = own.restart_policy
     assert (policy.max_restarts, policy.compilation_cache) == {
-        "restart": (7, True), "restart-cold": (7, False), "adaptive": (0, True),
+        "restart": (7, True), "restart-cold": (7, False), "adaptive": (0, False),
     }[name]  # fmt: skip
     assert own.adapts == (name == "adaptive")
 

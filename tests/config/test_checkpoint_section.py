@@ -61,7 +61,7 @@ def test_a_run_may_restart_if_it_will_have_a_checkpoint(sections, may):
         ({"from_start": "yes"}, "restart_policy.from_start: got 'yes', expected true or false"),
         (
             {"compilation_cache": 3},
-            "restart_policy.compilation_cache: got 3, expected true, false, or a folder",
+            "restart_policy.compilation_cache: got 3, expected auto, true, false, or a folder",
         ),
         (
             {"backoff_s": 5.0, "longest_backoff_s": 2},
@@ -108,7 +108,7 @@ POLICY = "restart_policy"
         (
             ("restart", "restart-cold"),
             SAVES | {POLICY: {"compilation_cache": False}},
-            "restart_policy.compilation_cache: got false, expected true, or a folder, as "
+            "restart_policy.compilation_cache: got false, expected auto, true, or a folder, as "
             "compare.systems has restart, which keeps what is compiled",
         ),
     ],

@@ -5,10 +5,11 @@ from pydantic import ValidationError
 
 from jaxmorph.config import Config, check_config, per_stage
 from jaxmorph.config.link_sections import Routes, Transport
-from jaxmorph.config.sections import Model, Schedule, ScheduleName
+from jaxmorph.config.sections import PLANNED_SCHEDULES, Model, Schedule, ScheduleName
 from jaxmorph.errors import UserError
 from jaxmorph.records import Link
-from jaxmorph.schedule.planner import SCHEDULE_NAMES
+from jaxmorph.schedule.fixed import FIXED_SCHEDULES, V_SCHEDULES
+from jaxmorph.schedule.planner import INTERLEAVED, SCHEDULE_NAMES
 from jaxmorph.transport.wire import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 
 
@@ -93,10 +94,25 @@ def run(schedule="adaptive", stages=4, **adaptation):
     return check_config({**sections, "adaptation": adaptation})
 
 
-def test_a_run_adapts_only_if_enabled_and_with_links():
-    assert not run().adapts
-    assert run(enabled=True).adapts
+@pytest.mark.parametrize(("schedule", "by_default", "if_asked"), [
+    *((name, True, True) for name in PLANNED_SCHEDULES),
+    ("zb-h1", False, True), ("zb-h2", False, True), ("1f1b", False, None), ("gpipe", False, None),
+])  # fmt: skip
+def test_a_run_adapts_if_its_schedule_is_planned_or_it_is_asked_to(schedule, by_default, if_asked):
+    assert run(schedule).adapts == run(schedule, enabled="auto").adapts == by_default
+    assert not run(schedule, enabled=False).adapts
+    if if_asked is not None:
+        assert run(schedule, enabled=True).adapts == if_asked
+
+
+def test_a_run_without_links_never_adapts():
+    assert not run(stages=1).adapts
     assert not run(enabled=True, stages=1).adapts
+
+
+def test_fixed_schedules_are_those_that_are_not_planned():
+    fixed = {*FIXED_SCHEDULES, INTERLEAVED, *V_SCHEDULES}
+    assert set(SCHEDULE_NAMES) - fixed == set(PLANNED_SCHEDULES)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "1f1b-eager", "interleaved"])
@@ -105,8 +121,8 @@ def test_schedules_with_whole_backwards_cannot_adapt(schedule):
     with pytest.raises(UserError) as caught:
         run(schedule, enabled=True)
     assert str(caught.value) == (
-        "config: adaptation.enabled: got true, expected false, or a schedule.name that can be "
-        "replaced while a run lasts: adaptive, initial, paper, zb-h1, zb-h2"
+        "config: adaptation.enabled: got true, expected auto, false, or a schedule.name that can "
+        "be replaced while a run lasts: adaptive, initial, paper, zb-h1, zb-h2"
     )
 
 

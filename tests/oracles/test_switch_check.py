@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxmorph.config.sections import PLANNED_SCHEDULES
 from jaxmorph.program.check import ProgramError
 from jaxmorph.program.instructions import Receive, Send, SendReceive, Transfer
 from jaxmorph.program.lowering import lower
 from jaxmorph.records import Link
 from jaxmorph.schedule.costs import Limits, StageCosts, chain_links
 from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved
-from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
+from jaxmorph.schedule.planner import plan
 from jaxmorph.schedule.simulate import simulate
 from tests.oracles.switch_check import check_every_switch, check_switch
 

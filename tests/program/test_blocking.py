@@ -7,6 +7,7 @@ from dataclasses import astuple
 import numpy as np
 import pytest
 
+from jaxmorph.config.sections import PLANNED_SCHEDULES
 from jaxmorph.program.blocking import Disturbance, simulate_blocking
 from jaxmorph.program.check import ProgramError
 from jaxmorph.program.instructions import (
@@ -34,7 +35,7 @@ from jaxmorph.schedule.costs import (
 )
 from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved, zb_v
 from jaxmorph.schedule.ops import Op, OpKind
-from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
+from jaxmorph.schedule.planner import plan
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
 from jaxmorph.schedule.timeline import CopySpan

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxmorph.config.sections import PLANNED_SCHEDULES
 from jaxmorph.placement import Placement
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.check import check
@@ -35,7 +36,7 @@ from jaxmorph.schedule.fixed import (
     zb_v,
 )
 from jaxmorph.schedule.ops import Op, OpKind
-from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
+from jaxmorph.schedule.planner import plan
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
 

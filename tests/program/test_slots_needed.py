@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxmorph.config.sections import PLANNED_SCHEDULES
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.check import ProgramError
 from jaxmorph.program.instructions import (
@@ -33,7 +34,7 @@ from jaxmorph.program.slots_needed import (
 from jaxmorph.records import Link, Route
 from jaxmorph.schedule.costs import Limits, LinkDelay, StageCosts, StageMemory, chain_links
 from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved
-from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
+from jaxmorph.schedule.planner import plan
 from jaxmorph.schedule.simulate import simulate
 
 

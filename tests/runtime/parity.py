@@ -11,6 +11,7 @@ import numpy as np
 from one_device import data_of, untie
 from shared_reference import SharedReference, norm
 
+from jaxmorph.config.sections import PLANNED_SCHEDULES
 from jaxmorph.models.gpt2 import build
 from jaxmorph.placement import Layout, PlacementKind
 from jaxmorph.program.check import check
@@ -31,7 +32,7 @@ from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import not_finite_in_words
 from jaxmorph.schedule.costs import Limits, StageCosts, StageMemory, chain_links
 from jaxmorph.schedule.ops import OpKind
-from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
+from jaxmorph.schedule.planner import plan
 from jaxmorph.schedule.simulate import simulate
 from jaxmorph.stage.mesh import make_data_mesh
 from jaxmorph.stage.model import MicrobatchShapes, cut_layers

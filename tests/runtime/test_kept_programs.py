@@ -1,7 +1,12 @@
 """Kept programs equal compiled ones, and broken files are never run."""
 
+import errno
+import fcntl
 import logging
+import os
 import random
+import time
+from contextlib import suppress
 
 import jax
 import jax.numpy as jnp
@@ -170,9 +175,6 @@ def test_a_stage_built_again_compiles_no_program(tmp_path, counter):
     assert second <= first - len(OP_KINDS)
 
 
-SAVES = {"checkpoint": {"every_steps": 5}}
-
-
 @pytest.fixture
 def keepers(monkeypatch):
     """Records which `KeptPrograms` compiles for this process, during one test."""
@@ -181,49 +183,134 @@ def keepers(monkeypatch):
     return keepers
 
 
-@pytest.mark.parametrize(("wanted", "name"), [(True, "run/compilation_cache"), ("kept", "kept")])
-def test_a_run_that_may_restart_keeps_programs(keepers, tmp_path, monkeypatch, wanted, name):
+def keeping(wanted):
+    return check_config({"restart_policy": {"compilation_cache": wanted}})
+
+
+@pytest.mark.parametrize(
+    ("wanted", "name"),
+    [("auto", "cache/compilation_cache"), (True, "run/compilation_cache"), ("kept", "kept")],
+)
+def test_a_rank_keeps_its_programs_apart(keepers, tmp_path, monkeypatch, wanted, name):
     monkeypatch.chdir(tmp_path)
-    config = check_config(SAVES | {"restart_policy": {"compilation_cache": wanted}})
-    with keep_compiled(config, tmp_path / "run", 2):
+    monkeypatch.setenv("JAXMORPH_CACHE_DIR", str(tmp_path / "cache"))
+    with keep_compiled(keeping(wanted), tmp_path / "run", 2):
         (programs,) = keepers
     assert programs.folder == tmp_path / name / "rank_2"
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [{"checkpoint": {"every_minutes": None}},
-     SAVES | {"restart_policy": {"compilation_cache": False}},
-     SAVES | {"restart_policy": {"max_restarts": 0}}],
-)  # fmt: skip
-def test_a_run_without_restarts_keeps_nothing(keepers, tmp_path, sections):
-    with keep_compiled(check_config(sections), tmp_path, 0) as programs_ran:
+def test_a_users_cache_is_in_the_home_directory(keepers, tmp_path, monkeypatch):
+    for name in ("JAXMORPH_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with keep_compiled(keeping("auto"), tmp_path / "run", 0):
+        (programs,) = keepers
+    folder = tmp_path / ".cache/jaxmorph/compilation_cache"
+    assert programs.folder == folder / "rank_0"
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_nothing_is_kept_where_that_is_not_wanted(keepers, tmp_path):
+    with keep_compiled(keeping(False), tmp_path, 0) as programs_ran:
         programs_ran()
     assert keepers == []
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("wanted", "count"), [(True, 1), (False, 0)])
-def test_ranks_that_start_again_in_any_case_keep_programs(keepers, tmp_path, wanted, count):
-    sections = {"max_restarts": 0, "compilation_cache": wanted}
-    config = check_config({"restart_policy": sections})
-    with keep_compiled(config, tmp_path, 0, starts_again=True):
-        assert len(keepers) == count
+@pytest.fixture
+def users_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXMORPH_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir(mode=0o700)
+    return tmp_path / "cache"
 
 
-def test_after_a_killed_start_nothing_kept_is_used(keepers, tmp_path, caplog, counter):
-    config, endings, started = check_config(SAVES), [], []
-    for how in ("first step", "an error", "a signal", "after a signal"):
-        counted = counter.count
-        start = keep_compiled(config, tmp_path, 0)
-        programs_ran = start.__enter__()
-        keepers[-1].compile(lowered(2.0))
-        endings.append(counter.count - counted)
-        if how == "first step":
+@pytest.mark.parametrize("inner", ["", "compilation_cache"])
+def test_a_cache_that_others_can_write_to_is_not_used(keepers, users_cache, caplog, inner):
+    (users_cache / inner).mkdir(exist_ok=True)
+    (users_cache / inner).chmod(0o770)
+    with keep_compiled(keeping("auto"), users_cache, 0):
+        assert keepers == []
+    assert "others can write there" in caplog.text
+
+
+def test_another_users_cache_is_not_used(keepers, users_cache, monkeypatch):
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with keep_compiled(keeping("auto"), users_cache, 0):
+        assert keepers == []
+
+
+def test_without_a_folder_nothing_is_kept(keepers, users_cache, caplog):
+    (users_cache / "compilation_cache").touch()
+    with keep_compiled(keeping("auto"), users_cache, 0) as programs_ran:
+        programs_ran()
+    assert keepers == []
+    assert "no compiled program is kept: [Errno 17] File exists" in caplog.text
+
+
+@pytest.fixture
+def start(keepers, tmp_path, counter):
+    """Starts a rank that compiles a program; returns how often XLA did."""
+
+    def start(scale=2.0, *, fails=False):
+        before = counter.count
+        with suppress(OSError), keep_compiled(keeping(True), tmp_path, 0) as programs_ran:
+            keepers[-1].compile(lowered(scale))
+            if fails:
+                raise OSError("a lost peer")
             programs_ran()
-        if how == "an error":
-            start.__exit__(OSError, OSError("a lost peer"), None)
-        if how == "a signal":
-            started.append(start)  # kept, since a generator that is dropped is closed
-    assert endings == [1, 0, 0, 1]
-    assert "a process ended before its first step: all is compiled again" in caplog.text
+        return counter.count - before
+
+    return start
+
+
+@pytest.fixture
+def read_by_another(start, keepers, tmp_path):
+    """A program that another process reads; it may be killed before its first step."""
+    assert [start(), start(fails=True), start()] == [1, 0, 0]
+    with keep_compiled(keeping(True), tmp_path, 0):
+        keepers[-1].compile(lowered(2.0))
+        mark = keepers[-1]._on_read.__self__
+        yield mark._file.close  # as the end of a process does, which frees its locks
+
+
+def test_after_a_killed_start_nothing_that_it_read_is_used(start, read_by_another, caplog):
+    read_by_another()
+    assert [start(scale) for scale in (3.0, 2.0, 2.0)] == [1, 1, 0]
+    assert caplog.text.count("what it had read is compiled again") == 1
+
+
+def test_a_start_beside_another_uses_what_is_kept(start, read_by_another):
+    assert start() == 0
+
+
+def test_without_locks_every_mark_is_one_of_a_killed_start(start, read_by_another, monkeypatch):
+    def refuse(file, operation):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert [start(), start()] == [1, 0]
+
+
+def test_no_mark_stays_after_the_first_step(start, tmp_path):
+    for fails in (False, True):
+        start(fails=fails)
+        names = [path.suffix for path in (tmp_path / "compilation_cache/rank_0").iterdir()]
+        assert names == [".program"]
+
+
+def test_what_nothing_reads_is_removed_after_a_month(start, tmp_path):
+    folder = tmp_path / "compilation_cache"
+    start(2.0)
+    start(3.0)
+    (folder / "rank_1").mkdir()
+    for name in ("of_another_rank.program", "half.new", "notes.txt"):
+        (folder / "rank_1" / name).touch()
+    long_ago_s = time.time() - 40 * 24 * 3600
+    for path in folder.glob("rank_*/*"):
+        os.utime(path, (long_ago_s, long_ago_s))
+    assert start(2.0) == 0
+    left = {path.name: path.stat().st_mtime for path in folder.glob("rank_*/*")}
+    assert len(left) == 2
+    assert left.pop("notes.txt") == pytest.approx(long_ago_s)
+    assert min(left.values()) > long_ago_s

@@ -7,11 +7,12 @@ from typing import NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxmorph.config.sections import PLANNED_SCHEDULES
 from jaxmorph.schedule.bound import lower_bound_ms
 from jaxmorph.schedule.costs import Limits, Links, StageCosts
 from jaxmorph.schedule.fixed import FIXED_SCHEDULES
 from jaxmorph.schedule.ops import Op, OpKind
-from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
+from jaxmorph.schedule.planner import plan
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
 from tests.schedule.strategies import costs_of, limits_of, links_of

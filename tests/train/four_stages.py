@@ -20,6 +20,7 @@ schedule: {name: zb-h2}
 optimizer: {learning_rate: 1e-3}
 trace: {every_steps: 10}
 checkpoint: {every_steps: 0}
+restart_policy: {compilation_cache: true}
 """
 
 

@@ -22,6 +22,7 @@ parallelism: {stages: 2}
 batch: {microbatches: 4, microbatch_size: 1}
 emulation: {accelerator: {forward_ms: 5, backward_input_ms: 5, backward_weight_ms: 5}}
 timeouts: {step_s: 30}
+restart_policy: {compilation_cache: true}
 compare:
   systems: [zb, zb-delegated]
   conditions:

@@ -65,7 +65,7 @@ def test_damage_is_reported_once(resumed):
     )
     log = (run / "logs/from_step_7/rank_1.log").read_text()
     assert "not those that were written; it is compiled again" in log
-    assert not list(run.glob(".rank_*"))
+    assert not list(run.rglob("*.starts"))
 
 
 def test_steps_are_recorded_while_the_launcher_stands_still(tmp_path):

@@ -19,7 +19,7 @@ schedule: {name: 1f1b}
 optimizer: {learning_rate: 1e-3}
 trace: {every_steps: 0}
 checkpoint: {every_steps: 5, keep: 2}
-restart_policy: {backoff_s: 0.1}
+restart_policy: {backoff_s: 0.1, compilation_cache: true}
 """
 STEPS, INTERVAL, KILLED_AT, KILLED = 40, 5, 12, 0
 

@@ -34,7 +34,8 @@ def timings(*compute_ms):
 @pytest.mark.parametrize(
     ("adaptation", "latencies_ms", "links"),
     [
-        ({}, FOUR, []),
+        ({"enabled": False}, FOUR, []),
+        ({}, FOUR, [Link(1, 2)]),
         ({"enabled": True}, FOUR, [Link(1, 2)]),
         ({"enabled": True}, (0.5, 30.0), [Link(1, 2)]),
         ({"enabled": True, "delegates": "any"}, FOUR, [Link(0, 1), Link(1, 2), Link(2, 3)]),

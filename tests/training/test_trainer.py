@@ -37,6 +37,7 @@ from jaxmorph.training.trainer import Trainer
 MODEL = gpt2.build(
     preset="tiny", sequence_length=128, vocab_size=16, num_layers=2, width=8, num_heads=2
 )
+NEVER_ADAPTS = {"adaptation": {"enabled": False}}
 FAILS_OVER = {"failover": {"enabled": True}}
 OPS_OF_18_S = {
     "batch": {"microbatches": 6},
@@ -236,14 +237,23 @@ def test_values_per_stage_need_no_stage_count(tmp_path, monkeypatch):
     assert str(caught.value).startswith(f"{path}: routes.2-3: ")
 
 
+def test_chunks_count_before_the_processes_have_met(monkeypatch):
+    monkeypatch.setattr(script, "meet", lambda *_: SimpleNamespace(num_ranks=2))
+    config, _ = configure({"schedule": {"name": "zb-v"}, "parallelism": {"chunks": 2}})
+    assert (config.parallelism.stages, config.parallelism.chunks) == (2, 2)
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "sections", "waits_s", "known_by"),
     [
-        (6, {}, 60.0, None),
+        (6, {}, 15.0, None),
+        (6, NEVER_ADAPTS, 60.0, None),
         (6, FAILS_OVER, 15.0, None),
         (6, FAILS_OVER | {"parallelism": {"stages": 6}}, 15.0, None),
         (6, FAILS_OVER | {"timeouts": {"direct_s": 2}}, 2.0, None),
-        (6, {"timeouts": {"direct_s": 2}}, 60.0, None),  # a deadline of links that fail over
+        (6, {"timeouts": {"direct_s": 2}}, 2.0, None),
+        (6, NEVER_ADAPTS | {"timeouts": {"direct_s": 2}}, 60.0, None),  # of links that fail over
+        (6, {"schedule": {"name": "zb-h2"}}, 60.0, None),
         (8, FAILS_OVER, 15.0, "job"),
         (10, FAILS_OVER, 15.0, "launcher"),
         (2, FAILS_OVER | OPS_OF_18_S, 18.0, "launcher"),  # one may wait behind those of a step
@@ -256,7 +266,7 @@ def test_transfers_wait_for_the_configured_time(
     waited_s = []
 
     def meet(start_s, direct_s, least_threads, fails_over, num_devices, directory):
-        assert fails_over == ("failover" in sections)
+        assert fails_over == (waits_s != 60.0)
         waited_s.append(direct_s)
         return SimpleNamespace(num_ranks=num_ranks)
 
