@@ -17,7 +17,7 @@ from jaxmorph.config import load_config
 from jaxmorph.config.compare_section import SYSTEM_NAMES
 
 NAMES = sorted(path.parent.name for path in (ROOT / FOLDER).glob("*/results.json"))
-NOT_YET = {"adaptation_cost_paced", "adaptation_cost_unpaced", "figure22"}
+NOT_YET = {"adaptation_cost", "figure22"}
 """Comparisons that have not been measured on an idle machine; this list may only shrink."""
 
 

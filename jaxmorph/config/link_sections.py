@@ -276,8 +276,9 @@ class Failover(Section):
     """Whether a direct link whose path fails continues delegated, in the same step."""
 
     enabled: Annotated[Literal["auto"] | bool, Expected("auto, true or false")] = "auto"
-    """`auto`: if the run adapts. It needs a data plane for every link, which adaptation has anyway,
-    and a message between both ends before each direct transfer."""
+    """`auto`: if `adaptation.enabled` is true. It needs a data plane for every link, which
+    adaptation has anyway, and a message between both ends before each direct transfer, which is why
+    it is not on by default."""
 
 
 _MAX_LANES = 64

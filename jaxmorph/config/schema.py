@@ -130,8 +130,7 @@ class Config(BaseModel):
     @property
     def fails_over(self) -> bool:
         """Whether a direct link whose path fails continues delegated."""
-        wanted = self.failover.enabled
-        return self.parallelism.stages > 1 and (self.adapts if wanted == "auto" else wanted)
+        return self.parallelism.stages > 1 and self._wants_failover
 
     @property
     def hands_over(self) -> bool:
@@ -145,8 +144,12 @@ class Config(BaseModel):
     @property
     def reduction_fails_over(self) -> bool:
         """Whether replicas sum delegated once their direct sum has failed."""
-        wanted = self.failover.enabled
-        return self.parallelism.data > 1 and (self.adapts if wanted == "auto" else wanted)
+        return self.parallelism.data > 1 and self._wants_failover
+
+    @property
+    def _wants_failover(self) -> bool:
+        wanted, is_asked = self.failover.enabled, self.adaptation.enabled is True
+        return self.adapts and is_asked if wanted == "auto" else bool(wanted)
 
     @property
     def remaps(self) -> bool:

@@ -48,7 +48,7 @@ def join(*, start_timeout_s: float = 120.0, step_timeout_s: float = 60.0) -> Non
     Raises:
         UserError: JAX has already computed something, or can't place this process in its job.
     """
-    meet(start_timeout_s, step_timeout_s, fails_over=True)  # as links do by default
+    meet(start_timeout_s, step_timeout_s)
 
 
 def meet(

@@ -179,13 +179,13 @@ def config(**sections):
     return check_config({"parallelism": {"stages": 2}, **sections}, "a test")
 
 
-def test_links_fail_over_if_enabled_or_adapting():
-    cases = [("auto", False), ("auto", True), (True, False), (False, True)]
+def test_links_fail_over_if_that_or_adaptation_is_asked_for():
+    cases = [("auto", False), ("auto", "auto"), ("auto", True), (True, False), (False, True)]
     configs = [
         config(failover={"enabled": failover}, adaptation={"enabled": adapts})
         for failover, adapts in cases
     ]
-    assert [each.fails_over for each in configs] == [False, True, True, False]
+    assert [each.fails_over for each in configs] == [False, False, True, True, False]
     one_stage = Config.model_validate({"failover": {"enabled": True}})
     assert not one_stage.fails_over
 

@@ -37,7 +37,6 @@ from jaxmorph.training.trainer import Trainer
 MODEL = gpt2.build(
     preset="tiny", sequence_length=128, vocab_size=16, num_layers=2, width=8, num_heads=2
 )
-NEVER_ADAPTS = {"adaptation": {"enabled": False}}
 FAILS_OVER = {"failover": {"enabled": True}}
 OPS_OF_18_S = {
     "batch": {"microbatches": 6},
@@ -246,14 +245,13 @@ def test_chunks_count_before_the_processes_have_met(monkeypatch):
 @pytest.mark.parametrize(
     ("num_ranks", "sections", "waits_s", "known_by"),
     [
-        (6, {}, 15.0, None),
-        (6, NEVER_ADAPTS, 60.0, None),
+        (6, {}, 60.0, None),
+        (6, {"adaptation": {"enabled": True}}, 15.0, None),
+        (6, {"adaptation": {"enabled": True}, "schedule": {"name": "zb-h2"}}, 15.0, None),
         (6, FAILS_OVER, 15.0, None),
         (6, FAILS_OVER | {"parallelism": {"stages": 6}}, 15.0, None),
         (6, FAILS_OVER | {"timeouts": {"direct_s": 2}}, 2.0, None),
-        (6, {"timeouts": {"direct_s": 2}}, 2.0, None),
-        (6, NEVER_ADAPTS | {"timeouts": {"direct_s": 2}}, 60.0, None),  # of links that fail over
-        (6, {"schedule": {"name": "zb-h2"}}, 60.0, None),
+        (6, {"timeouts": {"direct_s": 2}}, 60.0, None),  # a deadline of links that fail over
         (8, FAILS_OVER, 15.0, "job"),
         (10, FAILS_OVER, 15.0, "launcher"),
         (2, FAILS_OVER | OPS_OF_18_S, 18.0, "launcher"),  # one may wait behind those of a step
