@@ -1,6 +1,6 @@
 """How long a run takes to its first step: `python -m benchmarks.start_up`.
 
-Trains a configuration twice in turns, with nothing compiled and with what the first start has kept,
+Trains the demo twice in turns, with nothing compiled and with what the first start has kept,
 and compares the second start with the floor: as many processes as there are ranks that do nothing
 but import JAX. Wants an otherwise idle machine. `--json FILE` writes the figures; exit code 1 when
 the bar is missed.
@@ -42,12 +42,10 @@ class Round:
     second_s: float
 
 
-def measured_round(config: str, num_ranks: int) -> Round:
+def measured_round(num_ranks: int) -> Round:
     """The floor and both starts, one after another."""
     with tempfile.TemporaryDirectory() as folder:
-        first_s, second_s = (
-            _first_step_s(config, Path(folder), name) for name in ("first", "second")
-        )
+        first_s, second_s = (_first_step_s(Path(folder), name) for name in ("first", "second"))
         return Round(_floor_s(num_ranks), first_s, second_s)
 
 
@@ -60,9 +58,9 @@ def _floor_s(num_processes: int) -> float:
     return time.monotonic() - began_s
 
 
-def _first_step_s(config: str, folder: Path, name: str) -> float:
+def _first_step_s(folder: Path, name: str) -> float:
     """Start a run of one step; returns when its record was written."""
-    command = [sys.executable, "-m", "jaxmorph", "train", config]
+    command = [sys.executable, "-m", "jaxmorph", "train", _CONFIG]
     command += ["run.steps=1", f"run.dir={folder / name}"]
     environment = os.environ | {"JAXMORPH_CACHE_DIR": str(folder / "cache")}
     began_s, metrics = time.monotonic(), folder / name / METRICS
@@ -81,20 +79,19 @@ def _first_step_s(config: str, folder: Path, name: str) -> float:
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", default=_CONFIG)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     began, rounds = provenance("benchmarks.start_up"), []
-    num_ranks = load_config(ROOT / options.config).parallelism.num_ranks
+    num_ranks = load_config(ROOT / _CONFIG).parallelism.num_ranks
     for number in range(ROUNDS):
-        rounds.append(found := measured_round(options.config, num_ranks))
+        rounds.append(found := measured_round(num_ranks))
         print(
             f"round {number + 1}: first step after {found.first_s:.1f} s, with what is kept after "
             f"{found.second_s:.1f} s; {num_ranks} processes import JAX in {found.floor_s:.1f} s",
             flush=True,
         )
     ratio = median(each.second_s / each.floor_s for each in rounds)
-    bars = [Bar(f"{options.config}: second start over importing JAX", ratio, at_most=1.5)]
+    bars = [Bar(f"{_CONFIG}: second start over importing JAX", ratio, at_most=1.5)]
     values = {"provenance": began, "rounds": [asdict(each) for each in rounds]}
     return finish(bars, options.json, values)
 

@@ -134,12 +134,8 @@ class Config(BaseModel):
 
     @property
     def hands_over(self) -> bool:
-        """Whether a direct link that turns slow in mid-step continues delegated.
-
-        On a real accelerator ops may still run before a receive, and the host can't tell their time
-        from the message's.
-        """
-        return self.adapts and self.fails_over and self.emulation.accelerator is not None
+        """Whether a direct link that turns slow in mid-step continues delegated."""
+        return self.adapts and self.fails_over
 
     @property
     def reduction_fails_over(self) -> bool:
@@ -182,14 +178,6 @@ class Config(BaseModel):
         times_ms = () if accelerator is None else accelerator.model_dump().values()
         slowest_ms = sum(max(each) if isinstance(each, tuple) else each for each in times_ms)
         return self.microbatches * slowest_ms / 1e3
-
-    @property
-    def may_restart(self) -> bool:
-        """Whether the run may be restarted after a failure: a checkpoint may exist by then."""
-        policy = self.restart_policy
-        every = self.checkpoint.every_steps, self.checkpoint.every_minutes
-        saves = self.checkpoint.saves and every != (None, None)
-        return policy.max_restarts > 0 and (policy.from_start or saves)
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "Config":

@@ -363,8 +363,7 @@ class Adaptation(Section):
 
     enabled: Annotated[Literal["auto"] | bool, Expected("auto, true or false")] = "auto"
     """Detect slow links from the run's own timings, and change the plan between two steps. `auto`
-    is true for a schedule that is planned: `adaptive`, `initial` and `paper`. Links then fail over
-    only if `failover.enabled` says so."""
+    is true for a schedule that is planned: `adaptive`, `initial` and `paper`."""
 
     intra_step: Annotated[
         Literal["off"],

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from jaxmorph.output import best_effort, drain
 from jaxmorph.records import Event, RunHeader, RunSummary, StepRecord
-from jaxmorph.report.history import RECENT, RunHistory
+from jaxmorph.report.history import RunHistory
 from jaxmorph.report.matrix_table import short_cell
 from jaxmorph.report.run_matrix import Matrix
 from jaxmorph.report.text import (
@@ -38,7 +38,7 @@ _PLAIN_COLUMNS = {  # widths by name; the last column has none
     "step": 6, "loss": 9, "held_out": 9, "grad_norm": 9, "tokens/s": 10, "step_ms": 9,
     "planned_ms": 10, "bubble": 8, "plan_bubble": 11, "routes": 0,
 }  # fmt: skip
-_ROWS = min(10, RECENT)  # of the live table
+_ROWS = 10  # of the live table
 _BAR_WIDTH = 30
 _CLOSED = "standard output was closed: the run continues, and writes to its directory"
 

@@ -53,6 +53,7 @@ class FailoverRoute:
         watch: Finds the paths that died together with one whose transfer hangs.
         waits: The delegated route's; passed on over the links' connections.
         hands_over: Whether a slow link leaves its path in mid-step.
+        await_queue: Waits for the ops before a transfer, where the host may be ahead of them.
 
     Attributes:
         on_slow: Called on every rank as soon as any link has turned slow, by any thread.
@@ -72,7 +73,9 @@ class FailoverRoute:
         waits: LongWaits | None = None,
         *,
         hands_over: bool = False,
+        await_queue: Callable[[], None] = lambda: None,
     ) -> None:
+        self._await_queue = await_queue
         self._direct, self._delegated = direct, delegated
         self._direct_watches = {link: EndWatch(link) for link in connections if hands_over}
         self._delegated_watches = {link: EndWatch(link) for link in connections}
@@ -261,6 +264,8 @@ class FailoverRoute:
     def _end(self, identity: TransferIdentity) -> LinkEnd:
         require_live(identity, self._direct.abandoned)
         end = self._ends[identity.transfer.link]
+        if end.link in self._direct_watches and not end.has_failed_over:
+            self._await_queue()  # else the ops' time would count as the message's, at both ends
         if not end.has_failed_over and self._watch.is_dead(end.link):
             found = "its path was found dead while a transfer of another link hung"
             # A connection through a dead card may stay open and never report an error, so its

@@ -208,16 +208,15 @@ def _users_folder() -> Path | None:
     """The user's folder for all runs; None if there is none that only the user can write to."""
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        cache = Path(os.environ.get(VARIABLE) or Path(home) / "jaxmorph")
-        for folder in (cache, cache / FOLDER):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = folder.stat()
-            if found.st_uid != os.geteuid() or found.st_mode & _FOR_OTHERS:
-                raise PermissionError(errno.EPERM, "others can write there", str(folder))
+        folder = Path(os.environ.get(VARIABLE) or Path(home) / "jaxmorph")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+        if found.st_uid != os.geteuid() or found.st_mode & _FOR_OTHERS:
+            raise PermissionError(errno.EPERM, "others can write there", str(folder))
     except (OSError, RuntimeError) as error:  # the latter: there is no home directory
         _log.warning("no compiled program is kept: %s", error)
         return None
-    return cache / FOLDER
+    return folder
 
 
 class _Mark:

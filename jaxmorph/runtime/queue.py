@@ -181,12 +181,16 @@ class DeviceQueue(ABC):
         Raises:
             StalledError: If it doesn't; the message names the item.
         """
+        self.await_items(timeout_s)
+        stamps, self._stamps = self._stamps, []
+        return stamps
+
+    def await_items(self, timeout_s: float = 60.0) -> None:
+        """Wait until all items have run; raises as `drain`."""
         is_over = threading.Event()
         self._items.put(is_over.set)
         self._await(is_over, timeout_s)
         self.raise_error()
-        stamps, self._stamps = self._stamps, []
-        return stamps
 
     def _await(self, is_over: threading.Event, timeout_s: float) -> None:
         progress.stamp("waits for its queue")

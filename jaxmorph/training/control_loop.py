@@ -165,17 +165,7 @@ class ControlLoop:
     def hear(self, slow: SlowLink) -> None:
         """Advance the controller in the middle of a step; no thread of the stage waits for it."""
         with suppress(RuntimeError):  # the loop is closed
-            self._hearing.submit(self._hear, slow)
-
-    def _hear(self, slow: SlowLink) -> None:
-        with self._lock:
-            if self._is_closing:
-                return
-            try:
-                events = self._advance(slow)
-            except Exception as error:  # as where an answer fails the controller
-                events = self._advance(PlanningFailed(f"{type(error).__name__}: {error}"))
-            self._unreported += events
+            self._hearing.submit(self._answer, lambda slow: slow, slow)
 
     def take_due(self) -> Due | None:
         """Take what ranks do after the next exchange, each once."""
@@ -307,7 +297,7 @@ class ControlLoop:
             self._due = due
 
     def _answer(self, work: Callable[[Any], Observation], command: Any) -> None:
-        """Feed the answer of the planning process, or its error, back to the controller."""
+        """Feed an answer, as of the planning process, or its error back to the controller."""
         try:
             answer = work(command)
         except PlanningError as error:

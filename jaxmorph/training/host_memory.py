@@ -192,9 +192,7 @@ def _too_little(config: Config, rank: int, needed: int, copy: int) -> str:
     parts = [f"{in_bytes(needed - copy)} for the fewest slots of its links"]
     if copy:
         parts.append(f"{in_bytes(copy)} for a checkpoint's copy")
-    adapts = config.adapts and config.adaptation.enabled == "auto"
-    way_out = "; adaptation.enabled=false needs none for direct links" if adapts else ""
     return (
         f"limits.host_gib: got {config.limits.host_gib:g}, expected at least {expected:g}: rank "
-        f"{rank} takes {' and '.join(parts)}{way_out}"
+        f"{rank} takes {' and '.join(parts)}"
     )

@@ -271,16 +271,13 @@ def _about_joining(tree: Mapping[str, Any]) -> dict[str, Any]:
     given = tree.get("parallelism")
     shape = {
         name: given[name]
-        for name in ("data", "tensor", "chunks")
+        for name in ("data", "tensor")
         if isinstance(given, Mapping) and name in given
     }
     replicas = shape.get("data", 1)
     if launched and isinstance(replicas, int) and replicas > 0:
         stages = max(1, launched.num_ranks // replicas)
     about["parallelism"] = {"stages": stages or _SOME_STAGES, **shape}
-    schedule = tree.get("schedule")
-    if isinstance(schedule, Mapping) and "name" in schedule:  # it decides whether the run adapts
-        about["schedule"] = {"name": schedule["name"]}
     return about
 
 

@@ -40,21 +40,6 @@ def test_backoff_doubles_up_to_the_longest():
 
 
 @pytest.mark.parametrize(
-    ("sections", "may"),
-    [
-        ({}, True),
-        ({"checkpoint": {"every_minutes": None}}, False),
-        (SAVES, True),
-        (SAVES | {"restart_policy": {"max_restarts": 0}}, False),
-        ({"checkpoint": {"every_steps": 0}}, False),
-        ({"restart_policy": {"from_start": True}}, True),
-    ],
-)
-def test_a_run_may_restart_if_it_will_have_a_checkpoint(sections, may):
-    assert check_config(sections).may_restart is may
-
-
-@pytest.mark.parametrize(
     ("policy", "line"),
     [
         ({"max_restarts": -1}, "restart_policy.max_restarts: got -1, expected a whole number"),

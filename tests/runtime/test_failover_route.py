@@ -26,6 +26,7 @@ from two_ends import (
     down,
     failures,
     failures_of_both,
+    finish,
     kept_bytes,
     move,
     payload_of,
@@ -273,6 +274,21 @@ def test_a_slow_link_is_handed_over_and_returns(make_ends):
     steps_of_both(ends, ORDER, [53, 54])
     assert failures(ends) == []
     assert not any(route.has_failed_over(LINK) for route in ends.routes)
+
+
+def test_an_end_meets_its_peer_after_the_ops_before(make_ends):
+    is_free, waits = threading.Event(), threading.Event()
+
+    def await_queue():
+        waits.set()
+        assert is_free.wait(LIMIT_S)
+
+    ends = make_ends(hands_over=True, await_queue=(lambda: None, await_queue))
+    ranks = [RankThread(ends, rank, [up(0), down(0)]) for rank in range(2)]
+    assert waits.wait(LIMIT_S)
+    assert ends.connections[0].ready.incoming.empty()
+    is_free.set()
+    finish(ranks)
 
 
 def test_both_ends_report_a_handover_once(make_ends):

@@ -189,7 +189,7 @@ def keeping(wanted):
 
 @pytest.mark.parametrize(
     ("wanted", "name"),
-    [("auto", "cache/compilation_cache"), (True, "run/compilation_cache"), ("kept", "kept")],
+    [("auto", "cache"), (True, "run/compilation_cache"), ("kept", "kept")],
 )
 def test_a_rank_keeps_its_programs_apart(keepers, tmp_path, monkeypatch, wanted, name):
     monkeypatch.chdir(tmp_path)
@@ -205,7 +205,7 @@ def test_a_users_cache_is_in_the_home_directory(keepers, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     with keep_compiled(keeping("auto"), tmp_path / "run", 0):
         (programs,) = keepers
-    folder = tmp_path / ".cache/jaxmorph/compilation_cache"
+    folder = tmp_path / ".cache/jaxmorph"
     assert programs.folder == folder / "rank_0"
     assert folder.stat().st_mode & 0o777 == 0o700
 
@@ -224,10 +224,8 @@ def users_cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-@pytest.mark.parametrize("inner", ["", "compilation_cache"])
-def test_a_cache_that_others_can_write_to_is_not_used(keepers, users_cache, caplog, inner):
-    (users_cache / inner).mkdir(exist_ok=True)
-    (users_cache / inner).chmod(0o770)
+def test_a_cache_that_others_can_write_to_is_not_used(keepers, users_cache, caplog):
+    users_cache.chmod(0o770)
     with keep_compiled(keeping("auto"), users_cache, 0):
         assert keepers == []
     assert "others can write there" in caplog.text
@@ -241,7 +239,8 @@ def test_another_users_cache_is_not_used(keepers, users_cache, monkeypatch):
 
 
 def test_without_a_folder_nothing_is_kept(keepers, users_cache, caplog):
-    (users_cache / "compilation_cache").touch()
+    users_cache.rmdir()
+    users_cache.touch()
     with keep_compiled(keeping("auto"), users_cache, 0) as programs_ran:
         programs_ran()
     assert keepers == []

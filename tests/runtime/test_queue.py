@@ -35,6 +35,20 @@ def all_enqueued_first(queue):
     begin.set()
 
 
+def test_a_caller_waits_for_the_items_before(queue):
+    ran = []
+
+    class Slow:
+        def block_until_ready(self):
+            time.sleep(0.02)
+            ran.append("it is over")
+
+    queue.enqueue("an op", Slow)
+    queue.await_items()
+    assert ran == ["it is over"]
+    assert [stamp.label for stamp in queue.drain()] == ["an op"]
+
+
 def test_items_run_in_order_and_are_stamped(queue):
     ran = []
     for name in ("a", "b", "c"):

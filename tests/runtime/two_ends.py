@@ -199,6 +199,7 @@ class TwoEnds:
         timeout_s: How long to wait for a peer.
         part_elements: How much of a tied gradient fits into a slot.
         hands_over: Whether a slow link leaves its path.
+        await_queue: What each rank does before a transfer that may do so.
     """
 
     def __init__(
@@ -208,6 +209,7 @@ class TwoEnds:
         timeout_s=LIMIT_S,
         part_elements=15,
         hands_over=False,
+        await_queue=(lambda: None, lambda: None),
     ):
         collectives = collectives or (Collectives(),)
         placement = SingleDeviceSharding(jax.devices()[0])
@@ -243,6 +245,7 @@ class TwoEnds:
                     communicators,
                     cast(Any, NothingFound()),
                     hands_over=hands_over,
+                    await_queue=await_queue[rank],
                 )
             )
         for rank, plane in enumerate(self.planes):

@@ -134,6 +134,14 @@ def test_the_slow_link_is_handed_over_in_mid_step(adapting):
     assert {line["schedule"] for line in meanwhile} == {"zb-h2"}
 
 
+def test_a_slow_link_is_handed_over_where_ops_take_their_own_time(tmp_path, undisturbed):
+    slow = "emulation.links=[{between: [1, 2], latency_ms: 100, from_step: 15}]"
+    run = train(tmp_path, CONFIG, "adaptation.enabled=true", slow)
+    handed_over = run.events("link_handed_over")
+    assert ("1-2", 15) in [(event["link"], event["step"]) for event in handed_over]
+    assert [line["loss"] for line in run.steps] == [line["loss"] for line in undisturbed.steps]
+
+
 def test_predictions_follow_link_and_plan(adapting):
     there, back = [event["step"] for event in adapting.events("plan_changed")]
     healthy = in_force_ms(adapting, 0)

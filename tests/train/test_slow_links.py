@@ -35,7 +35,8 @@ def test_a_trace_slows_steps_and_declared_delays_are_planned(tmp_path, healthy):
         f"time_s,between,latency_ms,bandwidth_mbps,jitter_ms,cut\n0,0-1,{LATENCY_MS},,,\n"
     )
     declared = f"schedule={{name: adaptive, link_ms: {{0-1: {DECLARED_MS}}}}}"
-    run = train(tmp_path, CONFIG, f"emulation.trace={trace}", declared)
+    fixed = "adaptation.enabled=false"
+    run = train(tmp_path, CONFIG, f"emulation.trace={trace}", declared, fixed)
     slow = run.steps
     assert min(line["step_s"] for line in healthy.steps) < SLOW_STEP_S
     assert all(line["step_s"] >= SLOW_STEP_S for line in slow)

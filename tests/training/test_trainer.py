@@ -236,18 +236,11 @@ def test_values_per_stage_need_no_stage_count(tmp_path, monkeypatch):
     assert str(caught.value).startswith(f"{path}: routes.2-3: ")
 
 
-def test_chunks_count_before_the_processes_have_met(monkeypatch):
-    monkeypatch.setattr(script, "meet", lambda *_: SimpleNamespace(num_ranks=2))
-    config, _ = configure({"schedule": {"name": "zb-v"}, "parallelism": {"chunks": 2}})
-    assert (config.parallelism.stages, config.parallelism.chunks) == (2, 2)
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "sections", "waits_s", "known_by"),
     [
         (6, {}, 60.0, None),
         (6, {"adaptation": {"enabled": True}}, 15.0, None),
-        (6, {"adaptation": {"enabled": True}, "schedule": {"name": "zb-h2"}}, 15.0, None),
         (6, FAILS_OVER, 15.0, None),
         (6, FAILS_OVER | {"parallelism": {"stages": 6}}, 15.0, None),
         (6, FAILS_OVER | {"timeouts": {"direct_s": 2}}, 2.0, None),
