@@ -134,6 +134,7 @@ def test_the_slow_link_is_handed_over_in_mid_step(adapting):
     assert {line["schedule"] for line in meanwhile} == {"zb-h2"}
 
 
+@pytest.mark.long
 def test_a_slow_link_is_handed_over_where_ops_take_their_own_time(tmp_path, undisturbed):
     slow = "emulation.links=[{between: [1, 2], latency_ms: 100, from_step: 15}]"
     run = train(tmp_path, CONFIG, "adaptation.enabled=true", slow)
