@@ -37,7 +37,9 @@ from jaxmorph.training.open_stage import stage_settings
 CONFIG = "configs/demo.yaml"
 # A vocabulary that two devices can divide.
 UNPACED = (
-    *("emulation.accelerator=null", "data.vocab_size=260", "trace.every_steps=1"),
+    "emulation.accelerator=null",
+    "data.vocab_size=260",
+    "trace.every_steps=1",
     "adaptation.enabled=false",
 )
 Mesh = tuple[int, int, int]

@@ -75,14 +75,13 @@ def planned(tree: Path, folder: Path) -> float:
 _PACE, _HOL = "configs/pace4.yaml", "configs/hol.yaml"
 _SLOW = "emulation.links=[{between: [2, 3], latency_ms: 30}]"
 _ADAPTIVE = "schedule={name: adaptive, link_ms: {2-3: 30}}"  # what `compare` gives that system
-_SAME_PLAN = "adaptation={enabled: false}"
 CASES: dict[str, tuple[str, Run]] = {
     "pace4": ("ms a step", trained(_PACE, "run.steps=20")),
     "hol": (
         "ms a step",
         trained(
             *(_HOL, "run.steps=18", "compare=null", _SLOW, _ADAPTIVE, "routes.2-3=delegated"),
-            _SAME_PLAN,
+            "adaptation.enabled=false",
         ),
     ),
     "unpaced": (

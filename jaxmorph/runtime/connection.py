@@ -10,7 +10,7 @@ import contextlib
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from hmac import compare_digest
 from itertools import count
@@ -47,25 +47,16 @@ class ConnectionLostError(RuntimeError):
     """The peer closed the connection, died or can't be reached any more."""
 
 
-class _LossesNamed:
-    """Turns a socket's errors into `ConnectionLostError`, except those of its deadline."""
-
-    # A generator would cost several microseconds before each direct transfer.
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
-    ) -> None:
+@contextlib.contextmanager
+def _losses_named() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
         # The socket's own deadline raises a TimeoutError without errno. With one, the kernel has
         # given up on the connection.
-        is_deadline = isinstance(error, TimeoutError) and error.errno is None
-        if isinstance(error, OSError) and not is_deadline:
-            raise ConnectionLostError(str(error)) from error
-
-
-_losses_named = _LossesNamed()
+        if isinstance(error, TimeoutError) and error.errno is None:
+            raise
+        raise ConnectionLostError(str(error)) from error
 
 
 def digest_of(message: bytes) -> bytes:
@@ -100,7 +91,7 @@ class Connection:
             digest: The message's, by `digest_of`; None: it is computed.
         """
         length = _LENGTH.pack(len(message))
-        with self._sending, _losses_named:  # seals go out in the order in which they are made
+        with self._sending, _losses_named():  # seals go out in the order in which they are made
             seal = b""
             if self._own_seal:
                 seal = self._own_seal(length + (digest or digest_of(message)))
@@ -158,7 +149,7 @@ class Connection:
     def _receive_up_to(self, length: int) -> None:
         """Receive the message's first bytes; those that have come stay if the deadline is over."""
         while (missing := length - len(self._received)) > 0:
-            with _losses_named:
+            with _losses_named():
                 part = self._socket.recv(max(missing, _READ_BYTES))
             if not part:
                 raise ConnectionLostError("the connection was closed")

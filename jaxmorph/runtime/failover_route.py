@@ -73,7 +73,7 @@ class FailoverRoute:
         waits: LongWaits | None = None,
         *,
         hands_over: bool = False,
-        await_queue: Callable[[], None] = lambda: None,
+        await_queue: Callable[[], None],
     ) -> None:
         self._await_queue = await_queue
         self._direct, self._delegated = direct, delegated
@@ -121,7 +121,7 @@ class FailoverRoute:
         """
         end = self._end(identity)
         jax.block_until_ready(value)  # an error of the op that made it is not the link's
-        if not end.await_peer(identity):
+        if not end.await_peer(str(identity)):
             return self._post_delegated(end, identity, value, arrived_s)
         progress.stamp_queue(identity.transfer)
         self.kept.release(end.link)  # the peer is here, so it has received everything before
@@ -132,7 +132,7 @@ class FailoverRoute:
         except _FAILURES as error:
             self._leave(end, error)
             # The switch resends the message if the peer has not received it.
-            end.await_switch(identity)
+            end.await_switch(str(identity))
             return Moved(value, over_s=time.monotonic())
         self._end_transfer(end, moved, arrived_s, met_s, identity)
         return moved
@@ -140,7 +140,7 @@ class FailoverRoute:
     def take(self, identity: TransferIdentity, arrived_s: float, deadline_s: float) -> Moved:
         """Receive the expected message on the link's current route; raises the errors of `post`."""
         end = self._end(identity)
-        if end.await_peer(identity):
+        if end.await_peer(str(identity)):
             progress.stamp_queue(identity.transfer)
             met_s = time.monotonic()
             try:
@@ -168,7 +168,7 @@ class FailoverRoute:
         """
         end, pair = self._end(sent), SendReceive(sent.transfer, received.transfer)
         jax.block_until_ready(value)  # an error of the op that made it is not the link's
-        if end.await_peer(sent):
+        if end.await_peer(str(sent)):
             progress.stamp_queue(pair)
             self.kept.release(end.link)  # the peer is here, so it has received everything before
             now = [each._replace(epoch=end.epoch) for each in (sent, received)]
@@ -341,7 +341,7 @@ class FailoverRoute:
     def _post_delegated(
         self, end: LinkEnd, identity: TransferIdentity, value: jax.Array, arrived_s: float
     ) -> Moved:
-        identity = identity._replace(epoch=end.await_switch(identity))
+        identity = identity._replace(epoch=end.await_switch(str(identity)))
         progress.stamp_queue(identity.transfer)
         is_free = self._delegated.has_free_slot(identity)
         moved = self._delegated.post(identity, value, arrived_s, self._timeout_s)
@@ -350,7 +350,7 @@ class FailoverRoute:
     def _take_delegated(
         self, end: LinkEnd, identity: TransferIdentity, arrived_s: float, deadline_s: float
     ) -> Moved:
-        epoch = end.await_switch(identity)
+        epoch = end.await_switch(str(identity))
         progress.stamp_queue(identity.transfer)
         # The failed transfer may have used up the deadline.
         deadline_s = max(deadline_s, time.monotonic() + self._timeout_s)

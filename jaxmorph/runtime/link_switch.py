@@ -216,7 +216,7 @@ class LinkEnd:
         """Whether the peer has left this epoch's path and joins no more of its transfers."""
         return self.epoch + 1 in self._peer_states
 
-    def await_peer(self, what: object) -> bool:
+    def await_peer(self, what: str) -> bool:
         """Reach the link's next transfer and wait until the peer has.
 
         Returns:
@@ -274,7 +274,7 @@ class LinkEnd:
                 self._leave_path(reason, retires_communicator, late_ms)
         self._switch_if_due()
 
-    def await_switch(self, what: object) -> int:
+    def await_switch(self, what: str) -> int:
         """Wait until the link's transfers are delegated; returns their epoch.
 
         Raises:
@@ -449,8 +449,6 @@ class LinkEnd:
 
     def _switch_if_due(self) -> None:
         """Switch once both ends have left; any thread of this end may be the last to see it."""
-        if self._state is None:  # whoever sets it comes here afterwards
-            return
         with self._changed:
             own = self._state
             if own is None or not self.peer_has_left:

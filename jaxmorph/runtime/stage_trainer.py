@@ -191,6 +191,7 @@ class StageTrainer:
             PathWatch(failover.peers, failover.pings, hangs_s, self._is_cut),
             waits,
             hands_over=settings.hands_over,
+            # A paced queue's own thread runs transfers, after the ops before them.
             await_queue=(lambda: None) if answered else self._queue.await_items,
         )
         return self._failover

@@ -22,9 +22,7 @@ from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
 
 INTERLEAVED = "interleaved"
-SCHEDULE_NAMES = (
-    *FIXED_SCHEDULES, INTERLEAVED, *V_SCHEDULES, "paper", "adaptive", "initial",
-)  # fmt: skip
+SCHEDULE_NAMES = (*FIXED_SCHEDULES, INTERLEAVED, *V_SCHEDULES, "paper", "adaptive", "initial")
 _ALTERNATIVES = ("paper", "initial", "zb-h1", "zb-h2")
 _TAKES_WARMUPS = ("paper", "adaptive")
 _FIXED_REASON = "{} was asked for; its order depends on no cost"
