@@ -145,6 +145,10 @@ class SeveralSidecars(DataPlane):
             plane.resize(channel, own, max(0.0, deadline_s - time.monotonic()))
         self._num_slots[channel] = num_slots
 
+    def num_slots(self, channel: ChannelName) -> int:
+        """The slots that this rank's end of a channel has, of all sidecars together."""
+        return self._num_slots[channel]
+
     def report_memory(self, registry: MemoryRegistry) -> None:
         """Add the memory of all slots to a registry, and keep it up to date."""
         self._registry = registry

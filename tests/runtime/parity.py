@@ -17,13 +17,13 @@ from jaxmorph.placement import Layout, PlacementKind
 from jaxmorph.program.check import check
 from jaxmorph.program.lowering import forward_only, lower
 from jaxmorph.program.offload import count_offloads, offload
-from jaxmorph.program.slots_needed import slots_needed
+from jaxmorph.program.slots_needed import scarce_slots, slots_needed
 from jaxmorph.records import Link
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.gradient_sum import GradientSum
 from jaxmorph.runtime.link_connections import Start, open_data_plane
 from jaxmorph.runtime.optimizer import OptimizerSettings
-from jaxmorph.runtime.payloads import channel_specs
+from jaxmorph.runtime.payloads import channel_name, channel_specs
 from jaxmorph.runtime.reduction import DelegatedSum, DirectSum, sum_channels
 from jaxmorph.runtime.replicas import Replicas
 from jaxmorph.runtime.report import StepReport, total
@@ -112,13 +112,13 @@ class Parity:
         )
         self._own_stages = settings.own_stages(self.rank)
         self._opened = ExitStack()
-        plane = None
+        self.plane, self.scarce = None, {}
         if delegated and self.num_ranks > 1:
             settings = replace(settings, delegated=frozenset(self.links))
             ends = channel_specs(settings.payloads(self.model), settings.delegated, self.rank)
             opened = open_data_plane(self.rendezvous, *ends, start=start)
-            plane = self._opened.enter_context(opened)
-        self.trainer = StageTrainer(self.model, settings, self.rank, plane=plane)
+            self.plane = self._opened.enter_context(opened)
+        self.trainer = StageTrainer(self.model, settings, self.rank, plane=self.plane)
         self.reference = reference or SharedReference(self.model, SEED, rendezvous)
         self.sums = self._open_sums(num_devices)
 
@@ -181,6 +181,9 @@ class Parity:
         )
         if routes:
             self.trainer.add_slots(slots)
+            ends = [each for each in slots if self.rank in (each.source, each.destination)]
+            held = {each: self.plane.num_slots(channel_name(each)) for each in ends}
+            self.scarce |= scarce_slots(held, slots)
             self.rendezvous.exchange({})
         if self.room is None:
             return programs[self.rank]

@@ -86,8 +86,12 @@ def check_routes(parity, schedules, compilations):
             named = {str(link): route for link, route in routes.items()}
             parity.report("routes", schedule=schedule_name, routes=named, same=all(same))
         before = before or compilations.count  # without the first schedule's small helper programs
-    counts = vars(parity.trainer.delegated.counts)
-    parity.report("route changes", compiled=compilations.count - before, counts=counts)
+    parity.report(
+        "route changes",
+        compiled=compilations.count - before,
+        scarce={str(channel): held for channel, held in parity.scarce.items()},
+        skipped=parity.trainer.delegated.counts.skipped,
+    )
 
 
 def check_pairs(parity, schedules, compilations):

@@ -194,8 +194,9 @@ def test_pairs_change_no_bit_and_compile_nothing(several, schedule):
 def test_changing_routes_compiles_nothing(several, chunks):
     for result in only(several, "route changes", chunks=chunks):
         assert result["compiled"] == 0
-        assert result["counts"]["slot_waits"] == 0
-        assert result["counts"]["skipped"] == 0
+        # No send needs to wait for a slot; how long a freed one's notice takes is the machine's.
+        assert result["scarce"] == {}
+        assert result["skipped"] == 0
 
 
 @pytest.mark.multiprocess
