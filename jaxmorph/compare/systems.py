@@ -93,6 +93,7 @@ _LISTED = (
         "restart-cold", "1f1b", "direct",
         "the same, with everything compiled again", restarts="cold",
     ),
+    System("restart-zb", "zb-h2", "direct", "zb that restarts as `restart` does", restarts="warm"),
 )  # fmt: skip
 SYSTEMS: Mapping[str, System] = {system.name: system for system in _LISTED}
 

@@ -45,6 +45,7 @@ _Name = Literal[
     "falcon",
     "restart",
     "restart-cold",
+    "restart-zb",
 ]
 SYSTEM_NAMES: tuple[str, ...] = get_args(_Name)
 _FORMER_NAMES = {"adaptive-detecting": "adaptive"}
@@ -68,7 +69,7 @@ Systems = Annotated[
     Field(strict=False, min_length=1),
     Expected(f"a list of systems among {_SYSTEMS}"),
 ]
-_RESTARTING = ("restart", "restart-cold")
+_RESTARTING = ("restart", "restart-cold", "restart-zb")
 # Whole runs are made as `jaxmorph train` makes them, so a system that is given the condition's
 # latencies, as between the rounds of other comparisons, cannot be among them.
 _ONLY_WHOLE = ("falcon", *_RESTARTING)

@@ -86,16 +86,16 @@ def test_only_a_rerouting_system_chooses_routes():
 
 def test_restarting_systems_do_not_fail_over():
     config = Config.model_validate({"parallelism": {"stages": 2}, "failover": {"enabled": True}})
-    fails_over = {
-        name: system_config(config, system).fails_over for name, system in SYSTEMS.items()
+    restarting = {
+        name for name, system in SYSTEMS.items() if not system_config(config, system).fails_over
     }
-    assert {name for name, does in fails_over.items() if not does} == {"restart", "restart-cold"}
+    assert restarting == {"restart", "restart-cold", "restart-zb"}
 
 
 @pytest.mark.parametrize("timeouts", [{"step_s": 60, "direct_s": 15}, {"step_s": 60}])
 def test_all_systems_give_a_path_up_after_the_same_time(timeouts):
     config = Config.model_validate({"parallelism": {"stages": 2}, "timeouts": timeouts})
-    for name in ("adaptive", "restart", "restart-cold"):
+    for name in ("adaptive", "restart", "restart-cold", "restart-zb"):
         assert system_config(config, SYSTEMS[name]).direct_timeout_s == 15
 
 

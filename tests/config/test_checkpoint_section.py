@@ -96,6 +96,12 @@ POLICY = "restart_policy"
             "restart_policy.compilation_cache: got false, expected auto, true, or a folder, as "
             "compare.systems has restart, which keeps what is compiled",
         ),
+        (
+            ("restart-cold", "restart-zb"),
+            SAVES | {POLICY: {"compilation_cache": False}},
+            "restart_policy.compilation_cache: got false, expected auto, true, or a folder, as "
+            "compare.systems has restart-zb, which keeps what is compiled",
+        ),
     ],
 )
 def test_comparisons_that_cannot_restart_or_differ_are_refused(systems, sections, line):
