@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-sys.path.append(str(Path(__file__).parent))  # what folders of tests share
+# What tests of one folder share, or of all.
+HERE = Path(__file__).parent
+FOLDERS = ("checkpoints", "control", "runtime", "train", "training", "transport")
+sys.path += [str(HERE), *(str(HERE / folder) for folder in FOLDERS)]
 
 # `make test` draws few examples of each property, `make test-more` many, the same ones each time.
 for profile, examples in (("quick", 25), ("thorough", 100)):

@@ -16,7 +16,7 @@ from jaxmorph.config.compare_section import Compare
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.plain_json import Json, ParseError, dump, parse, parse_line, with_sum
 from jaxmorph.report.run_directory import CONFIG, replace_file
-from jaxmorph.report.run_matrix import RESULTS, BlockLoad, PlannedRun, Provenance, Run
+from jaxmorph.report.run_matrix import BlockLoad, PlannedRun, Provenance, Run
 from jaxmorph.training.resume import hold
 
 FOLDER = "blocks"
@@ -190,11 +190,6 @@ def reopen(
     path = directory / CONFIG
     if not path.is_file() and any(not each.name.startswith(".") for each in directory.iterdir()):
         raise UserError(f"--resume: got {directory}, expected a comparison's directory, or none")
-    if (directory / RESULTS).is_file() and not (directory / FOLDER).is_dir():
-        raise UserError(
-            f"--resume: {directory}: got results of a version without blocks, expected another "
-            "run.dir"
-        )
     with hold([directory]):
         blocks = _read_blocks(directory, wanted, say)
         was = load_config(path) if path.is_file() else config

@@ -72,7 +72,7 @@ from jaxmorph.control.events import (
     verdict_events,
 )
 from jaxmorph.control.handover import SlowLink
-from jaxmorph.control.late_once import late_once
+from jaxmorph.control.late_directions import late_directions
 from jaxmorph.control.link_state import FailedPaths, PathState, delegated_links
 from jaxmorph.control.measurements import OpTime, StepSamples
 from jaxmorph.control.orchestrator import (
@@ -122,10 +122,9 @@ def advance(state: ControllerState, observation: Observation) -> Advance:
         case PlanningFailed(error) if isinstance(phase, _MAY_FAIL):
             return _retry_later(state, error)
         case PlanChanged() if isinstance(phase, Changing):
-            plan = phase.change.plan
-            return Advance(
-                replace(state, plan=plan, phase=Idle()), events=change_events(phase.change)
-            )
+            dwell = replace(state.dwell, morphed_step=state.step + 1)
+            state = replace(state, plan=phase.change.plan, phase=Idle(), dwell=dwell)
+            return Advance(state, events=change_events(phase.change))
         case PlanWithdrawn() if isinstance(phase, Changing):
             return _request_if_due(_undone(state, phase.dwell_before, phase.findings))
         case PlanDropped() if isinstance(phase, Changing):
@@ -276,7 +275,7 @@ def _request(state: ControllerState, findings: Findings, *, again: bool = False)
 
 def _decide(state: ControllerState, asked: AwaitingCandidates, options: Options) -> Advance:
     """Decide, but repeat the request once if links have changed since, or are in time again."""
-    late = late_once(asked.verdicts, asked.step)
+    late = late_directions(each for each in asked.verdicts if each.step >= asked.step)
     has_calmed = any(not state.detector.verdicts[each.direction].is_slow for each in late)
     if (state.findings.links_changed or has_calmed) and not asked.again:
         return _request(state, state.findings.with_earlier(asked.findings), again=True)
@@ -332,12 +331,14 @@ def _change(state: ControllerState, prepared: Preparing) -> Advance:
     direct = {link for link, route in change.routes.items() if route == "direct"}
     back = direct | (state.paths.handed_over - delegated_links(then.routes))
     is_for_slow_links = not (direct or is_forced(situation) or situation.other_changes)
-    late = late_once(situation.verdicts, situation.step - _STEPS_TO_CHANGE)
-    command = ChangePlan(
-        change,
-        state.paths.unrestored & back,
-        late if is_for_slow_links else (),
+    newly, since = delegated_links(change.routes), situation.step - _STEPS_TO_CHANGE
+    late = late_directions(
+        each
+        for each in situation.verdicts
+        if each.link in newly or (each.step >= since and not newly)
     )
+    restored = state.paths.unrestored & back
+    command = ChangePlan(change, restored, late if is_for_slow_links else ())
     changing = Changing(change, state.dwell, prepared.findings, tuple(sorted(known)))
     dwell = dwell_after(state.dwell, now, then, situation.step)
     return Advance(replace(state, phase=changing, dwell=dwell, retries=Retries()), (command,))
@@ -369,10 +370,13 @@ def _undone(state: ControllerState, dwell: Dwell, findings: Findings) -> Control
 def _returning(state: ControllerState, restored: Iterable[Link]) -> tuple[Command, ...]:
     """Have links return that were handed over, and that the plan which stays has direct.
 
+    A plan that came into force only just now may have to be followed by one that delegates them.
+
     Args:
         restored: Those that have returned after this step.
     """
-    is_decided = isinstance(state.phase, Idle) and not state.findings.is_due
+    waits = state.dwell.rests(state.step + _STEPS_TO_CHANGE)
+    is_decided = isinstance(state.phase, Idle) and not (state.findings.is_due or waits)
     links = state.paths.handed_over - delegated_links(state.plan.routes) - {*restored}
     return (RestorePaths(links),) if is_decided and links else ()
 

@@ -15,7 +15,7 @@ from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.events import ControlEvent, PlanChange, verdict_events
 from jaxmorph.control.handover import SlowLink
-from jaxmorph.control.late_once import LateOnce
+from jaxmorph.control.late_directions import LateDirection
 from jaxmorph.control.link_state import FailedPaths
 from jaxmorph.control.measurements import (
     MessageTables,
@@ -169,12 +169,12 @@ class ChangePlan:
 
     Attributes:
         restore: The links whose direct paths are restored with it.
-        late_once: If these are in time again by then, the change is dropped (`PlanDropped`).
+        late: If these are in time again by then, the change is dropped (`PlanDropped`).
     """
 
     change: PlanChange
     restore: frozenset[Link] = frozenset()
-    late_once: tuple[LateOnce, ...] = ()
+    late: tuple[LateDirection, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -31,16 +31,26 @@ class Dwell:
 
     A subject's first stay is `least_steps`. If it changes again within four stays, the next stay is
     twice as long, up to `most_steps`. After eight stays without a change it is halved.
+
+    Attributes:
+        morphed_step: The first step of the plan in force; None: that of the run's start.
     """
 
     least_steps: int
     most_steps: int
     stays: Mapping[Subject, Stay] = field(default_factory=dict)
+    morphed_step: int | None = None
 
     def waits(self, subjects: Iterable[Subject], step: int) -> int:
         """The steps from `step` on until all of some subjects may change."""
         ends = (self.stays[each].until_step for each in subjects if each in self.stays)
         return max(0, max(ends, default=step) - step)
+
+    def rests(self, step: int) -> int:
+        """The steps from `step` on until the plan in force has been so for `least_steps`."""
+        return (
+            0 if self.morphed_step is None else max(0, self.morphed_step + self.least_steps - step)
+        )
 
     def after(self, subjects: Iterable[Subject], step: int) -> "Dwell":
         """The stays after a morph that is in force from `step` on."""
@@ -153,8 +163,8 @@ def decide(situation: Situation) -> Decision:
       the host memory and processors that delegation takes. Each link goes back by itself.
     - While a link is degraded, a morph must shorten the step by `worth`. Once all are healthy, the
       home plan comes back unless it makes the step longer by `worth`.
-    - To delegate a slow link never waits. To go back waits for the link's dwell, and no other
-      link's change waits with it.
+    - To go back waits for the link's dwell, and no other link's change waits with it. To delegate a
+      slow link waits for no dwell, but as any morph until the last one is `least_steps` old.
     - A link without a direct path is delegated at once, whatever the gain.
 
     Source: PipeMorph, sections 4.3 and 6. There all links are delegated together.
@@ -214,6 +224,7 @@ def _wait_steps(situation: Situation, candidate: int) -> int:
 
     It waits for the dwell of the links that go back, or of the schedule if it changes alone. For a
     link that has turned slow since it last did, the schedule waits for the shortest dwell only.
+    Nor does a morph follow another one sooner than that.
     """
     now, then = situation.in_force, situation.candidates[candidate]
     dwell, routes = situation.dwell, changed_routes(now.routes, then.routes)
@@ -221,7 +232,7 @@ def _wait_steps(situation: Situation, candidate: int) -> int:
         dwell = dwell.for_slow(each.step for each in situation.verdicts if each.is_slow)
     subjects = _newly_delegated(now, then) if routes else {SCHEDULE}
     waits = (dwell.waits([subject], situation.step) for subject in subjects)
-    return min(filter(None, waits), default=0)
+    return max(dwell.rests(situation.step), min(filter(None, waits), default=0))
 
 
 def _staying_delegated(situation: Situation, then: Option) -> frozenset[Link]:

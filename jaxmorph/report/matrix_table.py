@@ -153,8 +153,6 @@ def _legend(matrix: Matrix) -> str:
 
 def informed_sentence(matrix: Matrix) -> str:
     """Which systems are given the delays of links."""
-    if matrix.informed is None:
-        return ""
     names = ", ".join(matrix.informed)
     if not names:
         return "No system is given the links' delays."

@@ -1,12 +1,13 @@
 """The results of a comparison: a run for each system under each condition of the links."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from jaxmorph.config.compare_section import HEALTHY, LOWER_BOUND, PREDICTION
+from jaxmorph.plain_json import parse
 
 RESULTS, TIMELINES = "results.json", "timelines.json"
 """Files of a comparison: the matrix, and a typical step of each run."""
@@ -179,25 +180,9 @@ class Run:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Run":
-        """The inverse of `to_json`; raises KeyError or TypeError for anything else."""
-        own = {item.name: _fixed(data[item.name]) for item in fields(cls) if item.name in data}
-        planned = {name: _fixed(data.get(name)) for name in _PLANNED}
-        planned["message_parts_ms"] = planned["message_parts_ms"] or {}
-        times = data["step_ms"]
-        return cls(
-            **own
-            | {
-                "step_ms": None if times is None else StepTimes(**times),
-                "plan": None if planned["regime"] is None else PlannedRun(**planned),
-            }
-        )
-
-
-_PLANNED = tuple(item.name for item in fields(PlannedRun))
-
-
-def _fixed(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+        """The inverse of `to_json`; raises KeyError or ValueError for anything else."""
+        plan = None if data["regime"] is None else data
+        return parse(cls, {**data, "plan": plan}, "a run of a comparison")
 
 
 MET, MISSED, NOT_MEASURED = "met", "missed", "not measured"
@@ -292,13 +277,6 @@ class Provenance:
             *([("load after", _load_text(self.load_after))] if self.load_after else []),
         ]
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Provenance":
-        """The inverse of `dataclasses.asdict`, after JSON."""
-        after = data["load_after"]
-        loads = {"load_before": tuple(data["load_before"]), "load_after": after and tuple(after)}
-        return cls(**data | loads)
-
 
 def _load_text(loads: tuple[float, ...]) -> str:
     return " ".join(f"{load:.2f}" for load in loads) + " (averages of 1, 5, 15 minutes)"
@@ -317,10 +295,9 @@ class Matrix:
         link: The name of that link.
         reference_source: Where `reference_ms` comes from.
         notes: What a reader must know, by label, such as the regime.
-        informed: The systems that are given the delays of links; None: not recorded.
+        informed: The systems that are given the delays of links.
         bars: What runs were to hold.
-        blocks: What else the machine did in each block, in their order; empty in results of
-            earlier versions, as `provenance` is None.
+        blocks: What else the machine did in each block, in their order.
     """
 
     name: str
@@ -331,14 +308,14 @@ class Matrix:
     link: str = ""
     reference_source: str = ""
     notes: Mapping[str, str] = field(default_factory=dict)
-    informed: tuple[str, ...] | None = None
+    informed: tuple[str, ...] = ()
     bars: tuple[JudgedBar, ...] = ()
     provenance: Provenance | None = None
     blocks: tuple[BlockLoad, ...] = ()
 
     def label(self, system: str) -> str:
         """A system's name, which says if it is informed."""
-        says_so = "informed" in system or system not in (self.informed or ())
+        says_so = "informed" in system or system not in self.informed
         return system if says_so else f"{system} (informed)"
 
     def all_notes(self) -> list[tuple[str, str]]:
@@ -395,13 +372,9 @@ class Matrix:
     def from_json(cls, data: Mapping[str, Any]) -> "Matrix":
         """The inverse of `to_json`, without latencies and conditions that have no run.
 
-        Raises KeyError or TypeError for anything else.
+        Raises KeyError, TypeError or ValueError for anything else.
         """
-        names = names_now(data)
-        found = map(Run.from_json, data["runs"])
-        runs = [replace(run, system=names.get(run.system, run.system)) for run in found]
-        known = [item.name for item in fields(JudgedBar)]
-        provenance = data.get("provenance")
+        runs = [*map(Run.from_json, data["runs"])]
         return cls(
             name=data["name"],
             systems=tuple(dict.fromkeys(run.system for run in runs)),
@@ -409,23 +382,8 @@ class Matrix:
             runs={(run.system, run.condition): run for run in runs},
             reference_source=data["reference_source"],
             notes=data["notes"],
-            informed=_fixed(data.get("informed")),
-            bars=tuple(
-                JudgedBar(**{name: bar[name] for name in known}) for bar in data.get("bars", ())
-            ),
-            provenance=provenance and Provenance.from_json(provenance),
-            blocks=tuple(
-                BlockLoad(**{name: _fixed(value) for name, value in each.items()})
-                for each in data.get("blocks", ())
-            ),
+            informed=tuple(data["informed"]),
+            bars=parse(tuple[JudgedBar, ...], data["bars"], "bars"),
+            provenance=parse(Provenance | None, data["provenance"], "provenance"),
+            blocks=parse(tuple[BlockLoad, ...], data["blocks"], "blocks"),
         )
-
-
-def names_now(data: Mapping[str, Any]) -> Mapping[str, str]:
-    """Today's names of the systems of a comparison, by those in its file where they differ.
-
-    Until files said which systems were informed, `adaptive` was the informed one.
-    """
-    if "informed" in data:
-        return {}
-    return {"adaptive": "adaptive-informed", "adaptive-detecting": "adaptive"}

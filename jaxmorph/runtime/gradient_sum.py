@@ -70,8 +70,7 @@ class GradientSum:
         return outcome, parts
 
     def _over_hosts(self, stage: StageTrainer, step: int, failure: str = "") -> Tree:
-        sums = self._instead_of_direct(failure).run(stage.gradients, step)
-        return stage.shares.take(sums) if stage.shares else sums
+        return self._instead_of_direct(failure).run(stage.gradients, step)
 
     def squared_norm(self, stage: StageTrainer) -> float:
         """The sum of squares of the stage's summed gradients, the same in all replicas."""
@@ -91,7 +90,7 @@ class GradientSum:
         all_have = self.direct is not None and all(self.replicas.of_stage(bool, whole is not None))
         if whole is None or not all_have:
             delegated = self._instead_of_direct(failure)
-            whole = delegated.gather(stage.params, stage.shares.axes, step)
+            whole = delegated.gather(stage.params, step)
         stage.complete(whole)
 
     def _directly(

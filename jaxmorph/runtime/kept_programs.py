@@ -167,11 +167,13 @@ def _processor() -> str:
 
 
 @contextmanager
-def keep_compiled(config: "Config", directory: Path, rank: int) -> Iterator[Callable[[], None]]:
-    """Make this process keep its stage's programs from now on.
+def keep_compiled(
+    config: "Config", directory: Path | None, rank: int
+) -> Iterator[Callable[[], None]]:
+    """Make this process keep its stage's programs until the end.
 
     Args:
-        directory: The run's.
+        directory: The run's; None: it has none.
 
     Yields:
         A function to call once a step is done: the programs that were read have proved to run.
@@ -193,14 +195,15 @@ def keep_compiled(config: "Config", directory: Path, rank: int) -> Iterator[Call
         yield programs_ran
     finally:  # no signal has ended this process
         mark.remove()
+        compile_by(None)
 
 
-def _folder(wanted: bool | str, directory: Path) -> Path | None:
+def _folder(wanted: bool | str, directory: Path | None) -> Path | None:
     """Where programs are kept; None: nowhere."""
     if wanted == "auto":
         return _users_folder()
     if isinstance(wanted, bool):
-        return directory / FOLDER if wanted else None
+        return directory / FOLDER if wanted and directory is not None else None
     return Path(wanted)
 
 

@@ -8,7 +8,7 @@ exchange the shares of parameters that they have updated.
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial, reduce
@@ -41,7 +41,7 @@ PART_BYTES = 8 * 2**20
 
 _NUM_SLOTS = 2
 _SHARES, _TOTALS = range(2)  # the numbers of channels
-_OF_SUM, _OF_GATHER = range(2)  # the first numbers of tags
+_OF_SUM, _OF_GATHER, _OF_SHARES = range(3)  # the first numbers of tags
 
 
 class DirectSum:
@@ -65,22 +65,8 @@ class DirectSum:
     ) -> None:
         self._mesh, self._emulated, self._timeout_s = mesh, emulated, timeout_s
         leaves = jax.tree.leaves(gradients)
-        self._of_sums = [NamedSharding(mesh, _spec_of(leaf)) for leaf in leaves]
-        specs = [sharding.spec for sharding in self._of_sums]
         axes = jax.tree.leaves(shares.axes) if shares else [WHOLE] * len(leaves)
-        summed = jax.shard_map(
-            partial(_sum_all, axes, mesh.devices.shape[0]),
-            mesh=mesh,
-            in_specs=tuple(specs),
-            out_specs=tuple(specs),
-            check_vma=False,
-        )
-        forms = [
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-            for leaf, sharding in zip(leaves, self._of_sums, strict=True)
-        ]
-        # Not kept on disk for a next start, as a stage's are: other processes' devices are in it.
-        self._sum = jax.jit(summed).lower(*forms).compile()
+        self._sum = _over_replicas(partial(_sum_all, axes, mesh.devices.shape[0]), mesh, leaves)
 
     def of_pair(self, pair: tuple[int, int], gradients: Tree) -> "DirectSum":
         """The same over two of the replicas alone, compiled now by both."""
@@ -96,14 +82,7 @@ class DirectSum:
             TimeoutError: An emulated delay is too long.
         """
         leaves, structure = jax.tree.flatten(gradients)
-        # Each replica has its own numbers under the name of one array that is alike in all of
-        # them. JAX does not compare them, and inside the program each device has its own.
-        joint = map(_in_other_place, leaves, self._of_sums)
-        sums = self._sum(*joint)
-        own = [
-            _in_other_place(*pair) for pair in zip(sums, (x.sharding for x in leaves), strict=True)
-        ]
-        jax.block_until_ready(own)
+        own = jax.block_until_ready(self._sum(leaves))
         if self._emulated is not None:
             now_s = time.monotonic()
             delay_s = self._emulated.delay_s(step, now_s)
@@ -124,21 +103,8 @@ class DirectGather:
     def __init__(self, mesh: Mesh, params: Tree, shares: Shares) -> None:
         self._axes = jax.tree.leaves(shares.axes)
         forms = self._divided(jax.tree.leaves(shares.shapes(params)))
-        self._of_shares = [NamedSharding(mesh, _spec_of(leaf)) for leaf in forms]
-        specs = tuple(sharding.spec for sharding in self._of_shares)
-        axes = self._divided(self._axes)
-        gathered = jax.shard_map(
-            partial(_gather_all, axes, shares.own.count),
-            mesh=mesh,
-            in_specs=specs,
-            out_specs=specs,
-            check_vma=False,
-        )
-        joint = [
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-            for leaf, sharding in zip(forms, self._of_shares, strict=True)
-        ]
-        self._gather = jax.jit(gathered).lower(*joint).compile()  # not kept, as for sums
+        gather = partial(_gather_all, self._divided(self._axes), shares.own.count)
+        self._gather = _over_replicas(gather, mesh, forms)
 
     def run(self, shares: Tree, step: int) -> Tree:
         """The whole arrays, once they are there; the shares stay as they are.
@@ -148,14 +114,40 @@ class DirectGather:
         """
         del step
         leaves, structure = jax.tree.flatten(shares)
-        divided = self._divided(leaves)
-        joint = map(_in_other_place, divided, self._of_shares)
-        whole = map(_in_other_place, self._gather(*joint), (leaf.sharding for leaf in divided))
-        every = _with_divided(leaves, self._axes, whole)
+        every = _with_divided(leaves, self._axes, self._gather(self._divided(leaves)))
         return jax.block_until_ready(jax.tree.unflatten(structure, every))
 
     def _divided(self, leaves: Iterable[Any]) -> list[Any]:
         return [leaf for leaf, axis in zip(leaves, self._axes, strict=True) if axis != WHOLE]
+
+
+def _over_replicas(
+    function: Callable[..., Any], mesh: Mesh, forms: Sequence[Any]
+) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
+    """Compile a function of each device's arrays that uses the mesh's axis "data".
+
+    It is not kept on disk for a next start, as a stage's programs are: other processes' devices are
+    in it.
+
+    Args:
+        forms: Arrays of the stage like those that it will be called with, or their shapes.
+    """
+    places = [NamedSharding(mesh, _spec_of(leaf)) for leaf in forms]
+    specs = tuple(place.spec for place in places)
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
+    joint = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+        for leaf, place in zip(forms, places, strict=True)
+    ]
+    compiled = jax.jit(mapped).lower(*joint).compile()
+
+    def run(leaves: Sequence[jax.Array]) -> list[jax.Array]:
+        # Each replica has its own numbers under the name of one array that is alike in all of
+        # them. JAX does not compare them, and inside the program each device has its own.
+        results = compiled(*map(_in_other_place, leaves, places))
+        return [*map(_in_other_place, results, (leaf.sharding for leaf in leaves))]
+
+    return run
 
 
 def _with_divided(leaves: Iterable[Any], axes: Iterable[int], whole: Iterable[Any]) -> list[Any]:
@@ -260,12 +252,14 @@ class DelegatedSum:
     By the same channels replicas exchange their shares of the parameters.
 
     The numbers are cut into a share for each replica, and shares into parts of one length. A
-    replica adds up the parts of its share as they come, and sends the sums to all others.
+    replica adds up the parts of its share as they come, and sends the sums to all others, unless
+    each keeps its own.
 
     Args:
         plane: Has the channels of `channel_specs`, between replicas.
         members: The run's rank of each replica, which errors name.
         timeout_s: How long to wait for a message.
+        shares: What this replica gets of the sums; None: all.
 
     Attributes:
         num_rounds: How many messages of a sum follow one another.
@@ -278,12 +272,18 @@ class DelegatedSum:
         members: Sequence[int],
         gradients: Tree,
         timeout_s: float,
+        shares: Shares | None = None,
     ) -> None:
         self._plane, self._own, self._members = plane, own, members
         self._timeout_s = timeout_s
         self._length = part_length(gradients, own.count)
-        num_parts = math.ceil(_num_numbers(gradients) / (own.count * self._length))
-        self.num_rounds = num_parts + 1  # one for each part's shares, then totals
+        leaves = jax.tree.leaves(gradients)
+        self._axes = jax.tree.leaves(shares.axes) if shares else [WHOLE] * len(leaves)
+        self._own_axes = [axis for axis in self._axes if axis != WHOLE]
+        sizes = map(_num_numbers, self._by_axis(leaves))
+        of_whole, of_divided = (self._shape(size)[1] for size in sizes)
+        # Parts of what each gets whole wait for the totals of those before, others for slots alone.
+        self.num_rounds = of_whole + bool(of_whole) + math.ceil(of_divided / _NUM_SLOTS)
         self._others = [each for each in range(own.count) if each != own.index]
         # On the device, as the direct route does: a host may treat the smallest numbers otherwise.
         self._add = jax.jit(lambda *parts: reduce(add, parts))
@@ -295,44 +295,67 @@ class DelegatedSum:
         return alone
 
     def run(self, gradients: Tree, step: int) -> Tree:
-        """The sums; the gradients stay as they are.
+        """The sums, or this replica's shares of them; the gradients stay as they are.
 
         Raises:
             TimeoutError: A message has not come in time.
             PeerGoneError: Another replica's rank is gone.
         """
         leaves, structure = jax.tree.flatten(gradients)
+        whole, divided = self._by_axis(leaves)
+        sums = iter(self._whole_sums(whole, step) if whole else ())
+        shares = iter(self._own_sums(divided, step) if divided else ())
+        every = [next(sums if axis == WHOLE else shares) for axis in self._axes]
+        return jax.tree.unflatten(structure, every)
+
+    def _by_axis(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Those that every replica gets whole, and those of which each gets its share."""
+        pairs = [*zip(leaves, self._axes, strict=True)]
+        whole = [leaf for leaf, axis in pairs if axis == WHOLE]
+        return whole, [leaf for leaf, axis in pairs if axis != WHOLE]
+
+    def _shape(self, size: int) -> tuple[int, int, int]:
+        """How so many numbers are cut: [replica, part, number]."""
+        share = math.ceil(size / self._own.count)
+        length = min(self._length, max(1, share))
+        return self._own.count, math.ceil(share / length), length
+
+    def _whole_sums(self, leaves: Sequence[jax.Array], step: int) -> Iterator[jax.Array]:
         flat = _flat(leaves)
-        num_parts = math.ceil(flat.size / (self._own.count * self._length))
-        numbers = np.zeros((self._own.count, num_parts, self._length), np.float32)
+        numbers = np.zeros(self._shape(flat.size), np.float32)
         numbers.reshape(-1)[: flat.size] = flat
-        for part in range(num_parts):  # the next parts are on their way while these are added up
-            self._post_shares(numbers, part, step)
-            if part > 0:
-                self._add_up(numbers, part - 1, step)
-        self._add_up(numbers, num_parts - 1, step)
-        return jax.tree.unflatten(
-            structure, list(_placed_like(leaves, rows=numbers.reshape(1, -1)))
-        )
+        for part in self._added_up(numbers, step, _OF_SUM):
+            for other in self._others:
+                self._post(other, _TOTALS, part, step, numbers[self._own.index, part])
+            for other in self._others:
+                numbers[other, part] = self._take(other, _TOTALS, part, step)
+        return _placed_like(leaves, rows=numbers.reshape(1, -1))
 
-    def gather(self, shares: Tree, axes: Tree, step: int) -> Tree:
+    def _own_sums(self, leaves: Sequence[jax.Array], step: int) -> Iterator[jax.Array]:
+        """This replica's shares of the sums of arrays."""
+        count, pairs = self._own.count, zip(leaves, self._own_axes, strict=True)
+        blocks = [(block, axis) for leaf, axis in pairs for block in _blocks(leaf)]
+        of_replicas = [rows_of(*each, count).reshape(count, -1) for each in blocks]
+        rows = np.concatenate(of_replicas, axis=1)
+        numbers = np.zeros(self._shape(rows.size), np.float32)
+        numbers.reshape(count, -1)[:, : rows.shape[1]] = rows
+        for _ in self._added_up(numbers, step, _OF_SHARES):
+            pass
+        own = numbers[self._own.index].reshape(1, -1)
+        return _placed_like(leaves, self._own_axes, rows=own, parts=count)
+
+    def gather(self, shares: Tree, step: int) -> Tree:
         """Whole arrays from the replicas' shares, which stay as they are.
-
-        Args:
-            axes: Of `Shares`.
 
         Raises:
             TimeoutError: A message has not come in time.
             PeerGoneError: Another replica's rank is gone.
         """
         leaves, structure = jax.tree.flatten(shares)
-        of_leaves = jax.tree.leaves(axes)
-        divided = [
-            (leaf, axis) for leaf, axis in zip(leaves, of_leaves, strict=True) if axis != WHOLE
-        ]
-        flat = _flat([leaf for leaf, _ in divided])
-        num_parts = math.ceil(flat.size / self._length)
-        numbers = np.zeros((self._own.count, num_parts, self._length), np.float32)
+        _, divided = self._by_axis(leaves)
+        flat = _flat(divided)
+        numbers = np.zeros(self._shape(flat.size * self._own.count), np.float32)
+        num_parts = numbers.shape[1]
         numbers[self._own.index].reshape(-1)[: flat.size] = flat
         for part in range(num_parts + 1):  # the next parts are on their way while one is taken
             for other in self._others if part < num_parts else ():
@@ -341,25 +364,25 @@ class DelegatedSum:
             for other in self._others if part > 0 else ():
                 numbers[other, part - 1] = self._take(other, _TOTALS, part - 1, step, _OF_GATHER)
         rows = numbers.reshape(self._own.count, -1)
-        whole = _placed_like(*zip(*divided, strict=True), rows=rows) if divided else ()
-        return jax.tree.unflatten(structure, _with_divided(leaves, of_leaves, whole))
+        whole = _placed_like(divided, self._own_axes, rows=rows)
+        return jax.tree.unflatten(structure, _with_divided(leaves, self._axes, whole))
 
-    def _post_shares(self, numbers: np.ndarray, part: int, step: int) -> None:
-        for other in self._others:
-            self._post(other, _SHARES, part, step, numbers[other, part])
-
-    def _add_up(self, numbers: np.ndarray, part: int, step: int) -> None:
-        """Add up a part of this replica's share, and exchange the sums of all shares."""
-        own = self._own.index
-        rows = [
-            numbers[own, part] if index == own else self._take(index, _SHARES, part, step)
-            for index in sorted((own, *self._others))
-        ]
-        numbers[own, part] = self._add(*rows)
-        for other in self._others:
-            self._post(other, _TOTALS, part, step, numbers[own, part])
-        for other in self._others:
-            numbers[other, part] = self._take(other, _TOTALS, part, step)
+    def _added_up(self, numbers: np.ndarray, step: int, of: int) -> Iterator[int]:
+        """The parts of this replica's share, each once it has the sum of all replicas' numbers."""
+        own, num_parts = self._own.index, numbers.shape[1]
+        for part in range(num_parts + 1):  # the next parts are on their way while one is added up
+            for other in self._others if part < num_parts else ():
+                self._post(other, _SHARES, part, step, numbers[other, part], of)
+            if part == 0:
+                continue
+            rows = [
+                numbers[own, part - 1]
+                if index == own
+                else self._take(index, _SHARES, part - 1, step, of)
+                for index in sorted((own, *self._others))
+            ]
+            numbers[own, part - 1] = self._add(*rows)
+            yield part - 1
 
     def _post(
         self, other: int, number: int, part: int, step: int, values: np.ndarray, of: int = _OF_SUM
@@ -435,28 +458,37 @@ def _flat(leaves: Sequence[jax.Array]) -> np.ndarray:
 
 
 def _placed_like(
-    leaves: Sequence[jax.Array], axes: Sequence[int] | None = None, *, rows: np.ndarray
+    leaves: Sequence[jax.Array],
+    axes: Sequence[int] | None = None,
+    *,
+    rows: np.ndarray,
+    parts: int = 1,
 ) -> Iterator[jax.Array]:
     """Arrays of the numbers of all rows, on the leaves' devices.
 
     Args:
-        axes: Along which the arrays of several rows are joined.
+        axes: Along which the arrays of several rows are joined, or the leaves are divided.
         rows: Numbers in the order of `_flat`, those of each array in all rows.
+        parts: A row has one of so many parts of each leaf.
     """
     at = 0
     for leaf, axis in zip(leaves, axes or (0,) * len(leaves), strict=True):
         by_index: dict[str, np.ndarray] = {}
         for shard in leaf.addressable_shards:
             if shard.replica_id == 0:
-                size = shard.data.size
-                own = rows[:, at : at + size].reshape(len(rows), *shard.data.shape)
+                size = shard.data.size // parts
+                shape = _resized(shard.data.shape, axis, 1, parts)
+                own = rows[:, at : at + size].reshape(len(rows), *shape)
                 by_index[str(shard.index)] = joined(own, axis)
                 at += size
         shards = [
             jax.device_put(by_index[str(shard.index)], shard.device)
             for shard in leaf.addressable_shards
         ]
-        shape = [*leaf.shape]
-        if len(rows) > 1:
-            shape[axis] *= len(rows)
-        yield jax.make_array_from_single_device_arrays(tuple(shape), leaf.sharding, shards)
+        shape = _resized(leaf.shape, axis, len(rows), parts)
+        yield jax.make_array_from_single_device_arrays(shape, leaf.sharding, shards)
+
+
+def _resized(shape: Sequence[int], axis: int, times: int, parts: int) -> tuple[int, ...]:
+    """A shape with one axis `times / parts` as long; of a scalar, which has none, both are 1."""
+    return tuple(size * times // parts if at == axis else size for at, size in enumerate(shape))

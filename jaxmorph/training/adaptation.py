@@ -15,7 +15,7 @@ from typing import Protocol
 from jaxmorph.config import Config
 from jaxmorph.control.controller_state import ProbeLinks, RestorePaths, first_state
 from jaxmorph.control.detector import Detector
-from jaxmorph.control.late_once import InTimeAgain, LastMessages, LateOnce, are_in_time
+from jaxmorph.control.late_directions import InTimeAgain, LastMessages, LateDirection, are_in_time
 from jaxmorph.control.path_reports import PathReport, join_reports
 from jaxmorph.program.instructions import Channel, RankInstructions, parse_instructions
 from jaxmorph.records import Link
@@ -40,13 +40,13 @@ class Announced:
     Attributes:
         program: The rank's instructions, as `instructions_text` writes them; "": no other plan.
         probe: The links to probe.
-        late_once: If these are in time again in this step, the plan is dropped.
+        late: If these are in time again in this step, the plan is dropped.
     """
 
     program: str = ""
     slots: Mapping[Channel, int] = field(default_factory=dict)
     probe: tuple[Link, ...] = ()
-    late_once: tuple[LateOnce, ...] = ()
+    late: tuple[LateDirection, ...] = ()
 
 
 @contextmanager
@@ -160,7 +160,7 @@ class Adaptation(Callback):
     def after(self, result: StepResult) -> Effect:
         """Carry out rank 0's announcement; the next step may run another plan."""
         announced, paths = result.parts_of(Announced)[0], result.parts_of(PathReport)
-        if are_in_time(announced.late_once, result.parts_of(InTimeAgain)):
+        if are_in_time(announced.late, result.parts_of(InTimeAgain)):
             self._own_ends.apply(paths)
             if self._morph is not None:
                 self._recorder.drop(result.step + 1)
@@ -177,10 +177,8 @@ class Adaptation(Callback):
             case Morph() as morph:
                 self._morph = morph
                 restore = self._own_ends.failed & morph.restore
-                slots, late = morph.chosen.slots, morph.late_once
-                of_ranks = (
-                    Announced(each, slots, late_once=late) for each in morph.chosen.programs
-                )
+                slots, late = morph.chosen.slots, morph.late
+                of_ranks = (Announced(each, slots, late=late) for each in morph.chosen.programs)
                 return Addressed(tuple(of_ranks)), restore
             case ProbeLinks(links, restore):
                 failed = self._own_ends.failed.intersection(links)

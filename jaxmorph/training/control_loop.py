@@ -39,7 +39,7 @@ from jaxmorph.control.controller_state import (
 )
 from jaxmorph.control.events import ControlEvent, PlanChange
 from jaxmorph.control.handover import SlowLink
-from jaxmorph.control.late_once import LateOnce
+from jaxmorph.control.late_directions import LateDirection
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import simulate_step
 from jaxmorph.program.instructions import RankInstructions, parse_instructions
@@ -60,14 +60,14 @@ class Morph:
         chosen: As ranks run it. The planning process makes it beside training, because a rank would
             need too long between two steps.
         restore: The links whose direct paths are restored with it.
-        late_once: See `ChangePlan`.
+        late: See `ChangePlan`.
         number: The plan's, as the planning process knows it.
     """
 
     change: PlanChange
     chosen: Chosen
     restore: frozenset[Link] = frozenset()
-    late_once: tuple[LateOnce, ...] = ()
+    late: tuple[LateDirection, ...] = ()
     number: int = 0
 
     @property
@@ -283,8 +283,8 @@ class ControlLoop:
                 self._planner.submit(self._answer, self._make_candidates, command)
             case ChooseCandidate():
                 self._planner.submit(self._answer, self._choose, command)
-            case ChangePlan(change, restore, late_once) if self._chosen is not None:
-                self._put(Morph(change, self._chosen, restore, late_once, self._last_number))
+            case ChangePlan(change, restore, late) if self._chosen is not None:
+                self._put(Morph(change, self._chosen, restore, late, self._last_number))
             case ProbeLinks() | RestorePaths():
                 self._put(command)
             case WithdrawPlan() if isinstance(self.take_due(), Morph):

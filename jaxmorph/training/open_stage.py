@@ -231,7 +231,7 @@ def open_gradient_sum(
         assert plane is not None  # there are other replicas
         plane.emulate(of_route(conditions, "delegated"))
         waits_s = config.timeouts.step_s
-        delegated = DelegatedSum(plane, own, peers.members, stage.gradients, waits_s)
+        delegated = DelegatedSum(plane, own, peers.members, stage.gradients, waits_s, stage.shares)
         rounds = delegated.num_rounds if direct is None else rounds
         yield GradientSum(replicas, direct, delegated, rounds, gather=gather)
 

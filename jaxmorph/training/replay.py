@@ -45,7 +45,7 @@ from jaxmorph.control.controller_state import (
     with_settings,
 )
 from jaxmorph.control.events import ControlEvent
-from jaxmorph.control.late_once import LateOnce
+from jaxmorph.control.late_directions import LateDirection
 from jaxmorph.control.link_state import Direction, PathFailure, directions_of, link_of
 from jaxmorph.control.measurements import durations_by_route
 from jaxmorph.control.path_reports import JoinedPathReport
@@ -137,9 +137,9 @@ def _in_brief(command: Command) -> list[Any]:
             return [name, chosen]
         case ProbeLinks(links, restore):
             return [name, [*map(str, links)], sorted(map(str, restore))]
-        case ChangePlan(change, restore, late_once):
-            late = [f"{each.source}>{each.destination}" for each in late_once]
-            return [name, change.reason, sorted(map(str, restore)), *late]
+        case ChangePlan(change, restore, late):
+            ends = [f"{each.source}>{each.destination}" for each in late]
+            return [name, change.reason, sorted(map(str, restore)), *ends]
         case RestorePaths(restore):
             return [name, sorted(map(str, restore))]
         case DropProbes() | WithdrawPlan():
@@ -296,7 +296,7 @@ class _Simulated:
         if isinstance(due, ProbeLinks):
             self._probing = due.links
         elif isinstance(due, ChangePlan):
-            if self._are_in_time(due.late_once, added_ms):
+            if self._are_in_time(due.late, added_ms):
                 yield self._advance(PlanDropped())
             else:  # ranks swap at the end of this step
                 yield self._advance(PlanChanged())
@@ -332,11 +332,13 @@ class _Simulated:
         usual = usual_delay(self._state.usual, route, link_of(direction))
         return latency_ms_of(usual, direction) + added_ms.get(direction, 0.0)
 
-    def _are_in_time(self, late: Sequence[LateOnce], added_ms: Mapping[Direction, float]) -> bool:
+    def _are_in_time(
+        self, late: Sequence[LateDirection], added_ms: Mapping[Direction, float]
+    ) -> bool:
         """Whether ranks would drop a change, by the times of the whole step."""
         routes = self._state.plan.routes
 
-        def is_in_time(each: LateOnce) -> bool:
+        def is_in_time(each: LateDirection) -> bool:
             route = routes.get(link_of(each.direction), "direct")
             return self._message_ms(each.direction, route, added_ms) <= each.calm_ms
 

@@ -344,7 +344,6 @@ def begin_training(
             open_gradient_sum(config, run.replicas, stage, run.of_sums)
         )
         run.replicas.all_ranks.limit(step_s)
-        run.links.emulate(run.conditions, agree_on_origin_s(run.replicas.all_ranks))
         clip_norm = config.optimizer.clip_norm
         runner = StepRunner(stage, rendezvous, clip_norm, compilations, step_s, gradient_sum)
         evaluation = Evaluation(config, runner, first.in_force.programs, held_out)
@@ -414,6 +413,7 @@ def begin_training(
             callbacks.append(remapping)
         if run.leads:
             _announce(run, planned, recorder, source, trained_on)
+        run.links.emulate(run.conditions, agree_on_origin_s(run.replicas.all_ranks))
         loop = Loop(runner, first.in_force.program, callbacks, run.first_step)
         yield Training(loop, recording, skipped, saver, recorder, remapping, first.room)
 

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxmorph.config import Config, check_config, read_config
+from jaxmorph.config.checkpoint_section import RestartPolicy
 from jaxmorph.config.sections import Run
 from jaxmorph.errors import UserError
 from jaxmorph.placement import ALONE, Replica
@@ -240,9 +241,12 @@ def _named_directory(source: Source) -> Path | None:
 
 
 def sections_without_effect(config: Config, directory: Path | None = None) -> list[str]:
-    """The configured sections that a trainer ignores."""
+    """The configured sections that a trainer ignores, but for where it keeps compiled programs."""
     names = _OF_COMMAND if directory else sorted(_OF_COMMAND + _OF_RUN_DIRECTORY)
-    default = Config()
+    kept = config.restart_policy.compilation_cache
+    if kept is True and not directory:  # in a run directory that there isn't
+        kept = "auto"
+    default = Config(restart_policy=RestartPolicy(compilation_cache=kept))
     return [name for name in names if getattr(config, name) != getattr(default, name)]
 
 

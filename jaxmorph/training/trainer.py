@@ -1,7 +1,6 @@
 """`Trainer`: training steps for a loop of your own, over your own model and batches."""
 
 import logging
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -24,9 +23,9 @@ from jaxmorph.program.lowering import forward_only
 from jaxmorph.program.slots_needed import power_of_two
 from jaxmorph.progress import progress
 from jaxmorph.records import CHANGES, EventKind
-from jaxmorph.report.terminal import PlainReporter
+from jaxmorph.report.terminal import Reporter
 from jaxmorph.runtime.executor import StepInputs
-from jaxmorph.runtime.kept_programs import CompilationCounter
+from jaxmorph.runtime.kept_programs import CompilationCounter, keep_compiled
 from jaxmorph.runtime.rendezvous import gather
 from jaxmorph.runtime.report import measured_timeline, total_auxiliary
 from jaxmorph.runtime.step import StepResult
@@ -156,6 +155,8 @@ class Trainer:
             if self.rank == 0 and (unreached := unreached_in_words(self._run.unreached)):
                 _log.warning("%s", unreached)
             timeouts = self.config.timeouts
+            keep = keep_compiled(self.config, directory, self.rank)
+            self._programs_ran = opening.enter_context(keep)
             with progress.within(timeouts.compile_s, "starts"):
                 self._stage = opening.enter_context(self._run.open_stage())
             with progress.within(timeouts.restore_s, "restores the checkpoint"):
@@ -245,7 +246,10 @@ class Trainer:
             )
         loop.begin()
         loop.next_step = self._next_step
+        is_first = self._last is None
         result = self._last = loop.step(inputs)
+        if is_first:
+            self._programs_ran()
         self._next_step, self._first_microbatch = loop.next_step, 0
         failures = self._log_step(result)
         if training.skipped.why_stop:
@@ -353,9 +357,7 @@ class Trainer:
         start = verified_script_start(self.config, self._rendezvous, resume=resume)
 
         def open_it() -> FoundRun:
-            nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
-            shown = PlainReporter(opening.enter_context(nowhere))
-            record = opening.enter_context(start.open_record(shown))
+            record = opening.enter_context(start.open_record(Reporter()))
             self._take = record.take
             return FoundRun(str(record.directory.resolve()), start.first_step)
 

@@ -118,11 +118,6 @@ def test_results_keep_recoveries(matrix):
     again = Matrix.from_json(json.loads(json.dumps(matrix.to_json())))
     assert again.runs["restart", "cut"].recoveries == (RECOVERY,)
     assert again.has_whole_runs
-    fields = matrix.runs["restart", "cut"].to_json()
-    del fields["held_up_s"]  # as in older results
-    older = replace(matrix, runs={("restart", "cut"): Run.from_json(fields)})
-    (cells,) = whole_rows(older)
-    assert dict(zip(WHOLE_COLUMNS, cells, strict=True))["held up s"] == "-"
 
 
 def test_the_table_shows_the_cost_of_failures(matrix):

@@ -163,7 +163,7 @@ class Harness:
         due, probes_ms = self.due, {}
         if isinstance(due, ChangePlan):
             self.due = None
-            is_dropped = bool(due.late_once) and random_.random() < 0.5
+            is_dropped = bool(due.late) and random_.random() < 0.5
             self.advance(PlanDropped() if is_dropped else PlanChanged())
             return {}, due.restore
         if isinstance(due, ProbeLinks):
@@ -251,11 +251,11 @@ def until_change(state, slow_steps):
     raise AssertionError("no change of plan")
 
 
-def test_a_change_for_a_link_that_was_late_once_may_be_dropped():
+def test_a_change_for_a_link_that_is_in_time_again_may_be_dropped():
     state, change, step = until_change(begun(), slow_steps=[6])
     assert step == 6
-    assert {each.direction for each in change.late_once} == {(1, 2), (2, 1)}
-    assert all(0.5 < each.calm_ms < 6.0 for each in change.late_once)
+    assert {each.direction for each in change.late} == {(1, 2), (2, 1)}
+    assert all(0.5 < each.calm_ms < 6.0 for each in change.late)
     assert isinstance(state.phase, Changing)
     dwell = state.phase.dwell_before
     dropped = advance(state, PlanDropped())
@@ -278,7 +278,7 @@ def test_a_link_that_stays_slow_is_delegated_for_good():
     state = advance(result.state, answer).state
     (change,) = advance(state, CandidateChosen()).commands
     assert isinstance(change, ChangePlan)
-    assert change.late_once == ()
+    assert {each.direction for each in change.late} == {(1, 2), (2, 1)}  # unless it is over by then
 
 
 def test_a_change_that_a_failed_path_calls_for_is_not_dropped():
@@ -290,7 +290,7 @@ def test_a_change_that_a_failed_path_calls_for_is_not_dropped():
     state = advance(result.state, answer).state
     (change,) = advance(state, CandidateChosen()).commands
     assert isinstance(change, ChangePlan)
-    assert change.late_once == ()
+    assert change.late == ()
 
 
 def handed_over(state, link):
@@ -368,6 +368,28 @@ def test_a_plan_that_does_not_know_a_link_to_be_slow_is_withdrawn():
     announced = advance(result.state, PlanChanged()).state  # it was too late to withdraw it
     (request,) = advance(announced, step_of(announced, _WARM_UP)).commands
     assert isinstance(request, RequestCandidates)
+
+
+def test_a_link_that_is_handed_over_right_after_a_morph_stays_so_until_the_next():
+    first, other = (left_path(link, is_slow=True) for link in LINKS)
+    state = advance(warmed_up(), SlowLink(LINKS[0], first.late_ms, first)).state
+    state = advance(state, CandidatesReceived(offered(state, {LINKS[0]}))).state
+    state = advance(state, CandidateChosen()).state
+    paths = JoinedPathReport(failures=(first,), is_disturbed=True)
+    state = advance(state, step_of(state, _WARM_UP, paths=paths)).state
+    state = advance(state, PlanChanged()).state
+    state = advance(state, SlowLink(LINKS[1], other.late_ms, other)).state
+    commands, paths = [], JoinedPathReport(failures=(other,), is_disturbed=True)
+    for step in range(_WARM_UP + 1, _WARM_UP + 5):
+        for answer in (CandidatesReceived(offered(state, {*LINKS})), CandidateChosen()):
+            result = advance(state, answer)
+            commands, state = [*commands, *result.commands], result.state
+        seen = step_of(state, step, dict.fromkeys(LINKS, 40.0), paths=paths)
+        result, paths = advance(state, seen), None
+        commands, state = [*commands, *result.commands], result.state
+    assert {type(each) for each in commands} == {RequestCandidates, ChooseCandidate, ChangePlan}
+    (change,) = (each.change for each in commands if isinstance(each, ChangePlan))
+    assert change.routes == {LINKS[1]: "delegated"}
 
 
 def test_a_link_that_is_handed_over_returns_if_the_plan_stays():

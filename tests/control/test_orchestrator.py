@@ -154,6 +154,13 @@ def test_another_order_waits_for_the_last_morphs_dwell():
     assert decide(replace(found, step=11)).chosen == 2
 
 
+def test_a_plan_that_has_only_begun_stays_unless_a_path_is_dead():
+    found = with_slow_link(dwell=Dwell(4, 64, morphed_step=6))
+    assert (decide(found).chosen, decide(found).wait_steps) == (None, 2)
+    assert decide(replace(found, step=10)).chosen == 2
+    assert decide(replace(found, verdicts=TestDeadLinks.DEAD)).chosen == 2
+
+
 def test_a_reason_includes_other_changes():
     found = situation(
         healthy(4), option(FIRST, 500.0), option(FIRST, 500.0), option(OTHER, 450.0),

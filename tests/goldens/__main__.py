@@ -11,9 +11,6 @@ digests, where JAX and the processor are those that `runs.jsonl` names; elsewher
     make goldens AGAINST=COMMIT         with what COMMIT does here and now: all of it to the bit
     make goldens ONLY=runs              one part: plans, programs, stages or runs
     make goldens UPDATE=1               commit what is so now: say in the commit why it changed
-
-What has only another name goes into `renames.json`, `{"old": "new"}`: kinds and fields of events,
-words of instructions. Then the committed files stay as they are.
 """
 
 import argparse
@@ -21,7 +18,6 @@ import contextlib
 import difflib
 import json
 import math
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,11 +30,10 @@ HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 PARTS = ("plans", "programs", "stages", "runs")
 _TOLERANCE = 1e-4
 _MOST_SHOWN = 12
-_WORD = re.compile(r"[A-Za-z_][\w-]*")
 Records = dict[str, Any]
 
 
-def captured(tree: Path, part: str, renames: dict[str, str]) -> Records:
+def captured(tree: Path, part: str) -> Records:
     """What a tree does, by the name of each case; a line that has no name, by its number."""
     print(f"{part} of {tree}", file=sys.stderr, flush=True)
     match part:
@@ -49,24 +44,12 @@ def captured(tree: Path, part: str, renames: dict[str, str]) -> Records:
         case "stages":
             records = capture.stages(tree)
         case _:
-            records = capture.runs(tree, renames)
+            records = capture.runs(tree)
     return _by_name(records)
 
 
 def _by_name(records: Any) -> Records:
     return {record["name"] or f"line {at}": record for at, record in enumerate(records)}
-
-
-def renamed(value: Any, renames: dict[str, str]) -> Any:
-    """The same with every word that has another name now."""
-    match value:
-        case dict():
-            return {renamed(key, renames): renamed(each, renames) for key, each in value.items()}
-        case list():
-            return [renamed(each, renames) for each in value]
-        case str():
-            return _WORD.sub(lambda found: renames.get(found[0], found[0]), value)
-    return value
 
 
 def differences(was: Any, now: Any, tolerance: float, where: str = "") -> Iterator[str]:
@@ -90,9 +73,8 @@ def differences(was: Any, now: Any, tolerance: float, where: str = "") -> Iterat
         yield f"{where}: was {was!r}, is {now!r}"
 
 
-def compare(was: Records, now: Records, renames: dict[str, str]) -> list[str]:
+def compare(was: Records, now: Records) -> list[str]:
     """What differs between two captures of one part."""
-    was, now = renamed(was, renames), renamed(now, renames)
     if was.pop("environment", None) == now.pop("environment", None):
         return list(differences(was, now, tolerance=0.0))
     print(f"another environment: losses within {_TOLERANCE}, no digests", file=sys.stderr)
@@ -120,16 +102,15 @@ def main() -> int:
     parser.add_argument("--only", choices=PARTS, help="one part")
     parser.add_argument("--update", action="store_true", help="write what is so now")
     options = parser.parse_args()
-    renames = json.loads((HERE / "renames.json").read_text())
     found = []
     with checked_out(options.against) if options.against else contextlib.nullcontext() as old:
         for part in [options.only] if options.only else PARTS:
-            now = captured(ROOT, part, renames)
+            now = captured(ROOT, part)
             if options.update:
                 write(part, now)
                 continue
-            was = committed(part) if old is None else captured(old, part, renames)
-            found += [f"{part}: {line}" for line in compare(was, now, renames)]
+            was = committed(part) if old is None else captured(old, part)
+            found += [f"{part}: {line}" for line in compare(was, now)]
     for line in found[:_MOST_SHOWN]:
         print(line)
     if not options.update:

@@ -16,6 +16,7 @@ from typing import Any
 
 from safetensors.numpy import load_file
 
+from benchmarks.leftovers import children
 from tests.goldens.cases import BASE, LINK_MS, LOWERED, RUNS, SCHEDULES, STAGES, Run
 
 HERE = Path(__file__).parent
@@ -57,7 +58,7 @@ def stages(tree: Path) -> list[Record]:
     return json.loads(found)
 
 
-def runs(tree: Path, renames: dict[str, str]) -> Iterator[Record]:
+def runs(tree: Path) -> Iterator[Record]:
     """What short runs computed, and on what: losses and digests are the same only there."""
     cpu = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else platform.processor()
     features = [line for line in cpu.splitlines() if line.startswith(("flags", "model name"))][:2]
@@ -69,10 +70,10 @@ def runs(tree: Path, renames: dict[str, str]) -> Iterator[Record]:
     for run in RUNS:
         print(f"  {run.name}", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            yield _run_record(tree, run, Path(folder), renames)
+            yield _run_record(tree, run, Path(folder))
 
 
-def _run_record(tree: Path, run: Run, folder: Path, renames: dict[str, str]) -> Record:
+def _run_record(tree: Path, run: Run, folder: Path) -> Record:
     out, config = folder / "out", folder / "run.yaml"
     (folder / "text").write_text(" ".join(str(number**2) for number in range(10_000)))
     data = {"path": str(folder / "text"), "sequence_length": 8}
@@ -87,18 +88,17 @@ def _run_record(tree: Path, run: Run, folder: Path, renames: dict[str, str]) -> 
         "steps": [{key: step[key] for key in compared if key in step} for step in steps],
         "compiled_later": None if run.fails else compiled,
         "step_fields": sorted({key for step in steps for key in step}),
-        "events": _events(events, run.kinds, renames),
+        "events": _events(events, run.kinds),
         "event_fields": sorted({key for event in events for key in event}),
         "files": sorted(path.name for path in out.iterdir() if path.name != "links.json"),
         "parameters": _parameters(tree, out, folder / "exported") if run.exported else None,
     }
 
 
-def _events(events: list[Record], kinds: tuple[str, ...] | None, renames: dict[str, str]) -> Record:
+def _events(events: list[Record], kinds: tuple[str, ...] | None) -> Record:
     """By link the kinds of its events, in order; where only some are asked for, which occurred."""
     if kinds is not None:
-        wanted = {*kinds, *(renames.get(kind, kind) for kind in kinds)}
-        events = [event for event in events if event["kind"] in wanted]
+        events = [event for event in events if event["kind"] in kinds]
     by_link: dict[str, list[str]] = {}
     for event in events:
         by_link.setdefault(event["link"] or "no link", []).append(event["kind"])
@@ -121,15 +121,10 @@ def _train(tree: Path, run: Run, words: list[str], out: Path) -> None:
         if process.poll() is not None or time.monotonic() > until_s:
             raise SystemExit(f"{run.name}: no step to kill a rank after: {process.communicate()}")
         time.sleep(0.01)
-    os.kill(_children(process.pid)[-1], signal.SIGKILL)
+    os.kill(children(process.pid)[-1], signal.SIGKILL)
     _, stderr = process.communicate(timeout=LIMIT_S)
     if process.returncode:
         raise SystemExit(f"{run.name}: exit code {process.returncode}\n{stderr}")
-
-
-def _children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return sorted(int(word) for task in tasks for word in (task / "children").read_text().split())
 
 
 def _parameters(tree: Path, run_dir: Path, exported: Path) -> str:

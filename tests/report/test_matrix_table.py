@@ -44,13 +44,6 @@ def test_bars_and_provenance_are_shown(made_up):
     assert "in advance: adaptive-direct; no other system is." in page
 
 
-def test_results_of_earlier_versions_are_shown(made_up):
-    page = matrix_markdown(replace(made_up, informed=None, bars=(), provenance=None))
-    assert rows(page)[3].startswith("| adaptive-direct | FAILED")
-    assert "nformed" not in page
-    assert page.endswith("\n- regime: paced\n")
-
-
 def test_a_bar_in_a_name_is_escaped(made_up):
     page = matrix_markdown(replace(made_up, conditions=("a|b", "c"), runs={}))
     assert rows(page)[0] == "|  | a\\|b | c |"

@@ -1,7 +1,6 @@
 """Starts ranks that run the modules beside these tests."""
 
 import os
-import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -10,9 +9,6 @@ import pytest
 from jaxmorph.runtime.launcher import run_ranks
 
 HERE = Path(__file__).parent
-
-if str(HERE) not in sys.path:  # `two_ends` lies beside these tests
-    sys.path.append(str(HERE))
 
 
 @pytest.fixture

@@ -180,6 +180,7 @@ class Parity:
             pairs,
         )
         if routes:
+            assert self.plane is not None
             self.trainer.add_slots(slots)
             ends = [each for each in slots if self.rank in (each.source, each.destination)]
             held = {each: self.plane.num_slots(channel_name(each)) for each in ends}

@@ -179,7 +179,9 @@ def test_a_stage_built_again_compiles_no_program(tmp_path, counter):
 def keepers(monkeypatch):
     """Records which `KeptPrograms` compiles for this process, during one test."""
     keepers = []
-    monkeypatch.setattr(kept_programs, "compile_by", lambda how: keepers.append(how.__self__))
+    monkeypatch.setattr(
+        kept_programs, "compile_by", lambda how: keepers.append(how.__self__) if how else None
+    )
     return keepers
 
 
@@ -210,8 +212,18 @@ def test_a_users_cache_is_in_the_home_directory(keepers, tmp_path, monkeypatch):
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
+def test_a_rank_keeps_its_programs_no_longer_than_asked(tmp_path, monkeypatch):
+    set_to = []
+    monkeypatch.setattr(kept_programs, "compile_by", set_to.append)
+    with keep_compiled(keeping(True), tmp_path, 0):
+        assert [how is None for how in set_to] == [False]
+    assert [how is None for how in set_to] == [False, True]
+
+
 def test_nothing_is_kept_where_that_is_not_wanted(keepers, tmp_path):
     with keep_compiled(keeping(False), tmp_path, 0) as programs_ran:
+        programs_ran()
+    with keep_compiled(keeping(True), None, 0) as programs_ran:  # there is no run directory
         programs_ran()
     assert keepers == []
     assert list(tmp_path.iterdir()) == []

@@ -1,5 +1,6 @@
 """Sums over replicas: the same bits on both routes, and what happens where one fails."""
 
+import math
 import threading
 import time
 from contextlib import ExitStack, closing
@@ -136,7 +137,9 @@ def test_replicas_may_get_their_shares_of_direct_sums(replicas, devices, axes):
 class Delegated:
     """Each replica's `DelegatedSum`, in a thread of its own."""
 
-    def __init__(self, network, num_replicas, num_devices=1, timeout_s=PATIENCE_S, start=None):
+    def __init__(
+        self, network, num_replicas, num_devices=1, timeout_s=PATIENCE_S, start=None, axes=None
+    ):
         self.gradients = [gradients_of(each, num_devices) for each in range(num_replicas)]
         owns = [Replica(index, num_replicas) for index in range(num_replicas)]
         start = start or network.plane
@@ -149,7 +152,7 @@ class Delegated:
             plane.connect({each: peers[each] for each in peers if each != own.index}, SECRET)
         members = range(1, 2 * num_replicas, 2)  # of the second of two stages
         self.sums = [
-            DelegatedSum(plane, own, members, gradients, timeout_s)
+            DelegatedSum(plane, own, members, gradients, timeout_s, axes and Shares(own, axes))
             for own, plane, gradients in zip(owns, self.planes, self.gradients, strict=True)
         ]
 
@@ -196,6 +199,47 @@ def test_delegated_sums_have_the_bits_of_direct_ones(
                 for shard in leaf.addressable_shards:
                     whole = np.asarray(leaf)[shard.index]
                     assert np.asarray(shard.data).tobytes() == whole.tobytes()
+
+
+def count_totals(sums, monkeypatch):
+    """The numbers that replicas have sent as totals."""
+    sent = []
+    post = DelegatedSum._post
+
+    def counted(own, other, number, part, step, values, *of):
+        if number == 1:
+            sent.append(values.size)
+        post(own, other, number, part, step, values, *of)
+
+    monkeypatch.setattr(DelegatedSum, "_post", counted)
+    return sent
+
+
+@pytest.mark.parametrize("part_bytes", [4, 20, reduction.PART_BYTES])
+@pytest.mark.parametrize(
+    ("replicas", "devices", "axes"),
+    [
+        (2, 1, [WHOLE, 1, WHOLE, 0]),
+        (4, 1, [WHOLE, 1, WHOLE, WHOLE]),
+        (2, 2, [WHOLE, WHOLE, WHOLE, 0]),
+    ],
+)
+def test_replicas_may_get_their_shares_of_delegated_sums(
+    delegated, monkeypatch, replicas, devices, axes, part_bytes
+):
+    monkeypatch.setattr(reduction, "PART_BYTES", part_bytes)
+    direct = sum_direct(replicas, devices, divides=True)
+    sums = delegated(replicas, devices, axes=axes)
+    totals = count_totals(sums, monkeypatch)
+    for found, given, expected in zip(sums.run(), sums.gradients, direct, strict=True):
+        assert bits(found) == bits(expected)
+        for leaf, before in zip(*map(jax.tree.leaves, (found, given)), strict=True):
+            assert leaf.sharding == before.sharding
+    sizes = [math.prod(shape) for shape in SHAPES]
+    whole = sum(size for size, axis in zip(sizes, axes, strict=True) if axis == WHOLE)
+    share = math.ceil(whole / replicas)
+    length = min(share, part_bytes // 4)
+    assert sum(totals) == replicas * (replicas - 1) * math.ceil(share / length) * length
 
 
 def test_sidecars_carry_a_sum(delegated, monkeypatch):

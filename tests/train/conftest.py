@@ -1,18 +1,14 @@
-"""Lets these tests import the modules beside them, and share a run."""
+"""Lets these tests share a run."""
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")
 def four_stages(tmp_path_factory, quick_environment):
     """The output of a run of 20 steps, and where it wrote; tests only read it."""
-    from four_stages import run_whole  # now that it can be found
+    from four_stages import run_whole
 
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:

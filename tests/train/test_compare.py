@@ -144,7 +144,9 @@ def test_all_result_files_are_written(two_systems):
     timelines = json.loads((out / "timelines.json").read_text())
     slow = Timeline.from_json(timelines["slow"]["zb"])
     assert [len(order) for order in slow.orders] == [12, 12]
-    assert timelines["slow"]["zb"]["step_ms"] >= slow.makespan_ms - 1.0  # by two ranks' clocks
+    assert slow.makespan_ms >= 12 * 5
+    measured = read_runs(out)["zb", "slow"]["step_ms"]
+    assert measured["p10"] <= timelines["slow"]["zb"]["step_ms"] <= measured["p90"]
     assert "<title>Comparison few</title>" in (out / "report.html").read_text()
     assert str(out) in done.stdout
     assert "slow: zb over its healthy step" in done.stdout

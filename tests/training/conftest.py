@@ -1,17 +1,12 @@
-"""Lets these tests import the module beside them, and begins the simulated runs that they share."""
-
-import sys
-from pathlib import Path
+"""Begins the simulated runs that these tests share."""
 
 import pytest
-
-sys.path.append(str(Path(__file__).parent))
 
 
 @pytest.fixture
 def begin_run():
     """Begins runs that adapt, as `adapting_run.Run` does, and ends them with the test."""
-    from adapting_run import Run  # where the line above has it looked for
+    from adapting_run import Run
 
     runs = []
 

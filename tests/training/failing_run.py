@@ -186,7 +186,7 @@ class FailingRun:
         ]
 
     def steps(self, count, slow_ms=None):
-        """Some steps; `slow_ms` has delays of links, on either route."""
+        """Some steps; `slow_ms` has delays of links, on either route, or a pair: there and back."""
         for _ in range(count):
             self._step(slow_ms or {})
 
@@ -259,7 +259,8 @@ class FailingRun:
             return LinkDelay(HOLD_MS, HOLD_MS)
         if self.routes[link] == "direct" and link in self.wires.by_hosts:
             return LinkDelay()  # the sender does not wait
-        return LinkDelay(usual + slow_ms, usual + slow_ms)
+        there_ms, back_ms = slow_ms if isinstance(slow_ms, tuple) else (slow_ms, slow_ms)
+        return LinkDelay(usual + there_ms, usual + back_ms)
 
     def _report(self, rank, timeline, waited_ms):
         """A rank's report; at worst all of its times include the wait for a link."""

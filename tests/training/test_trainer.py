@@ -19,6 +19,7 @@ from jaxmorph.placement import Layout
 from jaxmorph.program.instructions import Payload, Send, Transfer, channel_of
 from jaxmorph.records import Link
 from jaxmorph.runtime.executor import StepInputs, StepOutcome
+from jaxmorph.runtime.kept_programs import KeptPrograms
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rank_process import RankArguments
 from jaxmorph.runtime.rendezvous import RendezvousError, SoleRank
@@ -121,6 +122,31 @@ def test_a_run_directory_enables_its_sections(tmp_path):
     config = check_config(asked)
     assert sections_without_effect(config, tmp_path) == ["restart_policy"]
     assert sections_without_effect(config) == ["checkpoint", "restart_policy"]
+    for kept, ignored in ((False, []), (True, ["restart_policy"])):
+        config = check_config({"restart_policy": {"compilation_cache": kept}})
+        assert sections_without_effect(config) == ignored
+        assert sections_without_effect(config, tmp_path) == []
+
+
+def test_the_next_trainer_compiles_no_part_of_its_stage(tmp_path, monkeypatch):
+    config = {
+        "batch": {"microbatches": 2, "microbatch_size": 1},
+        "data": {"sequence_length": 16},
+        "restart_policy": {"compilation_cache": str(tmp_path)},
+    }
+    model = gpt2.build(
+        preset="tiny", sequence_length=16, vocab_size=16, num_layers=1, width=8, num_heads=2
+    )
+    tokens = np.arange(32, dtype=np.int32).reshape(2, 16) % 16
+
+    def first_loss():
+        with Trainer(model, config) as trainer:
+            return trainer.step((tokens, tokens)).loss
+
+    loss = first_loss()
+    assert {path.suffix for path in (tmp_path / "rank_0").iterdir()} == {".program"}
+    monkeypatch.setattr(KeptPrograms, "_compiled", None)
+    assert first_loss() == loss
 
 
 def directory_of(source):
@@ -341,7 +367,8 @@ def trainer_of(monkeypatch):
         replicas = Replicas.of(rendezvous, Layout.first(1))
         trainer._run = SimpleNamespace(rendezvous=rendezvous, replicas=replicas, leads=True)
         trainer._stage = own
-        trainer._vocab_size = trainer._shapes = None
+        trainer._vocab_size = trainer._shapes = trainer._last = None
+        trainer._programs_ran = lambda: None
         skipped, none = SkippedSteps(stop_after), cast(Any, None)
         ends = Adaptation(rendezvous, own, none, None, last_step=99, adapts=False)
         runner = StepRunner(own, rendezvous, clip_norm=1.0)

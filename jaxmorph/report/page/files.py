@@ -20,7 +20,7 @@ from jaxmorph.report.run_directory import (
     RecoveryFile,
     find_traces,
 )
-from jaxmorph.report.run_matrix import RESULTS, TIMELINES, Matrix, names_now
+from jaxmorph.report.run_matrix import RESULTS, TIMELINES, Matrix
 from jaxmorph.schedule.timeline import Timeline
 
 _Line = TypeVar("_Line")
@@ -184,16 +184,12 @@ def read_comparison_files(path: Path) -> ComparisonFiles:
     at = path / RESULTS
     try:
         data = _parsed(at.read_text(encoding="utf-8"), at)
-        matrix, names = Matrix.from_json(data), names_now(data)
+        matrix = Matrix.from_json(data)
         at = path / TIMELINES
         timelines = _parsed(at.read_text(encoding="utf-8"), at) if at.is_file() else {}
         steps = {
             condition: [
-                ShownStep(
-                    names.get(system, system),
-                    Timeline.from_json(timeline),
-                    step_ms=timeline.get("step_ms"),
-                )
+                ShownStep(system, Timeline.from_json(timeline), step_ms=timeline.get("step_ms"))
                 for system, timeline in of_systems.items()
             ]
             for condition, of_systems in timelines.items()

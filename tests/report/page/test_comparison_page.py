@@ -21,17 +21,6 @@ def test_a_matrix_survives_json(made_up):
     assert Matrix.from_json(data) == made_up
 
 
-def test_the_informed_system_of_earlier_versions_has_its_name_of_today(made_up):
-    text = json.dumps(plain_json(made_up.to_json()))
-    data = json.loads(text.replace("adaptive-direct", "adaptive"))
-    for name in ("provenance", "informed", "bars", "blocks"):
-        del data[name]
-    older = Matrix.from_json(data)
-    assert older.systems == ("zb", "adaptive-informed")
-    now = older.runs["adaptive-informed", "healthy"]
-    assert replace(now, system="adaptive-direct") == made_up.runs["adaptive-direct", "healthy"]
-
-
 def test_the_sentence_names_the_best_at_the_largest_slowdown(made_up):
     assert result_sentence(made_up) == (
         "2 systems under 2 conditions: under 'slow' zb takes 1,150.0 ms (2.86 times its healthy "

@@ -1,4 +1,4 @@
-"""Links that were late in one step only, and are in time again before a plan for them begins.
+"""Links that were late, and are in time again before a plan for them begins.
 
 A step is observed during the next one, and a change of plan follows that one. By then a link may be
 in time again. When rank 0 announces the change, it doesn't know the times of the step that is
@@ -21,8 +21,8 @@ _REMEMBERED_STEPS = 8  # more than a plan takes
 
 
 @dataclass(frozen=True)
-class LateOnce:
-    """A direction that no step but the last observed one has shown to be slow.
+class LateDirection:
+    """A direction that was slow when a plan was made for it.
 
     Attributes:
         calm_ms: A message that takes no longer is in time again.
@@ -38,14 +38,14 @@ class LateOnce:
         return self.source, self.destination
 
 
-def late_once(verdicts: Iterable[Verdict], step: int) -> tuple[LateOnce, ...]:
-    """The directions that turned slow in a step or later."""
-    found: list[LateOnce] = []
+def late_directions(verdicts: Iterable[Verdict]) -> tuple[LateDirection, ...]:
+    """Those of some directions that are slow by their messages."""
+    found: list[LateDirection] = []
     for each in verdicts:
-        if each.is_slow and each.step >= step:
+        if each.is_slow:
             baseline_ms, late_ms = each.evidence.baseline_ms, each.evidence.threshold_ms
             calm_ms = baseline_ms + CALM_SHARE * (late_ms - baseline_ms)
-            found.append(LateOnce(each.source, each.destination, calm_ms))
+            found.append(LateDirection(each.source, each.destination, calm_ms))
     return tuple(found)
 
 
@@ -84,8 +84,8 @@ class LastMessages:
         return report
 
 
-def are_in_time(late: Sequence[LateOnce], reports: Sequence[InTimeAgain]) -> bool:
-    """Whether directions that were late once are all in time again.
+def are_in_time(late: Sequence[LateDirection], reports: Sequence[InTimeAgain]) -> bool:
+    """Whether directions that were late are all in time again.
 
     The end of a direct link that comes first also waits for the other, so one end's time decides.
     """

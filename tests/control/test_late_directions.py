@@ -1,16 +1,20 @@
-"""Links that were late in one step only: what their ends report, and what follows from it."""
-
-from dataclasses import replace
+"""Links that were late and are in time again: what their ends report, what follows from it."""
 
 import pytest
 from verdict_examples import verdict
 
-from jaxmorph.control.late_once import InTimeAgain, LastMessages, LateOnce, are_in_time, late_once
+from jaxmorph.control.late_directions import (
+    InTimeAgain,
+    LastMessages,
+    LateDirection,
+    are_in_time,
+    late_directions,
+)
 from jaxmorph.control.link_state import LinkHealth, PathState
 from jaxmorph.program.instructions import Payload, Transfer
 
 UP, DOWN = (1, 2), (2, 1)
-LATE = LateOnce(*UP, 4.0), LateOnce(*DOWN, 4.0)
+LATE = LateDirection(*UP, 4.0), LateDirection(*DOWN, 4.0)
 
 
 def messages(*took_ms, direction=UP, payload=Payload.ACTIVATION):
@@ -18,17 +22,14 @@ def messages(*took_ms, direction=UP, payload=Payload.ACTIVATION):
     return [(Transfer(payload, source, destination, at), each) for at, each in enumerate(took_ms)]
 
 
-def test_only_a_direction_that_has_just_turned_slow_was_late_once():
-    turned = verdict(*UP, 250.0)  # after step 6
+def test_a_direction_is_late_by_its_messages_alone():
     others = (
-        replace(verdict(*DOWN, 250.0), step=5),
         verdict(*DOWN, 1.0, LinkHealth.RECOVERING),
         verdict(*DOWN, 250.0, path=PathState.FAILED),
     )
-    (late,) = late_once([turned, *others], 6)
+    (late,) = late_directions([verdict(*UP, 250.0), *others])
     assert late.direction == UP
     assert late.calm_ms == pytest.approx(1.1 + 0.6 * 5.0)
-    assert late_once([turned], 7) == ()
 
 
 def test_an_end_reports_messages_that_have_become_much_shorter():
