@@ -178,12 +178,8 @@ class Program:
 def completed(others_have, fails):
     """The parameters of a stage after an exchange of shares, and what the sum is by then."""
     found: list[Any] = []
-    stage: Any = SimpleNamespace(
-        params="shares", shares=SimpleNamespace(axes="axes"), complete=found.append
-    )
-    delegated: Any = SimpleNamespace(
-        gather=lambda shares, axes, step: f"delegated {shares} {axes} {step}"
-    )
+    stage: Any = SimpleNamespace(params="shares", shares=SimpleNamespace(), complete=found.append)
+    delegated: Any = SimpleNamespace(gather=lambda shares, step: f"delegated {shares} {step}")
     program: Any = Program(fails)
     replicas: Any = Replicas(others_have)
     gradient_sum = GradientSum(replicas, program, delegated, gather=program)
@@ -200,12 +196,10 @@ def test_shares_are_exchanged_directly_where_all_succeed():
 @pytest.mark.parametrize(("others_have", "fails"), [(True, True), (False, False)])
 def test_shares_are_exchanged_by_hosts_where_one_replica_fails(others_have, fails):
     found, gradient_sum = completed(others_have, fails)
-    assert found == ["delegated shares axes 3"]
+    assert found == ["delegated shares 3"]
     assert gradient_sum.direct is None
     (event,) = gradient_sum.take_events()
     assert ("no answer" in event.detail) == fails
-    stage: Any = SimpleNamespace(
-        params="shares", shares=SimpleNamespace(axes="axes"), complete=found.append
-    )
+    stage: Any = SimpleNamespace(params="shares", shares=SimpleNamespace(), complete=found.append)
     gradient_sum.complete(stage, 4)  # asks no one again
     assert found[1:] == ["delegated shares axes 4"]
