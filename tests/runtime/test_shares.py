@@ -202,4 +202,4 @@ def test_shares_are_exchanged_by_hosts_where_one_replica_fails(others_have, fail
     assert ("no answer" in event.detail) == fails
     stage: Any = SimpleNamespace(params="shares", shares=SimpleNamespace(), complete=found.append)
     gradient_sum.complete(stage, 4)  # asks no one again
-    assert found[1:] == ["delegated shares axes 4"]
+    assert found[1:] == ["delegated shares 4"]
