@@ -1,9 +1,9 @@
-"""What the begin of one slow link costs, early, midway and late in a step.
+"""What a link that turns slow costs, early, midway and late in a step.
 
 `python -m benchmarks.onset_phases` trains the model of configs/onset.yaml, paced, with failover.
-The direct link 2-3 takes 30 ms more from a moment of a step on. What that step and those after it
-take beyond steps of a run that had the delay from its start is the excess, in healthy steps. The
-floor is the same for a run that delegates the link as the delay begins, keeps the order of that
+The direct link 2-3 takes 30 ms more from a moment of a step on. The excess is what that step and
+those after it take longer than those of a run that had the delay from its start, in healthy steps.
+The floor is the same for a run that delegates the link as the delay begins, keeps the order of that
 step, and has its new plan with the next. `--json FILE` writes the figures; exit code 1 when the bar
 is missed. Wants an otherwise idle machine; takes about 8 minutes.
 """
@@ -47,7 +47,7 @@ class Onset:
     """One run whose link turned slow in mid-step.
 
     Attributes:
-        phase: When in its step, by the steps' lengths as measured: 0 at its begin, below 1.
+        phase: When in its step, by the steps' lengths as measured: from 0 to about 1.
         floor, excess: In healthy steps.
         steps_s: The step of the onset and those after it.
     """
@@ -104,7 +104,7 @@ def _trained(from_s: float | None = None) -> tuple[tuple[float, ...], tuple[str,
 
 @dataclass
 class _Begins(Disturbance):
-    """The link takes longer for messages from a moment of the step on."""
+    """The link is slower from a moment of the step on."""
 
     at_ms: float
 
@@ -162,7 +162,7 @@ def main() -> int:
 def _bars(onsets: Sequence[Onset]) -> Iterator[Bar]:
     """The median onset in each third of a step: runs' first steps differ, and so do the phases."""
     for third, name in enumerate(("first", "second", "last")):
-        own = [each for each in onsets if int(3 * each.phase) == third]
+        own = [each for each in onsets if min(2, int(3 * each.phase)) == third]
         if own:
             excess, floor = (
                 median(getattr(each, of) for each in own) for of in ("excess", "floor")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# What tests of one folder share, or of all.
+# Modules that the tests of one folder share, or all tests.
 HERE = Path(__file__).parent
 FOLDERS = ("checkpoints", "control", "runtime", "train", "training", "transport")
 sys.path += [str(HERE), *(str(HERE / folder) for folder in FOLDERS)]

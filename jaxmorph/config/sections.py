@@ -390,9 +390,9 @@ class Adaptation(Section):
     often."""
 
     dwell_steps: Count = 4
-    """The least number of steps between two changes of plan, but for a link whose direct path has
-    failed; and that a link stays delegated, counted from the step in which it was delegated. That
-    doubles each time the link turns slow again soon after."""
+    """The least number of steps between two changes of plan (a link whose direct path has failed
+    doesn't wait), and the least that a link stays delegated, counted from the step in which it was
+    delegated. The latter doubles each time the link turns slow again soon after."""
 
     longest_dwell_steps: Count = 256
     """The upper limit of `dwell_steps` and `failback_steps` after doubling."""

@@ -331,7 +331,7 @@ def _change(state: ControllerState, prepared: Preparing) -> Advance:
     direct = {link for link, route in change.routes.items() if route == "direct"}
     back = direct | (state.paths.handed_over - delegated_links(then.routes))
     is_for_slow_links = not (direct or is_forced(situation) or situation.other_changes)
-    newly, since = delegated_links(change.routes), situation.step - _STEPS_TO_CHANGE
+    newly, since = delegated_links(change.routes) & known, situation.step - _STEPS_TO_CHANGE
     late = late_directions(
         each
         for each in situation.verdicts
@@ -370,7 +370,7 @@ def _undone(state: ControllerState, dwell: Dwell, findings: Findings) -> Control
 def _returning(state: ControllerState, restored: Iterable[Link]) -> tuple[Command, ...]:
     """Have links return that were handed over, and that the plan which stays has direct.
 
-    A plan that came into force only just now may have to be followed by one that delegates them.
+    It waits while the plan has only just begun: the next one may delegate them.
 
     Args:
         restored: Those that have returned after this step.

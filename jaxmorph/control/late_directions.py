@@ -39,7 +39,7 @@ class LateDirection:
 
 
 def late_directions(verdicts: Iterable[Verdict]) -> tuple[LateDirection, ...]:
-    """Those of some directions that are slow by their messages."""
+    """The directions that are slow by their messages."""
     found: list[LateDirection] = []
     for each in verdicts:
         if each.is_slow:

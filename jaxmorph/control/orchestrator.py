@@ -33,7 +33,7 @@ class Dwell:
     twice as long, up to `most_steps`. After eight stays without a change it is halved.
 
     Attributes:
-        morphed_step: The first step of the plan in force; None: that of the run's start.
+        morphed_step: The first step of the plan in force; None: the run began with it.
     """
 
     least_steps: int
@@ -47,7 +47,7 @@ class Dwell:
         return max(0, max(ends, default=step) - step)
 
     def rests(self, step: int) -> int:
-        """The steps from `step` on until the plan in force has been so for `least_steps`."""
+        """The steps from `step` on until the plan in force is `least_steps` old."""
         return (
             0 if self.morphed_step is None else max(0, self.morphed_step + self.least_steps - step)
         )
@@ -164,7 +164,7 @@ def decide(situation: Situation) -> Decision:
     - While a link is degraded, a morph must shorten the step by `worth`. Once all are healthy, the
       home plan comes back unless it makes the step longer by `worth`.
     - To go back waits for the link's dwell, and no other link's change waits with it. To delegate a
-      slow link waits for no dwell, but as any morph until the last one is `least_steps` old.
+      slow link waits for no dwell; but like any morph it waits until the last is `least_steps` old.
     - A link without a direct path is delegated at once, whatever the gain.
 
     Source: PipeMorph, sections 4.3 and 6. There all links are delegated together.
@@ -224,7 +224,7 @@ def _wait_steps(situation: Situation, candidate: int) -> int:
 
     It waits for the dwell of the links that go back, or of the schedule if it changes alone. For a
     link that has turned slow since it last did, the schedule waits for the shortest dwell only.
-    Nor does a morph follow another one sooner than that.
+    No morph follows another sooner than `least_steps`.
     """
     now, then = situation.in_force, situation.candidates[candidate]
     dwell, routes = situation.dwell, changed_routes(now.routes, then.routes)

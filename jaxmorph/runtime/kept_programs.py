@@ -170,7 +170,7 @@ def _processor() -> str:
 def keep_compiled(
     config: "Config", directory: Path | None, rank: int
 ) -> Iterator[Callable[[], None]]:
-    """Make this process keep its stage's programs until the end.
+    """Make this process keep its stage's programs while the context is open.
 
     Args:
         directory: The run's; None: it has none.

@@ -126,8 +126,7 @@ def _over_replicas(
 ) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
     """Compile a function of each device's arrays that uses the mesh's axis "data".
 
-    It is not kept on disk for a next start, as a stage's programs are: other processes' devices are
-    in it.
+    Unlike a stage's programs it is not kept on disk: it names other processes' devices.
 
     Args:
         forms: Arrays of the stage like those that it will be called with, or their shapes.
@@ -282,7 +281,8 @@ class DelegatedSum:
         self._own_axes = [axis for axis in self._axes if axis != WHOLE]
         sizes = map(_num_numbers, self._by_axis(leaves))
         of_whole, of_divided = (self._shape(size)[1] for size in sizes)
-        # Parts of what each gets whole wait for the totals of those before, others for slots alone.
+        # Each part of whole sums waits for the totals of the part before; parts of shares wait only
+        # for a free slot.
         self.num_rounds = of_whole + bool(of_whole) + math.ceil(of_divided / _NUM_SLOTS)
         self._others = [each for each in range(own.count) if each != own.index]
         # On the device, as the direct route does: a host may treat the smallest numbers otherwise.

@@ -368,7 +368,8 @@ def _undecided(state: ControllerState) -> ControllerState:
     """The state without a pending decision, whose findings stay, for another planning process."""
     match state.phase:
         case Changing(change):
-            return replace(state, plan=change.plan, phase=Starting())
+            dwell = replace(state.dwell, morphed_step=state.step + 1)
+            return replace(state, plan=change.plan, phase=Starting(), dwell=dwell)
         case AwaitingCandidates() | Probing() | Preparing() as phase:
             return replace(
                 state, findings=state.findings.with_earlier(phase.findings), phase=Starting()

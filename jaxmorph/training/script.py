@@ -244,7 +244,7 @@ def sections_without_effect(config: Config, directory: Path | None = None) -> li
     """The configured sections that a trainer ignores, but for where it keeps compiled programs."""
     names = _OF_COMMAND if directory else sorted(_OF_COMMAND + _OF_RUN_DIRECTORY)
     kept = config.restart_policy.compilation_cache
-    if kept is True and not directory:  # in a run directory that there isn't
+    if kept is True and not directory:  # there is no run directory to keep them in
         kept = "auto"
     default = Config(restart_policy=RestartPolicy(compilation_cache=kept))
     return [name for name in names if getattr(config, name) != getattr(default, name)]

@@ -270,7 +270,7 @@ def test_a_change_for_a_link_that_is_in_time_again_may_be_dropped():
     assert {each.health for each in request.verdicts} == {"healthy", "recovering"}
 
 
-def test_a_link_that_stays_slow_is_delegated_for_good():
+def test_a_link_that_stays_slow_is_planned_for_again_after_a_drop():
     state, _, step = until_change(begun(), slow_steps=[6, 7, 8])
     state = advance(state, PlanDropped()).state  # although it is late in step 7 as well
     result = advance(state, step_of(state, step + 1, {LINKS[1]: 250.0}))
@@ -278,7 +278,10 @@ def test_a_link_that_stays_slow_is_delegated_for_good():
     state = advance(result.state, answer).state
     (change,) = advance(state, CandidateChosen()).commands
     assert isinstance(change, ChangePlan)
-    assert {each.direction for each in change.late} == {(1, 2), (2, 1)}  # unless it is over by then
+    assert {each.direction for each in change.late} == {
+        (1, 2),
+        (2, 1),
+    }  # so this one may be dropped too
 
 
 def test_a_change_that_a_failed_path_calls_for_is_not_dropped():

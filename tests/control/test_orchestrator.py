@@ -154,7 +154,7 @@ def test_another_order_waits_for_the_last_morphs_dwell():
     assert decide(replace(found, step=11)).chosen == 2
 
 
-def test_a_plan_that_has_only_begun_stays_unless_a_path_is_dead():
+def test_a_plan_that_has_only_just_begun_stays_unless_a_path_is_dead():
     found = with_slow_link(dwell=Dwell(4, 64, morphed_step=6))
     assert (decide(found).chosen, decide(found).wait_steps) == (None, 2)
     assert decide(replace(found, step=10)).chosen == 2

@@ -201,7 +201,7 @@ def test_delegated_sums_have_the_bits_of_direct_ones(
                     assert np.asarray(shard.data).tobytes() == whole.tobytes()
 
 
-def count_totals(sums, monkeypatch):
+def count_totals(monkeypatch):
     """The numbers that replicas have sent as totals."""
     sent = []
     post = DelegatedSum._post
@@ -230,7 +230,7 @@ def test_replicas_may_get_their_shares_of_delegated_sums(
     monkeypatch.setattr(reduction, "PART_BYTES", part_bytes)
     direct = sum_direct(replicas, devices, divides=True)
     sums = delegated(replicas, devices, axes=axes)
-    totals = count_totals(sums, monkeypatch)
+    totals = count_totals(monkeypatch)
     for found, given, expected in zip(sums.run(), sums.gradients, direct, strict=True):
         assert bits(found) == bits(expected)
         for leaf, before in zip(*map(jax.tree.leaves, (found, given)), strict=True):

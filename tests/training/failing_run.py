@@ -186,7 +186,7 @@ class FailingRun:
         ]
 
     def steps(self, count, slow_ms=None):
-        """Some steps; `slow_ms` has delays of links, on either route, or a pair: there and back."""
+        """Some steps; `slow_ms` has links' delays on either route: a number, or (there, back)."""
         for _ in range(count):
             self._step(slow_ms or {})
 

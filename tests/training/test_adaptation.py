@@ -153,7 +153,7 @@ def test_rank_0_records_a_morph_once():
     )  # it would be in force after the last step
 
 
-LATE_ONCE = replace(MORPH, late=(LateDirection(1, 2, 4.0),))
+DROPPABLE = replace(MORPH, late=(LateDirection(1, 2, 4.0),))
 
 
 class Result:
@@ -168,7 +168,7 @@ class Result:
 
 @pytest.mark.parametrize("last_ms", [0.5, 250.0])
 def test_all_ranks_drop_a_morph_for_a_link_that_is_in_time_again(last_ms):
-    ranks = [on_rank(rank, Loop(LATE_ONCE) if rank == 0 else None) for rank in range(3)]
+    ranks = [on_rank(rank, Loop(DROPPABLE) if rank == 0 else None) for rank in range(3)]
     parts = []
     for adaptation, _, stage, _ in ranks:
         due, adaptation._loop = adaptation._loop, None
@@ -184,7 +184,7 @@ def test_all_ranks_drop_a_morph_for_a_link_that_is_in_time_again(last_ms):
         assert (stage.slots, rendezvous.exchanges) == (([], 0) if is_dropped else ([SLOTS], 3))
     recorder = ranks[0][3]
     assert recorder.dropped == ([8] if is_dropped else [])
-    assert recorder.adopted == ([] if is_dropped else [(LATE_ONCE, 8)])
+    assert recorder.adopted == ([] if is_dropped else [(DROPPABLE, 8)])
 
 
 LINK = Link(1, 2)

@@ -18,7 +18,7 @@ def turns(*phases):
     return (once * STEPS)[:STEPS]
 
 
-# What each step's links take more than usually, and the least and the most changes of plan for it.
+# What each step's links take beyond the usual, and the most changes of plan for it.
 TRACES = {
     "spikes of one step": (turns((SLOW, 1), ({}, 5)), 0),
     "every other step": (turns((SLOW, 1), ({}, 1)), 0),
