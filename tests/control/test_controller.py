@@ -179,9 +179,9 @@ class Harness:
 
 
 @cache
-def warmed_up():
+def warmed_up(**settings):
     """The state of a run whose links have been healthy for some steps."""
-    state = begun(dwell_steps=4, failback_steps=2)
+    state = begun(dwell_steps=4, failback_steps=2, **settings)
     for step in range(_WARM_UP):
         state = advance(state, step_of(state, step)).state
     return state
@@ -282,6 +282,22 @@ def test_a_link_that_stays_slow_is_planned_for_again_after_a_drop():
         (1, 2),
         (2, 1),
     }  # so this one may be dropped too
+
+
+def test_a_change_that_delegates_a_healthy_link_for_a_late_one_may_be_dropped():
+    state = warmed_up(delegates="any")
+    late, healthy = LINKS[1], LINKS[0]
+    state = replace(state, plan=replace(FIRST, routes={**FIRST.routes, late: "delegated"}))
+    for step in range(_WARM_UP, 2 * _WARM_UP):
+        state = advance(state, step_of(state, step)).state
+    state = advance(state, step_of(state, 2 * _WARM_UP, {late: 250.0})).state
+    both = replace(FIRST, routes=dict.fromkeys(LINKS, "delegated"))
+    options = Options(500.0, 300.0, (Option(FIRST, 600.0), Option(both, 300.0)))
+    state = advance(state, CandidatesReceived(options)).state
+    (change,) = advance(state, CandidateChosen()).commands
+    assert isinstance(change, ChangePlan)
+    assert change.change.routes == {healthy: "delegated"}
+    assert {each.direction for each in change.late} == {(1, 2), (2, 1)}
 
 
 def test_a_change_that_a_failed_path_calls_for_is_not_dropped():
