@@ -331,11 +331,12 @@ def _change(state: ControllerState, prepared: Preparing) -> Advance:
     direct = {link for link, route in change.routes.items() if route == "direct"}
     back = direct | (state.paths.handed_over - delegated_links(then.routes))
     is_for_slow_links = not (direct or is_forced(situation) or situation.other_changes)
-    newly, since = delegated_links(change.routes) & known, situation.step - _STEPS_TO_CHANGE
+    newly = delegated_links(change.routes) & known
+    last_step = situation.step - _STEPS_TO_CHANGE
     late = late_directions(
         each
         for each in situation.verdicts
-        if each.link in newly or (each.step >= since and not newly)
+        if (each.link in newly if newly else each.step >= last_step)
     )
     restored = state.paths.unrestored & back
     command = ChangePlan(change, restored, late if is_for_slow_links else ())

@@ -48,9 +48,9 @@ class Dwell:
 
     def rests(self, step: int) -> int:
         """The steps from `step` on until the plan in force is `least_steps` old."""
-        return (
-            0 if self.morphed_step is None else max(0, self.morphed_step + self.least_steps - step)
-        )
+        if self.morphed_step is None:
+            return 0
+        return max(0, self.morphed_step + self.least_steps - step)
 
     def after(self, subjects: Iterable[Subject], step: int) -> "Dwell":
         """The stays after a morph that is in force from `step` on."""

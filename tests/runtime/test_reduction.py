@@ -32,6 +32,12 @@ SECRET = bytes(range(32))
 SHAPES = [(7,), (3, 4), (), (2, 2, 5)]
 SPLIT = [PartitionSpec(), PartitionSpec(None, TENSOR), PartitionSpec(), PartitionSpec(None, TENSOR)]
 STEP, PATIENCE_S = 5, 30.0
+# Replicas, devices of each, and the axes along which replicas divide the arrays.
+DIVIDED = [
+    (2, 1, [WHOLE, 1, WHOLE, 0]),
+    (4, 1, [WHOLE, 1, WHOLE, WHOLE]),
+    (2, 2, [WHOLE, WHOLE, WHOLE, 0]),  # devices split the other axes
+]
 
 
 def numbers_of(replica):
@@ -122,11 +128,7 @@ def test_direct_sums_add_in_the_order_of_replicas(replicas, devices):
 @pytest.mark.usefixtures("buckets")
 @pytest.mark.parametrize(
     ("replicas", "devices", "axes"),
-    [
-        (2, 1, [WHOLE, 1, WHOLE, 0]),
-        (4, 1, [WHOLE, 1, WHOLE, WHOLE]),
-        (2, 2, [WHOLE, WHOLE, WHOLE, 0]),  # devices split the other axes
-    ],
+    DIVIDED,
 )
 def test_replicas_may_get_their_shares_of_direct_sums(replicas, devices, axes):
     for index, found in enumerate(sum_direct(replicas, devices, divides=True)):
@@ -218,11 +220,7 @@ def count_totals(monkeypatch):
 @pytest.mark.parametrize("part_bytes", [4, 20, reduction.PART_BYTES])
 @pytest.mark.parametrize(
     ("replicas", "devices", "axes"),
-    [
-        (2, 1, [WHOLE, 1, WHOLE, 0]),
-        (4, 1, [WHOLE, 1, WHOLE, WHOLE]),
-        (2, 2, [WHOLE, WHOLE, WHOLE, 0]),
-    ],
+    DIVIDED,
 )
 def test_replicas_may_get_their_shares_of_delegated_sums(
     delegated, monkeypatch, replicas, devices, axes, part_bytes
