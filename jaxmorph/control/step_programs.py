@@ -11,7 +11,7 @@ from jaxmorph.errors import UserError
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.check import ProgramError, check
 from jaxmorph.program.instructions import Channel, RankInstructions
-from jaxmorph.program.lowering import lower_in_step, lower_order
+from jaxmorph.program.lowering import lower, lower_in_step
 from jaxmorph.program.offload import offload
 from jaxmorph.program.pairs import goes_in_pairs
 from jaxmorph.program.slots_needed import HostRoom, scarce_slots, slots_needed
@@ -229,9 +229,9 @@ def _overlapped_ms(schedule: Schedule, profile: Profile) -> float:
 
 
 def _blocking_ms(schedule: Schedule, made: Plan, profile: Profile) -> float:
-    """A step of one chunk, ordered as `lower_step` does, without frees and check."""
+    """A step of one chunk, ordered as `lower_step` does, without its check."""
     costs, links = _for_ordering(made.routes, profile)
-    lowering = partial(lower_order, schedule, simulate(schedule, costs, links), made.routes)
+    lowering = partial(lower, schedule, simulate(schedule, costs, links), made.routes)
     programs = _paired_if_shorter(lowering, schedule, made.routes, profile)
     return simulate_blocking(programs, profile.costs, profile.links).makespan_ms
 

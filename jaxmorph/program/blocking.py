@@ -14,7 +14,6 @@ from jaxmorph.program.instructions import (
     BufferKind,
     Channel,
     Fetch,
-    Free,
     Instruction,
     Move,
     Offload,
@@ -256,8 +255,6 @@ class _Rank:
             match step:
                 case Run(op):
                     self._run(op)
-                case Free():  # early, as it is the most frequent one
-                    pass
                 case Send(route="direct") | Receive(route="direct") | SendReceive():
                     yield from self._meet(step)
                 case Send(transfer):

@@ -20,7 +20,6 @@ from jaxmorph.program.instructions import (
     Buffer,
     Channel,
     Fetch,
-    Free,
     Instruction,
     Move,
     Offload,
@@ -59,9 +58,8 @@ def check(programs: Sequence[RankInstructions], memory: Sequence[StageMemory] = 
 
     Raises:
         ProgramError: The ranks deadlock or reach different transfers; an op runs before its data
-            has arrived or while it is in host memory; a buffer is read after it was freed, or never
-            freed; a weight gradient is unfinished at the update; a message is never received; or a
-            device may have to hold more than fits.
+            has arrived or while it is in host memory; a weight gradient is unfinished at the
+            update; a message is never received; or a device may have to hold more than fits.
     """
     _replay_transfers([_Transfers(program) for program in programs])
     for program in programs:
@@ -176,7 +174,10 @@ def _around(program: RankInstructions, position: int) -> str:
 
 @dataclass
 class _Alone:
-    """What one rank has done and holds, on its device and in host memory."""
+    """What one rank has done and has, on its device and in host memory.
+
+    What it frees counts as held on: a buffer is freed after its last use, so none comes later.
+    """
 
     program: RankInstructions
     position: int = 0
@@ -186,15 +187,13 @@ class _Alone:
     offloaded: set[Buffer] = field(default_factory=set)
 
     def replay(self) -> str | None:
-        """Runs all instructions; why one can't run, or that something is never freed."""
+        """Runs all instructions; why one can't run, or that a stash is never fetched."""
         done, held = self.done, self.held  # large steps have a million instructions
         steps = zip(self.program.instructions, uses(self.program), strict=True)
         for self.position, (step, (read, made)) in enumerate(steps):
             if not held.issuperset(read) and not isinstance(step, Fetch):
                 return self._why_missing(step, next(each for each in read if each not in held))
-            if isinstance(step, Free):
-                held.discard(step.buffer)
-            elif isinstance(step, Run):
+            if isinstance(step, Run):
                 if step.op in done:
                     return f"{step} a second time"
                 done.add(step.op)
@@ -204,8 +203,8 @@ class _Alone:
             elif (reason := self._take(step)) is not None:
                 return reason
         self.position += 1
-        if left := held | self.away:
-            return f"it never frees {', '.join(map(str, sorted(left)))}"
+        if self.away:
+            return f"it never fetches {', '.join(map(str, sorted(self.away)))}"
         return None
 
     def _take(self, step: Instruction) -> str | None:
@@ -220,8 +219,6 @@ class _Alone:
         """Why an instruction can't use a buffer that isn't on the device."""
         if buffer in self.away:
             return f"{step} while {buffer} is in host memory"
-        if Free(buffer) in self.program.instructions[: self.position]:
-            return f"{step} uses {buffer} after it was freed"
         return f"{step} runs before its {buffer} is there"
 
     def _copy(self, step: Offload | Fetch | AwaitRoom) -> str | None:

@@ -13,7 +13,6 @@ from jaxmorph.program.instructions import (
     Buffer,
     BufferKind,
     Fetch,
-    Free,
     Offload,
     Payload,
     RankInstructions,
@@ -85,9 +84,7 @@ def uses(program: RankInstructions) -> Iterator[Uses]:
     placement = program.placement
     ends = [_ends(Place(program.rank, chunk), placement) for chunk in range(placement.num_chunks)]
     for step in program.instructions:  # the most frequent kinds first
-        if isinstance(step, Free):
-            yield (step.buffer,), ()
-        elif isinstance(step, Run):
+        if isinstance(step, Run):
             yield _op_uses(step.op, ends[step.op.chunk])
         elif isinstance(step, Receive):
             yield (), (received_buffer(step.transfer, placement),)
@@ -196,6 +193,17 @@ def _target_chunks(placement: Placement) -> dict[tuple[Payload, int, int], int]:
     return {(it.payload, it.source.rank, it.source.chunk): it.target.chunk for it in made}
 
 
+def last_uses(program: RankInstructions) -> list[list[Buffer]]:
+    """The buffers that each of a rank's instructions is the last to use: those it can free."""
+    last: dict[Buffer, int] = {}
+    for at, (read, made) in enumerate(uses(program)):
+        last |= dict.fromkeys((*read, *made), at)
+    freed: list[list[Buffer]] = [[] for _ in program.instructions]
+    for buffer, at in last.items():
+        freed[at].append(buffer)
+    return freed
+
+
 _PAYLOADS = frozenset({*_SENT.values(), *_RECEIVED.values()} - {BufferKind.TIED_GRADIENT})
 
 
@@ -203,9 +211,8 @@ def most_payloads(program: RankInstructions) -> int:
     """The most activations and gradients, received or to be sent, that a rank holds at once."""
     held: set[Buffer] = set()
     most = 0
-    for step, (_, made) in zip(program.instructions, uses(program), strict=True):
-        if isinstance(step, Free):
-            held.discard(step.buffer)
+    for (_, made), freed in zip(uses(program), last_uses(program), strict=True):
         held.update(buffer for buffer in made if buffer.kind in _PAYLOADS)
         most = max(most, len(held))
+        held.difference_update(freed)
     return most

@@ -1,7 +1,8 @@
 """The instructions of one rank for one step: run an op, send, receive, offload, reduce, update.
 
-An instruction names buffers, never arrays; `dataflow` derives which buffers each one reads and
-writes. `instructions_text` is the form that processes exchange, with one line per instruction.
+An instruction names buffers, never arrays; `dataflow` derives which ones each reads and writes, and
+after which one each is freed. `instructions_text` is the form that processes exchange, with one
+line per instruction.
 """
 
 import re
@@ -207,16 +208,6 @@ Move: TypeAlias = Send | Receive | SendReceive
 
 
 @dataclass(frozen=True, slots=True)
-class Free:
-    """Drops a buffer that no later instruction reads."""
-
-    buffer: Buffer
-
-    def __str__(self) -> str:
-        return f"free {self.buffer}"
-
-
-@dataclass(frozen=True, slots=True)
 class Offload:
     """Starts to copy a stash to host memory, which frees its place on the device at the end.
 
@@ -278,7 +269,7 @@ class Update:
         return "update"
 
 
-Instruction: TypeAlias = Run | Move | Free | Offload | Fetch | AwaitRoom | Reduce | Update
+Instruction: TypeAlias = Run | Move | Offload | Fetch | AwaitRoom | Reduce | Update
 
 
 @dataclass(frozen=True)
@@ -365,8 +356,6 @@ def _instruction(line: str) -> Instruction:
         case ["send", sent, to_peer, "and", "receive", received, from_peer]:
             ends = f"{sent} {to_peer}", f"{received} {from_peer}"
             return SendReceive(*map(Transfer.parse, ends))
-        case ["free", buffer]:
-            return Free(_buffer(buffer))
         case ["reduce", index]:
             return Reduce(int(index), None)
         case ["reduce", index, buffer]:

@@ -23,7 +23,6 @@ from jaxmorph.program.dataflow import Flow, flows, received_buffer, sent_buffer,
 from jaxmorph.program.instructions import (
     Buffer,
     BufferKind,
-    Free,
     Instruction,
     Payload,
     RankInstructions,
@@ -43,8 +42,8 @@ from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
 from jaxmorph.schedule.timeline import Timeline
 
-# Ranks share what is alike on them: so large plans have a fifth of the objects.
-_run, _free = lru_cache(maxsize=1 << 14)(Run), lru_cache(maxsize=1 << 14)(Free)
+# Ranks share what is alike on them, so large plans have fewer objects.
+_run = lru_cache(maxsize=1 << 14)(Run)
 
 
 @contextmanager
@@ -74,7 +73,7 @@ def lower(
     """Each rank's instructions for one step of a schedule.
 
     Direct transfers have the same order on both ends. A delegated send comes right after its op, a
-    delegated receive right before, and a buffer is freed right after its last reader.
+    delegated receive right before.
 
     Args:
         planned: The schedule's simulated timeline, which decides the order of transfers.
@@ -84,19 +83,6 @@ def lower(
         pairs: Whether transfers of direct links go in pairs (`join_pairs`); None: as the schedule's
             kind does (`goes_in_pairs`).
     """
-    lowered = lower_order(schedule, planned, routes, num_tied=num_tied, pairs=pairs)
-    return tuple(map(insert_frees, lowered))
-
-
-def lower_order(
-    schedule: Schedule,
-    planned: Timeline,
-    routes: Routes | None = None,
-    *,
-    num_tied: int = 0,
-    pairs: bool | None = None,
-) -> tuple[RankInstructions, ...]:
-    """As `lower`, without the frees, which a simulation does not need."""
     routes = routes or {}
     num_ranks = schedule.num_stages
     rows = _rows(schedule, global_order(schedule, planned, routes), routes)
@@ -134,13 +120,12 @@ def lower_in_step(
     It simulates two orders and takes the shorter one; with one chunk there is only the first.
     """
     orders = [
-        lower_order(schedule, planned, routes, num_tied=num_tied, pairs=pairs)
+        lower(schedule, planned, routes, num_tied=num_tied, pairs=pairs)
         for planned in _timelines(schedule, costs, links, routes)
     ]
-    best = orders[0]
-    if len(orders) > 1:
-        best = min(orders, key=lambda order: simulate_blocking(order, costs, links).makespan_ms)
-    return tuple(map(insert_frees, best))
+    if len(orders) == 1:
+        return orders[0]
+    return min(orders, key=lambda order: simulate_blocking(order, costs, links).makespan_ms)
 
 
 def _timelines(
@@ -427,24 +412,11 @@ def _tied_exchange(
     return [*messages, Reduce(index, Buffer(BufferKind.TIED_GRADIENT, index))]
 
 
-def insert_frees(program: RankInstructions) -> RankInstructions:
-    """Frees each buffer right after its last reader, or right after it was made."""
-    used = [read + made for read, made in uses(program)]
-    buffers = [*chain.from_iterable(used)]
-    last_at = dict(zip(buffers, count(), strict=False))  # a later use replaces an earlier one
-    last = np.sort(np.array([*last_at.values()], np.int64))
-    steps = np.arange(len(used))
-    behind = np.repeat(steps, np.array([*map(len, used)], np.int64))[last]
-    every = [*program.instructions, *(_free(buffers[at]) for at in last.tolist())]
-    order = np.argsort(np.concatenate([steps, behind]), kind="stable").tolist()
-    return replace(program, instructions=tuple(every[at] for at in order))
-
-
 def forward_only(program: RankInstructions, first_microbatch: int = 0) -> RankInstructions:
     """Keeps only the forwards of a rank's instructions and their transfers, to evaluate a loss.
 
-    It keeps the step's order, so it runs to completion as the step does. A stash has no reader and
-    is freed right after its forward.
+    It keeps the step's order, so it runs to completion as the step does. Nothing reads a stash, so
+    it is freed right after its forward.
 
     Args:
         first_microbatch: The new number of microbatch 0, so that messages of the evaluation and of
@@ -452,7 +424,7 @@ def forward_only(program: RankInstructions, first_microbatch: int = 0) -> RankIn
     """
     parts = map(_part_of_forward, program.instructions)
     kept = tuple(_renumbered(step, first_microbatch) for step in parts if step is not None)
-    return insert_frees(replace(program, instructions=kept))
+    return replace(program, instructions=kept)
 
 
 def _part_of_forward(step: Instruction) -> Run | Send | Receive | None:

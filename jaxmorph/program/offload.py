@@ -18,7 +18,6 @@ from jaxmorph.program.instructions import (
     Buffer,
     BufferKind,
     Fetch,
-    Free,
     Instruction,
     Offload,
     RankInstructions,
@@ -185,9 +184,8 @@ def _with_copies(
     at = -1  # the position of the last op
     fetches: list[Fetch] = []
     for step in program.instructions:
-        if not isinstance(step, Free):
-            instructions += fetches
-            fetches = []
+        instructions += fetches
+        fetches = []
         instructions.append(step)
         if isinstance(step, Run):
             at += 1

@@ -20,13 +20,12 @@ from jax.typing import ArrayLike
 
 from jaxmorph.copies.host_memory import for_program
 from jaxmorph.placement import ALONE, Place, Replica
-from jaxmorph.program.dataflow import received_buffer, result_buffer, sent_buffer
+from jaxmorph.program.dataflow import last_uses, received_buffer, result_buffer, sent_buffer
 from jaxmorph.program.instructions import (
     AwaitRoom,
     Buffer,
     BufferKind,
     Fetch,
-    Free,
     Instruction,
     Move,
     Offload,
@@ -153,6 +152,10 @@ class _Step:
     def keep(self, kind: BufferKind, op: Op, value: Any) -> None:
         self.buffers[Buffer(kind, op.microbatch, op.chunk)] = value
 
+    def free(self, buffers: Sequence[Buffer]) -> None:
+        for buffer in buffers:
+            self.buffers.pop(buffer, None)
+
     def keep_result(self, op: Op, value: Any) -> None:
         """Keep the activations or the input gradient for the next virtual stage."""
         buffer = result_buffer(op, self.program.rank, self.program.placement)
@@ -221,9 +224,11 @@ class Executor:
             gradient = share * np.array([*self.aux_weights.values()], np.float32)
             state.aux_gradient = (jax.device_put(gradient, self.placement),)
         try:
-            for instruction in program.instructions:
+            for instruction, freed in zip(program.instructions, last_uses(program), strict=True):
                 progress.stamp(instruction)
                 self._enqueue(instruction, state)
+                if freed:
+                    self.queue.enqueue(None, partial(state.free, freed))
             drained = self.queue.drain(max(self.transfer_timeout_s, progress.limit_s))
             stamps = [each for stamp in drained for each in _of_each_transfer(stamp, state)]
             progress.stamp("waits for copies of its messages")
@@ -270,8 +275,6 @@ class Executor:
                 self.queue.enqueue(op, work, self.pace.of(op.kind))
             case Send() | Receive() | SendReceive():
                 self._enqueue_move(instruction, state)
-            case Free(buffer):
-                self.queue.enqueue(None, partial(state.buffers.pop, buffer))
             case Offload(stash):
                 state.away[stash] = AwayStash(stash)
                 self.queue.enqueue_after(partial(self._offload, stash, state))

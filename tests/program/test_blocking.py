@@ -21,7 +21,7 @@ from jaxmorph.program.instructions import (
     SendReceive,
     Transfer,
 )
-from jaxmorph.program.lowering import lower, lower_order
+from jaxmorph.program.lowering import lower
 from jaxmorph.program.offload import offload, offload_these, waiting_longest
 from jaxmorph.records import Link, Route
 from jaxmorph.schedule.costs import (
@@ -329,7 +329,7 @@ def link_ms(transfer, links):
 def test_direct_links_take_the_longest_path(seed, pairs):
     costs, links, num_microbatches = _problem(seed)
     for schedule in _schedules(costs, links, min(num_microbatches, 4)):
-        ranks = lower_order(schedule, simulate(schedule, costs, links), pairs=pairs)
+        ranks = lower(schedule, simulate(schedule, costs, links), pairs=pairs)
         timeline = simulate_blocking(ranks, costs, links)
         found_ms = longest_paths(ranks, costs, links)
         for rank, ends_ms, simulated_ms in zip(ranks, found_ms, timeline.end_ms, strict=True):

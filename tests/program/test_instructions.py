@@ -59,13 +59,9 @@ def test_a_text_is_read_line_by_line():
         "rank 0 of 2, 1 microbatches, 1 chunks",
         "run F0",
         "send activation[0] 0>1 delegated",
-        "free output[0]",
         "receive gradient[0] 1>0 delegated",
         "run B0",
-        "free stash[0]",
-        "free output-gradient[0]",
         "run W0",
-        "free weight-stash[0]",
         "update",
     ]
 
@@ -83,7 +79,7 @@ def test_copies_of_stashes_come_back():
     assert parse_instructions(instructions_text(program)) == program
 
 
-@pytest.mark.parametrize("line", ["walk F0", "send activation[0] 0>1 by-air", "free stash", ""])
+@pytest.mark.parametrize("line", ["walk F0", "send activation[0] 0>1 by-air", "offload stash", ""])
 def test_what_is_no_instruction_is_refused(line):
     with pytest.raises(ValueError, match="expected a"):
         parse_instructions(f"rank 0 of 2, 1 microbatches, 1 chunks\n{line}")

@@ -1,4 +1,4 @@
-"""Lowered programs, as pictures: what each rank does, line by line, without the frees."""
+"""Lowered programs, as pictures: what each rank does, line by line."""
 
 from collections import Counter, deque
 from dataclasses import replace
@@ -13,10 +13,9 @@ from jaxmorph.config.sections import PLANNED_SCHEDULES
 from jaxmorph.placement import Placement
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.check import check
-from jaxmorph.program.dataflow import flows, sent_buffer, uses
+from jaxmorph.program.dataflow import flows, last_uses, sent_buffer, uses
 from jaxmorph.program.instructions import (
     BufferKind,
-    Free,
     Payload,
     Receive,
     Run,
@@ -45,7 +44,7 @@ TWO_STAGES = Schedule.from_rows("hand", ["F0 F1 B0 W0 B1 W1", "F0 B0 W0 F1 B1 W1
 
 
 def picture(program):
-    """The instructions without frees, shortened: `F0`, `>F0` sends it, `<F0` receives it.
+    """The instructions, shortened: `F0`, `>F0` sends it, `<F0` receives it.
 
     `>1.F0` sends what `1.F0` made; on the last rank that is for chunk 2 of the first. `>F1<B0` is a
     pair.
@@ -53,8 +52,6 @@ def picture(program):
     words = []
     for step in program.instructions:
         match step:
-            case Free():
-                continue
             case Run(op):
                 words.append(str(op))
             case Send(transfer):
@@ -313,9 +310,8 @@ def test_pairs_start_no_op_later_where_delays_are_alike(schedule, data):
 def test_a_delegated_send_follows_its_op_directly(schedule, data):
     costs, links, routes = data.draw(problems(schedule.num_stages))
     for program in lower(schedule, simulate(schedule, costs, links), routes):
-        every = zip(program.instructions, uses(program), strict=True)
-        steps = [(step, made) for step, (_, made) in every if not isinstance(step, Free)]
-        for (before, made), (step, _) in pairwise(steps):
+        steps = zip(program.instructions, uses(program), strict=True)
+        for (before, (_, made)), (step, _) in pairwise(steps):
             if isinstance(step, Send) and step.route == "delegated":
                 assert isinstance(before, Run)
                 assert sent_buffer(step.transfer) in made
@@ -375,12 +371,10 @@ def forwards(schedule, route: Route = "direct", first_microbatch=0):
 def test_forward_only_keeps_forwards_and_transfers():
     first, last = forwards(TWO_STAGES)
     assert [str(step) for step in first.instructions] == [
-        "run F0", "free stash[0]", "send activation[0] 0>1", "free output[0]",
-        "run F1", "free stash[1]", "send activation[1] 0>1", "free output[1]",
+        "run F0", "send activation[0] 0>1", "run F1", "send activation[1] 0>1",
     ]  # fmt: skip
     assert [str(step) for step in last.instructions] == [
-        "receive activation[0] 0>1", "run F0", "free input[0]", "free stash[0]",
-        "receive activation[1] 0>1", "run F1", "free input[1]", "free stash[1]",
+        "receive activation[0] 0>1", "run F0", "receive activation[1] 0>1", "run F1",
     ]  # fmt: skip
 
 
@@ -404,12 +398,9 @@ def test_forward_only_programs_complete(name, route):
     }
     for program in programs:
         assert Counter(program.ops()) == Counter(everything)
-        assert {type(step) for step in program.instructions} <= {Run, Send, Receive, Free}
-        for at, step in enumerate(program.instructions):
+        assert {type(step) for step in program.instructions} <= {Run, Send, Receive}
+        for step, freed in zip(program.instructions, last_uses(program), strict=True):
             if isinstance(step, Run):  # no stash outlives its forward
-                freed = [
-                    s.buffer for s in program.instructions[at + 1 : at + 3] if isinstance(s, Free)
-                ]
                 assert (BufferKind.STASH, step.op.microbatch, step.op.chunk) in freed
     needed = slots_needed(programs)
     assert bool(needed) == (route == "delegated" and schedule.num_stages > 1)
@@ -420,7 +411,7 @@ def test_a_v_turns_on_the_last_rank_and_reduces_tied_gradients_on_the_first():
     schedule = zb_v(2, 1)
     planned = simulate(schedule, StageCosts.uniform(2, 2, 2, 2))
     first, last = lower(schedule, planned, num_tied=1)
-    assert [str(step) for step in last.instructions if not isinstance(step, Free)] == [
+    assert [*map(str, last.instructions)] == [
         "receive activation[0] 0>1", "run F0", "run 1.F0", "send 1.activation[0] 1>0",
         "receive 1.gradient[0] 0>1", "run 1.B0", "run 1.W0",
         "run B0", "send gradient[0] 1>0", "run W0", "update",

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from jaxmorph.errors import UserError
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.check import ProgramError, check
+from jaxmorph.program.dataflow import last_uses
 from jaxmorph.program.instructions import (
     AwaitRoom,
     Buffer,
     BufferKind,
     Fetch,
-    Free,
     Offload,
     RankInstructions,
     Run,
@@ -40,6 +40,7 @@ from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
 from jaxmorph.schedule.timeline import peak_on_device
 
+STASH_1 = Buffer(BufferKind.STASH, 1)
 WARM_UP = "F0 F1 F2 F3 B0 F4 B1 B2 B3 B4 W0 W1 W2 W3 W4"
 
 
@@ -136,12 +137,13 @@ def test_given_stashes_are_offloaded_in_any_case():
     assert picture(offload_these(program, {longest})) == "F0 F1 >1 B0 <1 W0 B1 W1"
 
 
-def test_a_fetch_follows_the_free_of_its_place():
+def test_a_fetch_follows_the_op_that_frees_its_place():
     program = offload(program_of("F0 F1 F2 BW0 BW1 BW2"), StageMemory(1, 0, 2))
     steps = list(program.instructions)
-    at = steps.index(Fetch(Buffer(BufferKind.STASH, 1)))
-    assert steps[at - 1] == Free(Buffer(BufferKind.STASH, 0))
-    at = steps.index(Offload(Buffer(BufferKind.STASH, 1)))
+    at = steps.index(Fetch(STASH_1))
+    assert steps[at - 1] == Run(Op(OpKind.BW, 0))
+    assert last_uses(program)[at - 1] == [Buffer(BufferKind.STASH, 0)]
+    at = steps.index(Offload(STASH_1))
     assert steps[at - 1] == Run(Op(OpKind.F, 1))
 
 
@@ -158,6 +160,8 @@ def test_a_b_without_its_stash_is_refused():
         check([without(placed, Offload, AwaitRoom)])
     with pytest.raises(ProgramError, match=r"await room .* before stash\[1\] is offloaded"):
         check([without(placed, Offload, Fetch)])
+    with pytest.raises(ProgramError, match=r"rank 0: it never fetches stash\[1\]"):
+        check([replace(placed, instructions=(*placed.instructions, Offload(STASH_1)))])
 
 
 def test_a_program_that_relies_on_fast_copies_is_refused():

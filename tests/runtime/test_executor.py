@@ -8,10 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from jaxmorph.placement import Placement
-from jaxmorph.program.dataflow import received_buffer
 from jaxmorph.program.instructions import (
-    Free,
     Payload,
     RankInstructions,
     Receive,
@@ -60,7 +57,7 @@ def queue():
     queue.close()
 
 
-RECEIVE = Receive(TRANSFER, "delegated"), Free(received_buffer(TRANSFER, Placement(2)))
+RECEIVE = (Receive(TRANSFER, "delegated"),)
 
 
 def execute(queue, route, instructions=RECEIVE, **more):
