@@ -53,6 +53,9 @@ class ConditionPlanner:
         message_bytes: What an activation or a gradient counts as.
         room: The ranks' host memory for slots and stashes; None: no limit.
         measured_on: The routes of the links in the profile; a missing link was direct.
+        delegated: The delays of healthy links when they are delegated, as measured; only rank 0's
+            are read. A missing link's are those in the profile.
+        around_ops_ms: What a step takes besides its ops and messages (`PlannedRun`).
     """
 
     config: Config
@@ -63,6 +66,8 @@ class ConditionPlanner:
     message_bytes: int
     room: HostRoom | None = None
     measured_on: Mapping[Link, Route] = field(default_factory=dict)
+    delegated: Links = field(default_factory=dict)
+    around_ops_ms: float = 0.0
 
     def make(self, conditions: Sequence[LinkCondition]) -> tuple[PlanInForce, PlannedRun]:
         """The system's plan under conditions and, on rank 0, its prediction."""
@@ -114,9 +119,13 @@ class ConditionPlanner:
         margin_of_jitter: float,
     ) -> Profile:
         """The profile with what conditions, and routes other than the measured ones, add."""
-        links = delayed(self.profile.links, self._added(conditions, margin_of_jitter))
         newly = delegated_links(routes) - delegated_links(self.measured_on)
         copy_ms = copy_ms_of(self.config.emulation)
+        # Measured delays of delegated links hold emulated copies too, but not apart from the rest.
+        measured = {} if copy_ms else self.delegated
+        healthy = {link: measured[link] for link in newly & measured.keys()}
+        added = self._added(conditions, margin_of_jitter)
+        links = delayed({**self.profile.links, **healthy}, added)
         copied = {link: with_copies(links.get(link, LinkDelay()), copy_ms) for link in newly}
         return replace(self.profile, links={**links, **copied})
 
@@ -144,8 +153,9 @@ class ConditionPlanner:
         count, placement = self.config.microbatches, plan.schedule.placement
         bound_ms = lower_bound_ms(actual.costs, count, actual.links, Limits(), placement)
         return PlannedRun(
-            predicted_ms=predicted_ms,
-            lower_bound_ms=certified_ms(bound_ms, predicted_ms),
+            predicted_ms=predicted_ms + self.around_ops_ms,
+            lower_bound_ms=certified_ms(bound_ms, predicted_ms) + self.around_ops_ms,
+            around_ops_ms=self.around_ops_ms,
             schedule=plan.schedule.name,
             warmup_forwards=plan.schedule.warmup_forwards,
             routes={str(link): route for link, route in plan.routes.items()},

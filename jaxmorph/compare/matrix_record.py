@@ -139,6 +139,7 @@ def _plan(blocks: Iterable[Block], condition: int) -> PlannedRun | None:
         plans[-1],
         predicted_ms=median(plan.predicted_ms for plan in plans),
         lower_bound_ms=median(plan.lower_bound_ms for plan in plans),
+        around_ops_ms=median(plan.around_ops_ms for plan in plans),
     )
 
 
@@ -238,7 +239,10 @@ def comparison_notes(config: Config, wanted: Compare) -> dict[str, str]:
     noisy = f"noisy: p90 / p10 above {wanted.largest_spread:g}"
     healthy = f"{wanted.profiling_steps} healthy steps" if wanted.profiling_steps else "warm-up"
     profiled = f"planned and predicted from {healthy}"
-    predicted = "a prediction ends with the last op: tied gradients and the update come after it"
+    predicted = (
+        "predictions count what lies before a step's first op and after its last as it was in the "
+        "healthy steps of the same system"
+    )
     systems = (SYSTEMS[name] for name in wanted.systems)
     return {
         "systems": "; ".join(f"{system.name}: {system.meaning}" for system in systems),

@@ -8,7 +8,7 @@ from pathlib import Path
 from jaxmorph.compare.blocks import AllPlanned, ComparisonMessage
 from jaxmorph.compare.condition_links import link_conditions
 from jaxmorph.compare.condition_plans import ConditionPlanner
-from jaxmorph.compare.condition_steps import ConditionRunner
+from jaxmorph.compare.condition_steps import ConditionRunner, around_ops_ms
 from jaxmorph.compare.rounds import RoundPaths, Rounds
 from jaxmorph.compare.systems import SYSTEMS, System, system_config
 from jaxmorph.config import Config, load_config
@@ -79,17 +79,32 @@ def serve(
         payloads = settings.payloads(parts.model)
         room = agree_on_host_room(healthy, rendezvous, trainer, payloads, settings.delegated)
         first = plan_by_timings(
-            healthy, rendezvous, trainer, read(0), num_tied, lambda plan: plan, room=room
+            healthy,
+            rendezvous,
+            trainer,
+            read(0),
+            num_tied,
+            lambda plan: plan,
+            room=room,
+            may_delegate=system.reroutes,
         )
         settle_garbage()
         rendezvous.limit(config.timeouts.step_s)
         runner = ConditionRunner(rendezvous, trainer, links, inputs, healthy.optimizer.clip_norm)
-        first = _profiled(first, runner, wanted.profiling_steps, rank)
+        first, around_ms = _profiled(first, runner, wanted.profiling_steps, rank)
         programs_ran()
         message_bytes = config.emulation.message_bytes or settings.message_bytes(parts.model)
-        costs, routes = first.planned_for, first.in_force.plan.routes
         planner = ConditionPlanner(
-            healthy, system, rendezvous, costs, num_tied, message_bytes, room, routes
+            healthy,
+            system,
+            rendezvous,
+            first.planned_for,
+            num_tied,
+            message_bytes,
+            room,
+            measured_on=first.in_force.plan.routes,
+            delegated=first.usual.get("delegated", {}),
+            around_ops_ms=around_ms,
         )
         made = [
             planner.begin(first.in_force, link_conditions(condition))
@@ -107,21 +122,28 @@ def serve(
                 send(message)
 
 
-def _profiled(first: FirstPlan, runner: ConditionRunner, num_steps: int, rank: int) -> FirstPlan:
-    """Run some steps on healthy links, and add their measurements to the first plan's."""
+def _profiled(
+    first: FirstPlan, runner: ConditionRunner, num_steps: int, rank: int
+) -> tuple[FirstPlan, float]:
+    """Run some steps on healthy links, and add their measurements to the first plan's.
+
+    Returns:
+        The plan, and what the steps took besides their ops (`around_ops_ms`), on rank 0.
+    """
     steps = runner.run(first.in_force, (), num_steps).steps
     if rank != 0 or not steps:
-        return first
+        return first, 0.0
     measured = [timings_of(step.reports) for step in steps]
     for ranks in measured:
         first.profiler.observe(ranks)
     profile = first.profiler.profile()
-    return replace(
+    first = replace(
         first,
         planned_for=profile,
         usual=with_measured(first.usual, profile.links, first.in_force.plan.routes),
         steps=(*first.steps, *measured),
     )
+    return first, around_ops_ms(steps)
 
 
 def with_measured(usual: UsualLinks, measured: Links, routes: Mapping[Link, Route]) -> UsualLinks:

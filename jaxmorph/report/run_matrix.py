@@ -42,6 +42,8 @@ class PlannedRun:
         predicted_ms: The step, simulated with measured op costs and the condition's delays; of
             several blocks the median.
         lower_bound_ms: No schedule is faster with the same costs and delays.
+        around_ops_ms: The part of both that lies before a step's first op and after its last, as
+            measured in healthy steps: the exchange that ends a step, and the update.
         warmup_forwards: Of each stage.
         regime: What delays of links do: ``holds queues`` or ``overlaps``.
         message_parts_ms: How long messages of an emulated size keep each part busy in a step, on
@@ -56,6 +58,7 @@ class PlannedRun:
     routes: Mapping[str, str]
     regime: str
     message_parts_ms: Mapping[str, float] = field(default_factory=dict)
+    around_ops_ms: float = 0.0
 
 
 BESIDE = "beside other work"

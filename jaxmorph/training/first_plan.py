@@ -71,6 +71,8 @@ def plan_by_timings(
     with_slots: Callable[[PlanInForce], PlanInForce],
     known: Sequence[KnownDirection] = (),
     room: HostRoom | None = None,
+    *,
+    may_delegate: bool = False,
 ) -> FirstPlan:
     """Measure the costs of ops and links, plan with them, and prepare the ranks for the plan.
 
@@ -79,6 +81,7 @@ def plan_by_timings(
 
     Args:
         with_slots: Adds slots for more than the plan's own steps.
+        may_delegate: Whether later plans may delegate links. A run that adapts always may.
 
     Raises:
         UserError: The schedule can't keep the configured caps.
@@ -101,7 +104,7 @@ def plan_by_timings(
         room=room,
     )
     usual: dict[Route, Links] = {}
-    if config.adapts:  # the cost of delegation must be known before it is needed
+    if config.adapts or may_delegate:  # the cost of delegation must be known before it is needed
         every = possible_links(config.parallelism.stages)
         on_hosts = measure(with_delegated(config, every), first_step=-2 * _WARM_UP_STEPS)
         delegated: dict[Link, Route] = dict.fromkeys(every, "delegated")

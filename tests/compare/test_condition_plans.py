@@ -168,6 +168,24 @@ def test_copies_are_not_counted_twice_where_delegated_links_were_measured():
     assert plans.make(())[1].predicted_ms > counted.make(())[1].predicted_ms
 
 
+def test_what_was_measured_of_delegated_links_counts_where_they_are_delegated():
+    plans = planner("adaptive-informed")
+    measured = replace(plans, delegated={link: LinkDelay(2.0, 3.0) for link in Placement(4).links})
+    assert measured.make(())[1].predicted_ms == plans.make(())[1].predicted_ms  # all are direct
+    in_force, planned = measured.make(SLOW)
+    costs, links = StageCosts.uniform(4, 10.0, 10.0, 10.0), {Link(2, 3): LinkDelay(32.0, 33.0)}
+    step_ms = simulate_blocking(in_force.programs, costs, links).makespan_ms
+    assert planned.predicted_ms == pytest.approx(step_ms)
+
+
+def test_a_predicted_step_has_what_lies_around_its_ops():
+    ops_alone = planner("zb").make(())[1]
+    whole = replace(planner("zb"), around_ops_ms=8.0).make(())[1]
+    assert whole.predicted_ms == ops_alone.predicted_ms + 8.0
+    assert whole.lower_bound_ms == ops_alone.lower_bound_ms + 8.0
+    assert whole.around_ops_ms == 8.0
+
+
 def test_jitter_adds_a_margin_to_plans_alone():
     steady = planner("adaptive-informed").make(SLOW)[1]
     unsteady = (LinkCondition((2, 3), latency_ms=30.0, jitter_ms=20.0),)
