@@ -154,8 +154,8 @@ bench-netns: setup
 
 # The paper's figures, its traces and head-of-line blocking, about two hours on an idle machine: what
 # of them is missing in runs/figures, and then all their bars.
-FIGURES := hol figure3 figure9 figure14 figure15 figure16 figure16_14b figure17 figure18 figure19 figure21 \
-    figure21_14b figure22 table3 ablation memory
+FIGURES := hol figure3 figure3_mesh figure9 figure14 figure15 figure16 figure16_14b figure17 figure18 \
+    figure19 figure21 figure21_14b figure22 table3 ablation memory
 bench-figures: setup
 	@for figure in $(FIGURES); do \
 	    $(BIN)/jaxmorph compare configs/$$figure.yaml run.dir=runs/figures/$$figure --resume auto \

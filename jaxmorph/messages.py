@@ -1,10 +1,10 @@
 """The messages that ranks send to their launcher, as `plain_json.tagged` writes them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from jaxmorph.plain_json import Json, parse, written_as
+from jaxmorph.plain_json import Json, parse
 from jaxmorph.records import Event, StepRecord
 
 
@@ -65,12 +65,12 @@ class LinksChanged:
     Attributes:
         pipeline: The settings that determine the links and their usual delays.
         step: The step of the last change.
-        directions: As `KnownDirection.to_json` writes them.
+        directions: `KnownDirection`s as JSON objects.
     """
 
     pipeline: Json
     step: int
-    directions: tuple[Json, ...] = field(metadata=written_as("ways"))
+    directions: tuple[Json, ...]
 
 
 @dataclass(frozen=True)

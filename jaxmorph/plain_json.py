@@ -21,7 +21,7 @@ import json
 import math
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from itertools import repeat
@@ -35,7 +35,6 @@ Json: TypeAlias = dict[str, Any]
 _Value = TypeVar("_Value")
 _Read: TypeAlias = Callable[[Any], Any]
 _Write: TypeAlias = Callable[[Any], Any]
-_KEY = "key"  # in a field's metadata
 _SUM, _BYTES = "crc32", "bytes"
 _LONGEST = 60  # characters of a value quoted in an error
 
@@ -111,7 +110,7 @@ def as_object(value: Any) -> dict[str, Any]:
         return value.model_dump(mode="json")
     if not is_dataclass(value):
         raise TypeError(f"got {value!r}, expected plain values and dataclasses")
-    return {key: write(getattr(value, name)) for key, name, write in _writers(type(value))}
+    return {name: write(getattr(value, name)) for name, write in _writers(type(value))}
 
 
 def with_sum(line: str) -> str:
@@ -145,19 +144,10 @@ def tagged(message: Any) -> dict[str, Any]:
     return {"kind": type(message).__name__} | as_object(message)
 
 
-def written_as(key: str) -> dict[str, str]:
-    """The metadata of a field whose key in JSON differs from its name."""
-    return {_KEY: key}
-
-
 @cache
-def _writers(kind: type) -> tuple[tuple[str, str, _Write], ...]:
+def _writers(kind: type) -> tuple[tuple[str, _Write], ...]:
     types = get_type_hints(kind)
-    return tuple((_key(item), item.name, _writer(types[item.name])) for item in fields(kind))
-
-
-def _key(item: Field[Any]) -> str:
-    return item.metadata.get(_KEY, item.name)
+    return tuple((item.name, _writer(types[item.name])) for item in fields(kind))
 
 
 def _writer(kind: Any) -> _Write:
@@ -351,25 +341,25 @@ def _read_parts(names: Iterable[Any], reads: Iterable[_Read], values: Collection
 
 def _dataclass_reader(kind: type) -> _Read:
     types = get_type_hints(kind)
-    parts = [(_key(item), item.name, _reader(types[item.name])) for item in fields(kind)]
+    reads = {item.name: _reader(types[item.name]) for item in fields(kind)}
     required = [
-        _key(item) for item in fields(kind) if item.default is item.default_factory is MISSING
+        item.name for item in fields(kind) if item.default is item.default_factory is MISSING
     ]
 
     def read_all(value: Any) -> Any:
         if not isinstance(value, Mapping):
             raise _mismatch(value, f"the fields of {kind.__name__}")
-        for key in required:
-            if key not in value:
-                raise _MismatchError("missing", key)
+        for name in required:
+            if name not in value:
+                raise _MismatchError("missing", name)
         found: dict[str, Any] = {}
-        key = ""
+        name = ""
         try:
-            for key, name, read in parts:
-                if key in value:
-                    found[name] = read(value[key])
+            for name, read in reads.items():
+                if name in value:
+                    found[name] = read(value[name])
         except _MismatchError as error:
-            raise error.within(key) from None
+            raise error.within(name) from None
         return _make(kind, found)
 
     return read_all

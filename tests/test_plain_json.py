@@ -19,7 +19,6 @@ from jaxmorph.plain_json import (
     parse_line,
     with_parts,
     with_sum,
-    written_as,
 )
 
 
@@ -145,18 +144,6 @@ def test_a_section_error_is_one_line():
     with pytest.raises(ParseError, match=r"^here: section: .*Adaptation worth.*less than 1") as it:
         parse(Whole, PART | {"section": {"worth": 2}}, "here")
     assert "\n" not in str(it.value)
-
-
-@dataclass(frozen=True)
-class Renamed:
-    new: int = field(metadata=written_as("old"))
-
-
-def test_a_renamed_field_keeps_its_key():
-    assert dump(Renamed(1)) == '{"old": 1}'
-    assert parse(Renamed, {"old": 1}, "a file") == Renamed(1)
-    with pytest.raises(ParseError, match=r"^a file: old: missing"):
-        parse(Renamed, {"new": 1}, "a file")
 
 
 @dataclass(frozen=True)

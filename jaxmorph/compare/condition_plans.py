@@ -4,7 +4,7 @@ An informed system plans for the condition's delays, or for the recent past of a
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxmorph.compare.condition_links import (
@@ -20,6 +20,7 @@ from jaxmorph.compare.systems import System, route_choices
 from jaxmorph.config import Config
 from jaxmorph.config.link_problems import possible_links
 from jaxmorph.config.link_sections import Emulation
+from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.link_state import delegated_links
 from jaxmorph.control.profiler import Profile
 from jaxmorph.emulation.link_conditions import LinkCondition
@@ -53,8 +54,8 @@ class ConditionPlanner:
         message_bytes: What an activation or a gradient counts as.
         room: The ranks' host memory for slots and stashes; None: no limit.
         measured_on: The routes of the links in the profile; a missing link was direct.
-        delegated: The delays of healthy links when they are delegated, as measured; only rank 0's
-            are read. A missing link's are those in the profile.
+        usual: The delays of healthy links on each measured route, on rank 0. Where a link has none
+            on a route, those in the profile count.
         around_ops_ms: What a step takes besides its ops and messages (`PlannedRun`).
     """
 
@@ -66,7 +67,7 @@ class ConditionPlanner:
     message_bytes: int
     room: HostRoom | None = None
     measured_on: Mapping[Link, Route] = field(default_factory=dict)
-    delegated: Links = field(default_factory=dict)
+    usual: UsualLinks = field(default_factory=dict)
     around_ops_ms: float = 0.0
 
     def make(self, conditions: Sequence[LinkCondition]) -> tuple[PlanInForce, PlannedRun]:
@@ -119,14 +120,16 @@ class ConditionPlanner:
         margin_of_jitter: float,
     ) -> Profile:
         """The profile with what conditions, and routes other than the measured ones, add."""
-        newly = delegated_links(routes) - delegated_links(self.measured_on)
+        then, now = delegated_links(self.measured_on), delegated_links(routes)
         copy_ms = copy_ms_of(self.config.emulation)
         # Measured delays of delegated links hold emulated copies too, but not apart from the rest.
-        measured = {} if copy_ms else self.delegated
-        healthy = {link: measured[link] for link in newly & measured.keys()}
+        measured = {
+            **_of(self.usual.get("direct", {}), then - now),
+            **_of({} if copy_ms else self.usual.get("delegated", {}), now - then),
+        }
         added = self._added(conditions, margin_of_jitter)
-        links = delayed({**self.profile.links, **healthy}, added)
-        copied = {link: with_copies(links.get(link, LinkDelay()), copy_ms) for link in newly}
+        links = delayed({**self.profile.links, **measured}, added)
+        copied = {link: with_copies(links.get(link, LinkDelay()), copy_ms) for link in now - then}
         return replace(self.profile, links={**links, **copied})
 
     def _added(
@@ -162,6 +165,11 @@ class ConditionPlanner:
             regime=_regime(plan, slow),
             message_parts_ms=parts_ms,
         )
+
+
+def _of(delays: Links, links: Collection[Link]) -> Links:
+    """The delays of some links, where they are known."""
+    return {link: delays[link] for link in links if link in delays}
 
 
 def message_parts_ms(

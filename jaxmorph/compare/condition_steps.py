@@ -127,19 +127,6 @@ class ConditionRunner:
         loop.begin()
 
 
-def around_ops_ms(steps: Sequence[StepResult]) -> float:
-    """What steps take before their first op and after their last, on rank 0; 0 without steps.
-
-    That is above all the exchange that ends a step, and the update, which the next one begins with.
-    """
-    around_ms: list[float] = []
-    for step in steps:
-        timeline = measured_timeline(step.reports, step.program.placement_kind)
-        ops_ms = max(map(max, timeline.end_ms)) - min(map(min, timeline.start_ms))
-        around_ms.append(1e3 * step.step_s - ops_ms)
-    return median(around_ms) if around_ms else 0.0
-
-
 def summarize_steps(
     condition: int,
     steps: Sequence[StepResult],

@@ -242,6 +242,8 @@ def comparison_notes(config: Config, wanted: Compare) -> dict[str, str]:
     predicted = (
         "predictions count what lies before a step's first op and after its last as it was in the "
         "healthy steps of the same system"
+        if wanted.profiling_steps
+        else "predictions end with the last op: tied gradients and the update come after it"
     )
     systems = (SYSTEMS[name] for name in wanted.systems)
     return {

@@ -4,17 +4,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 from jaxmorph.compare.blocks import AllPlanned, ComparisonMessage
 from jaxmorph.compare.condition_links import link_conditions
 from jaxmorph.compare.condition_plans import ConditionPlanner
-from jaxmorph.compare.condition_steps import ConditionRunner, around_ops_ms
+from jaxmorph.compare.condition_steps import ConditionRunner
 from jaxmorph.compare.rounds import RoundPaths, Rounds
 from jaxmorph.compare.systems import SYSTEMS, System, system_config
 from jaxmorph.config import Config, load_config
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.config.link_problems import possible_links
 from jaxmorph.control.conditions import UsualLinks
+from jaxmorph.control.rank_times import around_ops_ms
 from jaxmorph.data import ReadAhead
 from jaxmorph.emulation.link_settings import hardware_conditions
 from jaxmorph.errors import UserError
@@ -103,7 +105,7 @@ def serve(
             message_bytes,
             room,
             measured_on=first.in_force.plan.routes,
-            delegated=first.usual.get("delegated", {}),
+            usual=first.usual,
             around_ops_ms=around_ms,
         )
         made = [
@@ -128,7 +130,7 @@ def _profiled(
     """Run some steps on healthy links, and add their measurements to the first plan's.
 
     Returns:
-        The plan, and what the steps took besides their ops (`around_ops_ms`), on rank 0.
+        The plan, and what the steps took besides their ops, in milliseconds; both on rank 0.
     """
     steps = runner.run(first.in_force, (), num_steps).steps
     if rank != 0 or not steps:
@@ -137,13 +139,14 @@ def _profiled(
     for ranks in measured:
         first.profiler.observe(ranks)
     profile = first.profiler.profile()
+    around_ms = median(map(around_ops_ms, measured, (step.step_s for step in steps)))
     first = replace(
         first,
         planned_for=profile,
         usual=with_measured(first.usual, profile.links, first.in_force.plan.routes),
         steps=(*first.steps, *measured),
     )
-    return first, around_ops_ms(steps)
+    return first, around_ms
 
 
 def with_measured(usual: UsualLinks, measured: Links, routes: Mapping[Link, Route]) -> UsualLinks:

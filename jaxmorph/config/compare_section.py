@@ -88,7 +88,7 @@ class Condition(Section):
     """Emulated links, as in `emulation.links`."""
 
     hosts: EmulatedHostPairs = ()
-    """Pairs of hosts, as in `emulation.hosts`; only where each system is a run of its own."""
+    """Pairs of hosts, as in `emulation.hosts`; with any, each system is a run of its own."""
 
     trace: Annotated[LinkTrace | None, TRACE_EXPECTED] = None
     """Links that change, on top of `links`. It starts again with each round; a regime takes the
@@ -137,8 +137,9 @@ class Bar(Section):
 class Compare(Section):
     """Which systems `jaxmorph compare` runs under which conditions, and for how long.
 
-    With a system that restarts, or `falcon`, each system under each condition is a run of its own,
-    of `steps` steps, and conditions may cut links and change them from step to step.
+    With a system that restarts, with `falcon`, or with `hosts` in a condition, each system under
+    each condition is a run of its own, of `steps` steps, and conditions may cut links and change
+    them from step to step.
     """
 
     systems: Systems = ("1f1b", "zb", "zb-delegated", "adaptive")
@@ -194,7 +195,8 @@ class Compare(Section):
     @property
     def has_whole_runs(self) -> bool:
         """Whether each system under each condition is a run of its own, with its restarts."""
-        return any(system in _ONLY_WHOLE for system in self.systems)
+        slow_hosts = any(condition.hosts for condition in self.conditions)
+        return slow_hosts or any(system in _ONLY_WHOLE for system in self.systems)
 
     @property
     def restarting(self) -> tuple[SystemName, ...]:
@@ -216,7 +218,10 @@ def compare_problems(compare: Compare, cut: Parallelism, num_hosts: int) -> Iter
     """Yields the contradictions within the section, and with the pipeline."""
     if cut.data > 1 and not compare.has_whole_runs:
         alone = ", ".join(_ONLY_WHOLE)
-        expected = f"1, or one of {alone} among compare.systems, with which each run starts ranks"
+        expected = (
+            f"1, or one of {alone} among compare.systems, or compare.conditions with hosts: then "
+            "each run starts ranks"
+        )
         yield mismatch("parallelism.data", cut.data, expected)
     names = Counter(condition.name for condition in compare.conditions)
     for name in (name for name, count in names.items() if count > 1):
@@ -227,16 +232,16 @@ def compare_problems(compare: Compare, cut: Parallelism, num_hosts: int) -> Iter
         yield mismatch("compare.systems", list(compare.systems), expected)
     others = [system for system in compare.systems if system not in _WHOLE_RUN_SYSTEMS]
     if compare.has_whole_runs and others:
-        expected = f"only {', '.join(_WHOLE_RUN_SYSTEMS)} beside {' or '.join(_ONLY_WHOLE)}"
+        expected = (
+            f"only {', '.join(_WHOLE_RUN_SYSTEMS)} beside {' or '.join(_ONLY_WHOLE)}, and where "
+            "compare.conditions have hosts"
+        )
         yield mismatch("compare.systems", list(compare.systems), expected)
     for index, condition in enumerate(compare.conditions):
         key = f"compare.conditions.{index}.links"
         yield from emulated_link_problems(key, condition.links, cut.stages, cut.data)
         yield from link_trace_problems(f"compare.conditions.{index}.trace", condition.trace)
         hosts = f"compare.conditions.{index}.hosts"
-        if condition.hosts and not compare.has_whole_runs:
-            expected = "none: only where each system is a run of its own"
-            yield mismatch(hosts, [each.between for each in condition.hosts], expected)
         yield from emulated_host_problems(hosts, condition.hosts, num_hosts)
         for at, link in enumerate(() if compare.has_whole_runs else condition.links):
             yield from _span_problems(f"{key}.{at}", link)

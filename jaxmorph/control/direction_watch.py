@@ -5,7 +5,7 @@ step's messages.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
@@ -28,7 +28,6 @@ from jaxmorph.control.route_record import (
     typical_ms,
 )
 from jaxmorph.control.verdicts import Evidence, Verdict
-from jaxmorph.plain_json import written_as
 
 _CALMING = 0.8  # the factor of a slow link's unrest per step
 
@@ -57,7 +56,7 @@ class DirectionState:
     verdict: Verdict
     direct: RouteState | None = None
     delegated: RouteState | None = None
-    is_direct: bool | None = field(default=None, metadata=written_as("is_held"))
+    is_direct: bool | None = None
     judged_by: bool | None = None
     level_ms: float = 0.0
     unrest: float = 0.0

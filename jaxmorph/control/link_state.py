@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from jaxmorph.control.measurements import StepSamples
-from jaxmorph.plain_json import as_object, written_as
+from jaxmorph.plain_json import as_object
 from jaxmorph.records import Link, Route, Routes
 
 Direction = tuple[int, int]
@@ -144,8 +144,8 @@ class PathFailure:
     held_up_s: float = 0.0
     resent: int = 0
     began: bool = False
-    restores_left: int | None = field(default=None, metadata=written_as("lives_left"))
-    reported_by: tuple[int, ...] = field(default=(), metadata=written_as("told_by"))
+    restores_left: int | None = None
+    reported_by: tuple[int, ...] = ()
     late_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
@@ -186,7 +186,7 @@ class LinkPath:
     state: PathState = PathState.UP
     failures: int = 0
     epoch: int = 0
-    restores_left: int | None = field(default=None, metadata=written_as("lives_left"))
+    restores_left: int | None = None
     up_steps: int = 0
     is_unused: bool = False
     is_handed_over: bool = False

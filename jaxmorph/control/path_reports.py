@@ -7,7 +7,6 @@ from jaxmorph.control.detector import Detector
 from jaxmorph.control.events import ControlEvent, verdict_events
 from jaxmorph.control.link_state import FailedPaths, PathFailure, delegated_links, directions_of
 from jaxmorph.control.measurements import StepSamples
-from jaxmorph.plain_json import written_as
 from jaxmorph.records import EventKind, Link, Route, Routes
 
 
@@ -41,9 +40,7 @@ class JoinedPathReport:
     failures: tuple[PathFailure, ...] = ()
     up: Mapping[Link, bool] = field(default_factory=dict)
     restored: tuple[Link, ...] = ()
-    restores_left: Mapping[Link, int] = field(
-        default_factory=dict, metadata=written_as("lives_left")
-    )
+    restores_left: Mapping[Link, int] = field(default_factory=dict)
     is_disturbed: bool = False
 
 

@@ -39,7 +39,7 @@ _LONGEST_US = (1 << 31) - 1  # 36 minutes
 _CHUNKS = 1 << 8
 _KINDS, _PAYLOADS, _COPIES = tuple(OpKind), tuple(Payload), ("offload", "fetch")
 _NO_TIME = OpTime(math.nan, math.nan, math.nan)
-_BEGIN = struct.Struct(f"<3I2d4I{len(_COPIES)}d")
+_BEGIN = struct.Struct(f"<3I3d4I{len(_COPIES)}d")
 _OP_TIME = struct.Struct("<3d")
 _MESSAGES = struct.Struct("<2I2?I")
 _COLUMN_BYTES = 12  # of a `packed` table
@@ -97,6 +97,7 @@ class RankTimes:
         op_times: By kind.
         copies_ms: The median copy, by its kind.
         busy_ms: Its time in ops.
+        begin_ms: When its first op began.
         end_ms: When its last op ended.
         peak_live: Of microbatches on its device or in host memory.
         peak_on_device: Of those on its device.
@@ -108,6 +109,7 @@ class RankTimes:
     op_times: Mapping[OpKind, OpTime] = field(default_factory=dict)
     copies_ms: Mapping[str, float] = field(default_factory=dict)
     busy_ms: float = 0.0
+    begin_ms: float = 0.0
     end_ms: float = 0.0
     peak_live: Peaks = _NO_PEAKS
     peak_on_device: Peaks = _NO_PEAKS
@@ -141,6 +143,7 @@ class RankTimes:
             {kind: time for (_, kind), time in op_times(own).items()},
             _copy_medians_ms(own),
             own.busy_ms[0],
+            float(min(own.start_ms[0], default=0.0)),
             own.makespan_ms,
             live,
             on_device,
@@ -152,6 +155,7 @@ class RankTimes:
         begin = _BEGIN.pack(
             *map(len, (self.messages, self.ops, self.copies)),
             self.busy_ms,
+            self.begin_ms,
             self.end_ms,
             *self.peak_live,
             *self.peak_on_device,
@@ -169,7 +173,7 @@ class RankTimes:
         heads_at = ops_at + len(_KINDS) * _OP_TIME.size
         try:
             begin = _BEGIN.unpack_from(data)
-            num_messages, *lengths, busy_ms, end_ms = begin[:5]
+            num_messages, *lengths, busy_ms, begin_ms, end_ms = begin[:6]
             at = heads_at + num_messages * _MESSAGES.size
             of_ops = map(OpTime._make, _OP_TIME.iter_unpack(data[ops_at:heads_at]))
             heads = [*_MESSAGES.iter_unpack(data[heads_at:at])]
@@ -185,7 +189,8 @@ class RankTimes:
         if any(length % _COLUMN_BYTES for length in lengths):
             raise ParseError("got a part of a column in a rank's times, expected whole ones")
         ops, copies, *rows = tables
-        op_times, copies_ms = zip(_KINDS, of_ops, strict=True), zip(_COPIES, begin[9:], strict=True)
+        op_times = zip(_KINDS, of_ops, strict=True)
+        copies_ms = zip(_COPIES, begin[10:], strict=True)
         return cls(
             ops,
             tuple(
@@ -195,9 +200,10 @@ class RankTimes:
             {kind: each for kind, each in op_times if not math.isnan(each.median_ms)},
             {kind: each for kind, each in copies_ms if not math.isnan(each)},
             busy_ms,
+            begin_ms,
             end_ms,
-            Peaks(*begin[5:7]),
-            Peaks(*begin[7:9]),
+            Peaks(*begin[6:8]),
+            Peaks(*begin[8:10]),
             **more,
         )
 
@@ -279,6 +285,15 @@ def _in_order(rows: np.ndarray) -> np.ndarray:
 
 
 # --- On rank 0 -----------------------------------------------------------------------------------
+
+
+def around_ops_ms(ranks: Sequence[RankTimes], step_s: float) -> float:
+    """What a step took before the first op of any rank and after the last.
+
+    That is the update of the step before, the exchange of tied gradients, and the one that ends a
+    step.
+    """
+    return 1e3 * step_s - (max(of.end_ms for of in ranks) - min(of.begin_ms for of in ranks))
 
 
 def joined_messages(ranks: Sequence[RankTimes]) -> tuple[MessageTables, ...]:

@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from jaxmorph.control.link_state import (
-    DEAD,
     IMPOSSIBLE,
     Direction,
     LinkHealth,
@@ -95,17 +94,6 @@ class Verdict:
         del fields["path"]
         return {**fields, "health": word(self.health, self.path)}
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "Verdict":
-        """The verdict that `to_json` wrote; a path that isn't dead counts as up."""
-        evidence = {**data["evidence"], "samples_ms": tuple(data["evidence"]["samples_ms"])}
-        is_dead = data["health"] == DEAD
-        state = {
-            "health": LinkHealth.SLOW if is_dead else LinkHealth(data["health"]),
-            "path": PathState.FAILED if is_dead else PathState.UP,
-        }
-        return cls(**{**data, **state, "evidence": Evidence(**evidence)})
-
 
 def degraded_links(verdicts: Iterable[Verdict]) -> frozenset[Link]:
     """The links with a direction that is slow, dead or recovering."""
@@ -153,16 +141,6 @@ class KnownDirection:
             return f"{source}>{destination} without a direct path"
         latency_ms, healthy_ms = self.verdict.latency_ms, self._healthy_ms
         return f"{source}>{destination} slow, {latency_ms:.1f} ms (healthy: {healthy_ms:.1f})"
-
-    def to_json(self) -> dict[str, Any]:
-        """The direction as a JSON object."""
-        usual_ms = dict(self.usual_ms)
-        return {"verdict": self.verdict.to_json(), "route": self.route, "usual_ms": usual_ms}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "KnownDirection":
-        """The direction that `to_json` wrote."""
-        return cls(Verdict.from_json(data["verdict"]), data["route"], dict(data["usual_ms"]))
 
 
 def dead_of(known: Iterable[KnownDirection]) -> frozenset[Link]:

@@ -182,16 +182,13 @@ def _with_copies(
     fetched_before = _fetches(ops, chosen, memory, ahead)
     instructions: list[Instruction] = []
     at = -1  # the position of the last op
-    fetches: list[Fetch] = []
     for step in program.instructions:
-        instructions += fetches
-        fetches = []
         instructions.append(step)
         if isinstance(step, Run):
             at += 1
             if step.op.kind is OpKind.F and _stash(step.op) in chosen:
                 instructions.append(Offload(_stash(step.op)))
-            fetches = [Fetch(stash) for stash in fetched_before.get(at + 1, ())]
+            instructions += [Fetch(stash) for stash in fetched_before.get(at + 1, ())]
     return await_room(replace(program, instructions=tuple(instructions)), memory)
 
 

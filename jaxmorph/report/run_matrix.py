@@ -43,7 +43,7 @@ class PlannedRun:
             several blocks the median.
         lower_bound_ms: No schedule is faster with the same costs and delays.
         around_ops_ms: The part of both that lies before a step's first op and after its last, as
-            measured in healthy steps: the exchange that ends a step, and the update.
+            measured in healthy steps (`rank_times.around_ops_ms`).
         warmup_forwards: Of each stage.
         regime: What delays of links do: ``holds queues`` or ``overlaps``.
         message_parts_ms: How long messages of an emulated size keep each part busy in a step, on

@@ -45,8 +45,8 @@ class FirstPlan:
         profiler: Has the measured steps, on rank 0.
         equipped: The resources of delegated links, for the log.
         planned_for: The costs that it was made for, on rank 0.
-        usual: The delays of links on each measured route, on rank 0. A run that doesn't adapt
-            measures its configured routes only.
+        usual: The delays of links on each measured route, on rank 0: on the configured ones, and
+            delegated where the run adapts or may delegate.
         steps: All ranks' times in the measured steps, on rank 0.
         known: The slow and dead directions of an earlier start of the run.
         room: The ranks' host memory for slots and stashes; None: no limit.

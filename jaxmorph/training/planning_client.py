@@ -15,7 +15,7 @@ from jaxmorph.control.orchestrator import Options
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.rank_times import texts_of
 from jaxmorph.control.verdicts import Verdict
-from jaxmorph.plain_json import ParseError, dump, parse_line, tagged, written_as
+from jaxmorph.plain_json import ParseError, dump, parse_line, tagged
 from jaxmorph.program.instructions import Channel
 from jaxmorph.program.slots_needed import HostRoom
 from jaxmorph.records import Link
@@ -45,7 +45,7 @@ class RunToPlan:
 
     config: Config
     num_tied: int
-    home: Plan = field(metadata=written_as("first"))
+    home: Plan
     profile: Profile
     usual: UsualLinks
     room: HostRoom | None = None

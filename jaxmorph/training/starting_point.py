@@ -5,6 +5,7 @@ times are not its usual ones. Those come from the other links, or from what an e
 run has recorded.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from jaxmorph.control.verdicts import (
     with_healthy_latencies,
 )
 from jaxmorph.messages import LinksChanged
-from jaxmorph.plain_json import Json, parse_line
+from jaxmorph.plain_json import Json, dump, parse, parse_line
 from jaxmorph.program.slots_needed import HostRoom
 from jaxmorph.records import Route, Routes
 from jaxmorph.report.run_directory import LINKS
@@ -147,7 +148,9 @@ class KnownLinks:
         if known == self._reported:
             return None
         self._reported = known
-        return LinksChanged(self._pipeline, step, tuple(each.to_json() for each in directions))
+        return LinksChanged(
+            self._pipeline, step, tuple(json.loads(dump(each)) for each in directions)
+        )
 
 
 def known_links(
@@ -159,8 +162,8 @@ def known_links(
     """
     if not config.adapts:  # it would delegate them for ever
         return ()
-    own = _read(directory / LINKS, _pipeline(config, layers)) if rendezvous.rank == 0 else []
-    directions = map(KnownDirection.from_json, agree(rendezvous, tuple[Json, ...], tuple(own)))
+    own = _read(directory / LINKS, _pipeline(config, layers)) if rendezvous.rank == 0 else ()
+    directions = agree(rendezvous, tuple[KnownDirection, ...], own)
     # Without failover no rank would find that a dead link's path is up again.
     return tuple(each for each in directions if config.fails_over or not each.verdict.is_dead)
 
@@ -176,12 +179,12 @@ def _pipeline(config: Config, layers: Sequence[range]) -> dict[str, Any]:
     }
 
 
-def _read(path: Path, pipeline: Json) -> list[dict[str, Any]]:
+def _read(path: Path, pipeline: Json) -> tuple[KnownDirection, ...]:
     """The record, if it is readable and of the same pipeline."""
     try:
         before = parse_line(LinksChanged, path.read_text(encoding="utf-8"), LINKS)
         if before.pipeline != pipeline:
-            return []
-        return [KnownDirection.from_json(direction).to_json() for direction in before.directions]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return []  # the detector finds slow links again
+            return ()
+        return parse(tuple[KnownDirection, ...], before.directions, LINKS)
+    except (OSError, ValueError):
+        return ()  # the detector finds slow links again

@@ -15,6 +15,7 @@ from jaxmorph.compare.condition_plans import (
 from jaxmorph.compare.systems import SYSTEMS, system_config
 from jaxmorph.config import Config
 from jaxmorph.config.link_sections import Emulation, Routes
+from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.profiler import Profile
 from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.placement import Placement
@@ -170,12 +171,25 @@ def test_copies_are_not_counted_twice_where_delegated_links_were_measured():
 
 def test_what_was_measured_of_delegated_links_counts_where_they_are_delegated():
     plans = planner("adaptive-informed")
-    measured = replace(plans, delegated={link: LinkDelay(2.0, 3.0) for link in Placement(4).links})
+    usual: UsualLinks = {"delegated": dict.fromkeys(Placement(4).links, LinkDelay(2.0, 3.0))}
+    measured = replace(plans, usual=usual)
     assert measured.make(())[1].predicted_ms == plans.make(())[1].predicted_ms  # all are direct
     in_force, planned = measured.make(SLOW)
     costs, links = StageCosts.uniform(4, 10.0, 10.0, 10.0), {Link(2, 3): LinkDelay(32.0, 33.0)}
     step_ms = simulate_blocking(in_force.programs, costs, links).makespan_ms
     assert planned.predicted_ms == pytest.approx(step_ms)
+
+
+def test_what_was_measured_of_direct_links_counts_where_they_no_longer_are_delegated():
+    plans, links = planner("zb"), Placement(4).links
+    began_delegated = replace(
+        plans,
+        profile=replace(plans.profile, links=dict.fromkeys(links, LinkDelay(4.0, 4.0))),
+        measured_on=dict.fromkeys(links, "delegated"),
+    )
+    known = replace(began_delegated, usual={"direct": dict.fromkeys(links, LinkDelay())})
+    assert known.make(())[1].predicted_ms == plans.make(())[1].predicted_ms
+    assert began_delegated.make(())[1].predicted_ms > known.make(())[1].predicted_ms
 
 
 def test_a_predicted_step_has_what_lies_around_its_ops():

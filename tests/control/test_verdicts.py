@@ -1,7 +1,5 @@
 """The slow and dead directions that a run records, and their use at its next start."""
 
-import json
-
 import pytest
 from test_detector import DELEGATED, DIRECT, Steps, messages
 from verdict_examples import verdict
@@ -15,6 +13,7 @@ from jaxmorph.control.verdicts import (
     with_healthy_latencies,
     with_known_delays,
 )
+from jaxmorph.plain_json import dump, parse_line
 from jaxmorph.records import Link, Routes
 from jaxmorph.schedule.costs import LinkDelay
 
@@ -54,9 +53,13 @@ def test_a_dead_link_is_kept_in_both_directions():
 
 def test_a_known_direction_reads_back_from_json():
     for known in (SLOW, DEAD):
-        assert KnownDirection.from_json(json.loads(json.dumps(known.to_json()))) == known
-    assert list(DEAD.to_json()["verdict"].items())[2] == ("health", "dead")
-    assert "path" not in DEAD.to_json()["verdict"]
+        assert parse_line(KnownDirection, dump(known), "a file") == known
+
+
+def test_the_evidence_of_a_dead_link_says_dead():
+    fields = DEAD.verdict.to_json()
+    assert fields["health"] == "dead"
+    assert "path" not in fields
 
 
 def test_a_known_slow_direction_is_planned_as_slow():

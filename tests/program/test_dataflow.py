@@ -3,6 +3,7 @@ import pytest
 from jaxmorph.placement import Placement
 from jaxmorph.program.dataflow import (
     flows,
+    last_uses,
     received_buffer,
     result_buffer,
     sent_buffer,
@@ -13,8 +14,11 @@ from jaxmorph.program.instructions import (
     BufferKind,
     Payload,
     RankInstructions,
+    Receive,
     Run,
+    Send,
     Transfer,
+    Update,
 )
 from jaxmorph.schedule.ops import Op, OpKind
 
@@ -126,3 +130,27 @@ def test_a_result_is_what_an_op_fills_for_others(pipeline):
         result_buffer(Op(OpKind.F, 2, pipeline.num_chunks - 1), pipeline[0] - 1, pipeline) is None
     )
     assert result_buffer(Op(OpKind.B, 2), 0, pipeline) is None
+
+
+def test_each_buffer_is_freed_after_its_last_use():
+    activation, gradient = (
+        Transfer(payload, source, 1, 0)
+        for payload, source in ((Payload.ACTIVATION, 0), (Payload.GRADIENT, 2))
+    )
+    steps = [
+        (Receive(activation), ""), (Run(Op.parse("F0")), "input"),
+        (Send(activation._replace(source=1, destination=2)), "output"),
+        (Receive(gradient), ""), (Run(Op.parse("B0")), "stash output-gradient"),
+        (Send(gradient._replace(source=1, destination=0)), "input-gradient"),
+        (Run(Op.parse("W0")), "weight-stash"), (Update(), ""),
+    ]  # fmt: skip
+    freed = last_uses(RankInstructions(1, 3, 1, tuple(step for step, _ in steps)))
+    named = [{buffer.kind.value for buffer in of_step} for of_step in freed]
+    assert named == [set(names.split()) for _, names in steps]
+
+
+def test_what_nothing_reads_is_freed_at_once():
+    program = RankInstructions(0, 2, 1, (Run(Op.parse("F0")),))
+    assert [*map(set, last_uses(program))] == [
+        {Buffer(BufferKind.STASH, 0), Buffer(BufferKind.OUTPUT, 0)}
+    ]

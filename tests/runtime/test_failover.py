@@ -51,14 +51,14 @@ def test_a_cut_leaves_the_devices_as_they_were(messages, queue, step):
     for end in of_step(messages, queue, step)[:2]:
         (failure,) = end["failures"]
         assert not failure["began"]
-        assert failure["lives_left"] == COMMUNICATORS
+        assert failure["restores_left"] == COMMUNICATORS
 
 
 def test_a_failed_collective_uses_up_a_communicator(messages):
     running, stopped, _ = of_step(messages, "paced", "stopped")
     assert running["failures"][0]["began"]
     for end in (running, stopped):
-        assert end["failures"][0]["lives_left"] == COMMUNICATORS - 1
+        assert end["failures"][0]["restores_left"] == COMMUNICATORS - 1
 
 
 @pytest.mark.parametrize("number", range(2))
@@ -67,7 +67,7 @@ def test_a_link_survives_each_failed_collective(messages, number):
     assert waiting["failures"][0]["began"]
     assert not cut["failures"][0]["began"]
     for end in (waiting, cut):
-        assert end["failures"][0]["lives_left"] == COMMUNICATORS - 2 - number
+        assert end["failures"][0]["restores_left"] == COMMUNICATORS - 2 - number
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_a_failed_path_costs_no_step(failing, undisturbed):
     (failed,) = failing.events("link_failed")
     assert (failed["step"], failed["link"]) == (SLOW_FROM, "1-2")
     assert failed["evidence"]["held_up_s"] >= DIRECT_S
-    assert failed["evidence"]["told_by"] == [1, 2]
+    assert failed["evidence"]["reported_by"] == [1, 2]
     require_same_bits(undisturbed.out, failing.out, last=STEPS)
     found = failing.events("straggler_detected")  # the failure is not measured as a delay
     assert [event for event in found if event["step"] <= SLOW_FROM + 2] == []

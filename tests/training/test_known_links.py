@@ -7,7 +7,7 @@ import pytest
 from jaxmorph.config import check_config
 from jaxmorph.control.link_state import LinkHealth, PathState
 from jaxmorph.control.verdicts import Evidence, KnownDirection, Verdict
-from jaxmorph.plain_json import as_object
+from jaxmorph.plain_json import as_object, dump
 from jaxmorph.report.run_directory import LINKS, open_run_directory
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.training.starting_point import KnownLinks, known_links
@@ -72,7 +72,7 @@ def test_without_failover_dead_links_are_not_read(written):
     assert read_links(written, failover={"enabled": False}) == KNOWN[:1]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"pipeline"', '{"pipeline": 1, "ways": 2}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"pipeline"', '{"pipeline": 1, "step": 2}'])
 def test_an_unreadable_record_is_ignored(written, text):
     (written / LINKS).write_text(text)
     assert read_links(written) == ()
@@ -94,7 +94,7 @@ class Follower(SoleRank):
 
 
 def test_all_ranks_get_rank_0s_record(written, tmp_path):
-    message = {"value": json.loads((written / LINKS).read_text())["ways"]}
+    message = {"value": json.loads((written / LINKS).read_text())["directions"]}
     assert known_links(adapting(), Follower(message), tmp_path, THREE_STAGES) == KNOWN
 
 
@@ -104,7 +104,7 @@ def test_each_change_is_reported_once(tmp_path):
     for directions in (KNOWN, (direction(1, 2, step=9),), ()):
         message = known.take_changes(9, directions)
         assert message is not None
-        assert message.directions == tuple(each.to_json() for each in directions)
+        assert message.directions == tuple(json.loads(dump(each)) for each in directions)
         assert known.take_changes(10, directions) is None
 
 

@@ -391,7 +391,7 @@ def test_a_failed_link_is_recorded_as_delegated():
         "activation[0] 0>1 got no answer in 3 s; delegated from there on, 2 messages sent again"
     )
     assert (event.evidence or {})["held_up_s"] == 3.0
-    assert (event.evidence or {})["told_by"] == (0, 1)
+    assert (event.evidence or {})["reported_by"] == (0, 1)
 
 
 def test_a_late_failure_report_excludes_its_step():
