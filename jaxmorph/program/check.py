@@ -174,9 +174,9 @@ def _around(program: RankInstructions, position: int) -> str:
 
 @dataclass
 class _Alone:
-    """What one rank has done and has, on its device and in host memory.
+    """What one rank has done and holds, on its device and in host memory.
 
-    What it frees counts as held on: a buffer is freed after its last use, so none comes later.
+    What was made counts as held from then on: it is freed after its last use, so none comes later.
     """
 
     program: RankInstructions
