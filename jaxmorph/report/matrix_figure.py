@@ -141,7 +141,8 @@ def _finish_steps(axes: Axes, matrix: Matrix) -> None:
     if matrix.latencies_ms:
         axes.set_xlabel(f"latency of link {matrix.link} (ms)")
     else:
-        axes.set_xticks(range(len(matrix.conditions)), matrix.conditions)
+        names = [name.replace(", ", ",\n") for name in matrix.conditions]  # long ones would touch
+        axes.set_xticks(range(len(names)), names)
     axes.set_ylabel("step (ms)")
     axes.set_ylim(bottom=0)
     _tidy(axes, "y")

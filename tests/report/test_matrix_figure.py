@@ -25,6 +25,12 @@ def test_conditions_are_groups_of_bars(made_up):
     assert axes.get_title(loc="left") == title
 
 
+def test_the_parts_of_a_long_name_stand_below_one_another(made_up):
+    several = replace(made_up, conditions=("healthy", "sums, 30 ms"), runs={})
+    (axes,) = matrix_figure(several).axes
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["healthy", "sums,\n30 ms"]
+
+
 def test_one_links_latencies_are_an_axis(made_up):
     (axes,) = matrix_figure(replace(made_up, latencies_ms=(0.0, 30.0), link="0-1")).axes
     assert axes.get_xlabel() == "latency of link 0-1 (ms)"
