@@ -124,8 +124,8 @@ class ConditionPlanner:
         copy_ms = copy_ms_of(self.config.emulation)
         # Measured delays of delegated links hold emulated copies too, but not apart from the rest.
         measured = {
-            **_of(self.usual.get("direct", {}), then - now),
-            **_of({} if copy_ms else self.usual.get("delegated", {}), now - then),
+            **_known(self.usual.get("direct", {}), then - now),
+            **_known({} if copy_ms else self.usual.get("delegated", {}), now - then),
         }
         added = self._added(conditions, margin_of_jitter)
         links = delayed({**self.profile.links, **measured}, added)
@@ -167,7 +167,7 @@ class ConditionPlanner:
         )
 
 
-def _of(delays: Links, links: Collection[Link]) -> Links:
+def _known(delays: Links, links: Collection[Link]) -> Links:
     """The delays of some links, where they are known."""
     return {link: delays[link] for link in links if link in delays}
 

@@ -154,7 +154,7 @@ class _Step:
 
     def free(self, buffers: Sequence[Buffer]) -> None:
         for buffer in buffers:
-            self.buffers.pop(buffer, None)
+            del self.buffers[buffer]
 
     def keep_result(self, op: Op, value: Any) -> None:
         """Keep the activations or the input gradient for the next virtual stage."""

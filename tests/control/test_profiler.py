@@ -4,17 +4,11 @@ import numpy as np
 import pytest
 
 from jaxmorph.control.profiler import Profile, Profiler
-from jaxmorph.control.rank_times import around_ops_ms, rank_times
+from jaxmorph.control.rank_times import rank_times
 from jaxmorph.records import Link
 from jaxmorph.schedule.costs import CopyCosts, StageCosts
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
-
-OPS = (Op.parse("F0"), Op.parse("BW0"))
-
-
-def at(*times_ms):
-    return np.array(times_ms, float)
 
 
 def timeline(rows, transfers=()):
@@ -45,11 +39,6 @@ def test_a_stages_cost_adds_up_its_chunks():
     costs = profile(timeline(rows)).costs
     assert costs.forward_ms == (5.0, 2.0)
     assert costs.backward_input_ms == (12.0, 2.0)
-
-
-def test_around_ops_is_what_no_rank_spends_between_the_first_and_the_last():
-    measured = Timeline((OPS, OPS), (at(2, 40), at(14, 25)), (at(12, 60), at(24, 39)))
-    assert around_ops_ms(rank_times(measured), 0.066) == pytest.approx(66 - 58)
 
 
 def test_a_links_latency_is_timed_by_the_later_end():

@@ -21,6 +21,7 @@ from jaxmorph.control.measurements import (
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.rank_times import (
     RankTimes,
+    around_ops_ms,
     bubble_rate_of,
     copies_ms_of,
     joined_messages,
@@ -34,6 +35,7 @@ from jaxmorph.program.blocking import Disturbance, simulate_blocking
 from jaxmorph.program.instructions import Payload, Transfer
 from jaxmorph.records import Link, Route
 from jaxmorph.schedule.costs import Limits, StageCosts, chain_links
+from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.planner import plan
 from jaxmorph.schedule.timeline import Timeline
 
@@ -161,3 +163,14 @@ def test_messages_in_time_are_read_at_once_with_the_same_outcome(steps, is_direc
             one_by_one.observe(samples)
         assert at_once.detector == one_by_one.detector
         assert at_once.changes == one_by_one.changes
+
+
+def test_around_ops_is_what_no_rank_spends_between_the_first_and_the_last():
+    spans_ms = [[(2.0, 12.0), (40.0, 60.0)], [(14.0, 24.0), (25.0, 39.0)]]
+    ops = Op.parse("F0"), Op.parse("BW0")
+    ranks = [
+        RankTimes.of([(op, *of_op) for op, of_op in zip(ops, of_rank, strict=True)])
+        for of_rank in spans_ms
+    ]
+    assert around_ops_ms(ranks, 0.066) == pytest.approx(66 - 58)
+    assert [RankTimes.of_bytes(each.to_bytes()) for each in ranks] == ranks

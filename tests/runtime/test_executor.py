@@ -84,7 +84,8 @@ def test_a_receive_on_the_queue_waits_there(queue):
 
 
 def test_a_delegated_send_may_take_compute(queue):
-    sends = [Send(TRANSFER._replace(microbatch=number), "delegated") for number in range(3)]
+    tied = [Transfer(Payload.TIED, 0, 1, number) for number in range(3)]  # no buffer holds them
+    sends = [Send(each, "delegated") for each in tied]
     asked, ends_s = [], []
 
     def takes_s(identity):
