@@ -119,7 +119,12 @@ def system_config(config: Config, system: System) -> Config:
             "run": config.run.model_copy(update={"steps": steps}),
             "optimizer": config.optimizer.model_copy(update={"warmup_steps": warmup_steps}),
             "schedule": config.schedule.model_copy(
-                update={"name": system.schedule, "link_ms": None, **_cap(config, system)}
+                update={
+                    "name": system.schedule,
+                    "placement": "default",
+                    "link_ms": None,
+                    **_cap(config, system),
+                }
             ),
             "offload": config.offload.model_copy(update=offload),
             "failover": config.failover.model_copy(update=failover),

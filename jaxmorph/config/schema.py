@@ -44,6 +44,9 @@ from jaxmorph.config.sections import (
 )
 from jaxmorph.placement import Layout, Placement, placement_of
 
+IN_A_V: Literal["zb-v"] = "zb-v"
+"""What `schedule.placement: auto` chooses, if not `adaptive`."""
+
 _STEP_SHARES = 4
 """A failover takes one of this many parts of `timeouts.step_s`, which other ranks wait."""
 
@@ -121,6 +124,17 @@ class Config(BaseModel):
         cut = self.parallelism
         return placement_of(self.schedule.name, cut.stages, cut.chunks)
 
+    def placed(self, *, in_a_v: bool) -> "Config":
+        """The configuration with `schedule.placement: auto` replaced by what was chosen."""
+        name, chunks = (IN_A_V, 2) if in_a_v else (self.schedule.name, self.parallelism.chunks)
+        chosen = {"name": name, "placement": "default"}
+        return self.model_copy(
+            update={
+                "schedule": self.schedule.model_copy(update=chosen),
+                "parallelism": self.parallelism.model_copy(update={"chunks": chunks}),
+            }
+        )
+
     @property
     def adapts(self) -> bool:
         """Whether the plan may change during the run."""
@@ -191,6 +205,7 @@ class Config(BaseModel):
 def _disagreements(config: Config) -> Iterator[Problem]:
     """Yields the contradictions between sections."""
     yield from _shape_problems(config)
+    yield from _placement_problems(config)
     for key, value in _per_stage_values(config):
         if isinstance(value, tuple) and len(value) != config.parallelism.stages:
             expected = f"a list of {config.parallelism.stages}, one for each of parallelism.stages"
@@ -293,6 +308,23 @@ def _shape_problems(config: Config) -> Iterator[Problem]:
         chunks = f" times the {cut.chunks} of parallelism.chunks" if cut.chunks > 1 else ""
         expected = f"a list of {cut.virtual_stages}, one for each of parallelism.stages{chunks}"
         yield mismatch("parallelism.layers", list(cut.layers), expected)
+
+
+def _placement_problems(config: Config) -> Iterator[Problem]:
+    if config.schedule.placement != "auto":
+        return
+    name = config.schedule.name
+    reasons = {
+        f"schedule.name is {name}: adaptive alone leaves it open": name != "adaptive",
+        "adaptation.enabled is true: zb-v can't adapt": config.adaptation.enabled is True,
+        "parallelism.layers is a list": isinstance(config.parallelism.layers, tuple),
+        "schedule.max_stash_bytes is given: no sizes are known before stages are compiled": (
+            config.schedule.max_stash_bytes is not None
+        ),
+        "offload.enabled is true: copies are measured later": config.offload.enabled,
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        yield mismatch("schedule.placement", "auto", f"default, as {reason}")
 
 
 def _per_stage_values(config: Config) -> Iterator[tuple[str, Any]]:

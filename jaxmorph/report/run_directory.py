@@ -185,6 +185,10 @@ class RunDirectory:
         if self._tensorboard is not None and event.kind == EventKind.CHECKPOINT_SAVED:
             self._tensorboard.close()  # a run that resumes from here never writes these steps again
 
+    def write_config(self, config: Config) -> None:
+        """Replace `config.yaml`."""
+        replace_file(self.path / CONFIG, dump_config(config))
+
     def write_profile(self, profile: Mapping[str, Any]) -> None:
         """Replace `profile.json`, the measured costs of ops and links."""
         replace_file(self.path / PROFILE, _json_line(profile))

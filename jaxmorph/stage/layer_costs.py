@@ -1,8 +1,9 @@
 """Measures how long the embedding, a layer and the head take, on one device without a pipeline."""
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -33,14 +34,20 @@ _LAYERS = 2
 Sums = Any
 """Gradients summed over microbatches: the timed programs take them and return them."""
 
+Ops = Generator[Any, None, Sums]
+"""Runs a microbatch's ops; yields the results of each but the last, and returns the sums."""
+
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """The time of one microbatch, all its ops together, in milliseconds; `head_ms` has the loss."""
+    """The times of one microbatch's ops, F, B and W or F and BW, in milliseconds.
 
-    embed_ms: float
-    layer_ms: float
-    head_ms: float
+    Those of the head have the loss.
+    """
+
+    embed_ms: tuple[float, ...]
+    layer_ms: tuple[float, ...]
+    head_ms: tuple[float, ...]
 
 
 def measure_layer_costs(
@@ -51,7 +58,7 @@ def measure_layer_costs(
     stash: StashPolicy = "full",
     kinds: Collection[str] = OP_KINDS,
 ) -> LayerCosts:
-    """Returns the median time of a microbatch's F, B and W, or F and BW, on each part of the model.
+    """Returns the median times of a microbatch's F, B and W, or F and BW, on each part of a model.
 
     Programs run on real data with initial parameters. Only one part is on the device at a time, and
     none when this returns.
@@ -86,8 +93,8 @@ def _layer_ms(
     activations: jax.Array,
     stash: StashPolicy,
     kinds: Collection[str],
-) -> float:
-    """One layer's share of the time of a stage without embedding and head."""
+) -> tuple[float, ...]:
+    """One layer's share of the times of a stage without embedding and head."""
     num_layers = min(_LAYERS, model.num_layers)
     stage = build_stage(
         model,
@@ -105,14 +112,16 @@ def _layer_ms(
     extras = stage.functions.with_extras(microbatch.extras)
     aux_gradient = [np.ones(count, np.float32)] if (count := stage.functions.num_aux) else []
 
-    def run(sums: Sums) -> Sums:
+    def run(sums: Sums) -> Ops:
         output, kept, *_ = stage.forward(weights, activations, key_numbers=numbers, extras=extras)
+        yield output, kept
         if "W" not in kinds:
             return stage.backward(weights, kept, output, sums, *aux_gradient)[1]
         _, weight_stash, _ = stage.backward_input(weights, kept, output, *aux_gradient)
+        yield weight_stash
         return stage.backward_weight(weights, weight_stash, sums)[0]
 
-    return _median_ms(run, stage.zero_accumulators()) / num_layers
+    return tuple(time_ms / num_layers for time_ms in _median_ms(run, stage.zero_accumulators()))
 
 
 def _part_ms(
@@ -122,8 +131,8 @@ def _part_ms(
     *inputs: jax.Array,
     extras: Mapping[str, Tree] | None = None,
     is_split: bool,
-) -> float:
-    """The time of the embedding or the head by itself."""
+) -> tuple[float, ...]:
+    """The times of the embedding or the head by itself."""
     split = split_backward(function, params, *inputs, data=data, extras=extras)
     all_extras = jax.tree.leaves(extras)
     inputs = (*inputs, *jax.tree.leaves(data), *(all_extras[at] for at in split.extras))
@@ -135,11 +144,13 @@ def _part_ms(
     backward_weight = _adding(split.backward_weight, skip=0)
     backward = _adding(split.backward, skip=split.num_input_gradients)
 
-    def run(sums: Sums) -> Sums:
+    def run(sums: Sums) -> Ops:
         output, *kept = forward(*weights, *inputs, *key)
+        yield output, kept
         if not is_split:
             return backward(sums, *weights, *kept, output)
         new = backward_input(*weights, *kept, output)[split.num_input_gradients :]
+        yield new
         return backward_weight(sums, *weights, *[kept[i] for i in split.passed_on], *new)
 
     return _median_ms(run, [jnp.zeros(leaf.shape, jnp.float32) for leaf in leaves])
@@ -155,15 +166,27 @@ def _adding(part: Callable, skip: int) -> Callable[..., Sums]:
     return jax.jit(added, donate_argnums=0)
 
 
-def _median_ms(run: Callable[[Sums], Sums], sums: Sums) -> float:
-    """The median time of a run, after a first one that may compile."""
-    sums = jax.block_until_ready(run(sums))
-    times_ms: list[float] = []
+def _median_ms(run: Callable[[Sums], Ops], sums: Sums) -> tuple[float, ...]:
+    """The median time of each op, after a first run that may compile."""
+    sums, _ = _timed_ms(run(sums))
+    times_ms: list[list[float]] = []
     until_s = time.perf_counter() + _ENOUGH_S
     while len(times_ms) < _MIN_RUNS or (
         len(times_ms) < _MAX_RUNS and time.perf_counter() < until_s
     ):
-        began_s = time.perf_counter()
-        sums = jax.block_until_ready(run(sums))
-        times_ms.append(1e3 * (time.perf_counter() - began_s))
-    return median(times_ms)
+        sums, of_ops = _timed_ms(run(sums))
+        times_ms.append(of_ops)
+    return tuple(map(median, zip(*times_ms, strict=True)))
+
+
+def _timed_ms(ops: Ops) -> tuple[Sums, list[float]]:
+    """Runs a microbatch; returns the sums, and the time of each op."""
+    ends_s = [time.perf_counter()]
+    while True:
+        try:
+            jax.block_until_ready(next(ops))
+        except StopIteration as last:
+            sums = jax.block_until_ready(last.value)
+            ends_s.append(time.perf_counter())
+            return sums, [1e3 * (end_s - began_s) for began_s, end_s in pairwise(ends_s)]
+        ends_s.append(time.perf_counter())

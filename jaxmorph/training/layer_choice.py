@@ -1,18 +1,23 @@
-"""Chooses how a model's layers are cut into stages; all ranks get the same cut."""
+"""Chooses how a model's layers are cut, and which ranks run which; all ranks get the same."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxmorph.config import Config
+from jaxmorph.config import Config, per_stage
+from jaxmorph.config.schema import IN_A_V
+from jaxmorph.control.profiler import Profile
+from jaxmorph.errors import UserError
 from jaxmorph.plain_json import dump, parse_line, with_sum
 from jaxmorph.report.run_directory import LAYERS, replace_file
 from jaxmorph.runtime.rendezvous import Rendezvous, agree
+from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.partition import even_cut, partition, stage_times_ms
 from jaxmorph.stage.layer_costs import LayerCosts, measure_layer_costs
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.stage.model import MicrobatchShapes, PipelineModel, cut_layers
-from jaxmorph.training.plan_in_force import op_kinds
+from jaxmorph.training.first_plan import planned_links
+from jaxmorph.training.plan_in_force import op_kinds, plan_step
 
 _WORTH_IT = 0.02  # a smaller gain is within the noise of the measured costs
 
@@ -34,7 +39,7 @@ def choose_layers(
     rendezvous: Rendezvous,
     num_layers: int,
     measure: Callable[[], LayerCosts],
-    chosen: Sequence[int] | None = None,
+    directory: Path | None = None,
 ) -> LayerChoice:
     """Choose the cut; all ranks call this at the same point, and get the same answer.
 
@@ -43,8 +48,7 @@ def choose_layers(
 
     Args:
         measure: Measures the layers' costs; called on rank 0 alone, and only if it matters.
-        chosen: The number of layers of each stage that an earlier launch of the run chose; rank
-            0 takes it instead of measuring.
+        directory: The run's, which keeps the choice: a later launch takes it instead of measuring.
 
     Raises:
         UserError: The model has too few layers, or `parallelism.layers` doesn't fit it.
@@ -62,10 +66,13 @@ def choose_layers(
     rendezvous.exchange({})  # all ranks have started, and are idle from here on
     own = None
     if rendezvous.rank == 0:
+        chosen = None if directory is None else chosen_before(directory, config, num_layers)
         if chosen is None:
             own = cut_by_costs(measure(), num_layers, cut.stages)
+            if directory is not None:
+                keep_choice(directory, config, own[0])
         else:
-            own = tuple(chosen), "as the run was cut before"
+            own = chosen, "as the run was cut before"
     counts, reason = agree(rendezvous, tuple[tuple[int, ...], str], own)
     return LayerChoice(cut_layers(num_layers, cut.stages, counts), reason)
 
@@ -78,7 +85,8 @@ def cut_by_costs(
     Returns:
         The number of layers of each stage, and the reason.
     """
-    model_costs = ([costs.layer_ms] * num_layers, costs.embed_ms, costs.head_ms)
+    layer_ms, embed_ms, head_ms = map(sum, (costs.layer_ms, costs.embed_ms, costs.head_ms))
+    model_costs = ([layer_ms] * num_layers, embed_ms, head_ms)
     even, best = even_cut(num_layers, num_stages), partition(*model_costs, num_stages)
     even_ms, best_ms = (max(stage_times_ms(layers, *model_costs)) for layers in (even, best))
     if best_ms > (1 - _WORTH_IT) * even_ms:
@@ -90,11 +98,81 @@ def cut_by_costs(
             f"{' '.join(map(str, even))}"
         )
         layers = best
-    measured = (
-        f"embedding {costs.embed_ms:.3g}, a layer {costs.layer_ms:.3g}, "
-        f"the head {costs.head_ms:.3g} ms"
-    )
+    measured = f"embedding {embed_ms:.3g}, a layer {layer_ms:.3g}, the head {head_ms:.3g} ms"
     return layers, f"{reason}; {measured}"
+
+
+def choose_placement(
+    config: Config,
+    rendezvous: Rendezvous,
+    model: PipelineModel,
+    measure: Callable[[], LayerCosts],
+) -> tuple[bool, str]:
+    """Whether a step of zb-v is predicted to be shorter than adaptive's, and the reason.
+
+    All ranks call this at the same point, before a run's first step, and get the same. As for
+    `choose_layers`, rank 0 measures while the others wait.
+    """
+    if config.parallelism.stages == 1:
+        return False, ""
+    rendezvous.exchange({})  # all ranks have started, and are idle from here on
+    own = None
+    if rendezvous.rank == 0:
+        own = _v_is_shorter(config, model.num_layers, len(model.tied), measure)
+    return agree(rendezvous, tuple[bool, str], own)
+
+
+def _v_is_shorter(
+    config: Config, num_layers: int, num_tied: int, measure: Callable[[], LayerCosts]
+) -> tuple[bool, str]:
+    in_line, in_a_v = config.placed(in_a_v=False), config.placed(in_a_v=True)
+    costs, parallelism = None, config.parallelism
+    if config.emulation.accelerator is None:
+        if parallelism.tensor > 1:
+            return False, "adaptive: layers are measured on one device"
+        costs = measure()
+    try:
+        cut = cut_layers(num_layers, parallelism.stages, "even", in_a_v.parallelism.chunks)
+        v_ms = _predicted_ms(in_a_v, cut, costs, num_tied)
+    except UserError as error:
+        return False, f"adaptive: zb-v does not fit: {error}"
+    counts = parallelism.layers
+    if counts == "auto" and costs is not None:
+        counts, _ = cut_by_costs(costs, num_layers, parallelism.stages)
+    cut = cut_layers(num_layers, parallelism.stages, counts)
+    line_ms = _predicted_ms(in_line, cut, costs, num_tied)
+    is_v = v_ms < (1 - _WORTH_IT) * line_ms
+    chosen = IN_A_V if is_v else "adaptive"
+    return is_v, f"{chosen}: steps of {line_ms:.4g} ms predicted for adaptive, {v_ms:.4g} for zb-v"
+
+
+def _predicted_ms(
+    config: Config, cut: Sequence[range], costs: LayerCosts | None, num_tied: int
+) -> float:
+    """The step of a configuration's schedule, with healthy links unless `schedule.link_ms` says."""
+    accelerator, placement = config.emulation.accelerator, config.placement
+    if accelerator is not None:
+        times = accelerator.model_dump().values()
+        of_stages = StageCosts(*(per_stage(each, placement.num_ranks) for each in times))
+    else:
+        assert costs is not None
+        by_op = [
+            [
+                sum(
+                    len(cut[stage]) * layer_ms
+                    + (embed_ms if stage == 0 else 0.0)
+                    + (head_ms if stage == placement.num_virtual_stages - 1 else 0.0)
+                    for stage in placement.own_stages(rank)
+                )
+                for rank in range(placement.num_ranks)
+            ]
+            for layer_ms, embed_ms, head_ms in zip(
+                costs.layer_ms, costs.embed_ms, costs.head_ms, strict=True
+            )
+        ]
+        of_stages = StageCosts(*map(tuple, by_op))
+    profile = Profile(of_stages, planned_links(config.schedule.link_ms, {}))
+    return 1e3 * plan_step(config, profile, num_tied).predicted_step_s
 
 
 def measured_on_rank_0(
@@ -135,10 +213,7 @@ def chosen_before(directory: Path, config: Config, num_layers: int) -> tuple[int
     return counts if fits and (before.stages, before.chunks) == (cut.stages, cut.chunks) else None
 
 
-def keep_choice(directory: Path, config: Config, layers: Sequence[range]) -> None:
-    """Write `layers.json`, if the configuration leaves the cut to jaxmorph."""
-    cut = config.parallelism
-    if cut.layers != "auto":
-        return
-    chosen = _Cut(cut.stages, cut.chunks, tuple(map(len, layers)))
+def keep_choice(directory: Path, config: Config, layers: tuple[int, ...]) -> None:
+    """Write `layers.json`, the number of layers of each virtual stage."""
+    chosen = _Cut(config.parallelism.stages, config.parallelism.chunks, layers)
     replace_file(directory / LAYERS, with_sum(dump(chosen)) + "\n")

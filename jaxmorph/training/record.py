@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmorph.config import Config
+from jaxmorph.config.schema import IN_A_V
 from jaxmorph.control.rank_times import RankTimes, timeline_of
 from jaxmorph.errors import UserError
 from jaxmorph.messages import (
@@ -224,6 +225,9 @@ class RunRecord:
     def _start(self, started: RunStarted) -> None:
         self.start_lines.end()
         self._ranks_began_s = self._clock()
+        if self._config.schedule.placement == "auto":
+            self._config = self._config.placed(in_a_v=started.schedule == IN_A_V)
+            self._write(self._directory.write_config, self._config)
         if not self._has_started:  # after a restart the header is on the screen already
             self._has_started, self._began_s = True, self._ranks_began_s
             self._reporter.start(self._header(started))

@@ -53,8 +53,7 @@ from jaxmorph.training.host_memory import agree_on_host_room, room_in_words
 from jaxmorph.training.layer_choice import (
     LayerChoice,
     choose_layers,
-    chosen_before,
-    keep_choice,
+    choose_placement,
     measured_on_rank_0,
 )
 from jaxmorph.training.loop import Callback, Loop
@@ -73,6 +72,7 @@ class Run:
 
     Attributes:
         config: As this rank's replica sees it (`Config.of_replica`).
+        of_all: As all replicas see it, with what `schedule.placement: auto` became.
         checkpoints: None for a script's run without a directory.
         taken: Which kernels the model takes on this device, in words.
         unreached: The parameters that no gradient reaches.
@@ -84,6 +84,7 @@ class Run:
     """
 
     config: Config
+    of_all: Config
     replicas: Replicas
     model: PipelineModel
     checkpoints: RunCheckpoints | None
@@ -181,7 +182,7 @@ def load_run(
         UserError: The model would be trained wrongly.
     """
     replicas = Replicas.of(rendezvous, moved.layout if moved else config.layout)
-    config, pipeline = config.of_replica(replicas.own.index), replicas.pipeline
+    pipeline = replicas.pipeline
     sizes = config.batch.microbatch_size, config.data.sequence_length
     shapes = shapes or MicrobatchShapes.of_text(*sizes)
     taken, unreached = device_choices(model, *sizes, shapes.extras), ()
@@ -189,9 +190,11 @@ def load_run(
         unreached = check_together(config, pipeline, model, shapes, microbatch)
     if checkpoints is not None:
         checkpoints.require_shared(rendezvous)
-    kept = None if checkpoints is None else checkpoints.cut
     measure = partial(measured_on_rank_0, config, model, microbatch or shapes.zeros)
-    cut = kept or _choose_layers(config, rendezvous, model, checkpoints, measure)
+    of_all, placed = _place(config, rendezvous, model, checkpoints, measure)
+    config = of_all.of_replica(replicas.own.index)
+    kept, directory = (checkpoints.cut, checkpoints.directory) if checkpoints else (None, None)
+    cut = kept or choose_layers(config, rendezvous, model.num_layers, measure, directory)
     settings = stage_settings(
         config,
         cut.layers,
@@ -208,12 +211,13 @@ def load_run(
     of_sums = sum_conditions(config, replicas.layout, pipeline.rank, restarts)
     return Run(
         config,
+        of_all,
         replicas,
         model,
         checkpoints,
         taken,
         unreached,
-        cut,
+        replace(cut, reason="; ".join(filter(None, (placed, cut.reason)))),
         settings,
         conditions,
         EmulatedLinks(hardware_conditions(config.emulation, config.parallelism.stages)),
@@ -224,20 +228,22 @@ def load_run(
     )
 
 
-def _choose_layers(
+def _place(
     config: Config,
     rendezvous: Rendezvous,
     model: PipelineModel,
     checkpoints: RunCheckpoints | None,
     measure: Callable[[], LayerCosts],
-) -> LayerChoice:
-    """The cut that an earlier launch of the run chose, or else a new one."""
-    if checkpoints is None or rendezvous.rank != 0:
-        return choose_layers(config, rendezvous, model.num_layers, measure)
-    chosen = chosen_before(checkpoints.directory, config, model.num_layers)
-    cut = choose_layers(config, rendezvous, model.num_layers, measure, chosen)
-    keep_choice(checkpoints.directory, config, cut.layers)
-    return cut
+) -> tuple[Config, str]:
+    """Replace `schedule.placement: auto`; a run that resumes keeps its checkpoint's placement."""
+    if config.schedule.placement != "auto":
+        return config, ""
+    in_a_v, reason = None if checkpoints is None else checkpoints.is_in_a_v, ""
+    if in_a_v is None:
+        in_a_v, reason = choose_placement(config, rendezvous, model, measure)
+    if checkpoints is not None:
+        checkpoints.place(in_a_v=in_a_v)
+    return config.placed(in_a_v=in_a_v), reason
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,6 @@ class RunCheckpoints:
     Attributes:
         first_step: The steps that the checkpoint has done; 0: the run is new.
         starting_config: The configuration, without initial weights if the run resumes.
-        cut: The checkpoint's cut of the layers; None if the configuration decides.
     """
 
     def __init__(self, config: Config, directory: Path, first_step: int) -> None:
@@ -54,10 +53,23 @@ class RunCheckpoints:
         resumes = first_step > 0
         self._manifest = self._folder.manifest(first_step) if resumes else None
         self.starting_config = without_weights(config) if resumes else config
-        kept = kept_cut(config, self._manifest) if self._manifest else None
-        self.cut = LayerChoice(kept) if kept else None
         # Now, since the import of Orbax would slow a step down later.
         self._files = TreeFiles() if resumes or config.checkpoint.saves else None
+
+    @property
+    def is_in_a_v(self) -> bool | None:
+        """Whether the checkpoint's layers are placed in a V; None without one."""
+        return self._manifest and self._manifest.config.placement.kind == "v"
+
+    def place(self, *, in_a_v: bool) -> None:
+        """Save with what `schedule.placement: auto` became."""
+        self._config = self._config.placed(in_a_v=in_a_v)
+
+    @property
+    def cut(self) -> LayerChoice | None:
+        """The checkpoint's cut of the layers; None if the configuration decides."""
+        kept = kept_cut(self._config, self._manifest) if self._manifest else None
+        return LayerChoice(kept) if kept else None
 
     def origin(self, layers: Sequence[range], trained_on: TrainedOn) -> str:
         """The checkpoint that the run resumes from, and what is not as it was, in words."""

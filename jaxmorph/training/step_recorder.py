@@ -120,8 +120,11 @@ class StepRecorder:
             cut_reason: Why the layers are cut so; empty if there was no choice.
             equipped: The device, the slots and the memory budget in words, for `plan_adopted`.
         """
-        stages = self._config.parallelism.stages
-        per_stage = [sum(map(len, layers[stage::stages])) for stage in range(stages)]
+        placement = self._config.placement
+        per_stage = [
+            sum(len(layers[own]) for own in placement.own_stages(rank))
+            for rank in range(placement.num_ranks)
+        ]
         started = RunStarted(
             data=data,
             num_parameters=num_parameters,

@@ -86,6 +86,7 @@ def train(
             restarts=restarts,
             moved=moved,
         )
+        config = run.of_all
         is_done, moved = _train_at(run, parts, send, compilations, stop_asked, moved, directory)
         if moved is None:
             break

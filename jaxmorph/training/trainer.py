@@ -150,6 +150,7 @@ class Trainer:
                 shapes=self._shapes,
                 optimizer=optimizer,
             )
+            self.config = self._run.of_all
             if self._run.taken:
                 _log.info("rank %d: %s", self.rank, self._run.taken)
             if self.rank == 0 and (unreached := unreached_in_words(self._run.unreached)):

@@ -25,21 +25,21 @@ def measured(vocab_size, **settings):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "num_ops"),
     [
-        pytest.param({}, id="split"),
-        pytest.param({"kinds": ("F", "BW")}, id="full", marks=pytest.mark.one_jax),
+        pytest.param({}, 3, id="split"),
+        pytest.param({"kinds": ("F", "BW")}, 2, id="full", marks=pytest.mark.one_jax),
         pytest.param(
-            {"stash": "recompute"}, id="recompute", marks=[pytest.mark.long, pytest.mark.one_jax]
+            {"stash": "recompute"}, 3, id="recompute", marks=[pytest.mark.long, pytest.mark.one_jax]
         ),
     ],
 )
-def test_parts_take_time_and_leave_no_arrays_behind(settings):
+def test_parts_take_time_and_leave_no_arrays_behind(settings, num_ops):
     before = {id(array) for array in jax.live_arrays()}
     costs = astuple(measured(32, **settings))
     assert {id(array) for array in jax.live_arrays()} <= before
-    assert len(costs) == 3
-    assert all(math.isfinite(cost) and cost > 0 for cost in costs)
+    assert [len(of_ops_ms) for of_ops_ms in costs] == [num_ops] * 3
+    assert all(math.isfinite(cost_ms) and cost_ms > 0 for each in costs for cost_ms in each)
 
 
 @pytest.mark.long
@@ -47,4 +47,4 @@ def test_parts_take_time_and_leave_no_arrays_behind(settings):
 @pytest.mark.one_jax
 def test_a_head_with_a_large_vocabulary_costs_more():
     costs = measured(20_000)
-    assert costs.head_ms > 2 * costs.layer_ms
+    assert sum(costs.head_ms) > 2 * sum(costs.layer_ms)

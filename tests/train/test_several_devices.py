@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from in_this_process import Run, jaxmorph, train
 
+from jaxmorph.config import load_config
+
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.in_ci]
 
 CONFIG = """
@@ -65,6 +67,18 @@ def test_it_resumes_with_other_numbers_of_devices(runs):
     ours, theirs = (Run(each.out).results()[6:] for each in (split, alone))
     assert len(ours) == 2
     close(ours, theirs)
+
+
+def test_a_placement_is_chosen_once(runs, tmp_path):
+    """In the order of zb-v, which is shorter, and still after it resumes as it was started."""
+    left_open = ("schedule={name: adaptive, placement: auto}", "parallelism={stages: 2}")
+    paced = "emulation.accelerator={forward_ms: 2, backward_input_ms: 2, backward_weight_ms: 2}"
+    run = train(tmp_path / "run", CONFIG, *left_open, paced)
+    assert load_config(run.out / "config.yaml").schedule.name == "zb-v"
+    done = jaxmorph("train", "--resume", run.out, "run.steps=8", *left_open)
+    assert done.returncode == 0, done.stderr
+    assert load_config(run.out / "config.yaml").schedule.name == "zb-v"
+    close(Run(run.out).results()[:6], runs[0].results()[:6])
 
 
 @pytest.mark.parametrize(
