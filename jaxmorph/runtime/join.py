@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,8 @@ from jaxmorph.runtime.rendezvous import HostRendezvous, KeyValueStore, Rendezvou
 from jaxmorph.runtime.xla_settings import have_cpu_devices, limit_collectives, set_up_gpus
 from jaxmorph.transport.host import address_of_name
 from jaxmorph.transport.secret import inherited_secret, run_secret
+
+_AGAIN_S = 0.02
 
 
 def join_run(
@@ -64,6 +67,8 @@ def join_run(
             local_device_ids=None if num_devices == 1 else _devices_in_job(num_devices, start_s),
         )
     else:
+        if launched.rank != 0:
+            await_coordinator(launched.coordinator, start_timeout_s)
         jax.distributed.initialize(
             launched.coordinator,
             launched.num_ranks,
@@ -76,6 +81,22 @@ def join_run(
     if launched is None or launched.secret_fd is None:
         return rendezvous_of_joined(start_timeout_s, partial(run_secret, directory))
     return rendezvous_of_joined(start_timeout_s, partial(inherited_secret, launched.secret_fd))
+
+
+def await_coordinator(address: str, within_s: float) -> None:
+    """Wait until rank 0 serves at its address, or the time is over, and JAX says what is wrong.
+
+    JAX's client itself would try again only a second after the first refused connection.
+    """
+    host, _, port = address.rpartition(":")
+    until_s = time.monotonic() + within_s
+    while time.monotonic() < until_s:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), within_s).close()
+        except OSError:
+            time.sleep(_AGAIN_S)
+        else:
+            return
 
 
 def _devices_in_job(num_devices: int, start_s: int) -> list[int] | None:

@@ -107,24 +107,36 @@ def choose_placement(
     rendezvous: Rendezvous,
     model: PipelineModel,
     measure: Callable[[], LayerCosts],
-) -> tuple[bool, str]:
-    """Whether a step of zb-v is predicted to be shorter than adaptive's, and the reason.
+    before: bool | None = None,
+) -> tuple[Config, str]:
+    """Replace `schedule.placement: auto` by the schedule whose step is predicted to be shorter.
 
     All ranks call this at the same point, before a run's first step, and get the same. As for
     `choose_layers`, rank 0 measures while the others wait.
+
+    Args:
+        before: Whether the checkpoint from which the run resumes has its layers in a V, which then
+            stay where they are; None: the run is new.
+
+    Returns:
+        The configuration, and the reason in one line; empty if there was no choice.
     """
-    if config.parallelism.stages == 1:
-        return False, ""
+    if config.schedule.placement != "auto":
+        return config, ""
+    if before is not None or config.parallelism.stages == 1:
+        return config.placed(in_a_v=bool(before)), ""
     rendezvous.exchange({})  # all ranks have started, and are idle from here on
     own = None
     if rendezvous.rank == 0:
         own = _v_is_shorter(config, model.num_layers, len(model.tied), measure)
-    return agree(rendezvous, tuple[bool, str], own)
+    in_a_v, reason = agree(rendezvous, tuple[bool, str], own)
+    return config.placed(in_a_v=in_a_v), reason
 
 
 def _v_is_shorter(
     config: Config, num_layers: int, num_tied: int, measure: Callable[[], LayerCosts]
 ) -> tuple[bool, str]:
+    """Whether a step of zb-v is predicted to be shorter than adaptive's, and both times."""
     in_line, in_a_v = config.placed(in_a_v=False), config.placed(in_a_v=True)
     costs, parallelism = None, config.parallelism
     if config.emulation.accelerator is None:

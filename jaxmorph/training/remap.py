@@ -3,8 +3,9 @@
 The rank that records the run watches how long gradients take to be summed over replicas
 (`control.remap`). When it has found a better layout, that goes to all ranks with the scalars that
 end a step. Ranks that get another stage compile it while all still train; once all have it, they
-leave the loop together. `train` then lets ranks send each other the states of the stages that they
-take over, closes the stages, opens them again, and goes on at the same step.
+leave the loop together. `train`, or a script's `Trainer`, then lets ranks send each other the
+states of the stages that they take over, closes the stages, opens them again, and goes on at the
+same step.
 """
 
 import json
@@ -25,6 +26,7 @@ from jaxmorph.control.profiler import Profile
 from jaxmorph.control.remap import SlowPair, SumWatch, choose_layout, slow_pairs
 from jaxmorph.errors import UserError
 from jaxmorph.placement import Layout, Position
+from jaxmorph.progress import progress
 from jaxmorph.records import EventKind, Link
 from jaxmorph.runtime.compiled_stage import CompiledStage
 from jaxmorph.runtime.connection import Connection
@@ -39,7 +41,8 @@ from jaxmorph.runtime.step import StepResult
 from jaxmorph.schedule.costs import LinkDelay
 from jaxmorph.stage.compiling import in_background
 from jaxmorph.training.callbacks import SaveRequest, SkippedSteps
-from jaxmorph.training.loop import GOES_ON, Callback, Effect
+from jaxmorph.training.loop import GOES_ON, Callback, Effect, Loop
+from jaxmorph.training.open_stage import listening_host
 from jaxmorph.training.plan_in_force import plan_step
 from jaxmorph.training.step_recorder import StepRecorder
 
@@ -124,6 +127,21 @@ class Moved:
     skipped: SkippedSteps
     began_s: float
     exchanged_s: float
+
+    def restore(self, opened: StageTrainer) -> None:
+        """Give a stage that has been opened its state, unless it has kept it."""
+        if self.stage is None:
+            opened.restore(self.state)
+        self.stage, self.compiled, self.state = None, None, ()
+
+    def report(self, recorder: StepRecorder) -> None:
+        """Record that training goes on, and how long it stood still."""
+        opened_s = time.monotonic() - self.began_s - self.exchanged_s
+        detail = (
+            f"no step between for {self.exchanged_s + opened_s:.2g} s: {self.exchanged_s:.2g} s to "
+            f"end and exchange states, {opened_s:.2g} s to open links, measure and plan"
+        )
+        recorder.emit(self.step, EventKind.REOPENED, detail)
 
 
 class Remapping(Callback):
@@ -229,6 +247,38 @@ class Remapping(Callback):
             self.slow = self._decision.slow
             self._recorder.emit(step, EventKind.REMAPPED, self._decision.reason)
         return Effect(ends=True)
+
+    def change_places(self, loop: Loop, skipped: SkippedSteps) -> Moved:
+        """Get the state of this rank's next stage; all ranks call this once their loops end."""
+        if self.layout is None:
+            raise ValueError("layout: got None, expected the one for which the loop has ended")
+        timeouts, replicas, stage = self._config.timeouts, self._gradient_sum.replicas, self._stage
+        # As at a start: some ranks compile while others wait for them.
+        replicas.all_ranks.limit(max(timeouts.compile_s, timeouts.restore_s, timeouts.start_s))
+        progress.phase("exchanges the stages' states", timeouts.restore_s)
+        state = exchange_states(
+            replicas.all_ranks,
+            self._before,
+            self.layout,
+            stage.state,
+            listening_host(self._config, replicas.all_ranks),
+            timeouts.restore_s,
+            divides=stage.shares is not None,
+        )
+        took_s = time.monotonic() - loop.began_s
+        if state:
+            stage.drop_state()
+        return Moved(
+            layout=self.layout,
+            step=loop.next_step,
+            stage=None if state else stage,
+            compiled=self.compiled if state else None,
+            state=state,
+            slow=self.slow,
+            skipped=skipped,
+            began_s=loop.began_s,
+            exchanged_s=took_s,
+        )
 
     def _observe(self, result: StepResult) -> None:
         took_s = [each.seconds for each in result.parts_of(SumTook)]

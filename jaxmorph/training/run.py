@@ -41,7 +41,6 @@ from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepRunner
 from jaxmorph.runtime.xla_settings import settings_in_force
-from jaxmorph.stage.layer_costs import LayerCosts
 from jaxmorph.stage.model import MicrobatchShapes, PipelineModel, device_choices
 from jaxmorph.stage.parameters import parameter_count
 from jaxmorph.training.adaptation import Adaptation, open_control_loop
@@ -149,9 +148,11 @@ class Run:
         # What is stamped is what the rank does, which trains meanwhile.
         return compile_stage(self.model, settings, at.stage, own.submesh, lambda doing: None)
 
-    def restore(self, stage: StageTrainer) -> None:
-        """Restore the checkpoint's state, if the run resumes."""
-        if self.checkpoints is not None:
+    def restore(self, stage: StageTrainer, moved: Moved | None = None) -> None:
+        """Restore the checkpoint's state, if the run resumes, or what this rank was sent."""
+        if moved is not None:
+            moved.restore(stage)
+        elif self.checkpoints is not None:
             self.checkpoints.restore(stage, self.own_layers)
 
 
@@ -191,7 +192,10 @@ def load_run(
     if checkpoints is not None:
         checkpoints.require_shared(rendezvous)
     measure = partial(measured_on_rank_0, config, model, microbatch or shapes.zeros)
-    of_all, placed = _place(config, rendezvous, model, checkpoints, measure)
+    before = None if checkpoints is None else checkpoints.is_in_a_v
+    of_all, placed = choose_placement(config, rendezvous, model, measure, before)
+    if checkpoints is not None:
+        checkpoints.place(in_a_v=of_all.placement.kind == "v")
     config = of_all.of_replica(replicas.own.index)
     kept, directory = (checkpoints.cut, checkpoints.directory) if checkpoints else (None, None)
     cut = kept or choose_layers(config, rendezvous, model.num_layers, measure, directory)
@@ -226,24 +230,6 @@ def load_run(
         moved.slow if moved else (),
         moved and moved.skipped,
     )
-
-
-def _place(
-    config: Config,
-    rendezvous: Rendezvous,
-    model: PipelineModel,
-    checkpoints: RunCheckpoints | None,
-    measure: Callable[[], LayerCosts],
-) -> tuple[Config, str]:
-    """Replace `schedule.placement: auto`; a run that resumes keeps its checkpoint's placement."""
-    if config.schedule.placement != "auto":
-        return config, ""
-    in_a_v, reason = None if checkpoints is None else checkpoints.is_in_a_v, ""
-    if in_a_v is None:
-        in_a_v, reason = choose_placement(config, rendezvous, model, measure)
-    if checkpoints is not None:
-        checkpoints.place(in_a_v=in_a_v)
-    return config.placed(in_a_v=in_a_v), reason
 
 
 @dataclass(frozen=True)
@@ -343,6 +329,7 @@ def begin_training(
     """
     config, rendezvous, first = planned.within.first, run.rendezvous, planned.first
     checkpoints, step_s = run.checkpoints, config.timeouts.step_s
+    last_step = None if num_steps is None else num_steps - 1
     skipped = run.skipped or SkippedSteps(config.optimizer.stop_after_skipped)
     saver = None
     with ExitStack() as opened:
@@ -397,13 +384,13 @@ def begin_training(
             stage,
             recording,
             control,
-            last_step=None if num_steps is None else num_steps - 1,
+            last_step=last_step,
             adapts=config.adapts,
             failed=dead_of(first.known),
         )
         callbacks.append(adaptation)
         remapping = None
-        if config.remaps and num_steps is not None and gradient_sum is not None:
+        if config.remaps and gradient_sum is not None:
             remapping = Remapping(
                 config,
                 first.planned_for,
@@ -414,7 +401,7 @@ def begin_training(
                 partial(run.compile_stage, stage),
                 known=run.slow,
                 active=run.records,
-                last_step=num_steps - 1,
+                last_step=last_step,
             )
             callbacks.append(remapping)
         if run.leads:

@@ -62,8 +62,9 @@ class RunCheckpoints:
         return self._manifest and self._manifest.config.placement.kind == "v"
 
     def place(self, *, in_a_v: bool) -> None:
-        """Save with what `schedule.placement: auto` became."""
-        self._config = self._config.placed(in_a_v=in_a_v)
+        """Save with what `schedule.placement: auto` became, if that was configured."""
+        if self._config.schedule.placement == "auto":
+            self._config = self._config.placed(in_a_v=in_a_v)
 
     @property
     def cut(self) -> LayerChoice | None:

@@ -12,23 +12,19 @@ from jaxmorph.config import Config, load_config
 from jaxmorph.data import ReadAhead
 from jaxmorph.errors import UserError
 from jaxmorph.messages import PhaseEnded, RunMessage
-from jaxmorph.placement import Layout
 from jaxmorph.plain_json import tagged
 from jaxmorph.progress import progress
-from jaxmorph.records import COMPILE, PLAN, RESTORE, START, EventKind
+from jaxmorph.records import COMPILE, PLAN, RESTORE, START
 from jaxmorph.runtime.join import join_run
 from jaxmorph.runtime.kept_programs import CompilationCounter, keep_compiled
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
 from jaxmorph.runtime.rendezvous import Rendezvous
-from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.stop_signals import signals_ask
 from jaxmorph.training.evaluation import with_room_to_evaluate
 from jaxmorph.training.first_plan import settle_garbage
-from jaxmorph.training.open_stage import listening_host
-from jaxmorph.training.remap import Moved, Remapping, exchange_states
+from jaxmorph.training.remap import Moved
 from jaxmorph.training.run import (
     Run,
-    Training,
     begin_training,
     fail_together,
     load_run,
@@ -126,12 +122,7 @@ def _train_at(
     ):
         _send_end_of(COMPILE, started)
         progress.phase("restores the checkpoint", timeouts.restore_s)
-        if moved is None:
-            run.restore(stage)
-        elif moved.stage is None:
-            stage.restore(moved.state)
-        if moved is not None:
-            moved.stage, moved.compiled, moved.state = None, None, ()
+        run.restore(stage, moved)
         _send_end_of(RESTORE, started)
         progress.phase("measures steps and plans", timeouts.start_s)
         longest = read(parts.longest_step)
@@ -153,7 +144,7 @@ def _train_at(
             stop_asked=stop_asked,
         ) as training:
             if moved is not None and run.records:
-                _report_move(moved, training)
+                moved.report(training.recorder)
             training.loop.run(inputs, run.first_step + 1)
             programs_ran()
             is_done = training.loop.run(inputs, config.run.steps)
@@ -162,59 +153,10 @@ def _train_at(
             failure = training.finish()
             why_stop, remapping, moves = training.skipped.why_stop, training.remapping, None
             if remapping is not None and remapping.layout is not None and not why_stop:
-                moves = _move(run, stage, remapping.layout, remapping, training)
-                if moves.stage is None:
-                    stage.drop_state()
+                moves = remapping.change_places(training.loop, training.skipped)
                 failure = ""  # the next loop saves again
     fail_together(run.replicas.all_ranks, training.recorder.unwritten, why_stop, failure)
     return is_done, moves
-
-
-def _move(
-    run: Run,
-    stage: StageTrainer,
-    layout: Layout,
-    remapping: Remapping,
-    training: Training,
-) -> Moved:
-    """Get the state of this rank's next stage; all ranks call this together."""
-    timeouts, all_ranks, loop = run.config.timeouts, run.replicas.all_ranks, training.loop
-    # As at a start: some ranks compile while others wait for them.
-    all_ranks.limit(max(timeouts.compile_s, timeouts.restore_s, timeouts.start_s))
-    progress.phase("exchanges the stages' states", timeouts.restore_s)
-    host = listening_host(run.config, all_ranks)
-    before = run.replicas.layout
-    state = exchange_states(
-        all_ranks,
-        before,
-        layout,
-        stage.state,
-        host,
-        timeouts.restore_s,
-        divides=stage.shares is not None,
-    )
-    took_s = time.monotonic() - loop.began_s
-    kept, compiled = (None, remapping.compiled) if state else (stage, None)
-    return Moved(
-        layout=layout,
-        step=loop.next_step,
-        stage=kept,
-        compiled=compiled,
-        state=state,
-        slow=remapping.slow,
-        skipped=training.skipped,
-        began_s=loop.began_s,
-        exchanged_s=took_s,
-    )
-
-
-def _report_move(moved: Moved, training: Training) -> None:
-    opened_s = time.monotonic() - moved.began_s - moved.exchanged_s
-    detail = (
-        f"no step between for {moved.exchanged_s + opened_s:.2g} s: {moved.exchanged_s:.2g} s to "
-        f"end and exchange states, {opened_s:.2g} s to open links, measure and plan"
-    )
-    training.recorder.emit(moved.step, EventKind.REOPENED, detail)
 
 
 def _send_end_of(phase: str, send: Callable[[RunMessage], None]) -> None:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -37,7 +38,8 @@ from jaxmorph.training.cluster import require_one_host
 from jaxmorph.training.evaluation import with_room_for_forwards
 from jaxmorph.training.open_stage import add_slots
 from jaxmorph.training.plan_in_force import plan_step, unmeasured_profile
-from jaxmorph.training.run import Training, begin_training, fail_together, load_run, plan_run
+from jaxmorph.training.remap import Moved, Remapping
+from jaxmorph.training.run import Run, Training, begin_training, fail_together, load_run, plan_run
 from jaxmorph.training.run_checkpoints import RunCheckpoints, TrainedOn
 from jaxmorph.training.run_parts import unreached_in_words
 from jaxmorph.training.script import (
@@ -109,7 +111,8 @@ class Trainer:
 
     Attributes:
         rank: The number of this process: its stage in replica 0, and so on.
-        layers: The layers of each of its virtual stages; several only with chunks.
+        layers: The layers of each of its virtual stages; several only with chunks. Other ones once
+            ranks have changed places (`adaptation.remaps`).
 
     Raises:
         UserError: Model, configuration, optimizer and processes don't fit each other.
@@ -140,35 +143,28 @@ class Trainer:
         self._shapes = example_shapes(example, self.config, shorter)
         self._vocab_size = vocabulary_of(model, self.config.data.sequence_length)
         self._take: Callable[[RunMessage], None] | None = None
+        self._last: StepResult | None = None
+        self._moved: Moved | None = None
         with ExitStack() as opening:
             checkpoints = self._open_directory(opening, directory, resume)
-            self._run = load_run(
-                self.config,
-                self._rendezvous,
-                model,
-                checkpoints,
+            self._load = partial(
+                load_run,
+                rendezvous=self._rendezvous,
+                model=model,
+                checkpoints=checkpoints,
                 shapes=self._shapes,
                 optimizer=optimizer,
             )
-            self.config = self._run.of_all
+            self._run: Run = self._load(self.config)
+            keep = keep_compiled(self.config, directory, self.rank)
+            self._programs_ran = opening.enter_context(keep)
+            self._opened_stage = opening.enter_context(ExitStack())
+            self._open_stage()
             if self._run.taken:
                 _log.info("rank %d: %s", self.rank, self._run.taken)
             if self.rank == 0 and (unreached := unreached_in_words(self._run.unreached)):
                 _log.warning("%s", unreached)
-            timeouts = self.config.timeouts
-            keep = keep_compiled(self.config, directory, self.rank)
-            self._programs_ran = opening.enter_context(keep)
-            with progress.within(timeouts.compile_s, "starts"):
-                self._stage = opening.enter_context(self._run.open_stage())
-            with progress.within(timeouts.restore_s, "restores the checkpoint"):
-                self._run.restore(self._stage)
             self._opened = opening.pop_all()
-        self.layers = tuple(self._run.own_layers)
-        self._training: Training | None = None
-        self._next_step, self._first_microbatch = self._run.first_step, 0
-        self._has_slots_for: RankInstructions | None = None
-        self._last: StepResult | None = None
-        self._failed = FailedPaths()
 
     @property
     def params(self) -> tuple[Params, ...]:
@@ -255,6 +251,8 @@ class Trainer:
         failures = self._log_step(result)
         if training.skipped.why_stop:
             raise RunFailedError(training.skipped.why_stop)
+        if training.remapping is not None and training.remapping.layout is not None:
+            self._change_places(training, training.remapping)
         step_s = max(report.took_s for report in result.reports)
         return StepMetrics(
             result.step,
@@ -346,6 +344,29 @@ class Trainer:
         if isinstance(error, SystemExit):
             end_if_failed(error)
 
+    def _open_stage(self) -> None:
+        """Open this rank's stage: the first one, or the one at its next place in the mesh."""
+        self.config, timeouts = self._run.of_all, self.config.timeouts
+        with progress.within(timeouts.compile_s, "starts"):
+            self._stage = self._opened_stage.enter_context(self._run.open_stage(self._moved))
+        with progress.within(timeouts.restore_s, "restores the checkpoint"):
+            self._run.restore(self._stage, self._moved)
+        self.layers = tuple(self._run.own_layers)
+        self._training: Training | None = None
+        self._next_step, self._first_microbatch = self._run.first_step, 0
+        self._has_slots_for: RankInstructions | None = None
+        self._failed = FailedPaths()
+
+    def _change_places(self, training: Training, remapping: Remapping) -> None:
+        """Go on at this rank's next place in the mesh; all ranks call this after the same step."""
+        training.recording.finish(self._run.replicas)
+        training.finish()  # a save that failed is made up for by the next one
+        self._moved = remapping.change_places(training.loop, training.skipped)
+        self._opened_stage.close()
+        fail_together(self._rendezvous, training.recorder.unwritten, "", "")
+        self._run = self._load(self.config, moved=self._moved)
+        self._open_stage()
+
     def _open_directory(
         self, opening: ExitStack, directory: Path | None, resume: bool
     ) -> RunCheckpoints | None:
@@ -372,7 +393,7 @@ class Trainer:
                 planned = plan_run(
                     self._run, self._stage, self._longest(inputs), with_room_for_forwards
                 )
-            self._training = self._opened.enter_context(
+            self._training = self._opened_stage.enter_context(
                 begin_training(
                     self._run,
                     self._stage,
@@ -385,6 +406,8 @@ class Trainer:
                 )
             )
             self._has_slots_for = self._training.loop.program
+            if self._moved is not None and self._run.records:
+                self._moved.report(self._training.recorder)
         return self._training
 
     def _receive(self, message: RunMessage) -> None:

@@ -1,13 +1,14 @@
 """What a rank sets before JAX starts, and its error where JAX has no device."""
 
 import os
+import socket
 
 import jax
 import pytest
 
 from jaxmorph.errors import UserError
 from jaxmorph.runtime import join
-from jaxmorph.runtime.join import join_run, own_devices
+from jaxmorph.runtime.join import await_coordinator, join_run, own_devices
 from jaxmorph.runtime.rank_process import RankArguments
 from jaxmorph.runtime.rendezvous import SoleRank
 
@@ -110,3 +111,25 @@ def test_other_errors_are_raised_unchanged(fails):
     fails(RuntimeError("DEADLINE_EXCEEDED: rank 1 did not come"))
     with pytest.raises(RuntimeError, match="rank 1 did not come"):
         own_devices()
+
+
+def test_a_rank_begins_as_soon_as_rank_0_serves(monkeypatch):
+    """Rank 0 begins to serve while the rank waits after a refused connection."""
+    waits_s, rank_0 = [], socket.socket()
+    rank_0.bind(("127.0.0.1", 0))
+
+    def sleep(time_s):
+        waits_s.append(time_s)
+        rank_0.listen()
+
+    monkeypatch.setattr(join.time, "sleep", sleep)
+    with rank_0:
+        await_coordinator(f"127.0.0.1:{rank_0.getsockname()[1]}", 60.0)
+        assert len(waits_s) == 1
+        rank_0.accept()[0].close()
+
+
+def test_a_rank_0_that_never_serves_is_left_to_jax_to_report():
+    with socket.socket() as rank_0:
+        rank_0.bind(("127.0.0.1", 0))
+        await_coordinator(f"127.0.0.1:{rank_0.getsockname()[1]}", 0.1)

@@ -237,6 +237,63 @@ def test_a_script_has_replicas_of_stages_of_two_devices(tmp_path):
         np.testing.assert_allclose(each, alone, rtol=2e-5)
 
 
+MOVING = """
+import json, sys
+from pathlib import Path
+import jax, numpy as np
+import jaxmorph
+from jaxmorph.models.gpt2 import build
+
+model = build(preset="tiny", width=16, num_layers=4, num_heads=2, vocab_size=32, sequence_length=8)
+out, is_slow = Path(sys.argv[1]), sys.argv[2] == "slow"
+config = {
+    "run": {"seed": 5, "dir": str(out)},
+    "parallelism": {"stages": 2, "data": 2},
+    "data": {"sequence_length": 8},
+    "batch": {"microbatches": 8, "microbatch_size": 1},
+    "schedule": {"name": "zb-h2"},
+}
+if is_slow:
+    hosts = [{"between": [1, 3], "latency_ms": 500, "from_step": 3}]
+    config["adaptation"] = {"remaps": "any"}
+    config["emulation"] = {"gradient_bytes": 1000, "bucket_bytes": 250, "hosts": hosts}
+
+def batch(step):
+    tokens = np.random.default_rng(step).integers(32, size=(8, 9))
+    return tokens[:, :-1], tokens[:, 1:]
+
+with jaxmorph.Trainer(model, config) as trainer:
+    found, first = [], trainer.layers
+    while trainer.next_step < 14:
+        step = trainer.step(batch(trainer.next_step))
+        found += [step.loss, step.grad_norm]
+        if step.step == 10:
+            found.append(trainer.evaluate(batch(0)))
+    moved = trainer.layers != first
+    size = sum(leaf.size for leaf in jax.tree.leaves(trainer.params))
+    (out / f"{trainer.rank}.json").write_text(json.dumps([found, moved, size]))
+"""
+
+
+def test_ranks_of_a_script_change_places(tmp_path):
+    (tmp_path / "script.py").write_text(MOVING)
+    results = {}
+    for what in ("plain", "slow"):
+        out = tmp_path / what
+        done = jaxmorph("launch", "--stages", 4, tmp_path / "script.py", out, what)
+        assert done.returncode == 0, done.stderr
+        results[what] = [json.loads((out / f"{rank}.json").read_text()) for rank in range(4)]
+    metrics, has_moved, sizes = zip(*results["slow"], strict=True)
+    plain, never, sizes_before = zip(*results["plain"], strict=True)
+    assert metrics == plain
+    assert has_moved.count(True) == 2
+    assert not any(never)
+    assert sorted(sizes) == sorted(sizes_before)
+    run = Run(tmp_path / "slow")
+    assert [len(run.events(kind)) for kind in ("sum_slow", "remapped", "reopened")] == [1, 1, 1]
+    assert [step["step"] for step in run.steps] == [*range(14)]
+
+
 PACED = "emulation.accelerator={forward_ms: 5, backward_input_ms: 5, backward_weight_ms: 5}"
 
 

@@ -139,7 +139,8 @@ def test_a_v_is_chosen_where_its_step_is_shorter():
     config, rank_0 = open_config(stages=4), Rank(0)
     first = choose_placement(config, rank_0, model_of(config), lambda: EQUAL)
     # 8 microbatches of F, B and W of 2 ms each; stage 3 begins after 3 F of 2 ms, or of 1 ms.
-    assert first == (True, "zb-v: steps of 54 ms predicted for adaptive, 51 for zb-v")
+    reason = "zb-v: steps of 54 ms predicted for adaptive, 51 for zb-v"
+    assert first == (config.placed(in_a_v=True), reason)
     second = choose_placement(config, Rank(1, rank_0.sent), model_of(config), not_measured)
     assert second == first
 
@@ -161,15 +162,16 @@ def test_a_v_is_chosen_where_its_step_is_shorter():
 )
 def test_one_stage_after_the_other_where_that_is_shorter_or_all_there_is(config, costs, reason):
     measure = not_measured if costs is None else lambda: costs
-    in_a_v, why = choose_placement(config, SoleRank(), model_of(config), measure)
-    assert not in_a_v
+    placed, why = choose_placement(config, SoleRank(), model_of(config), measure)
+    assert placed == config.placed(in_a_v=False)
     assert why.startswith(reason)
     assert bool(why) == bool(reason)
 
 
 def test_paced_ops_need_no_measurement():
     config = open_config(accelerator=PACED, stages=4)
-    assert choose_placement(config, SoleRank(), model_of(config), not_measured)[0]
+    placed, _ = choose_placement(config, SoleRank(), model_of(config), not_measured)
+    assert placed.schedule.name == "zb-v"
 
 
 def test_a_run_that_resumes_keeps_the_checkpoint_s_placement(tmp_path, monkeypatch):

@@ -373,7 +373,7 @@ def trainer_of(monkeypatch):
         ends = Adaptation(rendezvous, own, none, None, last_step=99, adapts=False)
         runner = StepRunner(own, rendezvous, clip_norm=1.0)
         loop = Loop(runner, none, [skipped, ends])
-        trainer._training = SimpleNamespace(loop=loop, skipped=skipped)
+        trainer._training = SimpleNamespace(loop=loop, skipped=skipped, remapping=None)
         return trainer
 
     inputs = StepInputs(None, None, 1.0)
