@@ -115,7 +115,7 @@ docs: setup
 # Long measurements on an otherwise idle machine; none of them runs in CI.
 bench: setup
 	@status=0; \
-	for benchmark in split_cost dispatch pace training_speed resume_at_scale; do \
+	for benchmark in split_cost dispatch training_speed resume_at_scale; do \
 	    $(BIN)/python -m benchmarks.$$benchmark || status=1; \
 	done; \
 	exit $$status

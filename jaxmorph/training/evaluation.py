@@ -4,21 +4,21 @@ An evaluation runs the forwards of the current plan, with the programs that trai
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import jax
 
 from jaxmorph.config import Config
-from jaxmorph.data import Batches, StepData, Tokens
+from jaxmorph.data import Batches, Tokens
 from jaxmorph.errors import UserError
 from jaxmorph.program.check import check
 from jaxmorph.program.instructions import RankInstructions
 from jaxmorph.program.lowering import forward_only
 from jaxmorph.program.slots_needed import most_slots, slots_needed
 from jaxmorph.runtime.executor import StepInputs
-from jaxmorph.runtime.step import ForwardTotals, StepResult, StepRunner
+from jaxmorph.runtime.step import StepResult, StepRunner
 from jaxmorph.training.loop import Callback, Effect
 from jaxmorph.training.plan_in_force import PlanInForce
 
@@ -84,7 +84,7 @@ class Evaluation(Callback):
     """Computes the held-out loss after some of a run's steps.
 
     Args:
-        batches: What to evaluate; None: never evaluate.
+        read: What this rank's stage reads of a batch, by its number; None: never evaluate.
 
     Attributes:
         latest: The result after the last step, `NOT_EVALUATED` if that wasn't evaluated.
@@ -95,16 +95,16 @@ class Evaluation(Callback):
         config: Config,
         runner: StepRunner,
         programs: Sequence[RankInstructions],
-        batches: StepData | None,
+        read: Callable[[int], StepInputs] | None,
     ) -> None:
         self._config = config
         self._runner = runner
         self._rendezvous = runner.rendezvous
-        self._batches = batches
+        self._read = read
         self._program: RankInstructions | None = None
         self._programs: list[tuple[int, RankInstructions]] = []
         self.latest = NOT_EVALUATED
-        if batches is not None:
+        if read is not None:
             check([forward_only(program) for program in programs])
 
     def after(self, result: StepResult) -> Effect:
@@ -113,7 +113,8 @@ class Evaluation(Callback):
         return Effect(paused_s=self.latest.took_s)
 
     def _evaluated(self, step: int, program: RankInstructions) -> HeldOutLoss:
-        if self._batches is None or not self._is_due(step):
+        read = self._read
+        if read is None or not self._is_due(step):
             return NOT_EVALUATED
         self._use_forwards_of(program)
         # The update belongs to the step's time: the evaluation begins when all ranks have done it.
@@ -121,7 +122,9 @@ class Evaluation(Callback):
         self._rendezvous.exchange({})
         began_s = time.monotonic()
         totals = [
-            self._run(self._batches, index, first, program, step)
+            self._runner.forwards(
+                program, replace(read(index), loss_weight=1.0, first_microbatch=first), step
+            )
             for index, (first, program) in enumerate(self._programs)
         ]
         loss = sum(each.loss for each in totals) / sum(each.counted for each in totals)
@@ -141,19 +144,3 @@ class Evaluation(Callback):
         every = self._config.evaluation.every_steps
         is_last = step == self._config.run.steps - 1
         return every is not None and (is_last or (step + 1) % every == 0)
-
-    def _run(
-        self, batches: StepData, index: int, first: int, program: RankInstructions, step: int
-    ) -> ForwardTotals:
-        rank = self._rendezvous.rank
-        placement = self._config.placement
-        reads_extras = self._runner.stage.reads_extras
-        inputs = StepInputs(
-            inputs=batches.inputs(index) if rank == placement.first.rank else None,
-            targets=batches.targets(index) if rank == placement.last.rank else None,
-            loss_weight=1.0,
-            extras=batches.extras(index) if reads_extras else {},
-            first_microbatch=first,
-            length_index=batches.length_index(index),
-        )
-        return self._runner.forwards(program, inputs.of_replica(self._runner.replica), step)

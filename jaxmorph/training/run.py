@@ -60,7 +60,7 @@ from jaxmorph.training.open_stage import open_gradient_sum, open_stage, stage_se
 from jaxmorph.training.plan_in_force import PlanInForce
 from jaxmorph.training.remap import Moved, Remapping
 from jaxmorph.training.run_checkpoints import RunCheckpoints, TrainedOn
-from jaxmorph.training.run_parts import check_together, unreached_in_words
+from jaxmorph.training.run_parts import check_together, step_reader, unreached_in_words
 from jaxmorph.training.starting_point import KnownLinks, known_links
 from jaxmorph.training.step_recorder import StepRecorder
 
@@ -339,7 +339,11 @@ def begin_training(
         run.replicas.all_ranks.limit(step_s)
         clip_norm = config.optimizer.clip_norm
         runner = StepRunner(stage, rendezvous, clip_norm, compilations, step_s, gradient_sum)
-        evaluation = Evaluation(config, runner, first.in_force.programs, held_out)
+        of_held_out = None
+        if held_out is not None:
+            own = rendezvous.rank, stage, run.replicas.own
+            of_held_out = step_reader(config, held_out, *own)
+        evaluation = Evaluation(config, runner, first.in_force.programs, of_held_out)
         lines, known_links, messages, send = None, None, *_sender(run, send)
         if run.records and checkpoints is not None:
             lines = opened.enter_context(closing(RunLines(checkpoints.directory)))

@@ -19,6 +19,7 @@ from jaxmorph.runtime.step import StepRunner
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.training.evaluation import Evaluation, held_out_batches, with_room_to_evaluate
 from jaxmorph.training.plan_in_force import PlanInForce, plan_step
+from jaxmorph.training.run_parts import step_reader
 
 MICROBATCHES = 3
 
@@ -75,7 +76,8 @@ def evaluation_of(config, num_tokens=49):
     batches = held_out_batches(config, held_out_of(num_tokens))
     programs = plan_of(config).programs
     runner = StepRunner(trainer, SoleRank())
-    return Evaluation(config, runner, programs, batches), trainer, batches
+    read = batches and step_reader(config, batches, 0, trainer)
+    return Evaluation(config, runner, programs, read), trainer, batches
 
 
 def test_every_nth_and_the_last_step_are_evaluated():

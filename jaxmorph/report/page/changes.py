@@ -89,11 +89,12 @@ def steps_to_show(
 
 def _swaps(steps: Sequence[StepRecord]) -> Iterator[int]:
     for earlier, later in pairwise(steps):
-        if _plan_of(earlier) != _plan_of(later):
+        if plan_of(earlier) != plan_of(later):
             yield later.step
 
 
-def _plan_of(step: StepRecord) -> tuple[object, ...]:
+def plan_of(step: StepRecord) -> tuple[str, tuple[int, ...], Mapping[str, str]]:
+    """What steps with the same plan have in common."""
     return step.schedule, step.warmup_forwards, step.routes
 
 

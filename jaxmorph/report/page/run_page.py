@@ -13,6 +13,7 @@ from jaxmorph.report.page.changes import (
     count_morphs,
     find_changes,
     is_decision,
+    plan_of,
     steps_to_show,
 )
 from jaxmorph.report.page.charts import FULL, LOW, SMALL, Line, Points, plot_over_steps
@@ -185,19 +186,15 @@ def _highest(values: Sequence[float]) -> float:
 
 
 def _plan_rows(steps: Sequence[StepRecord]) -> Iterator[list[str]]:
-    for (schedule, _, routes), group in groupby(steps, _plan_of):
+    for (schedule, _, routes), group in groupby(steps, plan_of):
         run = list(group)
         predicted = sorted(_known(in_ms(step.predicted_step_s) for step in run))
         times = sorted(_step_ms(run).values())
         yield [
-            schedule, _warmups(run[0]), describe_routes(dict(routes)), f"{len(run):,}",
+            schedule, _warmups(run[0]), describe_routes(routes), f"{len(run):,}",
             f"{run[0].step:,}", f"{run[-1].step:,}", milliseconds(times[len(times) // 2]),
             milliseconds(predicted[len(predicted) // 2] if predicted else None),
         ]  # fmt: skip
-
-
-def _plan_of(step: StepRecord) -> tuple[str, tuple[int, ...], tuple[tuple[str, str], ...]]:
-    return step.schedule, step.warmup_forwards, tuple(step.routes.items())
 
 
 class Links(NamedTuple):
