@@ -55,7 +55,7 @@ class Manifest:
         tied: Pairs (path in the embedding's parameters, path in the head's) of tied parameters.
         config: The run's resolved configuration; all randomness follows from its seed.
         data: Identifies the text; None: not recorded.
-        plan: The plan in force, as `Plan.to_json`; None: not recorded.
+        made_under: The plan in force, in words; empty: not recorded.
         link_states: The links that were not healthy, each in a few words.
         parts: The sum of each part's list of files, in the order of `part_numbers`; None in a
             draft.
@@ -67,7 +67,7 @@ class Manifest:
     tied: TiedPaths
     config: Config
     data: DataDigest | None = None
-    plan: Mapping[str, Any] | None = None
+    made_under: str = ""
     link_states: Mapping[str, str] = field(default_factory=dict)
     parts: tuple[FileSum, ...] | None = None
 
@@ -89,7 +89,7 @@ class Manifest:
             "tied": [[list(embed), list(head)] for embed, head in self.tied],
             "data": None if self.data is None else asdict(self.data),
             "config": self.config.model_dump(mode="json"),
-            "plan": self.plan,
+            "made_under": self.made_under,
             "link_states": dict(self.link_states),
             "parts": None if self.parts is None else [asdict(part) for part in self.parts],
         }
@@ -111,7 +111,7 @@ class Manifest:
                 tied=tuple((tuple(embed), tuple(head)) for embed, head in data["tied"]),
                 config=_config(data["config"]),
                 data=DataDigest(**data["data"]) if data.get("data") else None,
-                plan=data.get("plan"),
+                made_under=data.get("made_under", ""),
                 link_states=data.get("link_states") or {},
                 parts=_parts(data),
             )

@@ -1,12 +1,12 @@
 """Plans a step: a schedule that fits the costs, the links and the memory, with the reason."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from jaxmorph.errors import UserError
 from jaxmorph.placement import placement_of
-from jaxmorph.records import Link, Routes
+from jaxmorph.records import Routes
 from jaxmorph.schedule.adaptive import adaptive_schedule
 from jaxmorph.schedule.bound import certified_ms, lower_bound_ms
 from jaxmorph.schedule.costs import Limits, Links, StageCosts, StageMemory
@@ -44,16 +44,6 @@ class Offloading:
     ahead: int = 1
     early: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object that ``from_json`` reads back."""
-        return asdict(self) | {"memory": [list(stage) for stage in self.memory]}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "Offloading":
-        """Reads what ``to_json`` wrote."""
-        memory = tuple(StageMemory(*stage) for stage in data["memory"])
-        return cls(memory, data["spare"], data["ahead"], data["early"])
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -71,33 +61,11 @@ class Plan:
     reason: str
     offloading: Offloading | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object, with links as ``"2-3"``, that ``from_json`` reads back."""
-        return {
-            "schedule": self.schedule.to_json(),
-            "routes": {str(link): route for link, route in self.routes.items()},
-            "predicted_step_s": self.predicted_step_s,
-            "lower_bound_s": self.lower_bound_s,
-            "reason": self.reason,
-            "offloading": None if self.offloading is None else self.offloading.to_json(),
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "Plan":
-        """Reads what ``to_json`` wrote.
-
-        Raises:
-            ValueError: An op or a link cannot be read.
-        """
-        offloading = data.get("offloading")
-        return cls(
-            Schedule.from_json(data["schedule"]),
-            {Link.parse(link): route for link, route in data["routes"].items()},
-            data["predicted_step_s"],
-            data["lower_bound_s"],
-            data["reason"],
-            None if offloading is None else Offloading.from_json(offloading),
-        )
+    def in_words(self) -> str:
+        """Its schedule, and the links that it delegates."""
+        warmups = " ".join(map(str, self.schedule.warmup_forwards))
+        delegated = (f"{link} {route}" for link, route in self.routes.items() if route != "direct")
+        return "; ".join([f"{self.schedule.name}, warm-up forwards {warmups}", *delegated])
 
 
 def plan(

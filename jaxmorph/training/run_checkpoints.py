@@ -18,7 +18,6 @@ from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.replicas import Replicas
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
-from jaxmorph.schedule.planner import Plan
 from jaxmorph.training.layer_choice import LayerChoice
 from jaxmorph.training.resume import checkpoint_folder, kept_cut, without_weights
 from jaxmorph.training.step_recorder import StepRecorder
@@ -141,11 +140,8 @@ def _described(
     if tuple(layers) != manifest.layers:
         before, now = (" ".join(str(len(own)) for own in cut) for cut in (manifest.layers, layers))
         yield f"layers {before} are cut {now}"
-    if manifest.plan is not None:
-        plan = Plan.from_json(manifest.plan)
-        warmups = " ".join(map(str, plan.schedule.warmup_forwards))
-        yield f"it was made under {plan.schedule.name}, warm-up forwards {warmups}"
-        yield from (f"{link} {route}" for link, route in plan.routes.items() if route != "direct")
+    if manifest.made_under:
+        yield f"it was made under {manifest.made_under}"
     yield from (f"{link} was {state}" for link, state in manifest.link_states.items())
 
 

@@ -175,7 +175,7 @@ class StepRecorder:
     def checkpoint_fields(self) -> dict[str, Any]:
         """The plan and the links' states, as fields of a `Manifest`."""
         links = {} if self._loop is None else describe_states(self._loop.state.verdicts)
-        return {"plan": self._plan.to_json(), "link_states": links}
+        return {"made_under": self._plan.in_words(), "link_states": links}
 
     def on_disk(self) -> Future[None]:
         """Done once all steps and events up to this call are on disk; it holds the error if not."""

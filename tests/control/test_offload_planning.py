@@ -1,6 +1,5 @@
 """Plans that offload stashes, simulated at the paper's scale: their gain and their cost."""
 
-import json
 from dataclasses import replace
 from functools import partial
 
@@ -11,6 +10,7 @@ from jaxmorph.control.offload_planning import with_sampled_copies
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.errors import UserError
+from jaxmorph.plain_json import dump, parse_line
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.offload import count_offloads
 from jaxmorph.records import Link
@@ -67,7 +67,7 @@ def test_a_cap_of_2s_minus_1_costs_3_percent(costs, slow):
     assert moved > 0
     assert f"{moved} stashes of a step go to host memory and back" in made.reason
     assert made.predicted_step_s == pytest.approx(step.makespan_ms / 1e3)
-    assert Plan.from_json(json.loads(json.dumps(made.to_json()))) == made
+    assert parse_line(Plan, dump(made), "a plan") == made
 
 
 def test_the_plan_with_the_fewest_copies_wins():

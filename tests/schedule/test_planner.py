@@ -1,8 +1,7 @@
-import json
-
 import pytest
 
 from jaxmorph.errors import UserError
+from jaxmorph.plain_json import dump, parse_line
 from jaxmorph.records import Link
 from jaxmorph.schedule.answer import solve
 from jaxmorph.schedule.costs import Limits, StageCosts, StashBytes, chain_links
@@ -47,7 +46,7 @@ def test_a_plan_for_a_slow_link_pays_latency_once(link, warmup):
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_a_plan_goes_through_json_unchanged(name):
     planned = plan(EQUAL, _slow(1, 20.0), Limits(), 12, name)
-    assert Plan.from_json(json.loads(json.dumps(planned.to_json()))) == planned
+    assert parse_line(Plan, dump(planned), "a plan") == planned
     assert planned.schedule.name == name
     assert set(planned.routes) == {Link(0, 1), Link(1, 2), Link(2, 3)}
 
