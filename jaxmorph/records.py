@@ -51,7 +51,7 @@ class EventKind(StrEnum):
     """The kinds of events; the text below each one is its row in `docs/reference/run-files.md`."""
 
     LAYERS_CUT = "layers_cut"
-    """`parallelism.layers: auto` has cut the layers, and why"""
+    """what `schedule.placement: auto` and `parallelism.layers: auto` have chosen, and why"""
     PLAN_ADOPTED = "plan_adopted"
     """the first plan, what it is based on, what ranks compute on, and how messages are copied"""
     WITHOUT_EFFECT = "without_effect"

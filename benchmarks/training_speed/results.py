@@ -10,6 +10,9 @@ from benchmarks.training_speed.contenders import Contender
 from benchmarks.training_speed.turns import Turn
 
 LEAST_OF_PLAIN, LEAST_OF_PEER, MOST_APART = 0.95, 1.0, 0.02
+_OF_TORCH = (names.STAGES_1F1B, names.TORCH_1F1B), (names.STAGES_ZB, names.TORCH_ZB)
+# SpectraX has no zb-h2: its zero bubbles keep fewer stashes.
+_OF_SPECTRAX = (names.STAGES_1F1B, names.SPECTRAX_1F1B), (names.STAGES_ZB, names.SPECTRAX_ZB)
 
 
 @dataclass(frozen=True)
@@ -79,23 +82,25 @@ def bars(contenders: Sequence[Contender], turns: Turns) -> Iterator[Bar]:
     for ours, plain in ((names.STAGE, names.PLAIN), (names.STAGE_TWO, names.PLAIN_TWO)):
         if {ours, plain} <= turns.keys():
             yield Bar(f"{ours} / {plain}", _ratio(turns, ours, plain), at_least=LEAST_OF_PLAIN)
-    pairs = (names.STAGES_1F1B, names.TORCH_1F1B), (names.STAGES_ZB, names.TORCH_ZB)
-    for ours, theirs in pairs:  # of two frameworks: each beside its own speed on one core
+    for ours, theirs in _OF_TORCH:  # of two frameworks: each beside its own speed on one core
         if {ours, theirs} <= turns.keys():
             over = per_core(by_name[ours], turns) / per_core(by_name[theirs], turns)
             yield Bar(f"per core of alone: {ours} / {theirs}", over, at_least=LEAST_OF_PEER)
-    # SpectraX has no zb-h2: its zero bubbles keep fewer stashes.
-    pairs = (names.STAGES_1F1B, names.SPECTRAX_1F1B), (names.STAGES_ZB, names.SPECTRAX_ZB)
-    for ours, theirs in pairs:
-        if {ours, theirs} <= turns.keys():
-            yield Bar(f"{ours} / {theirs}", _ratio(turns, ours, theirs), at_least=LEAST_OF_PEER)
     yield Bar("largest difference between losses of one step", _apart(turns), at_most=MOST_APART)
+    # As they are: which framework is quicker on one core alone depends on the machine.
+    for ours, theirs in (*_OF_TORCH, *_OF_SPECTRAX):
+        if {ours, theirs} <= turns.keys():
+            of_both = f"{ours} / {theirs}"
+            over = _ratio(turns, ours, theirs)
+            yield Bar(f"tokens/s: {of_both}", over, at_least=LEAST_OF_PEER)
+            over = _ratio(turns, ours, theirs, "cpu_s")
+            yield Bar(f"tokens by processor time: {of_both}", over, at_least=LEAST_OF_PEER)
 
 
-def _ratio(turns: Turns, ours: str, theirs: str) -> float:
-    """How much faster one is than another: the median over the rounds."""
+def _ratio(turns: Turns, ours: str, theirs: str, of: str = "seconds") -> float:
+    """How much faster one is than another, by a time of a turn: the median over the rounds."""
     pairs = zip(turns[ours], turns[theirs], strict=True)
-    return median(there.seconds / here.seconds for here, there in pairs)
+    return median(getattr(there, of) / getattr(here, of) for here, there in pairs)
 
 
 def _apart(turns: Turns) -> float:

@@ -129,6 +129,8 @@ def _rows(found: _DryRun) -> Iterator[tuple[str, str]]:
         yield "ranks", _ranks_in_words(cut) + of_one
     if cut.layers == "auto" and cut.stages not in (1, found.parts.model.num_layers):
         yield "layers", "cut evenly here; a run times them first, and may cut them differently"
+    if config.schedule.placement == "auto":
+        yield "placement", "for adaptive here; a run times layers first, and may choose zb-v"
     yield (
         "schedule",
         f"{schedule.name}, warm-up forwards {numbers(schedule.warmup_forwards)}: planned for equal "

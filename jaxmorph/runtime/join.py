@@ -68,7 +68,8 @@ def join_run(
         )
     else:
         if launched.rank != 0:
-            await_coordinator(launched.coordinator, start_timeout_s)
+            left_s = await_coordinator(launched.coordinator, start_timeout_s)
+            start_s = max(1, round(left_s))
         jax.distributed.initialize(
             launched.coordinator,
             launched.num_ranks,
@@ -83,8 +84,8 @@ def join_run(
     return rendezvous_of_joined(start_timeout_s, partial(inherited_secret, launched.secret_fd))
 
 
-def await_coordinator(address: str, within_s: float) -> None:
-    """Wait until rank 0 serves at its address, or the time is over, and JAX says what is wrong.
+def await_coordinator(address: str, within_s: float) -> float:
+    """Wait until rank 0 serves at its address; the time that is left, 0 if it doesn't serve.
 
     JAX's client itself would try again only a second after the first refused connection.
     """
@@ -96,7 +97,8 @@ def await_coordinator(address: str, within_s: float) -> None:
         except OSError:
             time.sleep(_AGAIN_S)
         else:
-            return
+            break
+    return max(0.0, until_s - time.monotonic())
 
 
 def _devices_in_job(num_devices: int, start_s: int) -> list[int] | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from jaxmorph.config import Config, per_stage
 from jaxmorph.config.schema import IN_A_V
 from jaxmorph.control.profiler import Profile
+from jaxmorph.control.step_programs import lower_step, simulate_step
 from jaxmorph.errors import UserError
 from jaxmorph.plain_json import dump, parse_line, with_sum
 from jaxmorph.report.run_directory import LAYERS, replace_file
@@ -161,7 +162,7 @@ def _v_is_shorter(
 def _predicted_ms(
     config: Config, cut: Sequence[range], costs: LayerCosts | None, num_tied: int
 ) -> float:
-    """The step of a configuration's schedule, with healthy links unless `schedule.link_ms` says."""
+    """The step of a configuration's schedule, on links without delay but for `schedule.link_ms`."""
     accelerator, placement = config.emulation.accelerator, config.placement
     if accelerator is not None:
         times = accelerator.model_dump().values()
@@ -184,7 +185,9 @@ def _predicted_ms(
         ]
         of_stages = StageCosts(*map(tuple, by_op))
     profile = Profile(of_stages, planned_links(config.schedule.link_ms, {}))
-    return 1e3 * plan_step(config, profile, num_tied).predicted_step_s
+    made = plan_step(config, profile, num_tied)
+    programs = lower_step(made.schedule, profile, made.routes, num_tied)
+    return simulate_step(programs, profile, {}).makespan_ms
 
 
 def measured_on_rank_0(

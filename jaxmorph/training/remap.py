@@ -255,16 +255,16 @@ class Remapping(Callback):
         timeouts, replicas, stage = self._config.timeouts, self._gradient_sum.replicas, self._stage
         # As at a start: some ranks compile while others wait for them.
         replicas.all_ranks.limit(max(timeouts.compile_s, timeouts.restore_s, timeouts.start_s))
-        progress.phase("exchanges the stages' states", timeouts.restore_s)
-        state = exchange_states(
-            replicas.all_ranks,
-            self._before,
-            self.layout,
-            stage.state,
-            listening_host(self._config, replicas.all_ranks),
-            timeouts.restore_s,
-            divides=stage.shares is not None,
-        )
+        with progress.within(timeouts.restore_s, "exchanges the stages' states"):
+            state = exchange_states(
+                replicas.all_ranks,
+                self._before,
+                self.layout,
+                stage.state,
+                listening_host(self._config, replicas.all_ranks),
+                timeouts.restore_s,
+                divides=stage.shares is not None,
+            )
         took_s = time.monotonic() - loop.began_s
         if state:
             stage.drop_state()

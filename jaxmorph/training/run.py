@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import optax
@@ -167,6 +167,7 @@ def load_run(
     optimizer: optax.GradientTransformation | None = None,
     restarts: int = 0,
     moved: Moved | None = None,
+    cut: LayerChoice | None = None,
 ) -> Run:
     """Check the model and cut it into stages; all ranks agree on the cut.
 
@@ -176,6 +177,7 @@ def load_run(
         shapes: The data of one microbatch; None: the configured text's.
         optimizer: None: the configuration's AdamW.
         moved: Where ranks are now, if they have changed places; the model has been checked.
+        cut: How the layers were cut before.
         restarts: How often the run was restarted; emulated cuts end with a restart, and the model
             is not checked again.
 
@@ -191,14 +193,14 @@ def load_run(
         unreached = check_together(config, pipeline, model, shapes, microbatch)
     if checkpoints is not None:
         checkpoints.require_shared(rendezvous)
-    measure = partial(measured_on_rank_0, config, model, microbatch or shapes.zeros)
+    measure = cache(partial(measured_on_rank_0, config, model, microbatch or shapes.zeros))
     before = None if checkpoints is None else checkpoints.is_in_a_v
     of_all, placed = choose_placement(config, rendezvous, model, measure, before)
     if checkpoints is not None:
         checkpoints.place(in_a_v=of_all.placement.kind == "v")
     config = of_all.of_replica(replicas.own.index)
     kept, directory = (checkpoints.cut, checkpoints.directory) if checkpoints else (None, None)
-    cut = kept or choose_layers(config, rendezvous, model.num_layers, measure, directory)
+    cut = cut or kept or choose_layers(config, rendezvous, model.num_layers, measure, directory)
     settings = stage_settings(
         config,
         cut.layers,
@@ -221,7 +223,7 @@ def load_run(
         checkpoints,
         taken,
         unreached,
-        replace(cut, reason="; ".join(filter(None, (placed, cut.reason)))),
+        LayerChoice(cut.layers, "; ".join(filter(None, (placed, cut.reason)))),
         settings,
         conditions,
         EmulatedLinks(hardware_conditions(config.emulation, config.parallelism.stages)),

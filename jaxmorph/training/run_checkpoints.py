@@ -57,8 +57,11 @@ class RunCheckpoints:
 
     @property
     def is_in_a_v(self) -> bool | None:
-        """Whether the checkpoint's layers are placed in a V; None without one."""
-        return self._manifest and self._manifest.config.placement.kind == "v"
+        """Whether the checkpoint's stages, if there are as many, are in a V; else None."""
+        then = self._manifest and self._manifest.config
+        if then is None or then.parallelism.stages != self._config.parallelism.stages:
+            return None
+        return then.placement.kind == "v"
 
     def place(self, *, in_a_v: bool) -> None:
         """Save with what `schedule.placement: auto` became, if that was configured."""

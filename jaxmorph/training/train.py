@@ -22,6 +22,7 @@ from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stop_signals import signals_ask
 from jaxmorph.training.evaluation import with_room_to_evaluate
 from jaxmorph.training.first_plan import settle_garbage
+from jaxmorph.training.layer_choice import LayerChoice
 from jaxmorph.training.remap import Moved
 from jaxmorph.training.run import (
     Run,
@@ -71,6 +72,7 @@ def train(
             raise error.__cause__ from None
         raise
     moved: Moved | None = None
+    cut: LayerChoice | None = None
     while True:  # once, but for ranks that change places
         run = load_run(
             config,
@@ -81,8 +83,9 @@ def train(
             shapes=parts.shapes,
             restarts=restarts,
             moved=moved,
+            cut=cut,
         )
-        config = run.of_all
+        config, cut = run.of_all, run.cut
         is_done, moved = _train_at(run, parts, send, compilations, stop_asked, moved, directory)
         if moved is None:
             break

@@ -110,7 +110,7 @@ class Trainer:
             is then that of `next_step`.
 
     Attributes:
-        rank: The number of this process: its stage in replica 0, and so on.
+        rank: The number of this process: at first its stage in replica 0, and so on.
         layers: The layers of each of its virtual stages; several only with chunks. Other ones once
             ranks have changed places (`adaptation.remaps`).
 
@@ -252,7 +252,7 @@ class Trainer:
         if training.skipped.why_stop:
             raise RunFailedError(training.skipped.why_stop)
         if training.remapping is not None and training.remapping.layout is not None:
-            self._change_places(training, training.remapping)
+            self._change_places(training, training.remapping, batch)
         step_s = max(report.took_s for report in result.reports)
         return StepMetrics(
             result.step,
@@ -357,15 +357,23 @@ class Trainer:
         self._has_slots_for: RankInstructions | None = None
         self._failed = FailedPaths()
 
-    def _change_places(self, training: Training, remapping: Remapping) -> None:
-        """Go on at this rank's next place in the mesh; all ranks call this after the same step."""
+    def _change_places(
+        self, training: Training, remapping: Remapping, batch: Sequence[Any]
+    ) -> None:
+        """Go on at this rank's next place in the mesh; all ranks call this after the same step.
+
+        Args:
+            batch: That step's.
+        """
         training.recording.finish(self._run.replicas)
-        training.finish()  # a save that failed is made up for by the next one
+        if failure := training.finish():
+            _log.warning("the last state could not be saved: %s", failure)
         self._moved = remapping.change_places(training.loop, training.skipped)
         self._opened_stage.close()
         fail_together(self._rendezvous, training.recorder.unwritten, "", "")
-        self._run = self._load(self.config, moved=self._moved)
+        self._run = self._load(self.config, moved=self._moved, cut=self._run.cut)
         self._open_stage()
+        self._begun(self._cut(batch))
 
     def _open_directory(
         self, opening: ExitStack, directory: Path | None, resume: bool

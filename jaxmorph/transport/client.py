@@ -131,14 +131,9 @@ class SidecarPlane(DataPlane):
         answer = self._sidecar.request({"kind": "statistics"}, (), _ANSWER_S) or {}
         return {"generation": self._sidecar.generation, **answer.get("statistics", {})}
 
-    def disturb(self, action: str, **details: Any) -> None:
-        """Inject a fault into this rank's own lanes, for tests and benchmarks.
-
-        Args:
-            action: "reset" breaks the connections to and from a `peer`, `lane` only one of them;
-                "duplicate" sends the next `count` chunks to a `peer` twice.
-        """
-        self._sidecar.send({"kind": "disturb", "action": action, **details})
+    def break_lanes(self, peer: int, lane: int | None = None) -> None:
+        """Break the connections to and from a peer, or one of them, for tests and benchmarks."""
+        self._sidecar.send({"kind": "break_lanes", "peer": peer, "lane": lane})
 
     def flush(self, deadline_s: float) -> None:
         """Wait until messages are delivered, their receivers are gone, or the time is over."""

@@ -157,10 +157,10 @@ class LinkHalf:
         """Whether any lane is."""
         return bool(self._lanes)
 
-    def disturb(self, action: str, lane: int | None = None, count: int = 1) -> None:
-        """Inject a fault; see `SidecarPlane.disturb`."""
+    def break_lanes(self, lane: int | None) -> None:
+        """Break a lane, or all; see `SidecarPlane.break_lanes`."""
         for number, each in self._lanes.items():
-            if action == "reset" and lane in (None, number):
+            if lane in (None, number):
                 each.abort()
 
     def send_goodbye(self, reason: str) -> list[Lane]:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -110,8 +110,6 @@ class SendingLink(LinkHalf):
         self._diallers: dict[int, Dialler] = {}
         self._has_received = False
         self._poll_pause_s, self._polls_s = _FIRST_POLL_S, 0.0
-        self._duplicates = 0
-        self._surplus: Counter[tuple[int, ChannelName, int, int]] = Counter()
         self._refused_since_s = _NEVER
 
     def add_channel(self, channel: OutgoingChannel) -> None:
@@ -203,12 +201,6 @@ class SendingLink(LinkHalf):
         self._peer_addresses = ()
         self._diallers.clear()
 
-    def disturb(self, action: str, lane: int | None = None, count: int = 1) -> None:
-        """Inject a fault; see `SidecarPlane.disturb`."""
-        if action == "duplicate":
-            self._duplicates += count
-        super().disturb(action, lane)
-
     def statistics(self) -> dict[str, Any]:
         """The engine's counts, the lanes' bytes, and the peer's errors."""
         return {
@@ -267,8 +259,6 @@ class SendingLink(LinkHalf):
         """Handle a frame; adds its channel to `freed` if it reports a delivery."""
         kind = type(frame)
         if kind is Acknowledge:
-            if self._surplus and self._is_surplus(number, frame):
-                return
             if self.engine.acknowledged(number, frame, now_s):
                 freed.add(frame.channel)
         elif kind is Credit or kind is Resume:
@@ -278,15 +268,6 @@ class SendingLink(LinkHalf):
             self._handle_common(number, frame)
             if kind is Pong:
                 self.engine.ponged(number, frame, now_s)
-
-    def _is_surplus(self, number: int, frame: Acknowledge) -> bool:
-        """Whether it answers the second copy of a chunk that `disturb` had sent twice."""
-        key = (number, frame.channel, frame.sequence, frame.offset)
-        self._surplus[key] -= 1
-        if self._surplus[key] < 0:
-            del self._surplus[key]
-            return False
-        return True
 
     def _send(self, now_s: float) -> None:
         """Send what is ready; leave copies and anything slow to the next turn."""
@@ -321,10 +302,6 @@ class SendingLink(LinkHalf):
         payload = self.channels[chunk.channel].view(chunk.sequence, chunk.offset, chunk.length)
         try:
             ready = lane.post(chunk, payload)
-            if self._duplicates and chunk.length:
-                self._duplicates -= 1
-                self._surplus[number, chunk.channel, chunk.sequence, chunk.offset] += 1
-                ready = lane.post(chunk, payload)
         except LaneError as error:
             self._lose(number, str(error))
             return False

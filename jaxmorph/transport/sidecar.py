@@ -289,12 +289,10 @@ class Sidecar:
         found = {"peers": peers, "strangers": self._strangers, "processor_s": time.process_time()}
         self._answer(request, statistics=found)
 
-    def _do_disturb(
-        self, fds: tuple[int, ...], action: str, peer: int, lane: int | None = None, count: int = 1
-    ) -> None:
+    def _do_break_lanes(self, fds: tuple[int, ...], peer: int, lane: int | None) -> None:
         if peer in self._sending:
-            self._sending[peer].disturb(action, lane, count)
-            self._receiving[peer].disturb(action, lane)
+            self._sending[peer].break_lanes(lane)
+            self._receiving[peer].break_lanes(lane)
 
     def _do_close(self, fds: tuple[int, ...]) -> None:
         self._ending = "its trainer has closed its data plane"

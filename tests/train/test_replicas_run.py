@@ -248,7 +248,7 @@ model = build(preset="tiny", width=16, num_layers=4, num_heads=2, vocab_size=32,
 out, is_slow = Path(sys.argv[1]), sys.argv[2] == "slow"
 config = {
     "run": {"seed": 5, "dir": str(out)},
-    "parallelism": {"stages": 2, "data": 2},
+    "parallelism": {"stages": 2, "data": 2, "layers": "auto"},
     "data": {"sequence_length": 8},
     "batch": {"microbatches": 8, "microbatch_size": 1},
     "schedule": {"name": "zb-h2"},
@@ -267,6 +267,7 @@ with jaxmorph.Trainer(model, config) as trainer:
     while trainer.next_step < 14:
         step = trainer.step(batch(trainer.next_step))
         found += [step.loss, step.grad_norm]
+        assert trainer.plan is not None
         if step.step == 10:
             found.append(trainer.evaluate(batch(0)))
     moved = trainer.layers != first

@@ -48,7 +48,7 @@ class FaultsInAnyOrder(RuleBasedStateMachine):
             number, num_bytes = self.under_way[channel].pop(0)
             receive(self.link.planes[channel.destination], channel, number, num_bytes)
 
-    @rule(fault=st.sampled_from(["cut", "throttle", "delay", "reset", "duplicate", "kill"]))
+    @rule(fault=st.sampled_from(["cut", "throttle", "delay", "reset", "kill"]))
     def harm(self, fault):
         self.link.harm(fault)
         self.is_cut |= fault == "cut"
