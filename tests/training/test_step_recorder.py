@@ -15,7 +15,14 @@ from jaxmorph.control.path_reports import PathReport
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.control.rank_times import RankTimes, texts_of
 from jaxmorph.control.step_programs import lower_step, simulate_step
-from jaxmorph.messages import EventEmitted, ProfileUpdated, RunMessage, StepDone, StepTimelines
+from jaxmorph.messages import (
+    EventEmitted,
+    ProfileUpdated,
+    RunMessage,
+    RunStarted,
+    StepDone,
+    StepTimelines,
+)
 from jaxmorph.plain_json import dump, parse_line
 from jaxmorph.program.instructions import Transfer
 from jaxmorph.records import Event, EventKind, Link, ReplicaStep
@@ -117,6 +124,15 @@ def test_sampled_steps_send_the_profile():
     assert [type(message) for message in messages] == [*step, StepDone, *step, *step]
     profiles = map(Profile.from_json, of_kind(messages, ProfileUpdated, "profile"))
     assert [profile.costs.forward_ms for profile in profiles] == [(10.0,), (11.0,), (11.5,)]
+
+
+def test_a_header_counts_the_layers_of_all_of_a_stage_s_chunks():
+    """In a V, stage 0 has the first and the last of them."""
+    messages = []
+    cut = {"stages": 2, "chunks": 2, "layers": [1, 2, 3, 4]}
+    with recorder_of(messages.append, parallelism=cut, schedule={"name": "zb-v"}) as recorder:
+        recorder.start("text", 7, [range(1), range(1, 3), range(3, 6), range(6, 10)])
+    assert of_kind(messages, RunStarted, "layers_per_stage") == [(5, 5)]
 
 
 def test_a_record_has_its_transfer_times():
