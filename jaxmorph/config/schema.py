@@ -323,8 +323,9 @@ def _placement_problems(config: Config) -> Iterator[Problem]:
         ),
         "offload.enabled is true: copies are measured later": config.offload.enabled,
     }
-    for reason in (reason for reason, holds in reasons.items() if holds):
-        yield mismatch("schedule.placement", "auto", f"default, as {reason}")
+    for reason, holds in reasons.items():
+        if holds:
+            yield mismatch("schedule.placement", "auto", f"default, as {reason}")
 
 
 def _per_stage_values(config: Config) -> Iterator[tuple[str, Any]]:

@@ -62,7 +62,7 @@ class Plan:
     offloading: Offloading | None = None
 
     def in_words(self) -> str:
-        """Its schedule, and the links that it delegates."""
+        """Its schedule, its warm-up forwards, and the links that are not direct."""
         warmups = " ".join(map(str, self.schedule.warmup_forwards))
         delegated = (f"{link} {route}" for link, route in self.routes.items() if route != "direct")
         return "; ".join([f"{self.schedule.name}, warm-up forwards {warmups}", *delegated])

@@ -156,6 +156,7 @@ def _train_at(
             failure = training.finish()
             why_stop, remapping, moves = training.skipped.why_stop, training.remapping, None
             if remapping is not None and remapping.layout is not None and not why_stop:
+                progress.phase("changes places", timeouts.restore_s)  # until the next start
                 moves = remapping.change_places(training.loop, training.skipped)
                 failure = ""  # the next loop saves again
     fail_together(run.replicas.all_ranks, training.recorder.unwritten, why_stop, failure)

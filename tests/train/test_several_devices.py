@@ -1,4 +1,4 @@
-"""Runs whose stages have two devices: they learn, fail over, save and resume as others do."""
+"""Runs whose stages have two devices or chunks: they learn, fail over and resume as others do."""
 
 import numpy as np
 import pytest
