@@ -1,10 +1,11 @@
-"""Every bar of every comparison against its result: `python -m benchmarks.judge [FOLDER]`.
+"""Every bar and what was measured for it: `python -m benchmarks.judge [FOLDER]`.
 
 Reads what `jaxmorph compare` wrote to FOLDER/NAME for configs/NAME.yaml, by default the committed
-results, and runs nothing. For committed results it also says which are older than their
-configuration, and what contradicts them: bars that were loosened, tables and pages with other
-numbers (`make reference` writes those again), and misses without a reason in
-docs/results/misses.yaml. The exit code is 1 if a bar is missed or anything contradicts.
+results, and runs nothing. For committed results it also has the bars of all benchmarks, and says
+which results are older than their configuration, and what contradicts them: bars that were
+loosened, tables and pages with other numbers (`make reference` writes those again), and misses
+without a reason in docs/results/misses.yaml. The exit code is 1 if a bar is missed, a result older
+than its configuration, or anything contradicts.
 """
 
 import argparse
@@ -12,19 +13,25 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from benchmarks.judgements import FOLDER, judgements, read_reasons, without_reason
+from benchmarks.judgements import (
+    FOLDER,
+    benchmark_bars,
+    judgements,
+    read_reasons,
+    without_reason,
+)
 from benchmarks.result_pages import Results, other_pages
 from benchmarks.results import ROOT
-from jaxmorph.report.run_matrix import MISSED, NOT_MEASURED
+from jaxmorph.report.run_matrix import MET, MISSED, NOT_MEASURED
 
 
 def problems(root: Path = ROOT) -> list[str]:
     """All that contradicts the committed results."""
-    judged, reasons = judgements(root), read_reasons(root)
+    judged, benchmarks, reasons = judgements(root), benchmark_bars(root), read_reasons(root)
     return [
         *(problem for each in judged.values() for problem in each.problems),
-        *without_reason(judged, reasons),
-        *other_pages(root, Results(judged, reasons, root / FOLDER)),
+        *without_reason(judged, benchmarks, reasons),
+        *other_pages(root, Results(judged, benchmarks, reasons, root / FOLDER)),
     ]
 
 
@@ -32,7 +39,8 @@ def main() -> int:
     """Print each bar and each contradiction.
 
     Returns:
-        1 if a bar is missed, for a contradiction, or if results in a given folder are incomplete.
+        1 if a bar is missed, for a contradiction or a result older than its configuration, or if
+        results in a given folder are incomplete.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.judge")
     parser.add_argument(
@@ -40,15 +48,19 @@ def main() -> int:
     )
     folder = parser.parse_args().folder
     judged = judgements(ROOT, FOLDER if folder is None else folder.resolve())
+    benchmarks = benchmark_bars() if folder is None else {}
     for each in judged.values():
         print(each.headline, *each.bars, sep="\n")
+    for name, bars in benchmarks.items():
+        print(f"== {name}", *bars, sep="\n")
     contradictions = problems() if folder is None else []
     counts = Counter(bar.verdict for each in judged.values() for bar in each.bars)
+    counts.update(MET if bar.holds else MISSED for bars in benchmarks.values() for bar in bars)
     print(*contradictions, ", ".join(f"{n} {verdict}" for verdict, n in counts.items()), sep="\n")
     if older := [name for name, each in judged.items() if each.changes]:
         print(f"older than its configuration: {', '.join(older)}")
-    is_incomplete = folder is not None and (counts[NOT_MEASURED] or older or not judged)
-    return 1 if counts[MISSED] or contradictions or is_incomplete else 0
+    is_incomplete = folder is not None and (counts[NOT_MEASURED] or not judged)
+    return 1 if counts[MISSED] or contradictions or older or is_incomplete else 0
 
 
 if __name__ == "__main__":

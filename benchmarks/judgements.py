@@ -1,4 +1,4 @@
-"""The results of comparisons, held against their configurations as they are now."""
+"""The results of comparisons, held against their configurations, and the bars of other results."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from benchmarks.results import ROOT
+from benchmarks.results import ROOT, Bar, bars_of
 from jaxmorph.compare.provenance import configuration_digest
 from jaxmorph.config import load_config
 from jaxmorph.config.compare_section import Compare
@@ -123,6 +123,14 @@ def _other_tables(matrix: Matrix, path: Path) -> Iterator[str]:
         yield f"{path}: not the table of {RESULTS}; make reference writes it again"
 
 
+def benchmark_bars(root: Path = ROOT) -> dict[str, list[Bar]]:
+    """The bars of all other results, by the names of their files, such as `speed/start_up`."""
+    folder = root / FOLDER
+    files = {str(path.relative_to(folder).with_suffix("")): path for path in folder.rglob("*.json")}
+    bars = {name: bars_of(files[name]) for name in sorted(files) if files[name].name != RESULTS}
+    return {name: each for name, each in bars.items() if each}
+
+
 def read_reasons(root: Path = ROOT) -> dict[tuple[str, str], str]:
     """Why bars are missed, by result and claim.
 
@@ -140,10 +148,15 @@ def read_reasons(root: Path = ROOT) -> dict[tuple[str, str], str]:
 
 
 def without_reason(
-    judged: Mapping[str, Judgement], reasons: Mapping[tuple[str, str], str]
+    judged: Mapping[str, Judgement],
+    benchmarks: Mapping[str, Sequence[Bar]],
+    reasons: Mapping[tuple[str, str], str],
 ) -> Iterator[str]:
     """Misses without a reason, and reasons without a miss."""
     missed = {(name, bar.claim) for name, each in judged.items() for bar in each.missed}
+    missed |= {
+        (name, bar.claim) for name, bars in benchmarks.items() for bar in bars if not bar.holds
+    }
     for name, claim in sorted(missed - reasons.keys()):
         yield f"{REASONS}: {name}: {claim} is missed, and no reason is given"
     for name, claim in sorted(reasons.keys() - missed):

@@ -18,14 +18,21 @@ number of any other JSON file in docs/results is named by file, keys and format:
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from benchmarks.judgements import FOLDER, TABLE, Judgement, judgements, read_reasons
-from benchmarks.results import ROOT
+from benchmarks.judgements import (
+    FOLDER,
+    TABLE,
+    Judgement,
+    benchmark_bars,
+    judgements,
+    read_reasons,
+)
+from benchmarks.results import ROOT, Bar
 from jaxmorph.report.matrix_table import WHOLE_COLUMNS, markdown_table, matrix_markdown, whole_rows
 from jaxmorph.report.run_matrix import MET, MISSED, NOT_MEASURED, JudgedBar, Matrix, Run
 
@@ -41,11 +48,13 @@ class Results:
     """What pages take their numbers from.
 
     Attributes:
+        benchmarks: The bars of the other files.
         reasons: `benchmarks.judgements.read_reasons`.
         folder: Of the other files.
     """
 
     judged: Mapping[str, Judgement]
+    benchmarks: Mapping[str, Sequence[Bar]]
     reasons: Mapping[tuple[str, str], str]
     folder: Path
 
@@ -168,15 +177,31 @@ def _table_of_misses(results: Results) -> str:
     for each in results.judged.values():
         for bar in each.missed:
             groups.setdefault((each.name, bar.claim, bar.limits), []).append(bar)
-    rows = (
-        [
-            f"[{name}](../results/{name}/{TABLE})",
+    found = [
+        (
+            name,
+            f"{name}/{TABLE}",
             claim,
             limits,
-            ", ".join(f"{bar.condition}: {bar.measured:.3f}" for bar in bars),
+            [f"{bar.condition}: {bar.measured:.3f}" for bar in bars],
+        )
+        for (name, claim, limits), bars in groups.items()
+    ]
+    found += [
+        (name, f"{name}.json", bar.claim, bar.limits, [f"{bar.value:.3f}"])
+        for name, bars in results.benchmarks.items()
+        for bar in bars
+        if not bar.holds
+    ]
+    rows = (
+        [
+            f"[{name}](../results/{file})",
+            claim,
+            limits,
+            ", ".join(measured),
             results.reasons.get((name, claim), ""),
         ]
-        for (name, claim, limits), bars in groups.items()
+        for name, file, claim, limits, measured in found
     )
     return markdown_table(("result", "bar", "limit", "missed", "why"), rows)
 
@@ -208,7 +233,7 @@ def main() -> None:
     """Write the results' tables, and the pages that have some of their numbers."""
     for name, each in judgements().items():
         (ROOT / FOLDER / name / TABLE).write_text(matrix_markdown(each.matrix), encoding="utf-8")
-    results = Results(judgements(), read_reasons(), ROOT / FOLDER)
+    results = Results(judgements(), benchmark_bars(), read_reasons(), ROOT / FOLDER)
     for page in pages(ROOT):
         text = page.read_text(encoding="utf-8")
         page.write_text(with_results(text, results), encoding="utf-8")

@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,10 @@ from jaxmorph.compare.provenance import provenance as begin
 ROOT = Path(__file__).parent.parent
 
 
+NO_LIMIT = 1e9
+"""More than any value; JSON has no infinity."""
+
+
 @dataclass(frozen=True)
 class Bar:
     """Something that should hold: a value between two limits."""
@@ -21,7 +24,7 @@ class Bar:
     claim: str
     value: float
     at_least: float = 0.0
-    at_most: float = inf
+    at_most: float = NO_LIMIT
     unit: str = ""
 
     @property
@@ -29,16 +32,20 @@ class Bar:
         """Whether the value is between its limits."""
         return self.at_least <= self.value <= self.at_most
 
+    @property
+    def limits(self) -> str:
+        """Its limits in words."""
+        low = [f"at least {self.at_least:g}"] * (self.at_least > 0)
+        high = [f"at most {self.at_most:g}"] * (self.at_most < NO_LIMIT)
+        return " ".join([", ".join(low + high), self.unit]).strip()
+
     def to_json(self) -> dict[str, Any]:
-        """In JSON's types, which have no infinity."""
-        limits = {"at_least": self.at_least, "at_most": min(self.at_most, 1e9)}
-        return {**vars(self), **limits, "holds": self.holds}
+        """In JSON's types."""
+        return {**vars(self), "holds": self.holds}
 
     def __str__(self) -> str:
-        limits = [f">= {self.at_least:g}"] * (self.at_least > 0)
-        limits += [f"<= {self.at_most:g}"] * (self.at_most < inf)
-        verdict = "" if self.holds else "  MISSED"
-        return f"{self.claim:58}{self.value:8.3f} {self.unit} ({', '.join(limits)}){verdict}"
+        verdict = "met" if self.holds else "MISSED"
+        return f"{self.claim:64} {self.value:8.3f}  {self.limits}: {verdict}"
 
 
 def finish(bars: Sequence[Bar], path: Path | None, values: dict[str, Any]) -> int:
@@ -48,6 +55,14 @@ def finish(bars: Sequence[Bar], path: Path | None, values: dict[str, Any]) -> in
         found = [bar.to_json() for bar in bars]
         write_json(path, {**values, "load_after": load_averages(), "bars": found})
     return 0 if all(bar.holds for bar in bars) else 1
+
+
+def bars_of(path: Path) -> list[Bar]:
+    """The bars that `finish` has written to a file; none where something else did."""
+    values = json.loads(path.read_text(encoding="utf-8"))
+    found = values.get("bars", ()) if isinstance(values, dict) else ()
+    fields = [{name: each[name] for name in each if name != "holds"} for each in found]
+    return [Bar(**each) for each in fields]
 
 
 def provenance(module: str) -> dict[str, Any]:

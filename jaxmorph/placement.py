@@ -3,9 +3,9 @@
 All that depends on it asks a `Placement`: neighbours, links, and the ranks of the two ends.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, Literal, NamedTuple
 
 from jaxmorph.records import Link
@@ -133,21 +133,27 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Which rank is which stage of which replica.
+    """Which rank is which stage of which replica, and on which host.
 
     Attributes:
         ranks: By replica and stage; at first stage s of replica r is rank r * S + s.
-        ranks_per_host: A host has so many ranks, which follow one another.
+        host_of: The number of each rank's host.
     """
 
     ranks: tuple[tuple[int, ...], ...]
-    ranks_per_host: int = 1
+    host_of: tuple[int, ...]
 
     @classmethod
     def first(cls, num_stages: int, num_replicas: int = 1, ranks_per_host: int = 1) -> "Layout":
-        """The layout in which a run starts."""
+        """The layout in which a run starts; the ranks of a host follow one another."""
         of_replica = (range(r * num_stages, (r + 1) * num_stages) for r in range(num_replicas))
-        return cls(tuple(map(tuple, of_replica)), ranks_per_host)
+        host_of = (rank // ranks_per_host for rank in range(num_stages * num_replicas))
+        return cls(tuple(map(tuple, of_replica)), tuple(host_of))
+
+    def on_hosts(self, names: Sequence[str]) -> "Layout":
+        """The same, with each rank on the host of this name."""
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        return replace(self, host_of=tuple(numbers[name] for name in names))
 
     @property
     def num_replicas(self) -> int:
@@ -167,19 +173,24 @@ class Layout:
         """The ranks of one stage, by replica."""
         return tuple(of_replica[stage] for of_replica in self.ranks)
 
-    def host(self, rank: int) -> int:
-        """The number of a rank's host."""
-        return rank // self.ranks_per_host
-
     @property
     def hosts(self) -> list[int]:
         """The numbers of the hosts that have ranks."""
-        return sorted({self.host(rank) for rank in self.positions})
+        return sorted({*self.host_of})
+
+    def hosts_of(self, ranks: tuple[int, int]) -> tuple[int, int]:
+        """The numbers of two ranks' hosts, the lower one first."""
+        low, high = sorted(self.host_of[rank] for rank in ranks)
+        return low, high
+
+    def on(self, host: int) -> list[int]:
+        """The ranks of a host."""
+        return [rank for rank, own in enumerate(self.host_of) if own == host]
 
     def between(self, hosts: tuple[int, int]) -> list[tuple[int, int]]:
         """The pairs of ranks of which the first host has one, and the second the other."""
-        ranks = sorted(self.positions)
-        return [(a, b) for a in ranks for b in ranks if (self.host(a), self.host(b)) == hosts]
+        low, high = hosts
+        return [*product(self.on(low), self.on(high))]
 
     def swapped(self, a: int, b: int) -> "Layout":
         """The layout in which two ranks have changed places."""

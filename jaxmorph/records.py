@@ -78,7 +78,8 @@ class EventKind(StrEnum):
     SUM_SLOW = "sum_slow"
     """a stage's gradients take longer than usual to be summed over replicas"""
     REMAPPED = "remapped"
-    """ranks change places in the mesh after this step, so that a slow pair of hosts sums nothing"""
+    """ranks change places in the mesh after this step, so that a slow pair of hosts sums nothing;
+    or they go back, as none is slow any more"""
     REOPENED = "reopened"
     """ranks have changed places, and what that has cost"""
     LINK_PROBED = "link_probed"
@@ -169,6 +170,8 @@ class RunHeader:
     run_directory: Path
     cut_reason: str = ""
     evaluates: bool = False
+    num_replicas: int = 1
+    devices_per_stage: int = 1
 
     @property
     def tokens_per_step(self) -> int:
@@ -251,6 +254,13 @@ class StepRecord:
     """with `parallelism.data` above 1: of each replica `schedule`, `warmup_forwards`, `routes` and
     `predicted_step_s`, as its own plan has them, and `pipeline_s`, the seconds until its first
     stage had its gradients, before they were summed; what stands outside is of replica 0"""
+    tflops_per_device: float | None = field(default=None, metadata=_IF_KNOWN)
+    """unless ops are paced or steps have several lengths: how fast each device computes the model,
+    in 10^12 floating-point operations a second. Products of matrices count, three times those of
+    the forward, and nothing that is computed again"""
+    mfu: float | None = field(default=None, metadata=_IF_KNOWN)
+    """that as a share of what the device can do in bfloat16 by its data sheet (H100, H800, H200 and
+    A100)"""
     skipped: bool = False
     """whether the update was skipped because the loss or a gradient was not finite"""
 
@@ -309,6 +319,7 @@ class RunSummary:
         productive_s: that time.
         lost_s: the cost of failures.
         peak_device_bytes: of each stage's device.
+        tflops_per_device, mfu: as in a `StepRecord`; medians.
     """
 
     losses: tuple[float, ...]
@@ -331,6 +342,8 @@ class RunSummary:
     num_restarts: int = 0
     lost_s: float = 0.0
     peak_device_bytes: tuple[int, ...] | None = None
+    tflops_per_device: float | None = None
+    mfu: float | None = None
 
 
 def in_bytes(count: float) -> str:

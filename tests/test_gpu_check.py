@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 
 import jax
@@ -22,7 +21,7 @@ from benchmarks.gpu.copy_ends import Incoming, Outgoing, Site, spoil, what_is_wr
 from benchmarks.gpu.stage import Sizes, build_gpt2, model_flops
 from benchmarks.gpu.two_stages import compare
 from jaxmorph.stage.backward import split_backward
-from jaxmorph.stage.equations import walk
+from jaxmorph.stage.model_flops import product_flops
 from tests.test_import_rule import _named_in
 
 ROOT = Path(__file__).parents[1]
@@ -223,33 +222,16 @@ def test_the_backend_that_runs_take_must_be_gentle(backends, taken, holds, recom
 SIZES = Sizes(width=24, num_heads=3, num_layers=1, sequence_length=10, microbatch_size=2)
 
 
-def product_flops(part):
-    """Two for each pair of elements that is multiplied and added in a part's matrix products."""
-
-    def size_of(variable):
-        return prod(variable.aval.shape)
-
-    def contracted_size(eqn):
-        (axes, _), _ = eqn.params["dimension_numbers"]
-        return prod(eqn.invars[0].aval.shape[axis] for axis in axes)
-
-    return sum(
-        2 * size_of(eqn.outvars[0]) * contracted_size(eqn)
-        for eqn in walk(part.equations)
-        if eqn.primitive.name == "dot_general"
-    )
-
-
 def test_the_formula_counts_the_matrix_products_of_each_program():
     model = build_gpt2(SIZES, "bfloat16")
     params = jax.eval_shape(model.init_layer, jax.random.key(0))
     shape = (SIZES.microbatch_size, SIZES.sequence_length, SIZES.width)
     layer = split_backward(model.layer, params, jax.ShapeDtypeStruct(shape, jnp.bfloat16))
     flops = model_flops(SIZES)
-    assert flops["F"] == product_flops(layer.forward)
-    assert flops["B"] == product_flops(layer.backward_input)
-    assert flops["W"] == product_flops(layer.backward_weight)
-    assert flops["BW"] == product_flops(layer.backward)
+    assert flops["F"] == product_flops(layer.forward.equations)
+    assert flops["B"] == product_flops(layer.backward_input.equations)
+    assert flops["W"] == product_flops(layer.backward_weight.equations)
+    assert flops["BW"] == product_flops(layer.backward.equations)
     assert flops["plain"] == flops["F"] + flops["BW"]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.judge import main, problems
-from benchmarks.judgements import FOLDER, judgements
+from benchmarks.judgements import FOLDER, benchmark_bars, judgements
 from benchmarks.result_pages import Results, pages, with_results
 from benchmarks.results import ROOT
 from jaxmorph.config import load_config
@@ -143,15 +143,28 @@ def test_a_recorded_ratio_is_that_of_the_runs(copy):
     assert any("recorded as 3.0, but the runs give 2.79" in each for each in problems(copy))
 
 
+OF_ALONE = (
+    "per core of alone: jaxmorph, 1f1b / torch pipelining, 1F1B",
+    "per core of alone: jaxmorph, zb-h2 / torch pipelining, ZB1P",
+)
+
+
 def test_each_miss_has_a_reason_and_no_other_bar(copy):
     reasons = "docs/results/misses.yaml"
     plant(copy, reasons, "    figure19: [zb over falcon]", "    hol: [zb, zbb]")
+    plant(copy, reasons, "    speed/start_up: [", "    speed/start_up: [no bar, ")
+    plant(copy, reasons, "speed/peers_4_stages:", "speed/peers_unpinned:")
     found = [each for each in problems(copy) if each.startswith(reasons)]
     assert found == [
         f"{reasons}: figure19: zb over falcon is missed, and no reason is given",
+        *(f"{reasons}: speed/peers_4_stages: {claim} is missed, and no reason is given"
+          for claim in OF_ALONE),
         f"{reasons}: hol: zb is not missed, but a reason is given",
         f"{reasons}: hol: zbb is not missed, but a reason is given",
-    ]
+        *(f"{reasons}: speed/peers_unpinned: {claim} is not missed, but a reason is given"
+          for claim in OF_ALONE),
+        f"{reasons}: speed/start_up: no bar is not missed, but a reason is given",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -168,7 +181,7 @@ def test_each_miss_has_a_reason_and_no_other_bar(copy):
 )
 def test_a_marker_names_what_a_result_has(marker, says):
     with pytest.raises(ValueError, match=says):
-        with_results(f"{marker}<!-- end -->", Results(judgements(), {}, ROOT / FOLDER))
+        with_results(f"{marker}<!-- end -->", Results(judgements(), {}, {}, ROOT / FOLDER))
 
 
 def test_pages_have_numbers_by_markers():
@@ -182,6 +195,7 @@ def test_the_judge_prints_every_bar(monkeypatch, capsys):
     printed = capsys.readouterr().out
     judged = judgements()
     assert all(str(bar) in printed for each in judged.values() for bar in each.bars)
+    assert all(str(bar) in printed for bars in benchmark_bars().values() for bar in bars)
     assert "older than" not in printed
 
 

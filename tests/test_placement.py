@@ -59,7 +59,11 @@ def test_a_layout_says_who_is_where():
     assert layout.positions[3] == Position(1, 1)
     assert str(layout.positions[3]) == "r1 stage 1"
     assert layout.peers(1) == (1, 3, 5)
-    assert [layout.host(rank) for rank in range(6)] == [0, 0, 1, 1, 2, 2]
+    assert layout.host_of == (0, 0, 1, 1, 2, 2)
+    assert layout.between((0, 2)) == [(0, 4), (0, 5), (1, 4), (1, 5)]
+    named = layout.on_hosts(["b", "a", "b", "a", "c", "c"])
+    assert named.host_of == (0, 1, 0, 1, 2, 2)
+    assert [named.on(host) for host in named.hosts] == [[0, 2], [1, 3], [4, 5]]
     swapped = layout.swapped(1, 4)
     assert swapped.ranks == ((0, 4), (2, 3), (1, 5))
     assert swapped.swapped(1, 4) == layout

@@ -9,11 +9,12 @@ from contextlib import closing
 import jax
 
 from benchmarks.gpu.child import Row
-from benchmarks.gpu.stage import is_small, peak_tflops
+from benchmarks.gpu.stage import is_small
 from jaxmorph.cli.doctor_accelerators import device_facts
 from jaxmorph.cli.doctor_host import nvidia_facts, software_facts
 from jaxmorph.copies.cuda_driver import CudaDriver
 from jaxmorph.records import in_bytes
+from jaxmorph.stage.model_flops import peak_tflops
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.plane import ChannelSpec, OutgoingEnd
 

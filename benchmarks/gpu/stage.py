@@ -20,6 +20,7 @@ from jaxmorph.stage.model import (
     key_numbers,
     without_randomness,
 )
+from jaxmorph.stage.model_flops import peak_tflops
 from jaxmorph.stage.parameters import init_stage_params
 from jaxmorph.stage.sharding import place_params
 
@@ -29,16 +30,6 @@ OP_NAMES = ("F", "B", "W", "BW", "plain")
 _LEAST_SHARE = 0.95  # of plain JAX's speed
 _CUDNN_SINCE = (8, 0)  # the compute capability since which cuDNN has attention for these sizes
 _WARM_UPS = 2
-
-_PEAK_TFLOPS = (  # the first name that is part of the device's; parts of a family come first
-    ("H100 PCIe", 756.0),
-    ("H100 NVL", 835.0),
-    ("H100", 989.0),
-    ("H800", 989.0),
-    ("H200 NVL", 835.0),
-    ("H200", 989.0),
-    ("A100", 312.0),
-)
 
 
 @dataclass(frozen=True)
@@ -219,11 +210,6 @@ def _random_activations(model: PipelineModel, shapes: MicrobatchShapes) -> jax.A
     key, embed = jax.random.key(0), without_randomness(model.embed)
     shape = jax.eval_shape(embed, jax.eval_shape(model.init_embed, key), shapes.inputs)
     return jax.random.normal(key, shape.shape).astype(shape.dtype)
-
-
-def peak_tflops(device_kind: str) -> float | None:
-    """Dense bfloat16 TFLOP/s by the maker's data sheet; None for a device not in the table."""
-    return next((peak for name, peak in _PEAK_TFLOPS if name in device_kind), None)
 
 
 def model_flops(sizes: Sizes, attention: str = "xla") -> dict[str, float]:

@@ -56,13 +56,9 @@ def _table(names: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Table:
 
 
 def _hosts(layout: Layout) -> Iterator[tuple[str, str]]:
+    positions = layout.positions
     for host in layout.hosts:
-        own = [
-            f"{rank} ({at})"
-            for rank, at in sorted(layout.positions.items())
-            if layout.host(rank) == host
-        ]
-        yield str(host), ", ".join(own)
+        yield str(host), ", ".join(f"{rank} ({positions[rank]})" for rank in layout.on(host))
 
 
 def _pairs(layout: Layout) -> Iterator[tuple[str, str, str]]:

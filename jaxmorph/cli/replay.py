@@ -140,10 +140,15 @@ def _simulated(fact: StepRecord, moment: Moment, slower: float, config: Config) 
     if timeline is None or not isinstance(seen, StepObserved):
         return fact
     plan, step_s = state.plan, slower * timeline.makespan_ms / 1e3
+    rates = {
+        name: value * fact.step_s / step_s
+        for name in ("tokens_per_s", "tflops_per_device", "mfu")
+        if (value := getattr(fact, name)) is not None
+    }
     return replace(
         fact,
         step_s=step_s,
-        tokens_per_s=config.tokens_per_step / step_s,
+        **rates,
         schedule=plan.schedule.name,
         warmup_forwards=plan.schedule.warmup_forwards,
         routes={str(link): route for link, route in state.paths.actual_routes(plan.routes).items()},

@@ -391,6 +391,10 @@ class Adaptation(Section):
     pair a link between two stages, as Falcon does. `auto` is `any` if the run adapts, else
     `never`."""
 
+    recheck_steps: Count = 1000
+    """After so many steps rank 0 has a pair of hosts that ranks avoid timed again, and every so
+    many from then on. Once all are as fast as before, ranks go back to their first places."""
+
     worth: Annotated[float, Field(ge=0, lt=1), Expected("a number from 0 to below 1")] = 0.02
     """The share by which a new plan must shorten the predicted step. Raise it if plans change too
     often."""

@@ -5,8 +5,10 @@ Between two stages it delays messages, which a pipeline can absorb, and between 
 exchange nothing it costs nothing.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
 from statistics import median
 
 from jaxmorph.placement import Layout
@@ -33,11 +35,17 @@ class SumWatch:
     took_s: tuple[float, ...] = ()
     slow_steps: tuple[int, ...] = ()
 
-    def after(self, took_s: Sequence[float], step_s: float) -> "SumWatch":
-        """The watch after another step, which took `step_s` with its sums."""
-        before = self.usual_s or tuple(took_s)
+    def after(
+        self, took_s: Sequence[float], step_s: float, by_others_s: Sequence[float] = ()
+    ) -> "SumWatch":
+        """The watch after another step, which took `step_s` with its sums.
+
+        Args:
+            by_others_s: See `by_other_stages`.
+        """
+        seen_s = self.usual_s or tuple(took_s)
         least_s = _LEAST_SHARE * step_s
-        usual_s = tuple(map(min, before, took_s))
+        usual_s = tuple(map(min, seen_s, took_s, by_others_s or took_s))
         counts = self.slow_steps or (0,) * len(usual_s)
         slow_steps = tuple(
             count + 1 if took > max(_SLOW_TIMES * usual, usual + least_s) else 0
@@ -54,18 +62,50 @@ class SumWatch:
         }
 
 
+def by_other_stages(
+    took_s: Sequence[float], num_bytes: Sequence[int], compares: Sequence[bool]
+) -> tuple[float, ...]:
+    """What the sum of each stage should take at most, by those of the others.
+
+    So a pair that is slow from the first step on is found too, if it does not slow all stages.
+
+    Args:
+        took_s: In the last step; 0 where the time is not known.
+        num_bytes: What each stage sums.
+        compares: Whether each stage's ranks are all on hosts of their own: a sum within a host says
+            nothing about one between hosts.
+    """
+
+    def by(other: int, stage: int) -> float:
+        return took_s[other] * max(1.0, num_bytes[stage] / num_bytes[other])
+
+    known = [stage for stage, each_s in enumerate(took_s) if compares[stage] and each_s > 0]
+    return tuple(
+        min((by(other, stage) for other in known if compares[stage]), default=took)
+        for stage, took in enumerate(took_s)
+    )
+
+
 @dataclass(frozen=True)
 class SlowPair:
     """Two ranks whose hosts are slow for each other.
 
     Attributes:
         excess_s: What that adds to a sum of gradients.
-        delay_ms: What it is thought to add to a message between stages.
+        delay_ms: What it is thought to add to a message between stages, as to a round of a sum.
+        usual_ms: How long a round takes otherwise.
+        bucket_bytes: What was summed in two rounds.
     """
 
     ranks: tuple[int, int]
     excess_s: float
     delay_ms: float
+    usual_ms: float = 0.0
+    bucket_bytes: int = 4
+
+    def has_recovered(self, took_s: float) -> bool:
+        """Whether a sum of a bucket over the two ranks alone, in two rounds, is no longer slow."""
+        return 1e3 * took_s < 2 * self.usual_ms + self.delay_ms
 
 
 def slow_pairs(took_s: Mapping[str, float], num_replicas: int) -> list[tuple[int, int]]:
@@ -118,9 +158,12 @@ def choose_layout(
     *,
     in_pipeline: bool = False,
 ) -> Layout | None:
-    """The layout in which a step is shortest; None if it is this one.
+    """A layout in which a step is shorter; None if none is found.
 
-    Rank 0 stays where it is, as it records the run.
+    Two ranks are swapped, one of them on a slow host, then the next two, each time the best of all,
+    as long as fewer stages sum over slow pairs, or steps become shorter. The best of these layouts
+    is taken: if a host has a whole replica, the first swap alone shortens no step. Rank 0 stays
+    where it is, as it records the run.
 
     Args:
         slow: The pairs that are slow.
@@ -128,36 +171,46 @@ def choose_layout(
         predicted_s: A step of a replica, by the milliseconds by which links are slower than usual.
         in_pipeline: Take only layouts in which some slow pair is a link of a pipeline.
     """
+    predicted = cache(lambda delays_ms: predicted_s(dict(delays_ms)))
+    of_hosts = by_hosts(layout, slow)
 
-    def cost_s(candidate: Layout) -> float:
-        delays: dict[int, dict[Link, float]] = {}
-        sums_s = 0.0
-        for pair in slow:
-            found = _of_pair(candidate, pair, links)
+    def cost(candidate: Layout) -> tuple[int, bool, float]:
+        delays_ms: dict[int, dict[Link, float]] = {}
+        sums_s, num_slow, is_refused = 0.0, 0, in_pipeline
+        for hosts, pair in of_hosts.items():
+            found = traffic(candidate, hosts, links)
             sums_s = max(sums_s, pair.excess_s if found.stages else 0.0)
+            num_slow += len(found.stages)
+            is_refused &= bool(found.stages or not found.links)
             for replica, link in found.links:
-                delays.setdefault(replica, {})[link] = pair.delay_ms
-        replicas = (predicted_s(delays.get(each, {})) for each in range(layout.num_replicas))
-        return max(replicas) + sums_s
+                delays_ms.setdefault(replica, {})[link] = pair.delay_ms
+        replicas = (delays_ms.get(each, {}) for each in range(layout.num_replicas))
+        steps_s = (predicted(tuple(sorted(each.items()))) for each in replicas)
+        return num_slow, is_refused, max(steps_s) + sums_s
 
-    def is_allowed(candidate: Layout) -> bool:
-        found = [_of_pair(candidate, pair, links) for pair in slow]
-        return not in_pipeline or any(each.links and not each.stages for each in found)
+    moved = sorted({rank for hosts in of_hosts for host in hosts for rank in layout.on(host)})
+    at, best = layout, layout
+    now = first = least = cost(layout)
+    while found := min(((cost(each), each.ranks) for each in _swaps(at, moved)), default=None):
+        if found[0] >= now:
+            break
+        now, at = found[0], replace(at, ranks=found[1])
+        if now[1:] < least[1:]:
+            least, best = now, at
+    _, is_refused, step_s = least
+    return None if is_refused or step_s >= first[2] else best
 
-    candidates = filter(is_allowed, _swaps(layout, slow))
-    best = min(candidates, key=cost_s, default=None)
-    return best if best is not None and cost_s(best) < cost_s(layout) else None
+
+def by_hosts(layout: Layout, slow: Iterable[SlowPair]) -> dict[tuple[int, int], SlowPair]:
+    """The slowest of the pairs of each two hosts."""
+    found: dict[tuple[int, int], SlowPair] = {}
+    for pair in sorted(slow, key=lambda each: each.excess_s):
+        found[layout.hosts_of(pair.ranks)] = pair
+    return found
 
 
-def _of_pair(layout: Layout, pair: SlowPair, links: Sequence[Link]) -> Traffic:
-    hosts = sorted(map(layout.host, pair.ranks))
-    return traffic(layout, (hosts[0], hosts[1]), links)
-
-
-def _swaps(layout: Layout, slow: Sequence[SlowPair]) -> Iterator[Layout]:
-    """The layouts in which a rank of a slow pair has changed places with another one."""
-    ranks = sorted(layout.positions)
-    for moved in sorted({rank for pair in slow for rank in pair.ranks}):
-        for other in ranks:
-            if 0 not in (moved, other) and moved != other:
-                yield layout.swapped(moved, other)
+def _swaps(layout: Layout, moved: Sequence[int]) -> Iterator[Layout]:
+    """The layouts in which one of these ranks has changed places with another one."""
+    for one, other in product(moved, range(len(layout.host_of))):
+        if 0 not in (one, other) and one != other:
+            yield layout.swapped(one, other)

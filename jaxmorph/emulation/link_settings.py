@@ -103,6 +103,13 @@ def sum_conditions(
     return _after_restarts(_between_hosts(config, layout, own), restarts)
 
 
+def pair_conditions(
+    config: Config, layout: Layout, ranks: tuple[int, int]
+) -> tuple[LinkCondition, ...]:
+    """The conditions between two ranks, as numbers 0 and 1, wherever they are in the mesh."""
+    return tuple(_between_hosts(config, layout, {rank: at for at, rank in enumerate(ranks)}))
+
+
 def _between_hosts(
     config: Config, layout: Layout, numbers: Mapping[int, int]
 ) -> list[LinkCondition]:

@@ -15,7 +15,7 @@ RECENT = 20
 
 _KEPT = (
     "loss", "held_out_loss", "step_s", "tokens_per_s", "predicted_step_s", "bubble_rate",
-    "planned_bubble_rate",
+    "planned_bubble_rate", "tflops_per_device", "mfu",
 )  # fmt: skip
 
 
@@ -106,6 +106,8 @@ class RunHistory:
             ),
             skipped_steps=len(self._skipped_steps),
             peak_device_bytes=self._peak_device_bytes,
+            tflops_per_device=self._median("tflops_per_device"),
+            mfu=self._median("mfu"),
         )
 
     def _median(self, name: str) -> float | None:

@@ -9,7 +9,7 @@ from jaxmorph.records import StepRecord
 FOLDER = "tensorboard"
 _SCALARS = (
     "loss", "held_out_loss", "grad_norm", "step_s", "tokens_per_s", "bubble_rate",
-    "predicted_step_s",
+    "predicted_step_s", "tflops_per_device", "mfu",
 )  # fmt: skip
 _FLUSH_S = 10
 

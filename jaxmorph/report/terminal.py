@@ -23,12 +23,12 @@ from jaxmorph.report.matrix_table import short_cell
 from jaxmorph.report.run_matrix import Matrix
 from jaxmorph.report.text import (
     describe_plan,
-    describe_routes,
     duration,
     header_rows,
     loss_text,
     milliseconds,
     percent,
+    routes_text,
     sparkline,
     summary_rows,
 )
@@ -183,7 +183,7 @@ class PlainReporter(Reporter):
             "planned_ms": milliseconds(record.predicted_step_s),
             "bubble": percent(record.bubble_rate),
             "plan_bubble": percent(record.planned_bubble_rate),
-            "routes": describe_routes(record.routes),
+            "routes": routes_text(record),
         }
         self._write_cells(cells)
 
@@ -273,7 +273,7 @@ def _cells(record: StepRecord) -> list[RenderableType]:
         f"{milliseconds(record.step_s)} / {milliseconds(record.predicted_step_s)}",
         # one percent sign for both
         f"{percent(record.bubble_rate).removesuffix(' %')} / {percent(record.planned_bubble_rate)}",
-        Text(describe_routes(record.routes), no_wrap=True, overflow="ellipsis"),
+        Text(routes_text(record), no_wrap=True, overflow="ellipsis"),
     ]
 
 
@@ -283,7 +283,11 @@ def _course(label: str, losses: Sequence[float]) -> tuple[RenderableType, ...]:
 
 
 def _plan_and_links(record: StepRecord) -> list[Text]:
-    lines = [_labelled("plan", describe_plan(record), "")]
+    if record.replicas is None:
+        plans = {"plan": describe_plan(record)}
+    else:
+        plans = {f"r{index}": describe_plan(each) for index, each in enumerate(record.replicas)}
+    lines = [_labelled(label, plan, "") for label, plan in plans.items()]
     if record.link_states:
         states = ", ".join(f"{link} {state}" for link, state in record.link_states.items())
         lines.append(_labelled("links", states, "bold yellow"))

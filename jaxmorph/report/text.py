@@ -1,14 +1,14 @@
 """Numbers, headers and summaries in words, for the terminal, tables and pages."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
 from statistics import fmean, median
 
 from jaxmorph.config.link_sections import Emulation, LinkTrace
-from jaxmorph.records import RunHeader, RunSummary, StepRecord, in_bytes
+from jaxmorph.records import ReplicaStep, RunHeader, RunSummary, StepRecord, in_bytes
 
 _BARS = "▁▂▃▄▅▆▇█"
 _UNKNOWN = "-"
@@ -18,6 +18,8 @@ _MOST_MORPHS = 12  # listed in a summary
 def header_rows(header: RunHeader) -> list[tuple[str, str]]:
     """A header as (label, text) pairs, in reading order."""
     layers = numbers(header.layers_per_stage)
+    mesh = header.num_replicas, header.devices_per_stage
+    stages = f"{len(header.layers_per_stage)}{mesh_text(*mesh)}"
     reason = f" ({header.cut_reason})" if header.cut_reason else ""
     warmup = numbers(header.warmup_forwards)
     batch = (
@@ -26,7 +28,7 @@ def header_rows(header: RunHeader) -> list[tuple[str, str]]:
     )
     return [
         ("model", f"{header.model}, {short_count(header.num_parameters)} parameters"),
-        ("stages", f"{len(header.layers_per_stage)}, layers {layers}{reason}"),
+        ("stages", f"{stages}, layers {layers}{reason}"),
         ("schedule", f"{header.schedule}, warm-up forwards {warmup}"),
         ("batch", batch),
         ("data", header.data),
@@ -35,12 +37,18 @@ def header_rows(header: RunHeader) -> list[tuple[str, str]]:
     ]
 
 
+def mesh_text(num_replicas: int, devices_per_stage: int) -> str:
+    """The mesh's other axes, such as ` of 2 devices, in each of 2 replicas`; empty without any."""
+    devices = f" of {devices_per_stage} devices" if devices_per_stage > 1 else ""
+    return devices + (f", in each of {num_replicas} replicas" if num_replicas > 1 else "")
+
+
 def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
     """A summary as (label, text) pairs, in reading order."""
     losses = summary.losses
     rows = [
         ("steps", f"{len(losses)} in {duration(summary.elapsed_s)}{_skipped(summary)}"),
-        ("speed", f"{summary.tokens_per_s:,.0f} tokens/s"),
+        ("speed", ", ".join([f"{summary.tokens_per_s:,.0f} tokens/s", *_computed(summary)])),
         ("loss", _course(losses)),
         *([("held out", _course(summary.held_out_losses))] if summary.held_out_losses else []),
         ("step time", _step_against_plan(summary)),
@@ -63,6 +71,13 @@ def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
     if summary.traces:
         rows.append(("traces", f"{_span_of(summary.traces)} (open in ui.perfetto.dev)"))
     return rows
+
+
+def _computed(summary: RunSummary) -> Iterator[str]:
+    if summary.tflops_per_device is not None:
+        yield f"{summary.tflops_per_device:.3g} TFLOP/s a device"
+    if summary.mfu is not None:
+        yield f"MFU {percent(summary.mfu)}"
 
 
 def _memory(peaks: Sequence[int]) -> str:
@@ -182,7 +197,14 @@ def _course(losses: Sequence[float]) -> str:
     return f"{losses[0]:.4f} → {losses[-1]:.4f}  {sparkline(losses, 32)}"
 
 
-def describe_plan(record: StepRecord) -> str:
+def routes_text(record: StepRecord) -> str:
+    """The routes of a step, and those of replicas that have others: `direct; r1: delegated`."""
+    own = describe_routes(record.routes)
+    others = enumerate(describe_routes(each.routes) for each in record.replicas or ())
+    return "; ".join([own, *(f"r{index}: {text}" for index, text in others if text != own)])
+
+
+def describe_plan(record: StepRecord | ReplicaStep) -> str:
     """The plan that a step ran: schedule, warm-ups and delegated links."""
     delegated = [link for link, route in record.routes.items() if route == "delegated"]
     some = f", {' '.join(delegated)} delegated" if len(delegated) < len(record.routes) else ""

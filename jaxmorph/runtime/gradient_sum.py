@@ -3,22 +3,27 @@
 Which route carries them is decided here; `reduction` has the routes.
 """
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmorph.progress import progress
 from jaxmorph.records import EventKind, Link
+from jaxmorph.runtime.emulated_links import EmulatedSum
 from jaxmorph.runtime.executor import StepOutcome
 from jaxmorph.runtime.rank_process import in_one_line
 from jaxmorph.runtime.reduction import DelegatedSum, DirectGather, DirectSum
 from jaxmorph.runtime.replicas import Replicas
-from jaxmorph.runtime.report import LinkEvent
+from jaxmorph.runtime.report import LinkEvent, SumTook
 from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.stage.mesh import make_data_mesh
 
 Tree = Any
 _FAILED_S = 1e6  # longer than any sum
@@ -32,6 +37,9 @@ class GradientSum:
         direct: None where the route is delegated from the start.
         delegated: Takes over when the direct route fails; None: a failure ends the run.
         num_rounds: How many messages follow one another in a sum.
+        num_bytes: Of the stage's gradients.
+        emulated_over: What is emulated of a direct sum over two ranks of the run.
+        timeout_s: How long that may take.
         has_failed_over: Whether the delegated route has taken over. Its time is then not reported:
             it is no sign of a slow pair.
         events: What has changed since they were taken last.
@@ -42,6 +50,9 @@ class GradientSum:
     direct: DirectSum | None
     delegated: DelegatedSum | None = None
     num_rounds: int = 2
+    num_bytes: int = 1
+    emulated_over: Callable[[tuple[int, int]], EmulatedSum | None] = lambda ranks: None
+    timeout_s: float = math.inf
     events: list[LinkEvent] = field(default_factory=list)
     gather: DirectGather | None = None
     has_failed_over: bool = False
@@ -62,7 +73,10 @@ class GradientSum:
             sums, failure = self._directly(self.direct, stage.gradients, step)
         sum_s = 0.0 if self.has_failed_over else time.monotonic() - began_s
         outcome, parts, all_have = self.replicas.join(
-            outcome, parts, is_summed=sums is not None, sum_s=sum_s
+            outcome,
+            parts,
+            SumTook(sum_s, self.num_rounds, self.num_bytes),
+            is_summed=sums is not None,
         )
         if sums is None or not all_have:
             sums = self._over_hosts(stage, step, failure)
@@ -132,20 +146,45 @@ class GradientSum:
                 found[str(Link(*pair))] = self._pair_s(pair, gradients, step)
         return found
 
+    def time_ranks(
+        self, ranks: tuple[int, int], gradients: Tree, num_bytes: int, step: int
+    ) -> float:
+        """How many seconds a direct sum of so many bytes takes over two ranks of the run.
+
+        They may be of different stages. Both call it together, between two steps.
+
+        Args:
+            gradients: Lie on this rank's devices.
+        """
+        progress.stamp(f"sums with one other rank, to see how long that takes: {ranks}")
+        where, *_ = (leaf.sharding for leaf in jax.tree.leaves(gradients))
+        if isinstance(where, NamedSharding):
+            where = NamedSharding(where.mesh, PartitionSpec())
+        bucket = jax.device_put(np.zeros(num_bytes // 4, np.float32), where)
+        mesh = make_data_mesh(ranks, len(where.device_set))
+        emulated = self.emulated_over(ranks)
+        return _timed_s(lambda: DirectSum(mesh, bucket, emulated, self.timeout_s), bucket, step)
+
     def _pair_s(self, pair: tuple[int, int], gradients: Tree, step: int) -> float:
-        try:
+        def alone() -> DirectSum | DelegatedSum:
             if self.direct is None:
-                alone = self._instead_of_direct("").of_pair(pair)
-            else:
-                alone = self.direct.of_pair(pair, gradients)
-            alone.run(gradients, step)  # so that both begin the next one together
-            began_s = time.monotonic()
-            alone.run(gradients, step)
-        except (jax.errors.JaxRuntimeError, TimeoutError):
-            return _FAILED_S
-        return time.monotonic() - began_s
+                return self._instead_of_direct("").of_pair(pair)
+            return self.direct.of_pair(pair, gradients)
+
+        return _timed_s(alone, gradients, step)
 
     def take_events(self) -> list[LinkEvent]:
         """What has changed since the last call."""
         events, self.events = self.events, []
         return events
+
+
+def _timed_s(make: Callable[[], DirectSum | DelegatedSum], gradients: Tree, step: int) -> float:
+    try:
+        alone = make()
+        alone.run(gradients, step)  # so that both begin the next one together
+        began_s = time.monotonic()
+        alone.run(gradients, step)
+    except (jax.errors.JaxRuntimeError, TimeoutError):
+        return _FAILED_S
+    return time.monotonic() - began_s

@@ -83,7 +83,7 @@ class Replicas:
         )
 
     def join(
-        self, outcome: StepOutcome, parts: Sequence[Any], *, is_summed: bool, sum_s: float
+        self, outcome: StepOutcome, parts: Sequence[Any], took: SumTook, *, is_summed: bool
     ) -> tuple[StepOutcome, list[Any], bool]:
         """Exchange a step's scalars and parts among the replicas of this stage.
 
@@ -92,7 +92,7 @@ class Replicas:
             gradients.
         """
         shared = named_parts(each for each in parts if isinstance(each, JoinsReplicas))
-        own = StageOfReplica(outcome.loss, outcome.aux, is_summed, sum_s, shared)
+        own = StageOfReplica(outcome.loss, outcome.aux, is_summed, took.seconds, shared)
         found = gather(self.peers, StageOfReplica, own)
         aux = {name: sum(each.aux[name] for each in found) / len(found) for name in outcome.aux}
         # Without its own gradients, which are summed by now and would take memory until the end.
@@ -101,7 +101,7 @@ class Replicas:
         joined_parts = [
             _joined(each, found) if isinstance(each, JoinsReplicas) else each for each in parts
         ]
-        joined_parts.append(SumTook(min(each.sum_s for each in found)))
+        joined_parts.append(replace(took, seconds=min(each.sum_s for each in found)))
         return joined, joined_parts, all(each.is_summed for each in found)
 
     def of_stage(self, kind: type[_Part], own: _Part) -> list[_Part]:

@@ -194,9 +194,17 @@ class ProbeTimes:
 
 @dataclass(frozen=True)
 class SumTook:
-    """How long a stage's sum over replicas took, from when the last of them came to it."""
+    """How long a stage's sum over replicas took, from when the last of them came to it.
+
+    Attributes:
+        seconds: 0 if that is not known.
+        num_rounds: How many messages followed one another.
+        num_bytes: Of the stage's gradients.
+    """
 
     seconds: float = 0.0
+    num_rounds: int = 2
+    num_bytes: int = 1
 
 
 @dataclass(frozen=True)

@@ -3,22 +3,27 @@
 An Optax state holds trees with the structure of the parameters, such as Adam's moments, and numbers
 that belong to no parameter, such as its count. A part gets its own chunk's share of the trees, and
 all of the numbers. Where replicas divide the optimizer's state, a checkpoint has a part of each.
+Parts also go from rank to rank, where ranks change places in the mesh.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxmorph.errors import UserError
 from jaxmorph.placement import Replica
+from jaxmorph.runtime.connection import Connection
 from jaxmorph.runtime.shares import WHOLE, own_share
 from jaxmorph.stage.sharding import placed
 
 Tree = Any
 PARAMS = "params"
 OPTIMIZER = "optimizer"
+_PIECE_BYTES = 64 * 2**20
 _SHARES = "shares_along_"  # and an axis: of optimizer state that replicas divide along it
 
 
@@ -194,3 +199,34 @@ def _form(leaf: Any) -> str:
     if not hasattr(leaf, "dtype"):
         return type(leaf).__name__
     return f"{leaf.dtype} {list(leaf.shape)}"
+
+
+def send_state(connection: Connection, parts: tuple[Tree, ...]) -> None:
+    """Send a stage's state, array by array."""
+    arrays = [
+        (number, names_of(path), np.asarray(leaf))
+        for number, part in enumerate(parts)
+        for path, leaf in jax.tree.leaves_with_path(part)
+    ]
+    forms = [(number, names, str(each.dtype), each.shape) for number, names, each in arrays]
+    connection.send(json.dumps([len(parts), forms]).encode())
+    for _, _, array in arrays:
+        content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        for at in range(0, content.size, _PIECE_BYTES):
+            connection.send(content[at : at + _PIECE_BYTES].tobytes())
+
+
+def receive_state(connection: Connection) -> tuple[Tree, ...]:
+    """Receive what `send_state` sent."""
+    num_parts, forms = json.loads(connection.receive())
+    leaves: list[dict[tuple[str, ...], Any]] = [{} for _ in range(num_parts)]
+    for number, names, dtype, shape in forms:
+        array = np.empty(shape, dtype)
+        content = array.reshape(-1).view(np.uint8)
+        at = 0
+        while at < content.size:
+            piece = connection.receive()
+            content[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
+            at += len(piece)
+        leaves[number][tuple(names)] = array
+    return tuple(map(nested, leaves))

@@ -40,8 +40,8 @@ def _devices_of(ranks: Sequence[int], tensor: int) -> np.ndarray:
     devices = _devices(tensor)
     if len(devices) < (max(ranks) + 1) * tensor:
         raise UserError(
-            f"parallelism: {len(ranks)} stages x {tensor} tensor need {len(ranks) * tensor} "
-            f"devices, got {len(devices)}"
+            f"parallelism.tensor: got {tensor} for each of {len(ranks)} stages, and "
+            f"{len(devices)} devices here, expected at least {len(ranks) * tensor}"
         )
     return np.array([devices[rank * tensor : (rank + 1) * tensor] for rank in ranks])
 

@@ -86,6 +86,11 @@ def specs_of_parts(model: PipelineModel, num_devices: int) -> dict[str, Specs]:
                 f"expected a PartitionSpec, or a tree of them like its parameters: {error}"
             ) from error
         _check_specs(name, params, found[name], num_devices)
+    if not any(split_axes(spec) for spec in jax.tree.leaves(found)):
+        raise UserError(
+            f"{got}, but partition_specs of the model {type(model).__name__} splits no parameter, "
+            "expected some that are split, or 1"
+        )
     for embed_path, head_path in model.tied:
         ends = leaf_at(found["embed"], embed_path), leaf_at(found["head"], head_path)
         if ends[0] != ends[1]:

@@ -8,7 +8,9 @@ from pathlib import Path
 from jaxmorph.config import Config
 from jaxmorph.emulation.link_settings import trace_conditions
 from jaxmorph.errors import UserError
+from jaxmorph.placement import Layout
 from jaxmorph.runtime.rendezvous import Rendezvous, gather
+from jaxmorph.transport.host import loopback_identity
 
 # srun, mpirun and an indexed Kubernetes job set one of these in each process that they start.
 _CLUSTER_VARIABLES = ("SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_SIZE", "JOB_COMPLETION_INDEX")
@@ -87,6 +89,17 @@ def join_cluster(
             f"jax.distributed can't place this process in a job ({error}); on Kubernetes it needs "
             f"the package 'kubernetes', under Open MPI 5 'mpi4py'; {otherwise}"
         ) from error
+
+
+def first_layout(config: Config, rendezvous: Rendezvous) -> Layout:
+    """Who is where at the start, on the hosts that ranks run on unless others are emulated.
+
+    Raises:
+        UserError: The system doesn't say which host this is.
+    """
+    if config.emulation.hosts or not config.remaps:
+        return config.layout
+    return config.layout.on_hosts(gather(rendezvous, str, loopback_identity()))
 
 
 def require_one_host(config: Config, rendezvous: Rendezvous) -> None:

@@ -9,6 +9,7 @@ import jax
 
 from jaxmorph.config import Config, per_stage
 from jaxmorph.emulation.link_conditions import LinkCondition, of_route
+from jaxmorph.emulation.link_settings import pair_conditions
 from jaxmorph.placement import ALONE, Replica
 from jaxmorph.program.instructions import Channel
 from jaxmorph.progress import OF_REPLICAS, progress
@@ -206,6 +207,12 @@ def open_gradient_sum(
         conditions, own.count, emulation.gradient_bytes or num_bytes, emulation.bucket_bytes
     )
     rounds = emulated.num_rounds
+
+    def emulated_over(ranks: tuple[int, int]) -> EmulatedSum | None:
+        between = pair_conditions(config, replicas.layout, ranks)
+        bucket_bytes = emulation.bucket_bytes
+        return EmulatedSum(between, 2, bucket_bytes, bucket_bytes) if between else None
+
     if config.routes.reduction == "direct":
         mesh = make_data_mesh(replicas.layout.peers(replicas.pipeline.rank), cut.tensor)
         with progress.within(config.timeouts.compile_s, "compiles the sum over replicas"):
@@ -218,7 +225,15 @@ def open_gradient_sum(
             )
             gather = stage.shares and DirectGather(mesh, stage.params, stage.shares)
         if not config.reduction_fails_over:
-            yield GradientSum(replicas, direct, num_rounds=rounds, gather=gather)
+            yield GradientSum(
+                replicas,
+                direct,
+                num_rounds=rounds,
+                num_bytes=num_bytes,
+                emulated_over=emulated_over,
+                timeout_s=config.direct_timeout_s,
+                gather=gather,
+            )
             return
     transport = replace(_agreed_transport(config, peers), sidecars=1, number=OF_REPLICAS)
     with open_data_plane(
@@ -233,7 +248,16 @@ def open_gradient_sum(
         waits_s = config.timeouts.step_s
         delegated = DelegatedSum(plane, own, peers.members, stage.gradients, waits_s, stage.shares)
         rounds = delegated.num_rounds if direct is None else rounds
-        yield GradientSum(replicas, direct, delegated, rounds, gather=gather)
+        yield GradientSum(
+            replicas,
+            direct,
+            delegated,
+            rounds,
+            num_bytes,
+            emulated_over=emulated_over,
+            timeout_s=config.direct_timeout_s,
+            gather=gather,
+        )
 
 
 def listening_host(config: Config, rendezvous: Rendezvous) -> str:

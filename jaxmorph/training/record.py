@@ -245,6 +245,8 @@ class RunRecord:
             microbatch_size=config.batch.microbatch_size,
             sequence_length=config.data.sequence_length,
             num_steps=config.run.steps,
+            num_replicas=config.parallelism.data,
+            devices_per_stage=config.parallelism.tensor,
             regime=describe_regime(config.emulation),
             run_directory=self._directory.path,
             **vars(started),

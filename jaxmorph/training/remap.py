@@ -8,7 +8,6 @@ states of the stages that they take over, closes the stages, opens them again, a
 same step.
 """
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,25 +16,29 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
-import jax
-import numpy as np
-
 from jaxmorph.config import Config
 from jaxmorph.config.link_problems import possible_links
 from jaxmorph.control.profiler import Profile
-from jaxmorph.control.remap import SlowPair, SumWatch, choose_layout, slow_pairs
+from jaxmorph.control.remap import (
+    SlowPair,
+    SumWatch,
+    by_hosts,
+    by_other_stages,
+    choose_layout,
+    slow_pairs,
+)
 from jaxmorph.errors import UserError
 from jaxmorph.placement import Layout, Position
 from jaxmorph.progress import progress
 from jaxmorph.records import EventKind, Link
 from jaxmorph.runtime.compiled_stage import CompiledStage
-from jaxmorph.runtime.connection import Connection
 from jaxmorph.runtime.gradient_sum import GradientSum
 from jaxmorph.runtime.link_connections import open_connections
 from jaxmorph.runtime.rank_process import in_one_line
+from jaxmorph.runtime.reduction import BUCKET_BYTES
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import SumTook
-from jaxmorph.runtime.stage_state import names_of, nested
+from jaxmorph.runtime.stage_state import receive_state, send_state
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepResult
 from jaxmorph.schedule.costs import LinkDelay
@@ -47,7 +50,6 @@ from jaxmorph.training.plan_in_force import plan_step
 from jaxmorph.training.step_recorder import StepRecorder
 
 _log = logging.getLogger(__name__)
-_PIECE_BYTES = 64 * 2**20
 
 Parts = tuple[Any, ...]
 """The state of a stage: see `StageTrainer.state`."""
@@ -60,32 +62,48 @@ class Moves:
     Attributes:
         ranks: The next layout, by replica and stage; empty: none is new.
         probe: The stages whose ranks time sums over each pair of replicas.
+        again: Pairs of ranks that time a sum of so many bytes, the third number.
         ready: Whether this rank has compiled what it needs for the last layout.
     """
 
     ranks: tuple[tuple[int, ...], ...] = ()
     probe: tuple[int, ...] = ()
+    again: tuple[tuple[int, int, int], ...] = ()
     ready: bool = True
 
     def joined(self, of_replicas: Sequence[Self]) -> "Moves":
         """The moves of the replica that records the run; ready if all ranks of the stage are."""
-        asked = (each for each in of_replicas if each.ranks or each.probe)
+        asked = (each for each in of_replicas if each.ranks or each.probe or each.again)
         return replace(next(asked, Moves()), ready=all(each.ready for each in of_replicas))
 
 
 @dataclass(frozen=True)
 class PairTimes:
-    """How many seconds a stage's sum takes over each pair of replicas, such as `0-2`."""
+    """How many seconds sums took.
+
+    Attributes:
+        took_s: That of a stage, over each pair of replicas, such as `0-2`.
+        of_ranks: Those over pairs of ranks that were slow before, such as `1-5`.
+    """
 
     took_s: Mapping[str, float] = field(default_factory=dict)
+    of_ranks: Mapping[str, float] = field(default_factory=dict)
 
     def joined(self, of_replicas: Sequence[Self]) -> "PairTimes":
         """All pairs' times."""
-        found: dict[str, float] = {}
-        for each in of_replicas:
-            for pair, took_s in each.took_s.items():
-                found[pair] = min(took_s, found.get(pair, took_s))
-        return PairTimes(found)
+        return PairTimes(
+            least_of(each.took_s for each in of_replicas),
+            least_of(each.of_ranks for each in of_replicas),
+        )
+
+
+def least_of(of_all: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The shortest of each pair's times."""
+    found: dict[str, float] = {}
+    for each in of_all:
+        for pair, took_s in each.items():
+            found[pair] = min(took_s, found.get(pair, took_s))
+    return found
 
 
 @dataclass(frozen=True)
@@ -183,7 +201,11 @@ class Remapping(Callback):
         self.slow = self._known = known
         self._config, self._profile = config, profile
         self._gradient_sum, self._stage = gradient_sum, stage
-        self._before = gradient_sum.replicas.layout
+        self._before = layout = gradient_sum.replicas.layout
+        self._compares = [
+            len({layout.host_of[rank] for rank in layout.peers(stage)}) == layout.num_replicas
+            for stage in range(len(layout.ranks[0]))
+        ]
         self._to_probe: tuple[int, ...] = ()
         self._excess_s: dict[int, float] = {}  # of stages whose slow pairs are not known yet
         self._probed = PairTimes()
@@ -191,26 +213,38 @@ class Remapping(Callback):
         self._num_tied, self._recorder, self._last_step = num_tied, recorder, last_step
         self._active = active
         self._watch = SumWatch()
+        self._sums: Sequence[SumTook] = ()  # of all stages in the last step
         self._deciding: Future[Decision | None] | None = None
+        self._recheck_at: int | None = None  # the step in which known pairs are timed again
         self._slow_stages: set[int] = set()
         self._decision: Decision | None = None
 
     def report(self, step: int) -> tuple[Moves, PairTimes]:
         """What this rank decides, and the times of pairs that it has measured."""
         probed, self._probed = self._probed, PairTimes()
-        return (Moves(ready=False) if step == self._last_step else self._due()), probed
+        return (Moves(ready=False) if step == self._last_step else self._due(step)), probed
 
-    def _due(self) -> Moves:
+    def _due(self, step: int) -> Moves:
         compiling = self._compiling
         ready = compiling is None or (compiling.done() and compiling.exception() is None)
         probe, self._to_probe = self._to_probe, ()
         if probe or self._deciding is None or not self._deciding.done():
-            return Moves(probe=probe, ready=ready)
+            return Moves(probe=probe, again=self._to_recheck(step), ready=ready)
         decision, self._deciding = self._deciding.result(), None
         if decision is None:
             return Moves()
         self._decision = decision
         return Moves(decision.layout.ranks)
+
+    def _to_recheck(self, step: int) -> tuple[tuple[int, int, int], ...]:
+        """The known pairs that are to be timed now: one of each two hosts."""
+        next_step = step + self._config.adaptation.recheck_steps
+        self._recheck_at = self._recheck_at or next_step
+        if step < self._recheck_at or self._is_busy or self._gradient_sum.direct is None:
+            return ()
+        self._recheck_at = next_step
+        known = by_hosts(self._before, self._known).values()
+        return tuple((min(each.ranks), max(each.ranks), each.bucket_bytes) for each in known)
 
     def after(self, result: StepResult) -> Effect:
         """End the loop if ranks move after this step; else watch its sums."""
@@ -224,12 +258,28 @@ class Remapping(Callback):
             self._prepare(replace(self._before, ranks=moves.ranks))
         if self._gradient_sum.replicas.pipeline.rank in moves.probe:
             self._probed = PairTimes(self._gradient_sum.probe(self._stage.gradients, result.step))
-        for stage, times in enumerate(result.parts_of(PairTimes)):
-            if times.took_s:
-                self._pair_times_s[stage] = times.took_s
-        if self._active and result.updated:
-            self._observe(result)
+        for low, high, num_bytes in moves.again:
+            if self._gradient_sum.replicas.all_ranks.rank in (low, high):
+                gradients, step = self._stage.gradients, result.step
+                took_s = self._gradient_sum.time_ranks((low, high), gradients, num_bytes, step)
+                timed = {**self._probed.of_ranks, str(Link(low, high)): took_s}
+                self._probed = replace(self._probed, of_ranks=timed)
+        of_stages = result.parts_of(PairTimes)
+        self._pair_times_s |= {
+            stage: times.took_s for stage, times in enumerate(of_stages) if times.took_s
+        }
+        if self._active:
+            self._forget(least_of(each.of_ranks for each in of_stages))
+            if result.updated:
+                self._observe(result)
+            if not self._known and not self._is_busy:
+                self._go_back()
         return GOES_ON
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether a layout is being chosen or prepared."""
+        return self._deciding is not None or self._awaited is not None
 
     def _prepare(self, layout: Layout) -> None:
         """Begin to compile this rank's stage of the next layout, if it is another one."""
@@ -281,8 +331,11 @@ class Remapping(Callback):
         )
 
     def _observe(self, result: StepResult) -> None:
-        took_s = [each.seconds for each in result.parts_of(SumTook)]
-        self._watch = self._watch.after(took_s, result.step_s)
+        self._sums = of_stages = result.parts_of(SumTook)
+        took_s = [each.seconds for each in of_stages]
+        sizes = [each.num_bytes for each in of_stages]
+        by_others_s = by_other_stages(took_s, sizes, self._compares)
+        self._watch = self._watch.after(took_s, result.step_s, by_others_s)
         slow = self._watch.slow()
         new, self._slow_stages = slow.keys() - self._slow_stages, {*slow}
         for stage in sorted(new):
@@ -291,10 +344,29 @@ class Remapping(Callback):
             self._recorder.emit(result.step, EventKind.SUM_SLOW, detail)
         self._excess_s |= {stage: slow[stage] for stage in new}
         self._to_probe = tuple(sorted(new)) if self._before.num_replicas > 2 else ()
-        if self._deciding is None and self._awaited is None:
+        if not self._is_busy:
             stages = [*self._excess_s]
             if pairs := [pair for stage in stages for pair in self._pairs(stage)]:
                 self._deciding = in_background(partial(self._decide, pairs), "layout")
+
+    def _forget(self, of_ranks: Mapping[str, float]) -> None:
+        """Avoid pairs that have recovered no longer."""
+        recovered = {
+            hosts
+            for hosts, pair in by_hosts(self._before, self._known).items()
+            if (took_s := of_ranks.get(str(Link(*sorted(pair.ranks))))) is not None
+            and pair.has_recovered(took_s)
+        }
+        kept = (pair for pair in self._known if self._before.hosts_of(pair.ranks) not in recovered)
+        self.slow = self._known = tuple(kept)
+
+    def _go_back(self) -> None:
+        """Decide for the first layout, unless it is this one."""
+        first = replace(self._before, ranks=self._config.layout.ranks)
+        if first != self._before:
+            reason = f"{self._moves_to(first)}: no pair of hosts is slow any more"
+            self._deciding = Future()
+            self._deciding.set_result(Decision(first, (), reason))
 
     def _pairs(self, stage: int) -> list[SlowPair]:
         """The slow pairs of ranks of a slow stage, once it is known which they are."""
@@ -302,9 +374,15 @@ class Remapping(Callback):
         if len(peers) > 2 and not took_s:
             return []
         excess_s = self._excess_s.pop(stage)
-        delay_ms = 1e3 * excess_s / self._gradient_sum.num_rounds
-        found = slow_pairs(took_s, len(peers))
-        return [SlowPair((peers[a], peers[b]), excess_s, delay_ms) for a, b in found]
+        of_stage = self._sums[stage]
+        delay_ms, usual_ms = (
+            1e3 * each_s / of_stage.num_rounds for each_s in (excess_s, self._watch.usual_s[stage])
+        )
+        num_bytes = min(BUCKET_BYTES, of_stage.num_bytes)
+        return [
+            SlowPair((peers[a], peers[b]), excess_s, delay_ms, usual_ms, num_bytes)
+            for a, b in slow_pairs(took_s, len(peers))
+        ]
 
     def _decide(self, new: Sequence[SlowPair]) -> Decision | None:
         began_s = time.monotonic()
@@ -316,14 +394,14 @@ class Remapping(Callback):
         )
         if found is None:
             return None
-        moved = [rank for rank, at in found.positions.items() if self._before.positions[rank] != at]
-        places = ", ".join(f"rank {rank} is {found.positions[rank]}" for rank in moved)
         took_s = time.monotonic() - began_s
-        reason = f"{places}, instead of {self._was(moved)}; chosen in {took_s:.2g} s"
-        return Decision(found, pairs, reason)
+        return Decision(found, pairs, f"{self._moves_to(found)}; chosen in {took_s:.2g} s")
 
-    def _was(self, moved: Iterable[int]) -> str:
-        return " and ".join(str(self._before.positions[rank]) for rank in moved)
+    def _moves_to(self, found: Layout) -> str:
+        was, now = self._before.positions, found.positions
+        moved = [rank for rank in now if was[rank] != now[rank]]
+        places = ", ".join(f"rank {rank} is {now[rank]}" for rank in moved)
+        return f"{places}, instead of {' and '.join(str(was[rank]) for rank in moved)}"
 
     def _predicted_s(self, delays_ms: Mapping[Link, float]) -> float:
         """A step whose links are slower by so much than usual; infinity if none can be planned."""
@@ -389,34 +467,3 @@ def _sources(before: Layout, after: Layout, *, divides: bool) -> dict[int, int]:
         if was[rank].stage != at.stage or (divides and was[rank] != at):
             sources[rank] = before.ranks[at.replica][at.stage]
     return sources
-
-
-def send_state(connection: Connection, parts: Parts) -> None:
-    """Send a stage's state, array by array."""
-    arrays = [
-        (number, names_of(path), np.asarray(leaf))
-        for number, part in enumerate(parts)
-        for path, leaf in jax.tree.leaves_with_path(part)
-    ]
-    forms = [(number, names, str(each.dtype), each.shape) for number, names, each in arrays]
-    connection.send(json.dumps([len(parts), forms]).encode())
-    for _, _, array in arrays:
-        content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        for at in range(0, content.size, _PIECE_BYTES):
-            connection.send(content[at : at + _PIECE_BYTES].tobytes())
-
-
-def receive_state(connection: Connection) -> Parts:
-    """Receive what `send_state` sent."""
-    num_parts, forms = json.loads(connection.receive())
-    leaves: list[dict[tuple[str, ...], Any]] = [{} for _ in range(num_parts)]
-    for number, names, dtype, shape in forms:
-        array = np.empty(shape, dtype)
-        content = array.reshape(-1).view(np.uint8)
-        at = 0
-        while at < content.size:
-            piece = connection.receive()
-            content[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
-            at += len(piece)
-        leaves[number][tuple(names)] = array
-    return tuple(map(nested, leaves))

@@ -45,6 +45,7 @@ from jaxmorph.stage.model import MicrobatchShapes, PipelineModel, device_choices
 from jaxmorph.stage.parameters import parameter_count
 from jaxmorph.training.adaptation import Adaptation, open_control_loop
 from jaxmorph.training.callbacks import Recording, SaveTimes, Saving, SkippedSteps
+from jaxmorph.training.cluster import first_layout
 from jaxmorph.training.device_memory import WithinDevices, budget_in_words, with_device_budget
 from jaxmorph.training.evaluation import Evaluation
 from jaxmorph.training.first_plan import FirstPlan, plan_by_timings
@@ -60,7 +61,12 @@ from jaxmorph.training.open_stage import open_gradient_sum, open_stage, stage_se
 from jaxmorph.training.plan_in_force import PlanInForce
 from jaxmorph.training.remap import Moved, Remapping
 from jaxmorph.training.run_checkpoints import RunCheckpoints, TrainedOn
-from jaxmorph.training.run_parts import check_together, step_reader, unreached_in_words
+from jaxmorph.training.run_parts import (
+    check_together,
+    device_work,
+    step_reader,
+    unreached_in_words,
+)
 from jaxmorph.training.starting_point import KnownLinks, known_links
 from jaxmorph.training.step_recorder import StepRecorder
 
@@ -184,7 +190,8 @@ def load_run(
     Raises:
         UserError: The model would be trained wrongly.
     """
-    replicas = Replicas.of(rendezvous, moved.layout if moved else config.layout)
+    layout = moved.layout if moved else first_layout(config, rendezvous)
+    replicas = Replicas.of(rendezvous, layout)
     pipeline = replicas.pipeline
     sizes = config.batch.microbatch_size, config.data.sequence_length
     shapes = shapes or MicrobatchShapes.of_text(*sizes)
@@ -207,14 +214,14 @@ def load_run(
         pipeline.rank,
         adapts=config.adapts,
         shapes=shapes,
-        ranks=replicas.layout.ranks[replicas.own.index],
+        ranks=layout.ranks[replicas.own.index],
         replica=replicas.own,
     )
     if optimizer is not None:
         settings = replace(settings, optimizer=optimizer)
     index = replicas.own.index
-    conditions = emulated_conditions(config, restarts, replicas.layout, index)
-    of_sums = sum_conditions(config, replicas.layout, pipeline.rank, restarts)
+    conditions = emulated_conditions(config, restarts, layout, index)
+    of_sums = sum_conditions(config, layout, pipeline.rank, restarts)
     return Run(
         config,
         of_all,
@@ -341,10 +348,8 @@ def begin_training(
         run.replicas.all_ranks.limit(step_s)
         clip_norm = config.optimizer.clip_norm
         runner = StepRunner(stage, rendezvous, clip_norm, compilations, step_s, gradient_sum)
-        of_held_out = None
-        if held_out is not None:
-            own = rendezvous.rank, stage, run.replicas.own
-            of_held_out = step_reader(config, held_out, *own)
+        own = rendezvous.rank, stage, run.replicas.own
+        of_held_out = None if held_out is None else step_reader(config, held_out, *own)
         evaluation = Evaluation(config, runner, first.in_force.programs, of_held_out)
         lines, known_links, messages, send = None, None, *_sender(run, send)
         if run.records and checkpoints is not None:
@@ -370,6 +375,7 @@ def begin_training(
                 first_step=run.first_step,
                 loop=control,
                 known_links=known_links,
+                work=partial(device_work, config, run.model, run.settings.shapes),
                 lines=lines,
                 members=rendezvous.members,
             )

@@ -1,5 +1,6 @@
 """Loads a run's model and data, and reads a step's data for a rank."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from jaxmorph.errors import UserError, in_users_code
 from jaxmorph.placement import ALONE, Replica
 from jaxmorph.progress import progress
 from jaxmorph.runtime.executor import StepInputs
+from jaxmorph.runtime.rank_process import in_one_line
 from jaxmorph.runtime.rendezvous import Rendezvous, gather, raised_together
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.stage.activations import boundary_of
@@ -25,12 +27,29 @@ from jaxmorph.stage.model import (
     takes_extras,
 )
 from jaxmorph.stage.model_checks import check_model
+from jaxmorph.stage.model_flops import DeviceWork
 from jaxmorph.stage.parameters import check_weights
 from jaxmorph.stage.shard_checks import check_shards
 from jaxmorph.stage.sharding import partition_specs
 from jaxmorph.training.evaluation import held_out_batches
 from jaxmorph.training.model_factory import build_model
 from jaxmorph.training.own_data import load_own_data
+
+_log = logging.getLogger(__name__)
+
+
+def device_work(
+    config: Config, model: PipelineModel, microbatch: MicrobatchShapes
+) -> DeviceWork | None:
+    """What each device computes in a step; None where ops take emulated times, or lengths vary."""
+    if config.emulation.accelerator is not None or microbatch.shorter:
+        return None
+    num_devices = config.parallelism.num_ranks * config.parallelism.tensor
+    try:
+        return DeviceWork.of(model, microbatch, config.batch.microbatches, num_devices)
+    except Exception as error:  # of operations that are new to JAX: no reason not to train
+        _log.warning("TFLOP/s can't be told: %s", in_one_line(error))
+        return None
 
 
 @dataclass(frozen=True)

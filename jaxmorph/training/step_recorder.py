@@ -48,6 +48,7 @@ from jaxmorph.runtime.report import (
     total_auxiliary,
     total_compilations,
 )
+from jaxmorph.stage.model_flops import DeviceWork
 from jaxmorph.training.control_loop import ControlLoop, Expected, Morph
 from jaxmorph.training.evaluation import NOT_EVALUATED, HeldOutLoss
 from jaxmorph.training.plan_in_force import PlanInForce
@@ -67,6 +68,7 @@ class StepRecorder:
         active: True on rank 0; on other ranks every call does nothing.
         loop: The controller, which observes each step.
         known_links: Finds changes in degraded links to keep for a restart; None: none are kept.
+        work: Finds what devices compute in a step; if None, no speed of theirs is recorded.
         members: The run's number of each rank of the replica; none: their own.
         lines: Where steps and events are written before they are sent; None: a run
             without a directory.
@@ -83,6 +85,7 @@ class StepRecorder:
         first_step: int = 0,
         loop: ControlLoop | None = None,
         known_links: KnownLinks | None = None,
+        work: Callable[[], DeviceWork | None] = lambda: None,
         members: Sequence[int] = (),
         lines: RunLines | None = None,
     ) -> None:
@@ -99,6 +102,8 @@ class StepRecorder:
         self._first_step = first_step
         self._loop = loop
         self._known_links, self._members = known_links, members
+        self._find_work = work
+        self._work: DeviceWork | None = None
         self._began_s = time.monotonic()
         self.unwritten = ""
         self._error: BaseException | None = None
@@ -248,6 +253,7 @@ class StepRecorder:
 
     def _send_start(self, started: RunStarted, equipped: str) -> None:
         self._send(started)
+        self._work = self._find_work()
         if started.cut_reason:
             chosen = f"{' '.join(map(str, started.layers_per_stage))}: {started.cut_reason}"
             self._emit(self._first_step, EventKind.LAYERS_CUT, chosen)
@@ -299,6 +305,7 @@ class StepRecorder:
             link_ms=link_medians_ms(paths.samples) or None,
             replicas=of_replicas.steps or None,
             skipped=not totals.is_finite,
+            **({} if self._work is None else self._work.in_seconds(step_s)),
         )
         self._send(StepDone(record))
         for event in events:

@@ -1,4 +1,5 @@
 import re
+from pathlib import Path
 
 import pytest
 
@@ -6,6 +7,8 @@ from jaxmorph.emulation import link_trace
 from jaxmorph.emulation.delay_traces import draw_regime
 from jaxmorph.emulation.link_trace import read_link_trace
 from jaxmorph.records import Link
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_regime_is_written_and_summarized(run, tmp_path):
@@ -24,6 +27,15 @@ def test_events_are_printed_by_step(run):
     assert (code, header) == (0, "step,links,latency_ms")
     assert len(rows) >= 4
     assert all(int(row.split(",")[0]) <= 300 for row in rows)
+
+
+@pytest.mark.parametrize("stages", [4, 8])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_traces_of_onsets_are_drawn_from_their_seeds(run, stages, seed):
+    options = ("--stages", stages, "--steps", 84, "--seed", seed)
+    code, out, _ = run("trace", "short-events", *options)
+    assert code == 0
+    assert out == (ROOT / f"configs/traces/onset{stages}_{seed}.csv").read_text()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,13 @@
 import pytest
 
-from jaxmorph.control.remap import SlowPair, SumWatch, Traffic, choose_layout, traffic
+from jaxmorph.control.remap import (
+    SlowPair,
+    SumWatch,
+    Traffic,
+    by_other_stages,
+    choose_layout,
+    traffic,
+)
 from jaxmorph.placement import Layout, Placement, Position
 from jaxmorph.records import Link
 
@@ -21,6 +28,19 @@ def test_a_sum_is_slow_that_takes_longer_twice():
         seen.append(watch.slow())
     assert seen[:5] == [{}] * 5
     assert seen[5] == seen[6] == {1: pytest.approx(0.48)}
+
+
+def test_a_sum_that_is_slow_from_the_start_is_found_by_those_of_other_stages():
+    watch, took_s, compares = SumWatch(), (0.5, 0.02, 0.1, 0.0), (True, True, True, True)
+    by_others_s = by_other_stages(took_s, (100, 100, 400, 100), compares)
+    for _ in range(2):
+        watch = watch.after(took_s, 0.9, by_others_s)
+    assert by_others_s == (0.02, 0.02, 0.08, 0.02)  # four times the bytes, four times as long
+    assert watch.slow() == {0: pytest.approx(0.48)}
+
+
+def test_a_sum_within_a_host_says_nothing_about_one_between_hosts():
+    assert by_other_stages((0.5, 0.02), (100, 100), (True, False)) == (0.5, 0.02)
 
 
 def test_a_sum_that_is_a_small_share_of_the_step_is_not_slow():
@@ -71,6 +91,26 @@ def test_ranks_stay_where_moving_gains_nothing():
 
     assert choose_layout(LAYOUT, [SLOW], LINKS, slower_on_links, in_pipeline=True) is None
     assert choose_layout(LAYOUT.swapped(5, 6), [SLOW], LINKS, steps_s) is None
+
+
+@pytest.mark.parametrize("num_hosts", [2, 4])
+def test_hosts_with_whole_replicas_take_several_swaps(num_hosts):
+    """All stages sum over each pair of hosts, so a single swap shortens nothing."""
+    layout = Layout.first(4, num_hosts, ranks_per_host=4)
+    pair = SlowPair((1, 5), excess_s=2.64, delay_ms=30.0)
+    assert traffic(layout, (0, 1), LINKS).stages == (0, 1, 2, 3)
+    for in_pipeline in (False, True):
+        found = choose_layout(layout, [pair], LINKS, steps_s, in_pipeline=in_pipeline)
+        assert found is not None
+        carried = traffic(found, (0, 1), LINKS)
+        assert not carried.stages
+        assert bool(carried.links) >= in_pipeline
+        assert found.positions[0] == Position(0, 0)
+
+
+def test_no_rank_moves_within_one_host():
+    layout = LAYOUT.on_hosts(["a"] * 8)
+    assert choose_layout(layout, [SLOW], LINKS, steps_s) is None
 
 
 def test_pairs_that_were_slow_before_are_avoided_too():

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from jaxmorph import output
-from jaxmorph.records import Event, RunHeader
+from jaxmorph.records import Event, ReplicaStep, RunHeader
 from jaxmorph.report.history import RunHistory
 from jaxmorph.report.terminal import (
     LiveReporter,
@@ -94,6 +94,34 @@ def test_the_live_view_shows_plan_and_degraded_links(step):
     assert "plan  adaptive, warm-up forwards 8 1, 0-1 delegated" in after
     assert "links 0-1 slow, 31.2 ms (healthy: 1.1)" in after
     assert max(map(len, drawn(live_view(history_of(step, morphed), 30), 50).splitlines())) <= 50
+
+
+REPLICAS = (
+    ReplicaStep("zb-h2", (3, 1), {"0-1": "direct"}, 0.39, 0.38),
+    ReplicaStep("adaptive", (5, 1), {"0-1": "delegated"}, 0.41, 0.4),
+)
+
+
+def test_each_replicas_plan_is_shown(step):
+    record = replace(step, replicas=REPLICAS)
+    text = drawn(live_view(history_of(record), 30), 120)
+    assert "r0    zb-h2, warm-up forwards 3 1, direct" in text
+    assert "r1    adaptive, warm-up forwards 5 1, delegated" in text
+    assert "direct; r1: delegated" in text
+    PlainReporter(file := io.StringIO()).step(record)
+    assert file.getvalue().endswith("  direct; r1: delegated\n")
+    header = drawn(header_panel(replace(HEADER, num_replicas=2, devices_per_stage=4)))
+    assert "2 of 4 devices, in each of 2 replicas, layers 2 2" in header
+
+
+@pytest.mark.parametrize(
+    ("tflops", "mfu", "shown"),
+    [(None, None, "tokens/s\n"), (412.25, 0.417, "tokens/s, 412 TFLOP/s a device, MFU 41.7 %\n")],
+)
+def test_the_summary_has_the_speed_of_devices(steps, tflops, mfu, shown):
+    computed = [replace(each, tflops_per_device=tflops, mfu=mfu) for each in steps]
+    PlainReporter(file := io.StringIO()).finish(summed_up(*computed))
+    assert f"speed     10,240 {shown}" in file.getvalue()
 
 
 def test_the_summary_counts_morphs(steps, summary):

@@ -12,7 +12,7 @@ from two_ends import TwoEnds, payload_of, up
 from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.program.instructions import Transfer
 from jaxmorph.records import Link
-from jaxmorph.runtime.emulated_links import EmulatedLinks
+from jaxmorph.runtime.emulated_links import EmulatedLinks, EmulatedSum
 from jaxmorph.runtime.routes import TransferIdentity
 
 CUT = LinkCondition((0, 1), cut=True)
@@ -181,3 +181,18 @@ def test_both_ends_hold_their_queues_for_as_long(late_by):
     drawn_s = [late_by(microbatch, unsteady) for microbatch in range(2, 5)]
     assert all(0.015 < delay_s < 0.045 for delay_s in drawn_s)
     assert len({round(delay_s, 5) for delay_s in drawn_s}) == 3
+
+
+def test_a_sum_takes_a_latency_each_round_and_its_bytes_on_the_slowest_pair():
+    slow = LinkCondition((0, 2), latency_ms=5.0, from_step=3)
+    narrow = LinkCondition((1, 2), bandwidth_mbps=0.1, from_step=3)
+    emulated = EmulatedSum((slow, narrow), num_replicas=3, num_bytes=900, bucket_bytes=300)
+    assert emulated.num_rounds == 12  # of three buckets; there and back, to two others
+    sent_bytes = 2 * 2 * 900 / 3
+    assert emulated.delay_s(2, 0.0) == 0.0
+    assert emulated.delay_s(3, 0.0) == pytest.approx(max(12 * 0.005, 8e-6 * sent_bytes / 0.1))
+    alone = emulated.of_pair((0, 2))
+    assert alone.delay_s(3, 0.0) == pytest.approx(6 * 0.005)
+    assert emulated.of_pair((0, 1)).delay_s(3, 0.0) == 0.0
+    cut = EmulatedSum((CUT,), num_replicas=2, num_bytes=900, bucket_bytes=300)
+    assert cut.delay_s(0, 0.0) == float("inf")

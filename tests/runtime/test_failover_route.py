@@ -35,6 +35,7 @@ from two_ends import (
 
 from jaxmorph.control.handover import SlowLink
 from jaxmorph.emulation.link_conditions import LinkCondition
+from jaxmorph.program.instructions import SendReceive
 from jaxmorph.records import Link
 from jaxmorph.runtime.causes import Wait, WaitedInVainError
 from jaxmorph.runtime.direct import is_of_path
@@ -253,13 +254,18 @@ def steps_of_both(ends, transfers, steps, latency_ms=0.0):
             route.end_step()
 
 
-def test_a_slow_link_is_handed_over_and_returns(make_ends):
+BOTH_WAYS = [each(number) for number in range(8) for each in (up, down)]
+IN_PAIRS = [up(0), *(SendReceive(up(number + 1), down(number)) for number in range(7)), down(7)]
+
+
+@pytest.mark.parametrize("both_ways", [BOTH_WAYS, IN_PAIRS], ids=["single", "pairs"])
+def test_a_slow_link_is_handed_over_and_returns(make_ends, both_ways):
+    """A pair that was still to come is then a send and a receive."""
     collectives = Collectives()
     ends = make_ends(collectives, hands_over=True, direct_s=(LIMIT_S, LIMIT_S))
     steps_of_both(ends, ORDER, range(50))
     before = collectives.counts[0]
     assert before == 50 * len(ORDER)
-    both_ways = [each(number) for number in range(8) for each in (up, down)]
     steps_of_both(ends, both_ways, [50], latency_ms=40.0)
     assert 3 <= collectives.counts[0] - before < len(both_ways)
     for failure in failures_of_both(ends):

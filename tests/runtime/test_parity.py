@@ -123,7 +123,7 @@ def test_chunks_in_a_v_match_one_device(results, schedule, microbatches):
             ("2 tied", IN_CI),
             ("2 untied", NOT_IN_CI),
             ("1 tied untied", IN_CI),
-            ("4 tied", NOT_IN_CI),
+            ("4 tied untied", NOT_IN_CI),
         )
     ],
 )

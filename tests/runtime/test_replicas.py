@@ -97,7 +97,7 @@ def joined(rendezvous, parts, *, is_summed=True):
     losses = (0.1, 0.2, 0.7)[rendezvous.rank]
     outcome = StepOutcome(losses, (), [], aux={"balance": float(rendezvous.rank)})
     sum_s = 0.1 * (1 + rendezvous.rank)
-    return replicas.join(outcome, parts, is_summed=is_summed, sum_s=sum_s)
+    return replicas.join(outcome, parts, SumTook(sum_s), is_summed=is_summed)
 
 
 def test_losses_add_up_in_the_order_of_replicas():

@@ -1,4 +1,6 @@
 import json
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -106,6 +108,38 @@ def test_messages_and_what_is_done_to_parameters_are_left_out():
         "1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD,1RESHARD\n"
     )
     assert _rows(parse_torch_csv(text, "whole")) == ["F0 BW0", "F0 BW0"]
+
+
+DUMPS = Path(__file__).parent / "torch_dumps"
+"""What torch 2.14.1 writes of its schedules for three ranks and six microbatches."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"],
+)
+def test_torchs_own_schedules_are_read_with_messages_and_without(name):
+    files = [DUMPS / f"{name}.compute_{kind}.csv" for kind in ("only", "comms")]
+    plain, with_messages = map(load_schedule, files)
+    plain.validate()
+    assert with_messages.orders == plain.orders
+    assert with_messages.placement == plain.placement
+    assert (plain.num_stages, plain.num_microbatches) == (3, 6)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        # Gradients are summed in the order of microbatches, so that all orders give the same bits.
+        ("LoopedBFS.compute_only", "1.BW5 is out of microbatch order, expected 1.BW0"),
+        ("LoopedBFS.compute_comms", "1.BW5 is out of microbatch order, expected 1.BW0"),
+        # Its last rank begins with F1 and ends with F6, which torch itself refuses to complete.
+        ("1F1B.compute_only", "stage 0: F6 is missing"),
+    ],
+)
+def test_torchs_other_schedules_are_read_and_refused(name, fault):
+    with pytest.raises(ScheduleError, match=re.escape(fault)):
+        load_schedule(DUMPS / f"{name}.csv").validate()
 
 
 def test_old_files_write_b_for_the_input_gradient():

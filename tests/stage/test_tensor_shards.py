@@ -14,11 +14,17 @@ from jaxmorph.errors import UserError
 from jaxmorph.models import gpt2, llama, tensor_axis
 from jaxmorph.models.tensor_axis import part_along, sum_of_shards, to_shards
 from jaxmorph.stage.build import build_stage
+from jaxmorph.stage.equations import walk
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.stage.model import MicrobatchShapes, cut_layers, key_numbers
 from jaxmorph.stage.parameters import init_stage_params
 from jaxmorph.stage.shard_checks import check_shards
-from jaxmorph.stage.sharding import partition_specs, place_params
+from jaxmorph.stage.sharding import (
+    part_shapes,
+    partition_specs,
+    place_params,
+    with_tensor_axis,
+)
 from jaxmorph.stage.stage_functions import StashPolicy
 from tests.stage.in_turn import Pipeline, expected_gradients, joined, largest_error, part_of
 
@@ -118,6 +124,24 @@ def test_the_models_compute_the_same_with_split_parameters(name):
     check_shards(MODELS[name](tied=False), 2, SHAPES)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_no_device_has_the_scores_of_the_whole_vocabulary(name):
+    """Neither they nor their gradients: nothing else here is as long as the vocabulary."""
+    vocabulary = 44
+    model = MODELS[name](tied=False, vocab_size=vocabulary)
+    whole_params = jax.eval_shape(model.init_head, jax.random.key(0))
+    length = LENGTH // 2 if name.endswith("sequence parallel") else LENGTH
+    x = jax.ShapeDtypeStruct((BATCH, length, SIZES["width"]), jnp.float32)
+    specs = partition_specs(model, 2)["head"]
+    params = part_shapes(whole_params, specs, 2)
+    gradients = jax.make_jaxpr(jax.value_and_grad(model.head, argnums=(0, 1)))
+    of_device = with_tensor_axis(2, lambda: gradients(params, x, TARGETS[0]))
+    made: list[Any] = [variable for eqn in walk(of_device.eqns) for variable in eqn.outvars]
+    sizes = {size for variable in made for size in variable.aval.shape}
+    assert vocabulary // 2 in sizes
+    assert vocabulary not in sizes
+
+
 class _Wrong:
     """A model whose function changes what it does where its parameters are split."""
 
@@ -181,6 +205,7 @@ def specs_are(**changed):
     ("changed", "expected"),
     [
         ({"partition_specs": None}, "the model _Wrong has no partition_specs"),
+        (specs_are(), "partition_specs of the model _Wrong splits no parameter"),
         (
             specs_are(layer=None),
             "the model's partition_specs of 'layer' are None, expected a PartitionSpec",

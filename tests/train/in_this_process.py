@@ -7,9 +7,12 @@ from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
-from jaxmorph.checkpoints.folder import CheckpointFolder, stage_path
+from jaxmorph.checkpoints.folder import CheckpointFolder
+from jaxmorph.checkpoints.recut import read_part
 from jaxmorph.checkpoints.tree_files import TreeFiles
 from jaxmorph.cli.app import main
 from jaxmorph.messages import StepDone
@@ -46,10 +49,18 @@ def read_lines(path):
 
 
 def states(directory, step):
-    """Parameters and optimizer state of each stage, saved after a step."""
-    folder = CheckpointFolder(directory / "checkpoints")
-    checkpoint, num_stages = folder.finished(step), len(folder.manifest(step).layers)
-    return [TreeFiles().read(stage_path(checkpoint, stage)) for stage in range(num_stages)]
+    """Parameters and optimizer state of each stage, saved after a step, of all replicas' parts."""
+    folder, files = CheckpointFolder(directory / "checkpoints"), TreeFiles()
+    manifest, checkpoint = folder.manifest(step), folder.finished(step)
+    layers, shares = manifest.layers, manifest.config.num_optimizer_shares
+    return [read_part(files, checkpoint, layers, own, shares) for own in layers]
+
+
+def require_same_arrays(trees, others):
+    """All arrays of some trees are those of others."""
+    assert jax.tree.structure(trees) == jax.tree.structure(others)
+    for leaf, other in zip(*map(jax.tree.leaves, (trees, others)), strict=True):
+        assert np.asarray(leaf).tobytes() == np.asarray(other).tobytes()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import signal
 
 import jax
 import pytest
-from in_this_process import Run, on_each_step, states
+from in_this_process import Run, on_each_step, require_same_arrays, states
 
 SAVES = "checkpoint={every_steps: 7, keep: 3}"
 
@@ -34,10 +34,8 @@ def require_same_bits(whole, other, *, last, lost=(), arrays=12):
     for name in ("loss", "grad_norm"):
         assert [line[name] for line in found] == [expected[step][name] for step in kept]
     one, two = states(whole, last), states(other, last)
-    assert jax.tree.structure(two) == jax.tree.structure(one)
+    require_same_arrays(one, two)
     assert len(jax.tree.leaves(one)) > len(one) * 3 * arrays
-    for leaf, again in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
-        assert again.tobytes() == leaf.tobytes()
 
 
 def flip_a_byte(part):

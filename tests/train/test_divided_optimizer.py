@@ -5,14 +5,10 @@ Only norms are rounded otherwise, because each replica squares its own share.
 
 import shutil
 
-import jax
 import numpy as np
 import pytest
-from in_this_process import Run, jaxmorph, train
+from in_this_process import Run, jaxmorph, require_same_arrays, states, train
 
-from jaxmorph.checkpoints.folder import CheckpointFolder
-from jaxmorph.checkpoints.recut import read_part
-from jaxmorph.checkpoints.tree_files import TreeFiles
 from jaxmorph.runtime.reduction import DirectGather
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long]
@@ -33,25 +29,13 @@ SHARED = "optimizer.shard=data"
 TWO_STAGES = "parallelism.stages=2"
 
 
-def whole_state(directory, step):
-    """Parameters and optimizer state of each stage, put together from all replicas' parts."""
-    folder = CheckpointFolder(directory / "checkpoints")
-    manifest, files = folder.manifest(step), TreeFiles()
-    checkpoint, shares = folder.finished(step), manifest.config.num_optimizer_shares
-    layers = manifest.layers
-    return [read_part(files, checkpoint, layers, own, shares) for own in layers]
-
-
 def require_same(one, other, last):
     """The same losses and last state, bit by bit."""
     assert len(one.steps) == len(other.steps) == last
     losses = [[step["loss"] for step in run.steps] for run in (one, other)]
     assert losses[0] == losses[1]
     np.testing.assert_allclose(other.results(), one.results(), rtol=1e-6)
-    states = [whole_state(run.out, last) for run in (one, other)]
-    assert jax.tree.structure(states[1]) == jax.tree.structure(states[0])
-    for leaf, again in zip(*map(jax.tree.leaves, states), strict=True):
-        assert again.tobytes() == leaf.tobytes()
+    require_same_arrays(*(states(run.out, last) for run in (one, other)))
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +55,22 @@ def test_dividing_the_optimizer_changes_no_bit(whole, divided, tmp_path):
     require_same(whole, train(tmp_path, CONFIG, SHARED, "routes.reduction=delegated"), 4)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_dividing_the_optimizer_of_two_stages_changes_no_bit(tmp_path, devices):
-    overrides = TWO_STAGES, f"parallelism.tensor={devices}"
+@pytest.mark.parametrize(
+    ("stages", "devices", "schedule", "tied"),
+    [
+        (2, 1, "zb-h2", "true"),
+        (2, 2, "zb-h2", "true"),
+        (2, 1, "1f1b", "false"),
+        (2, 2, "zb-v", "false"),
+        (1, 2, "gpipe", "false"),
+    ],
+)
+def test_dividing_the_optimizer_of_any_mesh_changes_no_bit(
+    tmp_path, stages, devices, schedule, tied
+):
+    chunks = 2 if schedule == "zb-v" else 1
+    mesh = f"parallelism={{stages: {stages}, data: 2, tensor: {devices}, chunks: {chunks}}}"
+    overrides = mesh, f"schedule.name={schedule}", f"model.tied={tied}"
     whole = train(tmp_path / "whole", CONFIG, *overrides)
     require_same(whole, train(tmp_path / "divided", CONFIG, *overrides, SHARED), 4)
     delegated = "routes.reduction=delegated"

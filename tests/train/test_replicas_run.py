@@ -2,12 +2,13 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 
 import numpy as np
 import pytest
-from in_this_process import Run, jaxmorph, on_each_step, train
+from in_this_process import Run, jaxmorph, on_each_step, require_same_arrays, states, train
 from stopped_run import ask_to_end_with_step
 
 from jaxmorph.checkpoints.folder import CheckpointFolder
@@ -87,6 +88,7 @@ def test_the_same_run_again_has_the_same_results(replicas, tmp_path):
     delegated = "routes={default: delegated, reduction: delegated, r1:0-1: direct}"
     again = train(tmp_path, CONFIG, REPLICAS, delegated)
     assert again.results() == replicas.results()
+    require_same_arrays(states(again.out, 6), states(replicas.out, 6))
     assert held_out_losses(again) == held_out_losses(replicas)
     routes = [each["routes"]["0-1"] for each in again.steps[-1]["replicas"]]
     assert routes == ["delegated", "direct"]
@@ -154,6 +156,36 @@ def test_a_failed_direct_sum_continues_delegated(replicas, tmp_path, monkeypatch
     assert ranks == {"rank 1", "r1: rank 3"}  # the other stage's sum is sound
 
 
+def test_a_cut_pair_of_hosts_fails_the_direct_sum_over(replicas, tmp_path):
+    """Only what it sums: it has no stages of one replica. Its sum waits as long as is allowed."""
+    cut = "emulation.hosts=[{between: [1, 3], cut: true, route: direct, from_step: 2}]"
+    limit = "timeouts.direct_s=1"
+    found = train(tmp_path, CONFIG, REPLICAS, cut, limit, "failover.enabled=true")
+    assert found.results() == replicas.results()
+    changed = found.events("route_changed")
+    assert {event["step"] for event in changed} == {2}
+    assert all("emulated: not over after 1 s" in event["detail"] for event in changed)
+    assert len(changed) == 2
+    later_s = [step["step_s"] for step in found.steps[3:]]
+    assert max(later_s) < 1.0 < found.steps[2]["step_s"]
+
+
+def test_the_slow_pair_of_three_replicas_is_found_and_avoided(tmp_path):
+    """Sums are timed over each pair of replicas, between two steps."""
+    overrides = "parallelism={stages: 2, data: 3}", "run.steps=16", "batch.microbatches=6"
+    slow = (
+        "emulation={gradient_bytes: 1000, bucket_bytes: 500, "
+        "hosts: [{between: [3, 5], latency_ms: 250, from_step: 3}]}"
+    )
+    plain = train(tmp_path / "plain", CONFIG, *overrides)
+    moved = train(tmp_path / "moved", CONFIG, *overrides, "adaptation.remaps=any", slow)
+    assert moved.results() == plain.results()
+    (remapped,) = moved.events("remapped")
+    assert "rank 3 is" in remapped["detail"] or "rank 5 is" in remapped["detail"]
+    step_s = [step["step_s"] for step in moved.steps]
+    assert min(step_s[remapped["step"] + 2 :]) < min(step_s[3 : remapped["step"]])
+
+
 def test_failover_and_resume_change_no_bit_on_all_axes(tmp_path):
     mesh = "parallelism={stages: 2, data: 2, tensor: 2}"
     plain = train(tmp_path / "plain", CONFIG, mesh)
@@ -169,6 +201,15 @@ def test_failover_and_resume_change_no_bit_on_all_axes(tmp_path):
     done = jaxmorph("train", "--resume", again)
     assert done.returncode == 0, done.stderr
     assert Run(again).results() == plain.results()
+
+
+def test_offloads_change_no_bit_on_all_axes(tmp_path):
+    mesh = "parallelism={stages: 2, data: 2, tensor: 2}"
+    plain = train(tmp_path / "plain", CONFIG, mesh, "schedule.name=gpipe")
+    offloads = "schedule={name: gpipe, max_live: 2}", "offload.enabled=true"
+    found = train(tmp_path / "found", CONFIG, mesh, *offloads)
+    assert found.results() == plain.results()
+    assert {tuple(step["peak_on_device"]) for step in found.steps} == {(2, 2)}
 
 
 # 4 s more for a direct sum over the slow pair, and more than 1 s for a delegated one.
@@ -199,6 +240,24 @@ def test_a_slow_pair_of_hosts_sums_no_gradients_any_more(tmp_path, option):
     assert [step["step"] for step in moved.steps] == [*range(14)]
     step_s = [step["step_s"] for step in moved.steps]
     assert min(step_s[remapped["step"] + 2 :]) < min(step_s[3 : remapped["step"]])
+
+
+def test_ranks_go_back_once_the_pair_is_as_fast_as_before(tmp_path):
+    overrides = REPLICAS, "run.steps=60"
+    plain = train(tmp_path / "plain", CONFIG, *overrides)
+    passing = SLOW_HOSTS.replace("from_step: 3", "from_step: 3, to_step: 8")
+    again = "adaptation={remaps: any, recheck_steps: 4}"
+    # The time for two ranks to compile their stages beside training.
+    long = "emulation.accelerator={forward_ms: 5, backward_input_ms: 5, backward_weight_ms: 5}"
+    moved = train(tmp_path / "moved", CONFIG, *overrides, passing, again, long)
+    assert moved.results() == plain.results()
+    there, back = moved.events("remapped")
+    assert "no pair of hosts is slow any more" in back["detail"]
+    places = [re.findall(r"rank (\d) is (r\d stage \d)", each["detail"]) for each in (there, back)]
+    assert len({rank for rank, _ in places[0]}) == 2
+    assert {rank for rank, _ in places[0]} == {rank for rank, _ in places[1]}
+    assert {place for _, place in places[0]} == {place for _, place in places[1]}
+    assert places[0] != places[1]
 
 
 SCRIPT = """
@@ -324,10 +383,12 @@ SLOW = "emulation.links=[{between: [0, 1], latency_ms: 40, from_step: 5, replica
 
 def test_each_replica_plans_for_its_own_links(replicas, tmp_path):
     long = "emulation.accelerator={forward_ms: 12, backward_input_ms: 12, backward_weight_ms: 12}"
-    found = train(
-        tmp_path, CONFIG, "run.steps=14", REPLICAS, long, SLOW,
-        "adaptation={enabled: true, worth: 0.25}", "batch.microbatches=16",
-    )  # fmt: skip
+    overrides = "run.steps=14", REPLICAS, long, "batch.microbatches=16"
+    plain = train(tmp_path / "plain", CONFIG, *overrides)
+    adapts = "adaptation={enabled: true, worth: 0.25}"
+    found = train(tmp_path / "found", CONFIG, *overrides, SLOW, adapts)
+    assert found.results() == plain.results()
+    require_same_arrays(states(found.out, 12), states(plain.out, 12))
     changed = found.events("plan_changed", "straggler_detected", "route_changed")
     assert {event["kind"] for event in changed} >= {"plan_changed", "straggler_detected"}
     assert {event["link"] for event in changed if event["link"]} == {"r1:0-1"}

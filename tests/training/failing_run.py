@@ -15,6 +15,7 @@ from adapting_run import CONFIG, COSTS, FIRST, PLANNED_FOR, USUAL, PlansHere
 
 from jaxmorph.control.controller_state import first_state
 from jaxmorph.control.detector import Detector
+from jaxmorph.control.handover import EndWatch, SlowLink, late_in_words
 from jaxmorph.control.link_state import PathFailure, directions_of
 from jaxmorph.control.profiler import Profiler
 from jaxmorph.control.step_programs import lower_step
@@ -72,6 +73,17 @@ class Wires:
             stages[rank].unreported.append(
                 PathFailure(link, detail, resent=1, restores_left=restores_left)
             )
+
+    def hand_over(self, link, late_ms, stages):
+        """As `fail`, of a path that works, but has turned slow; what its ends report."""
+        self.by_hosts.add(link)
+        self.found_up[link] = 0
+        left = PathFailure(
+            link, late_in_words(late_ms), restores_left=self.restores[link], late_ms=late_ms
+        )
+        for rank in link:
+            stages[rank].unreported.append(left)
+        return SlowLink(link, late_ms, left)
 
 
 class Stage:
@@ -155,8 +167,13 @@ class FailingRun:
             begin and end.
     """
 
-    def __init__(self, restores=99, dead=(), **settings):
-        """A run; links in `dead` failed before its start."""
+    def __init__(self, restores=99, dead=(), hands_over=False, **settings):
+        """A run; links in `dead` failed before its start.
+
+        Args:
+            hands_over: Whether links that turn slow are handed over and reported in mid-step.
+        """
+        self.watches = {link: EndWatch(link) for link in LINKS} if hands_over else {}
         adaptation = CONFIG.adaptation.model_copy(update=settings)
         config = CONFIG.model_copy(update={"adaptation": adaptation})
         self.wires, self.messages, self.log, self.step = Wires(restores), [], [], 0
@@ -221,6 +238,7 @@ class FailingRun:
         timeline = simulate_blocking(self.programs, COSTS, links)
         for link in sorted(failing):
             wires.fail(link, self.stages)
+        self._watch(timeline)
         routes, after = dict(self.routes), set(wires.by_hosts)
         self.log.append((self.step, routes, before, after))
         waited_ms = HOLD_MS if failing else 0.0
@@ -230,9 +248,33 @@ class FailingRun:
         self.recorder.record(self.step, StepTotals(1.0, 1.0), reports, 0.3)
         self._apply(reports)
         self.recorder.on_disk().result(30)
-        for _ in range(4):  # answers of the planning process, one after another
-            self.loop._planner.submit(lambda: None).result(30)
+        self._await_answers()
         self.step += 1
+
+    def _await_answers(self):
+        for _ in range(4):  # of the planning process, one after another
+            for thread in (self.loop._hearing, self.loop._planner):
+                thread.submit(lambda: None).result(30)
+
+    def _watch(self, timeline):
+        """Hand over the direct links whose messages have become slow in this step."""
+        took_ms = {}  # without the wait of the end that came first
+        for span in timeline.transfers:
+            each_ms = span.end_ms - span.start_ms
+            if span.holds_queue:
+                took_ms[span.label] = min(each_ms, took_ms.get(span.label, each_ms))
+        for link, watch in self.watches.items():
+            late_ms = {}
+            for number, (label, each_ms) in enumerate(took_ms.items()):
+                transfer = Transfer.parse(label)
+                if transfer.link == link and link not in self.wires.by_hosts:
+                    direction = transfer.source, transfer.destination
+                    at_ms = 1e3 * self.step + number
+                    late_ms = late_ms or watch.late_messages({direction: each_ms}, at_ms)
+            if late_ms:
+                self.loop.hear(self.wires.hand_over(link, late_ms, self.stages))
+            watch.end_step()
+        self._await_answers()
 
     def _apply(self, reports):
         before = len(self.wires.restored)
@@ -242,6 +284,8 @@ class FailingRun:
             program = self.ranks[rank].after(result).program
             self.programs[rank] = program or self.programs[rank]
         for link in self.wires.restored[before:]:
+            if link in self.watches:
+                self.watches[link].restart()
             self.on_restored(link, self.wires.found_up[link])
         self.recorder.on_disk().result(30)
         self.routes = dict(self.loop.state.plan.routes)

@@ -10,6 +10,7 @@ import pytest
 
 from jaxmorph.config import check_config
 from jaxmorph.control.profiler import Profile
+from jaxmorph.control.remap import SlowPair
 from jaxmorph.placement import Layout, Position
 from jaxmorph.records import EventKind
 from jaxmorph.runtime.report import SumTook
@@ -19,7 +20,14 @@ from jaxmorph.training.loop import GOES_ON
 from jaxmorph.training.remap import Moves, PairTimes, Remapping, exchange_states
 from tests.runtime.test_rendezvous import in_threads
 
-CONFIG = check_config({"parallelism": {"stages": 2, "data": 2}, "schedule": {"name": "zb-h2"}})
+
+def config_of(num_replicas):
+    cut = {"stages": 2, "data": num_replicas}
+    batch = {"microbatches": 4 * num_replicas}
+    return check_config({"parallelism": cut, "batch": batch, "schedule": {"name": "zb-h2"}})
+
+
+CONFIG = config_of(2)
 LAYOUT = Layout.first(2, 2)
 COMPILED: list[Any] = []
 """The stages that the last remapping compiled."""
@@ -61,10 +69,17 @@ class Recorder:
         self.kinds.append(kind)
 
 
-def result(step, took_s=(0.01, 0.01), moves=Moves(), stop_asked=False, pairs=None):  # noqa: B008
+def result(
+    step,
+    took_s=(0.01, 0.01),
+    moves=Moves(),  # noqa: B008
+    stop_asked=False,
+    pairs=None,
+    of_ranks=None,
+):
     parts = {
         SumTook: [*map(SumTook, took_s)],
-        PairTimes: [PairTimes(), PairTimes(pairs or {})],
+        PairTimes: [PairTimes(of_ranks=of_ranks or {}), PairTimes(pairs or {})],
         Moves: [moves, Moves()],
         SaveRequest: [SaveRequest(stop_asked=stop_asked)],
     }
@@ -79,18 +94,37 @@ def compile_stage(position) -> Any:
     return f"compiled {position}"
 
 
-def remapping_of(layout, compile_stage=compile_stage, shares=None):
+def remapping_of(layout, compile_stage=compile_stage, shares=None, known=(), took_s=0.0):
     COMPILED.clear()
     profile = Profile(StageCosts.uniform(2, 10.0, 10.0, 10.0), {})
     replicas = SimpleNamespace(
         layout=layout, pipeline=SimpleNamespace(rank=1), all_ranks=SimpleNamespace(rank=3)
     )
     probe = lambda gradients, step: {"0-1": 0.1, "1-2": 2.0}  # noqa: E731
-    sums = cast(Any, SimpleNamespace(replicas=replicas, num_rounds=2, probe=probe))
+    sums = cast(
+        Any,
+        SimpleNamespace(
+            replicas=replicas,
+            num_rounds=2,
+            num_bytes=400,
+            probe=probe,
+            direct="sums",
+            time_ranks=lambda ranks, gradients, num_bytes, step: took_s,
+        ),
+    )
     stage = cast(Any, SimpleNamespace(gradients=(), shares=shares))
     recorder = cast(Any, Recorder())
     return Remapping(
-        CONFIG, profile, 0, recorder, sums, stage, compile_stage, active=True, last_step=9
+        config_of(layout.num_replicas),
+        profile,
+        0,
+        recorder,
+        sums,
+        stage,
+        compile_stage,
+        known=known,
+        active=True,
+        last_step=9,
     )
 
 
@@ -120,6 +154,27 @@ def test_a_slow_sum_moves_ranks_once_the_layout_is_found(remapping):
     assert remapping.layout == replace(LAYOUT, ranks=moves.ranks)
     assert remapping.compiled == f"compiled {COMPILED[0]}"
     assert [pair.ranks for pair in remapping.slow] == [(1, 3)]
+
+
+@pytest.mark.parametrize(("took_s", "goes_back"), [(0.5, True), (2.5, False)])
+def test_ranks_go_back_once_no_pair_is_slow_any_more(took_s, goes_back):
+    """A round took 0.1 s, and then 2 s more."""
+    moved = LAYOUT.swapped(2, 3)
+    slow = SlowPair((1, 3), 4.0, delay_ms=2000.0, usual_ms=100.0, bucket_bytes=400)
+    remapping = remapping_of(moved, known=(slow,), took_s=took_s)
+    step, again = 5, CONFIG.adaptation.recheck_steps
+    assert remapping.report(step)[0] == Moves()
+    assert remapping.report(step + again - 1)[0] == Moves()
+    moves, _ = remapping.report(step + again)
+    assert moves.again == ((1, 3, 400),)
+    assert moves.joined([Moves(), moves]) == moves
+    remapping.after(result(step + again, moves=moves))
+    moves, timed = remapping.report(step + again + 1)
+    assert (moves, timed) == (Moves(), PairTimes(of_ranks={"1-3": took_s}))
+    remapping.after(result(step + again + 1, of_ranks=timed.of_ranks))
+    assert remapping.slow == (() if goes_back else (slow,))
+    moves, _ = remapping.report(step + again + 2)
+    assert moves.ranks == (LAYOUT.ranks if goes_back else ())
 
 
 def test_a_run_that_is_asked_to_end_moves_no_rank(remapping):

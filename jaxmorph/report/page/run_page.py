@@ -1,6 +1,6 @@
 """The page of a run: the values of `templates/run.html`, section by section."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from statistics import median
 from typing import Any, NamedTuple
@@ -21,7 +21,13 @@ from jaxmorph.report.page.decisions import EventTable, event_table
 from jaxmorph.report.page.files import RunFiles, ShownStep, finite, in_ms, read_trace
 from jaxmorph.report.page.html import UNKNOWN, inline_svg, milliseconds, render
 from jaxmorph.report.page.timelines import MEANINGS, SHARES, Shown, show_steps
-from jaxmorph.report.text import describe_regime, describe_routes, longer_than_planned, percent
+from jaxmorph.report.text import (
+    describe_regime,
+    describe_routes,
+    longer_than_planned,
+    mesh_text,
+    percent,
+)
 from jaxmorph.schedule.timeline import Timeline
 
 MOST_DRAWN = 8
@@ -52,6 +58,7 @@ def run_page(files: RunFiles) -> str:
         plots=list(_plots(steps, changes)) if steps else [],
         plans=plans[:_MOST_PLANS],
         plans_left_out=max(0, len(plans) - _MOST_PLANS),
+        replicas=list(_replica_rows(steps)),
         links=_links(steps, changes),
         phases=[phase.replace("_", " ") for phase in PHASES],
         failures=list(_failure_rows(failures)),
@@ -98,10 +105,11 @@ def _num_steps(files: RunFiles) -> str:
 def _what_ran(files: RunFiles) -> Iterator[str]:
     if files.config is not None:
         config = files.config
-        stages, batch = config.parallelism.stages, config.batch
+        cut, batch = config.parallelism, config.batch
+        stages = cut.stages
         yield (
             f"{config.model.factory} {config.model.preset}, "
-            f"{stages} stage{'' if stages == 1 else 's'}, "
+            f"{stages} stage{'' if stages == 1 else 's'}{mesh_text(cut.data, cut.tensor)}, "
             f"{batch.microbatches} microbatches of {batch.microbatch_size}; "
             f"{describe_regime(config.emulation)}."
         )
@@ -111,6 +119,20 @@ def _what_ran(files: RunFiles) -> Iterator[str]:
         yield f"{lines} incomplete and left out, such as the last line of a run that was killed."
 
 
+_MEDIANS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("median prediction", "predicted_step_s", lambda seconds: milliseconds(1e3 * seconds)),
+    ("median bubble", "bubble_rate", percent),
+    ("median tokens/s", "tokens_per_s", "{:,.0f}".format),
+    ("median TFLOP/s a device", "tflops_per_device", "{:.3g}".format),
+    ("median MFU", "mfu", percent),
+)
+_COURSES = (
+    ("loss", "loss"),
+    ("held-out loss", "held_out_loss"),
+    ("gradient norm", "grad_norm"),
+)
+
+
 def _figures(files: RunFiles) -> Iterator[tuple[str, str]]:
     steps = files.steps
     if not steps:
@@ -118,20 +140,14 @@ def _figures(files: RunFiles) -> Iterator[tuple[str, str]]:
     steps_ms = _step_ms(steps).values()
     yield "median step", milliseconds(median(steps_ms))
     yield "slowest step", milliseconds(max(steps_ms))
-    if predicted := _known(step.predicted_step_s for step in steps):
-        yield "median prediction", milliseconds(1e3 * median(predicted))
-    if bubbles := _known(step.bubble_rate for step in steps):
-        yield "median bubble", percent(median(bubbles))
-    if speeds := _known(step.tokens_per_s for step in steps):
-        yield "median tokens/s", f"{median(speeds):,.0f}"
+    for label, name, text in _MEDIANS:
+        if values := _known(getattr(step, name) for step in steps):
+            yield label, text(median(values))
     if files.goodput is not None:
         yield "goodput", percent(files.goodput)
-    if losses := _known(step.loss for step in steps):
-        yield "loss", f"{losses[0]:.3f} → {losses[-1]:.3f}"
-    if held_out := _known(step.held_out_loss for step in steps):
-        yield "held-out loss", f"{held_out[0]:.3f} → {held_out[-1]:.3f}"
-    if norms := _known(step.grad_norm for step in steps):
-        yield "gradient norm", f"{norms[0]:.3f} → {norms[-1]:.3f}"
+    for label, name in _COURSES:
+        if values := _known(getattr(step, name) for step in steps):
+            yield label, f"{values[0]:.3f} → {values[-1]:.3f}"
     yield "plan at the end", f"{steps[-1].schedule} {_warmups(steps[-1])}".strip() or UNKNOWN
 
 
@@ -194,6 +210,21 @@ def _plan_rows(steps: Sequence[StepRecord]) -> Iterator[list[str]]:
             schedule, _warmups(run[0]), describe_routes(routes), f"{len(run):,}",
             f"{run[0].step:,}", f"{run[-1].step:,}", milliseconds(times[len(times) // 2]),
             milliseconds(predicted[len(predicted) // 2] if predicted else None),
+        ]  # fmt: skip
+
+
+def _replica_rows(steps: Sequence[StepRecord]) -> Iterator[list[str]]:
+    """A row for each replica: its plan at the end, and medians over all steps that had replicas."""
+    of_steps = [step.replicas for step in steps if step.replicas]
+    for index, last in enumerate(of_steps[-1] if of_steps else ()):
+        own = [each[index] for each in of_steps if index < len(each)]
+        pipeline = _known(in_ms(each.pipeline_s) for each in own)
+        predicted = _known(in_ms(each.predicted_step_s) for each in own)
+        yield [
+            f"r{index}", last.schedule, " ".join(map(str, last.warmup_forwards)),
+            describe_routes(last.routes), *(
+                milliseconds(median(values) if values else None) for values in (pipeline, predicted)
+            ),
         ]  # fmt: skip
 
 

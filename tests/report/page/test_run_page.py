@@ -193,6 +193,38 @@ def restarted(step, lengths_s, **extra):
     return {"time_s": 1.0, "step": step - 1, "kind": "restarted", "evidence": evidence}
 
 
+def test_each_replica_has_its_plan_and_times(make_run, page_of, morphed_page):
+    def of_step(*pipelines_s):
+        return [
+            {
+                "schedule": "zb-h2", "warmup_forwards": [3, 1], "routes": {"0-1": route},
+                "predicted_step_s": 0.09, "pipeline_s": pipeline_s,
+            }
+            for route, pipeline_s in zip(("direct", "delegated"), pipelines_s, strict=True)
+        ]  # fmt: skip
+
+    step_s = ((0.1, 0.2), (0.2, 0.3), (0.12, 0.4))
+    lines = [
+        {"step": step, "step_s": 0.5, "replicas": of_step(*each)}
+        for step, each in enumerate(step_s)
+    ]
+    assert page_of(make_run(lines)).rows("Replicas") == [
+        ["r0", "zb-h2", "3 1", "direct", "120.0 ms", "90.0 ms"],
+        ["r1", "zb-h2", "3 1", "delegated", "300.0 ms", "90.0 ms"],
+    ]
+    assert "Replicas: " not in " ".join(morphed_page.texts("summary"))
+
+
+def test_the_speed_of_devices_is_shown(make_run, page_of, morphed_page):
+    lines = [
+        {"step": step, "step_s": 0.5, "tflops_per_device": 400.0 + step, "mfu": 0.4 + step / 10}
+        for step in range(3)
+    ]
+    page = page_of(make_run(lines))
+    assert {"401", "50.0 %"} <= {*page.texts("dd")}
+    assert "median MFU" not in morphed_page.texts("dt")
+
+
 def test_failures_have_a_table_of_costs(make_run, page_of):
     first = {"detect": 0.25, "tear_down": 1.0, "back_off": 1.0, "start": 4.0}
     second = first | {"compile": 2.0, "restore": 0.5, "plan": 3.0, "replay": 0.75}
