@@ -23,7 +23,11 @@ from jaxmorph.config import load_config
 from jaxmorph.control.profiler import Profile
 from jaxmorph.records import Link, StepRecord
 
-METRICS = {item.name for item in fields(StepRecord) if not item.metadata} | {"link_ms", "crc32"}
+METRICS = {item.name for item in fields(StepRecord) if not item.metadata} | {
+    "link_ms",
+    "tflops_per_device",
+    "crc32",
+}
 
 pytestmark = pytest.mark.multiprocess
 
@@ -37,6 +41,8 @@ def test_metrics_have_a_line_for_each_step(four_stages):
     metrics = read_lines(out / "metrics.jsonl")
     assert [line["step"] for line in metrics] == list(range(20))
     assert all(set(line) == METRICS for line in metrics)
+    work = {round(line["tflops_per_device"] * line["step_s"], 12) for line in metrics}
+    assert len(work) == 1  # as much in each step
     assert metrics[-1]["routes"] == {"0-1": "direct", "1-2": "direct", "2-3": "direct"}
     assert metrics[-1]["warmup_forwards"] == [7, 5, 3, 1]
     assert metrics[-1]["loss"] < metrics[0]["loss"]
