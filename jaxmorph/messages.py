@@ -60,7 +60,7 @@ class ProfileUpdated:
 
 @dataclass(frozen=True)
 class LinksChanged:
-    """The degraded links that a restarted run begins with: `links.json`.
+    """The degraded links of a replica, with which it begins after a restart: `links_file`.
 
     Attributes:
         pipeline: The settings that determine the links and their usual delays.
@@ -71,6 +71,7 @@ class LinksChanged:
     pipeline: Json
     step: int
     directions: tuple[Json, ...]
+    replica: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,9 @@ RunMessage: TypeAlias = (
     | PhaseEnded
 )
 """All messages of a rank of a run; only `PhaseEnded` comes from other ranks than rank 0."""
+
+ReplicaMessage: TypeAlias = EventEmitted | StepTimelines | LinksChanged
+"""What rank 0 passes on of replicas that it is not in."""
 
 
 def parse_run_message(data: Any) -> RunMessage:

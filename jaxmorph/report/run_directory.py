@@ -14,7 +14,15 @@ from typing import Any, Self, TypeVar
 
 from jaxmorph.config import Config, dump_config
 from jaxmorph.errors import RunFailedError, UserError
-from jaxmorph.plain_json import Json, ParseError, parse_line, with_sum, without_sum
+from jaxmorph.messages import LinksChanged
+from jaxmorph.plain_json import (
+    Json,
+    ParseError,
+    as_object,
+    parse_line,
+    with_sum,
+    without_sum,
+)
 from jaxmorph.records import Event, EventKind, StepRecord
 from jaxmorph.report.tensorboard import TensorBoardEvents, load_writer
 from jaxmorph.transport.secret import SECRET_FILE
@@ -24,7 +32,7 @@ METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 PROFILE = "profile.json"
 RECOVERY = "recovery.json"
-LINKS = "links.json"
+_LINKS = "links{}.json"
 LAYERS = "layers.json"
 CONTROL = "control"
 _MOST_CONTROL_BYTES = 32 << 20
@@ -37,6 +45,11 @@ _STAY = frozenset({
 })  # fmt: skip
 """Events about failures and restarts stay when their steps are done again."""
 _Line = TypeVar("_Line", StepRecord, Event)
+
+
+def links_file(directory: Path, replica: int) -> Path:
+    """Where a replica's degraded links are: `links.json`, `links_r1.json` and so on."""
+    return directory / _LINKS.format(f"_r{replica}" if replica else "")
 
 
 @dataclass(frozen=True)
@@ -193,9 +206,9 @@ class RunDirectory:
         """Replace `profile.json`, the measured costs of ops and links."""
         replace_file(self.path / PROFILE, _json_line(profile))
 
-    def write_links(self, values: Mapping[str, Any]) -> None:
-        """Replace `links.json`, the degraded links."""
-        replace_file(self.path / LINKS, _json_line(values))
+    def write_links(self, changed: LinksChanged) -> None:
+        """Replace a replica's degraded links."""
+        replace_file(links_file(self.path, changed.replica), _json_line(as_object(changed)))
 
     def write_recovery(self, values: Mapping[str, Any]) -> None:
         """Replace `recovery.json`, the goodput and the cost of failures."""
@@ -318,8 +331,9 @@ def _damages(path: Path, step: int) -> Iterator[str]:
     if missing := [each for each in range(step) if each not in steps]:
         yield f"{METRICS} lacks {len(missing):,} of {step:,} steps, the first is {missing[0]}"
     yield from _keep_lines(path / EVENTS, Event, stays)
-    for name in (PROFILE, RECOVERY, LINKS, LAYERS):
-        yield from _remove_damaged(path / name)
+    links = sorted(path.glob(_LINKS.format("*")))
+    for file in (path / PROFILE, path / RECOVERY, *links, path / LAYERS):
+        yield from _remove_damaged(file)
 
 
 def _keep_lines(path: Path, kind: type[_Line], wanted: Callable[[_Line], bool]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from jaxmorph.control.rank_times import RankTimes, timeline_of
-from jaxmorph.messages import EventEmitted, StepTimelines
+from jaxmorph.messages import ReplicaMessage
 from jaxmorph.placement import PlacementKind
 from jaxmorph.plain_json import Json, ParseError, as_object, dump, parse, parse_line
 from jaxmorph.program.instructions import Channel, Transfer, channel_of
@@ -217,7 +217,7 @@ class OfReplicas:
     """
 
     steps: tuple[ReplicaStep, ...] = ()
-    messages: tuple[EventEmitted | StepTimelines, ...] = ()
+    messages: tuple[ReplicaMessage, ...] = ()
 
     def joined(self, of_replicas: Sequence[Self]) -> "OfReplicas":
         """All replicas' steps, in order, and messages."""

@@ -8,13 +8,19 @@ decide from all reports.
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from jaxmorph.checkpoints.saver import CheckpointSaver, SaveReport
 from jaxmorph.config.checkpoint_section import Checkpoint
-from jaxmorph.messages import EventEmitted, StepTimelines
-from jaxmorph.records import EventKind, ReplicaStep
+from jaxmorph.messages import (
+    EventEmitted,
+    LinksChanged,
+    ReplicaMessage,
+    RunMessage,
+    StepTimelines,
+)
+from jaxmorph.records import EventKind, Link, ReplicaStep
 from jaxmorph.runtime.replicas import Replicas
 from jaxmorph.runtime.report import OfReplicas, StepTotals
 from jaxmorph.runtime.stage_trainer import StageTrainer
@@ -179,7 +185,7 @@ class Recording(Callback):
         recorder: StepRecorder,
         evaluation: Evaluation,
         plan: Plan,
-        messages: deque[EventEmitted | StepTimelines] | None = None,
+        messages: deque[ReplicaMessage] | None = None,
         *,
         records: bool = True,
     ) -> None:
@@ -235,9 +241,18 @@ class Recording(Callback):
         self._recorder.drop(step)
 
 
-def _taken(
-    messages: deque[EventEmitted | StepTimelines],
-) -> tuple[EventEmitted | StepTimelines, ...]:
+def keep_message(kept: deque[ReplicaMessage], replica: int, message: RunMessage) -> None:
+    """Keep what another replica's rank 0 is to record of this one, with this replica's number."""
+    match message:
+        case EventEmitted(event):
+            link = event.link and Link.parse(event.link).in_replica(replica)
+            detail = event.detail if link else f"r{replica}: {event.detail}"
+            kept.append(EventEmitted(replace(event, link=link, detail=detail)))
+        case StepTimelines() | LinksChanged():
+            kept.append(replace(message, replica=replica))
+
+
+def _taken(messages: deque[ReplicaMessage]) -> tuple[ReplicaMessage, ...]:
     """All messages so far; others may be added meanwhile."""
     return tuple(messages.popleft() for _ in range(len(messages)))
 

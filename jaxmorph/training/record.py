@@ -27,7 +27,7 @@ from jaxmorph.messages import (
     StepTimelines,
 )
 from jaxmorph.output import write_stderr
-from jaxmorph.plain_json import Json, as_object, parse_line, with_sum
+from jaxmorph.plain_json import Json, parse_line, with_sum
 from jaxmorph.records import COMPILE, RESTORE, START, Event, EventKind, RunHeader, StepRecord
 from jaxmorph.report.draw.save import save_timelines
 from jaxmorph.report.draw.trace import chrome_trace
@@ -116,7 +116,7 @@ class RunRecord:
             case ProfileUpdated(profile):
                 self._write(self._directory.write_profile, profile)
             case LinksChanged():
-                self._write(self._directory.write_links, as_object(message))
+                self._write(self._directory.write_links, message)
             case PhaseEnded(phase):
                 self._take_phase(phase)
 

@@ -24,12 +24,12 @@ from jaxmorph.emulation.link_settings import (
     sum_conditions,
 )
 from jaxmorph.errors import RunFailedError
-from jaxmorph.messages import EventEmitted, RunMessage, StepTimelines
+from jaxmorph.messages import ReplicaMessage, RunMessage
 from jaxmorph.output import write_stderr
 from jaxmorph.placement import Position
 from jaxmorph.program.slots_needed import HostRoom
-from jaxmorph.records import EventKind, Link
-from jaxmorph.report.run_directory import CONTROL, RunLines
+from jaxmorph.records import EventKind
+from jaxmorph.report.run_directory import CONTROL, RunLines, links_file
 from jaxmorph.runtime.compiled_stage import CompiledStage, compile_stage, is_compiled_alike
 from jaxmorph.runtime.emulated_links import EmulatedLinks, agree_on_origin_s
 from jaxmorph.runtime.executor import StepInputs
@@ -44,7 +44,13 @@ from jaxmorph.runtime.xla_settings import settings_in_force
 from jaxmorph.stage.model import MicrobatchShapes, PipelineModel, device_choices
 from jaxmorph.stage.parameters import parameter_count
 from jaxmorph.training.adaptation import Adaptation, open_control_loop
-from jaxmorph.training.callbacks import Recording, SaveTimes, Saving, SkippedSteps
+from jaxmorph.training.callbacks import (
+    Recording,
+    SaveTimes,
+    Saving,
+    SkippedSteps,
+    keep_message,
+)
 from jaxmorph.training.cluster import first_layout
 from jaxmorph.training.device_memory import WithinDevices, budget_in_words, with_device_budget
 from jaxmorph.training.evaluation import Evaluation
@@ -266,9 +272,9 @@ def plan_run(
     room = agree_on_host_room(run.config, run.rendezvous, stage, payloads, delegated)
     run.links.emulate(untimed(run.conditions))
     known: tuple[KnownDirection, ...] = ()
-    is_first = run.replicas.own.index == 0 and run.begins  # others' links are not kept
-    if run.checkpoints is not None and is_first:
-        known = known_links(within.first, run.rendezvous, run.checkpoints.directory, run.cut.layers)
+    if run.checkpoints is not None and run.begins:
+        path = links_file(run.checkpoints.directory, run.replicas.own.index)
+        known = known_links(within.first, run.rendezvous, path, run.cut.layers)
     first = plan_by_timings(
         within.first, run.rendezvous, stage, inputs, len(run.model.tied), with_slots, known, room
     )
@@ -352,9 +358,11 @@ def begin_training(
         of_held_out = None if held_out is None else step_reader(config, held_out, *own)
         evaluation = Evaluation(config, runner, first.in_force.programs, of_held_out)
         lines, known_links, messages, send = None, None, *_sender(run, send)
+        if run.leads and checkpoints is not None:
+            path = links_file(checkpoints.directory, run.replicas.own.index)
+            known_links = KnownLinks(run.config, path, run.cut.layers)
         if run.records and checkpoints is not None:
             lines = opened.enter_context(closing(RunLines(checkpoints.directory)))
-            known_links = KnownLinks(run.config, checkpoints.directory, run.cut.layers)
         control = opened.enter_context(
             open_control_loop(
                 config,
@@ -425,28 +433,17 @@ def begin_training(
 
 def _sender(
     run: Run, send: Callable[[RunMessage], None]
-) -> tuple[deque[EventEmitted | StepTimelines] | None, Callable[[RunMessage], None]]:
+) -> tuple[deque[ReplicaMessage] | None, Callable[[RunMessage], None]]:
     """A replica's messages for the replica that records, and the receiver of its messages.
 
-    Of other replicas than that one only events and timelines are recorded.
+    Of other replicas than that one only events, timelines and degraded links are recorded.
     """
     if run.replicas.own.is_alone or not run.leads:
         return None, send
-    messages: deque[EventEmitted | StepTimelines] = deque()
+    messages: deque[ReplicaMessage] = deque()
     if run.records:
         return messages, send
-    index = run.replicas.own.index
-
-    def keep(message: RunMessage) -> None:
-        match message:
-            case EventEmitted(event):
-                link = event.link and Link.parse(event.link).in_replica(index)
-                detail = event.detail if link else f"r{index}: {event.detail}"
-                messages.append(EventEmitted(replace(event, link=link, detail=detail)))
-            case StepTimelines():
-                messages.append(replace(message, replica=index))
-
-    return messages, keep
+    return messages, partial(keep_message, messages, run.replicas.own.index)
 
 
 def _keep(lines: RunLines, record: bytes, begins: bool) -> None:

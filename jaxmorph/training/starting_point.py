@@ -29,7 +29,6 @@ from jaxmorph.messages import LinksChanged
 from jaxmorph.plain_json import Json, dump, parse, parse_line
 from jaxmorph.program.slots_needed import HostRoom
 from jaxmorph.records import Route, Routes
-from jaxmorph.report.run_directory import LINKS
 from jaxmorph.runtime.rendezvous import Rendezvous, SoleRank, agree
 from jaxmorph.schedule.costs import Links
 from jaxmorph.schedule.planner import Plan
@@ -134,12 +133,16 @@ def _usual_ms(direction: Direction, usual: UsualLinks) -> Mapping[bool, float]:
 
 
 class KnownLinks:
-    """Reports degraded links for a later start of the run, whenever they change; on rank 0."""
+    """Reports degraded links for a later start of the run, whenever they change.
 
-    def __init__(self, config: Config, directory: Path, layers: Sequence[range]) -> None:
+    Args:
+        path: The replica's `links_file`.
+    """
+
+    def __init__(self, config: Config, path: Path, layers: Sequence[range]) -> None:
         self._pipeline = _pipeline(config, layers)
         # None: the file of an earlier start may name links that are healthy now.
-        self._reported: tuple[Any, ...] | None = None if (directory / LINKS).exists() else ()
+        self._reported: tuple[Any, ...] | None = None if path.exists() else ()
 
     def take_changes(self, step: int, directions: Sequence[KnownDirection]) -> LinksChanged | None:
         """The slow and dead directions to write; None if no verdict has changed."""
@@ -154,7 +157,7 @@ class KnownLinks:
 
 
 def known_links(
-    config: Config, rendezvous: Rendezvous, directory: Path, layers: Sequence[range]
+    config: Config, rendezvous: Rendezvous, path: Path, layers: Sequence[range]
 ) -> tuple[KnownDirection, ...]:
     """The slow and dead directions that an earlier start of the run recorded; rank 0 reads them.
 
@@ -162,7 +165,7 @@ def known_links(
     """
     if not config.adapts:  # it would delegate them for ever
         return ()
-    own = _read(directory / LINKS, _pipeline(config, layers)) if rendezvous.rank == 0 else ()
+    own = _read(path, _pipeline(config, layers)) if rendezvous.rank == 0 else ()
     directions = agree(rendezvous, tuple[KnownDirection, ...], own)
     # Without failover no rank would find that a dead link's path is up again.
     return tuple(each for each in directions if config.fails_over or not each.verdict.is_dead)
@@ -182,9 +185,9 @@ def _pipeline(config: Config, layers: Sequence[range]) -> dict[str, Any]:
 def _read(path: Path, pipeline: Json) -> tuple[KnownDirection, ...]:
     """The record, if it is readable and of the same pipeline."""
     try:
-        before = parse_line(LinksChanged, path.read_text(encoding="utf-8"), LINKS)
+        before = parse_line(LinksChanged, path.read_text(encoding="utf-8"), path.name)
         if before.pipeline != pipeline:
             return ()
-        return parse(tuple[KnownDirection, ...], before.directions, LINKS)
+        return parse(tuple[KnownDirection, ...], before.directions, path.name)
     except (OSError, ValueError):
         return ()  # the detector finds slow links again

@@ -13,6 +13,7 @@ import pytest
 
 from jaxmorph.config import Config, load_config
 from jaxmorph.errors import UserError
+from jaxmorph.messages import LinksChanged
 from jaxmorph.records import Event, EventKind, StepRecord
 from jaxmorph.report.run_directory import (
     RunLines,
@@ -185,20 +186,23 @@ def test_damaged_lines_are_left_out_and_counted(stopped):
 
 def test_damaged_objects_are_removed(stopped):
     with reopen_run_directory(stopped, config_for(stopped), 2) as directory:
-        for number, name in enumerate(("profile", "links", "recovery")):
-            getattr(directory, f"write_{name}")({"values": [number]})
-            path = stopped / f"{name}.json"
-            path.write_text(path.read_text().replace(str(number), "7", 1))
+        directory.write_profile({"values": [1]})
+        directory.write_recovery({"values": [1]})
+        for replica in range(2):
+            directory.write_links(LinksChanged({}, 1, (), replica))
+        for path in stopped.glob("*.json"):
+            path.write_text(path.read_text().replace("1", "7", 1))
         directory.go_back(2)
+        names = ("profile", "recovery", "links", "links_r1")
         assert directory.damage == "; ".join(
-            f"{name}.json is damaged, and removed" for name in ("profile", "recovery", "links")
+            f"{name}.json is damaged, and removed" for name in names
         )
     assert not list(stopped.glob("*.json"))
 
 
 def test_a_flipped_bit_changes_no_value_in_silence(stopped):
     with reopen_run_directory(stopped, config_for(stopped), 2) as directory:
-        directory.write_links({"links": [1.5]})
+        directory.write_links(LinksChanged({"stages": 2}, 3, ({"links": [1.5]},)))
         directory.write_profile({"costs": [2.5]})
         directory.go_back(2)
         assert directory.damage == ""

@@ -33,7 +33,7 @@ from two_ends import (
     up,
 )
 
-from jaxmorph.control.handover import SlowLink
+from jaxmorph.control.handover import EndWatch, SlowLink
 from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.program.instructions import SendReceive
 from jaxmorph.records import Link
@@ -259,8 +259,16 @@ IN_PAIRS = [up(0), *(SendReceive(up(number + 1), down(number)) for number in ran
 
 
 @pytest.mark.parametrize("both_ways", [BOTH_WAYS, IN_PAIRS], ids=["single", "pairs"])
-def test_a_slow_link_is_handed_over_and_returns(make_ends, both_ways):
+def test_a_slow_link_is_handed_over_and_returns(make_ends, both_ways, monkeypatch):
     """A pair that was still to come is then a send and a receive."""
+    judge = EndWatch.late_messages
+
+    def judge_without_noise(watch, took_ms, at_ms):
+        """A busy machine takes part in every time, but hardly 30 ms."""
+        emulated = {each: 40.0 if each_ms > 30.0 else 0.5 for each, each_ms in took_ms.items()}
+        return judge(watch, emulated, at_ms)
+
+    monkeypatch.setattr(EndWatch, "late_messages", judge_without_noise)
     collectives = Collectives()
     ends = make_ends(collectives, hands_over=True, direct_s=(LIMIT_S, LIMIT_S))
     steps_of_both(ends, ORDER, range(50))

@@ -378,6 +378,12 @@ def test_a_rank_that_fails_is_named_by_its_number_in_the_run(tmp_path, monkeypat
     assert done.stderr.startswith("error: rank 2 failed: ")
 
 
+def train_again(out, *overrides):
+    done = jaxmorph("train", "--resume", out, *overrides)
+    assert done.returncode == 0, done.stderr
+    return Run(out)
+
+
 SLOW = "emulation.links=[{between: [0, 1], latency_ms: 40, from_step: 5, replica: 1}]"
 
 
@@ -397,3 +403,10 @@ def test_each_replica_plans_for_its_own_links(replicas, tmp_path):
     assert {each["schedule"] for each in first} == {"zb-h2"}
     assert (second[0]["schedule"], second[-1]["schedule"]) == ("zb-h2", "adaptive")
     assert {each["routes"]["0-1"] for each in first} == {"direct"}
+    assert not (found.out / "links.json").exists()
+    again = train_again(found.out, "run.steps=16")
+    (known,) = again.events("links_known")
+    assert known["detail"].startswith("r1: ")
+    assert [each["routes"]["0-1"] for each in again.steps[-1]["replicas"]] == [
+        "direct", "delegated",
+    ]  # fmt: skip

@@ -1,14 +1,15 @@
 """Degraded links that a run records for its next start."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from jaxmorph.config import check_config
 from jaxmorph.control.link_state import LinkHealth, PathState
 from jaxmorph.control.verdicts import Evidence, KnownDirection, Verdict
-from jaxmorph.plain_json import as_object, dump
-from jaxmorph.report.run_directory import LINKS, open_run_directory
+from jaxmorph.plain_json import dump
+from jaxmorph.report.run_directory import links_file, open_run_directory
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.training.starting_point import KnownLinks, known_links
 
@@ -35,14 +36,23 @@ def written(tmp_path):
     """A run directory with a record of degraded links."""
     config = adapting(run={"dir": str(tmp_path / "run")})
     with open_run_directory(config) as directory:
-        message = KnownLinks(config, directory.path, THREE_STAGES).take_changes(7, KNOWN)
+        path = links_file(directory.path, 0)
+        message = KnownLinks(config, path, THREE_STAGES).take_changes(7, KNOWN)
         assert message is not None
-        directory.write_links(as_object(message))
+        directory.write_links(message)
+        directory.write_links(replace(message, directions=message.directions[:1], replica=1))
     return directory.path
 
 
-def read_links(directory, layers=THREE_STAGES, **sections):
-    return known_links(adapting(**sections), SoleRank(), directory, layers)
+def read_links(directory, layers=THREE_STAGES, replica=0, **sections):
+    path = links_file(directory, replica)
+    return known_links(adapting(**sections), SoleRank(), path, layers)
+
+
+def test_each_replica_reads_its_own_links(written):
+    assert read_links(written, replica=1) == KNOWN[:1]
+    assert read_links(written, replica=2) == ()
+    assert (written / "links_r1.json").is_file()
 
 
 def test_the_same_pipeline_reads_its_links(written):
@@ -74,9 +84,9 @@ def test_without_failover_dead_links_are_not_read(written):
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"pipeline"', '{"pipeline": 1, "step": 2}'])
 def test_an_unreadable_record_is_ignored(written, text):
-    (written / LINKS).write_text(text)
+    links_file(written, 0).write_text(text)
     assert read_links(written) == ()
-    (written / LINKS).unlink()
+    links_file(written, 0).unlink()
     assert read_links(written) == ()
 
 
@@ -94,12 +104,13 @@ class Follower(SoleRank):
 
 
 def test_all_ranks_get_rank_0s_record(written, tmp_path):
-    message = {"value": json.loads((written / LINKS).read_text())["directions"]}
-    assert known_links(adapting(), Follower(message), tmp_path, THREE_STAGES) == KNOWN
+    message = {"value": json.loads(links_file(written, 0).read_text())["directions"]}
+    path = links_file(tmp_path, 0)
+    assert known_links(adapting(), Follower(message), path, THREE_STAGES) == KNOWN
 
 
 def test_each_change_is_reported_once(tmp_path):
-    known = KnownLinks(adapting(), tmp_path, THREE_STAGES)
+    known = KnownLinks(adapting(), links_file(tmp_path, 0), THREE_STAGES)
     assert known.take_changes(0, ()) is None
     for directions in (KNOWN, (direction(1, 2, step=9),), ()):
         message = known.take_changes(9, directions)
@@ -109,6 +120,6 @@ def test_each_change_is_reported_once(tmp_path):
 
 
 def test_an_earlier_record_is_cleared_by_the_first_step(written):
-    message = KnownLinks(adapting(), written, THREE_STAGES).take_changes(0, ())
+    message = KnownLinks(adapting(), links_file(written, 0), THREE_STAGES).take_changes(0, ())
     assert message is not None
     assert message.directions == ()
