@@ -126,8 +126,8 @@ def _other_tables(matrix: Matrix, path: Path) -> Iterator[str]:
 def benchmark_bars(root: Path = ROOT) -> dict[str, list[Bar]]:
     """The bars of all other results, by the names of their files, such as `speed/start_up`."""
     folder = root / FOLDER
-    files = {str(path.relative_to(folder).with_suffix("")): path for path in folder.rglob("*.json")}
-    bars = {name: bars_of(files[name]) for name in sorted(files) if files[name].name != RESULTS}
+    files = (path for path in sorted(folder.rglob("*.json")) if path.name != RESULTS)
+    bars = {str(path.relative_to(folder).with_suffix("")): bars_of(path) for path in files}
     return {name: each for name, each in bars.items() if each}
 
 

@@ -61,8 +61,7 @@ def bars_of(path: Path) -> list[Bar]:
     """The bars that `finish` has written to a file; none where something else did."""
     values = json.loads(path.read_text(encoding="utf-8"))
     found = values.get("bars", ()) if isinstance(values, dict) else ()
-    fields = [{name: each[name] for name in each if name != "holds"} for each in found]
-    return [Bar(**each) for each in fields]
+    return [Bar(**{name: each[name] for name in each if name != "holds"}) for each in found]
 
 
 def provenance(module: str) -> dict[str, Any]:

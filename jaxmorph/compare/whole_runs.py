@@ -31,7 +31,7 @@ _COUNTED = frozenset({
     EventKind.RANK_FAILED, EventKind.RESTARTED, EventKind.CHECKPOINT_SAVED,
     EventKind.CHECKPOINT_FAILED, EventKind.LINK_FAILED, EventKind.LINK_RESTORED,
     EventKind.STRAGGLER_DETECTED, EventKind.LINK_HANDED_OVER, EventKind.PLAN_CHANGED,
-    EventKind.ROUTE_CHANGED,
+    EventKind.ROUTE_CHANGED, EventKind.SUM_SLOW, EventKind.REMAPPED,
 })  # fmt: skip
 _SHOWN = frozenset({
     EventKind.RANK_FAILED, EventKind.RESTARTED, EventKind.LINK_FAILED, EventKind.LINK_RESTORED,
@@ -183,6 +183,11 @@ def read_whole(
         goodput=costs.goodput,
         recoveries=costs.recoveries,
         held_up_s=_held_up_s(events),
+        moves=tuple(
+            event.evidence["phases_s"]
+            for event in events
+            if event.kind == EventKind.REOPENED and event.evidence
+        ),
     )
 
 

@@ -392,8 +392,8 @@ class Adaptation(Section):
     `never`."""
 
     recheck_steps: Count = 1000
-    """After so many steps rank 0 has a pair of hosts that ranks avoid timed again, and every so
-    many from then on. Once all are as fast as before, ranks go back to their first places."""
+    """How many steps pass between two timings of a pair of hosts that ranks avoid. Once all such
+    pairs are as fast as before, ranks go back to their first places."""
 
     worth: Annotated[float, Field(ge=0, lt=1), Expected("a number from 0 to below 1")] = 0.02
     """The share by which a new plan must shorten the predicted step. Raise it if plans change too

@@ -6,9 +6,10 @@ exchange nothing it costs nothing.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from operator import itemgetter
 from statistics import median
 
 from jaxmorph.placement import Layout
@@ -26,7 +27,7 @@ class SumWatch:
     """How long the sums of each stage take, and which are slow.
 
     Attributes:
-        usual_s: The least that was seen, by stage.
+        usual_s: By stage, the least that was seen, or that the sums of other stages take.
         took_s: In the last step.
         slow_steps: In how many steps in a row each was slow.
     """
@@ -36,7 +37,7 @@ class SumWatch:
     slow_steps: tuple[int, ...] = ()
 
     def after(
-        self, took_s: Sequence[float], step_s: float, by_others_s: Sequence[float] = ()
+        self, took_s: Sequence[float], step_s: float, by_others_s: Sequence[float]
     ) -> "SumWatch":
         """The watch after another step, which took `step_s` with its sums.
 
@@ -45,7 +46,7 @@ class SumWatch:
         """
         seen_s = self.usual_s or tuple(took_s)
         least_s = _LEAST_SHARE * step_s
-        usual_s = tuple(map(min, seen_s, took_s, by_others_s or took_s))
+        usual_s = tuple(map(min, seen_s, took_s, by_others_s))
         counts = self.slow_steps or (0,) * len(usual_s)
         slow_steps = tuple(
             count + 1 if took > max(_SLOW_TIMES * usual, usual + least_s) else 0
@@ -92,7 +93,7 @@ class SlowPair:
 
     Attributes:
         excess_s: What that adds to a sum of gradients.
-        delay_ms: What it is thought to add to a message between stages, as to a round of a sum.
+        delay_ms: What it is thought to add to a round of a sum, and to a message between stages.
         usual_ms: How long a round takes otherwise.
         bucket_bytes: What was summed in two rounds.
     """
@@ -189,16 +190,15 @@ def choose_layout(
         return num_slow, is_refused, max(steps_s) + sums_s
 
     moved = sorted({rank for hosts in of_hosts for host in hosts for rank in layout.on(host)})
-    at, best = layout, layout
-    now = first = least = cost(layout)
-    while found := min(((cost(each), each.ranks) for each in _swaps(at, moved)), default=None):
-        if found[0] >= now:
+    path = [(cost(layout), layout)]
+    while found := min(
+        ((cost(each), each) for each in _swaps(path[-1][1], moved)), key=itemgetter(0), default=None
+    ):
+        if found[0] >= path[-1][0]:
             break
-        now, at = found[0], replace(at, ranks=found[1])
-        if now[1:] < least[1:]:
-            least, best = now, at
-    _, is_refused, step_s = least
-    return None if is_refused or step_s >= first[2] else best
+        path.append(found)
+    (_, is_refused, step_s), best = min(path, key=lambda each: each[0][1:])
+    return None if is_refused or step_s >= path[0][0][2] else best
 
 
 def by_hosts(layout: Layout, slow: Iterable[SlowPair]) -> dict[tuple[int, int], SlowPair]:

@@ -18,6 +18,9 @@ WHOLE_COLUMNS = (
 )  # fmt: skip
 """The columns of `whole_rows`: how long whole runs took, and what failures cost them."""
 
+MOVE_COLUMNS = ("system", "condition", "moves", "exchange s", "open s")
+"""The columns of `move_rows`: for how long no step ran while ranks changed places."""
+
 _NOT_YET = "…"
 _FAILED = "FAILED"
 _UNKNOWN = "-"
@@ -26,6 +29,7 @@ _UNKNOWN = "-"
 def matrix_markdown(matrix: Matrix) -> str:
     """A comparison as a page of Markdown: its steps, what ran, what failed, and the notes."""
     whole = f"{whole_runs_legend(matrix)}\n\n{markdown_table(WHOLE_COLUMNS, whole_rows(matrix))}"
+    moves = [*move_rows(matrix)]
     parts = [
         f"# {matrix.name}\n",
         _legend(matrix),
@@ -40,6 +44,7 @@ def matrix_markdown(matrix: Matrix) -> str:
         "device held at once. *Load*: of the machine, at the end of each round.\n",
         markdown_table(RUN_COLUMNS, map(run_cells, _measured(matrix))),
         *([whole] if matrix.has_whole_runs else []),
+        *([f"{_MOVES}\n\n{markdown_table(MOVE_COLUMNS, moves)}"] if moves else []),
         *(
             [markdown_table(BAR_COLUMNS, (bar.cells() for bar in matrix.bars))]
             if matrix.bars
@@ -100,6 +105,22 @@ def whole_runs_legend(matrix: Matrix) -> str:
         "paths that failed in one step, the longest counts. 'lost s' is the cost of failures that "
         "led to a restart, and the columns after it are its phases."
     )
+
+
+_MOVES = (
+    "How often ranks changed places in the mesh, and for how long no step ran meanwhile. "
+    "*Exchange*: they leave the loop and send each other their stages' states; *open*: they open "
+    "links, measure and plan. Next stages are compiled before, beside training."
+)
+
+
+def move_rows(matrix: Matrix) -> Iterator[list[str]]:
+    """A row for each run in which ranks changed places, a cell for each of `MOVE_COLUMNS`."""
+    for run in matrix.runs.values():
+        if run.moves:
+            phases = ([each[name] for each in run.moves] for name in ("exchange", "open"))
+            lengths = (" ".join(f"{length_s:.2f}" for length_s in each) for each in phases)
+            yield [run.system, run.condition, str(len(run.moves)), *lengths]
 
 
 def whole_rows(matrix: Matrix) -> Iterator[list[str]]:

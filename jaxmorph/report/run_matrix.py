@@ -142,6 +142,8 @@ class Run:
         recoveries: Of a whole run: the failures that led to a restart, as in `recovery.json`.
         held_up_s: Of a whole run: how long failed direct paths held up the queues of their ends
             before their links were delegated; of those that failed in one step, the longest.
+        moves: Of a whole run: of each time that ranks changed places, the lengths of its phases in
+            which no step ran, by name, in seconds.
         load: The machine's load average of a minute at the end of each round, or of a whole run.
     """
 
@@ -167,6 +169,7 @@ class Run:
     goodput: float | None = None
     recoveries: tuple[Mapping[str, Any], ...] = ()
     held_up_s: float | None = None
+    moves: tuple[Mapping[str, float], ...] = ()
     load: tuple[float, ...] = ()
 
     @property

@@ -157,7 +157,7 @@ class GradientSum:
             gradients: Lie on this rank's devices.
         """
         progress.stamp(f"sums with one other rank, to see how long that takes: {ranks}")
-        where, *_ = (leaf.sharding for leaf in jax.tree.leaves(gradients))
+        where = jax.tree.leaves(gradients)[0].sharding
         if isinstance(where, NamedSharding):
             where = NamedSharding(where.mesh, PartitionSpec())
         bucket = jax.device_put(np.zeros(num_bytes // 4, np.float32), where)

@@ -224,17 +224,18 @@ def open_gradient_sum(
                 stage.shares,
             )
             gather = stage.shares and DirectGather(mesh, stage.params, stage.shares)
-        if not config.reduction_fails_over:
-            yield GradientSum(
-                replicas,
-                direct,
-                num_rounds=rounds,
-                num_bytes=num_bytes,
-                emulated_over=emulated_over,
-                timeout_s=config.direct_timeout_s,
-                gather=gather,
-            )
-            return
+    gradient_sum = GradientSum(
+        replicas,
+        direct,
+        num_rounds=rounds,
+        num_bytes=num_bytes,
+        emulated_over=emulated_over,
+        timeout_s=config.direct_timeout_s,
+        gather=gather,
+    )
+    if direct is not None and not config.reduction_fails_over:
+        yield gradient_sum
+        return
     transport = replace(_agreed_transport(config, peers), sidecars=1, number=OF_REPLICAS)
     with open_data_plane(
         peers,
@@ -248,16 +249,7 @@ def open_gradient_sum(
         waits_s = config.timeouts.step_s
         delegated = DelegatedSum(plane, own, peers.members, stage.gradients, waits_s, stage.shares)
         rounds = delegated.num_rounds if direct is None else rounds
-        yield GradientSum(
-            replicas,
-            direct,
-            delegated,
-            rounds,
-            num_bytes,
-            emulated_over=emulated_over,
-            timeout_s=config.direct_timeout_s,
-            gather=gather,
-        )
+        yield replace(gradient_sum, delegated=delegated, num_rounds=rounds)
 
 
 def listening_host(config: Config, rendezvous: Rendezvous) -> str:

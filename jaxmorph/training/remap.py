@@ -9,6 +9,7 @@ same step.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -159,7 +160,8 @@ class Moved:
             f"no step between for {self.exchanged_s + opened_s:.2g} s: {self.exchanged_s:.2g} s to "
             f"end and exchange states, {opened_s:.2g} s to open links, measure and plan"
         )
-        recorder.emit(self.step, EventKind.REOPENED, detail)
+        phases_s = {"exchange": self.exchanged_s, "open": opened_s}
+        recorder.emit(self.step, EventKind.REOPENED, detail, {"phases_s": phases_s})
 
 
 class Remapping(Callback):
@@ -198,7 +200,7 @@ class Remapping(Callback):
         self._awaited: Layout | None = None  # the next one, while ranks compile
         self._compile_stage = compile_stage
         self._compiling: Future[CompiledStage] | None = None
-        self.slow = self._known = known
+        self.slow = known
         self._config, self._profile = config, profile
         self._gradient_sum, self._stage = gradient_sum, stage
         self._before = layout = gradient_sum.replicas.layout
@@ -213,7 +215,6 @@ class Remapping(Callback):
         self._num_tied, self._recorder, self._last_step = num_tied, recorder, last_step
         self._active = active
         self._watch = SumWatch()
-        self._sums: Sequence[SumTook] = ()  # of all stages in the last step
         self._deciding: Future[Decision | None] | None = None
         self._recheck_at: int | None = None  # the step in which known pairs are timed again
         self._slow_stages: set[int] = set()
@@ -243,8 +244,8 @@ class Remapping(Callback):
         if step < self._recheck_at or self._is_busy or self._gradient_sum.direct is None:
             return ()
         self._recheck_at = next_step
-        known = by_hosts(self._before, self._known).values()
-        return tuple((min(each.ranks), max(each.ranks), each.bucket_bytes) for each in known)
+        known = by_hosts(self._before, self.slow).values()
+        return tuple((*each.ranks, each.bucket_bytes) for each in known)
 
     def after(self, result: StepResult) -> Effect:
         """End the loop if ranks move after this step; else watch its sums."""
@@ -258,12 +259,8 @@ class Remapping(Callback):
             self._prepare(replace(self._before, ranks=moves.ranks))
         if self._gradient_sum.replicas.pipeline.rank in moves.probe:
             self._probed = PairTimes(self._gradient_sum.probe(self._stage.gradients, result.step))
-        for low, high, num_bytes in moves.again:
-            if self._gradient_sum.replicas.all_ranks.rank in (low, high):
-                gradients, step = self._stage.gradients, result.step
-                took_s = self._gradient_sum.time_ranks((low, high), gradients, num_bytes, step)
-                timed = {**self._probed.of_ranks, str(Link(low, high)): took_s}
-                self._probed = replace(self._probed, of_ranks=timed)
+        if moves.again:
+            self._probed = replace(self._probed, of_ranks=self._timed(moves.again, result.step))
         of_stages = result.parts_of(PairTimes)
         self._pair_times_s |= {
             stage: times.took_s for stage, times in enumerate(of_stages) if times.took_s
@@ -272,9 +269,20 @@ class Remapping(Callback):
             self._forget(least_of(each.of_ranks for each in of_stages))
             if result.updated:
                 self._observe(result)
-            if not self._known and not self._is_busy:
+            if not self.slow and not self._is_busy:
                 self._go_back()
         return GOES_ON
+
+    def _timed(self, again: Iterable[tuple[int, int, int]], step: int) -> dict[str, float]:
+        """The times of those pairs that have this rank."""
+        own, of_run = self._gradient_sum, self._gradient_sum.replicas.all_ranks
+        return {
+            str(Link(low, high)): own.time_ranks(
+                (low, high), self._stage.gradients, num_bytes, step
+            )
+            for low, high, num_bytes in again
+            if of_run.rank in (low, high)
+        }
 
     @property
     def _is_busy(self) -> bool:
@@ -331,7 +339,7 @@ class Remapping(Callback):
         )
 
     def _observe(self, result: StepResult) -> None:
-        self._sums = of_stages = result.parts_of(SumTook)
+        of_stages = result.parts_of(SumTook)
         took_s = [each.seconds for each in of_stages]
         sizes = [each.num_bytes for each in of_stages]
         by_others_s = by_other_stages(took_s, sizes, self._compares)
@@ -346,19 +354,18 @@ class Remapping(Callback):
         self._to_probe = tuple(sorted(new)) if self._before.num_replicas > 2 else ()
         if not self._is_busy:
             stages = [*self._excess_s]
-            if pairs := [pair for stage in stages for pair in self._pairs(stage)]:
+            if pairs := [pair for stage in stages for pair in self._pairs(stage, of_stages[stage])]:
                 self._deciding = in_background(partial(self._decide, pairs), "layout")
 
     def _forget(self, of_ranks: Mapping[str, float]) -> None:
-        """Avoid pairs that have recovered no longer."""
+        """Drop the pairs that have recovered."""
         recovered = {
             hosts
-            for hosts, pair in by_hosts(self._before, self._known).items()
-            if (took_s := of_ranks.get(str(Link(*sorted(pair.ranks))))) is not None
-            and pair.has_recovered(took_s)
+            for hosts, pair in by_hosts(self._before, self.slow).items()
+            if pair.has_recovered(of_ranks.get(str(Link(*pair.ranks)), math.inf))
         }
-        kept = (pair for pair in self._known if self._before.hosts_of(pair.ranks) not in recovered)
-        self.slow = self._known = tuple(kept)
+        kept = (pair for pair in self.slow if self._before.hosts_of(pair.ranks) not in recovered)
+        self.slow = tuple(kept)
 
     def _go_back(self) -> None:
         """Decide for the first layout, unless it is this one."""
@@ -368,25 +375,24 @@ class Remapping(Callback):
             self._deciding = Future()
             self._deciding.set_result(Decision(first, (), reason))
 
-    def _pairs(self, stage: int) -> list[SlowPair]:
+    def _pairs(self, stage: int, of_stage: SumTook) -> list[SlowPair]:
         """The slow pairs of ranks of a slow stage, once it is known which they are."""
         peers, took_s = self._before.peers(stage), self._pair_times_s.get(stage, {})
         if len(peers) > 2 and not took_s:
             return []
         excess_s = self._excess_s.pop(stage)
-        of_stage = self._sums[stage]
         delay_ms, usual_ms = (
             1e3 * each_s / of_stage.num_rounds for each_s in (excess_s, self._watch.usual_s[stage])
         )
         num_bytes = min(BUCKET_BYTES, of_stage.num_bytes)
+        pairs = (sorted((peers[a], peers[b])) for a, b in slow_pairs(took_s, len(peers)))
         return [
-            SlowPair((peers[a], peers[b]), excess_s, delay_ms, usual_ms, num_bytes)
-            for a, b in slow_pairs(took_s, len(peers))
+            SlowPair((low, high), excess_s, delay_ms, usual_ms, num_bytes) for low, high in pairs
         ]
 
     def _decide(self, new: Sequence[SlowPair]) -> Decision | None:
         began_s = time.monotonic()
-        pairs = (*self._known, *new)
+        pairs = (*self.slow, *new)
         links = possible_links(self._config.parallelism.stages)
         in_pipeline = self._config.adaptation.remaps == "pipeline"
         found = choose_layout(

@@ -173,9 +173,11 @@ class StepRecorder:
         """Send the events of an announced plan that `step` does not run."""
         self._submit(self._keep_plan, step)
 
-    def emit(self, step: int, kind: EventKind, detail: str) -> None:
+    def emit(
+        self, step: int, kind: EventKind, detail: str, evidence: Mapping[str, Any] | None = None
+    ) -> None:
         """Send an event."""
-        self._submit(self._emit, step, kind, detail)
+        self._submit(self._emit, step, kind, detail, None, evidence)
 
     def checkpoint_fields(self) -> dict[str, Any]:
         """The plan and the links' states, as fields of a `Manifest`."""

@@ -20,7 +20,12 @@ from jaxmorph.config.compare_section import Compare
 from jaxmorph.errors import RunFailedError, RunStoppedError, UserError
 from jaxmorph.records import Event, EventKind, RunSummary
 from jaxmorph.report.matrix_figure import recovery_figure, save_figure
-from jaxmorph.report.matrix_table import WHOLE_COLUMNS, matrix_markdown, whole_rows
+from jaxmorph.report.matrix_table import (
+    WHOLE_COLUMNS,
+    matrix_markdown,
+    move_rows,
+    whole_rows,
+)
 from jaxmorph.report.page.comparison_page import comparison_page
 from jaxmorph.report.page.files import ComparisonFiles
 from jaxmorph.report.run_matrix import Matrix, Run
@@ -152,6 +157,25 @@ def test_the_table_shows_stalls_of_failed_paths(matrix, tmp_path):
     assert dict(zip(WHOLE_COLUMNS, cells, strict=True))["held up s"] == "2.01"
     calm = next(row for row in whole_rows(matrix) if row[0] == "restart")
     assert dict(zip(WHOLE_COLUMNS, calm, strict=True))["held up s"] == "0.00"
+
+
+def test_the_table_shows_what_moves_of_ranks_cost(matrix, tmp_path):
+    path = written(tmp_path / "moved", 20)
+    phases_s = [{"exchange": 2.5, "open": 4.25}, {"exchange": 1.0, "open": 3.0}]
+    reopened = (
+        Event(1.0, step, EventKind.REOPENED, evidence={"phases_s": each})
+        for step, each in zip((8, 15), phases_s, strict=True)
+    )
+    lines = (json.dumps(event.line()) + "\n" for event in reopened)
+    (path / "events.jsonl").write_text("".join(lines))
+    run = read_whole("adaptive", "cut", path, 21.0, None)
+    assert [*run.moves] == phases_s
+    assert [*move_rows(matrix)] == []
+    with_it = replace(matrix, runs=dict(matrix.runs) | {(run.system, run.condition): run})
+    assert [*move_rows(with_it)] == [["adaptive", "cut", "2", "2.50 1.00", "4.25 3.00"]]
+    again = Matrix.from_json(json.loads(json.dumps(with_it.to_json())))
+    assert [*move_rows(again)] == [*move_rows(with_it)]
+    assert "| adaptive | cut | 2 | 2.50 1.00 | 4.25 3.00 |" in matrix_markdown(with_it)
 
 
 def test_the_page_has_the_table_of_whole_runs(matrix, tmp_path):

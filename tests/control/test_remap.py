@@ -24,7 +24,8 @@ def steps_s(delays_ms):
 def test_a_sum_is_slow_that_takes_longer_twice():
     watch, seen = SumWatch(), []
     for took_s in (0.02, 0.03, 0.5, 0.03, 0.5, 0.5, 0.5):
-        watch = watch.after([0.02, took_s], step_s=0.4 + took_s)
+        both_s = [0.02, took_s]
+        watch = watch.after(both_s, 0.4 + took_s, by_others_s=both_s)
         seen.append(watch.slow())
     assert seen[:5] == [{}] * 5
     assert seen[5] == seen[6] == {1: pytest.approx(0.48)}
@@ -46,7 +47,7 @@ def test_a_sum_within_a_host_says_nothing_about_one_between_hosts():
 def test_a_sum_that_is_a_small_share_of_the_step_is_not_slow():
     watch = SumWatch()
     for took_s in (0.001, 0.05, 0.05, 0.05):
-        watch = watch.after([took_s], step_s=0.4)
+        watch = watch.after([took_s], 0.4, by_others_s=[took_s])
     assert watch.slow() == {}
 
 

@@ -26,7 +26,6 @@ def check_replicas(parity, schedules, test="gradients", random_step=None):
     everywhere = dict.fromkeys(parity.links, "delegated") if parity.num_ranks > 1 else None
     for name in schedules:
         parity.check_gradients(name, tokens, targets, test, random_step)
-    for name in schedules:
         ways = [(None, "direct"), *itertools.product((None, everywhere), SUMS)]
         found = [
             gradients_of(parity, name, tokens, targets, routes, random_step or 0, summed=summed)

@@ -65,7 +65,7 @@ class Recorder:
     def __init__(self):
         self.kinds = []
 
-    def emit(self, step, kind, detail):
+    def emit(self, step, kind, detail, evidence=None):
         self.kinds.append(kind)
 
 
@@ -105,8 +105,6 @@ def remapping_of(layout, compile_stage=compile_stage, shares=None, known=(), too
         Any,
         SimpleNamespace(
             replicas=replicas,
-            num_rounds=2,
-            num_bytes=400,
             probe=probe,
             direct="sums",
             time_ranks=lambda ranks, gradients, num_bytes, step: took_s,
