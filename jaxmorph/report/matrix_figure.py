@@ -144,7 +144,8 @@ def _finish_steps(axes: Axes, matrix: Matrix) -> None:
         names = [name.replace(", ", ",\n") for name in matrix.conditions]  # long ones would touch
         axes.set_xticks(range(len(names)), names)
     axes.set_ylabel("step (ms)")
-    axes.set_ylim(bottom=0)
+    is_marked = any(run.marks for run in matrix.runs.values())
+    axes.set_ylim(0, axes.get_ylim()[1] * (1.25 if is_marked else 1.0))  # marks stand above bars
     _tidy(axes, "y")
     axes.set_title(_title(matrix), loc="left", fontsize=10)
     if matrix.has_reference:

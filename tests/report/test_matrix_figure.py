@@ -25,6 +25,15 @@ def test_conditions_are_groups_of_bars(made_up):
     assert axes.get_title(loc="left") == title
 
 
+def test_a_mark_stands_below_the_title(made_up):
+    noisy = {key: run for key, run in made_up.runs.items() if run.noisy}
+    figure = matrix_figure(replace(made_up, runs=noisy))
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    (mark,) = axes.texts
+    assert mark.get_window_extent().y1 < axes.get_window_extent().y1
+
+
 def test_the_parts_of_a_long_name_stand_below_one_another(made_up):
     several = replace(made_up, conditions=("healthy", "sums, 30 ms"), runs={})
     (axes,) = matrix_figure(several).axes
