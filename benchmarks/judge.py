@@ -22,7 +22,7 @@ from benchmarks.judgements import (
 )
 from benchmarks.result_pages import Results, other_pages
 from benchmarks.results import ROOT
-from jaxmorph.report.run_matrix import MET, MISSED, NOT_MEASURED
+from jaxmorph.report.run_matrix import MISSED, NOT_MEASURED
 
 
 def problems(root: Path = ROOT) -> list[str]:
@@ -55,7 +55,7 @@ def main() -> int:
         print(f"== {name}", *bars, sep="\n")
     contradictions = problems() if folder is None else []
     counts = Counter(bar.verdict for each in judged.values() for bar in each.bars)
-    counts.update(MET if bar.holds else MISSED for bars in benchmarks.values() for bar in bars)
+    counts.update(bar.verdict for bars in benchmarks.values() for bar in bars)
     print(*contradictions, ", ".join(f"{n} {verdict}" for verdict, n in counts.items()), sep="\n")
     if older := [name for name, each in judged.items() if each.changes]:
         print(f"older than its configuration: {', '.join(older)}")

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxmorph.compare.provenance import load_averages
 from jaxmorph.compare.provenance import provenance as begin
+from jaxmorph.report.run_matrix import MET, MISSED
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,6 +34,11 @@ class Bar:
         return self.at_least <= self.value <= self.at_most
 
     @property
+    def verdict(self) -> str:
+        """Whether it is met."""
+        return MET if self.holds else MISSED
+
+    @property
     def limits(self) -> str:
         """Its limits in words."""
         low = [f"at least {self.at_least:g}"] * (self.at_least > 0)
@@ -44,8 +50,7 @@ class Bar:
         return {**vars(self), "holds": self.holds}
 
     def __str__(self) -> str:
-        verdict = "met" if self.holds else "MISSED"
-        return f"{self.claim:64} {self.value:8.3f}  {self.limits}: {verdict}"
+        return f"{self.claim:64} {self.value:8.3f}  {self.limits}: {self.verdict}"
 
 
 def finish(bars: Sequence[Bar], path: Path | None, values: dict[str, Any]) -> int:

@@ -48,7 +48,7 @@ def device_work(
     try:
         return DeviceWork.of(model, microbatch, config.batch.microbatches, num_devices)
     except Exception as error:  # of operations that are new to JAX: no reason not to train
-        _log.warning("TFLOP/s can't be told: %s", in_one_line(error))
+        _log.warning("the model's FLOPs can't be counted: %s", in_one_line(error))
         return None
 
 
