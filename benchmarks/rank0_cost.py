@@ -44,7 +44,7 @@ from jaxmorph.program.blocking import Disturbance, simulate_blocking
 from jaxmorph.program.instructions import RankInstructions, Transfer, instructions_text
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.records import Link
-from jaxmorph.report.run_directory import RunLines
+from jaxmorph.report.run_directory import ObservationFiles, RunLines, control_folder
 from jaxmorph.runtime.executor import StepInputs, StepOutcome
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rendezvous import HostRendezvous
@@ -397,16 +397,17 @@ def opened_rank_0(
         if isinstance(message, EventEmitted):
             found.events.append(message.event.kind)
 
-    def keep(record: bytes, begins: bool) -> None:
-        found.kept_bytes += len(record)
-        lines.write_observation(record, begins=begins)
+    class Counted(ObservationFiles):
+        def write(self, record: bytes, *, begins: bool) -> None:
+            found.kept_bytes += len(record)
+            super().write(record, begins=begins)
 
     with ExitStack() as opened:
         folder = Path(opened.enter_context(TemporaryDirectory()))
         lines = opened.enter_context(closing(RunLines(folder)))
         plans = opened.enter_context(closing(PreparedPlans(case)))
         run = RunToPlan(config, 0, plan, profile, usual)
-        log = ObservationLog(keep, run)
+        log = ObservationLog(Counted(control_folder(folder, 0)), run)
         control = ControlLoop(state, plans, lambda *seen: log.record(*seen))  # it may be watched
         control.start(partial(plans.begin, run, plan))
         opened.callback(lambda: control.close(plans.close))

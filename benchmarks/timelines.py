@@ -13,7 +13,7 @@ from jaxmorph.compare.condition_links import declared_states, link_conditions
 from jaxmorph.config import load_config
 from jaxmorph.records import Link
 from jaxmorph.report.draw.save import save_timelines
-from jaxmorph.schedule.bubbles import bubble_ms, idle_shares
+from jaxmorph.schedule.bubbles import bubble_ms, step_shares
 from jaxmorph.schedule.costs import LinkDelay
 from jaxmorph.schedule.timeline import Timeline
 
@@ -51,7 +51,7 @@ def slow_links(run: Path, condition: str) -> dict[Link, LinkDelay]:
 def describe(timeline: Timeline) -> str:
     """Its length, idle time by cause, and how much of the step each stage is blocked."""
     idle = ", ".join(f"{cause} {ms:.1f}" for cause, ms in bubble_ms(timeline).items() if ms > 0.05)
-    blocked = " ".join(f"{shares.blocking:.1%}" for shares in idle_shares(timeline))
+    blocked = " ".join(f"{shares.blocking:.1%}" for shares in step_shares(timeline))
     return f"{timeline.makespan_ms:.1f} ms; idle ms: {idle}; blocked by stage: {blocked}"
 
 

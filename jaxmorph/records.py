@@ -1,7 +1,8 @@
 """Plain values that all packages share: links, routes, events, step records and summaries."""
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -195,6 +196,7 @@ class ReplicaStep:
     pipeline_s: float
 
 
+_REPLICA = re.compile(r"r(\d+):")
 _IF_KNOWN = {"in_line": "if known"}
 _NOT_IN_LINE = {"in_line": "never"}
 
@@ -297,6 +299,20 @@ class Event:
     """one line for a human reader"""
     evidence: Mapping[str, Any] | None = None
     """of decisions: the measurements, and the predicted step time of each plan"""
+
+    def of_replica(self, index: int) -> "Event":
+        """As the run records it of one of its replicas; those of replica 0 have no mark."""
+        if index == 0:
+            return self
+        if self.link is not None:
+            return replace(self, link=Link.parse(self.link).in_replica(index))
+        return replace(self, detail=f"r{index}: {self.detail}")
+
+    @property
+    def replica(self) -> int:
+        """Which replica's it is, by the mark that `of_replica` makes."""
+        mark = _REPLICA.match(self.link or self.detail)
+        return int(mark[1]) if mark else 0
 
     def line(self) -> dict[str, Any]:
         """A line of `events.jsonl`."""

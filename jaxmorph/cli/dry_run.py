@@ -77,7 +77,7 @@ def print_dry_run(path: Path, overrides: Sequence[str], console: Console) -> Non
     console.print(legend, soft_wrap=True)
     host = found.needs.host
     console.print(_host_table(host))
-    delegated = ", with all links delegated, as the run measures them" * host.all_delegated
+    delegated = ", with all links delegated, as the run measures them" * found.config.adapts
     console.print(_HOST_LEGEND.format(delegated=delegated), soft_wrap=True)
     for line in _host_lines(found.config, host):
         console.print(line, soft_wrap=True)

@@ -1,19 +1,18 @@
 """``jaxmorph replay``: makes a run's decisions again, and prints where they differ."""
 
-import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
 from jaxmorph.config import Config, load_config
-from jaxmorph.control.controller_state import StepObserved
-from jaxmorph.control.events import ControlEvent
+from jaxmorph.control.controller_state import ControllerState, StepObserved
 from jaxmorph.control.measurements import link_medians_ms
 from jaxmorph.errors import UserError
-from jaxmorph.records import Event, StepRecord
+from jaxmorph.records import Event, ReplicaStep, StepRecord
 from jaxmorph.report.page import write_report
 from jaxmorph.report.run_directory import (
     CONFIG,
@@ -23,6 +22,7 @@ from jaxmorph.report.run_directory import (
     read_records,
 )
 from jaxmorph.report.text import longer_than_planned
+from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.training.replay import Moment, replay
 
 _DECISIONS = ("plan_changed", "plan_kept")
@@ -45,27 +45,25 @@ def print_replay(
         UserError: The run has no observations, or an override is of another section.
     """
     config = _config(run_dir, overrides)
-    moments: list[Moment] = []
-    difference, num_decisions = None, 0
-    for moment in replay(run_dir, config.adaptation if overrides else None):
-        moments.append(moment)
-        if moment.differs and difference is None:
-            difference = moment
-            _print_difference(moment, console)
-        for event in moment.events:
-            num_decisions += event.kind in _DECISIONS
-            _print_event(moment, event, console)
+    settings = config.adaptation if overrides else None
+    of_replicas = [
+        _Replayed(replica, tuple(_printed(replay(run_dir, settings, replica), replica, console)))
+        for replica in range(config.parallelism.data)
+    ]
     if out is not None:
-        console.print(f"wrote {_written(run_dir, config, moments, out)}", soft_wrap=True)
+        console.print(f"wrote {_written(run_dir, config, of_replicas, out)}", soft_wrap=True)
+    moments = [moment for each in of_replicas for moment in each.moments]
     num_observed = sum(not moment.is_simulated for moment in moments)
+    num_decisions = sum(event.kind in _DECISIONS for each in moments for event in each.events)
     observed = f"{num_observed:,} observations, {num_decisions} decisions"
-    if difference is None:
+    differing = [moment.step for moment in moments if moment.differs]
+    if not differing:
         console.print(f"{observed}: the same as in the run")
         return 0
     if overrides:
-        console.print(f"{observed}; simulated from step {difference.step} on")
+        console.print(f"{observed}; simulated from step {min(differing)} on")
         return 0
-    console.print(f"{observed}: they differ from step {difference.step} on")
+    console.print(f"{observed}: they differ from step {min(differing)} on")
     return 1
 
 
@@ -85,75 +83,167 @@ def _config(run_dir: Path, overrides: Sequence[str]) -> Config:
     return config
 
 
-def _print_event(moment: Moment, event: ControlEvent, console: Console) -> None:
-    mark = "~" if moment.is_simulated else " "
-    line = Text.assemble(
-        f"{moment.step:6d} {mark} ",
-        (f"{event.kind:22}", "bold"),
-        f"{event.link or '':6}",
-        event.detail,
-    )
-    console.print(line, soft_wrap=True)
+class _Step(NamedTuple):
+    """A simulated step of a replica."""
+
+    state: ControllerState
+    seen: StepObserved
+    timeline: Timeline
+
+    @property
+    def predicted_s(self) -> float:
+        return self.timeline.makespan_ms / 1e3
+
+    @property
+    def planned(self) -> dict[str, Any]:
+        """What a `StepRecord` and its `ReplicaStep` both say of the plan."""
+        plan = self.state.plan
+        routes = self.state.paths.actual_routes(plan.routes).items()
+        return {
+            "schedule": plan.schedule.name,
+            "warmup_forwards": plan.schedule.warmup_forwards,
+            "routes": {str(link): route for link, route in routes},
+            "predicted_step_s": self.predicted_s,
+        }
 
 
-def _print_difference(moment: Moment, console: Console) -> None:
-    then, now = moment.differences()
-    console.print(Text(f"{moment.step:6d}   in the run: {then}"), soft_wrap=True)
-    console.print(Text(f"{moment.step:6d}   now:        {now}"), soft_wrap=True)
+@dataclass(frozen=True)
+class _Replayed:
+    """A replica's observations and what followed, in order."""
+
+    replica: int
+    moments: tuple[Moment, ...]
+
+    @property
+    def steps(self) -> dict[int, _Step]:
+        """The simulated steps."""
+        return {
+            each.step: _Step(each.result.state, each.observation, each.timeline)
+            for each in self.moments
+            if each.timeline is not None and isinstance(each.observation, StepObserved)
+        }
+
+    def events(self, moment: Moment, time_s: float = 0.0) -> Iterator[Event]:
+        """What followed from an observation."""
+        for event in moment.events:
+            yield Event(time_s, moment.step, **vars(event)).of_replica(self.replica)
 
 
-def _written(run_dir: Path, config: Config, moments: Sequence[Moment], out: Path) -> Path:
+def _printed(moments: Iterable[Moment], replica: int, console: Console) -> Iterator[Moment]:
+    """The moments as they are, each printed when it comes; of differences only the first is."""
+    has_differed = False
+    for moment in moments:
+        if moment.differs and not has_differed:
+            has_differed = True
+            then, now = moment.differences()
+            console.print(Text(f"{moment.step:6d}   in the run: {then}"), soft_wrap=True)
+            console.print(Text(f"{moment.step:6d}   now:        {now}"), soft_wrap=True)
+        mark = "~" if moment.is_simulated else " "
+        for event in _Replayed(replica, ()).events(moment):
+            link = f"{event.link or '':5} "
+            line = Text.assemble(
+                f"{moment.step:6d} {mark} ", (f"{event.kind:22}", "bold"), link, event.detail
+            )
+            console.print(line, soft_wrap=True)
+        yield moment
+
+
+def _written(run_dir: Path, config: Config, of_replicas: Sequence[_Replayed], out: Path) -> Path:
     """Write the replayed run and its report to a new directory; returns the report's path.
 
     A simulated step is as long as its simulation times the run's usual ratio of measured to
     predicted. Loss and gradients stay, since they are the same under any plan.
     """
     records = {record.step: record for record in read_records(run_dir / METRICS, StepRecord)}
-    events = read_records(run_dir / EVENTS, Event)
     own = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(out)})})
-    simulated = {moment.step: moment for moment in moments if moment.timeline is not None}
-    first, last = min(simulated, default=math.inf), max(simulated, default=math.inf)
-    before = (record for record in records.values() if record.step < first)
+    simulated = {each.replica: each.steps for each in of_replicas if each.steps}
+    steps = sorted({step for each in simulated.values() for step in each})
+    before = (each for each in records.values() if not steps or each.step < steps[0])
     longer = longer_than_planned((each.step_s, each.predicted_step_s) for each in before)
     slower = 1.0 + (longer or 0.0)
+    made = {
+        step: _simulated(
+            fact,
+            {replica: each[step] for replica, each in simulated.items() if step in each},
+            slower,
+            config,
+        )
+        for step, fact in records.items()
+    }
+    events = read_records(run_dir / EVENTS, Event)
     with open_run_directory(own) as directory:
-        for step, fact in records.items():
-            moment = simulated.get(step)
-            record = fact if moment is None else _simulated(fact, moment, slower, config)
+        for record in made.values():
             directory.write_step(record)
-        now_s = 0.0
-        for event in events:
-            if event.step < first or event.step > last:
-                directory.write_event(event)
-                now_s = event.time_s if event.step < first else now_s
-        for moment in moments:
-            if moment.is_simulated:
-                step_s = slower * moment.timeline.makespan_ms / 1e3 if moment.timeline else 0.0
-                now_s += step_s
-                for event in moment.events:
-                    directory.write_event(Event(now_s, moment.step, **vars(event)))
+        for event in _events(events, of_replicas, made, steps) if steps else events:
+            directory.write_event(event)
     return write_report(directory.path)
 
 
-def _simulated(fact: StepRecord, moment: Moment, slower: float, config: Config) -> StepRecord:
-    state, seen, timeline = moment.result.state, moment.observation, moment.timeline
-    if timeline is None or not isinstance(seen, StepObserved):
+def _simulated(
+    fact: StepRecord, steps: Mapping[int, _Step], slower: float, config: Config
+) -> StepRecord:
+    """A step with what was simulated of some replicas; it is as long as that of the slowest one."""
+    if not steps:
         return fact
-    plan, step_s = state.plan, slower * timeline.makespan_ms / 1e3
-    rates = {
+    planned_s = [each.predicted_step_s or 0.0 for each in fact.replicas or (fact,)]
+    for replica, each in steps.items():
+        planned_s[replica] = each.predicted_s
+    step_s = slower * max(planned_s)
+    changed: dict[str, Any] = {
         name: value * fact.step_s / step_s
         for name in ("tokens_per_s", "tflops_per_device", "mfu")
         if (value := getattr(fact, name)) is not None
     }
-    return replace(
-        fact,
-        step_s=step_s,
-        **rates,
-        schedule=plan.schedule.name,
-        warmup_forwards=plan.schedule.warmup_forwards,
-        routes={str(link): route for link, route in state.paths.actual_routes(plan.routes).items()},
-        predicted_step_s=timeline.makespan_ms / 1e3,
-        bubble_rate=timeline.bubble_rate,
-        peak_live=timeline.peak_live(config.schedule.live_until),
-        link_ms=link_medians_ms(seen.by_direction) or None,
+    if fact.replicas is not None:
+        changed["replicas"] = tuple(
+            ReplicaStep(**steps[replica].planned, pipeline_s=steps[replica].predicted_s)
+            if replica in steps
+            else each
+            for replica, each in enumerate(fact.replicas)
+        )
+    if 0 in steps:
+        timeline = steps[0].timeline
+        changed |= steps[0].planned
+        changed |= {
+            "bubble_rate": timeline.bubble_rate,
+            "peak_live": timeline.peak_live(config.schedule.live_until),
+            "link_ms": link_medians_ms(steps[0].seen.by_direction) or None,
+        }
+    return replace(fact, step_s=step_s, **changed)
+
+
+def _events(
+    events: Sequence[Event],
+    of_replicas: Sequence[_Replayed],
+    records: Mapping[int, StepRecord],
+    steps: Sequence[int],
+) -> Iterator[Event]:
+    """The run's events, with what was simulated in place of what those replicas did meanwhile.
+
+    Args:
+        records: The steps, with simulated ones.
+        steps: Those that are simulated, in order.
+    """
+    first, last = steps[0], steps[-1]
+    now_s = max((event.time_s for event in events if event.step < first), default=0.0)
+    end_s = {first - 1: now_s}
+    for step in range(first, last + 1):
+        now_s += records[step].step_s if step in records else 0.0
+        end_s[step] = now_s
+    simulated = [each for each in of_replicas if each.steps]
+    replicas = {each.replica for each in simulated}
+    found = [
+        replace(event, time_s=end_s[event.step])
+        for event in events
+        if first <= event.step <= last and event.replica not in replicas
+    ]
+    found += (
+        event
+        for each in simulated
+        for moment in each.moments
+        if moment.is_simulated
+        for event in each.events(moment, end_s.get(moment.step, now_s))
     )
+    yield from (event for event in events if event.step < first)
+    yield from sorted(found, key=lambda event: event.step)
+    yield from (event for event in events if event.step > last)

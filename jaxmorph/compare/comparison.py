@@ -172,7 +172,8 @@ def _checked(path: Path, overrides: Sequence[str], config: Config) -> Compare:
         except UserError as error:
             placed = located_error(path, overrides, error)
             raise UserError(f"{placed} (for system {system!r})") from error
-    _check_traces(path, overrides, config.compare, config.parallelism.stages)
+    if not config.compare.has_whole_runs:  # whose traces are checked with the runs
+        _check_traces(path, overrides, config.compare, config.parallelism.stages)
     return config.compare
 
 

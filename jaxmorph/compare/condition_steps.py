@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from types import MappingProxyType
 
 from jaxmorph.compare.blocks import RoundMeasured
 from jaxmorph.emulation.link_conditions import LinkCondition
@@ -14,7 +13,7 @@ from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import measured_timeline, reported_events
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepResult, StepRunner
-from jaxmorph.schedule.bubbles import IdleShares, idle_shares
+from jaxmorph.schedule.bubbles import StepShares, step_shares
 from jaxmorph.schedule.ops import LiveUntil
 from jaxmorph.schedule.timeline import peak_on_device
 from jaxmorph.training.loop import Callback, Loop
@@ -130,12 +129,12 @@ class ConditionRunner:
 def summarize_steps(
     condition: int,
     steps: Sequence[StepResult],
-    events: Mapping[str, int] = MappingProxyType({}),
-    live_until: LiveUntil = "B",
+    events: Mapping[str, int],
+    live_until: LiveUntil,
 ) -> RoundMeasured:
     """Rank 0's message about the measured steps of a round, at least one."""
     timelines = [measured_timeline(step.reports, step.program.placement_kind) for step in steps]
-    shares = [idle_shares(timeline) for timeline in timelines]
+    shares = [step_shares(timeline) for timeline in timelines]
     step_ms = [1e3 * step.step_s for step in steps]
     middle_ms = median(step_ms)
     typical = min(range(len(steps)), key=lambda index: abs(step_ms[index] - middle_ms))
@@ -145,9 +144,9 @@ def summarize_steps(
         step_ms=tuple(step_ms),
         loss=tuple(step.totals.loss for step in steps),
         bubble_rate=tuple(timeline.bubble_rate for timeline in timelines),
-        blocking=_of_stages(shares, "blocking"),
-        dependency=_of_stages(shares, "dependency"),
-        other=_of_stages(shares, "other"),
+        blocking=_of_stages(shares, lambda stage: stage.blocking),
+        dependency=_of_stages(shares, lambda stage: stage.waits),
+        other=_of_stages(shares, lambda stage: stage.copies + stage.dispatch),
         peak_on_device=tuple(peak_on_device(timeline, live_until) for timeline in timelines),
         events=emitted + Counter(events),
         timeline=timelines[typical].to_json(),
@@ -155,5 +154,7 @@ def summarize_steps(
     )
 
 
-def _of_stages(shares: Sequence[Sequence[IdleShares]], cause: str) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(getattr(stage, cause) for stage in of_step) for of_step in shares)
+def _of_stages(
+    shares: Sequence[Sequence[StepShares]], share: Callable[[StepShares], float]
+) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(map(share, of_step)) for of_step in shares)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from ipaddress import IPv4Network, ip_address
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -18,6 +18,16 @@ from jaxmorph.config.sections import (
     Section,
 )
 from jaxmorph.records import Link, Route
+
+_Value = TypeVar("_Value")
+
+
+def of_replica(by_name: Mapping[str, _Value], index: int) -> dict[str, _Value]:
+    """What is said of one replica's links, by their names within it; `r1:2-3` goes before `2-3`."""
+    split = [(name.rpartition(":"), value) for name, value in by_name.items()]
+    of_all = {link: value for (replica, _, link), value in split if not replica}
+    own = {link: value for (replica, _, link), value in split if replica == f"r{index}"}
+    return of_all | own
 
 
 class Routes(Section):
@@ -47,10 +57,8 @@ class Routes(Section):
 
     def of_replica(self, index: int) -> "Routes":
         """The routes of one replica's links, by their names within it."""
-        split = [(name.rpartition(":"), route) for name, route in self.by_link.items()]
-        of_all = {link: route for (replica, _, link), route in split if not replica}
-        own = {link: route for (replica, _, link), route in split if replica == f"r{index}"}
-        return Routes(default=self.default, reduction=self.reduction, **of_all | own)
+        own = of_replica(self.by_link, index)
+        return Routes(default=self.default, reduction=self.reduction, **own)
 
     def of_links(self, links: Iterable[Link]) -> dict[Link, Route]:
         """The route of each of the links."""
@@ -163,7 +171,7 @@ class LinkTrace(Section):
     Instead of `file`."""
 
     seed: CountOrZero = 0
-    """Of the regime."""
+    """Of the regime; each replica draws its own delays."""
 
     duration_s: Annotated[
         float, Field(gt=0, le=3600), Expected("a number above 0, at most 3600")

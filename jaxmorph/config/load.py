@@ -130,16 +130,12 @@ def _with_derived_defaults(tree: Mapping[str, Any], name: str) -> dict[str, Any]
 def _with_model_folder(tree: Mapping[str, Any], config_folder: Path, name: str) -> dict[str, Any]:
     """Names the folder of a user's own model, because ranks read the configuration elsewhere."""
     model = tree.get("model")
-    if not isinstance(model, Mapping):
-        return dict(tree)
-    factory = model.get("factory")
-    if not isinstance(factory, str):
-        return dict(tree)
-    if short_factory_name(factory) in SHIPPED_MODELS:
-        if "folder" not in model:  # a saved configuration has the key
-            _refuse_hidden_module(factory, (config_folder, Path.cwd()), name)
-        return dict(tree)
-    return _with_folder("model", tree, config_folder)
+    factory = model.get("factory") if isinstance(model, Mapping) else None
+    if not isinstance(factory, str) or short_factory_name(factory) not in SHIPPED_MODELS:
+        return _with_folder("model", tree, config_folder)
+    if "folder" not in tree["model"]:  # a saved configuration has the key
+        _refuse_hidden_module(factory, (config_folder, Path.cwd()), name)
+    return dict(tree)
 
 
 def _with_folder(section: str, tree: Mapping[str, Any], config_folder: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from jaxmorph.config.link_problems import (
     possible_links,
     unknown_links,
 )
-from jaxmorph.config.link_sections import Emulation, Failover, Routes, Transport
+from jaxmorph.config.link_sections import Emulation, Failover, Routes, Transport, of_replica
 from jaxmorph.config.problems import CROSS_FIELD, Problem, mismatch
 from jaxmorph.config.sections import (
     PLANNED_SCHEDULES,
@@ -106,8 +106,10 @@ class Config(BaseModel):
         """The configuration as one replica sees it, without the links of others."""
         if self.parallelism.data == 1:
             return self
+        link_ms = of_replica(self.schedule.link_ms or {}, index)
         own = {
             "routes": self.routes.of_replica(index),
+            "schedule": self.schedule.model_copy(update={"link_ms": link_ms or None}),
             "emulation": self.emulation.of_replica(index),
         }
         return self.model_copy(update=own)
@@ -272,7 +274,7 @@ def _link_problems(config: Config) -> Iterator[Problem]:
     of_replicas = [link.in_replica(index) for index in own for link in possible_links(stages)]
     others = ("default", "reduction", *of_replicas)
     yield from unknown_links("routes", config.routes.by_link, stages, others)
-    yield from unknown_links("schedule.link_ms", config.schedule.link_ms or (), stages)
+    yield from unknown_links("schedule.link_ms", config.schedule.link_ms or (), stages, of_replicas)
     yield from emulated_link_problems("emulation.links", config.emulation.links, stages, replicas)
     num_hosts = len(config.layout.hosts)
     yield from emulated_host_problems("emulation.hosts", config.emulation.hosts, num_hosts)

@@ -292,7 +292,8 @@ class Schedule(Section):
         Expected("null, or milliseconds of at least 0 by link, such as {2-3: 30}"),
     ] = None
     """Latencies in milliseconds, both directions, to plan with instead of the measured ones, such
-    as `{2-3: 30}`; links that it does not name are planned for as measured."""
+    as `{2-3: 30}`; with replicas `r1:2-3` is replica 1's link alone. Links that it does not name
+    are planned for as measured."""
 
     @property
     def is_capped(self) -> bool:
@@ -388,7 +389,7 @@ class Adaptation(Section):
     remaps: Literal["auto", "never", "any", "pipeline"] = "auto"
     """With `parallelism.data` above 1: ranks change places in the mesh where a slow pair of hosts
     sums gradients. `any` takes the layout with the shortest predicted step; `pipeline` makes the
-    pair a link between two stages, as Falcon does. `auto` is `any` if the run adapts, else
+    pair a link of neighbouring stages, as Falcon does. `auto` is `any` if the run adapts, else
     `never`."""
 
     recheck_steps: Count = 1000

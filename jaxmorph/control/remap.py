@@ -170,7 +170,8 @@ def choose_layout(
         slow: The pairs that are slow.
         links: Of a pipeline.
         predicted_s: A step of a replica, by the milliseconds by which links are slower than usual.
-        in_pipeline: Take only layouts in which some slow pair is a link of a pipeline.
+        in_pipeline: Take only layouts in which some slow pair is a link of two neighbours; first
+            and last stage exchange too little in a step to count as one.
     """
     predicted = cache(lambda delays_ms: predicted_s(dict(delays_ms)))
     of_hosts = by_hosts(layout, slow)
@@ -182,7 +183,8 @@ def choose_layout(
             found = traffic(candidate, hosts, links)
             sums_s = max(sums_s, pair.excess_s if found.stages else 0.0)
             num_slow += len(found.stages)
-            is_refused &= bool(found.stages or not found.links)
+            is_link = any(link.upper - link.lower == 1 for _, link in found.links)
+            is_refused &= bool(found.stages) or not is_link
             for replica, link in found.links:
                 delays_ms.setdefault(replica, {})[link] = pair.delay_ms
         replicas = (delays_ms.get(each, {}) for each in range(layout.num_replicas))

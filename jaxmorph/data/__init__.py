@@ -1,13 +1,12 @@
 """The text that a run trains on: its tokens, and the batch of each step."""
 
-from jaxmorph.data.batches import Batches, ReadAhead, StepData
+from jaxmorph.data.batches import Batches, ReadAhead
 from jaxmorph.data.tokenizer import Tokenizer, open_tokenizer
 from jaxmorph.data.tokens import Tokens, hold_out, is_token_array, load_tokens, separator_of
 
 __all__ = [
     "Batches",
     "ReadAhead",
-    "StepData",
     "Tokenizer",
     "Tokens",
     "hold_out",

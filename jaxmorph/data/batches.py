@@ -6,7 +6,7 @@ process that only checks its data does not need.
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -16,29 +16,6 @@ from jaxmorph.errors import UserError
 _STEPS_AHEAD = 2
 
 T = TypeVar("T")
-
-
-class StepData(Protocol):
-    """The data of any step: trees of arrays [microbatches, microbatch size, ...].
-
-    They follow from the step's number alone, which counts from 0, on every process alike.
-    """
-
-    def inputs(self, step: int, /) -> Any:
-        """What the first stage reads."""
-        ...
-
-    def targets(self, step: int, /) -> Any:
-        """What the last stage reads."""
-        ...
-
-    def extras(self, step: int, /) -> Mapping[str, Any]:
-        """What a stage reads whose functions take extras."""
-        ...
-
-    def length_index(self, step: int, /) -> int:
-        """Which of a few lengths the step has; 0 is the longest."""
-        ...
 
 
 class Batches:

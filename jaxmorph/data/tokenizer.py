@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 import tokenizers
@@ -11,28 +11,6 @@ from jaxmorph.errors import UserError
 
 _SEPARATOR_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
 _DOCUMENTS_AT_ONCE = 256  # bounds the memory of encodings before they become arrays
-
-
-class Tokenizer(Protocol):
-    """Encodes documents; every id it returns is below `vocab_size`."""
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest token id."""
-        ...
-
-    @property
-    def separator(self) -> int | None:
-        """The id between two documents; None without one."""
-        ...
-
-    def encode(self, documents: Sequence[bytes]) -> np.ndarray:
-        """Encodes UTF-8 documents as one array of ids, with a separator between two."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids below `vocab_size`, without separators."""
-        ...
 
 
 class ByteTokenizer:
@@ -85,6 +63,10 @@ class FileTokenizer:
             for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
                 yield self._between
                 yield np.array(encoding.ids, self._dtype)
+
+
+Tokenizer: TypeAlias = ByteTokenizer | FileTokenizer
+"""Encodes UTF-8 documents, with a separator between two; every id is below `vocab_size`."""
 
 
 def open_tokenizer(name: str) -> Tokenizer:

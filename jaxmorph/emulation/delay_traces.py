@@ -76,13 +76,16 @@ class DelayTrace:
         return "".join((f"{self.unit},{LINKS},latency_ms\n", *rows))
 
 
-def draw_regime(regime: Regime, links: Sequence[Link], duration_s: float, seed: int) -> DelayTrace:
+def draw_regime(
+    regime: Regime, links: Sequence[Link], duration_s: float, seed: int, replica: int = 0
+) -> DelayTrace:
     """Draws delays by time, which change in the middle of steps.
 
     In A, B and C a link's delay is normal, 30 ms with a standard deviation of 10 ms and at least 0,
     and is redrawn after 50 to 100, 100 to 200 or 200 to 400 ms. In `bursty`, links alternate
     between calm and congested: delays have a median of 13.0, a mean of 22.3 and a 99th percentile
-    of 79.3 ms, and are redrawn after 0.5 to 1.5 s. A link's delays do not depend on other links.
+    of 79.3 ms, and are redrawn after 0.5 to 1.5 s. A link's delays do not depend on other links, or
+    on the same link of another replica.
 
     Raises:
         ValueError: The duration is negative or not finite.
@@ -94,7 +97,8 @@ def draw_regime(regime: Regime, links: Sequence[Link], duration_s: float, seed: 
         raise ValueError(f"duration_s: got {duration_s}, expected a finite number of at least 0")
     changes: list[DelayChange] = []
     for link in links:
-        random = np.random.default_rng((seed, REGIMES.index(regime), *link))
+        of_replica = (replica,) if replica else ()
+        random = np.random.default_rng((seed, REGIMES.index(regime), *link, *of_replica))
         for at, latency_ms in zip(*_series(regime, duration_s, random), strict=True):
             changes.append(DelayChange(round(at, 4), (link,), round(latency_ms, 3)))
     return DelayTrace(TIME, _in_order(changes))

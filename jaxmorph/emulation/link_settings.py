@@ -11,14 +11,18 @@ from jaxmorph.emulation.delay_traces import draw_regime
 from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.emulation.link_trace import read_link_trace, require_few_changes, require_links_of
 from jaxmorph.errors import UserError
-from jaxmorph.placement import Layout, Placement
+from jaxmorph.placement import ALONE, Layout, Placement, Replica
 from jaxmorph.records import Link
 
 
 def trace_conditions(
-    trace: LinkTrace | None, num_stages: int, key: str, draw: int = 0
+    trace: LinkTrace | None,
+    num_stages: int,
+    key: str,
+    draw: int = 0,
+    replica: Replica = ALONE,
 ) -> tuple[LinkCondition, ...]:
-    """A trace's conditions, one for each change of each link, scaled as configured.
+    """A trace's conditions in one replica, one for each change of each link, scaled as configured.
 
     Args:
         key: The trace's key in the configuration, for errors.
@@ -31,10 +35,11 @@ def trace_conditions(
     if trace is None:
         return ()
     if trace.file is not None:
-        found = _read(trace.file, num_stages, key)
+        found = _read(trace.file, num_stages, key, replica)
     elif trace.regime is not None:
         links, seed = Placement(num_stages).links, trace.seed + draw
-        found = draw_regime(trace.regime, links, trace.duration_s, seed).conditions()
+        drawn = draw_regime(trace.regime, links, trace.duration_s, seed, replica.index)
+        found = drawn.conditions()
     else:
         raise ValueError(f"{key} has neither a file nor a regime")
     require_few_changes((Link(*each.between) for each in found), key)
@@ -42,9 +47,9 @@ def trace_conditions(
     return tuple(map(scaled, found))
 
 
-def _read(path: str, num_stages: int, key: str) -> list[LinkCondition]:
+def _read(path: str, num_stages: int, key: str, replica: Replica) -> list[LinkCondition]:
     try:
-        found = read_link_trace(path)
+        found = read_link_trace(path, replica)
     except UserError as error:
         raise UserError(f"{key}: {error}") from error
     require_links_of(num_stages, (Link(*each.between) for each in found), f"{key}: {path}")
@@ -75,19 +80,21 @@ def emulated_conditions(
     """The conditions of a replica's links: those that its configuration lists, and its trace's.
 
     Args:
+        config: As the replica sees it.
         layout: Who is where; None: as at the start.
 
     Raises:
         UserError: The trace can't be read, or names a link that the pipeline doesn't have.
     """
     listed = [link_condition(link) for link in config.emulation.links]
-    trace, stages = config.emulation.trace, config.parallelism.stages
+    trace, cut = config.emulation.trace, config.parallelism
     own = {rank: stage for stage, rank in enumerate((layout or config.layout).ranks[replica])}
     hosts = _between_hosts(config, layout or config.layout, own)
-    links = possible_links(stages)
+    links = possible_links(cut.stages)
     listed += (each for each in hosts if Link(*each.between) in links)
-    found = (*listed, *trace_conditions(trace, stages, "emulation.trace"))
-    return _after_restarts(found, restarts)
+    where = Replica(replica, cut.data)
+    traced = trace_conditions(trace, cut.stages, "emulation.trace", replica=where)
+    return _after_restarts((*listed, *traced), restarts)
 
 
 def link_condition(link: EmulatedLink) -> LinkCondition:

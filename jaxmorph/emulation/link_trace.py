@@ -11,10 +11,11 @@ from pathlib import Path
 from jaxmorph.config.link_problems import possible_links
 from jaxmorph.emulation.link_conditions import AffectedRoute, LinkCondition
 from jaxmorph.errors import UserError, quoted
+from jaxmorph.placement import ALONE, Replica
 from jaxmorph.records import Link
 
 TIME, STEP = "time_s", "step"
-LINKS, OLDER_LINKS = "links", "between"
+LINKS = "links"
 BEHAVIOUR = ("latency_ms", "bandwidth_mbps", "jitter_ms", "cut")
 ROUTE = "route"
 _COLUMNS = (*BEHAVIOUR, ROUTE)
@@ -48,20 +49,21 @@ class _Place:
         return UserError(f"{where}: got {quoted(got)}, expected {expected}")
 
 
-def read_link_trace(path: str | Path) -> list[LinkCondition]:
+def read_link_trace(path: str | Path, replica: Replica = ALONE) -> list[LinkCondition]:
     """Reads a CSV file with a header such as `time_s,links,latency_ms` or `step,links,latency_ms`.
 
     - The first column is the start of a row: seconds since the origin, or a step. For each link
       and route a row applies until the next one; starts increase.
-    - The second (or `between`) has one or more links, separated by spaces: `2-3` is both directions
+    - The second has one or more links, separated by spaces: `2-3` is both directions
       of a link, `2>3` the one from rank 2 to rank 3. A message is subject to rows of its link and
-      to rows of its direction.
+      to rows of its direction. With replicas `r1:2-3` is replica 1's link alone, whose rows are
+      those of `2-3` and its own.
     - `latency_ms`, `bandwidth_mbps`, `jitter_ms`, `cut` and `route` are optional and in any order.
       An empty cell means no latency, no limit, no jitter, no cut, both routes.
     - Empty lines and lines that begin with `#` are skipped.
 
     Returns:
-        One condition for each link of each row, with its span of time or steps.
+        One condition for each of the replica's links of each row, with its span of time or steps.
 
     Raises:
         UserError: The file can't be read, or a line is wrong; it names file, line, got, expected.
@@ -69,7 +71,7 @@ def read_link_trace(path: str | Path) -> list[LinkCondition]:
     last: dict[Subject, LinkCondition] = {}
     conditions: list[LinkCondition] = []
     for place, row in _rows(Path(path)):
-        for link, condition in _conditions(place, row):
+        for link, condition in _conditions(place, row, replica):
             key = _subject(condition)
             if key in last:
                 _check_later(place, row, link, condition, last[key])
@@ -133,7 +135,7 @@ def _columns(place: _Place, header: Sequence[str]) -> tuple[str, ...]:
     is_known = (
         len(header) > 2
         and header[0] in (TIME, STEP)
-        and header[1] in (LINKS, OLDER_LINKS)
+        and header[1] == LINKS
         and set(header[2:]) <= set(_COLUMNS)
         and len(set(header)) == len(header)
     )
@@ -142,9 +144,9 @@ def _columns(place: _Place, header: Sequence[str]) -> tuple[str, ...]:
     return tuple(header)
 
 
-def _conditions(place: _Place, row: Row) -> Iterator[tuple[str, LinkCondition]]:
-    """The condition of each of a row's links, with the link as written."""
-    when, of_links, *_ = row
+def _conditions(place: _Place, row: Row, replica: Replica) -> Iterator[tuple[str, LinkCondition]]:
+    """The condition of each of a row's links that the replica has, with the link as written."""
+    when = STEP if STEP in row else TIME
     bandwidth_mbps = _number(place, row, "bandwidth_mbps")
     if bandwidth_mbps == 0:
         raise place.error("bandwidth_mbps", row["bandwidth_mbps"], "a number above 0, or nothing")
@@ -154,8 +156,11 @@ def _conditions(place: _Place, row: Row) -> Iterator[tuple[str, LinkCondition]]:
     route = row.get(ROUTE, "")
     if route not in _ROUTES:
         raise place.error(ROUTE, route, "both, direct, delegated, or nothing")
-    for link in _AROUND_SIGN.sub(r"\1", row[of_links]).split() or [""]:
-        between, source = _directions(place, of_links, link)
+    for link in _AROUND_SIGN.sub(r"\1", row[LINKS]).split() or [""]:
+        found = _directions(place, link, replica)
+        if found is None:
+            continue
+        between, source = found
         yield (
             link,
             LinkCondition(
@@ -172,15 +177,24 @@ def _conditions(place: _Place, row: Row) -> Iterator[tuple[str, LinkCondition]]:
         )
 
 
-def _directions(place: _Place, column: str, text: str) -> Directions:
-    sign = ">" if ">" in text else "-"
-    left, _, right = text.partition(sign)
+def _directions(place: _Place, text: str, replica: Replica) -> Directions | None:
+    """None: another replica's link."""
+    names = [f"r{index}" for index in range(0 if replica.is_alone else replica.count)]
+    name, colon, link = text.rpartition(":")
+    expected = "two ranks such as 2-3, or 2>3 for one direction"
+    if colon and name not in names:
+        known = f", of replica {' or '.join(names)}" if names else ""
+        raise place.error(LINKS, text, expected + known)
+    if colon and name != f"r{replica.index}":
+        return None
+    sign = ">" if ">" in link else "-"
+    left, _, right = link.partition(sign)
     one, other = (
         int(rank) if rank.isascii() and rank.isdecimal() and len(rank) < 6 else -1
         for rank in (left, right)
     )
     if min(one, other) < 0 or one == other:
-        raise place.error(column, text, "two ranks such as 2-3, or 2>3 for one direction")
+        raise place.error(LINKS, text, expected)
     between = (min(one, other), max(one, other))
     return between, one if sign == ">" else None
 

@@ -34,7 +34,7 @@ PROFILE = "profile.json"
 RECOVERY = "recovery.json"
 _LINKS = "links{}.json"
 LAYERS = "layers.json"
-CONTROL = "control"
+_CONTROL = "control{}"
 _MOST_CONTROL_BYTES = 32 << 20
 _TRACES = "trace"
 _TRACE = re.compile(r"step_(\d+)\.json")
@@ -52,6 +52,11 @@ def links_file(directory: Path, replica: int) -> Path:
     return directory / _LINKS.format(f"_r{replica}" if replica else "")
 
 
+def control_folder(directory: Path, replica: int) -> Path:
+    """Where a replica's observations are: `control`, `control_r1` and so on."""
+    return directory / _CONTROL.format(f"_r{replica}" if replica else "")
+
+
 @dataclass(frozen=True)
 class RecoveryFile:
     """The fields of `recovery.json` that are read; each recovery is a `Recovery.to_json`."""
@@ -61,7 +66,7 @@ class RecoveryFile:
 
 
 class RunLines:
-    """Appends to `metrics.jsonl`, `events.jsonl` and files in `control/`, each line whole.
+    """Appends to `metrics.jsonl` and `events.jsonl`, each line whole.
 
     Two processes do: rank 0 writes what it measures, before it sends it to anybody, and the process
     that started the ranks writes what it sees of them. A line that can't be written, as on a full
@@ -72,8 +77,6 @@ class RunLines:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._control: Path | None = None
         self._metrics, self._events = _Appender(path / METRICS), _Appender(path / EVENTS)
 
     def write_step(self, record: StepRecord) -> None:
@@ -83,29 +86,6 @@ class RunLines:
     def write_event(self, event: Event) -> None:
         """Append an event to `events.jsonl`."""
         self._events.write(_json_line(event.line()))
-
-    def write_observation(self, record: bytes, *, begins: bool) -> None:
-        """Append to the newest file in `control/`, or begin a new file.
-
-        The oldest files are removed while all together exceed 32 MiB. After a record that can't be
-        written the next file begins with the next state.
-        """
-        control, self._control = self._control, None
-        if begins:
-            control = self._next_control()
-        if control is not None:
-            with control.open("ab") as file:
-                file.write(record)
-            self._control = control
-
-    def _next_control(self) -> Path:
-        folder = self._path / CONTROL
-        folder.mkdir(exist_ok=True)
-        files = sorted(folder.glob("*.jsonl"))
-        while len(files) > 1 and sum(file.stat().st_size for file in files) > _MOST_CONTROL_BYTES:
-            files.pop(0).unlink()
-        numbers = (int(file.stem) for file in files if file.stem.isdecimal())
-        return folder / f"{max(numbers, default=0) + 1:06d}.jsonl"
 
     def sync(self) -> None:
         """Have all lines so far on disk.
@@ -120,6 +100,40 @@ class RunLines:
         """Close the files; safe to call twice."""
         for each in (self._metrics, self._events):
             each.close()
+
+
+class ObservationFiles:
+    """Appends what a replica's controller has observed to the newest file of its folder.
+
+    Args:
+        folder: A `control_folder`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._file: Path | None = None
+
+    def write(self, record: bytes, *, begins: bool) -> None:
+        """Append a record, or begin a new file with it.
+
+        The oldest files are removed while all together exceed 32 MiB. After a record that can't be
+        written the next file begins with the next state.
+        """
+        path, self._file = self._file, None
+        if begins:
+            path = self._next_file()
+        if path is not None:
+            with path.open("ab") as file:
+                file.write(record)
+            self._file = path
+
+    def _next_file(self) -> Path:
+        self.folder.mkdir(exist_ok=True)
+        files = sorted(self.folder.glob("*.jsonl"))
+        while len(files) > 1 and sum(file.stat().st_size for file in files) > _MOST_CONTROL_BYTES:
+            files.pop(0).unlink()
+        numbers = (int(file.stem) for file in files if file.stem.isdecimal())
+        return self.folder / f"{max(numbers, default=0) + 1:06d}.jsonl"
 
 
 class _Appender:

@@ -193,8 +193,6 @@ def introduce(connection: Connection, own: Member, peer: int) -> None:
 
 
 def _nonce_of(hello: bytes, peer: int) -> bytes:
-    if len(hello) == NONCE_BYTES:  # all that the first version sent
-        raise other_version(peer, 1)
     if len(hello) != _HELLO.size or not hello.startswith(_NAME):
         raise RefusedError(f"what listens for rank {peer} is no rank of jaxmorph's")
     _, version, nonce = _HELLO.unpack(hello)

@@ -67,8 +67,8 @@ class EmulatedLinks:
         both = (*self._always, *conditions)
         direct, delegated = of_route(both, "direct"), of_route(both, "delegated")
         with self._changed:
-            self._emulator = LinkEmulator(direct, origin_s=origin_s)
-            self._arrivals = LinkEmulator(delegated, origin_s=origin_s)
+            self._emulator = LinkEmulator(direct, origin_s)
+            self._arrivals = LinkEmulator(delegated, origin_s)
             self._changed.notify_all()
         for plane in self._planes:
             plane.emulate(delegated, origin_s)

@@ -141,7 +141,7 @@ class _Step:
     def number_in_step(self, op: Op) -> int:
         """The number of its microbatch among those of all replicas."""
         before = self.inputs.replica.index
-        return op.microbatch + (before and before * _num_microbatches(self.program))
+        return op.microbatch + (before and before * self.program.num_microbatches)
 
     def identity(self, transfer: Transfer) -> TransferIdentity:
         return TransferIdentity(_FIRST_EPOCH, self.step, transfer)
@@ -217,10 +217,11 @@ class Executor:
             PeerGoneError: If a rank at the other end of a delegated link is gone.
             StalledError: If one of these two happened while this rank's own device stood still.
         """
+        self.queue.raise_error()  # no step follows one that has failed
         loss_weight = jax.device_put(np.float32(inputs.loss_weight), self.placement)
         state = _Step(program, weights, list(accumulators), inputs, loss_weight, step)
         if self.aux_weights:
-            share = np.float32(1 / (_num_microbatches(program) * inputs.replica.count))
+            share = np.float32(1 / (program.num_microbatches * inputs.replica.count))
             gradient = share * np.array([*self.aux_weights.values()], np.float32)
             state.aux_gradient = (jax.device_put(gradient, self.placement),)
         try:
@@ -236,11 +237,9 @@ class Executor:
                 route.settle()
         except BaseException as error:
             stall = self._own_stall(error)
-            for route in self.routes.values():  # the ends of a link may be out of step
-                route.abandon(_FIRST_EPOCH)
             for away in state.away.values():
                 away.cancel()
-            self.queue.restart()
+            self.queue.fail(error)  # the ends of a link may be out of step
             if stall is not None:
                 raise StalledError(stall) from error
             raise
@@ -256,7 +255,7 @@ class Executor:
         if not state.aux:
             return {}
         total = np.sum([np.float64(state.aux[at]) for at in sorted(state.aux)], axis=0)
-        means = total / _num_microbatches(state.program)
+        means = total / state.program.num_microbatches
         return dict(zip(self.aux_weights, means.tolist(), strict=True))
 
     def _own_stall(self, error: BaseException) -> Stall | None:
@@ -468,11 +467,6 @@ class Executor:
             raise ValueError(f"{op} reads its microbatch from the host: none given")
         at = op.microbatch - state.inputs.first_microbatch
         return jax.tree.map(lambda array: for_program(array[at], self.placement), values)
-
-
-def _num_microbatches(program: RankInstructions) -> int:
-    runs = (each.op for each in program.instructions if isinstance(each, Run))
-    return sum(op.kind is OpKind.F and op.chunk == 0 for op in runs)
 
 
 def _of_each_transfer(stamp: Stamp, state: _Step) -> list[Stamp]:

@@ -456,8 +456,8 @@ def _connect(
 ) -> dict[int, Connection]:
     """Call rank 0."""
     where = json.loads(store.blocking_key_value_get(key, round(deadline_s * 1000)))
-    if where.get("version") != VERSION:
-        raise other_version(0, where.get("version", 1))
+    if where["version"] != VERSION:
+        raise other_version(0, where["version"])
     peer = socket.create_connection((where["host"], where["port"]), deadline_s)
     connection = Connection(peer, deadline_s)
     try:

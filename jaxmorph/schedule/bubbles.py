@@ -71,33 +71,6 @@ def bubble_ms(timeline: Timeline) -> dict[BubbleCause, float]:
     return total
 
 
-class IdleShares(NamedTuple):
-    """A stage's idle time as shares of the step.
-
-    Attributes:
-        blocking: Head-of-line blocking: a transfer of other data holds the stage's queue, or the
-            queue of the sender of its next data.
-        dependency: The next data is not made yet or under way; warm-up and cool-down count here.
-        other: Dispatch and copies.
-    """
-
-    blocking: float
-    dependency: float
-    other: float
-
-
-def idle_shares(timeline: Timeline) -> tuple[IdleShares, ...]:
-    """Blocking stalls and dependency bubbles (paper, section 3.1) of every stage."""
-    step_ms = timeline.makespan_ms or 1.0
-    share_of = {
-        BubbleCause.BLOCKING: "blocking", BubbleCause.COPIES: "other", BubbleCause.OTHER: "other",
-    }  # fmt: skip
-    idle_ms = [dict.fromkeys(IdleShares._fields, 0.0) for _ in timeline.orders]
-    for stage, start_ms, end_ms, cause in find_bubbles(timeline):
-        idle_ms[stage][share_of.get(cause, "dependency")] += end_ms - start_ms
-    return tuple(IdleShares(*(part / step_ms for part in row.values())) for row in idle_ms)
-
-
 class IdleCause(StrEnum):
     """Why a stage runs no op, from barrier to barrier: the causes of ``find_bubbles``, grouped.
 
@@ -148,6 +121,11 @@ class StepShares(NamedTuple):
     dispatch: float
     cool_down: float
     optimizer: float
+
+    @property
+    def waits(self) -> float:
+        """Dependency bubbles (paper, section 3.1): the next data is not made yet, or under way."""
+        return self.warm_up + self.dependency + self.transfer + self.cool_down + self.optimizer
 
 
 def idle_spans(timeline: Timeline, step_ms: float | None = None) -> list[IdleSpan]:

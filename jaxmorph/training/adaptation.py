@@ -6,7 +6,7 @@ that end step k + 1, and all ranks run the new plan from step k + 2 on. A morph 
 brings other instructions and slots. A failed direct path begins a new epoch before its probe.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,6 +19,7 @@ from jaxmorph.control.late_directions import InTimeAgain, LastMessages, LateDire
 from jaxmorph.control.path_reports import PathReport, join_reports
 from jaxmorph.program.instructions import Channel, RankInstructions, parse_instructions
 from jaxmorph.records import Link
+from jaxmorph.report.run_directory import ObservationFiles
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import Addressed, ProbeTimes
@@ -57,14 +58,14 @@ def open_control_loop(
     *,
     active: bool,
     to_plan: Config,
-    keep: Callable[[bytes, bool], None] | None = None,
+    keep: ObservationFiles | None = None,
 ) -> Iterator[ControlLoop | None]:
     """Open the run's controller, and its planning process if the run adapts.
 
     Args:
         active: Whether this is rank 0; other ranks get None.
         to_plan: The configuration, with the caps of new plans.
-        keep: Called with a record for `replay`, and whether a file begins with it.
+        keep: Gets what `replay` reads.
     """
     plan, planned_for = first.in_force.plan, first.planned_for
     if not active:

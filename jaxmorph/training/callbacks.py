@@ -20,7 +20,7 @@ from jaxmorph.messages import (
     RunMessage,
     StepTimelines,
 )
-from jaxmorph.records import EventKind, Link, ReplicaStep
+from jaxmorph.records import EventKind, ReplicaStep
 from jaxmorph.runtime.replicas import Replicas
 from jaxmorph.runtime.report import OfReplicas, StepTotals
 from jaxmorph.runtime.stage_trainer import StageTrainer
@@ -245,9 +245,7 @@ def keep_message(kept: deque[ReplicaMessage], replica: int, message: RunMessage)
     """Keep what another replica's rank 0 is to record of this one, with this replica's number."""
     match message:
         case EventEmitted(event):
-            link = event.link and Link.parse(event.link).in_replica(replica)
-            detail = event.detail if link else f"r{replica}: {event.detail}"
-            kept.append(EventEmitted(replace(event, link=link, detail=detail)))
+            kept.append(EventEmitted(event.of_replica(replica)))
         case StepTimelines() | LinksChanged():
             kept.append(replace(message, replica=replica))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from jaxmorph.config import Config
 from jaxmorph.emulation.link_settings import trace_conditions
 from jaxmorph.errors import UserError
-from jaxmorph.placement import Layout
+from jaxmorph.placement import Layout, Replica
 from jaxmorph.runtime.rendezvous import Rendezvous, gather
 from jaxmorph.transport.host import loopback_identity
 
@@ -122,6 +122,11 @@ def require_one_host(config: Config, rendezvous: Rendezvous) -> None:
 
 
 def _follows_the_clock(config: Config) -> bool:
-    trace, stages = config.emulation.trace, config.parallelism.stages
-    conditions = trace_conditions(trace, stages, "emulation.trace")
-    return any(each.from_s is not None for each in conditions)
+    trace, cut = config.emulation.trace, config.parallelism
+    return any(
+        condition.from_s is not None
+        for index in range(cut.data)
+        for condition in trace_conditions(
+            trace, cut.stages, "emulation.trace", replica=Replica(index, cut.data)
+        )
+    )

@@ -95,17 +95,17 @@ def host_room(
 class HostForecast:
     """What ranks take of their hosts before anything is measured.
 
+    If the run adapts, with all links delegated at once, as it measures them.
+
     Attributes:
         ranks: Within the limit, if there is one.
         unlimited: Without a limit.
         step_ratio: How much longer the limit makes the planned step; 1.0: not at all.
-        all_delegated: Whether it is for all links delegated at once, as an adapting run measures.
     """
 
     ranks: tuple[RankMemory, ...]
     unlimited: tuple[RankMemory, ...]
     step_ratio: float
-    all_delegated: bool
 
 
 def forecast(
@@ -131,7 +131,7 @@ def forecast(
 
     unlimited, free_ms = planned(replace(room, rank_bytes=None, stash_bytes=None))
     ranks, step_ms = (unlimited, free_ms) if room.rank_bytes is None else planned(room)
-    return HostForecast(ranks, unlimited, step_ms / free_ms, config.adapts)
+    return HostForecast(ranks, unlimited, step_ms / free_ms)
 
 
 def room_in_words(in_force: PlanInForce, room: HostRoom | None) -> str:

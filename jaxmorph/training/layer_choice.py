@@ -129,7 +129,7 @@ def choose_placement(
     rendezvous.exchange({})  # all ranks have started, and are idle from here on
     own = None
     if rendezvous.rank == 0:
-        own = _v_is_shorter(config, model.num_layers, len(model.tied), measure)
+        own = _v_is_shorter(config.of_replica(0), model.num_layers, len(model.tied), measure)
     in_a_v, reason = agree(rendezvous, tuple[bool, str], own)
     return config.placed(in_a_v=in_a_v), reason
 

@@ -116,12 +116,7 @@ def stage_pace(config: Config, rank: int) -> Pace | None:
     if accelerator is None:
         return None
     stages = config.parallelism.stages
-    durations = (
-        accelerator.forward_ms,
-        accelerator.backward_input_ms,
-        accelerator.backward_weight_ms,
-    )
-    own_ms = (per_stage(value, stages)[rank] for value in durations)
+    own_ms = (per_stage(each, stages)[rank] for each in accelerator.model_dump().values())
     pace = Pace.of_stage(*own_ms, num_chunks=config.parallelism.chunks)
     return replace(pace, host_copy_bytes_per_s=1e9 * config.emulation.host_copy_gbps)
 

@@ -5,13 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxmorph.config import Config
+from jaxmorph.data.batches import Batches
 from jaxmorph.data.tokens import DataDigest
 from jaxmorph.errors import UserError, in_users_code
 from jaxmorph.stage.model import MicrobatchShapes, Tree
@@ -249,6 +250,13 @@ class OwnBatches:
         if name == "extras" and not hasattr(self._source, name):
             return {}
         return getattr(self._source, name)(step)
+
+
+StepData: TypeAlias = Batches | OwnBatches
+"""The data of any step: trees of arrays [microbatches, microbatch size, ...].
+
+They follow from the step's number alone, which counts from 0, on every process alike.
+"""
 
 
 def load_own_data(config: Config) -> tuple[OwnBatches, OwnBatches | None, int, DataDigest]:

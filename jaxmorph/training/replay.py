@@ -1,12 +1,13 @@
 """Replays a run's decisions from what its controller observed.
 
-A run directory keeps the observations and their outcomes in `control/`. Each file there begins with
-the controller's state, so that the oldest files can be deleted. `replay` advances the controller by
+A run directory keeps the observations and their outcomes in `control/`, those of other replicas in
+folders beside it. Each file there begins with the controller's state, so that the oldest files can
+be deleted. `replay` advances the controller by
 the observations again. Under other settings they are valid up to the first decision that differs;
 from there on `replay` makes plans itself and simulates steps with the measured delays and op times.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -52,6 +53,7 @@ from jaxmorph.control.path_reports import JoinedPathReport
 from jaxmorph.control.rank_times import joined_messages, op_times_of, rank_times
 from jaxmorph.control.verdicts import latency_ms_of
 from jaxmorph.errors import UserError
+from jaxmorph.output import write_stderr
 from jaxmorph.plain_json import (
     Json,
     ParseError,
@@ -65,7 +67,7 @@ from jaxmorph.plain_json import (
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.instructions import instructions_text
 from jaxmorph.records import Link, Route
-from jaxmorph.report.run_directory import CONTROL
+from jaxmorph.report.run_directory import ObservationFiles, control_folder
 from jaxmorph.runtime.direct_probe import probe_transfers
 from jaxmorph.schedule.costs import LinkDelay, StageCosts
 from jaxmorph.schedule.timeline import Timeline
@@ -93,14 +95,10 @@ class _Line:
 
 
 class ObservationLog:
-    """Makes the lines of `control/`, on rank 0.
+    """Writes the lines of `control/`, on a replica's rank 0."""
 
-    Args:
-        write: Called with a line and its bytes, and whether a new file begins with it.
-    """
-
-    def __init__(self, write: Callable[[bytes, bool], None], run: RunToPlan) -> None:
-        self._write, self._run = write, dump(run)  # at 64 stages it takes as long as ten steps
+    def __init__(self, files: ObservationFiles, run: RunToPlan) -> None:
+        self._files, self._run = files, dump(run)  # at 64 stages it takes as long as ten steps
         self._num_steps, self._num_bytes = SEGMENT_STEPS, 0
 
     def record(self, before: ControllerState, observation: Observation, result: Advance) -> None:
@@ -108,11 +106,19 @@ class ObservationLog:
         if self._num_steps >= SEGMENT_STEPS or self._num_bytes >= SEGMENT_BYTES:
             self._num_steps = self._num_bytes = 0
             state, parts = dump_apart(before)
-            self._write(_record(f'{{"state": {state}, "run": {self._run}}}', parts), True)
+            head = _record(f'{{"state": {state}, "run": {self._run}}}', parts)
+            self._write(head, begins=True)
         record = _record(*dump_apart(_Line(observation, _outcome(result))))
         self._num_steps += isinstance(observation, StepObserved)
         self._num_bytes += len(record)
-        self._write(record, False)
+        self._write(record)
+
+    def _write(self, record: bytes, *, begins: bool = False) -> None:
+        try:
+            self._files.write(record, begins=begins)
+        except OSError as error:  # the run does without
+            why = f"cannot be written: {error.strerror}; the run continues"
+            write_stderr(f"error: {error.filename or self._files.folder}: {why}")
 
 
 def _record(line: str, parts: bytes) -> bytes:
@@ -181,8 +187,8 @@ class Moment:
         return _in_words(self.recorded or {}), _in_words(_outcome(self.result))
 
 
-def replay(run_dir: Path, settings: Adaptation | None = None) -> Iterator[Moment]:
-    """All observations that a run directory keeps, in order.
+def replay(run_dir: Path, settings: Adaptation | None = None, replica: int = 0) -> Iterator[Moment]:
+    """All observations of a replica's controller that a run directory keeps, in order.
 
     Args:
         settings: Decide by these; None: by the run's own.
@@ -190,9 +196,11 @@ def replay(run_dir: Path, settings: Adaptation | None = None) -> Iterator[Moment
     Raises:
         UserError: The directory keeps none, or one is not valid.
     """
-    files = sorted((run_dir / CONTROL).glob("*.jsonl"))
+    folder = control_folder(run_dir, replica)
+    files = sorted(folder.glob("*.jsonl"))
     if not files:
-        raise UserError(f"{run_dir}: got no {CONTROL}/*.jsonl, expected what `train` keeps there")
+        got = f"{run_dir}: got no {folder.name}/*.jsonl"
+        raise UserError(f"{got}, expected what `train` keeps there")
     simulated, state, recorded = None, None, None
     for file in files:
         lines = _lines(file)

@@ -16,7 +16,6 @@ from jaxmorph.checkpoints.saver import CheckpointError, CheckpointSaver
 from jaxmorph.config import Config
 from jaxmorph.control.remap import SlowPair
 from jaxmorph.control.verdicts import KnownDirection, dead_of
-from jaxmorph.data import StepData
 from jaxmorph.emulation.link_conditions import LinkCondition, untimed
 from jaxmorph.emulation.link_settings import (
     emulated_conditions,
@@ -25,11 +24,15 @@ from jaxmorph.emulation.link_settings import (
 )
 from jaxmorph.errors import RunFailedError
 from jaxmorph.messages import ReplicaMessage, RunMessage
-from jaxmorph.output import write_stderr
 from jaxmorph.placement import Position
 from jaxmorph.program.slots_needed import HostRoom
 from jaxmorph.records import EventKind
-from jaxmorph.report.run_directory import CONTROL, RunLines, links_file
+from jaxmorph.report.run_directory import (
+    ObservationFiles,
+    RunLines,
+    control_folder,
+    links_file,
+)
 from jaxmorph.runtime.compiled_stage import CompiledStage, compile_stage, is_compiled_alike
 from jaxmorph.runtime.emulated_links import EmulatedLinks, agree_on_origin_s
 from jaxmorph.runtime.executor import StepInputs
@@ -64,6 +67,7 @@ from jaxmorph.training.layer_choice import (
 )
 from jaxmorph.training.loop import Callback, Loop
 from jaxmorph.training.open_stage import open_gradient_sum, open_stage, stage_settings
+from jaxmorph.training.own_data import StepData
 from jaxmorph.training.plan_in_force import PlanInForce
 from jaxmorph.training.remap import Moved, Remapping
 from jaxmorph.training.run_checkpoints import RunCheckpoints, TrainedOn
@@ -357,10 +361,11 @@ def begin_training(
         own = rendezvous.rank, stage, run.replicas.own
         of_held_out = None if held_out is None else step_reader(config, held_out, *own)
         evaluation = Evaluation(config, runner, first.in_force.programs, of_held_out)
-        lines, known_links, messages, send = None, None, *_sender(run, send)
+        lines, known_links, observations, messages, send = None, None, None, *_sender(run, send)
         if run.leads and checkpoints is not None:
-            path = links_file(checkpoints.directory, run.replicas.own.index)
-            known_links = KnownLinks(run.config, path, run.cut.layers)
+            where = checkpoints.directory, run.replicas.own.index
+            known_links = KnownLinks(run.config, links_file(*where), run.cut.layers)
+            observations = ObservationFiles(control_folder(*where))
         if run.records and checkpoints is not None:
             lines = opened.enter_context(closing(RunLines(checkpoints.directory)))
         control = opened.enter_context(
@@ -370,7 +375,7 @@ def begin_training(
                 len(run.model.tied),
                 active=run.leads,
                 to_plan=planned.within.new,
-                keep=lines and partial(_keep, lines),
+                keep=observations,
             )
         )
         recorder = opened.enter_context(
@@ -444,14 +449,6 @@ def _sender(
     if run.records:
         return messages, send
     return messages, partial(keep_message, messages, run.replicas.own.index)
-
-
-def _keep(lines: RunLines, record: bytes, begins: bool) -> None:
-    try:
-        lines.write_observation(record, begins=begins)
-    except OSError as error:  # the run does without
-        why = f"cannot be written: {error.strerror}; the run continues"
-        write_stderr(f"error: {error.filename or CONTROL}: {why}")
 
 
 def _announce(

@@ -8,7 +8,7 @@ import jax
 
 from jaxmorph.config import Config
 from jaxmorph.config.sections import SHIPPED_MODELS
-from jaxmorph.data import Batches, StepData, hold_out, load_tokens, separator_of
+from jaxmorph.data import Batches, hold_out, load_tokens, separator_of
 from jaxmorph.data.tokens import DataDigest, digest_of
 from jaxmorph.errors import UserError, in_users_code
 from jaxmorph.placement import ALONE, Replica
@@ -33,7 +33,7 @@ from jaxmorph.stage.shard_checks import check_shards
 from jaxmorph.stage.sharding import partition_specs
 from jaxmorph.training.evaluation import held_out_batches
 from jaxmorph.training.model_factory import build_model
-from jaxmorph.training.own_data import load_own_data
+from jaxmorph.training.own_data import StepData, load_own_data
 
 _log = logging.getLogger(__name__)
 

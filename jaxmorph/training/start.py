@@ -152,7 +152,8 @@ def check_run(config: Config) -> "RunParts":
     from jaxmorph.training.run_parts import load_parts
 
     parts = load_parts(config)
-    emulated_conditions(config)
+    for index in range(config.parallelism.data):
+        emulated_conditions(config.of_replica(index), replica=index)
     plan_step(config, unmeasured_profile(config))
     if config.limits.host_gib is not None:
         needs_of_step(config, parts.model, shapes=parts.shapes)

@@ -111,10 +111,7 @@ class LinkEmulator:
         origin_s: When the conditions' times begin, by the clock of `now_s`.
     """
 
-    def __init__(
-        self, conditions: Iterable[LinkCondition], seed: int = 0, origin_s: float = 0.0
-    ) -> None:
-        self._seed = seed
+    def __init__(self, conditions: Iterable[LinkCondition], origin_s: float = 0.0) -> None:
         self._origin_s = origin_s
         self._free_at_s: dict[tuple[int, int], float] = {}
         self._copies_out: defaultdict[int, CopyEngine] = defaultdict(CopyEngine)
@@ -207,9 +204,9 @@ class LinkEmulator:
         return self._free_at_s[direction]
 
     def _draw(self, direction: tuple[int, int], tag: Sequence[int]) -> float:
-        """A standard normal number that depends on the seed and the message only."""
+        """A standard normal number that depends on the message only."""
         words = (*tag, *(0,) * (TAG_WORDS - len(tag)))
-        name = struct.pack(f"<q2Q{TAG_WORDS}Q", self._seed, *direction, *words)
+        name = struct.pack(f"<{2 + TAG_WORDS}Q", *direction, *words)
         (number,) = struct.unpack("<Q", hashlib.blake2b(name, digest_size=8).digest())
         return _STANDARD_NORMAL.inv_cdf((number // 2**12 + 0.5) / 2**52)
 

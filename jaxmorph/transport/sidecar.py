@@ -244,7 +244,7 @@ class Sidecar:
         emulated = [
             LinkCondition(**{**each, "between": tuple(each["between"])}) for each in conditions
         ]
-        self._emulator = LinkEmulator(emulated, 0, origin_s) if emulated else None
+        self._emulator = LinkEmulator(emulated, origin_s) if emulated else None
         self._emulate()
         if request is not None:  # None: part of a new sidecar's set-up
             self._answer(request)

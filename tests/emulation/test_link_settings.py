@@ -20,7 +20,7 @@ from jaxmorph.training.open_stage import transport_settings
 from jaxmorph.transport.plane import TransportSettings
 
 KEY = "emulation.trace"
-HEADER = "time_s,between,latency_ms,bandwidth_mbps,jitter_ms,cut\n"
+HEADER = "time_s,links,latency_ms,bandwidth_mbps,jitter_ms,cut\n"
 
 
 @pytest.fixture(autouse=True)
@@ -166,3 +166,23 @@ def test_a_link_may_be_slow_in_one_replica():
     both, own = LinkCondition((0, 1), latency_ms=3.0), LinkCondition((1, 2), latency_ms=7.0)
     assert emulated_conditions(config.of_replica(0)) == (both,)
     assert set(emulated_conditions(config.of_replica(1))) == {both, own}
+
+
+def test_a_trace_may_slow_one_replica():
+    Path("trace.csv").write_text("step,links,latency_ms\n3,r1:1-2,7\n")
+    config = load("parallelism.data=2", "emulation.trace=trace.csv")
+    own = LinkCondition((1, 2), latency_ms=7.0, from_step=3)
+    assert [emulated_conditions(config, replica=index) for index in range(2)] == [(), (own,)]
+    config = load("parallelism.data=2", "emulation.trace={regime: B, seed: 2, duration_s: 5}")
+    of_replicas = [emulated_conditions(config, replica=index) for index in range(2)]
+    assert of_replicas[0] == tuple(draw_regime("B", Placement(4).links, 5.0, seed=2).conditions())
+    firsts = [{each.between: each for each in found[::-1]} for found in of_replicas]
+    assert all(firsts[0][link].latency_ms != firsts[1][link].latency_ms for link in firsts[0])
+
+
+def test_planned_delays_may_be_of_one_replica():
+    config = load("parallelism.data=2", "schedule.link_ms={1-2: 5, 'r1:1-2': 9, 'r0:0-1': 3}")
+    of_replicas = [config.of_replica(index).schedule.link_ms for index in range(2)]
+    assert of_replicas == [{"1-2": 5.0, "0-1": 3.0}, {"1-2": 9.0}]
+    with pytest.raises(UserError, match=r"schedule\.link_ms\.r2:1-2: unknown key"):
+        load("parallelism.data=2", "schedule.link_ms={'r2:1-2': 9}")

@@ -10,17 +10,19 @@ from jaxmorph.emulation.link_trace import (
     require_links_of,
 )
 from jaxmorph.errors import UserError
+from jaxmorph.placement import ALONE, Replica
 from jaxmorph.records import Link
 from jaxmorph.transport.link_emulator import LinkEmulator
 from jaxmorph.transport.sidecar_process import _MAX_RECORD_BYTES
 
-HEADER = "time_s,between,latency_ms,bandwidth_mbps,jitter_ms,cut\n"
+HEADER = "time_s,links,latency_ms,bandwidth_mbps,jitter_ms,cut\n"
+BY_STEP = "step,links,latency_ms\n"
 
 
-def read(tmp_path, rows, header=HEADER):
+def read(tmp_path, rows, header=HEADER, replica=ALONE):
     path = tmp_path / "trace.csv"
     path.write_text(header + rows)
-    return read_link_trace(path)
+    return read_link_trace(path, replica)
 
 
 def test_a_row_holds_until_the_links_next_row(tmp_path):
@@ -60,7 +62,7 @@ def test_rows_by_step_may_name_several_links(tmp_path):
 
 
 def test_optional_columns_may_have_any_order(tmp_path):
-    (found,) = read(tmp_path, "2.5,0 - 1,1,40\n", header="time_s,between,cut,latency_ms\n")
+    (found,) = read(tmp_path, "2.5,0 - 1,1,40\n", header="time_s,links,cut,latency_ms\n")
     assert found == LinkCondition((0, 1), 40.0, cut=True, from_s=2.5)
 
 
@@ -74,21 +76,52 @@ def test_a_route_has_rows_of_its_own(tmp_path):
     ]
 
 
+def test_a_replicas_link_has_rows_of_its_own(tmp_path):
+    rows = "0,0-1 r1:2-3,30\n4,r1:0>1 r0:0-1,7\n6,0-1,0\n"
+    of_replicas = (read(tmp_path, rows, BY_STEP, Replica(index, 2)) for index in range(2))
+    first, second = of_replicas
+    assert first == [
+        LinkCondition((0, 1), 30.0, from_step=0, to_step=4),
+        LinkCondition((0, 1), 7.0, from_step=4, to_step=6),
+        LinkCondition((0, 1), from_step=6),
+    ]
+    assert second == [
+        LinkCondition((0, 1), 30.0, from_step=0, to_step=6),
+        LinkCondition((2, 3), 30.0, from_step=0),
+        LinkCondition((0, 1), 7.0, from_step=4, source=0),
+        LinkCondition((0, 1), from_step=6),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("link", "replica", "expected"),
+    [
+        ("r1:2-3", ALONE, "for one direction"),
+        ("r2:2-3", Replica(0, 2), "for one direction, of replica r0 or r1"),
+        ("r1:2-2", Replica(1, 2), "for one direction"),
+    ],
+)
+def test_a_link_of_no_replica_is_refused(tmp_path, link, replica, expected):
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, f"0,{link},30\n", BY_STEP, replica)
+    says = f"line 2: links: got '{link}', expected two ranks such as 2-3, or 2>3 {expected}"
+    assert str(caught.value) == f"{tmp_path / 'trace.csv'}: {says}"
+
+
 NUMBER, WHOLE = "a number of at least 0", "a whole number of at least 0"
 RANKS = "two ranks such as 2-3, or 2>3 for one"
 LATER = "more than the {} of the row before it of"
-BY_STEP = "step,links,latency_ms\n"
 ERRORS = [  # the table, then line, column, what was got and what was expected
     (HEADER, "x,2-3,,,,", 2, "time_s", "x", NUMBER),
     (HEADER, ",2-3,,,,", 2, "time_s", "", NUMBER),
-    (HEADER, "0,2-2,,,,", 2, "between", "2-2", RANKS),
-    (HEADER, "0,2_3,,,,", 2, "between", "2_3", RANKS),
-    (HEADER, "0,²-3,,,,", 2, "between", "²-3", RANKS),
+    (HEADER, "0,2-2,,,,", 2, "links", "2-2", RANKS),
+    (HEADER, "0,2_3,,,,", 2, "links", "2_3", RANKS),
+    (HEADER, "0,²-3,,,,", 2, "links", "²-3", RANKS),
     (HEADER, "0,2-3,-1,,,", 2, "latency_ms", "-1", NUMBER),
     (HEADER, "0,2-3,inf,,,", 2, "latency_ms", "inf", NUMBER),
     (HEADER, "0,2-3,,0,,", 2, "bandwidth_mbps", "0", "a number above 0, or nothing"),
     (HEADER, "0,2-3,,,,yes", 2, "cut", "yes", "0, 1, false, true, or nothing"),
-    (HEADER, "0,2-3,1", 2, "row", "0,2-3,1", "6 cells: time_s,between,latency_ms,"),
+    (HEADER, "0,2-3,1", 2, "row", "0,2-3,1", "6 cells: time_s,links,latency_ms,"),
     (HEADER, "0,2-3 2-3,1,,,", 2, "time_s", "0", LATER.format(0)),
     (HEADER, "3,2-3,,,,\n\n3,2-3,,,,", 4, "time_s", "3", LATER.format(3) + " 2-3"),
     (BY_STEP, "1.5,0-1,3", 2, "step", "1.5", WHOLE),

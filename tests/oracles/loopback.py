@@ -149,7 +149,7 @@ class LoopbackPlane(DataPlane):
     def emulate(self, conditions: Sequence[LinkCondition], origin_s: float | None = None) -> None:
         with self._network.paused():
             origin_s = time.monotonic() if origin_s is None else origin_s
-            self.emulator = LinkEmulator(conditions, 0, origin_s)
+            self.emulator = LinkEmulator(conditions, origin_s)
         self._network.ring()
 
     def statistics(self) -> dict[str, Any]:

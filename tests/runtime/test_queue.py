@@ -86,35 +86,31 @@ class Failing:
         raise ZeroDivisionError
 
 
-def test_a_failed_queue_takes_no_items_until_restarted(queue):
+def test_a_failed_queue_takes_no_items(queue):
     queue.enqueue("bad", Failing)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             queue.drain()
     with pytest.raises(ZeroDivisionError):
         queue.enqueue("later", lambda: None)
-    queue.restart()
-    queue.enqueue("again", lambda: None)
-    assert [stamp.label for stamp in queue.drain()] == ["again"]
 
 
-@pytest.mark.parametrize("fails", [True, False])
-def test_items_from_before_a_restart_are_ignored(paced, fails):
-    begun, go_on = threading.Event(), threading.Event()
+def test_items_behind_a_failure_are_dropped(paced):
+    begun, go_on, ran = threading.Event(), threading.Event(), []
 
     def end_late():
         begun.set()
         go_on.wait(30)
-        if fails:
-            raise ZeroDivisionError
+        raise ValueError("a second error")
 
     paced.enqueue("late", end_late)
-    paced.enqueue("behind", lambda: None)
+    paced.enqueue("behind", lambda: ran.append("behind"))
     assert begun.wait(30)
-    paced.restart()
+    paced.fail(ZeroDivisionError("the first error"))
     go_on.set()
-    paced.enqueue("again", lambda: None)
-    assert [stamp.label for stamp in paced.drain()] == ["again"]
+    with pytest.raises(ZeroDivisionError, match="the first error"):
+        paced.drain()
+    assert not ran
 
 
 def test_paced_ops_last_their_duration_against_carried_deadlines(paced):

@@ -14,7 +14,6 @@ from jaxmorph.schedule.bubbles import (
     IdleSpan,
     bubble_ms,
     find_bubbles,
-    idle_shares,
     idle_spans,
     mean_shares,
     step_shares,
@@ -115,7 +114,8 @@ def test_a_link_delay_takes_precedence_over_a_copy():
         copies=(CopySpan(0, "offload", 0, 0, 10, 30), CopySpan(0, "fetch", 0, 0, 36, 56)),
     )
     assert _rows(timeline)[0] == "10-32 waits for B, 32-40 link delay, 40-56 copies, 56-60 other"
-    assert idle_shares(timeline)[0].other == pytest.approx(20 / 70)
+    shares = step_shares(timeline)[0]
+    assert shares.copies + shares.dispatch == pytest.approx(20 / 70)
 
 
 def test_copies_count_only_if_an_op_waited_for_them():
@@ -129,21 +129,27 @@ def test_copies_count_only_if_an_op_waited_for_them():
     assert _rows(timeline) == ["10-14 other, 24-28 copies, 28-30 other, 40-45 other"]
 
 
-def test_idle_shares_separate_blocking_from_dependency():
+def _idle(timeline):
+    """Of each stage the shares of blocking, waits for data, and the rest."""
+    shares = step_shares(timeline)
+    return [(each.blocking, each.waits, each.copies + each.dispatch) for each in shares]
+
+
+def test_shares_separate_blocking_from_dependency():
     # Stage 0 could run F1 from 10 on, but its queue is held by the send of F0 until 40.
     direct = _measured(
         [[("F0", 0, 10), ("F1", 40, 50)], [("F0", 40, 50)]],
         TransferSpan(0, "activation[0] 0>1", 10, 40),
         TransferSpan(1, "activation[0] 0>1", 0, 40),
     )
-    assert idle_shares(direct) == ((0.6, 0.0, 0.0), (0.0, 0.8, 0.0))
+    assert _idle(direct) == [(0.6, 0.0, 0.0), (0.0, 0.8, 0.0)]
     # Delegated, it holds no queue; only the receiver waits, for its own data.
     delegated = _measured(
         [[("F0", 0, 10), ("F1", 10, 20)], [("F0", 40, 50)]],
         TransferSpan(1, "activation[0] 0>1", 10, 40, holds_queue=False),
         TransferSpan(1, "activation[1] 0>1", 20, 50, holds_queue=False),
     )
-    assert idle_shares(delegated) == ((0.0, 0.6, 0.0), (0.0, 0.8, 0.0))
+    assert _idle(delegated) == [(0.0, 0.6, 0.0), (0.0, 0.8, 0.0)]
 
 
 def test_data_for_a_blocked_receiver_is_blocking():
@@ -155,13 +161,13 @@ def test_data_for_a_blocked_receiver_is_blocking():
         TransferSpan(0, "activation[1] 0>1", 60, 90),
         TransferSpan(1, "activation[1] 0>1", 60, 90),
     )
-    blocking, dependency, other = idle_shares(timeline)[1]
+    blocking, dependency, other = _idle(timeline)[1]
     assert (blocking, other) == (pytest.approx(0.3), 0.0)
     assert dependency == pytest.approx(0.1 + 0.3)
 
 
-def test_idle_shares_of_an_empty_step_are_none():
-    assert idle_shares(_measured([[]])) == ((0.0, 0.0, 0.0),)
+def test_an_empty_step_has_no_idle_shares():
+    assert _idle(_measured([[]])) == [(0.0, 0.0, 0.0)]
 
 
 TIMELINE = _measured(

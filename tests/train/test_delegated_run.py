@@ -15,7 +15,7 @@ from in_this_process import ROOT, Run, train
 from processes import children
 
 from jaxmorph.report.draw.trace import read_chrome_trace
-from jaxmorph.schedule.bubbles import idle_shares
+from jaxmorph.schedule.bubbles import step_shares
 from jaxmorph.schedule.timeline import peak_on_device
 
 LIMIT_S = 150
@@ -182,7 +182,7 @@ def test_a_slow_delegated_link_blocks_no_ready_op(tmp_path):
     assert {s.label.split()[1] for s in delegated} == {"1>2", "2>1"}
     assert min(s.end_ms - s.start_ms for s in delegated) >= 39
     # Stage 0's link is direct: it may wait there. Stage 2 has no queue that anything could hold.
-    assert idle_shares(timeline)[2].blocking == 0
+    assert step_shares(timeline)[2].blocking == 0
     assert np.median(waits_of_ready_ops_ms(timeline, 2)) < 5
     predicted_ms = 1e3 * training.steps[-1]["predicted_step_s"]
     ops_ms, messages_ms = 3 * 6 * 12, 2 * 6 * 40

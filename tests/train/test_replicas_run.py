@@ -403,6 +403,16 @@ def test_each_replica_plans_for_its_own_links(replicas, tmp_path):
     assert (second[0]["schedule"], second[-1]["schedule"]) == ("zb-h2", "adaptive")
     assert {each["routes"]["0-1"] for each in first} == {"direct"}
     assert not (found.out / "links.json").exists()
+    replayed = jaxmorph("replay", found.out)
+    assert replayed.stdout.splitlines()[-1].endswith("decisions: the same as in the run")
+    assert "straggler_detected    r1:0-1 " in replayed.stdout
+    out = tmp_path / "replayed"
+    other = jaxmorph("replay", found.out, "adaptation.worth=0.95", "--out", out)
+    assert "; simulated from step" in other.stdout, other.stderr
+    steps = Run(out).steps
+    assert {step["replicas"][1]["schedule"] for step in steps} == {"zb-h2"}
+    assert [step["loss"] for step in steps] == losses(found)
+    assert not Run(out).events("plan_changed")
     again = train_again(found.out, "run.steps=16")
     (known,) = again.events("links_known")
     assert known["detail"].startswith("r1: ")

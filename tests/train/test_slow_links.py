@@ -32,7 +32,7 @@ def healthy(tmp_path_factory):
 def test_a_trace_slows_steps_and_declared_delays_are_planned(tmp_path, healthy):
     trace = tmp_path / "trace.csv"
     trace.write_text(
-        f"time_s,between,latency_ms,bandwidth_mbps,jitter_ms,cut\n0,0-1,{LATENCY_MS},,,\n"
+        f"time_s,links,latency_ms,bandwidth_mbps,jitter_ms,cut\n0,0-1,{LATENCY_MS},,,\n"
     )
     declared = f"schedule={{name: adaptive, link_ms: {{0-1: {DECLARED_MS}}}}}"
     fixed = "adaptation.enabled=false"
@@ -50,7 +50,7 @@ def test_a_trace_slows_steps_and_declared_delays_are_planned(tmp_path, healthy):
 def test_a_cut_delegated_link_recovers(tmp_path, healthy):
     """Paced ops make the run long enough for a cut in its middle."""
     trace = tmp_path / "trace.csv"
-    header = "time_s,between,latency_ms,bandwidth_mbps,jitter_ms,cut"
+    header = "time_s,links,latency_ms,bandwidth_mbps,jitter_ms,cut"
     trace.write_text(f"{header}\n{CUT_S},0-1,,,,1\n{HEALED_S},0-1,,,,0\n")
     op_ms = f"forward_ms: {OP_MS}, backward_input_ms: {OP_MS}, backward_weight_ms: {OP_MS}"
     paced = f"emulation.accelerator={{{op_ms}}}"

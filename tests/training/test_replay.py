@@ -19,7 +19,7 @@ from jaxmorph.control.controller_state import (
 from jaxmorph.control.measurements import MessageTables, packed
 from jaxmorph.errors import UserError
 from jaxmorph.plain_json import dump, parse, tagged
-from jaxmorph.report.run_directory import RunLines
+from jaxmorph.report.run_directory import ObservationFiles, control_folder
 from jaxmorph.training import replay as replaying
 from jaxmorph.training.planning_client import RunToPlan
 from jaxmorph.training.replay import ObservationLog, replay
@@ -29,17 +29,14 @@ from jaxmorph.training.replay import ObservationLog, replay
 def kept_run(begin_run, tmp_path):
     """A run that has delegated a slow link and restored it, with its files."""
 
-    def begin(num_steps=20, **changed):
-        lines = RunLines(tmp_path)
+    def begin(num_steps=20, replica=0, **changed):
+        files = ObservationFiles(control_folder(tmp_path, replica))
         run_known = RunToPlan(CONFIG, 0, FIRST, PLANNED_FOR, USUAL)
-        log = ObservationLog(
-            lambda record, begins: lines.write_observation(record, begins=begins), run_known
-        )
+        log = ObservationLog(files, run_known)
         run = begin_run(PlansHere(), settings(**changed), keep=log.record)
         run.steps(6)
         run.steps(6, slow_ms=40.0)
         run.steps(num_steps)
-        lines.close()
         return run
 
     return begin
@@ -71,6 +68,15 @@ def test_a_replay_decides_the_same(kept_run, tmp_path):
     assert not any(moment.differs or moment.is_simulated for moment in moments)
     assert sorted(kinds(moments)) == sorted(kind for _, kind, _ in run.events)
     assert "plan_changed" in kinds(moments)
+
+
+def test_replicas_decide_for_themselves(kept_run, tmp_path):
+    kept_run(worth=0.9)
+    kept_run(replica=1)
+    of_replicas = [kinds(replay(tmp_path, replica=index)) for index in range(2)]
+    assert ["plan_changed" in each for each in of_replicas] == [False, True]
+    with pytest.raises(UserError, match=r"got no control_r2/\*\.jsonl, expected what"):
+        list(replay(tmp_path, replica=2))
 
 
 def test_a_changed_outcome_is_found(file, tmp_path):
