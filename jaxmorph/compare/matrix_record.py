@@ -176,12 +176,14 @@ def _noise(compare: Compare, step_ms: StepTimes) -> str | None:
 
 def _whole_runs(compare: Compare, system: str, blocks: Sequence[Block]) -> Iterator[Run]:
     """The whole runs of a system."""
+    names = [condition.name for condition in compare.conditions]
     runs = [(block, block.run) for block in blocks if block.run is not None]
     reference = next((run for _, run in runs if run.condition == compare.healthy), None)
     for block, run in runs:
         yield replace(
             run,
             slowdown=_times_as_long(run, reference),
+            reference_ms=_reference_ms(compare, system, names.index(run.condition)),
             disturbed=_disturbance([block]),
             load=(block.provenance.load_after or ())[:1],
         )

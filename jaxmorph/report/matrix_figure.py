@@ -32,6 +32,9 @@ def save_figure(path: Path, draw: Callable[[Matrix], Figure], matrix: Matrix) ->
         draw(matrix).savefig(path, dpi=150)
 
 
+_LONG = 30  # characters, of which four columns are wider than the smallest figure
+
+
 def matrix_figure(matrix: Matrix) -> Figure:
     """Median steps, with p10 and p90 as error bars, and dashed reference values.
 
@@ -46,10 +49,11 @@ def matrix_figure(matrix: Matrix) -> Figure:
         draw = _draw_lines if matrix.latencies_ms else _draw_bars
         _mark(axes, *draw(axes, matrix, index, system, row), _colour(index))
     _finish_steps(axes, matrix)
-    entries = len(matrix.systems) + matrix.has_reference
     if matrix.runs:
+        columns = 2 if len(matrix.reference_source) > _LONG else 4
+        entries = len(matrix.systems) + matrix.has_reference
         look = {"loc": "outside lower center", "frameon": False, "fontsize": 8.5}
-        figure.legend(ncols=min(entries, 4), **look)
+        figure.legend(ncols=min(entries, columns), **look)
     return figure
 
 
@@ -192,7 +196,8 @@ def _draw_phases(axes: Axes, runs: Sequence[Run]) -> None:
         look: dict[str, Any] = {"color": colour, "hatch": hatch, "edgecolor": "white"}
         axes.barh(_names(runs), costs_s, left=begin_s, label=kind.replace("_", " "), **look)
         begin_s = [begin + cost for begin, cost in zip(begin_s, costs_s, strict=True)]
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=4, fontsize=7.5)
+    named = axes.get_legend_handles_labels()
+    axes.figure.legend(*named, loc="outside lower right", ncols=5, fontsize=7.5)
     _finish_costs(axes, "cost of failures (s)")
 
 

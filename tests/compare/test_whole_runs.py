@@ -44,6 +44,7 @@ CONFIG = check_config(
                 {"name": "cut", "links": [{"between": [2, 3], "cut": True, "from_step": 12}]},
             ],
             "steps": 20,
+            "reference": {"restart": [400, 700]},
         },
     }
 )
@@ -110,12 +111,14 @@ def matrix(tmp_path):
 def test_a_whole_run_is_compared_with_its_healthy_one(matrix):
     run = matrix.runs["restart", "cut"]
     assert (run.total_s, run.slowdown, run.goodput) == (32.5, 3.25, 0.4)
+    assert run.reference_ms == 700.0  # the paper's, or another published one
     assert run.step_ms is not None
     assert (run.step_ms.median, run.step_ms.n, run.loss) == (500.0, 20, -14.0)
     assert run.events == {"rank_failed": 1, "restarted": 1}
     failed = matrix.runs["restart-cold", "cut"]
     assert failed.failed == "20 steps done: rank 2 failed: in vain"
     assert failed.slowdown is None
+    assert failed.reference_ms is None
     assert ("adaptive", "cut") not in matrix.runs
 
 

@@ -259,6 +259,20 @@ def test_ranks_go_back_once_the_pair_is_as_fast_as_before(tmp_path):
     assert places[0] != places[1]
 
 
+def test_a_slow_pair_that_becomes_a_link_is_adapted_to(tmp_path):
+    """No other layout may be taken, so that replica delegates the link, and the other one none."""
+    overrides = REPLICAS, "run.steps=14", "batch.microbatches=16"
+    long = "emulation.accelerator={forward_ms: 12, backward_input_ms: 12, backward_weight_ms: 12}"
+    plain = train(tmp_path / "plain", CONFIG, *overrides, long)
+    adapts = "adaptation={enabled: true, remaps: pipeline, delegates: any, worth: 0.1}"
+    slow = SLOW_HOSTS.replace("latency_ms: 500", "latency_ms: 60")
+    moved = train(tmp_path / "moved", CONFIG, *overrides, slow, long, adapts)
+    assert moved.results() == plain.results()
+    assert len(moved.events("remapped")) == len(moved.events("reopened")) == 1
+    routes = [each["routes"]["0-1"] for each in moved.steps[-1]["replicas"]]
+    assert sorted(routes) == ["delegated", "direct"]
+
+
 SCRIPT = """
 import json, sys
 from pathlib import Path
