@@ -18,6 +18,7 @@ from jaxmorph.report.run_directory import (
     CONFIG,
     EVENTS,
     METRICS,
+    control_folder,
     open_run_directory,
     read_records,
 )
@@ -46,24 +47,34 @@ def print_replay(
     """
     config = _config(run_dir, overrides)
     settings = config.adaptation if overrides else None
-    of_replicas = [
-        _Replayed(replica, tuple(_printed(replay(run_dir, settings, replica), replica, console)))
-        for replica in range(config.parallelism.data)
-    ]
+    of_replicas: list[_Replayed] = []
+    for replica in range(config.parallelism.data):
+        if replica and not control_folder(run_dir, replica).is_dir():
+            console.print(f"r{replica} is left out: its rank saw no {run_dir}", soft_wrap=True)
+            continue
+        moments = _printed(replay(run_dir, settings, replica), replica, console)
+        of_replicas.append(_Replayed(replica, tuple(moments)))
     if out is not None:
         console.print(f"wrote {_written(run_dir, config, of_replicas, out)}", soft_wrap=True)
     moments = [moment for each in of_replicas for moment in each.moments]
     num_observed = sum(not moment.is_simulated for moment in moments)
     num_decisions = sum(event.kind in _DECISIONS for each in moments for event in each.events)
     observed = f"{num_observed:,} observations, {num_decisions} decisions"
-    differing = [moment.step for moment in moments if moment.differs]
+    differing = sorted(
+        (moment.step, each.replica)
+        for each in of_replicas
+        for moment in each.moments
+        if moment.differs
+    )
     if not differing:
         console.print(f"{observed}: the same as in the run")
         return 0
+    step, replica = differing[0]
+    first = f"{step} of r{replica}" if replica else str(step)
     if overrides:
-        console.print(f"{observed}; simulated from step {min(differing)} on")
+        console.print(f"{observed}; simulated from step {first} on")
         return 0
-    console.print(f"{observed}: they differ from step {min(differing)} on")
+    console.print(f"{observed}: they differ from step {first} on")
     return 1
 
 
@@ -131,11 +142,11 @@ class _Replayed:
 
 def _printed(moments: Iterable[Moment], replica: int, console: Console) -> Iterator[Moment]:
     """The moments as they are, each printed when it comes; of differences only the first is."""
-    has_differed = False
+    has_differed, of = False, f"r{replica}: " if replica else ""
     for moment in moments:
         if moment.differs and not has_differed:
             has_differed = True
-            then, now = moment.differences()
+            then, now = (f"{of}{words}" for words in moment.differences())
             console.print(Text(f"{moment.step:6d}   in the run: {then}"), soft_wrap=True)
             console.print(Text(f"{moment.step:6d}   now:        {now}"), soft_wrap=True)
         mark = "~" if moment.is_simulated else " "
@@ -159,7 +170,7 @@ def _written(run_dir: Path, config: Config, of_replicas: Sequence[_Replayed], ou
     simulated = {each.replica: each.steps for each in of_replicas if each.steps}
     steps = sorted({step for each in simulated.values() for step in each})
     before = (each for each in records.values() if not steps or each.step < steps[0])
-    longer = longer_than_planned((each.step_s, each.predicted_step_s) for each in before)
+    longer = longer_than_planned(each for record in before for each in _pipelines(record))
     slower = 1.0 + (longer or 0.0)
     made = {
         step: _simulated(
@@ -179,16 +190,25 @@ def _written(run_dir: Path, config: Config, of_replicas: Sequence[_Replayed], ou
     return write_report(directory.path)
 
 
+def _pipelines(fact: StepRecord) -> list[tuple[float, float | None]]:
+    """How many seconds each replica's pipeline took, and was to take."""
+    if fact.replicas is None:
+        return [(fact.step_s, fact.predicted_step_s)]
+    return [(each.pipeline_s, each.predicted_step_s) for each in fact.replicas]
+
+
 def _simulated(
     fact: StepRecord, steps: Mapping[int, _Step], slower: float, config: Config
 ) -> StepRecord:
     """A step with what was simulated of some replicas; it is as long as that of the slowest one."""
+    took_s = [own_s for own_s, _ in _pipelines(fact)]
+    steps = {replica: each for replica, each in steps.items() if replica < len(took_s)}
     if not steps:
         return fact
-    planned_s = [each.predicted_step_s or 0.0 for each in fact.replicas or (fact,)]
+    sum_s = fact.step_s - max(took_s)
     for replica, each in steps.items():
-        planned_s[replica] = each.predicted_s
-    step_s = slower * max(planned_s)
+        took_s[replica] = slower * each.predicted_s
+    step_s = max(took_s) + sum_s
     changed: dict[str, Any] = {
         name: value * fact.step_s / step_s
         for name in ("tokens_per_s", "tflops_per_device", "mfu")
@@ -196,7 +216,7 @@ def _simulated(
     }
     if fact.replicas is not None:
         changed["replicas"] = tuple(
-            ReplicaStep(**steps[replica].planned, pipeline_s=steps[replica].predicted_s)
+            ReplicaStep(**steps[replica].planned, pipeline_s=took_s[replica])
             if replica in steps
             else each
             for replica, each in enumerate(fact.replicas)
@@ -225,7 +245,8 @@ def _events(
         steps: Those that are simulated, in order.
     """
     first, last = steps[0], steps[-1]
-    now_s = max((event.time_s for event in events if event.step < first), default=0.0)
+    before = [event.time_s for event in events if event.step < first]
+    now_s = before[-1] if before else 0.0  # times begin again where the run was resumed
     end_s = {first - 1: now_s}
     for step in range(first, last + 1):
         now_s += records[step].step_s if step in records else 0.0

@@ -180,10 +180,11 @@ def _whole_runs(compare: Compare, system: str, blocks: Sequence[Block]) -> Itera
     runs = [(block, block.run) for block in blocks if block.run is not None]
     reference = next((run for _, run in runs if run.condition == compare.healthy), None)
     for block, run in runs:
+        mean_ms = _reference_ms(compare, system, names.index(run.condition))
         yield replace(
             run,
             slowdown=_times_as_long(run, reference),
-            reference_ms=_reference_ms(compare, system, names.index(run.condition)),
+            reference_s=None if mean_ms is None else compare.steps * mean_ms / 1e3,
             disturbed=_disturbance([block]),
             load=(block.provenance.load_after or ())[:1],
         )

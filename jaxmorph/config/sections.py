@@ -389,7 +389,7 @@ class Adaptation(Section):
     remaps: Literal["auto", "never", "any", "pipeline"] = "auto"
     """With `parallelism.data` above 1: ranks change places in the mesh where a slow pair of hosts
     sums gradients. `any` takes the layout with the shortest predicted step; `pipeline` makes the
-    pair a link of neighbouring stages, as Falcon does. `auto` is `any` if the run adapts, else
+    pair a link of the pipeline, as Falcon does. `auto` is `any` if the run adapts, else
     `never`."""
 
     recheck_steps: Count = 1000

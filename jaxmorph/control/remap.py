@@ -5,7 +5,7 @@ Between two stages it delays messages, which a pipeline can absorb, and between 
 exchange nothing it costs nothing.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -156,8 +156,7 @@ def choose_layout(
     slow: Sequence[SlowPair],
     links: Sequence[Link],
     predicted_s: Callable[[Mapping[Link, float]], float],
-    *,
-    in_pipeline: bool = False,
+    pipeline: Collection[Link] = (),
 ) -> Layout | None:
     """A layout in which a step is shorter; None if none is found.
 
@@ -170,20 +169,19 @@ def choose_layout(
         slow: The pairs that are slow.
         links: Of a pipeline.
         predicted_s: A step of a replica, by the milliseconds by which links are slower than usual.
-        in_pipeline: Take only layouts in which some slow pair is a link of two neighbours; first
-            and last stage exchange too little in a step to count as one.
+        pipeline: Take only layouts in which some slow pair is one of these links; none: take any.
     """
     predicted = cache(lambda delays_ms: predicted_s(dict(delays_ms)))
     of_hosts = by_hosts(layout, slow)
 
     def cost(candidate: Layout) -> tuple[int, bool, float]:
         delays_ms: dict[int, dict[Link, float]] = {}
-        sums_s, num_slow, is_refused = 0.0, 0, in_pipeline
+        sums_s, num_slow, is_refused = 0.0, 0, bool(pipeline)
         for hosts, pair in of_hosts.items():
             found = traffic(candidate, hosts, links)
             sums_s = max(sums_s, pair.excess_s if found.stages else 0.0)
             num_slow += len(found.stages)
-            is_link = any(link.upper - link.lower == 1 for _, link in found.links)
+            is_link = any(link in pipeline for _, link in found.links)
             is_refused &= bool(found.stages) or not is_link
             for replica, link in found.links:
                 delays_ms.setdefault(replica, {})[link] = pair.delay_ms

@@ -98,12 +98,14 @@ def run_cells(run: Run) -> list[str]:
 
 def whole_runs_legend(matrix: Matrix) -> str:
     """What `WHOLE_COLUMNS` mean."""
+    has_published = any(run.reference_s is not None for run in matrix.runs.values())
+    published = f" In parentheses: {matrix.reference_source or 'published'}." * has_published
     return (
         "Whole runs, from the start of the first step to the end of the last, failures included. "
         f"'more s' compares with the same system under '{matrix.conditions[0]}'. 'held up s' is "
         "how long failed direct paths stopped both their ends until their links were delegated; of "
         "paths that failed in one step, the longest counts. 'lost s' is the cost of failures that "
-        "led to a restart, and the columns after it are its phases."
+        f"led to a restart, and the columns after it are its phases.{published}"
     )
 
 
@@ -132,12 +134,13 @@ def whole_rows(matrix: Matrix) -> Iterator[list[str]]:
 
 
 def _whole_cells(run: Run, first: Run | None) -> list[str]:
+    published = "" if run.reference_s is None else f" ({run.reference_s:,.0f})"
     costs = [recovery["phases_s"] for recovery in run.recoveries]
     sums = [sum(cost.get(phase, 0.0) for cost in costs) for phase in PHASES]
     return [
         run.system,
         run.condition,
-        _FAILED if run.total_s is None else f"{run.total_s:,.1f}",
+        _FAILED if run.total_s is None else f"{run.total_s:,.1f}{published}",
         _more(run, first),
         _share(run.goodput),
         _UNKNOWN if run.held_up_s is None else f"{run.held_up_s:,.2f}",

@@ -123,7 +123,7 @@ class ObservationFiles:
         if begins:
             path = self._next_file()
         if path is not None:
-            with path.open("ab") as file:
+            with path.open("xb" if begins else "ab") as file:
                 file.write(record)
             self._file = path
 

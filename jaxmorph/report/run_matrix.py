@@ -139,6 +139,7 @@ class Run:
         total_s: From the start of the first step to the end of the last, failures included.
         peak_on_device: For each stage, the most microbatches whose stash its device held at once.
         goodput: Of a whole run: `Goodput.share`.
+        reference_s: Of a whole run: what is published of its length.
         recoveries: Of a whole run: the failures that led to a restart, as in `recovery.json`.
         held_up_s: Of a whole run: how long failed direct paths held up the queues of their ends
             before their links were delegated; of those that failed in one step, the longest.
@@ -167,6 +168,7 @@ class Run:
     total_s: float | None = None
     peak_on_device: tuple[int, ...] = ()
     goodput: float | None = None
+    reference_s: float | None = None
     recoveries: tuple[Mapping[str, Any], ...] = ()
     held_up_s: float | None = None
     moves: tuple[Mapping[str, float], ...] = ()

@@ -41,6 +41,7 @@ from jaxmorph.program.instructions import (
 from jaxmorph.progress import Stall, StalledError, progress
 from jaxmorph.runtime.host_copies import AwayStash, HostCopies, wait_for
 from jaxmorph.runtime.queue import DeviceQueue, Pace, Stamp, sleep_until
+from jaxmorph.runtime.rank_process import in_one_line
 from jaxmorph.runtime.routes import Moved, PairRoute, Posting, Route, TransferIdentity
 from jaxmorph.runtime.tied import TiedGradients
 from jaxmorph.schedule.ops import Op, OpKind
@@ -237,9 +238,10 @@ class Executor:
                 route.settle()
         except BaseException as error:
             stall = self._own_stall(error)
+            # The ends of a link may be out of step, so no step follows.
+            self.queue.fail(RuntimeError(f"an earlier step has failed: {in_one_line(error)}"))
             for away in state.away.values():
                 away.cancel()
-            self.queue.fail(error)  # the ends of a link may be out of step
             if stall is not None:
                 raise StalledError(stall) from error
             raise

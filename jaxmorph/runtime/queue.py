@@ -152,8 +152,8 @@ class DeviceQueue(ABC):
             raise self._error
 
     def fail(self, error: BaseException) -> None:
-        """Drop items that have not begun, and take no others; an earlier error stays."""
-        self._error = self._error or error
+        """Drop items that have not begun, and take no others: they raise this error."""
+        self._error = error
 
     def stall(self, error: Exception, timeout_s: float) -> Stall | None:
         """What this rank's device has stalled at, if that is why a wait was in vain.
@@ -225,7 +225,7 @@ class DeviceQueue(ABC):
                 try:
                     self._handle(found)
                 except BaseException as error:  # raised again by the caller; the rest is dropped
-                    self.fail(error)
+                    self._error = self._error or error
                 self._at = None
 
 

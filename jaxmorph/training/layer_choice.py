@@ -129,7 +129,7 @@ def choose_placement(
     rendezvous.exchange({})  # all ranks have started, and are idle from here on
     own = None
     if rendezvous.rank == 0:
-        own = _v_is_shorter(config.of_replica(0), model.num_layers, len(model.tied), measure)
+        own = _v_is_shorter(config, model.num_layers, len(model.tied), measure)
     in_a_v, reason = agree(rendezvous, tuple[bool, str], own)
     return config.placed(in_a_v=in_a_v), reason
 
@@ -162,7 +162,10 @@ def _v_is_shorter(
 def _predicted_ms(
     config: Config, cut: Sequence[range], costs: LayerCosts | None, num_tied: int
 ) -> float:
-    """The step of a configuration's schedule, on links without delay but for `schedule.link_ms`."""
+    """The step of a configuration's schedule, on links without delay but for `schedule.link_ms`.
+
+    It is as long as that of the slowest replica.
+    """
     accelerator, placement = config.emulation.accelerator, config.placement
     if accelerator is not None:
         times = accelerator.model_dump().values()
@@ -184,10 +187,14 @@ def _predicted_ms(
             )
         ]
         of_stages = StageCosts(*map(tuple, by_op))
-    profile = Profile(of_stages, planned_links(config.schedule.link_ms, {}))
-    made = plan_step(config, profile, num_tied)
-    programs = lower_step(made.schedule, profile, made.routes, num_tied)
-    return simulate_step(programs, profile, {}).makespan_ms
+
+    def step_ms(own: Config) -> float:
+        profile = Profile(of_stages, planned_links(own.schedule.link_ms, {}))
+        made = plan_step(own, profile, num_tied)
+        programs = lower_step(made.schedule, profile, made.routes, num_tied)
+        return simulate_step(programs, profile, {}).makespan_ms
+
+    return max(step_ms(config.of_replica(index)) for index in range(config.parallelism.data))
 
 
 def measured_on_rank_0(

@@ -394,10 +394,10 @@ class Remapping(Callback):
         began_s = time.monotonic()
         pairs = (*self.slow, *new)
         links = possible_links(self._config.parallelism.stages)
-        in_pipeline = self._config.adaptation.remaps == "pipeline"
-        found = choose_layout(
-            self._before, pairs, links, self._predicted_s, in_pipeline=in_pipeline
-        )
+        # First and last stage also exchange tied gradients: no link that a pipeline runs over.
+        is_falcons = self._config.adaptation.remaps == "pipeline"
+        pipeline = self._config.placement.links if is_falcons else ()
+        found = choose_layout(self._before, pairs, links, self._predicted_s, pipeline)
         if found is None:
             return None
         took_s = time.monotonic() - began_s

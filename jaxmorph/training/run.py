@@ -365,7 +365,8 @@ def begin_training(
         if run.leads and checkpoints is not None:
             where = checkpoints.directory, run.replicas.own.index
             known_links = KnownLinks(run.config, links_file(*where), run.cut.layers)
-            observations = ObservationFiles(control_folder(*where))
+            if checkpoints.directory.is_dir():  # replica 0's host may have it alone
+                observations = ObservationFiles(control_folder(*where))
         if run.records and checkpoints is not None:
             lines = opened.enter_context(closing(RunLines(checkpoints.directory)))
         control = opened.enter_context(

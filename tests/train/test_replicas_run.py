@@ -261,11 +261,11 @@ def test_ranks_go_back_once_the_pair_is_as_fast_as_before(tmp_path):
 
 def test_a_slow_pair_that_becomes_a_link_is_adapted_to(tmp_path):
     """No other layout may be taken, so that replica delegates the link, and the other one none."""
-    overrides = REPLICAS, "run.steps=14", "batch.microbatches=16"
+    overrides = REPLICAS, "run.steps=16", "batch.microbatches=16"
     long = "emulation.accelerator={forward_ms: 12, backward_input_ms: 12, backward_weight_ms: 12}"
     plain = train(tmp_path / "plain", CONFIG, *overrides, long)
     adapts = "adaptation={enabled: true, remaps: pipeline, delegates: any, worth: 0.1}"
-    slow = SLOW_HOSTS.replace("latency_ms: 500", "latency_ms: 60")
+    slow = SLOW_HOSTS.replace("500", "40").replace("gradient_bytes: 1000", "gradient_bytes: 4000")
     moved = train(tmp_path / "moved", CONFIG, *overrides, slow, long, adapts)
     assert moved.results() == plain.results()
     assert len(moved.events("remapped")) == len(moved.events("reopened")) == 1
