@@ -37,10 +37,12 @@ from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.payloads import channel_name
 from jaxmorph.runtime.queue import sleep_until
 from jaxmorph.runtime.routes import (
+    AbandonedEpochError,
     Moved,
     Posting,
     TransferIdentity,
     TransferMismatchError,
+    require_live,
 )
 from jaxmorph.transport.names import (
     HALF,
@@ -69,7 +71,7 @@ class DelegatedCounts:
     Attributes:
         slot_waits: Messages that waited on the host for a free slot, for more than a moment; those
             in parts don't count, as each part waits for the parts before it.
-        skipped: Messages dropped: of an earlier epoch or step, or received before.
+        skipped: Messages dropped: of an abandoned epoch, or received before.
     """
 
     slot_waits: int = 0
@@ -120,6 +122,8 @@ class DelegatedRoute:
         self._links = links or EmulatedLinks()
         self.path_failure: Callable[[Link], str] = lambda link: ""
         self.on_taken: Callable[[TransferIdentity, float, float], None] = lambda *times: None
+        self._abandoned = -1
+        self._reserved: dict[tuple[ChannelName, int], tuple[OutgoingSlot, Tag]] = {}
         self._copying: deque[_Copy] = deque()
         self._lock = threading.Lock()
         self._senders: dict[Channel, _Sender] = {}
@@ -201,10 +205,11 @@ class DelegatedRoute:
 
     def reserve(self, identity: TransferIdentity, deadline_s: float) -> Iterator[Posting]:
         """Reserve slots lazily: each part waits for its slot only when its posting is requested."""
-        sender = self._senders[channel_of(identity.transfer)]
+        sender = self._senders[self._live_channel(identity)]
         for index, part in enumerate(sender.use.parts):
             slot = self._free_slot(identity, sender, deadline_s)
             tag = _tag(identity, index, len(sender.use.parts))
+            self._reserved[sender.name, slot.sequence] = slot, tag
             yield partial(self._start, sender, part, slot, tag)
 
     def post(
@@ -226,7 +231,7 @@ class DelegatedRoute:
         the host does then, and the host waits until it is over.
         """
         del arrived_s  # of the host at this receive; the message has times of its own
-        receiver = self._receivers[channel_of(identity.transfer)]
+        receiver = self._receivers[self._live_channel(identity)]
         arrival = receiver.receive()
         posted_s, received_s = np.inf, -np.inf
         for index, part in enumerate(receiver.use.parts):
@@ -244,7 +249,17 @@ class DelegatedRoute:
 
     def has_free_slot(self, identity: TransferIdentity) -> bool:
         """Whether `reserve` would return at once; raises if the receiver is gone."""
-        return self._plane.has_free_slot(self._senders[channel_of(identity.transfer)].name)
+        return self._plane.has_free_slot(self._senders[self._live_channel(identity)].name)
+
+    def abandon(self, epoch: int) -> None:
+        """Refuse the rest of an epoch, and drop its messages that still arrive."""
+        self._abandoned = max(self._abandoned, epoch)
+        # Messages arrive in the order of their slots. A reserved slot that stayed unused would
+        # block those of the next epoch, so it is sent empty.
+        for key, (slot, tag) in list(self._reserved.items()):
+            if tag[0] <= epoch and self._reserved.pop(key, None):
+                _post_empty(slot, tag)
+        self._finish_copies()
 
     def settle(self) -> None:
         """Wait until all copies are over and raise the first error of one."""
@@ -267,13 +282,24 @@ class DelegatedRoute:
         return [event]
 
     def _finish_copies(self, *, waits: bool = False) -> None:
-        """Release copies in their order, all or up to the first that still runs or has failed."""
+        """Release copies in their order, all or up to the first that still runs.
+
+        It raises the error of one, unless its epoch was abandoned.
+        """
         while True:
             with self._lock:
                 if not self._copying or not (waits or self._copying[0].is_over):
                     return
                 copy = self._copying.popleft()
-            copy.finish()
+            try:
+                copy.finish()
+            except Exception:
+                if copy.tag[0] > self._abandoned:
+                    raise
+
+    def _live_channel(self, identity: TransferIdentity) -> Channel:
+        require_live(identity, self._abandoned)
+        return channel_of(identity.transfer)
 
     def _free_slot(
         self, identity: TransferIdentity, sender: "_Sender", deadline_s: float
@@ -302,6 +328,8 @@ class DelegatedRoute:
     ) -> Moved:
         """Dispatch a copy, and keep its ticket and the value until it is over."""
         del arrived_s
+        if self._reserved.pop((sender.name, slot.sequence), None) is None:
+            raise AbandonedEpochError(f"{sender.name}: message {slot.sequence} was abandoned")
         with _posted_even_after_error(slot, tag):
             ticket: Any = sender.copy(value, part, slot, tag)
         with self._lock:

@@ -20,12 +20,13 @@ from jaxmorph.program.instructions import Channel, SendReceive, channel_of
 from jaxmorph.progress import progress
 from jaxmorph.records import Link
 from jaxmorph.runtime.emulated_links import EmulatedLinks, never
-from jaxmorph.runtime.link_programs import Programs, read_identity
+from jaxmorph.runtime.link_programs import LinkProgram, Programs, read_identity
 from jaxmorph.runtime.routes import (
     Moved,
     Posting,
     TransferIdentity,
     TransferMismatchError,
+    require_live,
 )
 
 _WORD = 0xFFFFFFFF
@@ -155,6 +156,7 @@ class DirectRoute:
         peer_has_left: Whether a link's peer has left its path: a transfer then fails at once, and
             doesn't wait for an emulated cut to heal.
         received: How many messages of each channel were received, in all epochs together.
+        abandoned: Transfers of this epoch and of earlier ones are refused.
     """
 
     holds_queue = True  # the ends wait for each other on their queues
@@ -166,6 +168,7 @@ class DirectRoute:
     kept: KeptOutputs | None = None
     peer_has_left: Callable[[Link], bool] = never
     received: Counter[Channel] = field(default_factory=Counter, init=False)
+    abandoned: int = field(default=-1, init=False)
 
     def reserve(self, identity: TransferIdentity, deadline_s: float) -> Iterator[Posting]:
         """One posting for the whole message; it needs no room."""
@@ -174,7 +177,7 @@ class DirectRoute:
 
     def post(self, identity: TransferIdentity, value: jax.Array, arrived_s: float) -> Moved:
         """Dispatch the sender's end."""
-        program = self.programs[channel_of(identity.transfer)]
+        program = self._program(identity)
         if self.kept is not None:
             self.kept.keep(identity, value)
         deadline_s = time.monotonic() + self.timeout_s
@@ -191,7 +194,7 @@ class DirectRoute:
 
     def take(self, identity: TransferIdentity, arrived_s: float, deadline_s: float) -> Moved:
         """Run the receiver's end and check which message came."""
-        program = self.programs[channel_of(identity.transfer)]
+        program = self._program(identity)
         deadline_s = min(deadline_s, time.monotonic() + self.timeout_s)
         begun_s = self.links.wait_until_whole(identity, arrived_s, deadline_s, self.peer_has_left)
         progress.stamp_queue(identity.transfer)
@@ -212,6 +215,7 @@ class DirectRoute:
         deadline_s: float,
     ) -> Moved:
         """Run this end of a pair, and check which message came."""
+        require_live(sent, self.abandoned)
         pair = SendReceive(sent.transfer, received.transfer)
         program = self.programs[sent.transfer.link]
         if self.kept is not None:
@@ -228,6 +232,10 @@ class DirectRoute:
             moved = self._emulated(moved, [sent, received], value.nbytes, begun_s, deadline_s)
         self.received[channel_of(pair.received)] += 1
         return moved
+
+    def abandon(self, epoch: int) -> None:
+        """Refuse the rest of an epoch: its ends may be out of step."""
+        self.abandoned = max(self.abandoned, epoch)
 
     def replace_programs(self, programs: Programs) -> None:
         """Use other programs for a link, while the queue is empty."""
@@ -258,6 +266,10 @@ class DirectRoute:
         rest = num_bytes, met_s, deadline_s, self.peer_has_left
         over_s = tuple(self.links.over_s(each, *rest) for each in identities)
         return replace(moved, over_s=max(over_s), each_over_s=over_s)
+
+    def _program(self, identity: TransferIdentity) -> LinkProgram:
+        require_live(identity, self.abandoned)
+        return self.programs[channel_of(identity.transfer)]
 
 
 def _check(words: jax.Array, expected: TransferIdentity) -> float:

@@ -41,7 +41,6 @@ from jaxmorph.program.instructions import (
 from jaxmorph.progress import Stall, StalledError, progress
 from jaxmorph.runtime.host_copies import AwayStash, HostCopies, wait_for
 from jaxmorph.runtime.queue import DeviceQueue, Pace, Stamp, sleep_until
-from jaxmorph.runtime.rank_process import in_one_line
 from jaxmorph.runtime.routes import Moved, PairRoute, Posting, Route, TransferIdentity
 from jaxmorph.runtime.tied import TiedGradients
 from jaxmorph.schedule.ops import Op, OpKind
@@ -218,7 +217,6 @@ class Executor:
             PeerGoneError: If a rank at the other end of a delegated link is gone.
             StalledError: If one of these two happened while this rank's own device stood still.
         """
-        self.queue.raise_error()  # no step follows one that has failed
         loss_weight = jax.device_put(np.float32(inputs.loss_weight), self.placement)
         state = _Step(program, weights, list(accumulators), inputs, loss_weight, step)
         if self.aux_weights:
@@ -238,10 +236,11 @@ class Executor:
                 route.settle()
         except BaseException as error:
             stall = self._own_stall(error)
-            # The ends of a link may be out of step, so no step follows.
-            self.queue.fail(RuntimeError(f"an earlier step has failed: {in_one_line(error)}"))
+            for route in self.routes.values():  # the ends of a link may be out of step
+                route.abandon(_FIRST_EPOCH)
             for away in state.away.values():
                 away.cancel()
+            self.queue.restart()
             if stall is not None:
                 raise StalledError(stall) from error
             raise

@@ -29,7 +29,7 @@ from jaxmorph.runtime.direct import DirectRoute, KeptOutputs, PathFailedError
 from jaxmorph.runtime.link_connections import PathPings
 from jaxmorph.runtime.link_programs import LinkCommunicators, Programs
 from jaxmorph.runtime.link_switch import Counts, EndState, LinkEnd, Notice, PeerConnections
-from jaxmorph.runtime.routes import Moved, Posting, TransferIdentity
+from jaxmorph.runtime.routes import Moved, Posting, TransferIdentity, require_live
 from jaxmorph.stage.compiling import in_background
 
 
@@ -187,6 +187,10 @@ class FailoverRoute:
         ends_s = [each.over_s for each in (posted, moved) if each.over_s is not None]
         return replace(moved, over_s=max(ends_s, default=None))
 
+    def abandon(self, epoch: int) -> None:
+        """Refuse all further transfers: see `DirectRoute.abandon`."""
+        self._direct.abandon(epoch)
+
     def settle(self) -> None:
         """Raise the error of a switch that no transfer has waited for."""
         for end in self._ends.values():
@@ -258,6 +262,7 @@ class FailoverRoute:
         return self._compiled[link, number]
 
     def _end(self, identity: TransferIdentity) -> LinkEnd:
+        require_live(identity, self._direct.abandoned)
         end = self._ends[identity.transfer.link]
         if end.link in self._direct_watches and not end.has_failed_over:
             self._await_queue()  # else the ops' time would count as the message's, at both ends

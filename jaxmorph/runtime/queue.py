@@ -97,7 +97,8 @@ _UNTIMED = "an item that is not timed"
 class DeviceQueue(ABC):
     """Runs work in order; its own thread runs the work or watches it end.
 
-    The thread keeps its first error for the caller, and drops all items after it.
+    The thread keeps its first error for the caller. A restart begins a new generation: items and
+    errors of earlier ones are dropped.
     """
 
     _thread_name: str
@@ -105,11 +106,12 @@ class DeviceQueue(ABC):
     def __init__(self) -> None:
         self._stamps: list[Stamp] = []
         self._previous_end_s = 0.0
-        self._items: standard_queue.SimpleQueue[_Item | Callable[[], None] | None] = (
+        self._items: standard_queue.SimpleQueue[tuple[int, _Item] | Callable[[], None] | None] = (
             standard_queue.SimpleQueue()
         )
+        self._generation = 0
         self._at: tuple[Any, float] | None = None  # an item's label, and since when it runs
-        self._error: BaseException | None = None
+        self._error: tuple[int, BaseException] | None = None  # with its generation
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=self._thread_name, daemon=True)
         self._thread.start()
@@ -148,12 +150,8 @@ class DeviceQueue(ABC):
 
     def raise_error(self) -> None:
         """Raise the queue's first error, if there is one; doesn't wait."""
-        if self._error is not None:
-            raise self._error
-
-    def fail(self, error: BaseException) -> None:
-        """Drop items that have not begun, and take no others: they raise this error."""
-        self._error = error
+        if self._error is not None and self._error[0] == self._generation:
+            raise self._error[1]
 
     def stall(self, error: Exception, timeout_s: float) -> Stall | None:
         """What this rank's device has stalled at, if that is why a wait was in vain.
@@ -175,7 +173,7 @@ class DeviceQueue(ABC):
     def drain(self, timeout_s: float = 60.0) -> list[Stamp]:
         """Wait until all items have run; returns the labelled ones' stamps since the last drain.
 
-        After an error it raises that at each call.
+        After an error it raises that at each call until a restart.
 
         Args:
             timeout_s: How long it may take until this rank makes progress, by its stamps.
@@ -203,6 +201,11 @@ class DeviceQueue(ABC):
                 raise StalledError(Stall(silence.lasts_s, progress.in_words()))
         progress.stamp_queue(None)
 
+    def restart(self) -> None:
+        """Drop items that have not begun, and the error; doesn't wait for the current item."""
+        self._generation += 1
+        self._stamps = []
+
     def close(self) -> None:
         """Stop the queue's thread; items that have not begun are dropped."""
         self._closed = True
@@ -211,21 +214,23 @@ class DeviceQueue(ABC):
 
     def _put(self, item: _Item) -> None:
         self.raise_error()
-        self._items.put(item)
+        self._items.put((self._generation, item))
 
     def _run(self) -> None:
         while (found := self._items.get()) is not None:
-            if self._closed:
+            if not isinstance(found, tuple):
+                if not self._closed:
+                    found()
                 continue
-            if not isinstance(found, _Item):
-                found()
-            elif self._error is None:
-                progress.stamp_queue(found.label or _UNTIMED)
-                self._at = found.label, time.monotonic()
+            generation, item = found
+            failed = self._error is not None and self._error[0] == generation
+            if generation == self._generation and not failed and not self._closed:
+                progress.stamp_queue(item.label or _UNTIMED)
+                self._at = item.label, time.monotonic()
                 try:
-                    self._handle(found)
+                    self._handle(item)
                 except BaseException as error:  # raised again by the caller; the rest is dropped
-                    self._error = self._error or error
+                    self._error = generation, error
                 self._at = None
 
 
@@ -266,12 +271,13 @@ class AsynchronousQueue(DeviceQueue):
         wait()
 
     def _handle(self, item: _Item) -> None:
+        stamps = self._stamps  # before it waits: a restart replaces the list
         if item.label is None:
             item.work(self._previous_end_s)
             return
         jax.block_until_ready(item.work())
         end_s = time.monotonic()
-        self._stamps.append(Stamp(item.label, max(self._previous_end_s, item.enqueued_s), end_s))
+        stamps.append(Stamp(item.label, max(self._previous_end_s, item.enqueued_s), end_s))
         self._previous_end_s = end_s
 
 
@@ -317,6 +323,7 @@ class PacedQueue(DeviceQueue):
         self._previous_end_s = max(self._previous_end_s, time_s)
 
     def _handle(self, item: _Item) -> None:
+        stamps = self._stamps  # before it waits: a restart replaces the list
         if item.label is None:
             item.work()
             return
@@ -327,7 +334,7 @@ class PacedQueue(DeviceQueue):
             end_s, took_s = self._hold(item, start_s)
             if self._follows_transfer:
                 start_s = max(start_s, end_s - took_s)
-        self._stamps.append(Stamp(item.label, start_s, end_s))
+        stamps.append(Stamp(item.label, start_s, end_s))
         self._previous_end_s, self._follows_transfer = end_s, item.is_transfer
 
     @staticmethod

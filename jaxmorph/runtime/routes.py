@@ -38,6 +38,18 @@ class TransferMismatchError(RuntimeError):
     """An unexpected message came: the two ends of a link are out of step."""
 
 
+class AbandonedEpochError(RuntimeError):
+    """A transfer belongs to an epoch of its route that has ended."""
+
+
+def require_live(identity: TransferIdentity, ended: int) -> None:
+    """Refuse a transfer of epoch `ended` or of an earlier one."""
+    if identity.epoch <= ended:
+        raise AbandonedEpochError(
+            f"{identity}: this epoch of the route has ended, expected an epoch after {ended}"
+        )
+
+
 @dataclass(frozen=True)
 class Moved:
     """A transfer as one of its ends saw it.
@@ -99,6 +111,10 @@ class Route(Protocol):
             TransferMismatchError: If another message came in its place.
             TimeoutError: If it doesn't come by the deadline.
         """
+        ...
+
+    def abandon(self, epoch: int) -> None:
+        """Refuse transfers of this epoch and of earlier ones from now on."""
         ...
 
     def settle(self) -> None:

@@ -146,6 +146,8 @@ def test_a_failed_copy_raises_at_both_ends_and_blocks_nothing(ends, device):
     with pytest.raises(PeerGoneError, match="rank 0 failed before it could send it"):
         ends.take(activation(0))
     device.library.failing.clear()
+    for route in (ends.sender, ends.receiver):
+        route.abandon(0)
     device.go.set()
     ends.send(activation(0, epoch=1), values(7))
     taken = ends.take(activation(0, epoch=1)).value

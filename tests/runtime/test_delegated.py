@@ -18,7 +18,7 @@ from jaxmorph.program.instructions import Channel, Payload, Transfer, channel_of
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.payloads import channel_name
-from jaxmorph.runtime.routes import TransferIdentity, TransferMismatchError
+from jaxmorph.runtime.routes import AbandonedEpochError, TransferIdentity, TransferMismatchError
 from jaxmorph.transport.names import PeerGoneError
 from jaxmorph.transport.plane import ChannelSpec
 
@@ -224,9 +224,10 @@ def test_slots_that_a_plan_does_not_need_are_freed(pair):
         pair.expect(activation(microbatch), values(microbatch))
 
 
-def test_messages_of_an_earlier_epoch_are_skipped(pair):
+def test_messages_of_an_abandoned_epoch_are_skipped(pair):
     pair.send(activation(5, epoch=0), values(0))
     pair.send(activation(2, epoch=1), values(1))
+    pair.receiver.abandon(0)
     pair.expect(activation(2, epoch=1), values(1))
     assert pair.receiver.counts.skipped == 1
 
@@ -238,6 +239,28 @@ def test_repeated_messages_and_earlier_steps_are_skipped(pair):
     pair.send(activation(1, step=-1), values(0))
     threading.Thread(target=pair.send, args=(activation(0), values(7)), daemon=True).start()
     pair.expect(activation(0), values(7))
+    assert pair.receiver.counts.skipped == 2
+
+
+def test_an_abandoned_epoch_is_refused_at_both_ends(pair):
+    for route in (pair.sender, pair.receiver):
+        route.abandon(1)
+    with pytest.raises(AbandonedEpochError, match="expected an epoch after 1"):
+        pair.send(activation(0, epoch=1), values(0))
+    with pytest.raises(AbandonedEpochError):
+        pair.take(activation(0, epoch=0))
+
+
+def test_an_abandoned_reservation_blocks_no_later_message(pair):
+    """After an error, postings are never run or run too late."""
+    held = [pair.reserve(microbatch) for microbatch in range(2)]
+    held[1](values(1), 0.0)  # behind one that never comes
+    for route in (pair.sender, pair.receiver):
+        route.abandon(0)
+    with pytest.raises(AbandonedEpochError, match="message 0 was abandoned"):
+        held[0](values(0), 0.0)
+    pair.send(activation(0, epoch=1), values(7))
+    pair.expect(activation(0, epoch=1), values(7))
     assert pair.receiver.counts.skipped == 2
 
 
@@ -285,6 +308,20 @@ def test_a_failed_copy_ends_a_wait_for_slots(make_pair):
     with pytest.raises(PeerGoneError, match="rank 0 failed before it could send it"):
         pair.take(activation(0))
     del held
+
+
+@pytest.mark.parametrize("fails_first", [True, False])
+def test_a_failed_copy_of_an_abandoned_epoch_is_ignored(make_pair, fails_first):
+    backend = FailingCopies()
+    pair = make_pair(backend=backend)
+    pair.send(activation(0), values(0))
+    steps = [backend.over.set, lambda: pair.sender.abandon(0)]
+    for step in steps if fails_first else reversed(steps):
+        step()
+    pair.sender.settle()
+    with pytest.raises(TimeoutError):
+        pair.take(activation(0, epoch=1), wait_s=0.05)
+    assert pair.receiver.counts.skipped == 1
 
 
 def test_copies_from_host_memory_are_part_of_a_messages_way(make_pair):

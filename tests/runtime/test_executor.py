@@ -1,4 +1,4 @@
-"""A receive waits where its route says, and no step follows one that has failed."""
+"""A receive waits where its route says, and a failed step abandons the epoch."""
 
 import threading
 from dataclasses import dataclass, field
@@ -15,9 +15,10 @@ from jaxmorph.program.instructions import (
     Send,
     Transfer,
 )
+from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.executor import Executor, StepInputs
 from jaxmorph.runtime.queue import Pace, PacedQueue, Stamp
-from jaxmorph.runtime.routes import Moved
+from jaxmorph.runtime.routes import AbandonedEpochError, Moved, TransferIdentity
 
 TRANSFER = Transfer(Payload.GRADIENT, 1, 0, 0)
 INPUTS = StepInputs(None, None, 1.0)
@@ -30,6 +31,7 @@ class RecordingRoute:
     holds_queue: bool
     error: Exception | None = None
     threads: list = field(default_factory=list)
+    abandoned: list = field(default_factory=list)
 
     def take(self, identity, arrived_s, deadline_s):
         self.threads.append(threading.current_thread())
@@ -43,6 +45,9 @@ class RecordingRoute:
 
     def settle(self):
         pass
+
+    def abandon(self, epoch):
+        self.abandoned.append(epoch)
 
 
 @pytest.fixture
@@ -95,10 +100,19 @@ def test_a_delegated_send_may_take_compute(queue):
 
 
 @pytest.mark.parametrize("holds_queue", [True, False])
-def test_no_step_follows_one_that_has_failed(queue, holds_queue):
+def test_an_error_abandons_the_epoch(queue, holds_queue):
     route = RecordingRoute(holds_queue, error=TimeoutError("nothing came"))
     with pytest.raises(TimeoutError, match="nothing came"):
         execute(queue, route)
-    with pytest.raises(RuntimeError, match="an earlier step has failed: TimeoutError: nothing"):
-        execute(queue, route)
-    assert len(route.threads) == 1
+    assert route.abandoned == [0]
+
+
+def test_a_direct_route_refuses_an_abandoned_epoch():
+    route = DirectRoute({}, answered=False)
+    route.abandon(1)
+    with pytest.raises(AbandonedEpochError, match="of step 7, epoch 1: this epoch of the route"):
+        route.take(TransferIdentity(1, 7, TRANSFER), 0.0, 1.0)
+    with pytest.raises(AbandonedEpochError, match="expected an epoch after 1"):
+        route.post(TransferIdentity(0, 7, TRANSFER), jnp.zeros(()), 0.0)
+    with pytest.raises(KeyError):  # a later epoch gets as far as its program
+        route.take(TransferIdentity(2, 7, TRANSFER), 0.0, 1.0)

@@ -41,7 +41,7 @@ from jaxmorph.runtime.causes import Wait, WaitedInVainError
 from jaxmorph.runtime.direct import is_of_path
 from jaxmorph.runtime.failover_route import PathWatch
 from jaxmorph.runtime.link_switch import Notice
-from jaxmorph.runtime.routes import TransferIdentity, TransferMismatchError
+from jaxmorph.runtime.routes import AbandonedEpochError, TransferIdentity, TransferMismatchError
 
 ORDER = [up(0), up(1), down(0), up(2), down(1), TIED, down(2)]
 CUT = LinkCondition((0, 1), cut=True, route="direct")
@@ -393,6 +393,13 @@ def test_the_end_restored_first_waits(make_ends):
     ((_, value),) = late.finish()
     assert np.array_equal(value, payload_of(up(0), 1))
     assert not first.has_failed_over(LINK)
+
+
+def test_an_abandoned_epoch_is_refused(make_ends):
+    ends = make_ends()
+    ends.routes[0].abandon(0)
+    with pytest.raises(AbandonedEpochError, match="expected an epoch after 0"):
+        ends.routes[0].take(TransferIdentity(0, 0, down(0)), 0.0, 0.0)
 
 
 def test_outputs_known_to_be_received_are_released(make_ends):

@@ -86,31 +86,35 @@ class Failing:
         raise ZeroDivisionError
 
 
-def test_a_failed_queue_takes_no_items(queue):
+def test_a_failed_queue_takes_no_items_until_restarted(queue):
     queue.enqueue("bad", Failing)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             queue.drain()
     with pytest.raises(ZeroDivisionError):
         queue.enqueue("later", lambda: None)
+    queue.restart()
+    queue.enqueue("again", lambda: None)
+    assert [stamp.label for stamp in queue.drain()] == ["again"]
 
 
-def test_items_behind_a_failure_are_dropped(paced):
-    begun, go_on, ran = threading.Event(), threading.Event(), []
+@pytest.mark.parametrize("fails", [True, False])
+def test_items_from_before_a_restart_are_ignored(paced, fails):
+    begun, go_on = threading.Event(), threading.Event()
 
     def end_late():
         begun.set()
         go_on.wait(30)
-        raise ValueError("a second error")
+        if fails:
+            raise ZeroDivisionError
 
     paced.enqueue("late", end_late)
-    paced.enqueue("behind", lambda: ran.append("behind"))
+    paced.enqueue("behind", lambda: None)
     assert begun.wait(30)
-    paced.fail(ZeroDivisionError("the first error"))
+    paced.restart()
     go_on.set()
-    with pytest.raises(ZeroDivisionError, match="the first error"):
-        paced.drain()
-    assert not ran
+    paced.enqueue("again", lambda: None)
+    assert [stamp.label for stamp in paced.drain()] == ["again"]
 
 
 def test_paced_ops_last_their_duration_against_carried_deadlines(paced):

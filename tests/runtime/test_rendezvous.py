@@ -187,8 +187,8 @@ def test_a_rank_with_another_secret_is_named():
 
 def test_a_rank_of_another_version_is_refused():
     store = Store()
-    store.key_value_set("jaxmorph/rendezvous", json.dumps({"host": LOOPBACK, "port": 1}))
-    message = f"rank 0 runs another jaxmorph: .* version 1 .*expected {VERSION}"
+    store.key_value_set("jaxmorph/rendezvous", json.dumps({"version": VERSION - 1}))
+    message = f"rank 0 runs another jaxmorph: .* version {VERSION - 1} .*expected {VERSION}"
     with pytest.raises(UserError, match=message):
         HostRendezvous(store, LOOPBACK, 1, 2, 1.0, SECRET)
 
