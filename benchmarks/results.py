@@ -84,7 +84,7 @@ def _text(value: Any, indent: str) -> str:
     inner = indent + " "
     match value:
         case dict() if any(map(_has_record, value.values())):
-            lines = [f"{json.dumps(key)}: {_text(each, inner)}" for key, each in value.items()]
+            lines = [f"{json.dumps(str(key))}: {_text(each, inner)}" for key, each in value.items()]
         case list() | tuple() if any(map(_has_record, value)):
             lines = [_text(each, inner) for each in value]
         case _:

@@ -111,3 +111,8 @@ def test_json_has_one_record_a_line(tmp_path):
     text = (tmp_path / "values.json").read_text()
     assert json.loads(text) == values
     assert '    {"kind": "a", "leaks": []},\n    {}\n' in text
+
+
+def test_json_has_text_for_keys(tmp_path):
+    write_json(tmp_path / "values.json", {1024: {"raw": {"median": 2.0}}})
+    assert json.loads((tmp_path / "values.json").read_text()) == {"1024": {"raw": {"median": 2.0}}}
