@@ -49,8 +49,10 @@ def print_replay(
     settings = config.adaptation if overrides else None
     of_replicas: list[_Replayed] = []
     for replica in range(config.parallelism.data):
-        if replica and not control_folder(run_dir, replica).is_dir():
-            console.print(f"r{replica} is left out: its rank saw no {run_dir}", soft_wrap=True)
+        folder = control_folder(run_dir, replica)
+        if replica and not folder.is_dir():
+            line = f"r{replica} is left out: got no {folder}, expected what `train` keeps there"
+            console.print(line, soft_wrap=True)
             continue
         moments = _printed(replay(run_dir, settings, replica), replica, console)
         of_replicas.append(_Replayed(replica, tuple(moments)))
@@ -134,10 +136,11 @@ class _Replayed:
             if each.timeline is not None and isinstance(each.observation, StepObserved)
         }
 
-    def events(self, moment: Moment, time_s: float = 0.0) -> Iterator[Event]:
-        """What followed from an observation."""
-        for event in moment.events:
-            yield Event(time_s, moment.step, **vars(event)).of_replica(self.replica)
+
+def _events_of(moment: Moment, replica: int, time_s: float = 0.0) -> Iterator[Event]:
+    """What followed from an observation, as the run records it of a replica."""
+    for event in moment.events:
+        yield Event(time_s, moment.step, **vars(event)).of_replica(replica)
 
 
 def _printed(moments: Iterable[Moment], replica: int, console: Console) -> Iterator[Moment]:
@@ -150,7 +153,7 @@ def _printed(moments: Iterable[Moment], replica: int, console: Console) -> Itera
             console.print(Text(f"{moment.step:6d}   in the run: {then}"), soft_wrap=True)
             console.print(Text(f"{moment.step:6d}   now:        {now}"), soft_wrap=True)
         mark = "~" if moment.is_simulated else " "
-        for event in _Replayed(replica, ()).events(moment):
+        for event in _events_of(moment, replica):
             link = f"{event.link or '':5} "
             line = Text.assemble(
                 f"{moment.step:6d} {mark} ", (f"{event.kind:22}", "bold"), link, event.detail
@@ -263,7 +266,7 @@ def _events(
         for each in simulated
         for moment in each.moments
         if moment.is_simulated
-        for event in each.events(moment, end_s.get(moment.step, now_s))
+        for event in _events_of(moment, each.replica, end_s.get(moment.step, now_s))
     )
     yield from (event for event in events if event.step < first)
     yield from sorted(found, key=lambda event: event.step)
