@@ -238,6 +238,9 @@ def _neighbours(
 def _all(reachable: Sequence[int], slackness: int) -> Iterator[tuple[int, ...]]:
     """All warm-ups with a smallest slackness; those with few on the last stages come first."""
     *above, here = reachable
+    # As many as leave room for all stages above, so that no search ends in nothing.
+    apart = enumerate(reversed(above), start=1)
+    here = min([here, *(most - slackness * links for links, most in apart)])
     for forwards in range(1, here + 1):
         if not above:
             yield (forwards,)

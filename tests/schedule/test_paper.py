@@ -8,6 +8,7 @@ from jaxmorph.records import Link
 from jaxmorph.schedule.costs import Limits, LinkDelay, StageCosts, chain_links
 from jaxmorph.schedule.list_schedule import Rule, list_schedule, make_workload
 from jaxmorph.schedule.paper import (
+    _all,
     adapted_warmup_forwards,
     initial_schedule,
     initial_warmup_forwards,
@@ -86,6 +87,29 @@ def test_algorithm_2_handles_few_microbatches():
     links = chain_links([50.0, 0.0, 0.0])
     assert adapted_warmup_forwards(EQUAL, links, 8, NO_CAPS) == (4, 3, 2, 1)
     assert adapted_warmup_forwards(EQUAL, links, 2, NO_CAPS) == (2, 2, 2, 1)
+
+
+@pytest.mark.parametrize("stages", [16, 20, 23])
+def test_many_stages_with_hardly_any_room_are_planned_at_once(stages):
+    """One path of the search in 2^39 leads to warm-ups."""
+    most = [2 * stages - 1] * stages
+    assert [*_all(most, 2)] == [tuple(range(2 * stages - 1, 0, -2))]
+    assert [*_all(most, 3)] == []
+
+
+def test_all_warm_ups_with_a_slackness_are_found():
+    reachable, slackness = (9, 8, 8, 3), 2
+    every = product(*(range(1, most + 1) for most in reachable))
+    expected = {each for each in every if smallest_slackness(each) >= slackness}
+    found = [*_all(reachable, slackness)]
+    assert len(found) == len(set(found))
+    assert set(found) == expected
+
+
+def test_the_initial_plan_of_many_stages_ends():
+    costs = StageCosts.uniform(20, 1.0, 1.0, 1.0)
+    made, _ = initial_schedule(costs, {}, Limits(), 40)
+    assert smallest_slackness(made.warmup_forwards) == 2
 
 
 def test_warm_ups_are_clipped_to_earlier_caps():
