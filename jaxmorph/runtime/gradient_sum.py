@@ -6,7 +6,7 @@ Which route carries them is decided here; `reduction` has the routes.
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
@@ -14,8 +14,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxmorph.plain_json import Json
 from jaxmorph.progress import progress
 from jaxmorph.records import EventKind, Link
+from jaxmorph.runtime.direct import is_of_path
 from jaxmorph.runtime.emulated_links import EmulatedSum
 from jaxmorph.runtime.executor import StepOutcome
 from jaxmorph.runtime.rank_process import in_one_line
@@ -24,6 +26,7 @@ from jaxmorph.runtime.replicas import Replicas
 from jaxmorph.runtime.report import LinkEvent, SumTook
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.stage.mesh import make_data_mesh
+from jaxmorph.transport.plane import DataPlane
 
 Tree = Any
 _FAILED_S = 1e6  # longer than any sum
@@ -44,6 +47,7 @@ class GradientSum:
             it is no sign of a slow pair.
         events: What has changed since they were taken last.
         gather: With a direct route and shares of the parameters: makes them whole.
+        plane: Carries the delegated sums.
     """
 
     replicas: Replicas
@@ -56,6 +60,7 @@ class GradientSum:
     events: list[LinkEvent] = field(default_factory=list)
     gather: DirectGather | None = None
     has_failed_over: bool = False
+    plane: DataPlane | None = None
 
     def run(
         self, stage: StageTrainer, outcome: StepOutcome, parts: Sequence[Any], step: int
@@ -65,6 +70,10 @@ class GradientSum:
         The other replicas' ranks may have failed where this one has not, so all agree on it before
         the gradients that were summed are given up.
         """
+        if self.direct is not None:
+            # A direct sum has a deadline, and a replica that is late is no failed path.
+            progress.stamp("waits for other replicas, to sum gradients")
+            self.replicas.of_stage(bool, True)
         progress.stamp("sums its gradients with those of other replicas")
         began_s = time.monotonic()
         if self.direct is None:  # in all replicas
@@ -115,8 +124,8 @@ class GradientSum:
             return None, ""
         try:
             return program.run(arrays, step), ""
-        except (jax.errors.JaxRuntimeError, TimeoutError) as error:
-            if self.delegated is None:
+        except Exception as error:
+            if self.delegated is None or not _is_of_path(error):
                 raise
             return None, in_one_line(error)
 
@@ -176,7 +185,16 @@ class GradientSum:
     def take_events(self) -> list[LinkEvent]:
         """What has changed since the last call."""
         events, self.events = self.events, []
-        return events
+        of_plane = self.plane.events() if self.plane is not None else ()
+        return [*events, *map(self._of_plane, of_plane)]
+
+    def _of_plane(self, record: Json) -> LinkEvent:
+        """An event of the connection with another replica, which is no link of the pipeline."""
+        event = LinkEvent.of(record)
+        if event.peer is None:
+            return event
+        where = f"sums with rank {self.replicas.peers.members[event.peer]}"
+        return replace(event, peer=None, detail=f"{where}: {event.detail}")
 
 
 def _timed_s(make: Callable[[], DirectSum | DelegatedSum], gradients: Tree, step: int) -> float:
@@ -185,6 +203,12 @@ def _timed_s(make: Callable[[], DirectSum | DelegatedSum], gradients: Tree, step
         alone.run(gradients, step)  # so that both begin the next one together
         began_s = time.monotonic()
         alone.run(gradients, step)
-    except (jax.errors.JaxRuntimeError, TimeoutError):
+    except Exception as error:
+        if not _is_of_path(error):
+            raise
         return _FAILED_S
     return time.monotonic() - began_s
+
+
+def _is_of_path(error: Exception) -> bool:
+    return isinstance(error, TimeoutError) or is_of_path(error)

@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmorph.placement import Replica
+from jaxmorph.progress import progress
 from jaxmorph.runtime.causes import WaitedInVainError
 from jaxmorph.runtime.emulated_links import EmulatedSum
 from jaxmorph.runtime.queue import sleep_until
@@ -388,6 +389,7 @@ class DelegatedSum:
         self, other: int, number: int, part: int, step: int, values: np.ndarray, of: int = _OF_SUM
     ) -> None:
         channel = ChannelName(0, self._own.index, other, number)
+        progress.stamp(f"sends part {part} of a sum over hosts to replica {other}")
         with self._naming(other):
             slot = self._plane.reserve(channel, time.monotonic() + self._timeout_s)
         slot.payload[: values.nbytes] = values.view(np.uint8)
@@ -396,6 +398,7 @@ class DelegatedSum:
 
     def _take(self, other: int, number: int, part: int, step: int, of: int = _OF_SUM) -> np.ndarray:
         channel = ChannelName(0, other, self._own.index, number)
+        progress.stamp(f"awaits part {part} of a sum over hosts from replica {other}")
         with self._naming(other):
             slot = self._plane.take(channel, time.monotonic() + self._timeout_s)
         if slot.tag[:3] != (expected := (of, step, part)):

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxmorph.errors import UserError
 from jaxmorph.placement import Replica
+from jaxmorph.progress import progress
 from jaxmorph.runtime.connection import Connection
 from jaxmorph.runtime.shares import WHOLE, own_share
 from jaxmorph.stage.sharding import placed
@@ -213,6 +214,7 @@ def send_state(connection: Connection, parts: tuple[Tree, ...]) -> None:
     for _, _, array in arrays:
         content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         for at in range(0, content.size, _PIECE_BYTES):
+            progress.stamp("sends its stage's state")
             connection.send(content[at : at + _PIECE_BYTES].tobytes())
 
 
@@ -225,6 +227,7 @@ def receive_state(connection: Connection) -> tuple[Tree, ...]:
         content = array.reshape(-1).view(np.uint8)
         at = 0
         while at < content.size:
+            progress.stamp("receives its next stage's state")
             piece = connection.receive()
             content[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
             at += len(piece)

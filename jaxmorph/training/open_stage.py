@@ -244,7 +244,8 @@ def open_gradient_sum(
         waits_s = config.timeouts.step_s
         delegated = DelegatedSum(plane, own, peers.members, stage.gradients, waits_s, stage.shares)
         rounds = delegated.num_rounds if direct is None else rounds
-        yield replace(gradient_sum, delegated=delegated, num_rounds=rounds)
+        plane.events()  # drop those of the start
+        yield replace(gradient_sum, delegated=delegated, num_rounds=rounds, plane=plane)
 
 
 def listening_host(config: Config, rendezvous: Rendezvous) -> str:

@@ -15,6 +15,7 @@ from oracles.loopback import LoopbackNetwork
 from test_rendezvous import in_threads
 
 from jaxmorph.placement import Layout, Replica
+from jaxmorph.progress import progress
 from jaxmorph.runtime import reduction
 from jaxmorph.runtime.causes import WaitedInVainError
 from jaxmorph.runtime.executor import StepOutcome
@@ -270,15 +271,19 @@ def test_a_late_replica_is_named_by_its_rank_in_the_run(delegated):
     assert late.value.waited_for == 3
 
 
+TIMED_OUT = jax.errors.JaxRuntimeError("Gloo all-to-all failed: timed out")
+
+
 class Direct:
     """A direct sum that fails in some of the replicas."""
 
-    def __init__(self, gradients, fails):
+    def __init__(self, gradients, fails, error):
         self.sums, self.fails = jax.tree.map(lambda leaf: leaf * 0, gradients), fails
+        self.error = error
 
     def run(self, gradients, step):
         if self.fails:
-            raise jax.errors.JaxRuntimeError("Gloo all-to-all failed: timed out")
+            raise self.error
         return self.sums
 
 
@@ -298,19 +303,19 @@ class Stage:
 def sum_in_threads(delegated):
     """Two replicas sum twice; the routes, gradients and events of each, or its error."""
 
-    def run(fails, *, fails_over=True):
+    def run(fails, *, fails_over=True, error=TIMED_OUT):
         sums = delegated(2)
 
         def body(rendezvous):
             rank = rendezvous.rank
             stage: Any = Stage(sums.gradients[rank])
-            direct: Any = None if fails is None else Direct(stage.gradients, rank in fails)
+            direct: Any = None if fails is None else Direct(stage.gradients, rank in fails, error)
             of_hosts = sums.sums[rank] if fails_over else None
             total = GradientSum(Replicas.of(rendezvous, Layout.first(1, 2)), direct, of_hosts)
             try:
                 outcome, _ = total.run(stage, StepOutcome(0.5, (), []), [], STEP)
-            except jax.errors.JaxRuntimeError as error:
-                return error
+            except (jax.errors.JaxRuntimeError, ValueError) as raised:
+                return raised
             found = bits(stage.gradients)
             stage.gradients = sums.gradients[rank]
             total.run(stage, StepOutcome(0.5, (), []), [], STEP + 1)
@@ -334,6 +339,67 @@ def test_a_failed_direct_sum_continues_delegated_in_all_replicas(sum_in_threads)
     details = [each.events[0].detail for each in found]
     assert details[0].endswith("from now on: it failed in another replica")
     assert details[1].endswith("from now on: JaxRuntimeError: Gloo all-to-all failed: timed out")
+
+
+def test_a_sum_that_fails_when_it_is_dispatched_continues_delegated(sum_in_threads):
+    error = ValueError("UNKNOWN: Gloo all-to-all failed: connection closed by peer")
+    found, _ = sum_in_threads(fails={0, 1}, error=error)
+    assert [each.is_direct for each in found] == [False] * 2
+
+
+def test_a_replica_without_memory_is_no_failed_path(sum_in_threads):
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+    found, _ = sum_in_threads(fails={0, 1}, error=error)
+    assert found == [error] * 2
+
+
+def test_a_late_replica_is_no_failed_path(delegated):
+    """The deadline of a direct sum begins when all have come."""
+    sums, has_begun, has_come = delegated(2), threading.Event(), threading.Event()
+
+    class DirectOfTwo(Direct):
+        def run(self, gradients, step):
+            has_begun.set()
+            self.fails = not has_come.is_set()
+            return super().run(gradients, step)
+
+    def body(rendezvous):
+        rank = rendezvous.rank
+        stage: Any = Stage(sums.gradients[rank])
+        direct: Any = DirectOfTwo(stage.gradients, False, TIMED_OUT)
+        replicas = Replicas.of(rendezvous, Layout.first(1, 2))
+        total = GradientSum(replicas, direct, sums.sums[rank])
+        if rank == 1:
+            assert not has_begun.wait(0.2)
+            has_come.set()
+        total.run(stage, StepOutcome(0.5, (), []), [], STEP)
+        return total.direct is direct, total.take_events()
+
+    assert in_threads(2, body) == [(True, [])] * 2
+
+
+def test_each_part_of_a_delegated_sum_is_progress(delegated, monkeypatch):
+    monkeypatch.setattr(reduction, "PART_BYTES", 16)
+    sums, before = delegated(2), progress.stamps
+    sums.run(STEP)
+    num_parts = -(-sum(each.nbytes for each in numbers_of(0)) // 16)
+    assert progress.stamps - before >= 2 * num_parts
+
+
+def test_lost_connections_with_other_replicas_are_events(delegated):
+    sums = delegated(2)
+    lost = [{"time_s": 2.0, "kind": "lane_down", "peer": 1, "lane": 0}]
+    plane: Any = SimpleNamespace(events=lambda: [lost.pop()] if lost else [])
+
+    def body(rendezvous):
+        replicas = Replicas.of(rendezvous, Layout.first(1, 2))
+        return GradientSum(replicas, None, sums.sums[rendezvous.rank], plane=plane)
+
+    total = in_threads(2, body)[0]
+    (event,) = total.take_events()
+    assert (event.kind, event.peer) == ("lane_down", None)
+    assert event.detail == "sums with rank 1: lane 0"
+    assert total.take_events() == []
 
 
 def test_a_sound_direct_sum_stays_direct(sum_in_threads):

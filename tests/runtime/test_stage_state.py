@@ -1,5 +1,9 @@
 """Parameters and optimizer state: split into parts and restored."""
 
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +11,10 @@ import optax
 import pytest
 
 from jaxmorph.errors import UserError
+from jaxmorph.progress import progress
+from jaxmorph.runtime import stage_state
 from jaxmorph.runtime.optimizer import OptimizerSettings, StageOptimizer
-from jaxmorph.runtime.stage_state import from_parts, stage_parts
+from jaxmorph.runtime.stage_state import from_parts, receive_state, send_state, stage_parts
 
 SETTINGS = OptimizerSettings(learning_rate=1e-2, warmup_steps=2, total_steps=10)
 
@@ -120,3 +126,16 @@ def test_a_state_without_a_leaf_needs_no_branch():
     _, none = begun(optax.sgd(0.1))
     parts = [{"params": own} for own in as_numpy(two_chunks())]
     assert bits(from_parts(parts, two_chunks(), none)) == bits((two_chunks(), none))
+
+
+def test_each_piece_of_a_sent_state_is_progress(monkeypatch):
+    monkeypatch.setattr(stage_state, "_PIECE_BYTES", 8)
+    sent: list[bytes] = []
+    connection: Any = SimpleNamespace(send=sent.append, receive=lambda: sent.pop(0))
+    parts = ({"params": {"w": np.arange(10, dtype=np.float32)}},)
+    stamps = [progress.stamps]
+    send_state(connection, parts)
+    stamps.append(progress.stamps)
+    np.testing.assert_equal(receive_state(connection), parts)
+    stamps.append(progress.stamps)
+    assert [after - before for before, after in pairwise(stamps)] == [5, 5]
