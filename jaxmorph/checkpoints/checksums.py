@@ -9,13 +9,14 @@ no deliberate change.
 
 import json
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 from jaxmorph.progress import progress
@@ -23,6 +24,9 @@ from jaxmorph.progress import progress
 _CHUNK_BYTES = 1 << 22
 _THREADS = 4  # reading and `crc32` release Python's lock
 _MIN_BYTES_FOR_THREADS = 1 << 24
+_PAUSES_S = (0.5, 2.0, 5.0)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,22 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def read_again(read: Callable[[], T]) -> T:
+    """What `read` returns. Storage that fails for a moment damages no checkpoint: it is read again.
+
+    Raises:
+        OSError: It failed every time, or there is no such file.
+    """
+    for pause_s in _PAUSES_S:
+        try:
+            return read()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise
+        except OSError:
+            time.sleep(pause_s)
+    return read()
+
+
 def _synced_sum(path: Path) -> FileSum:
     with path.open("rb") as file:
         os.fsync(file.fileno())
@@ -129,13 +149,17 @@ def _sum_of_file(file: Any, doing: str = "") -> FileSum:
 
 def _damage(path: Path, expected: FileSum, *, thorough: bool) -> Damage | None:
     try:
-        length = path.stat().st_size
-        if length != expected.num_bytes:
-            return Damage(path, f"{length:,} bytes", f"{expected.num_bytes:,} bytes")
-        if not thorough:
-            return None
-        with path.open("rb") as file:
-            found = _sum_of_file(file, f"reading {path}")
+        return read_again(partial(_difference, path, expected, thorough=thorough))
     except OSError as error:
         return Damage(path, f"{error.strerror}", f"{expected}")
+
+
+def _difference(path: Path, expected: FileSum, *, thorough: bool) -> Damage | None:
+    length = path.stat().st_size
+    if length != expected.num_bytes:
+        return Damage(path, f"{length:,} bytes", f"{expected.num_bytes:,} bytes")
+    if not thorough:
+        return None
+    with path.open("rb") as file:
+        found = _sum_of_file(file, f"reading {path}")
     return None if found == expected else Damage(path, f"{found}", f"{expected}")

@@ -8,7 +8,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxmorph.checkpoints.checksums import Damage, FileSum, find_damage, read_list, sum_of
+from jaxmorph.checkpoints.checksums import (
+    Damage,
+    FileSum,
+    find_damage,
+    read_again,
+    read_list,
+    sum_of,
+)
 from jaxmorph.config import Config
 from jaxmorph.data.tokens import DataDigest
 from jaxmorph.errors import UserError
@@ -160,7 +167,7 @@ def _damages(checkpoint: Path, *, thorough: bool, parts: slice) -> Iterator[Dama
     """Yields damage. Later checks rely on earlier ones, so only the first is certain."""
     path = checkpoint / MANIFEST
     try:
-        content = path.read_bytes()
+        content = read_again(path.read_bytes)
     except OSError as error:
         yield Damage(path, f"{error.strerror}", "a checkpoint's manifest")
         return
@@ -180,7 +187,7 @@ def _damages(checkpoint: Path, *, thorough: bool, parts: slice) -> Iterator[Dama
 
 def _of_file(path: Path, expected: bytes) -> Iterator[Damage]:
     try:
-        got = path.read_bytes()
+        got = read_again(path.read_bytes)
     except OSError as error:
         yield Damage(path, f"{error.strerror}", repr(expected.decode()))
         return
@@ -191,6 +198,6 @@ def _of_file(path: Path, expected: bytes) -> Iterator[Damage]:
 def _of_listed(path: Path, expected: FileSum, part: Path, *, thorough: bool) -> Iterator[Damage]:
     """Checks a part's list of files, then the files."""
     damage = find_damage(path.parent, {path.name: expected}, thorough=True)
-    damage = damage or find_damage(part, read_list(path.read_bytes()), thorough=thorough)
+    damage = damage or find_damage(part, read_list(read_again(path.read_bytes)), thorough=thorough)
     if damage is not None:
         yield damage

@@ -30,8 +30,9 @@ class TensorBoardEvents:
         self._writer: Any = self._open(first_step, purge_step=first_step)
 
     def _open(self, step: int, **options: Any) -> Any:
-        suffix = f".from_step_{step}"
-        return load_writer()(self._folder, flush_secs=_FLUSH_S, filename_suffix=suffix, **options)
+        # Of any length: a full queue would wait for ever once the writer's thread could not write.
+        options |= {"max_queue": 0, "flush_secs": _FLUSH_S}
+        return load_writer()(self._folder, filename_suffix=f".from_step_{step}", **options)
 
     def write_step(self, record: StepRecord) -> None:
         """Add a step's scalars, without those that are None."""
@@ -44,10 +45,14 @@ class TensorBoardEvents:
                 self._writer.add_scalar(name, value, record.step)
 
     def close(self) -> None:
-        """Write everything and close the file; the next step begins a new one."""
-        if self._writer is not None:
-            self._writer.close()  # its `flush` would not wait for its thread
-        self._writer = None
+        """Write everything and close the file; the next step begins a new one.
+
+        Raises:
+            OSError: It can't be written.
+        """
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()  # its `flush` would not wait for its thread
 
 
 def load_writer() -> type[Any]:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import queue
 import re
 import sys
 import threading
@@ -70,7 +71,9 @@ class LauncherLink:
         for fd in (arguments.messages_fd, arguments.lifeline_fd):
             os.set_inheritable(fd, False)  # what this rank starts has no use for them
         self._messages = os.fdopen(arguments.messages_fd, "w", encoding="utf-8")
-        self._lock = threading.Lock()
+        self._unsent: queue.SimpleQueue[str | threading.Event] = queue.SimpleQueue()
+        self._is_behind = False
+        threading.Thread(target=self._send_all, daemon=True).start()
         self.stop_asked = threading.Event()
         lifeline = threading.Thread(
             target=_end_with_launcher, args=(arguments.lifeline_fd, self.stop_asked), daemon=True
@@ -84,10 +87,31 @@ class LauncherLink:
             self.send(tagged(_failure(rank, error)))
 
     def send(self, message: Json) -> None:
-        """Send an object with a `kind`; any thread may call this."""
-        with self._lock:
-            self._messages.write(dump(message) + "\n")
-            self._messages.flush()
+        """Send an object with a `kind`; any thread may call this.
+
+        It is sent when this returns, unless the launcher stands still, as after Ctrl-Z: that holds
+        up no rank.
+        """
+        self._unsent.put(dump(message) + "\n")
+        if not self._is_behind:
+            self._is_behind = not self.flush(_SOON_S)
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until all messages so far are sent; whether they are."""
+        is_sent = threading.Event()
+        self._unsent.put(is_sent)
+        return is_sent.wait(timeout_s)
+
+    def _send_all(self) -> None:
+        while True:
+            message = self._unsent.get()
+            if isinstance(message, threading.Event):
+                self._is_behind = False
+                message.set()
+                continue
+            with suppress(OSError):  # the launcher is gone: `_end_with_launcher` ends this process
+                self._messages.write(message)
+                self._messages.flush()
 
 
 def _end_with_launcher(lifeline_fd: int, stop_asked: threading.Event) -> None:
@@ -113,6 +137,7 @@ def run_rank(body: Callable[[RankArguments, LauncherLink, list[str]], None]) -> 
     report_failures_by(partial(link.report_failure, arguments.rank))
     try:
         body(arguments, link, rest)
+        link.flush()
     except BaseException as error:  # also SystemExit: the launcher must know the reason
         has_stalled = isinstance(error, StalledError)
         link.report_failure(arguments.rank, error)
@@ -135,6 +160,7 @@ def _stalled(rank: int, stall: Stall) -> RankFailed:
 
 
 _OTHERS_REPORT_S = 1.0  # as long as the launcher waits for that
+_SOON_S = 1.0
 Report = Callable[[BaseException], None]
 _reports: list[Report] = []  # a process is one rank
 

@@ -40,6 +40,7 @@ from jaxmorph.training.ledger import Goodput
 from jaxmorph.training.start_lines import StartLines
 
 PICTURE = "planned_and_measured.png"
+_MOST_JOINED = 8  # steps whose timelines of other replicas may still come
 
 
 class RunRecord:
@@ -74,7 +75,7 @@ class RunRecord:
         self._history = RunHistory()
         self._traces = _traces_before(first_step, directory)
         self._last_timelines: dict[str, Timeline] = {}  # of replica 0, for the picture
-        self._drawn: dict[int, dict[str, Timeline]] = {}  # by step, of all replicas
+        self._drawn: dict[int, dict[str, Timeline]] = {}  # by step, of all replicas so far
         self._last_traced_step = -1
         self._began_s = self._ranks_began_s = self._last_step_s = clock()
         self._has_started = False
@@ -234,7 +235,7 @@ class RunRecord:
 
     def _take_event(self, event: Event) -> None:
         self._history.add_event(event)
-        self._directory.show_event(event)
+        self._write(self._directory.show_event, event)
         self._reporter.event(event)
 
     def _header(self, started: RunStarted) -> RunHeader:
@@ -255,7 +256,7 @@ class RunRecord:
     def _take_step(self, record: StepRecord) -> None:
         self._last_step_s, self._last_step = self._clock(), record.step
         self._history.add(record)
-        self._directory.show_step(record)
+        self._write(self._directory.show_step, record)
         self._reporter.step(record)
 
     def _take_timelines(self, sent: StepTimelines) -> None:
@@ -270,13 +271,13 @@ class RunRecord:
         # Timelines around a change may arrive late.
         if sent.replica == 0 and step >= self._last_traced_step:
             self._last_timelines, self._last_traced_step = drawn, step
-        self._drawn[step] = self._drawn.get(step, {}) | drawn
+        self._drawn[step] = self._drawn.pop(step, {}) | drawn
+        self._drawn = dict([*self._drawn.items()][-_MOST_JOINED:])
         self._write(self._write_trace, step, self._drawn[step])
         self._traces[step] = sent.around_change or self._traces.get(step, False)
         while len(self._traces) > self._config.trace.keep:
             dropped = _to_drop(self._traces, self._config.trace.keep)
             del self._traces[dropped]
-            self._drawn.pop(dropped, None)
             self._write(self._remove_trace, dropped)
 
     def _write_trace(self, step: int, drawn: Mapping[str, Timeline]) -> None:

@@ -1,5 +1,6 @@
 """Any changed byte and any missing file of a checkpoint is found and named."""
 
+import errno
 import json
 import shutil
 from functools import cache
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxmorph.checkpoints import checksums
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.manifest import Manifest, damage_of, seal_of, stage_path
 from jaxmorph.checkpoints.tree_files import TreeFiles
@@ -204,3 +206,24 @@ def test_each_rank_reads_only_its_share_of_the_parts():
     found = [damage_of(checkpoint(), thorough=True, parts=share) for share in shares]
     array.write_bytes(was)
     assert [damage and damage.file for damage in found] == [array, None]
+
+
+def test_storage_that_fails_for_a_moment_damages_nothing(monkeypatch):
+    monkeypatch.setattr(checksums, "_PAUSES_S", (0.0, 0.0))
+    path, failures = stage_path(checkpoint(), 1) / "metadata", []
+    open_path = Path.open
+
+    def fails_at_first(self, *how, **named):
+        if self == path and len(failures) < num_failures:
+            failures.append(self)
+            raise OSError(errno.EIO, "Input/output error", str(self))
+        return open_path(self, *how, **named)
+
+    monkeypatch.setattr(Path, "open", fails_at_first)
+    num_failures = 2
+    assert damage_of(checkpoint(), thorough=True) is None
+    assert len(failures) == 2
+    num_failures = 100
+    found = damage_of(checkpoint(), thorough=True)
+    assert found is not None
+    assert (found.file, found.got) == (path, "Input/output error")

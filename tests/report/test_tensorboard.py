@@ -1,5 +1,6 @@
 """Reads events as TensorBoard does: records of protobufs."""
 
+import errno
 import struct
 import sys
 from dataclasses import replace
@@ -10,6 +11,7 @@ from tensorboardX.proto import event_pb2
 
 from jaxmorph.errors import UserError
 from jaxmorph.records import Event
+from jaxmorph.report import tensorboard
 from jaxmorph.report.run_directory import RunDirectory
 from jaxmorph.report.tensorboard import TensorBoardEvents, load_writer
 
@@ -87,3 +89,26 @@ def test_a_missing_library_is_one_line(monkeypatch, tmp_path):
         "metrics.tensorboard: got true without tensorboardX, expected it to be installed: "
         "pip install tensorboardX"
     )
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_holds_up_no_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensorboard, "_FLUSH_S", 0.01)
+    events = TensorBoardEvents(tmp_path)
+    writer = events._writer.file_writer.event_writer
+
+    def fail():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(writer._ev_writer, "flush", fail)
+        events.write_step(STEP)
+        writer._worker.join(20)
+        assert not writer._worker.is_alive()
+        for step in range(50):
+            events.write_step(replace(STEP, step=step))
+        with pytest.raises(OSError, match="No space left"):
+            events.close()
+    events.write_step(replace(STEP, step=50))  # to a new file
+    events.close()
+    assert (50, "loss", 5.0) in scalars(tmp_path)

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import json
 import os
 import signal
 import socket
@@ -20,7 +21,7 @@ from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.progress import Page, new_page
 from jaxmorph.runtime import launcher, started_rank
 from jaxmorph.runtime.launcher import RankFailedError, run_ranks
-from jaxmorph.runtime.rank_process import RankArguments
+from jaxmorph.runtime.rank_process import LauncherLink, RankArguments
 from jaxmorph.runtime.started_rank import StartedRank, reserved_port
 
 # None of these processes imports JAX.
@@ -437,3 +438,15 @@ def test_ranks_end_with_their_launcher(tmp_path, number):
         launcher.wait(30)
         watchdog.cancel()
     assert ended_within(20, pids)
+
+
+def test_a_launcher_that_reads_nothing_holds_up_no_rank():
+    theirs, own = os.pipe()
+    lifeline, _ = os.pipe()  # it stays open: closing it would end this process
+    link = LauncherLink(RankArguments(0, 1, "", own, lifeline))
+    messages = [{"kind": "step", "number": number, "text": "x" * 1000} for number in range(200)]
+    for message in messages:
+        link.send(message)
+    with os.fdopen(theirs, encoding="utf-8") as reader:
+        assert [json.loads(reader.readline()) for _ in messages] == messages
+        link.flush()

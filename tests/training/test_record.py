@@ -1,3 +1,4 @@
+import errno
 import io
 import json
 import shutil
@@ -253,3 +254,16 @@ def test_a_start_says_what_it_does(record_of, first_step, num_reporting, says):
             run_record.take(PhaseEnded(phase, 1.0))
             assert number + 1 == (num_reporting or 2) or len(shown.getvalue()) == before
     assert shown.getvalue().splitlines() == says
+
+
+def test_a_run_continues_without_tensorboard(directory, record_of, capsys, monkeypatch):
+    def fail(shown):
+        raise OSError(errno.ENOSPC, "No space left on device", "tensorboard/events")
+
+    run_record, *_ = record_of()
+    for name in ("show_step", "show_event"):
+        monkeypatch.setattr(directory, name, fail)
+    for message in (_step(), EventEmitted(Event(0.5, 0, EventKind.CHECKPOINT_SAVED))):
+        run_record.take(message)
+    why = "cannot be written: No space left on device; the run continues"
+    assert capsys.readouterr().err == f"error: tensorboard/events: {why}\n"
