@@ -82,6 +82,14 @@ def begun_at(conditions: Sequence[LinkCondition], step: int) -> tuple[LinkCondit
     )
 
 
-def untimed(conditions: Sequence[LinkCondition]) -> tuple[LinkCondition, ...]:
-    """The conditions without a span of time, which hold before the origin too."""
-    return tuple(each for each in conditions if each.from_s is None and each.to_s is None)
+def before_step(conditions: Iterable[LinkCondition], step: int) -> tuple[LinkCondition, ...]:
+    """Those of the step before, always: links are measured so before the run begins or goes on.
+
+    Spans of time begin later.
+    """
+    return tuple(
+        replace(each, from_step=None, to_step=None)
+        for each in conditions
+        if each.from_s is None and each.to_s is None
+        if _within(step - 1, each.from_step, each.to_step)
+    )

@@ -1,6 +1,7 @@
 """The first plan of a run, and its number of sidecars, from the timings of a few steps."""
 
 import gc
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from jaxmorph.transport.host import cores_identity, usable_cores
 from jaxmorph.transport.several_sidecars import sidecars_needed
 
 _WARM_UP_STEPS = 3  # the first one connects the links and is not measured
+_MICROBATCHES, _ROUNDS = 12, 2  # of a measured step: at least so many, and so many times the stages
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,8 @@ def too_short_deadline(config: Config, steps: Iterable[Sequence[RankTimes]]) -> 
 
     Before the start only the emulated ops of a configuration are known, and those are checked then.
     """
-    compute_s = max(map(busiest_stage_s, steps), default=0.0)
+    share = _measured_microbatches(config) / config.microbatches
+    compute_s = max(map(busiest_stage_s, steps), default=0.0) / share
     is_known = not config.fails_over or config.longest_backlog_s > 0.0
     if is_known or compute_s <= config.direct_timeout_s:
         return ""
@@ -227,6 +230,8 @@ def _warm_up(
 ) -> Profiler:
     """Run a few steps for their timings, with the schedule for equal costs and no updates.
 
+    Where a step has many microbatches, these have fewer.
+
     Args:
         first_step: The number of the first step; all are negative.
         on_step: Called with each measured step, on rank 0.
@@ -238,7 +243,10 @@ def _warm_up(
     """
     profiler = Profiler(config.parallelism.stages, stash_bytes)
     unmeasured = unmeasured_profile(config, stash_bytes)
-    in_force = agree_on_plan(config, rendezvous, unmeasured, num_tied, room)
+    microbatches = _measured_microbatches(config) * config.parallelism.data
+    batch = config.batch.model_copy(update={"microbatches": microbatches})
+    shorter = config.model_copy(update={"batch": batch})
+    in_force = agree_on_plan(shorter, rendezvous, unmeasured, num_tied, room)
     if config.offload.enabled:
         in_force = replace(in_force, programs=with_sampled_copies(in_force.programs))
     resize_slots(rendezvous, trainer, in_force.slots)
@@ -258,6 +266,13 @@ def _warm_up(
     if before_s is not None and after_s is not None:
         on_load((after_s - before_s) / (_WARM_UP_STEPS - 1))
     return profiler
+
+
+def _measured_microbatches(config: Config) -> int:
+    """Those of a measured step in one replica: whole rounds, as some schedules take no others."""
+    stages = config.parallelism.stages
+    rounds = max(_ROUNDS, math.ceil(_MICROBATCHES / stages))
+    return min(config.microbatches, rounds * stages)
 
 
 def with_delegated(config: Config, links: Iterable[Link]) -> Config:

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from jaxmorph.config import Config
 from jaxmorph.config.link_problems import possible_links
-from jaxmorph.control.profiler import Profile
+from jaxmorph.control.conditions import outlying_directions, with_typical_latencies
 from jaxmorph.control.remap import (
     SlowPair,
     SumWatch,
@@ -28,6 +28,7 @@ from jaxmorph.control.remap import (
     choose_layout,
     slow_pairs,
 )
+from jaxmorph.control.step_programs import lower_step, simulate_step
 from jaxmorph.errors import UserError
 from jaxmorph.placement import Layout, Position
 from jaxmorph.progress import progress
@@ -42,9 +43,10 @@ from jaxmorph.runtime.report import SumTook
 from jaxmorph.runtime.stage_state import receive_state, send_state
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepResult
-from jaxmorph.schedule.costs import LinkDelay
+from jaxmorph.schedule.costs import LinkDelay, Links
 from jaxmorph.stage.compiling import in_background
 from jaxmorph.training.callbacks import SaveRequest, SkippedSteps
+from jaxmorph.training.first_plan import FirstPlan, with_delegated
 from jaxmorph.training.loop import GOES_ON, Callback, Effect, Loop
 from jaxmorph.training.open_stage import listening_host
 from jaxmorph.training.plan_in_force import plan_step
@@ -168,7 +170,7 @@ class Remapping(Callback):
     """Ends the loop when ranks are to change places.
 
     Args:
-        profile: What steps are predicted with.
+        predicted_s: See `choose_layout`.
         gradient_sum: Times sums over pairs.
         compile_stage: Compiles a stage of the mesh for this rank.
         known: The pairs that were slow before: nothing says yet that they have recovered.
@@ -184,8 +186,7 @@ class Remapping(Callback):
     def __init__(
         self,
         config: Config,
-        profile: Profile,
-        num_tied: int,
+        predicted_s: Callable[[Mapping[Link, float]], float],
         recorder: StepRecorder,
         gradient_sum: GradientSum,
         stage: StageTrainer,
@@ -201,7 +202,7 @@ class Remapping(Callback):
         self._compile_stage = compile_stage
         self._compiling: Future[CompiledStage] | None = None
         self.slow = known
-        self._config, self._profile = config, profile
+        self._config, self._predicted_s = config, predicted_s
         self._gradient_sum, self._stage = gradient_sum, stage
         self._before = layout = gradient_sum.replicas.layout
         self._compares = [
@@ -212,7 +213,7 @@ class Remapping(Callback):
         self._excess_s: dict[int, float] = {}  # of stages whose slow pairs are not known yet
         self._probed = PairTimes()
         self._pair_times_s: dict[int, Mapping[str, float]] = {}
-        self._num_tied, self._recorder, self._last_step = num_tied, recorder, last_step
+        self._recorder, self._last_step = recorder, last_step
         self._active = active
         self._watch = SumWatch()
         self._deciding: Future[Decision | None] | None = None
@@ -409,18 +410,39 @@ class Remapping(Callback):
         places = ", ".join(f"rank {rank} is {now[rank]}" for rank in moved)
         return f"{places}, instead of {' and '.join(str(was[rank]) for rank in moved)}"
 
-    def _predicted_s(self, delays_ms: Mapping[Link, float]) -> float:
-        """A step whose links are slower by so much than usual; infinity if none can be planned."""
-        usual = self._profile.links
+
+def predicted_step_s(
+    config: Config, first: FirstPlan, num_tied: int, delays_ms: Mapping[Link, float]
+) -> float:
+    """A step in which some links are slower than usual; infinity if none can be planned.
+
+    A run that adapts delegates those links if the step is shorter then.
+    """
+
+    def step_s(config: Config, usual: Links) -> float:
         links = dict(usual)
         for link, delay_ms in delays_ms.items():
-            before = usual.get(link, LinkDelay(0.0, 0.0))
-            links[link] = LinkDelay(*(each + delay_ms for each in vars(before).values()))
+            at = usual.get(link, LinkDelay())
+            links[link] = LinkDelay(
+                at.forward_latency_ms + delay_ms, at.backward_latency_ms + delay_ms
+            )
+        profile = replace(first.planned_for, links=links)
         try:
-            made = plan_step(self._config, replace(self._profile, links=links), self._num_tied)
+            made = plan_step(config, profile, num_tied, first.room)
+            programs = lower_step(made.schedule, profile, made.routes, num_tied, made.offloading)
         except UserError:
-            return float("inf")
-        return made.predicted_step_s
+            return math.inf
+        return simulate_step(programs, profile, {}).makespan_ms / 1e3
+
+    def healthy(links: Links) -> Links:
+        return with_typical_latencies(links, outlying_directions(links))
+
+    usual, on_hosts = healthy(first.planned_for.links), healthy(first.usual.get("delegated", {}))
+    as_configured_s = step_s(config, usual)
+    if not config.adapts:
+        return as_configured_s
+    delegated = {link: on_hosts.get(link, LinkDelay()) for link in delays_ms}
+    return min(as_configured_s, step_s(with_delegated(config, delegated), {**usual, **delegated}))
 
 
 def _warn_of_failure(compiling: "Future[CompiledStage]") -> None:

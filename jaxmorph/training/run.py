@@ -16,7 +16,7 @@ from jaxmorph.checkpoints.saver import CheckpointError, CheckpointSaver
 from jaxmorph.config import Config
 from jaxmorph.control.remap import SlowPair
 from jaxmorph.control.verdicts import KnownDirection, dead_of
-from jaxmorph.emulation.link_conditions import LinkCondition, untimed
+from jaxmorph.emulation.link_conditions import LinkCondition, before_step
 from jaxmorph.emulation.link_settings import (
     emulated_conditions,
     hardware_conditions,
@@ -69,7 +69,7 @@ from jaxmorph.training.loop import Callback, Loop
 from jaxmorph.training.open_stage import open_gradient_sum, open_stage, stage_settings
 from jaxmorph.training.own_data import StepData
 from jaxmorph.training.plan_in_force import PlanInForce
-from jaxmorph.training.remap import Moved, Remapping
+from jaxmorph.training.remap import Moved, Remapping, predicted_step_s
 from jaxmorph.training.run_checkpoints import RunCheckpoints, TrainedOn
 from jaxmorph.training.run_parts import (
     check_together,
@@ -274,7 +274,7 @@ def plan_run(
     within = with_device_budget(run.config, run.rendezvous, stage)
     payloads, delegated = run.settings.payloads(run.model), run.settings.delegated
     room = agree_on_host_room(run.config, run.rendezvous, stage, payloads, delegated)
-    run.links.emulate(untimed(run.conditions))
+    run.links.emulate(before_step(run.conditions, run.first_step))
     known: tuple[KnownDirection, ...] = ()
     if run.checkpoints is not None and run.begins:
         path = links_file(run.checkpoints.directory, run.replicas.own.index)
@@ -419,8 +419,7 @@ def begin_training(
         if config.remaps and gradient_sum is not None:
             remapping = Remapping(
                 config,
-                first.planned_for,
-                len(run.model.tied),
+                partial(predicted_step_s, config, first, len(run.model.tied)),
                 recorder,
                 gradient_sum,
                 stage,

@@ -7,7 +7,7 @@ from jaxmorph.config import load_config
 from jaxmorph.config.link_sections import LinkTrace
 from jaxmorph.emulation import link_trace
 from jaxmorph.emulation.delay_traces import draw_regime
-from jaxmorph.emulation.link_conditions import LinkCondition, begun_at, untimed
+from jaxmorph.emulation.link_conditions import LinkCondition, before_step, begun_at
 from jaxmorph.emulation.link_settings import (
     emulated_conditions,
     hardware_conditions,
@@ -59,8 +59,18 @@ def test_listed_links_and_a_trace_combine():
     listed = LinkCondition((2, 3), latency_ms=30.0, to_step=4, source=3)
     traced = LinkCondition((1, 2), latency_ms=7.0, from_s=5.0)
     assert emulated_conditions(config) == (listed, traced)
-    assert untimed([listed, traced]) == (listed,)
     assert emulated_conditions(load()) == ()
+
+
+@pytest.mark.parametrize(
+    ("first_step", "holds"), [(0, {1}), (3, {1}), (4, {1, 2}), (6, {1, 2}), (7, {1})]
+)
+def test_links_are_measured_as_they_were_in_the_step_before(first_step, holds):
+    always, later = LinkCondition((0, 1), 5.0), LinkCondition((1, 2), 30.0, from_step=3, to_step=6)
+    timed = LinkCondition((2, 3), 7.0, from_s=0.0)
+    found = before_step([always, later, timed], first_step)
+    assert {each.between[1] for each in found} == holds
+    assert all(each.holds(-1, 0.0) for each in found)
 
 
 def test_a_regime_applies_to_all_neighbour_links():

@@ -68,6 +68,24 @@ def test_measured_ops_show_that_the_direct_deadline_is_too_short(sections, says)
     assert bool(found) == bool(says)
 
 
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "measured"),
+    [(2, 8, 8), (2, 48, 12), (4, 24, 12), (5, 40, 15), (8, 24, 16), (8, 16, 16), (64, 256, 128)],
+)
+def test_a_measured_step_has_few_microbatches(stages, microbatches, measured):
+    config = check_config(
+        {
+            "parallelism": {"stages": stages},
+            "model": {"num_layers": stages},
+            "batch": {"microbatches": microbatches},
+            "failover": {"enabled": True},
+        }
+    )
+    assert first_plan._measured_microbatches(config) == measured
+    step_s = 30.0 * microbatches / measured
+    assert f"for all {step_s:.3g} s that" in too_short_deadline(config, [timings(30_000.0)])
+
+
 def test_links_are_planned_as_measured_unless_named():
     measured = {Link(0, 1): LinkDelay(0.5, 0.4), Link(1, 2): LinkDelay(9.0, 9.0)}
     assert planned_links(None, measured) == measured

@@ -2,6 +2,7 @@
 
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,20 +12,31 @@ import pytest
 from jaxmorph.config import check_config
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.remap import SlowPair
-from jaxmorph.placement import Layout, Position
-from jaxmorph.records import EventKind
+from jaxmorph.placement import Layout, Placement, Position
+from jaxmorph.records import EventKind, Link
 from jaxmorph.runtime.report import SumTook
-from jaxmorph.schedule.costs import StageCosts
+from jaxmorph.schedule.costs import LinkDelay, StageCosts
 from jaxmorph.training.callbacks import SaveRequest
 from jaxmorph.training.loop import GOES_ON
-from jaxmorph.training.remap import Moves, PairTimes, Remapping, exchange_states
+from jaxmorph.training.remap import (
+    Moves,
+    PairTimes,
+    Remapping,
+    exchange_states,
+    predicted_step_s,
+)
 from tests.runtime.test_rendezvous import in_threads
 
 
-def config_of(num_replicas):
-    cut = {"stages": 2, "data": num_replicas}
-    batch = {"microbatches": 4 * num_replicas}
-    return check_config({"parallelism": cut, "batch": batch, "schedule": {"name": "zb-h2"}})
+def config_of(num_replicas, stages=2, schedule="zb-h2"):
+    return check_config(
+        {
+            "parallelism": {"stages": stages, "data": num_replicas},
+            "batch": {"microbatches": 4 * num_replicas},
+            "model": {"num_layers": 4},
+            "schedule": {"name": schedule},
+        }
+    )
 
 
 CONFIG = config_of(2)
@@ -94,9 +106,18 @@ def compile_stage(position) -> Any:
     return f"compiled {position}"
 
 
+def first_plan(stages, latencies_ms=()) -> Any:
+    links = Placement(stages).links
+    delays = [LinkDelay(each_ms, each_ms) for each_ms in latencies_ms or (1.0,) * len(links)]
+    measured = dict(zip(links, delays, strict=True))
+    profile = Profile(StageCosts.uniform(stages, 10.0, 10.0, 10.0), measured)
+    usual = {"direct": measured, "delegated": measured}
+    return SimpleNamespace(planned_for=profile, usual=usual, room=None)
+
+
 def remapping_of(layout, compile_stage=compile_stage, shares=None, known=(), took_s=0.0):
     COMPILED.clear()
-    profile = Profile(StageCosts.uniform(2, 10.0, 10.0, 10.0), {})
+    predicted_s = partial(predicted_step_s, config_of(layout.num_replicas), first_plan(2), 0)
     replicas = SimpleNamespace(
         layout=layout, pipeline=SimpleNamespace(rank=1), all_ranks=SimpleNamespace(rank=3)
     )
@@ -114,8 +135,7 @@ def remapping_of(layout, compile_stage=compile_stage, shares=None, known=(), too
     recorder = cast(Any, Recorder())
     return Remapping(
         config_of(layout.num_replicas),
-        profile,
-        0,
+        predicted_s,
         recorder,
         sums,
         stage,
@@ -124,6 +144,26 @@ def remapping_of(layout, compile_stage=compile_stage, shares=None, known=(), too
         active=True,
         last_step=9,
     )
+
+
+def test_a_run_that_adapts_counts_a_slow_link_as_delegated():
+    """Both ends of a direct transfer wait for it, so only the delegated delay is absorbed."""
+    first, slow = first_plan(4), {Link(1, 2): 15.0}
+    fixed, adapts = config_of(2, 4, "zb-h2"), config_of(2, 4, "adaptive")
+    healthy_s, waits_s, absorbs_s = (
+        predicted_step_s(config, first, 0, delays_ms)
+        for config, delays_ms in [(adapts, {}), (fixed, slow), (adapts, slow)]
+    )
+    assert healthy_s < absorbs_s < waits_s - 0.015
+
+
+@pytest.mark.parametrize("schedule", ["zb-h2", "adaptive"])
+def test_the_slow_link_of_this_layout_is_not_slow_in_others(schedule):
+    config = config_of(2, 4, schedule)
+    now, healthy = first_plan(4, (1.0, 1.0, 40.0)), first_plan(4)
+    for slow in ({}, {Link(0, 1): 40.0}, {Link(0, 3): 40.0}):
+        expected_s = predicted_step_s(config, healthy, 1, slow)
+        assert predicted_step_s(config, now, 1, slow) == pytest.approx(expected_s)
 
 
 @pytest.fixture
