@@ -3,6 +3,7 @@
 Run it with `jaxmorph launch --stages 3 resumed_loop.py`, as often as it takes.
 """
 
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,10 @@ def batch(step):
 
 model = build(preset="tiny", sequence_length=64, vocab_size=256)
 with jaxmorph.Trainer(model, CONFIG, resume=True) as trainer:
+    signal.signal(signal.SIGTERM, lambda *_: trainer.ask_to_stop())
     while trainer.next_step < STEPS:
         metrics = trainer.step(batch(trainer.next_step))
+        if metrics.stopped:
+            break
         if trainer.rank == 0 and metrics.step % 10 == 9:
             print(f"step {metrics.step}: loss {metrics.loss:.3f} in {metrics.step_s:.3f} s")

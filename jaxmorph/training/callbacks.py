@@ -288,6 +288,7 @@ class Saving(Callback):
         if self._skipped.lets_save(after.saves, is_last=is_last):
             self._saver.save(num_done, self._stage.to_save)
         if after.stops and not self._skipped.why_stop:
-            done = f"asked to end after {num_done} of {self._num_steps} steps"
+            of_all = "" if self._num_steps is None else f" of {self._num_steps}"
+            done = f"asked to end after {num_done}{of_all} steps"
             self._recorder.emit(result.step, EventKind.STOPPED, done)
         return Effect(ends=after.stops)

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,7 @@ from jaxmorph.schedule.planner import Plan
 from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.stage.model import Params, PipelineModel, vocabulary_of
 from jaxmorph.stage.parameters import check_weights
+from jaxmorph.training.callbacks import SaveRequest
 from jaxmorph.training.cluster import require_one_host
 from jaxmorph.training.evaluation import with_room_for_forwards
 from jaxmorph.training.open_stage import add_slots
@@ -72,6 +74,7 @@ class StepMetrics:
             they are delegated to the hosts; no bit of the results changes (`failover.enabled`).
         auxiliary: The model's auxiliary losses by name, without weights: summed over layers, a mean
             over microbatches.
+        stopped: Whether a rank has asked to stop (`Trainer.ask_to_stop`); the state is being saved.
     """
 
     step: int
@@ -82,6 +85,7 @@ class StepMetrics:
     tokens_per_s: float
     failed_links: tuple[str, ...] = ()
     auxiliary: Mapping[str, float] = field(default_factory=dict)
+    stopped: bool = False
 
 
 class Trainer:
@@ -144,6 +148,7 @@ class Trainer:
         self._vocab_size = vocabulary_of(model, self.config.data.sequence_length)
         self._take: Callable[[RunMessage], None] | None = None
         self._last: StepResult | None = None
+        self._stop_asked = threading.Event()
         self._moved: Moved | None = None
         with ExitStack() as opening:
             checkpoints = self._open_directory(opening, directory, resume)
@@ -195,8 +200,14 @@ class Trainer:
             state: `state` of this rank, copied with `jax.device_get`.
 
         Raises:
-            UserError: It belongs to another model, cut or optimizer.
+            UserError: It belongs to another model, cut or optimizer; or the run directory has
+                later steps already.
         """
+        if self._run.checkpoints is not None and next_step < self._next_step:
+            raise UserError(
+                f"next_step: got {next_step}, expected at least {self._next_step}: run.dir has the "
+                "steps before that; to go back, open a trainer with another run.dir, or without one"
+            )
         self._stage.restore(state)
         self._next_step = next_step
 
@@ -263,7 +274,15 @@ class Trainer:
             self.config.tokens_per_step / step_s,
             tuple(str(failure.link) for failure in failures),
             total_auxiliary(result.reports),
+            any(each.stop_asked for each in result.parts_of(SaveRequest)),
         )
+
+    def ask_to_stop(self) -> None:
+        """Have all ranks save after the step in progress, whose metrics say `stopped`.
+
+        One rank is enough, and a signal handler may call it. It takes a run with checkpoints.
+        """
+        self._stop_asked.set()
 
     def evaluate(self, batch: Sequence[Any]) -> float:
         """The mean loss of a batch with the current parameters, by forwards alone.
@@ -411,6 +430,7 @@ class Trainer:
                     num_steps=None,
                     trained_on=TrainedOn(),
                     compilations=self._compilations,
+                    stop_asked=self._stop_asked.is_set,
                 )
             )
             self._has_slots_for = self._training.loop.program
