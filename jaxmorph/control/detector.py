@@ -101,6 +101,12 @@ class Detector:
         watch = _watch(self.directions, samples[-1].direction)
         return self._after(watch.begin_slow(step, samples, expected, known), watch)
 
+    def with_usual(self, direction: Direction, usual_ms: float, *, is_direct: bool) -> "Detector":
+        """The detector with a healthy message's time on a route, unless it has learned that."""
+        watch = _watch(self.directions, direction)
+        watch.expect(is_direct, Usual.of(usual_ms))
+        return Detector({**self.directions, direction: watch.state()})
+
     def known_directions(self) -> tuple[KnownDirection, ...]:
         """The directions that are slow or dead now, for a later start of the run."""
         return tuple(

@@ -196,6 +196,11 @@ class DirectionWatch:
         self._level_ms = known.latency_ms
         return [self.verdict]
 
+    def expect(self, is_direct: bool, usual: Usual) -> None:
+        """Give a route its usual times, unless it has learned them."""
+        record = self._record(is_direct)
+        record.usual = record.usual or usual
+
     def compare(self, step: int, is_direct: bool, expected: Usual | None) -> list[Verdict]:
         """Compare a route's first baseline with those of other directions.
 
@@ -283,13 +288,16 @@ class DirectionWatch:
         if self._may_clear(sample.is_direct) and len(record.calm) >= SETTLED_RUN:
             return self._transition(step, Trigger.FELL, sample.is_direct, record.calm)
         if is_slow_or_dead and may_move and sample.is_direct is self._current:
-            return self._read_level(step, sample, record)
+            return self._read_level(step, sample, record, usual)
         return []
 
-    def _read_level(self, step: int, sample: LinkSample, record: RouteRecord) -> list[Verdict]:
+    def _read_level(
+        self, step: int, sample: LinkSample, record: RouteRecord, usual: Usual
+    ) -> list[Verdict]:
         """Check whether the messages of a slow or dead link take clearly more or less time."""
         is_dead = self.verdict.is_dead
-        if not (is_dead or record.late):  # the message is in time, which is not another delay
+        # A message in time is not another delay; one between in time and late is.
+        if not is_dead and sample.duration_ms <= usual.calm_ms:
             record.moved.clear()
             return []
         record.read_level(sample.duration_ms, self._level_ms, self._unrest)

@@ -350,7 +350,8 @@ def _renamed(atoms: Iterable[Var | Literal], same: dict[Var, Var]) -> list[Var |
 
 def _fingerprint(eqn: JaxprEqn) -> tuple[Hashable, ...]:
     operands = (repr(atom) if isinstance(atom, Literal) else atom for atom in eqn.invars)
-    return (eqn.primitive, repr(eqn.params), *operands)
+    results = (str(variable.aval) for variable in eqn.outvars)  # a literal's text has no dtype
+    return (eqn.primitive, repr(eqn.params), *operands, *results)
 
 
 _VIEWS = frozenset(

@@ -144,6 +144,11 @@ def _not_arrays(params: Any, at: str = "parameters") -> Iterator[str]:
 
 
 def _check_tied(model: PipelineModel, params: Mapping[str, Params]) -> None:
+    for part, paths in zip(("embed", "head"), zip(*model.tied, strict=True), strict=False):
+        if len(set(map(tuple, paths))) < len(paths):
+            raise UserError(
+                f"model: tied: got a parameter of {part} in two pairs, expected each in one"
+            )
     for pair in model.tied:
         found = []
         for part, path in zip(("embed", "head"), pair, strict=True):

@@ -85,7 +85,7 @@ class Goodput:
 
     Attributes:
         productive_s: Time in steps; a step that was done again counts once.
-        wall_s: From the first launch to the end of the last step.
+        wall_s: From the first launch to the end of the last step, or of the last restart in vain.
     """
 
     productive_s: float
@@ -140,7 +140,7 @@ class Ledger:
     """
 
     def __init__(self, now_s: float, first_step: int = 0) -> None:
-        self._launched_s = self._healthy_s = self._last_step_s = now_s
+        self._launched_s = self._healthy_s = self._ended_s = now_s
         self._next_step = first_step
         self._furthest_step = first_step - 1
         self._open: _Open | None = None
@@ -159,7 +159,7 @@ class Ledger:
 
     def step_done(self, step: int, at_s: float) -> Recovery | None:
         """Record a step; the recovery that it ends, if it ends one."""
-        self._healthy_s = self._last_step_s = at_s
+        self._healthy_s = self._ended_s = at_s
         self._next_step, self._furthest_step = step + 1, max(step, self._furthest_step)
         if self._open is None or step < self._open.until_step:
             return None
@@ -198,10 +198,12 @@ class Ledger:
 
     def goodput(self, productive_s: float) -> Goodput:
         """The account so far."""
-        return Goodput(productive_s, self._last_step_s - self._launched_s, tuple(self._closed))
+        wall_s = self._ended_s - self._launched_s
+        return Goodput(productive_s, wall_s, tuple(self._closed))
 
     def _close(self, opened: _Open, *, cut_off: bool = False) -> Recovery:
         closed = opened.closed(cut_off=cut_off)
         self._closed.append(closed)
+        self._ended_s = max(self._ended_s, opened.ends.began_s + closed.total_s)
         self._open = None
         return closed

@@ -110,7 +110,11 @@ def cut_tree(
         if array.shape not in (whole, in_parts):
             got, expected = list(array.shape), list(whole)
             raise UserError(f"{where}: got {full} of shape {got}, expected {expected}: {rows}")
-        return array.astype(shape.dtype, copy=False).reshape(in_parts)
+        cast = array.astype(shape.dtype, copy=False)
+        if array.dtype != cast.dtype and shape.dtype.kind in "iu" and not np.all(cast == array):
+            wrong = f"numbers that {shape.dtype} has not, such as {array[cast != array].flat[0]}"
+            raise UserError(f"{where}: got {full} with {wrong}, expected those of the example")
+        return cast.reshape(in_parts)
 
     return jax.tree.map_with_path(cut, tree, expected)
 

@@ -119,6 +119,11 @@ def _begun_detector(
     for each in known:
         if each.verdict.is_dead:
             detector, _ = detector.observe_failure(-1, each.direction, _DEAD_BEFORE)
+    # With few microbatches these steps make no baseline, and later steps only make direct ones.
+    for direction in detector.directions:
+        delegated_ms = _usual_ms(direction, usual).get(False)
+        if delegated_ms is not None:
+            detector = detector.with_usual(direction, delegated_ms, is_direct=False)
     return detector
 
 

@@ -134,7 +134,8 @@ STALL = [1.0] * 2 + [300.0 - 30.0 * k for k in range(10)]  # all end together
         ([[31.0] * 3], []),
         ([[31.0] * 3, [31.0] * 3], [(SLOW, 7)]),  # the run goes on in the next step
         ([LATE, *[[36.0] * 12] * 6], [(SLOW, 6)]),  # hardly another delay
-        ([LATE, *[[5.0] * 12] * 9], [(SLOW, 6)]),  # 4 would be in time, over 6 is late
+        # 4 would be in time, over 6 is late: between them is another delay.
+        ([LATE, *[[5.0] * 12] * 9], [(SLOW, 6), (SLOW, 7)]),
         ([[1.0] * 4 + [11.1] * 7], []),  # one more would be a run
         ([[1.0] * 4 + [11.1] * 8], [(SLOW, 6)]),
         ([LATE, IN_TIME, IN_TIME, LATE], [(SLOW, 6), (RECOVERING, 7), (SLOW, 9)]),

@@ -414,6 +414,10 @@ def test_a_wrong_model_is_refused_in_one_line(changes, says, at):
             "parameters, such as ((('table',), ('output',)),), or ()",
         ),
         (
+            {"tied": ((("table",), ("output",)), (("table",), ("other",)))},
+            "tied: got a parameter of embed in two pairs, expected each in one",
+        ),
+        (
             {"tied": ((("tables",), ("output",)),)},
             "tied: got ('tables',), expected an array of init_embed",
         ),

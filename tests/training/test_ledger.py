@@ -72,3 +72,14 @@ def test_phases_leave_no_gap(began_s, phases):
     assert min(lengths_s.values(), default=0.0) >= 0.0
     last_s = max([began_s, *(at_s for _, at_s in phases)])
     assert sum(lengths_s.values()) == pytest.approx(last_s - began_s, abs=1e-9)
+
+
+def test_restarts_in_vain_after_the_last_step_take_time():
+    ledger = Ledger(0.0)
+    ledger.step_done(0, 11.0)
+    ledger.failed("rank 0 failed", 12.0, 13.0, 0)
+    ledger.launched(14.0)
+    ledger.phase_ended(START, 20.0)
+    ledger.cut_off()
+    goodput = ledger.goodput(11.0)
+    assert (goodput.lost_s, goodput.wall_s) == (9.0, 20.0)

@@ -96,6 +96,10 @@ def test_batches_may_be_trees_of_any_dtype():
         (({"x": FLOATS}, *EXAMPLE[1:]), "got inputs as"),
         ((EXAMPLE[0], FLOATS, EXAMPLE[2]), "got targets of float64, expected whole numbers"),
         (
+            (EXAMPLE[0], EXAMPLE[1].astype(np.int64) + 2**40, EXAMPLE[2]),
+            "got targets with numbers that int32 has not, such as 1099511627776, expected those",
+        ),
+        (
             ({"x": FLOATS[:, :4], "at": TOKENS}, *EXAMPLE[1:]),
             r"got inputs\['x'\] of shape \[6, 4\], expected \[6, 5\]: batch.microbatches times",
         ),

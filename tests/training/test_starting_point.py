@@ -299,3 +299,13 @@ def test_a_dead_link_never_uses_its_direct_path(begin):
     assert run.loop.state.paths.unrestored == {LINK}
     known_now = run.loop.state.detector.known_directions()
     assert {each.direction for each in known_now} == {(1, 2), (2, 1)}
+
+
+def test_few_measured_messages_say_how_long_delegated_ones_take():
+    """Else a link that turns slow would be judged, once delegated, by its direct times."""
+    measured = {"direct": USUAL["direct"], "delegated": chain_links((15.0, 15.0))}
+    start = starting_point(CONFIG, first_plan_of(measured, FIRST.routes), 0)
+    for direction in ((0, 1), (1, 0), (1, 2), (2, 1)):
+        usual = start.detector.usual(direction, is_direct=False)
+        assert usual is not None
+        assert usual.baseline_ms == pytest.approx(15.0)
