@@ -13,6 +13,7 @@ In the middle of a line a marker stands for one number. `CELLS` has the other ki
 number of any other JSON file in docs/results is named by file, keys and format:
 
     <!-- value of rank0/after: parts_ms.detect .1f -->
+    <!-- value of figure19/results: runs(falcon; 20 ms).moves.0.open .1f -->
 """
 
 import json
@@ -67,8 +68,8 @@ def _step(run: Run) -> str:
 
 
 def _median_ms(run: Run) -> float:
-    if run.step_ms is None:
-        raise ValueError(f"{run.system}, {run.condition}: no steps were measured")
+    if run.step_ms is None or run.failed or run.blocks_to_come:
+        raise ValueError(f"{run.system}, {run.condition}: not all steps were measured")
     return run.step_ms.median
 
 
@@ -137,15 +138,29 @@ def _cell(found: re.Match[str], matrix: Matrix, row: str, condition: str) -> str
 
 def _value(found: re.Match[str], path: Path) -> str:
     keys, _, form = (found["chosen"] or "").rpartition(" ")
-
-    def inner(within: Any, key: str) -> Any:
-        return within[int(key) if isinstance(within, list) else key]
-
     try:
-        number = reduce(inner, keys.split("."), json.loads(path.read_text(encoding="utf-8")))
-        return format(number, form)
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return format(reduce(_inner, re.findall(_KEY, keys), content), form)
     except (OSError, LookupError, ValueError, TypeError) as error:
         raise ValueError(f"{found['marker']}: {path.name} has no such number: {error!r}") from error
+
+
+_NAMING = ("system", "condition", "over", "value")  # what runs and bars are called by
+_KEY = r"[^.()]+(?:\([^()]+\))?"  # such as `moves` or `runs(falcon; 20 ms)`
+
+
+def _inner(within: Any, key: str) -> Any:
+    """A field, or the item of a list, by its number or by values that it alone has."""
+    name, _, values = key.removesuffix(")").partition("(")
+    if isinstance(within, list):
+        if isinstance(within[0], dict) and "condition" in within[0]:
+            raise ValueError(f"got number {key} of runs or bars, which may change: name them")
+        return within[int(key)]
+    if not values:
+        return within[name]
+    wanted = set(values.split("; "))
+    (item,) = (each for each in within[name] if wanted <= {str(each.get(key)) for key in _NAMING})
+    return item
 
 
 def _table_of_results(judged: Mapping[str, Judgement]) -> str:

@@ -174,6 +174,8 @@ def test_each_miss_has_a_reason_and_no_other_bar(copy):
         ("<!-- steps of hol: zbb -->", "the result has no zbb, healthy"),
         ("<!-- steps of hol: zb; ill -->", "the result has no zb, ill"),
         ("<!-- value of rank0/after: median .1f -->", "after.json has no such number: KeyError"),
+        ("<!-- value of figure19/results: runs.0.total_s .1f -->", "which may change: name them"),
+        ("<!-- value of figure19/results: runs(zb; ill).total_s .1f -->", "no such number: ValueE"),
         ("<!-- value of rank0/later: median_ms .1f -->", "later.json has no such number: FileNot"),
         ("<!-- steps of hol --><!-- misses -->", "a marker has no <!-- end -->"),
         ("<!-- spets of hol -->", "the result has no 1f1b, healthy"),

@@ -62,11 +62,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (KeyboardInterrupt, _Abort):
         _fail(130, "interrupted")
     except OSError as error:
-        _end_without_output(error)
+        _end_for(error)
 
 
-def _end_without_output(error: OSError) -> NoReturn:
-    """End if standard output could not be written; raise any other error."""
+def _end_for(error: OSError) -> NoReturn:
+    """End if a file may not be read, or standard output not be written; raise any other error."""
+    if error.filename is not None and error.errno in (
+        errno.EACCES,
+        errno.EPERM,
+        errno.ENAMETOOLONG,
+    ):
+        _fail(2, f"{error.filename}: {error.strerror}")
     if error.filename is not None or error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO):
         raise error
     # Otherwise the interpreter would try to write the rest when it exits.

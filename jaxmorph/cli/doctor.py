@@ -27,7 +27,6 @@ def doctor(
         {
             "software": host.software_facts,
             "host": host.host_facts,
-            "privileges": host.privilege_facts,
             "network": host.network_facts,
             "cluster and environment": host.cluster_facts,
             "devices": _device_facts,

@@ -6,7 +6,6 @@ import platform
 import resource
 import shutil
 import socket
-import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
@@ -37,8 +36,6 @@ _SHARED = Path("/dev/shm")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _TRIAL_BYTES = 1 << 20
-_NAMESPACES = ("unshare", "--user", "--map-root-user", "--net", "--uts", "--mount", "true")
-_PATIENCE_S = 10.0
 _GIB = 1 << 30
 _NETWORK_CLASS = Path("/sys/class/net")
 _RDMA_CLASS = Path("/sys/class/infiniband")
@@ -136,15 +133,6 @@ def host_facts(
     yield Fact("open files", _limit(resource.getrlimit(resource.RLIMIT_NOFILE)[0], "files"))
 
 
-def privilege_facts() -> Iterator[Fact]:
-    """Privileges that only benchmarks with network namespaces need."""
-    yield Fact("root", "yes" if os.geteuid() == 0 else f"no, user {os.geteuid()}")
-    reason = _no_namespaces()
-    yield Fact(
-        "network namespaces", "yes" if reason is None else "no", reason is None, reason or ""
-    )
-
-
 def _cores(quota: Path) -> Fact:
     found = f"{num_processors()} of {os.cpu_count()}"
     if (cores := cores_by_quota(quota)) < math.inf:
@@ -193,17 +181,6 @@ def _free(shared: Path) -> str:
 
 def _limit(limit: int, unit: str = "bytes") -> str:
     return "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,} {unit}"
-
-
-def _no_namespaces() -> str | None:
-    """Why this user can't make a network namespace, if so."""
-    if shutil.which(_NAMESPACES[0]) is None:
-        return "there is no command unshare"
-    try:
-        tried = subprocess.run(_NAMESPACES, capture_output=True, text=True, timeout=_PATIENCE_S)
-    except (OSError, subprocess.SubprocessError) as error:
-        return str(error)
-    return None if tried.returncode == 0 else " ".join(tried.stderr.split())
 
 
 def network_facts(

@@ -21,7 +21,7 @@ from jaxmorph.report.draw.save import require_format
 from jaxmorph.schedule.answer import Answer, answer_lines, simulate_links, solve
 from jaxmorph.schedule.files import require_schedule_file, save_schedule
 from jaxmorph.schedule.planner import INTERLEAVED, SCHEDULE_NAMES
-from jaxmorph.schedule.problem import Problem, parse_problem
+from jaxmorph.schedule.problem import Problem, default_chunks, parse_problem
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.schedule.what_if import apply_changes, parse_change
@@ -128,6 +128,10 @@ def _check(given: Given, out: Path | None, export: Path | None) -> None:
     options.require_without(given, "what_if", "layers_cost", "export")
     options.require_without(given, "layers_cost", "profile", "chunks")
     options.require_without(given, "profile", "stages")
+    schedule = given.get("schedule", "")
+    if "layers_cost" in given and default_chunks(schedule) > 1:
+        expected = "a schedule of one chunk, as the layers are cut into stages"
+        raise UserError(f"--schedule: got {schedule} beside --layers-cost, expected {expected}")
     for name in ("embedding_cost", "head_cost"):
         if name in given and "layers_cost" not in given:
             raise UserError(f"{options.flag(name)}: got no --layers-cost, expected both")

@@ -12,7 +12,7 @@ from jaxmorph.config import Config, load_config
 from jaxmorph.control.controller_state import ControllerState, StepObserved
 from jaxmorph.control.measurements import link_medians_ms
 from jaxmorph.errors import UserError
-from jaxmorph.records import Event, ReplicaStep, StepRecord
+from jaxmorph.records import Event, EventKind, ReplicaStep, StepRecord
 from jaxmorph.report.page import write_report
 from jaxmorph.report.run_directory import (
     CONFIG,
@@ -94,6 +94,16 @@ def _config(run_dir: Path, overrides: Sequence[str]) -> Config:
             "(adaptation.enabled): only these make decisions"
         )
     return config
+
+
+_DECIDED = frozenset({
+    EventKind.COMPUTE_CHANGED, EventKind.LINK_FAILED, EventKind.LINK_GIVEN_UP,
+    EventKind.LINK_HANDED_OVER, EventKind.LINK_PATH_DOWN, EventKind.LINK_PROBED,
+    EventKind.LINK_RESTORED, EventKind.PLANNING_FAILED, EventKind.PLAN_CHANGED,
+    EventKind.PLAN_KEPT, EventKind.ROUTE_CHANGED, EventKind.STRAGGLER_CLEARED,
+    EventKind.STRAGGLER_DETECTED, EventKind.STRAGGLER_RECOVERING,
+})  # fmt: skip
+"""What a controller finds and decides; all else in a run happens whatever it decides."""
 
 
 class _Step(NamedTuple):
@@ -248,22 +258,22 @@ def _events(
         steps: Those that are simulated, in order.
     """
     first, last = steps[0], steps[-1]
+    simulated = {each.replica: each.steps for each in of_replicas if each.steps}
     before = [event.time_s for event in events if event.step < first]
     now_s = before[-1] if before else 0.0  # times begin again where the run was resumed
     end_s = {first - 1: now_s}
     for step in range(first, last + 1):
         now_s += records[step].step_s if step in records else 0.0
         end_s[step] = now_s
-    simulated = [each for each in of_replicas if each.steps]
-    replicas = {each.replica for each in simulated}
     found = [
         replace(event, time_s=end_s[event.step])
         for event in events
-        if first <= event.step <= last and event.replica not in replicas
+        if first <= event.step <= last
+        and not (event.kind in _DECIDED and event.step in simulated.get(event.replica, {}))
     ]
     found += (
         event
-        for each in simulated
+        for each in of_replicas
         for moment in each.moments
         if moment.is_simulated
         for event in _events_of(moment, each.replica, end_s.get(moment.step, now_s))

@@ -24,7 +24,7 @@ from jaxmorph.records import Link
 EVENTS = {"events": LONG_EVENTS, "short-events": SHORT_EVENTS}
 KINDS = (*REGIMES, *EVENTS)
 _STAGES = 4
-_SHORTEST_S, _LONGEST_S = 0.1, 1e5
+_SHORTEST_S, _LONGEST_S = 0.1, 3600.0
 
 
 def trace(
@@ -45,7 +45,8 @@ def trace(
         float, typer.Option(help="Length in seconds, for regimes by time.")
     ] = 120.0,
     steps: Annotated[
-        int, typer.Option(min=1, help="Length in steps, for events, which are by step.")
+        int,
+        typer.Option(min=1, max=1_000_000, help="Length in steps, for events, which are by step."),
     ] = 1200,
     out: Annotated[
         Path | None, typer.Option(help="The CSV file to write; default: print it.")
@@ -72,9 +73,8 @@ def _draw(
 ) -> DelayTrace:
     if kind in EVENTS:
         return events_trace(draw_events(links, steps, seed, EVENTS[kind]))
-    for regime in REGIMES:
-        if kind == regime:
-            return draw_regime(regime, links, duration_s, seed)
+    if kind in REGIMES:
+        return draw_regime(kind, links, duration_s, seed)
     raise UserError(f"REGIME: got {kind!r}, expected one of {', '.join(KINDS)}")
 
 

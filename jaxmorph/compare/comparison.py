@@ -97,7 +97,7 @@ def _changes(blocks: Iterable[Block], now: Provenance) -> Iterator[str]:
 def _configuration(given: Sequence[str], resume: str | None) -> tuple[Path, Sequence[str]]:
     """The path of a comparison's configuration, and what is overridden there."""
     first, others = given[:1], given[1:]
-    named = [each for each in first if "=" not in each or Path(each).is_file()]
+    named = [each for each in first if "=" not in each or _is_file(each)]
     if resume in (None, "auto"):
         if not named:
             raise UserError(
@@ -114,6 +114,13 @@ def _configuration(given: Sequence[str], resume: str | None) -> tuple[Path, Sequ
         expected = f"expected a comparison's directory, with a {CONFIG}"
         raise UserError(f"--resume: got {resume}, {expected}")
     return path, given
+
+
+def _is_file(word: str) -> bool:
+    try:
+        return Path(word).is_file()
+    except OSError:  # an override that is longer than a name may be
+        return False
 
 
 def _measure(results: "_Results", keys: Sequence[Key], command: str, view: MatrixView) -> int:

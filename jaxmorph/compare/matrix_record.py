@@ -183,18 +183,18 @@ def _whole_runs(compare: Compare, system: str, blocks: Sequence[Block]) -> Itera
         mean_ms = _reference_ms(compare, system, names.index(run.condition))
         yield replace(
             run,
-            slowdown=_times_as_long(run, reference),
+            slowdown=_slowdown(run, reference),
             reference_s=None if mean_ms is None else compare.steps * mean_ms / 1e3,
             disturbed=_disturbance([block]),
             load=(block.provenance.load_after or ())[:1],
         )
 
 
-def _times_as_long(run: Run, reference: Run | None) -> float | None:
-    """The ratio of two whole runs' lengths."""
-    if run.total_s is None or reference is None or not reference.total_s:
+def _slowdown(run: Run, healthy: Run | None) -> float | None:
+    """The ratio of the median steps of two whole runs; their lengths are compared in a table."""
+    if run.failed or run.step_ms is None or healthy is None or healthy.step_ms is None:
         return None
-    return run.total_s / reference.total_s
+    return run.step_ms.median / healthy.step_ms.median
 
 
 def _divergence(losses: Sequence[float]) -> str | None:

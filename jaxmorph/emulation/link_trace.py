@@ -104,9 +104,8 @@ def _subject(condition: LinkCondition) -> Subject:
 def _rows(path: Path) -> Iterator[tuple[_Place, Row]]:
     """Each row's cells by column."""
     columns: tuple[str, ...] | None = None
-    lines = csv.reader(_text(path).splitlines())
-    for cells in lines:
-        place = _Place(path, lines.line_num)
+    for line, cells in _lines(path):
+        place = _Place(path, line)
         cells = [cell.strip() for cell in cells]
         if not any(cells) or cells[0].startswith(_COMMENT):
             continue
@@ -119,6 +118,16 @@ def _rows(path: Path) -> Iterator[tuple[_Place, Row]]:
             raise place.error("row", ",".join(cells), expected)
     if columns is None:
         raise _Place(path, 1).error("header", "", _HEADER)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Each line's number and cells."""
+    lines = csv.reader(_text(path).splitlines())
+    try:
+        for cells in lines:
+            yield lines.line_num, cells
+    except csv.Error as error:
+        raise UserError(f"{path}: line {lines.line_num}: {error}") from error
 
 
 def _text(path: Path) -> str:

@@ -28,6 +28,7 @@ _UNKNOWN = "-"
 
 def matrix_markdown(matrix: Matrix) -> str:
     """A comparison as a page of Markdown: its steps, what ran, what failed, and the notes."""
+    measured = [*_measured(matrix)]
     whole = f"{whole_runs_legend(matrix)}\n\n{markdown_table(WHOLE_COLUMNS, whole_rows(matrix))}"
     moves = [*move_rows(matrix)]
     parts = [
@@ -37,12 +38,10 @@ def matrix_markdown(matrix: Matrix) -> str:
             ["", *matrix.conditions],
             ([matrix.label(system), *map(_times_cell, row)] for system, row in matrix.rows()),
         ),
-        "What ran, and why its stages idled, as shares of the step, averaged over the stages. "
-        "*Dependency*: the data isn't computed yet, or is in flight; *blocking*: a ready op waits "
-        "behind a transfer; *other*: dispatch and copies; *most blocked*: the stage that waits "
-        "longest behind transfers. *On device*: the most microbatches whose stash each stage's "
-        "device held at once. *Load*: of the machine, at the end of each round.\n",
-        markdown_table(RUN_COLUMNS, map(run_cells, _measured(matrix))),
+        *(
+            [f"{_WHAT_RAN}\n\n{markdown_table(RUN_COLUMNS, map(run_cells, measured))}"]
+            * bool(measured)
+        ),
         *([whole] if matrix.has_whole_runs else []),
         *([f"{_MOVES}\n\n{markdown_table(MOVE_COLUMNS, moves)}"] if moves else []),
         *(
@@ -109,6 +108,13 @@ def whole_runs_legend(matrix: Matrix) -> str:
     )
 
 
+_WHAT_RAN = (
+    "What ran, and why its stages idled, as shares of the step, averaged over the stages. "
+    "*Dependency*: the data isn't computed yet, or is in flight; *blocking*: a ready op waits "
+    "behind a transfer; *other*: dispatch and copies; *most blocked*: the stage that waits "
+    "longest behind transfers. *On device*: the most microbatches whose stash each stage's "
+    "device held at once. *Load*: of the machine, at the end of each round."
+)
 _MOVES = (
     "How often ranks changed places in the mesh, and for how long no step ran meanwhile. "
     "*Exchange*: they leave the loop and send each other their stages' states; *open*: they open "

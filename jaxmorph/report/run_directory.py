@@ -235,8 +235,8 @@ class RunDirectory:
         Raises:
             RunFailedError: A file can't be written.
         """
-        self.close()
         try:
+            self.close()
             self.damage = _go_back(self.path, step)
             self._lines = RunLines(self.path)
             if self._tensorboard is not None:
@@ -401,6 +401,8 @@ def claim_run_directory(config: Config) -> Path:
         UserError: The directory can't be made.
     """
     text, wanted = dump_config(config), Path(config.run.dir)
+    if not wanted.name:
+        raise UserError(f"run.dir: got {config.run.dir!r}, expected a folder with a name")
     numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in count(2))
     try:
         return next(path for path in chain([wanted], numbered) if _claim(path, text))

@@ -341,7 +341,7 @@ def matrix_view(matrix: Matrix, doing: str = "") -> RenderableType:
     table = Table(box=SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("step ms", no_wrap=True)
     for condition in matrix.conditions:
-        table.add_column(condition, justify="right")
+        table.add_column(Text(condition), justify="right")  # its brackets are no markup
     for system, row in matrix.rows():
         table.add_row(matrix.label(system), *map(short_cell, row))
     return Group(table, Text(doing, style="dim")) if doing else table

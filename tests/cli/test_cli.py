@@ -26,6 +26,7 @@ def test_without_arguments_the_commands_are_listed(run):
         ([], "compare: got no configuration, expected a YAML file, or --resume RUN_DIR"),
         (["--resume", "auto"], "compare: got no configuration, expected a YAML file, or --resume"),
         (["--resume", "none"], "--resume: got none, expected a comparison's directory, with a con"),
+        ([f"compare.bars=[{300 * 'x'}]", "--resume", "none"], "--resume: got none, expected a com"),
         (["a.yaml", "--redo-disturbed"], "--redo-disturbed: got no comparison, expected --resume"),
     ],
 )
@@ -55,3 +56,11 @@ def test_a_closed_reader_is_no_error_message():
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_name_that_no_file_has_is_one_line(run):
+    code, _, error = run("report", 300 * "x")
+    assert code == 2
+    assert error.startswith(f"error: {300 * 'x'}")
+    assert error.endswith(": File name too long\n")
+    assert error.count("\n") == 1

@@ -6,7 +6,7 @@ import re
 import pytest
 
 ABOUT = [
-    "software", "host", "privileges", "network", "cluster and environment", "devices",
+    "software", "host", "network", "cluster and environment", "devices",
     "settings for GPUs", "copies",
 ]  # fmt: skip
 

@@ -11,7 +11,6 @@ from jaxmorph.cli.doctor_host import (
     host_facts,
     network_facts,
     nvidia_facts,
-    privilege_facts,
     run_checks,
 )
 from jaxmorph.transport.sidecar_trial import SidecarTrial
@@ -87,21 +86,6 @@ def test_slots_that_cannot_be_made_have_a_reason(facts, monkeypatch):
     monkeypatch.setattr(host.Slots, "create", none)
     fact = facts()["shared memory for slots"]
     assert (fact.works, fact.note) == (False, "too many open files")
-
-
-@pytest.mark.parametrize(
-    ("command", "works", "note"),
-    [
-        (("true",), True, ""),
-        (("sh", "-c", "echo not permitted >&2; exit 1"), False, "not permitted"),
-        (("jaxmorph-no-such-command",), False, "there is no command unshare"),
-    ],
-    ids=["can", "may not", "has no command"],
-)
-def test_namespaces_are_tried(monkeypatch, command, works, note):
-    monkeypatch.setattr(host, "_NAMESPACES", command)
-    fact = {fact.name: fact for fact in privilege_facts()}["network namespaces"]
-    assert (fact.works, fact.note) == (works, note)
 
 
 @pytest.fixture

@@ -108,6 +108,10 @@ def test_plan_takes_costs_caps_and_warm_ups_per_stage(plan):
         (["--layers-cost", "1,a,2,3"], "--layers-cost[1]: got 'a', expected a number of ms"),
         (["--layers-cost", "1,1,1,1", "--forward-ms", "1,2,3,4"], "--forward-ms: got [1, 2, 3, 4]"),
         (["--layers-cost", "1,1,1,1", "--forward-ms", "0"], "--forward-ms: got 0, expected a num"),
+        (
+            ["--layers-cost", "1,1,1,1", "--schedule", "zb-v"],
+            "--schedule: got zb-v beside --layers",
+        ),
         (["--head-cost", "3"], "--head-cost: got no --layers-cost, expected both"),
         (["--profile", "nowhere"], "--profile: got nowhere, expected a run directory"),
         (["--profile", ".", "--stages", "3"], "--profile: got --stages as well"),

@@ -189,3 +189,9 @@ def test_links_join_neighbours_and_the_ends():
         require_links_of(4, [Link(1, 3), Link(4, 5)], "--links")
     with pytest.raises(UserError, match=r"^t: got link 0-1, expected no links, for one stage$"):
         require_links_of(1, [Link(0, 1)], "t")
+
+
+def test_a_quote_that_is_not_closed_is_one_line(tmp_path):
+    rows = '"1,0-1,5,,,\n' + 20_000 * "2,0-1,5,,,\n"
+    with pytest.raises(UserError, match=r"trace.csv: line \d+: field larger than field limit"):
+        read(tmp_path, rows)

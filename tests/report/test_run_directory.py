@@ -17,6 +17,7 @@ from jaxmorph.messages import LinksChanged
 from jaxmorph.records import Event, EventKind, StepRecord
 from jaxmorph.report.run_directory import (
     RunLines,
+    claim_run_directory,
     open_run_directory,
     read_records,
     reopen_run_directory,
@@ -322,3 +323,9 @@ def test_a_file_that_cannot_be_replaced_stays_alone(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {"profile.json": "old"}
+
+
+@pytest.mark.parametrize("path", [".", "/"])
+def test_a_directory_without_a_name_is_refused(path):
+    with pytest.raises(UserError, match=f"run.dir: got '{path}', expected a folder with a name"):
+        claim_run_directory(config_for(Path(path)))

@@ -319,6 +319,11 @@ def test_a_comparison_has_a_cell_for_each_run(made_up):
     assert "busy" in lines
 
 
+def test_brackets_in_a_condition_are_no_markup(made_up):
+    named = replace(made_up, conditions=("healthy [/x]", "slow"))
+    assert "healthy [/x]" in " ".join(drawn(matrix_view(named, "")).split())
+
+
 def test_plain_lines_name_each_running_system_once(made_up):
     shown = io.StringIO()
     view = MatrixView(Console(file=shown, width=20))

@@ -63,7 +63,11 @@ def comparison_page(files: ComparisonFiles) -> str:
 def result_sentence(matrix: Matrix) -> str:
     """The comparison in one sentence: the best and the worst system where slowdowns are largest."""
     size = f"{len(matrix.systems)} systems under {len(matrix.conditions)} conditions"
-    measured = [run for run in matrix.runs.values() if run.step_ms and not run.failed]
+    measured = [
+        run
+        for run in matrix.runs.values()
+        if run.step_ms and not (run.failed or run.blocks_to_come)
+    ]
     if not measured:
         return f"{size}; no run is complete."
     worst = max(measured, key=lambda run: run.slowdown or 0.0).condition
@@ -88,6 +92,8 @@ def _complaints(matrix: Matrix) -> Iterator[str]:
         for what, reason in complaints.items():
             if reason:
                 yield f"{run.system}, {run.condition}, {what}: {' '.join(reason.split())}"
+        if run.blocks_to_come:
+            yield f"{run.system}, {run.condition}: blocks still to come: {run.blocks_to_come}"
 
 
 def _around_times(cells: Sequence[str], times: list[str]) -> list[str]:

@@ -238,11 +238,12 @@ class Links(NamedTuple):
 
 def _links(steps: Sequence[StepRecord], changes: Sequence[Change]) -> Links | None:
     """A small plot for each link, with both directions, all on one scale; None without any."""
-    directions = {direction for step in steps for direction in _link_ms(step)}
+    medians = [(step.step, _link_ms(step)) for step in steps]
+    directions = {direction for _, of_step in medians for direction in of_step}
     if not directions:
         return None
     courses: dict[str, Points] = {
-        direction: [(step.step, _link_ms(step).get(direction)) for step in steps]
+        direction: [(step, of_step.get(direction)) for step, of_step in medians]
         for direction in sorted(directions, key=_ends)
     }
     links: dict[tuple[int, int], list[str]] = {}

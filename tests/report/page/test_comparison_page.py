@@ -64,6 +64,14 @@ def test_bars_have_rows(page):
     ]
 
 
+def test_a_run_with_blocks_to_come_is_named(made_up, parse):
+    run = replace(made_up.runs["zb", "slow"], blocks_to_come=2)
+    matrix = replace(made_up, runs={("zb", "slow"): run})
+    page = parse(comparison_page(ComparisonFiles(matrix, {})))
+    assert "zb, slow: blocks still to come: 2" in page.texts("p", "what")
+    assert result_sentence(matrix).endswith("no run is complete.")
+
+
 def test_blocks_beside_other_work_are_shown(made_up, parse):
     calm, busy = (0.1, 0.2, 0.3), (1.5, 0.4, 0.3)
     blocks = (
