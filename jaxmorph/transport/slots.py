@@ -21,14 +21,15 @@ Counts and sequence numbers are 32 bits and wrap; message q is in slot q % numbe
 is therefore a power of two. The memory has no name, so the system frees it even if a process is
 killed. Its contents outlive the sidecar, and a new sidecar resumes from them.
 
-Only x86-64 is safe: there a process that sees a new count or signal also sees the payload and info
-written before it. On AArch64 it could read an old payload (`_order_writes`).
+A process that sees a new count or signal also sees the payload and info written before it
+(`_order`).
 """
 
 import contextlib
 import fcntl
 import mmap
 import os
+import platform
 import struct
 import threading
 from typing import NamedTuple
@@ -52,6 +53,7 @@ _FIRST_SLOT, _SLOT_LINES = 3, 2
 _MAX_BYTES = 1 << 46
 _LAST_NS = (1 << 64) - 1
 _lock = threading.Lock()
+_KEEPS_ORDER = platform.machine().lower() in ("x86_64", "amd64")
 
 
 class MessageInfo(NamedTuple):
@@ -117,30 +119,30 @@ class Slots:
     @property
     def produced(self) -> int:
         """The number of the next message to be announced (outgoing) or delivered (incoming)."""
-        return self._words[_PRODUCED]
+        return self._seen(_PRODUCED)
 
     @produced.setter
     def produced(self, count: int) -> None:
-        _order_writes()
+        _order()
         self._words[_PRODUCED] = count & MASK
 
     @property
     def consumed(self) -> int:
         """The number of the first message not known delivered (outgoing) or released (incoming)."""
-        return self._words[_CONSUMED]
+        return self._seen(_CONSUMED)
 
     @consumed.setter
     def consumed(self, count: int) -> None:
-        _order_writes()
+        _order()
         self._words[_CONSUMED] = count & MASK
 
     def is_complete(self, sequence: int) -> bool:
         """Whether the message's payload is complete."""
-        return self._words[self._signal_word(sequence)] == add(sequence, 1)
+        return self._seen(self._signal_word(sequence)) == add(sequence, 1)
 
     def mark_complete(self, sequence: int) -> None:
         """Mark the payload complete; it must not be written after this."""
-        _order_writes()
+        _order()
         self._words[self._signal_word(sequence)] = add(sequence, 1)
 
     def write_info(self, sequence: int, info: MessageInfo) -> None:
@@ -209,6 +211,13 @@ class Slots:
                 "(magic, version, number of slots, bytes in a slot)"
             )
 
+    def _seen(self, word: int) -> int:
+        """A count or a signal, read before all that it covers."""
+        value = self._words[word]
+        if not _KEEPS_ORDER:
+            _order()
+        return value
+
     def _line(self, sequence: int) -> int:
         return _FIRST_SLOT + _SLOT_LINES * (sequence & (self.num_slots - 1))
 
@@ -240,15 +249,19 @@ def _whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // _PAGE) * _PAGE
 
 
-def _order_writes() -> None:
-    """Keep the stores before this in front of those after it, as the other process sees them.
+def _order() -> None:
+    """Keep what is read and written before this in front of what comes after, for other processes.
 
-    Enough on x86-64, which keeps stores in order and loads in order. Not enough on AArch64: a lock
-    lets stores from either side move between its acquire and its release, and the process that
-    polls has no barrier between a count and what it covers. It could read an old payload there.
+    x86-64 keeps stores in order, and loads too, so this binds the compiler alone. AArch64 lets both
+    move into a lock from either side, but keeps a release before the next acquire: what is before
+    the first release stays there, and what is behind the second acquire too. (Reasoned from Arm's
+    memory model, not tested on such a machine.)
     """
     with _lock:
         pass
+    if not _KEEPS_ORDER:
+        with _lock:
+            pass
 
 
 def _anonymous_memory(num_bytes: int) -> int:

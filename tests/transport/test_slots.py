@@ -5,6 +5,7 @@ import struct
 
 import pytest
 
+from jaxmorph.transport import slots as slots_module
 from jaxmorph.transport.names import MASK, TransportError, add, distance
 from jaxmorph.transport.slots import MessageInfo, Slots
 
@@ -118,3 +119,23 @@ def test_the_layout_is_as_described(pair):
     assert struct.unpack_from("=IIQQ", memory, 0)[1:] == (1, 4, 100)
     assert struct.unpack_from("=I", memory, 64) == struct.unpack_from("=I", memory, 128)
     assert struct.unpack_from("=Q8IQQ", memory, 64 * (3 + 2 * 3 + 1)) == (77, *TAG, 1, 2)
+
+
+def test_where_memory_is_reordered_a_count_has_two_barriers(pair, monkeypatch):
+    slots, _ = pair
+    taken = []
+
+    class Lock:
+        def __enter__(self):
+            taken.append("acquired")
+
+        def __exit__(self, *_):
+            taken.append("released")
+
+    monkeypatch.setattr(slots_module, "_lock", Lock())
+    monkeypatch.setattr(slots_module, "_KEEPS_ORDER", False)
+    reads = [lambda: slots.produced, lambda: slots.consumed, lambda: slots.is_complete(0)]
+    for access in (*reads, lambda: slots.mark_complete(0)):
+        taken.clear()
+        access()
+        assert taken == ["acquired", "released"] * 2
