@@ -42,14 +42,15 @@ _VALUES = {int: "whole number", float: "number", str: "text", Path: "path"}
 
 def _parameter(name: str, kind: Any, declared: Any, *, default: Any) -> str:
     is_argument = isinstance(declared, ArgumentInfo)
-    flags = [flag for flag in declared.param_decls or () if flag.startswith("-")]
+    named = (declared.default, *(declared.param_decls or ()))  # the first one stands for a default
+    flags = [flag for flag in named if isinstance(flag, str) and flag.startswith("-")]
     shown = name.upper() if is_argument else ", ".join(flags or [f"--{name.replace('_', '-')}"])
     kinds = {found for part in (kind, *get_args(kind)) for found in (part, *get_args(part))}
     value = next((_VALUES[found] for found in _VALUES if found in kinds), "")
     value = declared.metavar or value
     if any(get_origin(found) is list for found in kinds):
         value += ", repeatable"
-    has_default = default not in (None, False, inspect.Parameter.empty)
+    has_default = not any(default is none for none in (None, False, inspect.Parameter.empty))
     is_required = default is inspect.Parameter.empty
     first = f"`{default}`" if has_default else "required" if is_required else ""
     text = " ".join((declared.help or "").split()).replace("|", "\\|")

@@ -87,7 +87,7 @@ def _sections(
     for name, field in within.model_fields.items():
         section = section_in(field.annotation)
         if section is None and within is Config:
-            yield name, "", [_row(Config, name)]
+            yield name, f"A key without a section, as in `{name}=...`.", [_row(Config, name)]
         elif section is not None and section not in seen:
             seen.add(section)
             rows = [_row(section, key) for key in section.model_fields]

@@ -238,7 +238,7 @@ class Emulation(Section):
     """Slow, narrow, jittery or cut connections of two hosts, on top of `links`."""
 
     ranks_per_host: Count = 1
-    """Ranks of a host, for `hosts`: the first so many are on host 0, and so on."""
+    """Ranks of a host, for `hosts`: with R, ranks 0 to R - 1 are on host 0, and so on."""
 
     gradient_bytes: Annotated[Bytes | None, Expected("null, or a whole number of at least 1")] = (
         None

@@ -219,7 +219,7 @@ class Parallelism(Section):
 
     tensor: Count = 1
     """Devices of a stage, over which its parameters are split. They must be in one host. On CPUs a
-    process shows JAX so many."""
+    process gets that many JAX devices."""
 
     layers: Annotated[
         Literal["auto", "even"] | Counts,
