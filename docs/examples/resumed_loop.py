@@ -4,6 +4,7 @@ Run it with `jaxmorph launch --stages 3 resumed_loop.py`, as often as it takes.
 """
 
 import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -38,3 +39,5 @@ with jaxmorph.Trainer(model, CONFIG, resume=True) as trainer:
             break
         if trainer.rank == 0 and metrics.step % 10 == 9:
             print(f"step {metrics.step}: loss {metrics.loss:.3f} in {metrics.step_s:.3f} s")
+if trainer.next_step < STEPS:
+    sys.exit(143)  # as `jaxmorph train` does: a scheduler should start it again

@@ -125,7 +125,7 @@ def read_again(read: Callable[[], T]) -> T:
     for pause_s in _PAUSES_S:
         try:
             return read()
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
             raise
         except OSError:
             time.sleep(pause_s)

@@ -103,7 +103,12 @@ _DECIDED = frozenset({
     EventKind.PLAN_KEPT, EventKind.ROUTE_CHANGED, EventKind.STRAGGLER_CLEARED,
     EventKind.STRAGGLER_DETECTED, EventKind.STRAGGLER_RECOVERING,
 })  # fmt: skip
-"""What a controller finds and decides; all else in a run happens whatever it decides."""
+
+
+def _is_decided(event: Event) -> bool:
+    """Whether a controller has found or decided it: all else in a run happens whatever it does."""
+    of_sums = event.kind == EventKind.ROUTE_CHANGED and event.link is None
+    return event.kind in _DECIDED and not of_sums
 
 
 class _Step(NamedTuple):
@@ -269,7 +274,7 @@ def _events(
         replace(event, time_s=end_s[event.step])
         for event in events
         if first <= event.step <= last
-        and not (event.kind in _DECIDED and event.step in simulated.get(event.replica, {}))
+        and not (_is_decided(event) and event.step in simulated.get(event.replica, {}))
     ]
     found += (
         event

@@ -262,8 +262,8 @@ class DirectionWatch:
     def _expected(self, is_direct: bool) -> Usual | None:
         """The usual times to judge a route's messages by.
 
-        The other route of a healthy link is measured first; that of a degraded one can't be, so its
-        times are assumed.
+        A healthy link's messages are measured first. Those of a degraded one can't be: their times
+        are assumed, unless they were given (`expect`).
         """
         known = self._usual(is_direct)
         if known is None and self.verdict.health is not LinkHealth.HEALTHY:

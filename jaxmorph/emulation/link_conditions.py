@@ -83,9 +83,9 @@ def begun_at(conditions: Sequence[LinkCondition], step: int) -> tuple[LinkCondit
 
 
 def before_step(conditions: Iterable[LinkCondition], step: int) -> tuple[LinkCondition, ...]:
-    """Those of the step before, always: links are measured so before the run begins or goes on.
+    """The conditions that hold in the step before, without their spans of steps.
 
-    Spans of time begin later.
+    Links are measured under them before the run begins or goes on. Spans of time begin later.
     """
     return tuple(
         replace(each, from_step=None, to_step=None)

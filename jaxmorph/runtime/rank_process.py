@@ -16,7 +16,7 @@ from functools import partial
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.messages import RankFailed
 from jaxmorph.plain_json import Json, dump, tagged
-from jaxmorph.progress import Stall, StalledError, continue_when_parent_ends
+from jaxmorph.progress import Stall, StalledError, continue_when_parent_ends, progress
 from jaxmorph.runtime.watchdog import STALLED, watch_over, write_stacks
 
 
@@ -93,8 +93,8 @@ class LauncherLink:
         up no rank.
         """
         self._unsent.put(dump(message) + "\n")
-        if not self._is_behind:
-            self._is_behind = not self.flush(_SOON_S)
+        if not self._is_behind and not self.flush(_SOON_S):
+            self._is_behind = True
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all messages so far are sent; whether they are."""
@@ -106,12 +106,13 @@ class LauncherLink:
         while True:
             message = self._unsent.get()
             if isinstance(message, threading.Event):
-                self._is_behind = False
                 message.set()
-                continue
-            with suppress(OSError):  # the launcher is gone: `_end_with_launcher` ends this process
-                self._messages.write(message)
-                self._messages.flush()
+            else:
+                with suppress(OSError):  # the launcher is gone, and ends this process with it
+                    self._messages.write(message)
+                    self._messages.flush()
+            if self._unsent.empty():
+                self._is_behind = False
 
 
 def _end_with_launcher(lifeline_fd: int, stop_asked: threading.Event) -> None:
@@ -147,6 +148,8 @@ def run_rank(body: Callable[[RankArguments, LauncherLink, list[str]], None]) -> 
                 write_stacks(error)
             sys.stdout.flush()
             sys.stderr.flush()
+        progress.phase("ends", 0.0)
+        link.flush()
         if arguments.rank == 0 and getattr(error, "waited_for", None) is not None:
             # Its end takes JAX's coordination service along, and that ends the others before they
             # can report what rank 0 has waited for.

@@ -95,10 +95,10 @@ class SaveTimes:
 
     def after(self, step: int, requests: Sequence[SaveRequest]) -> AfterStep:
         """What follows once `step` steps are done, by all ranks' requests in rank order."""
-        within_s = self._settings.stop_within_s
-        asked = within_s is not None and any(request.stop_asked for request in requests)
+        asked = any(request.stop_asked for request in requests)
         stops = asked and step != self._num_steps
-        saves = stops or requests[0].is_time or self._settings.is_due(step, self._num_steps)
+        is_due = requests[0].is_time or self._settings.is_due(step, self._num_steps)
+        saves = (stops and self._settings.saves) or is_due
         if saves:
             self._saved_s = self._clock()
         return AfterStep(saves, stops)

@@ -112,8 +112,8 @@ def cut_tree(
             raise UserError(f"{where}: got {full} of shape {got}, expected {expected}: {rows}")
         cast = array.astype(shape.dtype, copy=False)
         if array.dtype != cast.dtype and shape.dtype.kind in "iu" and not np.all(cast == array):
-            wrong = f"numbers that {shape.dtype} has not, such as {array[cast != array].flat[0]}"
-            raise UserError(f"{where}: got {full} with {wrong}, expected those of the example")
+            wrong = f"numbers beyond {shape.dtype}, such as {array[cast != array].flat[0]}"
+            raise UserError(f"{where}: got {full} with {wrong}, expected the example's type")
         return cast.reshape(in_parts)
 
     return jax.tree.map_with_path(cut, tree, expected)

@@ -32,7 +32,7 @@ from jaxmorph.control.step_programs import lower_step, simulate_step
 from jaxmorph.errors import UserError
 from jaxmorph.placement import Layout, Position
 from jaxmorph.progress import progress
-from jaxmorph.records import EventKind, Link
+from jaxmorph.records import EventKind, Link, Routes
 from jaxmorph.runtime.compiled_stage import CompiledStage
 from jaxmorph.runtime.gradient_sum import GradientSum
 from jaxmorph.runtime.link_connections import open_connections
@@ -46,7 +46,7 @@ from jaxmorph.runtime.step import StepResult
 from jaxmorph.schedule.costs import LinkDelay, Links
 from jaxmorph.stage.compiling import in_background
 from jaxmorph.training.callbacks import SaveRequest, SkippedSteps
-from jaxmorph.training.first_plan import FirstPlan, with_delegated
+from jaxmorph.training.first_plan import FirstPlan, planned_links, with_delegated
 from jaxmorph.training.loop import GOES_ON, Callback, Effect, Loop
 from jaxmorph.training.open_stage import listening_host
 from jaxmorph.training.plan_in_force import plan_step
@@ -434,13 +434,16 @@ def predicted_step_s(
             return math.inf
         return simulate_step(programs, profile, {}).makespan_ms / 1e3
 
-    def healthy(links: Links) -> Links:
-        return with_typical_latencies(links, outlying_directions(links))
+    def healthy(links: Links, routes: Routes) -> Links:
+        return with_typical_latencies(links, outlying_directions(links, routes))
 
-    usual, on_hosts = healthy(first.planned_for.links), healthy(first.usual.get("delegated", {}))
+    measured, on_hosts = first.usual["direct"], first.usual.get("delegated", {})
+    usual = healthy(measured, config.routes.of_links(measured))
+    usual = planned_links(config.schedule.link_ms, usual)
     as_configured_s = step_s(config, usual)
-    if not config.adapts:
+    if not (config.adapts and delays_ms):
         return as_configured_s
+    on_hosts = healthy(on_hosts, dict.fromkeys(on_hosts, "delegated"))
     delegated = {link: on_hosts.get(link, LinkDelay()) for link in delays_ms}
     return min(as_configured_s, step_s(with_delegated(config, delegated), {**usual, **delegated}))
 

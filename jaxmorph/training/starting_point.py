@@ -60,6 +60,7 @@ def starting_point(config: Config, first: FirstPlan, num_tied: int) -> StartingP
     outlying = outlying_directions(measured, {**routes, **dead}) | slow_of(first.known).keys()
     usual = _usual_of_healthy(first.usual, outlying, routes, first.known)
     detector = _begun_detector(first.steps, outlying, usual, first.known)
+    detector = _with_delegated_times(detector, usual, first.in_force.plan.routes)
     slow = outlying | {
         direction
         for direction, verdict in detector.verdicts.items()
@@ -119,10 +120,18 @@ def _begun_detector(
     for each in known:
         if each.verdict.is_dead:
             detector, _ = detector.observe_failure(-1, each.direction, _DEAD_BEFORE)
-    # With few microbatches these steps make no baseline, and later steps only make direct ones.
+    return detector
+
+
+def _with_delegated_times(detector: Detector, usual: UsualLinks, routes: Routes) -> Detector:
+    """The detector with the delegated times of links that are direct.
+
+    With few microbatches the steps before the first one make no baseline, and later ones none for a
+    route that is not taken.
+    """
     for direction in detector.directions:
         delegated_ms = _usual_ms(direction, usual).get(False)
-        if delegated_ms is not None:
+        if delegated_ms is not None and routes.get(link_of(direction), "direct") == "direct":
             detector = detector.with_usual(direction, delegated_ms, is_direct=False)
     return detector
 

@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -74,7 +73,7 @@ class StepMetrics:
             they are delegated to the hosts; no bit of the results changes (`failover.enabled`).
         auxiliary: The model's auxiliary losses by name, without weights: summed over layers, a mean
             over microbatches.
-        stopped: Whether a rank has asked to stop (`Trainer.ask_to_stop`); the state is being saved.
+        stopped: Whether a rank has asked to stop (`Trainer.ask_to_stop`).
     """
 
     step: int
@@ -86,6 +85,14 @@ class StepMetrics:
     failed_links: tuple[str, ...] = ()
     auxiliary: Mapping[str, float] = field(default_factory=dict)
     stopped: bool = False
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """What ranks tell one another when a step begins."""
+
+    length_index: int
+    stop_asked: bool
 
 
 class Trainer:
@@ -122,6 +129,8 @@ class Trainer:
         UserError: Model, configuration, optimizer and processes don't fit each other.
     """
 
+    _stop_asked = False
+
     def __init__(
         self,
         model: PipelineModel,
@@ -148,7 +157,6 @@ class Trainer:
         self._vocab_size = vocabulary_of(model, self.config.data.sequence_length)
         self._take: Callable[[RunMessage], None] | None = None
         self._last: StepResult | None = None
-        self._stop_asked = threading.Event()
         self._moved: Moved | None = None
         with ExitStack() as opening:
             checkpoints = self._open_directory(opening, directory, resume)
@@ -246,7 +254,8 @@ class Trainer:
         training = self._begun(inputs)
         loop = training.loop
         # The step begins with the last rank's call, not with the end of the step before.
-        lengths = gather(self._rendezvous, int, inputs.length_index)
+        begun = gather(self._rendezvous, _Begun, _Begun(inputs.length_index, self._stop_asked))
+        lengths = [each.length_index for each in begun]
         if len({*lengths}) > 1:
             raise UserError(
                 f"batch: got batches of several lengths, by rank {lengths} (0: like `example`), "
@@ -274,15 +283,16 @@ class Trainer:
             self.config.tokens_per_step / step_s,
             tuple(str(failure.link) for failure in failures),
             total_auxiliary(result.reports),
-            any(each.stop_asked for each in result.parts_of(SaveRequest)),
+            any(each.stop_asked for each in [*result.parts_of(SaveRequest), *begun]),
         )
 
     def ask_to_stop(self) -> None:
-        """Have all ranks save after the step in progress, whose metrics say `stopped`.
+        """Have a step's metrics say `stopped` on all ranks, and save after it, if the run saves.
 
-        One rank is enough, and a signal handler may call it. It takes a run with checkpoints.
+        One rank is enough, and a signal handler may call it. With checkpoints it is the step in
+        progress, without any the next one.
         """
-        self._stop_asked.set()
+        self._stop_asked = True
 
     def evaluate(self, batch: Sequence[Any]) -> float:
         """The mean loss of a batch with the current parameters, by forwards alone.
@@ -430,7 +440,7 @@ class Trainer:
                     num_steps=None,
                     trained_on=TrainedOn(),
                     compilations=self._compilations,
-                    stop_asked=self._stop_asked.is_set,
+                    stop_asked=lambda: self._stop_asked,
                 )
             )
             self._has_slots_for = self._training.loop.program

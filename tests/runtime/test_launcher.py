@@ -19,7 +19,7 @@ from processes import is_running
 
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.progress import Page, new_page
-from jaxmorph.runtime import launcher, started_rank
+from jaxmorph.runtime import launcher, rank_process, started_rank
 from jaxmorph.runtime.launcher import RankFailedError, run_ranks
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments
 from jaxmorph.runtime.started_rank import StartedRank, reserved_port
@@ -440,13 +440,17 @@ def test_ranks_end_with_their_launcher(tmp_path, number):
     assert ended_within(20, pids)
 
 
-def test_a_launcher_that_reads_nothing_holds_up_no_rank():
+@pytest.mark.timeout(60)  # each message of a rank that waited would take two seconds
+def test_a_launcher_that_reads_nothing_holds_up_no_rank(monkeypatch):
+    monkeypatch.setattr(rank_process, "_SOON_S", 2.0)
     theirs, own = os.pipe()
     lifeline, _ = os.pipe()  # it stays open: closing it would end this process
     link = LauncherLink(RankArguments(0, 1, "", own, lifeline))
     messages = [{"kind": "step", "number": number, "text": "x" * 1000} for number in range(200)]
     for message in messages:
         link.send(message)
+    link.report_failure(0, RuntimeError("out of luck"))
     with os.fdopen(theirs, encoding="utf-8") as reader:
         assert [json.loads(reader.readline()) for _ in messages] == messages
-        link.flush()
+        assert json.loads(reader.readline())["reason"] == "RuntimeError: out of luck"
+        assert link.flush(20.0)

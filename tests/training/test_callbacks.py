@@ -75,11 +75,11 @@ def test_a_finished_run_is_not_stopped():
     assert ranks.after_step() == SAVES
 
 
-@pytest.mark.parametrize("settings", [{"every_steps": 0}, {"on_sigterm": False}])
-def test_a_run_that_cannot_save_ignores_a_stop(settings):
+@pytest.mark.parametrize(("settings", "saves"), [({"every_steps": 0}, False), ({}, True)])
+def test_a_run_that_is_asked_to_stop_saves_if_it_ever_does(settings, saves):
     ranks = Ranks(**settings)
     ranks.asked[0] = True
-    assert ranks.after_step() == NOTHING
+    assert ranks.after_step() == AfterStep(saves=saves, stops=True)
 
 
 def test_a_run_that_never_saves_ignores_minutes():

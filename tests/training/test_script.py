@@ -97,7 +97,7 @@ def test_batches_may_be_trees_of_any_dtype():
         ((EXAMPLE[0], FLOATS, EXAMPLE[2]), "got targets of float64, expected whole numbers"),
         (
             (EXAMPLE[0], EXAMPLE[1].astype(np.int64) + 2**40, EXAMPLE[2]),
-            "got targets with numbers that int32 has not, such as 1099511627776, expected those",
+            "got targets with numbers beyond int32, such as 1099511627776, expected the example",
         ),
         (
             ({"x": FLOATS[:, :4], "at": TOKENS}, *EXAMPLE[1:]),
