@@ -1,6 +1,7 @@
 """``jaxmorph trace``: draws random delays of links, as a table for ``emulation.trace``."""
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from jaxmorph.emulation.delay_traces import (
     draw_events,
     draw_regime,
     events_trace,
+    to_csv,
 )
 from jaxmorph.emulation.link_trace import require_few_changes, require_links_of
 from jaxmorph.errors import UserError
@@ -48,20 +50,25 @@ def trace(
         int,
         typer.Option(min=1, max=1_000_000, help="Length in steps, for events, which are by step."),
     ] = 1200,
+    replicas: Annotated[
+        int, typer.Option(min=1, max=64, help="Replicas of the pipeline, each with its own delays.")
+    ] = 1,
     out: Annotated[
         Path | None, typer.Option(help="The CSV file to write; default: print it.")
     ] = None,
 ) -> int:
     """Draw random delays of links that change during a run."""
     _require_duration(duration_s)
-    drawn = _draw(kind, _links(links, stages), duration_s, steps, seed)
+    named = _links(links, stages)
+    drawn = [_draw(kind, named, duration_s, steps, seed, replica) for replica in range(replicas)]
     option = "--steps" if kind in EVENTS else "--duration-s"
-    require_few_changes((link for change in drawn.changes for link in change.links), option)
+    for each in drawn:
+        require_few_changes((link for change in each.changes for link in change.links), option)
     if out is None:
-        typer.echo(drawn.to_csv(), nl=False)
+        typer.echo(to_csv(drawn), nl=False)
         return 0
     try:
-        out.write_text(drawn.to_csv(), encoding="utf-8")
+        out.write_text(to_csv(drawn), encoding="utf-8")
     except OSError as error:
         raise UserError(f"--out: {out}: {error.strerror or error}") from error
     typer.echo(f"wrote {out}: {_summary(drawn)}")
@@ -69,12 +76,12 @@ def trace(
 
 
 def _draw(
-    kind: str, links: tuple[Link, ...], duration_s: float, steps: int, seed: int
+    kind: str, links: tuple[Link, ...], duration_s: float, steps: int, seed: int, replica: int
 ) -> DelayTrace:
     if kind in EVENTS:
-        return events_trace(draw_events(links, steps, seed, EVENTS[kind]))
+        return events_trace(draw_events(links, steps, seed, EVENTS[kind], replica))
     if kind in REGIMES:
-        return draw_regime(kind, links, duration_s, seed)
+        return draw_regime(kind, links, duration_s, seed, replica)
     raise UserError(f"REGIME: got {kind!r}, expected one of {', '.join(KINDS)}")
 
 
@@ -98,10 +105,11 @@ def _links(text: str | None, stages: int | None) -> tuple[Link, ...]:
     return links
 
 
-def _summary(drawn: DelayTrace) -> str:
+def _summary(drawn: Sequence[DelayTrace]) -> str:
     """The number of changes, and percentiles of the delays, in words."""
-    of_links = Counter(link for change in drawn.changes for link in change.links)
-    delays_ms = [change.latency_ms for change in drawn.changes if change.latency_ms > 0]
+    changes = [(index, change) for index, trace in enumerate(drawn) for change in trace.changes]
+    of_links = Counter((index, link) for index, change in changes for link in change.links)
+    delays_ms = [change.latency_ms for _, change in changes if change.latency_ms > 0]
     if not delays_ms:
         return "no delays"
     p50, p99 = np.percentile(delays_ms, (50, 99))

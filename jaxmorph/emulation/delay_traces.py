@@ -7,6 +7,7 @@ trace in its Section 7.5, and events are like those in Table 3 of its preprint.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -67,13 +68,21 @@ class DelayTrace:
             for link in change.links
         )
 
-    def to_csv(self) -> str:
-        """The table that `read_link_trace` reads."""
-        rows = (
-            f"{change.at:.15g},{' '.join(map(str, change.links))},{change.latency_ms:.15g}\n"
-            for change in self.changes
-        )
-        return "".join((f"{self.unit},{LINKS},latency_ms\n", *rows))
+
+def to_csv(traces: Sequence[DelayTrace]) -> str:
+    """The table that `read_link_trace` reads, of a pipeline's trace, or of one for each replica."""
+
+    def named(link: Link, replica: int) -> str:
+        return str(link) if len(traces) == 1 else link.in_replica(replica)
+
+    rows = [
+        (change.at, [named(link, replica) for link in change.links], change.latency_ms)
+        for replica, trace in enumerate(traces)
+        for change in trace.changes
+    ]
+    rows.sort(key=itemgetter(0))
+    lines = (f"{at:.15g},{' '.join(links)},{latency_ms:.15g}\n" for at, links, latency_ms in rows)
+    return "".join((f"{traces[0].unit},{LINKS},latency_ms\n", *lines))
 
 
 def draw_regime(
@@ -97,11 +106,16 @@ def draw_regime(
         raise ValueError(f"duration_s: got {duration_s}, expected a finite number of at least 0")
     changes: list[DelayChange] = []
     for link in links:
-        of_replica = (replica,) if replica else ()
-        random = np.random.default_rng((seed, REGIMES.index(regime), *link, *of_replica))
+        of_link = *link, *_of_replica(replica)
+        random = np.random.default_rng((seed, REGIMES.index(regime), *of_link))
         for at, latency_ms in zip(*_series(regime, duration_s, random), strict=True):
             changes.append(DelayChange(round(at, 4), (link,), round(latency_ms, 3)))
     return DelayTrace(TIME, _in_order(changes))
+
+
+def _of_replica(replica: int) -> tuple[int, ...]:
+    """What tells a replica's seeds from replica 0's, which are those of a pipeline alone."""
+    return (replica,) if replica else ()
 
 
 def _series(
@@ -168,10 +182,14 @@ class DelayEvent:
 
 
 def draw_events(
-    links: Sequence[Link], num_steps: int, seed: int, ranges: EventRanges = LONG_EVENTS
+    links: Sequence[Link],
+    num_steps: int,
+    seed: int,
+    ranges: EventRanges = LONG_EVENTS,
+    replica: int = 0,
 ) -> tuple[DelayEvent, ...]:
     """Draws events of slow links one after another, healthy steps between, before ``num_steps``."""
-    random = np.random.default_rng((seed, len(REGIMES)))
+    random = np.random.default_rng((seed, len(REGIMES), *_of_replica(replica)))
     events: list[DelayEvent] = []
     while True:
         begin = events[-1].to_step if events else 0

@@ -6,6 +6,7 @@ import pytest
 from jaxmorph.emulation import link_trace
 from jaxmorph.emulation.delay_traces import draw_regime
 from jaxmorph.emulation.link_trace import read_link_trace
+from jaxmorph.placement import Replica
 from jaxmorph.records import Link
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +20,28 @@ def test_a_regime_is_written_and_summarized(run, tmp_path):
     drawn = draw_regime("C", (Link(1, 2), Link(0, 1)), 60.0, seed=3)
     assert read_link_trace(path) == drawn.conditions()
     assert out.startswith(f"wrote {path}: {len(drawn.changes)} changes of 2 links; delays above 0 ")
+
+
+def test_each_replica_has_its_own_delays(run, tmp_path):
+    path = tmp_path / "a.csv"
+    options = ("--seed", 3, "--duration-s", 20, "--links", "0-1", "--replicas", 2, "--out", path)
+    code, out, _ = run("trace", "A", *options)
+    assert code == 0
+    assert "changes of 2 links" in out
+    for index in range(2):
+        own = draw_regime("A", (Link(0, 1),), 20.0, seed=3, replica=index)
+        assert read_link_trace(path, Replica(index, 2)) == own.conditions()
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_each_replica_has_its_own_events(run, replicas):
+    code, out, _ = run("trace", "events", "--steps", 300, "--replicas", replicas)
+    rows = [row.split(",") for row in out.splitlines()[1:]]
+    assert code == 0
+    assert [int(step) for step, *_ in rows] == sorted(int(step) for step, *_ in rows)
+    own = [[row for row in rows if row[1].startswith(f"r{index}:")] for index in range(replicas)]
+    assert all(own)
+    assert own[0][0][0] != own[1][0][0]
 
 
 def test_events_are_printed_by_step(run):

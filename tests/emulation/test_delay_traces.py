@@ -15,6 +15,7 @@ from jaxmorph.emulation.delay_traces import (
     draw_events,
     draw_regime,
     events_trace,
+    to_csv,
 )
 from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.emulation.link_trace import read_link_trace
@@ -76,7 +77,7 @@ def test_bursty_delays_come_in_bursts():
 @pytest.mark.parametrize("regime", REGIMES)
 def test_a_trace_round_trips_through_its_table(regime, tmp_path):
     trace = draw_regime(regime, LINKS, 20.0, seed=4)
-    (tmp_path / "trace.csv").write_text(trace.to_csv())
+    (tmp_path / "trace.csv").write_text(to_csv([trace]))
     assert read_link_trace(tmp_path / "trace.csv") == trace.conditions()
 
 
@@ -113,7 +114,7 @@ def test_the_traces_of_onsets_are_drawn_from_their_seeds(stages, seed):
     events = draw_events(Placement(stages).links, 84, seed, SHORT_EVENTS)
     assert len(events) == 3
     committed = Path(__file__).parents[2] / "configs" / "traces" / f"onset{stages}_{seed}.csv"
-    assert committed.read_text() == events_trace(events).to_csv()
+    assert committed.read_text() == to_csv([events_trace(events)])
 
 
 def test_events_are_emulated_in_their_steps(tmp_path):
@@ -122,7 +123,7 @@ def test_events_are_emulated_in_their_steps(tmp_path):
         DelayEvent(9, 11, (Link(0, 1),), 5.0),
     )
     trace = events_trace(events)
-    assert trace.to_csv() == (
+    assert to_csv([trace]) == (
         "step,links,latency_ms\n3,0-1 2-3,40\n5,0-1 2-3,0\n9,0-1,5\n11,0-1,0\n"
     )
     assert trace.conditions()[:3] == [
@@ -130,7 +131,7 @@ def test_events_are_emulated_in_their_steps(tmp_path):
         LinkCondition((2, 3), 40.0, from_step=3, to_step=5),
         LinkCondition((0, 1), 0.0, from_step=5, to_step=9),
     ]
-    (tmp_path / "events.csv").write_text(trace.to_csv())
+    (tmp_path / "events.csv").write_text(to_csv([trace]))
     assert read_link_trace(tmp_path / "events.csv") == trace.conditions()
 
 
