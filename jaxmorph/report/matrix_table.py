@@ -28,7 +28,7 @@ _UNKNOWN = "-"
 
 def matrix_markdown(matrix: Matrix) -> str:
     """A comparison as a page of Markdown: its steps, what ran, what failed, and the notes."""
-    measured = [*_measured(matrix)]
+    ran = [*map(run_cells, _measured(matrix))]
     whole = f"{whole_runs_legend(matrix)}\n\n{markdown_table(WHOLE_COLUMNS, whole_rows(matrix))}"
     moves = [*move_rows(matrix)]
     parts = [
@@ -38,10 +38,7 @@ def matrix_markdown(matrix: Matrix) -> str:
             ["", *matrix.conditions],
             ([matrix.label(system), *map(_times_cell, row)] for system, row in matrix.rows()),
         ),
-        *(
-            [f"{_WHAT_RAN}\n\n{markdown_table(RUN_COLUMNS, map(run_cells, measured))}"]
-            * bool(measured)
-        ),
+        *([f"{_WHAT_RAN}\n\n{markdown_table(RUN_COLUMNS, ran)}"] if ran else []),
         *([whole] if matrix.has_whole_runs else []),
         *([f"{_MOVES}\n\n{markdown_table(MOVE_COLUMNS, moves)}"] if moves else []),
         *(

@@ -125,7 +125,7 @@ class GradientSum:
         try:
             return program.run(arrays, step), ""
         except Exception as error:
-            if self.delegated is None or not _is_of_path(error):
+            if self.delegated is None or not _other_route_helps(error):
                 raise
             return None, in_one_line(error)
 
@@ -204,11 +204,11 @@ def _timed_s(make: Callable[[], DirectSum | DelegatedSum], gradients: Tree, step
         began_s = time.monotonic()
         alone.run(gradients, step)
     except Exception as error:  # without memory for it, too: it is only a question
-        if not (isinstance(error, jax.errors.JaxRuntimeError) or _is_of_path(error)):
+        if not (isinstance(error, jax.errors.JaxRuntimeError) or _other_route_helps(error)):
             raise
         return _FAILED_S
     return time.monotonic() - began_s
 
 
-def _is_of_path(error: Exception) -> bool:
+def _other_route_helps(error: Exception) -> bool:
     return isinstance(error, TimeoutError) or is_of_path(error)

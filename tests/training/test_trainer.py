@@ -149,41 +149,43 @@ def test_the_next_trainer_compiles_no_part_of_its_stage(tmp_path, monkeypatch):
     assert first_loss() == loss
 
 
-def test_a_run_with_a_directory_does_not_go_back(tmp_path):
-    config = {
-        "run": {"dir": str(tmp_path / "run")},
-        "batch": {"microbatches": 1, "microbatch_size": 1},
-        "data": {"sequence_length": 8},
-    }
-    model = gpt2.build(
-        preset="tiny", sequence_length=8, vocab_size=16, num_layers=1, width=8, num_heads=2
-    )
-    tokens = np.arange(8, dtype=np.int32).reshape(1, 8)
-    with Trainer(model, config) as trainer:
+@pytest.fixture
+def begin(tmp_path):
+    """Makes a trainer of one stage with a run directory, and a batch for it."""
+
+    def begin(**sections):
+        config = {
+            "run": {"dir": str(tmp_path / "run")},
+            "batch": {"microbatches": 1, "microbatch_size": 1},
+            "data": {"sequence_length": 8},
+        }
+        model = gpt2.build(
+            preset="tiny", sequence_length=8, vocab_size=16, num_layers=1, width=8, num_heads=2
+        )
+        tokens = np.arange(8, dtype=np.int32).reshape(1, 8)
+        return Trainer(model, config | sections), (tokens, tokens)
+
+    return begin
+
+
+def test_a_run_with_a_directory_does_not_go_back(begin):
+    trainer, batch = begin()
+    with trainer:
         state = jax.device_get(trainer.state)
         for _ in range(2):
-            trainer.step((tokens, tokens))
+            trainer.step(batch)
         with pytest.raises(UserError, match=r"next_step: got 1, expected at least 2: run.dir has"):
             trainer.restore(state, next_step=1)
         trainer.restore(state, next_step=2)
-        assert trainer.step((tokens, tokens)).step == 2
+        assert trainer.step(batch).step == 2
 
 
-def test_a_script_that_is_asked_to_stop_is_saved(tmp_path):
-    config = {
-        "run": {"dir": str(tmp_path / "run")},
-        "batch": {"microbatches": 1, "microbatch_size": 1},
-        "data": {"sequence_length": 8},
-        "checkpoint": {"every_steps": 100},
-    }
-    model = gpt2.build(
-        preset="tiny", sequence_length=8, vocab_size=16, num_layers=1, width=8, num_heads=2
-    )
-    tokens = np.arange(8, dtype=np.int32).reshape(1, 8)
-    with Trainer(model, config) as trainer:
-        assert not trainer.step((tokens, tokens)).stopped
+def test_a_script_that_is_asked_to_stop_is_saved(begin, tmp_path):
+    trainer, batch = begin(checkpoint={"every_steps": 100})
+    with trainer:
+        assert not trainer.step(batch).stopped
         trainer.ask_to_stop()
-        assert trainer.step((tokens, tokens)).stopped
+        assert trainer.step(batch).stopped
     (saved,) = (tmp_path / "run" / "checkpoints").glob("step_*")
     assert saved.name == "step_2"
     events = (tmp_path / "run" / "events.jsonl").read_text()
