@@ -223,7 +223,7 @@ class _End:
                 jax.block_until_ready(self._route.post(identity, value, began_s).value)
                 return
             moved = self._route.take(identity, began_s, began_s + self._step_s)
-            came = np.asarray(moved.value)
+            came = np.asarray(moved.checked())
         except Exception as error:
             text = " ".join(str(error).split())[:200]
             after_s = time.monotonic() - began_s

@@ -200,7 +200,7 @@ class DirectRoute:
         progress.stamp_queue(identity.transfer)
         with _naming_path(identity, identity.transfer.source):
             peer, value = program.run((*identity.words(), *_time_words(begun_s)))
-            moved = Moved(value, _check(peer, identity))
+            moved = self._received(identity, peer, value)
         if begun_s != arrived_s or self.links.concern(identity.transfer):
             moved = self._emulated(moved, [identity], value.nbytes, begun_s, deadline_s)
         self.received[channel_of(identity.transfer)] += 1
@@ -227,7 +227,7 @@ class DirectRoute:
         progress.stamp_queue(pair)
         with _naming_path(sent, pair.peer, value):
             peer, taken = program.run((*sent.words(), *_time_words(begun_s)), value)
-            moved = Moved(taken, _check(peer, received))
+            moved = self._received(received, peer, taken)
         if begun_s != arrived_s or any(map(self.links.concern, (pair.sent, pair.received))):
             moved = self._emulated(moved, [sent, received], value.nbytes, begun_s, deadline_s)
         self.received[channel_of(pair.received)] += 1
@@ -248,6 +248,21 @@ class DirectRoute:
     def settle(self) -> None:
         """Nothing to wait for: transfers are over when the queue is drained."""
 
+    def _received(self, identity: TransferIdentity, peer: jax.Array, value: jax.Array) -> Moved:
+        """What a transfer brings.
+
+        Where no time is asked for and no other route would help, the host doesn't wait for it: it
+        dispatches ops that read the message before it has come. Whoever waits for them checks it.
+        """
+
+        def check() -> float:
+            with _naming_path(identity, identity.transfer.source):
+                return _check(peer, identity)
+
+        if self.answered or self.kept is not None:
+            return Moved(value, check())
+        return Moved(value, check=check)
+
     def _emulated(
         self,
         moved: Moved,
@@ -261,7 +276,7 @@ class DirectRoute:
             # Each end knows the other's time, so both compute the same number.
             met_s = max(_time_of(*_time_words(begun_s)), moved.peer_arrived_s)
         else:
-            jax.block_until_ready(moved.value)
+            jax.block_until_ready(moved.checked())
             met_s = time.monotonic()
         rest = num_bytes, met_s, deadline_s, self.peer_has_left
         over_s = tuple(self.links.over_s(each, *rest) for each in identities)

@@ -38,7 +38,8 @@ from jaxmorph.program.instructions import (
     SendReceive,
     Transfer,
 )
-from jaxmorph.progress import Stall, StalledError, progress
+from jaxmorph.progress import StalledError, progress
+from jaxmorph.runtime.direct import is_of_path
 from jaxmorph.runtime.host_copies import AwayStash, HostCopies, wait_for
 from jaxmorph.runtime.queue import DeviceQueue, Pace, Stamp, sleep_until
 from jaxmorph.runtime.routes import Moved, PairRoute, Posting, Route, TransferIdentity
@@ -235,14 +236,14 @@ class Executor:
             for route in self.routes.values():
                 route.settle()
         except BaseException as error:
-            stall = self._own_stall(error)
+            cause = self._cause_of(error)
             for route in self.routes.values():  # the ends of a link may be out of step
                 route.abandon(_FIRST_EPOCH)
             for away in state.away.values():
                 away.cancel()
             self.queue.restart()
-            if stall is not None:
-                raise StalledError(stall) from error
+            if cause is not error:
+                raise cause from error
             raise
         loss_sum = sum(float(loss) for loss in state.losses)  # in microbatch order
         aux = self._mean_aux(state)
@@ -259,12 +260,14 @@ class Executor:
         means = total / state.program.num_microbatches
         return dict(zip(self.aux_weights, means.tolist(), strict=True))
 
-    def _own_stall(self, error: BaseException) -> Stall | None:
-        """What this rank's device has stalled at, if that is why a wait for another was in vain."""
-        is_in_vain = isinstance(error, TimeoutError | PeerGoneError)
-        if not is_in_vain or isinstance(error, StalledError):
-            return None
-        return self.queue.stall(error, self.transfer_timeout_s)
+    def _cause_of(self, error: BaseException) -> BaseException:
+        """The cause of a step's error, where this rank knows it: a failed transfer, or a stall."""
+        if isinstance(error, TimeoutError | PeerGoneError) and not isinstance(error, StalledError):
+            stall = self.queue.stall(error, self.transfer_timeout_s)
+            return error if stall is None else StalledError(stall)
+        if isinstance(error, Exception) and is_of_path(error):
+            return self.queue.cause_of(error)
+        return error
 
     def _enqueue(self, instruction: Instruction, state: _Step) -> None:
         # `Update` is missing: the trainer updates once it has the scalars of all ranks.

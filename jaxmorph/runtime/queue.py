@@ -153,6 +153,18 @@ class DeviceQueue(ABC):
         if self._error is not None and self._error[0] == self._generation:
             raise self._error[1]
 
+    def cause_of(self, error: BaseException) -> BaseException:
+        """The error of an item that had failed before an error was raised; else that error.
+
+        An op that reads a message which has not come fails as it is dispatched, and doesn't say why
+        the message has not come.
+        """
+        is_over = threading.Event()
+        self._items.put(is_over.set)
+        is_over.wait(_ERRORS_S)
+        found = self._error
+        return found[1] if found is not None and found[0] == self._generation else error
+
     def stall(self, error: Exception, timeout_s: float) -> Stall | None:
         """What this rank's device has stalled at, if that is why a wait was in vain.
 
@@ -254,13 +266,14 @@ class AsynchronousQueue(DeviceQueue):
     def enqueue_transfer(self, label: Any, work: TransferWork) -> None:
         """Dispatch now; on CPUs this returns when the peer has come.
 
-        An emulated link blocks the dispatching thread, and with it all later items.
+        The watcher checks what has come. An emulated link blocks the dispatching thread, and with
+        it all later items.
         """
         dispatched_s = time.monotonic()
         moved = work(dispatched_s)
         if moved.over_s is not None:
             sleep_until(moved.over_s)
-        self._put(_Item(label, lambda: moved.value, dispatched_s))
+        self._put(_Item(label, moved.checked, dispatched_s))
 
     def enqueue_after(self, work: Callable[[float], None]) -> None:
         """Let the watcher call `work` after the items before."""

@@ -62,12 +62,21 @@ class Moved:
         over_s: When the transfer was over, by the same clock: when an emulated link let it pass, or
             a delegated message had arrived. None: as soon as both ends had come to it.
         each_over_s: As `over_s`, of each transfer; empty where no emulated link held them.
+        check: Waits until the transfer is over, and raises what `Route.take` raises if it failed;
+            None: that is known already.
     """
 
     value: jax.Array | np.ndarray
     peer_arrived_s: float | None = None
     over_s: float | None = None
     each_over_s: tuple[float, ...] = ()
+    check: Callable[[], object] | None = None
+
+    def checked(self) -> jax.Array | np.ndarray:
+        """The value, once the transfer is known to be over and right."""
+        if self.check is not None:
+            self.check()
+        return self.value
 
 
 Posting = Callable[[jax.Array, float], Moved]
@@ -105,7 +114,7 @@ class Route(Protocol):
         ...
 
     def take(self, identity: TransferIdentity, arrived_s: float, deadline_s: float) -> Moved:
-        """Receive a message and check that it is the expected one.
+        """Receive a message and check that it is the expected one, or leave that to its `check`.
 
         Raises:
             TransferMismatchError: If another message came in its place.

@@ -45,7 +45,7 @@ class End:
             moved = self.route.post(identity, output(transfer), now_s)
             return bool(jax.block_until_ready(moved.value) is not None)
         moved = self.route.take(identity, now_s, now_s + TIMEOUT_S)
-        self.taken.append(moved.value)
+        self.taken.append(moved.checked())
         return np.array_equal(np.asarray(moved.value), np.asarray(output(transfer)))
 
     def failure_of(self, transfer):
@@ -72,7 +72,7 @@ class End:
         moved = self.route.post_and_take(
             identities[0], output(sent), identities[1], now_s, now_s + TIMEOUT_S
         )
-        self.taken.append(moved.value)
+        self.taken.append(moved.checked())
         return np.array_equal(np.asarray(moved.value), np.asarray(output(received)))
 
 

@@ -14,11 +14,18 @@ from jaxmorph.program.instructions import (
     Receive,
     Send,
     Transfer,
+    channel_of,
 )
 from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.executor import Executor, StepInputs
-from jaxmorph.runtime.queue import Pace, PacedQueue, Stamp
-from jaxmorph.runtime.routes import AbandonedEpochError, Moved, TransferIdentity
+from jaxmorph.runtime.link_programs import LinkProgram
+from jaxmorph.runtime.queue import AsynchronousQueue, Pace, PacedQueue, Stamp
+from jaxmorph.runtime.routes import (
+    AbandonedEpochError,
+    Moved,
+    TransferIdentity,
+    TransferMismatchError,
+)
 
 TRANSFER = Transfer(Payload.GRADIENT, 1, 0, 0)
 INPUTS = StepInputs(None, None, 1.0)
@@ -81,6 +88,51 @@ def test_a_receive_on_the_queue_waits_there(queue):
     assert route.threads != [threading.current_thread()]
     assert [stamp.label for stamp in outcome.stamps] == [TRANSFER]
     assert outcome.arrivals == []
+
+
+class Identity:
+    """The identity that a transfer brings, once it has come."""
+
+    def __init__(self, identity, has_come):
+        words = jnp.array([*identity.words(), 0, 0], jnp.uint32)
+        self.shards, self.has_come = words.addressable_shards, has_come
+
+    @property
+    def addressable_shards(self):
+        assert self.has_come.wait(30)
+        return self.shards
+
+
+class Direct(LinkProgram):
+    """A program that is dispatched at once, and moves a message of the wrong microbatch."""
+
+    def __init__(self, comes):
+        self.peer = Identity(comes, threading.Event())
+
+    def run(self, identity, value=None):
+        return self.peer, jnp.zeros(3)
+
+
+def test_the_host_runs_ahead_of_receives_that_nobody_times():
+    queue, right = AsynchronousQueue(), TransferIdentity(0, 0, TRANSFER)
+    program = Direct(right)
+    route = DirectRoute({channel_of(TRANSFER): program}, answered=False)
+    queue.enqueue_transfer(TRANSFER, lambda now_s: route.take(right, now_s, now_s + 30))
+    queue.enqueue("an op that reads it", lambda: jnp.zeros(3))
+    program.peer.has_come.set()  # only now
+    assert [stamp.label for stamp in queue.drain()] == [TRANSFER, "an op that reads it"]
+    queue.close()
+
+
+def test_a_wrong_message_fails_the_step_after_its_ops_are_dispatched():
+    queue = AsynchronousQueue()
+    program = Direct(TransferIdentity(0, 0, TRANSFER._replace(microbatch=1)))
+    route = DirectRoute({channel_of(TRANSFER): program}, answered=False)
+    program.peer.has_come.set()
+    with pytest.raises(TransferMismatchError, match=r"expected gradient\[0\] 1>0 of step 0"):
+        execute(queue, route)
+    assert route.abandoned == 0
+    queue.close()
 
 
 def test_a_delegated_send_may_take_compute(queue):

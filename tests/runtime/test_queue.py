@@ -98,6 +98,15 @@ def test_a_failed_queue_takes_no_items_until_restarted(queue):
     assert [stamp.label for stamp in queue.drain()] == ["again"]
 
 
+def test_a_failed_item_is_the_cause_of_later_errors(queue):
+    later = ValueError("INTERNAL: an input of this op has failed")
+    assert queue.cause_of(later) is later
+    queue.enqueue("bad", Failing)
+    assert isinstance(queue.cause_of(later), ZeroDivisionError)
+    queue.restart()
+    assert queue.cause_of(later) is later
+
+
 @pytest.mark.parametrize("fails", [True, False])
 def test_items_from_before_a_restart_are_ignored(paced, fails):
     begun, go_on = threading.Event(), threading.Event()
