@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxmorph.checkpoints.manifest import stage_path
-from jaxmorph.checkpoints.tree_files import KeyPath, Rows, Tree, TreeFiles
+from jaxmorph.checkpoints.tree_files import KeyPath, Rows, Tree, TreeFiles, rows_of
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.stage_state import OPTIMIZER, PARAMS, nested, share_axis
 
@@ -120,6 +120,7 @@ def read_part(
     saved: Sequence[range],
     wanted: range,
     num_replicas: int = 1,
+    share: int | None = None,
 ) -> Tree:
     """Reads a virtual stage's parameters and optimizer state from the parts that have its layers.
 
@@ -128,6 +129,7 @@ def read_part(
 
     Args:
         num_replicas: How many have written a share of the optimizer's state.
+        share: Read only that of this replica, of a virtual stage as it was saved; None: of all.
 
     Returns:
         The tree, of numpy arrays, that the same virtual stage would have saved.
@@ -137,11 +139,12 @@ def read_part(
     """
     embed, head = wanted.start == saved[0].start, wanted.stop == saved[-1].stop
     parts, stacked = [], set()
-    for share in shares(saved, wanted):
-        paths = [stage_path(checkpoint, share.stage, replica) for replica in range(num_replicas)]
+    for part in shares(saved, wanted):
+        paths = [stage_path(checkpoint, part.stage, replica) for replica in range(num_replicas)]
         stored = {_key_of_whole(key): key for key in files.key_paths(paths[0])}
-        rows = rows_to_read(stored, share.rows, embed=embed, head=head)
-        parts.append(_read_rows(files, paths, stored, rows))
+        rows = rows_to_read(stored, part.rows, embed=embed, head=head)
+        divided = paths if share is None else paths[share : share + 1]
+        parts.append(_read_rows(files, paths[0], divided, stored, rows))
         stacked |= {key for key, which in rows.items() if which is not ...}
     return nested(joined(parts, stacked))
 
@@ -153,30 +156,30 @@ def _key_of_whole(key: KeyPath) -> KeyPath:
 
 def _read_rows(
     files: TreeFiles,
-    paths: Sequence[Path],
+    alike: Path,
+    divided: Sequence[Path],
     stored: Mapping[KeyPath, KeyPath],
     rows: Mapping[KeyPath, Rows],
 ) -> dict[KeyPath, np.ndarray]:
-    """Reads rows of a virtual stage's leaves, each divided one from the parts of all replicas.
+    """Reads rows of a virtual stage's leaves.
 
     Args:
-        paths: Of the replicas' parts.
+        alike: The part with what is the same in all replicas.
+        divided: The parts with the replicas' shares, which are joined leaf by leaf.
         stored: The key path in the files of each leaf.
     """
     axes = {key: share_axis(stored[key]) for key in rows}
-    alike = {stored[key]: rows[key] for key, axis in axes.items() if axis is None}
-    divided = {
-        stored[key]: rows[key] if axis else ...  # along the rows: they are taken from the whole
-        for key, axis in axes.items()
-        if axis is not None
-    }
-    found = files.read_rows(paths[0], alike)
-    of_replicas = [files.read_rows(path, divided) for path in paths] if divided else []
+    whole = files.read_rows(
+        alike, {stored[key]: rows[key] for key, axis in axes.items() if axis is None}
+    )
 
     def leaf(key: KeyPath, axis: int | None) -> np.ndarray:
+        name = stored[key]
         if axis is None:
-            return found[stored[key]]
-        whole = np.concatenate([each.pop(stored[key]) for each in of_replicas], axis)
-        return whole[rows[key]] if axis == 0 else whole
+            return whole[name]
+        # Divided along its rows, a leaf is joined first, and they are taken from the whole.
+        wanted = {name: rows[key] if axis else ...}
+        found = np.concatenate([files.read_rows(path, wanted)[name] for path in divided], axis)
+        return found if axis else rows_of(found, rows[key])
 
     return {key: leaf(key, axis) for key, axis in axes.items()}

@@ -61,7 +61,7 @@ class _Save:
 
 
 _Phase = Literal["idle", "writing", "written", "committed", "failed"]
-_SLOWEST_FIRST: tuple[_Phase, ...] = ("writing", "failed", "committed", "written", "idle")
+_BY_PRECEDENCE: tuple[_Phase, ...] = ("writing", "failed", "committed", "written", "idle")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class SaveReport:
     def joined(self, of_replicas: Sequence[Self]) -> "SaveReport":
         """The progress of a stage's ranks in all replicas."""
         phases = [each.phase for each in of_replicas]
-        phase: _Phase = next(each for each in _SLOWEST_FIRST if each in phases)
+        phase: _Phase = next(each for each in _BY_PRECEDENCE if each in phases)
         whys = (f"replica {at}: {each.why}" for at, each in enumerate(of_replicas) if each.why)
         return SaveReport(phase, sum(each.num_bytes for each in of_replicas), "; ".join(whys))
 
@@ -145,19 +145,21 @@ class CheckpointSaver:
         Args:
             parts: The state of each of this rank's virtual stages; ignored if it writes none.
         """
-        began_s, parts = time.monotonic(), parts if self._own_stages else ()
+        called_s, parts = time.monotonic(), parts if self._own_stages else ()
         self._settle()
+        began_s = time.monotonic()
         try:
             written, num_bytes, manifest = self._begin(step, parts)
         except Exception as error:  # too little memory, for example: training continues
             written, num_bytes, manifest = _failed(error), 0, None
-        held_up_s = time.monotonic() - began_s
+        held_up_s = time.monotonic() - called_s
         self._save = _Save(step, written, num_bytes, held_up_s, began_s, manifest=manifest)
 
     def _begin(self, step: int, parts: Sequence[Tree]) -> tuple[Future[None], int, Manifest | None]:
         """Copies this rank's parts to host memory and starts to write them."""
         if self._is_stuck:  # its copies are still in memory
             raise CheckpointError("an earlier save, which was given up, still writes")
+        self._stuck = None  # the error of its end would keep its copies
         copies = _copied_to_host(parts)
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(copies))
         manifest = self._describe(step) if self._rendezvous.rank == 0 else None
@@ -172,7 +174,7 @@ class CheckpointSaver:
         return SaveReport() if self._save is None else _progress(self._save, self._within_s)
 
     def advance(self, of_ranks: Sequence[SaveReport]) -> None:
-        """Begins the next phase if all ranks are ready for it.
+        """Commits, finishes or abandons the save, as all ranks' reports say.
 
         Args:
             of_ranks: The reports of all ranks in an exchange, in rank order.
@@ -291,13 +293,14 @@ def _copied_to_host(parts: Sequence[Tree]) -> Sequence[Tree]:
 def _whole(array: jax.Array) -> jax.Array | np.ndarray:
     """One array of what several devices have alike, or parts of.
 
-    Not by `np.asarray`, whose copy the array would keep.
+    Not by `np.asarray`, of the array or of a shard: they would keep those copies.
     """
     if array.is_fully_replicated:
         return array.addressable_data(0)
     whole = np.empty(array.shape, array.dtype)
     for shard in array.addressable_shards:
-        whole[shard.index] = shard.data
+        place = SingleDeviceSharding(shard.device, memory_kind="pinned_host")
+        whole[shard.index] = jax.device_put(shard.data, place)
     return whole
 
 

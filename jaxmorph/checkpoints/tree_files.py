@@ -73,7 +73,8 @@ class TreeFiles:
             tree: `jax.Array`s, each on one device; of none, the folder is empty.
 
         Raises:
-            OSError: Not all leaves can be read back.
+            OSError: Some leaves are missing.
+            UserError: Nothing can be read back.
         """
         if not leaves_of(tree):
             path.mkdir()
@@ -114,7 +115,7 @@ class TreeFiles:
             for wanted in _batches({key: stored[key] for key in rows}):
                 progress.stamp(f"reading {len(found) + 1} of {len(rows)} arrays of {path}")
                 whole = leaves_of(self._read(path, nested(wanted)))
-                found |= {key: _rows_of(leaf, rows[key]) for key, leaf in whole.items()}
+                found |= {key: rows_of(leaf, rows[key]) for key, leaf in whole.items()}
         return found
 
     def _stored(self, path: Path) -> Tree:
@@ -157,9 +158,10 @@ def _batches(leaves: Mapping[KeyPath, Any]) -> Iterator[dict[KeyPath, Any]]:
     yield batch
 
 
-def _rows_of(leaf: np.ndarray, rows: Rows) -> np.ndarray:
+def rows_of(leaf: np.ndarray, rows: Rows) -> np.ndarray:
+    """A leaf's rows, without the rest of its memory."""
     is_all = rows is ... or rows == slice(0, len(leaf))
-    return leaf if is_all else leaf[rows].copy()  # a view would keep the whole leaf in memory
+    return leaf if is_all else leaf[rows].copy()
 
 
 def _as_replicated(array: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ from jaxmorph.config import Config
 from jaxmorph.data.tokens import DataDigest
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.replicas import Replicas
+from jaxmorph.runtime.shares import Shares
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.training.layer_choice import LayerChoice
@@ -95,8 +96,24 @@ class RunCheckpoints:
         if self._manifest is not None and self._files is not None:
             checkpoint = self._folder.finished(self._manifest.step)
             saved, shares = self._manifest.layers, self._manifest.config.num_optimizer_shares
-            parts = [read_part(self._files, checkpoint, saved, own, shares) for own in own_layers]
-            trainer.restore(trainer.own_shares(parts))
+            read = partial(read_part, self._files, checkpoint, saved, num_replicas=shares)
+            if trainer.shares is not None and self._is_divided_alike(trainer.shares, own_layers):
+                own_share = trainer.shares.own.index
+                trainer.restore([read(own, share=own_share) for own in own_layers])
+            else:
+                trainer.restore(trainer.own_shares([read(own) for own in own_layers]))
+
+    def _is_divided_alike(self, shares: Shares, own_layers: Sequence[range]) -> bool:
+        """Whether a replica's share of a rank's stages is a part of the checkpoint as it is."""
+        if self._manifest is None:
+            return False
+        then, now = self._manifest.config, self._config
+        return (
+            then.num_optimizer_shares == shares.own.count
+            and then.parallelism.tensor
+            == now.parallelism.tensor  # what tensors split isn't divided
+            and set(own_layers) <= set(self._manifest.layers)
+        )
 
     def saver(
         self,

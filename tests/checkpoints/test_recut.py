@@ -1,5 +1,7 @@
 """A state saved with any cut can be restored with any other one, to the bit."""
 
+import shutil
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -197,3 +199,27 @@ def test_a_state_divided_among_replicas_is_read_whole(tmp_path, num_replicas):
     for layers in (*saved, *wanted):
         got = read_part(files, folder, saved, layers, num_replicas)
         same_bits(got, read_part(files, tmp_path / "whole", cut(4), layers))
+        assert all(holds_no_more(leaf) for leaf in jax.tree.leaves(got))
+
+
+def holds_no_more(leaf):
+    """Whether an array keeps no memory but its own."""
+    return leaf.base is None or getattr(leaf.base, "nbytes", 0) <= leaf.nbytes
+
+
+def test_a_replica_reads_only_its_own_share(tmp_path):
+    files, saved = TreeFiles(), cut(2, 2)
+    write(files, tmp_path / "whole", trained())
+    parts = [read_part(files, tmp_path / "whole", cut(4), layers) for layers in saved]
+    folder = tmp_path / "divided"
+    write_divided(files, folder, parts, saved, num_replicas=2)
+    read = partial(read_part, files, folder, saved, num_replicas=2)
+    of_replicas = [read(saved[1], share=index) for index in range(2)]
+    shutil.rmtree(stage_path(folder, 1, 1))  # the other replica's
+    same_bits(read(saved[1], share=0), of_replicas[0])
+    params = (params_of(saved[1]),)
+    for index, got in enumerate(of_replicas):
+        each = Shares.of(params, Replica(index, 2))
+        optimizer = StageOptimizer(SETTINGS, params, shares=each)
+        (own,) = own_parts([parts[1]], stage_parts(each.axes, optimizer.state_axes), each.own)
+        same_bits(got, own)

@@ -1,12 +1,15 @@
 """A checkpoint has all ranks' parts or does not exist: several ranks' savers in one process."""
 
 import errno
+import gc
 import math
 import resource
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -224,6 +227,51 @@ def test_a_save_that_hangs_fails_and_the_run_ends(tmp_path):
     ranks.close()
 
 
+def test_waiting_for_the_save_before_is_not_save_time(tmp_path, monkeypatch):
+    now_s, begun, free = [0.0], threading.Event(), threading.Event()
+    clock = SimpleNamespace(monotonic=lambda: now_s[0])
+    monkeypatch.setattr("jaxmorph.checkpoints.saver.time", clock)
+
+    def write(path, tree):
+        now_s[0] += 8.0
+        if tree["array"][0] == 14.0:
+            begun.set()
+            assert free.wait(LIMIT_S)
+        path.mkdir()
+        np.save(path / "array.npy", tree["array"])
+
+    with alone(tmp_path, write, [], within_s=10.0) as saver:
+        saver.save(7, [{"array": jnp.full(3, 7.0)}])
+        saver.save(14, [{"array": jnp.full(3, 14.0)}])  # waits for the first
+        assert begun.wait(LIMIT_S)
+        assert saver.report().phase == "writing"
+        free.set()
+        assert saver.finish() == ""
+
+
+def test_a_given_up_save_that_fails_frees_its_copies(tmp_path):
+    ranks, copies = Ranks(tmp_path, within_s=0.0), []
+    disk = ranks.disks[1]
+
+    def write(path, tree):
+        copies.append(weakref.ref(tree["array"]))
+        disk.write(path, tree)
+        raise OSError("its folder is gone")
+
+    ranks.savers[1]._write = write
+    ranks.save(7)
+    ranks.free(0)
+    assert disk.called.wait(LIMIT_S)
+    ranks.exchange_until(["idle", "idle"])  # it is given up
+    assert ranks.savers[1]._stuck is not None
+    ranks.free(1)
+    wait([ranks.savers[1]._stuck], LIMIT_S)
+    ranks.save(14)
+    gc.collect()
+    assert copies[0]() is None
+    ranks.close()
+
+
 def test_a_state_that_does_not_fit_into_host_memory_fails_the_save(ranks):
     """A deleted array stands for one that host memory has no room for: its copy raises too."""
     state = {"array": jnp.full(3, 71.0), "other": jnp.zeros(1 << 18)}
@@ -318,12 +366,13 @@ def test_old_checkpoints_go_after_the_new_one_exists(tmp_path):
     assert ranks.folder.steps() == (14,)
 
 
-def alone(path, write, events=None):
+def alone(path, write, events=None, within_s=math.inf):
     describe = partial(Manifest, layers=(range(2),), vocab_size=9, tied=(), config=Config())
     emitted = events if events is not None else []
     return CheckpointSaver(
         CheckpointFolder(path), SoleRank(), describe=describe, own_stages=[0],
         write=write, keep=2, emit=lambda *event: emitted.append(event), on_disk=all_sent,
+        within_s=within_s,
     )  # fmt: skip
 
 
