@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import jax
-import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.manifest import Manifest, new_rank_file, stage_path
@@ -31,6 +29,7 @@ from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.progress import progress
 from jaxmorph.records import EventKind, in_bytes
 from jaxmorph.runtime.rendezvous import Rendezvous, gather
+from jaxmorph.runtime.stage_state import copied_to_host
 
 Tree = Any
 
@@ -281,27 +280,11 @@ def _copied_to_host(parts: Sequence[Tree]) -> Sequence[Tree]:
     for number, leaf in enumerate(leaves, start=1):
         progress.stamp(f"copying array {number} of {len(leaves)} to host memory, for a checkpoint")
         try:
-            first = min(leaf.devices(), key=lambda device: device.id)
-            on_host = SingleDeviceSharding(first, memory_kind="pinned_host")
-            copies.append(jax.block_until_ready(jax.device_put(_whole(leaf), on_host)))
+            copies.append(copied_to_host(leaf))
         except Exception as error:
             which = f"array {number} of {len(leaves)} ({in_bytes(leaf.nbytes)})"
             raise CheckpointError(f"{which} was not copied to host memory: {error}") from error
     return jax.tree.unflatten(form, copies)
-
-
-def _whole(array: jax.Array) -> jax.Array | np.ndarray:
-    """One array of what several devices have alike, or parts of.
-
-    Not by `np.asarray`, of the array or of a shard: they would keep those copies.
-    """
-    if array.is_fully_replicated:
-        return array.addressable_data(0)
-    whole = np.empty(array.shape, array.dtype)
-    for shard in array.addressable_shards:
-        place = SingleDeviceSharding(shard.device, memory_kind="pinned_host")
-        whole[shard.index] = jax.device_put(shard.data, place)
-    return whole
 
 
 def _failed(error: Exception) -> Future[None]:

@@ -239,9 +239,17 @@ Handle = Callable[[int, int | None, Connection], None]
 
 
 def serve_members(
-    listener: socket.socket, own: Member, handle: Handle, is_over: threading.Event
+    listener: socket.socket,
+    own: Member,
+    handle: Handle,
+    is_over: threading.Event,
+    most_pending: int = MAX_PENDING,
 ) -> None:
-    """Accept connections until it is over; each has its own thread, so none holds up another."""
+    """Accept connections until it is over; each has its own thread, so none holds up another.
+
+    Args:
+        most_pending: Of so many that have yet to say who they are, the oldest is closed.
+    """
     pending: dict[Connection, None] = {}  # in the order in which they came
 
     def take(number: int, connection: Connection) -> None:
@@ -264,7 +272,7 @@ def serve_members(
         except OSError:  # the caller is gone, or this process has too many files open
             is_over.wait(_LOOK_S)
             continue
-        for oldest in list(pending)[: -MAX_PENDING + 1]:
+        for oldest in list(pending)[: -most_pending + 1]:
             pending.pop(oldest, None)
             oldest.close()
         pending[connection] = None

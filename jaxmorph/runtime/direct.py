@@ -89,8 +89,8 @@ def _naming_path(
 class KeptOutputs:
     """What a rank has sent and its receivers may lack, per channel in the order of sending.
 
-    The receiver's count of its messages decides. Counts continue through all epochs: a message that
-    is resent keeps its number.
+    The receiver's count of its messages decides. Counts are of direct messages alone and continue
+    through all epochs: a message that is resent travels delegated, and neither end counts it.
 
     Queue thread: `keep`, `release`. A link's own thread: `take_uncovered`. Lock: all state.
     """
@@ -200,7 +200,7 @@ class DirectRoute:
         progress.stamp_queue(identity.transfer)
         with _naming_path(identity, identity.transfer.source):
             peer, value = program.run((*identity.words(), *_time_words(begun_s)))
-            moved = self._received(identity, peer, value)
+            moved = self._arrived(identity, peer, value)
         if begun_s != arrived_s or self.links.concern(identity.transfer):
             moved = self._emulated(moved, [identity], value.nbytes, begun_s, deadline_s)
         self.received[channel_of(identity.transfer)] += 1
@@ -227,7 +227,7 @@ class DirectRoute:
         progress.stamp_queue(pair)
         with _naming_path(sent, pair.peer, value):
             peer, taken = program.run((*sent.words(), *_time_words(begun_s)), value)
-            moved = self._received(received, peer, taken)
+            moved = self._arrived(received, peer, taken)
         if begun_s != arrived_s or any(map(self.links.concern, (pair.sent, pair.received))):
             moved = self._emulated(moved, [sent, received], value.nbytes, begun_s, deadline_s)
         self.received[channel_of(pair.received)] += 1
@@ -248,11 +248,11 @@ class DirectRoute:
     def settle(self) -> None:
         """Nothing to wait for: transfers are over when the queue is drained."""
 
-    def _received(self, identity: TransferIdentity, peer: jax.Array, value: jax.Array) -> Moved:
+    def _arrived(self, identity: TransferIdentity, peer: jax.Array, value: jax.Array) -> Moved:
         """What a transfer brings.
 
         Where no time is asked for and no other route would help, the host doesn't wait for it: it
-        dispatches ops that read the message before it has come. Whoever waits for them checks it.
+        dispatches ops that read the message before it has come. The queue's watcher then checks it.
         """
 
         def check() -> float:

@@ -65,4 +65,4 @@ def probe_direct(
             deadline_s = time.monotonic() + timeout_s
             take = partial(route.take, identity, deadline_s=deadline_s)
             queue.enqueue_transfer(transfer, take)
-    return [stamp for stamp in queue.drain() if stamp.label != first]
+    return [stamp for stamp in queue.drain(timeout_s) if stamp.label != first]

@@ -23,7 +23,8 @@ from jaxmorph.runtime.connection import (
     serve_members,
 )
 from jaxmorph.runtime.link_switch import PeerConnections
-from jaxmorph.runtime.rendezvous import Rendezvous, RendezvousError, accept_ranks, gather
+from jaxmorph.runtime.rendezvous import Rendezvous, accept_ranks, call, gather
+from jaxmorph.transport.host import address_of_name
 from jaxmorph.transport.plane import ChannelSpec, DataPlane, TransportSettings
 from jaxmorph.transport.secret import derived
 from jaxmorph.transport.several_sidecars import SeveralSidecars
@@ -220,10 +221,9 @@ def open_path_pings(rendezvous: Rendezvous, otherwise: str) -> Iterator[PathPing
 
 
 def _listen(otherwise: str) -> socket.socket:
-    try:
-        return socket.create_server((socket.gethostbyname(socket.gethostname()), 0))
-    except OSError:  # the host's name is unknown, or names an address that this host doesn't have
-        return socket.create_server((otherwise, 0))
+    host = address_of_name(socket.gethostname()) or otherwise
+    family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((host, 0), family=family)
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ def open_failover_connections(
 def open_connections(
     rendezvous: Rendezvous, links: Collection[Link], host: str, timeout_s: float, number: int
 ) -> Iterator[Mapping[Link, Sequence[Connection]]]:
-    """So many connections to the other end of each of this rank's links, without deadlines.
+    """`number` connections to the other end of each of this rank's links, without deadlines.
 
     Args:
         links: Those of other ranks are ignored.
@@ -280,7 +280,7 @@ def open_connections(
         # accepts any above it, so no two ranks wait for each other.
         for peer in sorted(peer for peer in peers if peer < rank):
             for _ in range(number):
-                connection = _call(own, peer, addresses[peer], until_s, rendezvous.members)
+                connection = call(own, peer, addresses[peer], until_s, rendezvous.members)
                 found[peer].append(connection)
                 opened.callback(connection.close)
         above = [peer for peer in peers if peer > rank] * number
@@ -292,19 +292,3 @@ def open_connections(
             for connection in connections:
                 connection.limit(None)
         yield {peers[peer]: connections for peer, connections in found.items()}
-
-
-def _call(
-    own: Member, peer: int, address: Address, until_s: float, members: Sequence[int]
-) -> Connection:
-    left_s = max(until_s - time.monotonic(), 0.001)
-    try:
-        connection = Connection(socket.create_connection(address, left_s), left_s)
-        introduce(connection, own, peer)
-    except (OSError, ConnectionLostError) as error:
-        raise RendezvousError(
-            f"rank {members[own.rank]} can't reach rank {members[peer]} at "
-            f"{address[0]}:{address[1]} to connect their link: {error}",
-            rank=members[peer],
-        ) from error
-    return connection

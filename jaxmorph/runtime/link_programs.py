@@ -39,6 +39,7 @@ class LinkProgram:
             ones.
         answered: Whether the same collective sends a message of the same size, with the receiver's
             identity, back to the sender, which then learns when its peer came.
+        blank: A payload of zeros at home, which stands for one at an end that only receives.
         sealed: Whether a sum of the message travels with it, by which the receiver knows that it
             has come whole: where XLA aborts NCCL's communicators, a transfer may end in its middle
             without an error.
@@ -52,6 +53,7 @@ class LinkProgram:
         source: int,
         home: Mesh,
         answered: bool,
+        blank: jax.Array,
         sealed: bool = False,
     ) -> None:
         self._payload, self._sealed = payload, sealed
@@ -67,7 +69,7 @@ class LinkProgram:
         hops = [(source, destination), (destination, source)]
         self._pack = self._compile_pack()
         self._program = self._compile(mesh, hops if answered else hops[:1])
-        self._blank = jax.device_put(np.zeros(payload.shape, payload.dtype), self._of_payload)
+        self._blank = blank
 
     def _compile_pack(self) -> jax.stages.Compiled:
         """Joins identity and payload on each of the stage's devices.
@@ -212,6 +214,7 @@ class LinkCommunicators:
         own = np.array(_own_devices(mesh)).reshape(1, *mesh.devices.shape[1:])
         self._home = Mesh(own, AXES)
         self._payloads, self._answered, self._sealed = payloads, answered, sealed
+        self._blanks: dict[PayloadShape, jax.Array] = {}
         self.count = 2 * len(self._meshes) ** 2
 
     def first_programs(self) -> Programs:
@@ -239,12 +242,20 @@ class LinkCommunicators:
         for channel, payload in self._payloads.items():
             if channel.link == link:
                 source = (link.index(channel.source) + number) % 2
-                own = programs[channel] = compiled(payload, source=source, answered=self._answered)
+                compile_one = partial(compiled, payload, blank=self._blank(payload))
+                own = programs[channel] = compile_one(source=source, answered=self._answered)
                 # One program does for all pairs: activations and gradients have one shape.
                 if channel.payload is not Payload.TIED and link not in programs:
-                    both = own if self._answered else compiled(payload, source=0, answered=True)
-                    programs[link] = both
+                    programs[link] = own if self._answered else compile_one(source=0, answered=True)
         return programs
+
+    def _blank(self, payload: PayloadShape) -> jax.Array:
+        """The zeros that all programs of a payload share; a vocabulary's are large."""
+        if payload not in self._blanks:
+            zeros = np.zeros(payload.shape, payload.dtype)
+            place = NamedSharding(self._home, payload.spec)
+            self._blanks[payload] = jax.device_put(zeros, place)
+        return self._blanks[payload]
 
     def _mesh(self, link: Link, number: int) -> Mesh:
         """The link's two stages: in order where the number is even, reversed where it is odd."""

@@ -247,18 +247,18 @@ class HostRendezvous:
         if rank == 0:
             self._peers = _gather(store, key, host, self.members, own, deadline_s)
         else:
-            self._peers = _connect(store, key, own, deadline_s)
+            self._peers = _connect(store, key, own, self.members, deadline_s)
         self._last_notes: dict[int, Note] = {}
         self._exchanging = exchanging or threading.Event()
         self._has_started = threading.Event()
+        self._notifies = not name  # else all ranks' rendezvous notifies the group too
         self.limit(deadline_s, starts=True)
         # Ranks that are left from another start of the run know its secret, but don't belong here.
         start = new_nonce().hex().encode() if rank == 0 else self._receive(0)
         for peer in range(1, num_ranks) if rank == 0 else ():
             self._send(peer, start)
         self.secret = derived(secret, "start", start)
-        if not name:  # else all ranks' rendezvous notifies the group too
-            threading.Thread(target=self._notify_regularly, name="notes", daemon=True).start()
+        self._start_notes()
 
     def group(self, name: str, members: Sequence[int]) -> Rendezvous:
         """Some of the ranks; called again with the same name, it is the same group."""
@@ -289,12 +289,19 @@ class HostRendezvous:
             peer.limit(self._deadline_s)
         if not starts:
             self._has_started.set()
+        elif self._has_started.is_set():  # as for another trainer of a script
+            self._has_started.clear()
+            self._start_notes()
 
     def notify(self, doing: str, *, has_stalled: bool = False) -> None:
         """Send a note to all ranks, through rank 0, and to the groups of this one."""
         self._forward(Note(self.members[self.rank], doing, has_stalled))
         for group in list(self._groups.values()):  # this may be another thread
             group.notify(doing, has_stalled=has_stalled)
+
+    def _start_notes(self) -> None:
+        if self._notifies:
+            threading.Thread(target=self._notify_regularly, name="notes", daemon=True).start()
 
     def _notify_regularly(self) -> None:
         """Send notes while this rank starts, as long as its watchdog lets it."""
@@ -326,7 +333,8 @@ class HostRendezvous:
         own = dump(message).encode() + _THEN_OWN + detail
         if self.rank != 0:
             self._send(0, own)
-            return _with_own(*self._receive(0).partition(_THEN_OWN))
+            messages, _, of_own = self._receive(0).partition(_THEN_OWN)
+            return _with_own(messages, of_own)
         others = range(1, self.num_ranks)
         received = [each.partition(_THEN_OWN) for each in (own, *map(self._receive, others))]
         messages = b"[" + b",".join(message for message, _, _ in received) + b"]"
@@ -334,7 +342,7 @@ class HostRendezvous:
         digest = None if own_keys else digest_of(messages)
         for rank in others:
             self._send(rank, messages + own_keys[rank] if own_keys else messages, digest)
-        found = _with_own(messages, b"", own_keys[0][1:] if own_keys else b"")
+        found = _with_own(messages, own_keys[0][1:] if own_keys else b"")
         details = ({DETAIL: detail} for _, _, detail in received)
         return [each | detail for each, detail in zip(found, details, strict=True)]
 
@@ -378,7 +386,7 @@ class HostRendezvous:
             raise RendezvousError(message, self._last_notes.get(rank), rank=member) from error
 
 
-def _with_own(messages: bytes, _: bytes, own: bytes) -> list[Json]:
+def _with_own(messages: bytes, own: bytes) -> list[Json]:
     """All messages, and in rank 0's the keys for this rank alone."""
     found = json.loads(messages)
     return [found[0] | json.loads(own), *found[1:]] if own else found
@@ -424,7 +432,8 @@ def accept_ranks(
     accepted: dict[int, tuple[int, Connection]] = {}
     came: queue.SimpleQueue[tuple[int, int | None, Connection]] = queue.SimpleQueue()
     is_over = threading.Event()
-    serve = partial(serve_members, listener, own, lambda *each: came.put(each), is_over)
+    most = len(awaited) + MAX_PENDING  # all may call at once
+    serve = partial(serve_members, listener, own, lambda *each: came.put(each), is_over, most)
     serving = threading.Thread(target=serve, name=own.purpose, daemon=True)
     serving.start()
     try:
@@ -452,22 +461,38 @@ def accept_ranks(
 
 
 def _connect(
-    store: KeyValueStore, key: str, own: Member, deadline_s: float
+    store: KeyValueStore, key: str, own: Member, members: Sequence[int], deadline_s: float
 ) -> dict[int, Connection]:
     """Call rank 0."""
     where = json.loads(store.blocking_key_value_get(key, round(deadline_s * 1000)))
     if where["version"] != VERSION:
         raise other_version(0, where["version"])
-    peer = socket.create_connection((where["host"], where["port"]), deadline_s)
-    connection = Connection(peer, deadline_s)
+    until_s = time.monotonic() + deadline_s
+    return {0: call(own, 0, (where["host"], where["port"]), until_s, members)}
+
+
+def call(
+    own: Member, peer: int, address: tuple[str, int], until_s: float, members: Sequence[int]
+) -> Connection:
+    """Connect to a rank that listens; for the other arguments see `accept_ranks`.
+
+    Raises:
+        RendezvousError: If it can't be reached in time.
+        UserError: If its secret is another one.
+    """
+    left_s = max(until_s - time.monotonic(), 0.001)
     try:
-        introduce(connection, own, 0)
+        connection = Connection(socket.create_connection(address, left_s), left_s)
+        introduce(connection, own, peer)
     except RefusedError as error:
-        connection.close()
         raise UserError(
-            f"rank {own.rank}: {error}; expected one file for all ranks: {SECRET_FILE} in the run "
-            f"directory, or what {VARIABLE} names"
+            f"rank {members[own.rank]}: {error}; expected one file for all ranks: {SECRET_FILE} in "
+            f"the run directory, or what {VARIABLE} names"
         ) from error
-    except ConnectionLostError as error:
-        raise RendezvousError(f"rank 0 is gone: {error}") from error
-    return {0: connection}
+    except (OSError, ConnectionLostError) as error:
+        raise RendezvousError(
+            f"rank {members[own.rank]} can't reach rank {members[peer]} at "
+            f"{address[0]}:{address[1]} ({own.purpose}): {error}",
+            rank=members[peer],
+        ) from error
+    return connection

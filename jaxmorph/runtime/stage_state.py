@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from jaxmorph.errors import UserError
 from jaxmorph.placement import Replica
@@ -202,17 +203,37 @@ def _form(leaf: Any) -> str:
     return f"{leaf.dtype} {list(leaf.shape)}"
 
 
+def copied_to_host(array: jax.Array) -> jax.Array:
+    """A copy in pinned host memory, whole if several devices have parts of the array.
+
+    Not by `np.asarray`, of the array or of a shard: they would keep those copies.
+    """
+    first = min(array.devices(), key=lambda device: device.id)
+    on_host = SingleDeviceSharding(first, memory_kind="pinned_host")
+    return jax.block_until_ready(jax.device_put(_whole(array), on_host))
+
+
+def _whole(array: jax.Array) -> jax.Array | np.ndarray:
+    if array.is_fully_replicated:
+        return array.addressable_data(0)
+    whole = np.empty(array.shape, array.dtype)
+    for shard in array.addressable_shards:
+        place = SingleDeviceSharding(shard.device, memory_kind="pinned_host")
+        whole[shard.index] = jax.device_put(shard.data, place)
+    return whole
+
+
 def send_state(connection: Connection, parts: tuple[Tree, ...]) -> None:
     """Send a stage's state, array by array."""
     arrays = [
-        (number, names_of(path), np.asarray(leaf))
+        (number, names_of(path), leaf)
         for number, part in enumerate(parts)
         for path, leaf in jax.tree.leaves_with_path(part)
     ]
     forms = [(number, names, str(each.dtype), each.shape) for number, names, each in arrays]
     connection.send(json.dumps([len(parts), forms]).encode())
     for _, _, array in arrays:
-        content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        content = np.asarray(copied_to_host(array)).reshape(-1).view(np.uint8)
         for at in range(0, content.size, _PIECE_BYTES):
             progress.stamp("sends its stage's state")
             connection.send(content[at : at + _PIECE_BYTES].tobytes())

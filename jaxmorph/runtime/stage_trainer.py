@@ -3,9 +3,11 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
+import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmorph.control.handover import SlowLink
@@ -104,7 +106,7 @@ class StageTrainer:
             self._optimizer_state = self.compiled.optimizer.initial_state(self.params)
         self._accumulators = self._zero_accumulators()
         if self.params:
-            self._weights = self._prepare()
+            self._prepare_weights()
         self._rank, self._plane, self._step = rank, plane, 0
         self._links = links or EmulatedLinks()
         self._messages: tuple[list[Stamp], list[Stamp]] = [], []
@@ -181,6 +183,7 @@ class StageTrainer:
         if failover is None or not failover.peers:
             return direct
         hangs_s = timeout_s * _HANGS_AFTER
+        await_items = partial(self._queue.await_items, settings.transfer_timeout_s)
         self._failover = FailoverRoute(
             direct,
             self.delegated,
@@ -192,7 +195,7 @@ class StageTrainer:
             waits,
             hands_over=settings.hands_over,
             # A paced queue's own thread runs transfers, after the ops before them.
-            await_queue=(lambda: None) if answered else self._queue.await_items,
+            await_queue=(lambda: None) if answered else await_items,
         )
         return self._failover
 
@@ -241,7 +244,7 @@ class StageTrainer:
         if inputs.length_index != self._length_index:
             # What follows from parameters alone may depend on the length, as a slice of them.
             self._length_index = inputs.length_index
-            self._weights = self._prepare()
+            self._prepare_weights()
             self.executor = replace(self.executor, chunks=self.programs)
         weights = self._evaluated if inputs.evaluates else self._weights
         outcome = self.executor.execute(program, weights, self._accumulators, inputs, step=step)
@@ -293,7 +296,7 @@ class StageTrainer:
         return plane.processor_s() if isinstance(plane, SeveralSidecars) else 0.0
 
     def change_sidecars(self, rendezvous: Rendezvous, count: int) -> None:
-        """Let so many sidecars move further messages; all ranks call this between two steps."""
+        """Change the number of sidecars per rank; all ranks call this between two steps."""
         if self.delegated is not None:
             self.delegated.settle()
         change_sidecars(rendezvous, self._plane, count)
@@ -378,15 +381,17 @@ class StageTrainer:
         replicas share the update, `complete` must follow.
         """
         self._end_step()
+        self._weights = ()  # while the optimizer needs their memory
         self.params, self._optimizer_state, self._accumulators = self.compiled.optimizer.update(
             self.params, self._optimizer_state, self._accumulators, scale
         )
-        self._weights = () if self.shares else self._prepare()
+        if self.shares is None:
+            self._prepare_weights()
 
     def complete(self, params: Chunks) -> None:
         """Go on with the parameters of all replicas' shares together."""
         self.params = params
-        self._weights = self._prepare()
+        self._prepare_weights()
 
     @property
     def device(self) -> Any:
@@ -425,7 +430,7 @@ class StageTrainer:
         if free(present, parts, stage_parts(*expected)):
             self._weights = ()
         self.params, self._optimizer_state = from_parts(parts, *expected)
-        self._weights = self._prepare()
+        self._prepare_weights()
 
     def drop_state(self) -> None:
         """Let go of all arrays, once another stage has them or takes this one's place."""
@@ -435,6 +440,8 @@ class StageTrainer:
     def discard(self) -> None:
         """Drop the gradients, once the ranks have exchanged reports."""
         self._end_step()
+        for array in jax.tree.leaves(self._accumulators):
+            array.delete()  # a second copy might not fit on the device
         self._accumulators = self._zero_accumulators()
 
     def close(self) -> None:
@@ -449,9 +456,10 @@ class StageTrainer:
         if self._failover is not None:
             self._failover.end_step()
 
-    def _prepare(self) -> Chunks:
+    def _prepare_weights(self) -> None:
+        self._weights = ()  # first: two copies might not fit on the device
         pairs = zip(self.programs, self.params, strict=True)
-        return tuple(chunk.prepare(params) for chunk, params in pairs)
+        self._weights = tuple(chunk.prepare(params) for chunk, params in pairs)
 
     def _zero_accumulators(self) -> Chunks:
         return tuple(chunk.zero_accumulators() for chunk in self.programs)

@@ -23,6 +23,7 @@ from jaxmorph.runtime.connection import (
     introduce,
     serve_members,
 )
+from jaxmorph.runtime.rendezvous import accept_ranks
 from jaxmorph.transport.secret import new_nonce
 from jaxmorph.transport.wire import VERSION
 
@@ -265,6 +266,29 @@ def test_silent_strangers_hold_up_no_rank(serving, monkeypatch):
         assert call(address) is None
     # Each is introduced by a thread of its own, so they come in any order.
     assert collections.Counter(came.get(timeout=LIMIT_S) for _ in range(3)) == {1: 2, None: 1}
+
+
+def test_as_many_ranks_may_call_at_once_as_are_awaited():
+    slow = [*range(1, MAX_PENDING + 20)]
+    with socket.create_server(("127.0.0.1", 0), backlog=256) as listener:
+        address, own = listener.getsockname(), LISTENER._replace(secret=CALLER.secret)
+        connections = [
+            Connection(socket.create_connection(address, LIMIT_S), LIMIT_S) for _ in slow
+        ]
+        accepting = threading.Thread(
+            target=lambda: accepted.extend(
+                accept_ranks(listener, own, slow, time.monotonic() + LIMIT_S, range(len(slow) + 1))
+            )
+        )
+        accepted = []
+        accepting.start()
+        connections[-1]._socket.recv(1, socket.MSG_PEEK)  # it listens to all of them
+        for rank, connection in zip(slow, connections, strict=True):
+            introduce(connection, CALLER._replace(rank=rank), 0)
+        accepting.join(LIMIT_S)
+    assert sorted(rank for rank, _ in accepted) == slow
+    for connection in (*connections, *(each for _, each in accepted)):
+        connection.close()
 
 
 def test_garbage_costs_the_connection(serving):

@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +108,7 @@ class Direct(LinkProgram):
     """A program that is dispatched at once, and moves a message of the wrong microbatch."""
 
     def __init__(self, comes):
-        self.peer = Identity(comes, threading.Event())
+        self.peer: Any = Identity(comes, threading.Event())
 
     def run(self, identity, value=None):
         return self.peer, jnp.zeros(3)

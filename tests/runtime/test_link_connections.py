@@ -1,5 +1,6 @@
 """Connections between the ends of links; ranks are threads here."""
 
+import socket
 import threading
 import time
 
@@ -8,6 +9,7 @@ from oracles.loopback import LoopbackNetwork
 from test_rendezvous import in_threads
 
 from jaxmorph.records import Link
+from jaxmorph.runtime import link_connections
 from jaxmorph.runtime.connection import Connection
 from jaxmorph.runtime.link_connections import (
     change_sidecars,
@@ -91,6 +93,12 @@ def test_a_path_is_up_while_pings_are_answered():
 
     assert in_threads(2, watch) == [None, None]
     assert has_closed.is_set()
+
+
+def test_pings_go_to_an_address_that_other_hosts_reach(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")  # as many hosts name themselves
+    with link_connections._listen("127.0.0.2") as listener:
+        assert listener.getsockname()[0] == "127.0.0.2"
 
 
 SPEC = ChannelSpec(ChannelName(0, 0, 2), 64, 2)

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import json
 import os
+import socket
 import threading
 import time
 from dataclasses import dataclass
@@ -232,11 +233,14 @@ def frequent_notes(monkeypatch):
 
 
 @pytest.mark.usefixtures("frequent_notes")
-@pytest.mark.parametrize("slow", [0, 2])
-def test_a_slow_start_is_awaited_while_it_makes_progress(slow):
+@pytest.mark.parametrize(("slow", "starts_again"), [(0, False), (2, False), (2, True)])
+def test_a_slow_start_is_awaited_while_it_makes_progress(slow, starts_again):
     """Beyond the deadline of each: of rank 0, and of the others, which is longer."""
 
     def start(rendezvous):
+        if starts_again:  # as for another trainer of a script
+            rendezvous.limit(20.0)
+            rendezvous.limit(0.3, starts=True)
         if rendezvous.rank == slow:
             time.sleep(3.0)
         return rendezvous.exchange({"rank": rendezvous.rank})
@@ -262,6 +266,18 @@ def test_a_started_rank_that_comes_late_is_named_without_an_old_note():
 
     said, _ = in_threads(2, start)
     assert said == "rank 1 did not join an exchange within 0.3 s"
+
+
+def test_a_rank_that_cannot_reach_rank_0_names_its_address():
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+    store = Store()  # nobody listens at that port any more
+    where = {"host": LOOPBACK, "port": port, "version": VERSION}
+    store.key_value_set("jaxmorph/rendezvous", json.dumps(where))
+    _, error = in_threads(2, lambda rendezvous: None, store, absent=[0])
+    assert isinstance(error, RendezvousError)
+    reached = f"rank 1 can't reach rank 0 at {LOOPBACK}:{port} (the rendezvous): "
+    assert str(error).startswith(reached)
 
 
 def test_the_last_note_of_a_rank_is_in_the_error():

@@ -132,10 +132,23 @@ def test_each_piece_of_a_sent_state_is_progress(monkeypatch):
     monkeypatch.setattr(stage_state, "_PIECE_BYTES", 8)
     sent: list[bytes] = []
     connection: Any = SimpleNamespace(send=sent.append, receive=lambda: sent.pop(0))
-    parts = ({"params": {"w": np.arange(10, dtype=np.float32)}},)
+    parts = ({"params": {"w": jnp.arange(10, dtype=jnp.float32)}},)
     stamps = [progress.stamps]
     send_state(connection, parts)
     stamps.append(progress.stamps)
     np.testing.assert_equal(receive_state(connection), parts)
     stamps.append(progress.stamps)
     assert [after - before for before, after in pairwise(stamps)] == [5, 5]
+
+
+def test_a_state_is_copied_to_the_host_array_by_array(monkeypatch):
+    done, copy = [], stage_state.copied_to_host
+
+    def copied(array):
+        done.append("copy")
+        return copy(array)
+
+    monkeypatch.setattr(stage_state, "copied_to_host", copied)
+    connection: Any = SimpleNamespace(send=lambda message: done.append("send"))
+    send_state(connection, ({"params": {"w": jnp.ones(3), "x": jnp.ones(4)}},))
+    assert done == ["send", "copy", "send", "copy", "send"]

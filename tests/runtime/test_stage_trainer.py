@@ -191,6 +191,39 @@ def test_a_restore_frees_the_old_state_first(updated, monkeypatch):
     assert same_bits(trainer.state, saved)
 
 
+def test_discarded_gradients_free_their_memory_first(updated, monkeypatch):
+    trainer, _ = updated
+    old, present = jax.tree.leaves(trainer.gradients), []
+    (programs,) = trainer.programs
+    make = programs.zero_accumulators
+
+    def zeros():
+        present.extend(array for array in old if not array.is_deleted())
+        return make()
+
+    monkeypatch.setattr(type(programs), "zero_accumulators", lambda self: zeros())
+    trainer.discard()
+    assert present == []
+    assert len(old) > 3
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(trainer.gradients))
+
+
+def test_no_weights_are_held_while_parameters_are_updated(updated, monkeypatch):
+    trainer, saved = updated
+    held, optimizer = [], trainer.compiled.optimizer
+    update = optimizer.update
+
+    def updated_now(*arguments):
+        held.append(trainer._weights)
+        return update(*arguments)
+
+    monkeypatch.setattr(optimizer, "update", updated_now)
+    trainer.update(1.0)
+    assert held == [()]
+    assert trainer._weights != ()
+    trainer.restore(saved)
+
+
 def test_a_state_that_does_not_fit_changes_nothing(updated):
     trainer, saved = updated
     (part,) = saved
