@@ -14,6 +14,7 @@ their checksums (`checksums`).
 
 import json
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -36,7 +37,6 @@ from jaxmorph.checkpoints.manifest import (
     SEAL,
     Manifest,
     damage_of,
-    is_rank_file,
     list_path,
     seal_of,
     stage_path,
@@ -47,7 +47,13 @@ from jaxmorph.plain_json import with_sum, without_sum
 _FINISHED = re.compile(r"step_(\d+)")
 _UNFINISHED = re.compile(r"step_(\d+)\.unfinished")
 _LEFT_OVER = re.compile(r"step_(\d+)\.(unfinished|removed)")
+_RANK_FILE = re.compile(r"\.rank_\d+_[0-9a-f]{16}")
 _PATTERN = frozenset("*?[\\")
+
+
+def new_rank_file(folder: Path, rank: int) -> Path:
+    """A unique file by which a rank shows the others that they share the folder."""
+    return folder / f".rank_{rank}_{secrets.token_hex(8)}"
 
 
 def require_plain(folder: Path, key: str) -> None:
@@ -267,7 +273,7 @@ class CheckpointFolder:
         for path in self.path.iterdir():
             if _LEFT_OVER.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
-            elif is_rank_file(path):
+            elif _RANK_FILE.fullmatch(path.name):
                 with suppress(OSError):
                     path.unlink()
 

@@ -1,9 +1,7 @@
 """A checkpoint's layout and manifest, and whether it is whole, to the last byte."""
 
 import json
-import re
-import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,6 @@ from jaxmorph.errors import UserError
 MANIFEST = "manifest.json"
 SEAL = "manifest.seal"
 DRAFT = "manifest.draft"
-_RANK_FILE = re.compile(r"\.rank_\d+_[0-9a-f]{16}")
 FORMAT = 3  # before, queries, keys and values of the shipped models lay in another order
 TiedPaths = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
 
@@ -40,16 +37,6 @@ def stage_path(checkpoint: Path, virtual_stage: int, replica: int = 0) -> Path:
 def list_path(checkpoint: Path, virtual_stage: int, replica: int = 0) -> Path:
     """The list of the files in a virtual stage's part."""
     return stage_path(checkpoint, virtual_stage, replica).with_suffix(".files")
-
-
-def new_rank_file(folder: Path, rank: int) -> Path:
-    """A unique file by which a rank shows the others that they share the folder."""
-    return folder / f".rank_{rank}_{secrets.token_hex(8)}"
-
-
-def is_rank_file(path: Path) -> bool:
-    """Whether a path is one of `new_rank_file`'s."""
-    return _RANK_FILE.fullmatch(path.name) is not None
 
 
 @dataclass(frozen=True)
@@ -160,44 +147,36 @@ def damage_of(checkpoint: Path, *, thorough: bool, parts: slice = _ALL_PARTS) ->
     Raises:
         UserError: The manifest is whole, but of another version.
     """
-    return next(_damages(checkpoint, thorough=thorough, parts=parts), None)
-
-
-def _damages(checkpoint: Path, *, thorough: bool, parts: slice) -> Iterator[Damage]:
-    """Yields damage. Later checks rely on earlier ones, so only the first is certain."""
     path = checkpoint / MANIFEST
     try:
         content = read_again(path.read_bytes)
     except OSError as error:
-        yield Damage(path, f"{error.strerror}", "a checkpoint's manifest")
-        return
-    yield from _of_file(checkpoint / SEAL, seal_of(content))
+        return Damage(path, f"{error.strerror}", "a checkpoint's manifest")
+    if (damage := _damage_of_seal(checkpoint / SEAL, seal_of(content))) is not None:
+        return damage
     try:
         manifest = Manifest.from_json(json.loads(content))
     except ValueError as error:  # the bytes are as they were written, by another version
         raise UserError(f"{path}: {' '.join(f'{error}'.split())}") from error
     if manifest.parts is None:
-        yield Damage(path, "no checksums", "those of each part")
-        return
+        return Damage(path, "no checksums", "those of each part")
     pairs = zip(manifest.part_numbers, manifest.parts, strict=True)
     for numbers, expected in list(pairs)[parts]:
         files, part = list_path(checkpoint, *numbers), stage_path(checkpoint, *numbers)
-        yield from _of_listed(files, expected, part, thorough=thorough)
+        damage = find_damage(checkpoint, {files.name: expected}, thorough=True)
+        damage = damage or find_damage(
+            part, read_list(read_again(files.read_bytes)), thorough=thorough
+        )
+        if damage is not None:
+            return damage
+    return None
 
 
-def _of_file(path: Path, expected: bytes) -> Iterator[Damage]:
+def _damage_of_seal(path: Path, expected: bytes) -> Damage | None:
     try:
         got = read_again(path.read_bytes)
     except OSError as error:
-        yield Damage(path, f"{error.strerror}", repr(expected.decode()))
-        return
+        return Damage(path, f"{error.strerror}", repr(expected.decode()))
     if got != expected:
-        yield Damage(path, repr(got.decode(errors="replace")), repr(expected.decode()))
-
-
-def _of_listed(path: Path, expected: FileSum, part: Path, *, thorough: bool) -> Iterator[Damage]:
-    """Checks a part's list of files, then the files."""
-    damage = find_damage(path.parent, {path.name: expected}, thorough=True)
-    damage = damage or find_damage(part, read_list(read_again(path.read_bytes)), thorough=thorough)
-    if damage is not None:
-        yield damage
+        return Damage(path, repr(got.decode(errors="replace")), repr(expected.decode()))
+    return None

@@ -5,8 +5,8 @@ two-phase commit over the exchange that the ranks have at every step anyway:
 
 1. A rank reports `written` once its part, with its files' checksums, is on disk.
 2. When all ranks have reported it, rank 0 commits the checkpoint and reports `committed`. If the
-   ranks are killed in between, the process that restarts them commits it instead
-   (`CheckpointFolder.commit_written`).
+   ranks are killed in between, the supervisor that restarts them on this machine commits it
+   (`CheckpointFolder.commit_written`); other ways to resume discard it.
 
 A rank whose part can't be copied or written reports `failed`: the checkpoint is discarded and the
 run continues. The run fails only if its last save does.
@@ -23,8 +23,8 @@ from typing import Any, Literal, Self
 
 import jax
 
-from jaxmorph.checkpoints.folder import CheckpointFolder
-from jaxmorph.checkpoints.manifest import Manifest, new_rank_file, stage_path
+from jaxmorph.checkpoints.folder import CheckpointFolder, new_rank_file
+from jaxmorph.checkpoints.manifest import Manifest, stage_path
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.progress import progress
 from jaxmorph.records import EventKind, in_bytes
@@ -208,7 +208,7 @@ class CheckpointSaver:
         self._thread.shutdown(wait=waits, cancel_futures=not waits)
 
     def _settle(self) -> None:
-        """Meets the other ranks until no save is in progress."""
+        """Exchanges reports until no save is in progress."""
         while self._save is not None:
             progress.stamp(f"waits for the save after {self._save.step} steps")
             wait([self._save.committed or self._save.written], _POLL_S)

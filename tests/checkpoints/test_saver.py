@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from jaxmorph.checkpoints.checksums import write_synced
-from jaxmorph.checkpoints.folder import CheckpointFolder
-from jaxmorph.checkpoints.manifest import Manifest, new_rank_file, stage_path
+from jaxmorph.checkpoints.folder import CheckpointFolder, new_rank_file
+from jaxmorph.checkpoints.manifest import Manifest, stage_path
 from jaxmorph.checkpoints.saver import CheckpointError, CheckpointSaver, SaveReport, require_shared
 from jaxmorph.checkpoints.tree_files import TreeFiles
 from jaxmorph.config import Config, check_config
