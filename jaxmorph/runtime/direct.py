@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +19,7 @@ import jax
 from jaxmorph.program.instructions import Channel, SendReceive, channel_of
 from jaxmorph.progress import progress
 from jaxmorph.records import Link
-from jaxmorph.runtime.emulated_links import EmulatedLinks, never
+from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.link_programs import LinkProgram, Programs, read_identity
 from jaxmorph.runtime.routes import (
     Moved,
@@ -153,8 +153,6 @@ class DirectRoute:
         links: What is emulated on the links; both ends hold their queues for as long as that takes.
         timeout_s: How long either end waits for an emulated cut to heal.
         kept: What was sent and may be lost; None: nothing is kept.
-        peer_has_left: Whether a link's peer has left its path: a transfer then fails at once, and
-            doesn't wait for an emulated cut to heal.
         received: How many messages of each channel were received, in all epochs together.
         abandoned: Transfers of this epoch and of earlier ones are refused.
     """
@@ -166,7 +164,6 @@ class DirectRoute:
     links: EmulatedLinks = field(default_factory=EmulatedLinks)
     timeout_s: float = 60.0
     kept: KeptOutputs | None = None
-    peer_has_left: Callable[[Link], bool] = never
     received: Counter[Channel] = field(default_factory=Counter, init=False)
     abandoned: int = field(default=-1, init=False)
 
@@ -181,7 +178,7 @@ class DirectRoute:
         if self.kept is not None:
             self.kept.keep(identity, value)
         deadline_s = time.monotonic() + self.timeout_s
-        begun_s = self.links.wait_until_whole(identity, arrived_s, deadline_s, self.peer_has_left)
+        begun_s = self.links.wait_until_whole(identity, arrived_s, deadline_s)
         progress.stamp_queue(identity.transfer)
         with _naming_path(identity, identity.transfer.destination, value):
             peer, _ = program.run((*identity.words(), *_time_words(begun_s)), value)
@@ -196,7 +193,7 @@ class DirectRoute:
         """Run the receiver's end and check which message came."""
         program = self._program(identity)
         deadline_s = min(deadline_s, time.monotonic() + self.timeout_s)
-        begun_s = self.links.wait_until_whole(identity, arrived_s, deadline_s, self.peer_has_left)
+        begun_s = self.links.wait_until_whole(identity, arrived_s, deadline_s)
         progress.stamp_queue(identity.transfer)
         with _naming_path(identity, identity.transfer.source):
             peer, value = program.run((*identity.words(), *_time_words(begun_s)))
@@ -223,7 +220,7 @@ class DirectRoute:
         deadline_s = min(deadline_s, time.monotonic() + self.timeout_s)
         begun_s = arrived_s
         for each in (sent, received):
-            begun_s = self.links.wait_until_whole(each, begun_s, deadline_s, self.peer_has_left)
+            begun_s = self.links.wait_until_whole(each, begun_s, deadline_s)
         progress.stamp_queue(pair)
         with _naming_path(sent, pair.peer, value):
             peer, taken = program.run((*sent.words(), *_time_words(begun_s)), value)
@@ -278,7 +275,7 @@ class DirectRoute:
         else:
             jax.block_until_ready(moved.checked())
             met_s = time.monotonic()
-        rest = num_bytes, met_s, deadline_s, self.peer_has_left
+        rest = num_bytes, met_s, deadline_s
         over_s = tuple(self.links.over_s(each, *rest) for each in identities)
         return replace(moved, over_s=max(over_s), each_over_s=over_s)
 

@@ -15,15 +15,6 @@ from jaxmorph.runtime.routes import TransferIdentity
 from jaxmorph.transport.link_emulator import LinkEmulator, by_direction
 from jaxmorph.transport.plane import DataPlane
 
-PeerHasLeft = Callable[[Link], bool]
-"""Whether a link's peer has left its path: then a transfer fails before its deadline."""
-
-
-def never(link: Link) -> bool:
-    """A `PeerHasLeft` of peers that never leave."""
-    del link
-    return False
-
 
 class EmulatedLinks:
     """What is emulated on this rank's links, set in one place for all routes.
@@ -39,6 +30,10 @@ class EmulatedLinks:
 
     Args:
         always: Conditions that hold beside those of each `emulate`.
+
+    Attributes:
+        peer_has_left: Whether a link's peer has left its path: then a transfer fails at once, and
+            doesn't wait for a cut to heal.
     """
 
     def __init__(self, always: Sequence[LinkCondition] = ()) -> None:
@@ -46,6 +41,7 @@ class EmulatedLinks:
         self._emulator = LinkEmulator(of_route(always, "direct"))
         self._arrivals = LinkEmulator(of_route(always, "delegated"))
         self._planes: list[DataPlane] = []
+        self.peer_has_left: Callable[[Link], bool] = lambda link: False
         self._changed = threading.Condition()
 
     def concern(self, transfer: Transfer) -> bool:
@@ -84,17 +80,12 @@ class EmulatedLinks:
             self._changed.notify_all()
 
     def wait_until_whole(
-        self,
-        identity: TransferIdentity,
-        arrived_s: float,
-        deadline_s: float,
-        peer_has_left: PeerHasLeft = never,
+        self, identity: TransferIdentity, arrived_s: float, deadline_s: float
     ) -> float:
         """Wait while a transfer's link is cut; returns when the transfer can begin.
 
         Args:
             arrived_s: When this end came to it, by the monotonic clock; returned if nothing is cut.
-            peer_has_left: Checked again after `look_again`.
 
         Raises:
             TimeoutError: If the link is still cut at the deadline, or once the peer has left.
@@ -109,7 +100,7 @@ class EmulatedLinks:
                 emulator = self._emulator
                 remaining_s = min(healed_s, deadline_s) - time.monotonic()
                 is_late = healed_s > deadline_s and remaining_s <= 0
-                if is_late or peer_has_left(identity.transfer.link):
+                if is_late or self.peer_has_left(identity.transfer.link):
                     raise _cut_error(identity, time.monotonic() - began_s)
                 self._changed.wait(min(remaining_s, threading.TIMEOUT_MAX))
                 if emulator is not self._emulator:  # the new conditions hold from now on
@@ -117,18 +108,15 @@ class EmulatedLinks:
         return healed_s
 
     def over_s(
-        self,
-        identity: TransferIdentity,
-        num_bytes: int,
-        met_s: float,
-        deadline_s: float,
-        peer_has_left: PeerHasLeft = never,
+        self, identity: TransferIdentity, num_bytes: int, met_s: float, deadline_s: float
     ) -> float:
         """When a transfer whose ends have met has passed the link; waits only while that is cut.
 
         Args:
             met_s: When the later of its ends came to it, the same number at both ends.
-            peer_has_left: As for `wait_until_whole`, whose errors are raised.
+
+        Raises:
+            TimeoutError: As `wait_until_whole`.
         """
         transfer, words = identity.transfer, identity.words()
         direction = (transfer.source, transfer.destination)
@@ -137,7 +125,7 @@ class EmulatedLinks:
                 over_s = self._emulator.departure_s(*direction, words, num_bytes, met_s)
             if over_s is not None:
                 return over_s
-            met_s = self.wait_until_whole(identity, met_s, deadline_s, peer_has_left)
+            met_s = self.wait_until_whole(identity, met_s, deadline_s)
 
     def on_link_s(self, identity: TransferIdentity) -> float:
         """How long a direct message that begins now is on its link; 0 if that is cut.

@@ -103,7 +103,7 @@ class FailoverRoute:
         self._waits.forward = {link: end.forward for link, end in self._ends.items()}
         self._communicators = communicators
         self._compiled: dict[tuple[Link, int], Future[Programs]] = {}
-        direct.peer_has_left = lambda link: self._ends[link].peer_has_left
+        direct.links.peer_has_left = lambda link: self._ends[link].peer_has_left
         delegated.path_failure = self._path_failure
         delegated.on_taken = self._watch_delegated
 

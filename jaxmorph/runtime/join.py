@@ -158,10 +158,7 @@ def require_free_port() -> None:
     Raises:
         UserError: Something does.
     """
-    address, *_ = ClusterEnv.auto_detect_unset_distributed_params(
-        coordinator_address=None, num_processes=None, process_id=None, local_device_ids=None,
-        cluster_detection_method=None, initialization_timeout=None,
-    )  # fmt: skip
+    address, *_ = _detected_job(0)
     port = 0 if address is None else int(address.rpartition(":")[2])
     with socket.socket() as probe:
         # So that closed connections of an earlier attempt don't count.

@@ -20,7 +20,7 @@ from jaxmorph.models.gpt2 import build
 from jaxmorph.program.check import check
 from jaxmorph.program.lowering import lower
 from jaxmorph.records import Link
-from jaxmorph.runtime.emulated_links import EmulatedLinks, never
+from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.join import join_run
 from jaxmorph.runtime.link_connections import open_data_plane, open_failover_connections
@@ -51,9 +51,9 @@ class LinksWithActions(EmulatedLinks):
         super().__init__()
         self.before = {}
 
-    def wait_until_whole(self, identity, arrived_s, deadline_s, peer_has_left=never):
+    def wait_until_whole(self, identity, arrived_s, deadline_s):
         self.before.pop((identity.step, str(identity.transfer)), lambda: None)()
-        return super().wait_until_whole(identity, arrived_s, deadline_s, peer_has_left)
+        return super().wait_until_whole(identity, arrived_s, deadline_s)
 
 
 class Rank:

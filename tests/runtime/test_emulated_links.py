@@ -64,11 +64,12 @@ def test_conditions_that_always_hold_are_never_replaced():
 def test_a_cut_link_can_be_given_up_early():
     links, given_up, errors = EmulatedLinks(), threading.Event(), []
     links.emulate([CUT])
+    links.peer_has_left = lambda link: given_up.is_set()
 
     def wait():
         now_s = time.monotonic()
         try:
-            links.wait_until_whole(identity(), now_s, now_s + LIMIT_S, lambda _: given_up.is_set())
+            links.wait_until_whole(identity(), now_s, now_s + LIMIT_S)
         except TimeoutError as error:
             errors.append(str(error))
 
