@@ -120,13 +120,14 @@ def solve(problem: Problem, simulate_step: SimulateStep = simulate_links) -> Ans
     started = time.perf_counter()
     schedule = problem.orders or _planned(problem, simulate_step)
     planning_ms = 0.0 if problem.orders else (time.perf_counter() - started) * 1e3
-    require_room(schedule, problem.limits)
+    limits = problem.limits if schedule.splits_backward else problem.limits.of_whole_backwards()
+    require_room(schedule, limits)
     timeline = simulate_step(schedule, problem)
     bound_ms = lower_bound_ms(
         problem.costs,
         problem.num_microbatches,
         problem.links,
-        problem.limits,
+        limits,
         schedule.placement,
     )
     return Answer(
@@ -135,7 +136,7 @@ def solve(problem: Problem, simulate_step: SimulateStep = simulate_links) -> Ans
         timeline,
         certified_ms(bound_ms, timeline.makespan_ms),
         planning_ms,
-        problem.limits,
+        limits,
         problem.link_model,
         _jittered(schedule, problem),
     )

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple
@@ -153,10 +153,6 @@ class StashBytes:
         if any(size < 0 for size in (*self.after_forward, *self.after_backward_input)):
             raise ValueError(f"stash_bytes: got {self}, expected sizes of at least 0 bytes")
 
-    def of_whole_backwards(self) -> "StashBytes":
-        """The sizes where B and W are one op, so that nothing is kept for W."""
-        return StashBytes(self.after_forward, (0,) * len(self.after_forward))
-
 
 class StageMemory(NamedTuple):
     """One stage's memory, in microbatches or in bytes.
@@ -173,7 +169,10 @@ class StageMemory(NamedTuple):
 
     @property
     def needed(self) -> int:
-        """The smallest room in which a step can run: one microbatch."""
+        """The smallest room in which a step with split backwards can run: one microbatch's.
+
+        A whole backward needs ``after_forward`` only.
+        """
         return max(self.after_forward, self.after_backward)
 
     @property
@@ -242,6 +241,13 @@ class Limits:
             raise ValueError(
                 "max_stash_bytes: got no stash_bytes, expected what one microbatch keeps"
             )
+
+    def of_whole_backwards(self) -> "Limits":
+        """The limits where B and W are one op, so that nothing is kept for W."""
+        if self.stash_bytes is None:
+            return self
+        forward = self.stash_bytes.after_forward
+        return replace(self, stash_bytes=StashBytes(forward, (0,) * len(forward)))
 
     def caps(self, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
         """How many microbatches may wait for their B on each stage, at most ``num_microbatches``.

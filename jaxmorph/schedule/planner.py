@@ -25,6 +25,7 @@ INTERLEAVED = "interleaved"
 SCHEDULE_NAMES = (*FIXED_SCHEDULES, INTERLEAVED, *V_SCHEDULES, "paper", "adaptive", "initial")
 _ALTERNATIVES = ("paper", "initial", "zb-h1", "zb-h2")
 _TAKES_WARMUPS = ("paper", "adaptive")
+_WHOLE_BACKWARDS = ("gpipe", "1f1b", "1f1b-eager", INTERLEAVED)
 _FIXED_REASON = "{} was asked for; its order depends on no cost"
 
 
@@ -90,6 +91,8 @@ def plan(
     Raises:
         UserError: An unknown name, a cap that the schedule cannot keep, or impossible warm-ups.
     """
+    if name in _WHOLE_BACKWARDS:
+        limits = limits.of_whole_backwards()
     problem = _Problem(costs, links, limits, num_microbatches)
     _validate(problem, name, warmup_forwards, num_chunks)
     placement = placement_of(name, costs.num_stages, num_chunks)

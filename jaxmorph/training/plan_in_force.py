@@ -185,10 +185,8 @@ def limits_of(config: Config, profile: Profile) -> Limits:
     stages, schedule = config.parallelism.stages, config.schedule
     max_bytes = schedule.max_stash_bytes_per_stage(stages)
     if max_bytes is not None and profile.stash_bytes is not None:
-        sizes = profile.stash_bytes
-        if OpKind.BW in op_kinds(config):
-            sizes = sizes.of_whole_backwards()
-        return Limits(max_stash_bytes=max_bytes, stash_bytes=sizes)
+        limits = Limits(max_stash_bytes=max_bytes, stash_bytes=profile.stash_bytes)
+        return limits.of_whole_backwards() if OpKind.BW in op_kinds(config) else limits
     return Limits(schedule.max_live_per_stage(stages), schedule.live_until)
 
 

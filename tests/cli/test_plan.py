@@ -52,6 +52,12 @@ def test_plan_prints_the_step_and_its_numbers(run):
     assert "lower bound  410.0 ms  this is 17.1% above the bound\n" in out
 
 
+_WHOLE_IN_25_BYTES = (
+    *("--max-stash-bytes", "25"),
+    *("--stash-bytes-after-forward", "5", "--stash-bytes-after-backward", "20"),
+)
+
+
 @pytest.mark.parametrize(
     ("arguments", "makespan_ms"),
     [
@@ -66,6 +72,7 @@ def test_plan_prints_the_step_and_its_numbers(run):
         (["--schedule", "1f1b", "--link-ms", "20", "--link-forward-ms", "0"], 670.0),
         (["--schedule", "gpipe", "--link-ms", "25", "--link-model", "serialized"], 820.0),
         (["--schedule", "gpipe", "--link-occupancy-ms", "25"], 820.0),
+        (["--schedule", "1f1b", *_WHOLE_IN_25_BYTES], 450.0),
     ],
 )
 def test_plan_answers_in_json(plan, arguments, makespan_ms):

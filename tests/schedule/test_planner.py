@@ -149,6 +149,34 @@ def test_too_many_bytes_are_refused_with_the_stage():
     require_room(gpipe(3, 4), Limits(max_stash_bytes=(4_000, 8_000, 2_000), stash_bytes=SIZES))
 
 
+@pytest.mark.parametrize(
+    ("name", "peak"), [("gpipe", 60), ("1f1b", 20), ("1f1b-eager", 35), ("interleaved", 28)]
+)
+def test_whole_backwards_need_no_room_for_w(name, peak):
+    sizes, chunks = StashBytes((5,) * 4, (40,) * 4), 2 if name == "interleaved" else 1
+    free = plan(EQUAL, {}, Limits(), 12, name, num_chunks=chunks)
+    limits = Limits(max_stash_bytes=(peak,) * 4, stash_bytes=sizes)
+    capped = plan(EQUAL, {}, limits, 12, name, num_chunks=chunks)
+    assert capped.schedule == free.schedule
+    tighter = Limits(max_stash_bytes=(peak - 1,) * 4, stash_bytes=sizes)
+    with pytest.raises(UserError, match=rf"holds {peak} bytes on stage 0, 1 more"):
+        plan(EQUAL, {}, tighter, 12, name, num_chunks=chunks)
+
+
+def test_a_given_whole_backward_needs_no_room_for_w():
+    fields = {
+        "name": "given", "num_stages": 2, "num_microbatches": 3, "forward_ms": 10,
+        "backward_input_ms": 10, "backward_weight_ms": 10, "link_ms": 0, "max_stash_bytes": 10,
+        "stash_bytes_after_forward": 5, "stash_bytes_after_backward": 20,
+        "orders": [
+            ["F0", "F1", "BW0", "F2", "BW1", "BW2"], ["F0", "BW0", "F1", "BW1", "F2", "BW2"]
+        ],
+    }  # fmt: skip
+    answer = solve(parse_problem(fields))
+    assert (answer.timeline.makespan_ms, answer.lower_bound_ms) == (120.0, 100.0)
+    assert answer.peak_stash_bytes == (10, 5)
+
+
 def test_too_many_microbatches_are_refused_with_the_stage():
     late = Schedule.from_rows("late", ["F0 B0 F1 B1 W0 W1", "F0 B0 W0 F1 B1 W1"])
     require_room(late, Limits((1, 1), "B"))

@@ -4,15 +4,17 @@ import json
 from collections import Counter
 from typing import NamedTuple
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmorph.config.sections import PLANNED_SCHEDULES
+from jaxmorph.errors import UserError
 from jaxmorph.schedule.bound import lower_bound_ms
-from jaxmorph.schedule.costs import Limits, Links, StageCosts
+from jaxmorph.schedule.costs import Limits, Links, StageCosts, StashBytes
 from jaxmorph.schedule.fixed import FIXED_SCHEDULES
 from jaxmorph.schedule.ops import Op, OpKind
-from jaxmorph.schedule.planner import plan
+from jaxmorph.schedule.planner import fits, plan
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
 from tests.schedule.strategies import costs_of, limits_of, links_of
@@ -95,6 +97,23 @@ def test_no_schedule_beats_the_bound(case):
     makespan_ms = simulate(case.schedule(), case.costs, case.links).makespan_ms
     bound_ms = lower_bound_ms(case.costs, case.num_microbatches, case.links, case.limits)
     assert makespan_ms >= bound_ms * (1 - 1e-12)
+
+
+@given(
+    _cases(names=["gpipe", "1f1b", "1f1b-eager"]),
+    st.integers(1, 3),
+    st.integers(0, 20),
+    st.integers(1, 30),
+)
+def test_whole_backwards_are_planned_where_they_fit(case, after_forward, after_backward, room):
+    stages = case.costs.num_stages
+    sizes = StashBytes((after_forward,) * stages, (after_backward,) * stages)
+    limits = Limits(max_stash_bytes=(room,) * stages, stash_bytes=sizes)
+    if fits(case.schedule(), limits):
+        assert case._replace(limits=limits).schedule() == case.schedule()
+    else:
+        with pytest.raises(UserError):
+            case._replace(limits=limits).schedule()
 
 
 @given(_cases())
