@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmorph.errors import UserError
+from jaxmorph.errors import UserError, quoted
 from jaxmorph.placement import Place, Placement
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.replay import StageTimes, replay
@@ -75,7 +75,7 @@ def load_schedule(path: Path) -> Schedule:
         if path.suffix == ".json":
             return _from_json(json.loads(text))
         return Schedule.parse(text)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, csv.Error) as error:
         raise UserError(f"{path}: {error}") from error
 
 
@@ -128,6 +128,7 @@ def parse_torch_csv(text: str, name: str) -> Schedule:
 
     Raises:
         ValueError: An unknown action, or a stage on another rank than expected.
+        csv.Error: No CSV, or a cell of over 128 KiB, as an unclosed quote makes one.
     """
     lines = list(csv.reader(io.StringIO(text)))
     while lines and not any(cell.strip() for cell in lines[-1]):
@@ -183,7 +184,7 @@ def _cells(rank: int, line: Iterable[str]) -> Iterator[_Cell]:
             match = _CELL.fullmatch(word)
             if match is None:
                 raise ValueError(
-                    f"row {rank}, column {column}: got {word!r}, expected an empty cell or a "
+                    f"row {rank}, column {column}: got {quoted(word)}, expected an empty cell or a "
                     "computation such as 0F0, 1I3, 2W0 or 3B1"
                 )
             stage, action, microbatch = match.groups()
@@ -194,7 +195,7 @@ def _placement(rows: Sequence[Sequence[_Cell]]) -> Placement:
     """The placement whose virtual stages the rows have.
 
     Raises:
-        ValueError: The rows go around the ranks no more than they go in a V.
+        ValueError: The stages are placed neither around the ranks nor in a V.
     """
     last = max((cell.stage for row in rows for cell in row), default=0)
     wrapped = Placement(len(rows), 1 + last // len(rows))

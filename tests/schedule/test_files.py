@@ -46,6 +46,7 @@ def test_a_faulty_schedule_is_read_as_it_stands(tmp_path):
         ("a.csv", "0F0,what\n", "row 0, column 1: got 'what'"),
         ("a.json", "{", "Expecting property name"),
         ("a.json", "[1]", "got a JSON list without 'orders', expected a saved schedule"),
+        ("a.csv", f'0F0,"{"0F1," * 40_000}', "field larger than field limit (131072)"),
         ("a.json", '{"orders": 3}', "got 'int' object is not iterable, expected a saved"),
         ("a.json", '{"orders": [["F0", "?"]]}', "got '?', expected an op such as F3"),
         ("a.json", '{"orders": [["F0"]], "num_microbatches": null}', "got int"),
@@ -59,6 +60,16 @@ def test_mistakes_name_the_file(tmp_path, name, text, message):
     with pytest.raises(UserError) as caught:
         load_schedule(path)
     assert str(caught.value).startswith(f"{path}: {message}")
+
+
+def test_an_unclosed_quote_is_refused_in_short(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('0F0,"' + "0F1," * 30_000)
+    with pytest.raises(
+        UserError, match=r"row 0, column 1: got '0F1,0F1,.*\.\.\., expected"
+    ) as caught:
+        load_schedule(path)
+    assert len(str(caught.value)) < len(str(path)) + 200
 
 
 def test_unreadable_and_unwritable_files_are_named(tmp_path):
