@@ -191,7 +191,7 @@ def _in_slots(
     """
     programs = lower_step(made.schedule, profile, made.routes, num_tied)
     needed = slots_needed(programs)
-    taken = max(room.taken_bytes(room.slots(needed), len(programs)))
+    taken = max(room.taken_bytes(room.slots_wanted(needed), len(programs)))
     free_ms = simulate_blocking(programs, profile.costs, profile.links).makespan_ms
     scarce = scarce_slots(room.slots_that_fit(needed), needed)
     return free_ms, step_in_slots_ms(programs, profile, scarce), taken

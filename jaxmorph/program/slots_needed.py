@@ -9,6 +9,7 @@ With fewer slots the step still runs, unless the ranks then wait for each other:
 slot, as `blocking.simulate_blocking` simulates.
 """
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,7 +60,7 @@ def slots_needed(programs: Sequence[RankInstructions]) -> dict[Channel, int]:
         sent[channel] = sent.get(channel, 0) + 1
         handled = int(knows[transfer.destination])
         positions = received[transfer.destination][channel]
-        outstanding = sent[channel] - int(np.searchsorted(positions, handled))
+        outstanding = sent[channel] - bisect_left(positions, handled)
         most[channel] = max(most.get(channel, 0), outstanding)
     return {channel: power_of_two(number) for channel, number in most.items()}
 
@@ -103,8 +104,11 @@ class HostRoom:
         rooms = self.stash_bytes or stash_bytes
         return all(away <= own for away, own in zip(stash_bytes, rooms, strict=True))
 
-    def slots(self, needed: Mapping[Channel, int]) -> dict[Channel, int]:
-        """The slots of all channels, without a limit; tied gradients never take more at once."""
+    def slots_wanted(self, needed: Mapping[Channel, int]) -> dict[Channel, int]:
+        """What all channels would get without a limit: as many as needed, at least `FIRST_SLOTS`.
+
+        A tied parameter's channel has one message a step, so `FIRST_SLOTS` is enough.
+        """
         return {
             channel: FIRST_SLOTS
             if channel.payload is Payload.TIED
@@ -124,7 +128,7 @@ class HostRoom:
         """What each rank lacks for the fewest slots; nowhere above 0: some plan fits."""
         if self.rank_bytes is None:
             return ()
-        least = self.taken_bytes(self.slots({}), len(self.rank_bytes))
+        least = self.taken_bytes(self.slots_wanted({}), len(self.rank_bytes))
         return tuple(taken - own for taken, own in zip(least, self.rank_bytes, strict=True))
 
     def slots_that_fit(
@@ -139,8 +143,10 @@ class HostRoom:
             needed: By training steps.
             also: By evaluations, for example: only what training steps leave.
         """
-        slots = self._halved(self.slots(needed), self.slots({}))
-        return slots if also is None else self._halved(self.slots(most_slots(slots, also)), slots)
+        slots = self._halved(self.slots_wanted(needed), self.slots_wanted({}))
+        if also is None:
+            return slots
+        return self._halved(self.slots_wanted(most_slots(slots, also)), slots)
 
     def _halved(
         self, slots: dict[Channel, int], least: Mapping[Channel, int]
@@ -198,7 +204,7 @@ def _received_by(program: RankInstructions) -> dict[Channel, list[int]]:
 
 
 @dataclass
-class _Rank:
+class _Knowledge:
     """The progress of a rank's host and queue, and what each knows of all hosts."""
 
     program: RankInstructions
@@ -215,7 +221,7 @@ class _Rank:
 def _sends(programs: Sequence[RankInstructions]) -> Iterator[tuple[Transfer, _Clock]]:
     """Every delegated send, in each host's order, with what its host knows at that time."""
     size = len(programs)
-    ranks = [_Rank(program, np.zeros(size, int), np.zeros(size, int)) for program in programs]
+    ranks = [_Knowledge(program, np.zeros(size, int), np.zeros(size, int)) for program in programs]
     on_the_way: dict[Transfer, _Clock] = {}
     moved = True
     while moved:
@@ -230,7 +236,7 @@ def _sends(programs: Sequence[RankInstructions]) -> Iterator[tuple[Transfer, _Cl
         raise ProgramError("deadlock: the ranks wait for each other for ever")
 
 
-def _advance_host(rank: _Rank, on_the_way: dict[Transfer, _Clock]) -> Iterator[Instruction]:
+def _advance_host(rank: _Knowledge, on_the_way: dict[Transfer, _Clock]) -> Iterator[Instruction]:
     """Handles instructions up to a delegated receive whose message hasn't been sent."""
     instructions = rank.program.instructions
     while rank.handled < len(instructions):
@@ -246,7 +252,9 @@ def _advance_host(rank: _Rank, on_the_way: dict[Transfer, _Clock]) -> Iterator[I
         yield step
 
 
-def _advance_queue(rank: _Rank, ranks: Sequence[_Rank], on_the_way: dict[Transfer, _Clock]) -> bool:
+def _advance_queue(
+    rank: _Knowledge, ranks: Sequence[_Knowledge], on_the_way: dict[Transfer, _Clock]
+) -> bool:
     """Runs what a queue can run; returns whether anything moved."""
     moved = False
     while (step := rank.front) is not None:
@@ -265,6 +273,6 @@ def _advance_queue(rank: _Rank, ranks: Sequence[_Rank], on_the_way: dict[Transfe
     return moved
 
 
-def _pop(rank: _Rank) -> None:
+def _pop(rank: _Knowledge) -> None:
     _, knew = rank.queued.popleft()
     np.maximum(rank.queue, knew, out=rank.queue)

@@ -139,7 +139,7 @@ def room_in_words(in_force: PlanInForce, room: HostRoom | None) -> str:
     if room is None or not in_force.scarce:
         return ""
     num_ranks = len(in_force.programs)
-    enough = room.slots(slots_needed(in_force.programs))
+    enough = room.slots_wanted(slots_needed(in_force.programs))
     # Some slots may be there for evaluations alone.
     used = {channel: min(number, enough[channel]) for channel, number in in_force.slots.items()}
     most = [max(room.taken_bytes(slots, num_ranks)) for slots in (used, enough)]

@@ -182,7 +182,7 @@ THERE, BACK, TIED = (
 
 def test_the_largest_channels_of_the_shortest_rank_get_fewer_slots():
     room = HostRoom({THERE: 10, BACK: 10, TIED: 1}, (101, 122, 100))
-    assert room.slots({THERE: 16}) == {THERE: 16, BACK: 2, TIED: 2}
+    assert room.slots_wanted({THERE: 16}) == {THERE: 16, BACK: 2, TIED: 2}
     assert room.taken_bytes({THERE: 16, BACK: 2, TIED: 2}, 3) == (182, 180, 2)
     # Four each are 82 on rank 0; eight of one would be 102.
     assert room.slots_that_fit({THERE: 16, BACK: 2}) == {THERE: 4, BACK: 2, TIED: 2}
@@ -200,7 +200,7 @@ def test_the_largest_channels_of_the_shortest_rank_get_fewer_slots():
     assert more.slots_that_fit({THERE: 8}, {THERE: 16, BACK: 16}) == {THERE: 8, BACK: 4, TIED: 2}
     assert room.slots_that_fit({THERE: 4}, {BACK: 16}) == {THERE: 4, BACK: 4, TIED: 2}
     unlimited = HostRoom(room.slot_bytes)
-    assert unlimited.slots_that_fit({THERE: 16}) == room.slots({THERE: 16})
+    assert unlimited.slots_that_fit({THERE: 16}) == room.slots_wanted({THERE: 16})
     assert unlimited.short_bytes() == ()
     assert unlimited.holds((10**12,))
     assert [HostRoom({}, stash_bytes=(5, 5)).holds(away) for away in ((5, 5), (5, 6))] == [

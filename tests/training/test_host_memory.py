@@ -175,7 +175,7 @@ def test_candidates_of_a_run_keep_within_the_limit():
         steps_ms = [each.step_ms for each in planner.make_candidates(profile, slow).candidates]
         best[limit is None] = min(steps_ms)
         chosen = planner.choose(steps_ms.index(min(steps_ms)))
-        taken[limit is None] = max(room.taken_bytes(room.slots(chosen.slots), 4))
+        taken[limit is None] = max(room.taken_bytes(room.slots_wanted(chosen.slots), 4))
         assert bool(chosen.scarce) == (limit is not None)
     assert taken[False] <= 0.6 * GIB < taken[True]
     assert best[False] >= best[True]
