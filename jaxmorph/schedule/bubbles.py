@@ -4,10 +4,12 @@
 from barrier to barrier.
 """
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 from jaxmorph.placement import Place
@@ -165,6 +167,7 @@ def mean_shares(shares: tuple[StepShares, ...]) -> StepShares:
     return StepShares(*(sum(column) / len(shares) for column in zip(*shares, strict=True)))
 
 
+_end_ms = attrgetter("end_ms")
 _Interval = tuple[float, float]
 _Piece = tuple[float, float, BubbleCause]
 
@@ -214,6 +217,8 @@ class _CopyWaits:
                 self._offloads[copy.stage].append(copy)
             else:
                 self._back_ms[copy.stage, copy.microbatch, copy.chunk] = copy.end_ms
+        for offloads in self._offloads.values():
+            offloads.sort(key=_end_ms)
 
     def before(self, op: Op, stage: int, from_ms: float, start_ms: float) -> list[_Interval]:
         """The intervals before an op's start in which it may wait for copies.
@@ -223,11 +228,9 @@ class _CopyWaits:
         """
         if op.kind is OpKind.W or not (self._offloads or self._back_ms):
             return []
-        waits = [
-            (copy.start_ms, copy.end_ms)
-            for copy in self._offloads[stage]
-            if from_ms < copy.end_ms <= start_ms
-        ]
+        offloads = self._offloads[stage]
+        first, last = (bisect_right(offloads, ms, key=_end_ms) for ms in (from_ms, start_ms))
+        waits = [(copy.start_ms, copy.end_ms) for copy in offloads[first:last]]
         back_ms = 0.0
         if op.kind is not OpKind.F:
             back_ms = self._back_ms.get((stage, op.microbatch, op.chunk), 0.0)

@@ -1,10 +1,12 @@
 """When every op of a step ran: one type for simulated and measured steps."""
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -160,6 +162,7 @@ class Timeline:
 
 _LABEL = re.compile(r"(?:(\d+)\.)?(activation|gradient)\[(\d+)\] (\d+)>(\d+)")
 _Message = tuple[str, int, int, int, int]  # payload, chunk, microbatch, source, destination
+_start_ms = attrgetter("start_ms")
 
 
 class TransferIndex:
@@ -169,20 +172,25 @@ class TransferIndex:
     """
 
     def __init__(self, timeline: Timeline) -> None:
-        self._of_stage: list[list[TransferSpan]] = [[] for _ in timeline.orders]
+        rows: list[list[TransferSpan]] = [[] for _ in timeline.orders]
         self._carrying: dict[tuple[int, _Message], TransferSpan] = {}
         for span in timeline.transfers:
-            self._of_stage[span.stage].append(span)
+            rows[span.stage].append(span)
             if found := _LABEL.fullmatch(span.label):
                 chunk, payload, *numbers = found.groups()
                 microbatch, source, destination = map(int, numbers)
                 message = (payload, int(chunk or 0), microbatch, source, destination)
                 self._carrying[span.stage, message] = span
+        self._by_start = [sorted(row, key=_start_ms) for row in rows]
+        self._latest_ends_ms = [
+            list(accumulate((span.end_ms for span in row), max)) for row in self._by_start
+        ]
 
     def during(self, stage: int, start_ms: float, end_ms: float) -> list[TransferSpan]:
-        """The stage's transfers that overlap an interval."""
-        spans = self._of_stage[stage]
-        return [span for span in spans if span.start_ms < end_ms and span.end_ms > start_ms]
+        """The stage's transfers that overlap an interval, in order of their starts."""
+        first = bisect_right(self._latest_ends_ms[stage], start_ms)
+        last = bisect_left(self._by_start[stage], end_ms, key=_start_ms)
+        return [span for span in self._by_start[stage][first:last] if span.end_ms > start_ms]
 
     def ends_of(
         self, kind: OpKind, chunk: int, microbatch: int, source: int, destination: int

@@ -1,5 +1,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
@@ -127,6 +128,25 @@ def test_copies_count_only_if_an_op_waited_for_them():
         ),
     )
     assert _rows(timeline) == ["10-14 other, 24-28 copies, 28-30 other, 40-45 other"]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), max_size=6),
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3)), min_size=2, max_size=4),
+)
+def test_an_op_waits_for_offloads_that_end_before_it(offloads, ops):
+    ends = [*accumulate(gap + long for gap, long in ops)]
+    row = [(f"F{at}", end - ops[at][1], end) for at, end in enumerate(ends)]
+    copies = tuple(CopySpan(0, "offload", 0, 0, at, at + long) for at, long in offloads)
+    waited = {
+        ms
+        for (*_, free), (_, start, _) in pairwise([("", 0, 0), *row])
+        for copy in copies
+        if free < copy.end_ms <= start
+        for ms in range(max(free, int(copy.start_ms)), int(copy.end_ms))
+    }
+    causes = bubble_ms(replace(_measured([row]), copies=copies))
+    assert causes[BubbleCause.COPIES] == len(waited)
 
 
 def _idle(timeline):

@@ -1,12 +1,21 @@
 """Timelines, and what a device holds during one."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxmorph.schedule.ops import Op
-from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan, peak_on_device
+from jaxmorph.schedule.timeline import (
+    CopySpan,
+    Timeline,
+    TransferIndex,
+    TransferSpan,
+    peak_on_device,
+)
 
 
 def _timeline() -> Timeline:
@@ -35,6 +44,23 @@ def test_an_empty_step_has_no_bubble():
     empty = Timeline(((),), (np.zeros(0),), (np.zeros(0),))
     assert empty.makespan_ms == 0.0
     assert empty.bubble_rate == 0.0
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 9), st.integers(0, 5)), max_size=9),
+    st.integers(0, 9),
+    st.integers(0, 5),
+)
+def test_transfers_during_an_interval_are_those_that_overlap_it(transfers, start, lasts):
+    spans = tuple(TransferSpan(stage, "", at, at + long) for stage, at, long in transfers)
+    index = TransferIndex(replace(_timeline(), transfers=spans))
+    for stage in range(2):
+        overlap = [
+            span
+            for span in spans
+            if span.stage == stage and span.start_ms < start + lasts and span.end_ms > start
+        ]
+        assert sorted(index.during(stage, start, start + lasts)) == sorted(overlap)
 
 
 def timeline(row: str, *copies: tuple[str, int, float, float]) -> Timeline:
