@@ -60,13 +60,11 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Sche
     Megatron-LM", section 2.2, where N is a multiple of S.
 
     Args:
-        num_chunks: V. With one chunk, this is eager 1F1B.
+        num_chunks: V, at least 1. With one chunk, this is eager 1F1B.
 
     Raises:
-        UserError: N cannot be cut into equal rounds, or no chunks.
+        UserError: N cannot be cut into equal rounds.
     """
-    if num_chunks < 1:
-        raise UserError(f"interleaved: got {num_chunks} chunks, expected at least 1")
     size = _round_size(num_stages, num_microbatches)
 
     def row(rank: int) -> Iterator[Op]:

@@ -127,6 +127,8 @@ def _validate(
         raise UserError(f"schedule: got {name!r}, expected one of {', '.join(SCHEDULE_NAMES)}")
     if problem.num_microbatches < 1:
         raise UserError(f"num_microbatches: got {problem.num_microbatches}, expected at least 1")
+    if num_chunks < 1:
+        raise UserError(f"num_chunks: got {num_chunks}, expected at least 1")
     own_chunks = placement_of(name, problem.costs.num_stages, num_chunks).num_chunks
     if num_chunks not in (1, own_chunks):
         chunks = "one chunk" if own_chunks == 1 else f"{own_chunks} chunks"

@@ -129,8 +129,6 @@ def test_interleaved_refuses_unequal_rounds():
         "interleaved: got 5 microbatches on 2 stages, expected a multiple of 2, to run in 2 equal "
         "rounds of at least 2"
     )
-    with pytest.raises(UserError, match="got 0 chunks, expected at least 1"):
-        interleaved(2, 4, 0)
 
 
 def test_eager_1f1b_pays_half_a_turn_of_latency_once():

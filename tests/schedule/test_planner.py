@@ -87,6 +87,7 @@ def test_impossible_warm_ups_are_named(warmup, caps, message):
         ),
         ({"name": "gpipe", "warmup_forwards": (4, 3, 2, 1)}, "warmup_forwards: gpipe has its own"),
         ({"num_microbatches": 0}, "num_microbatches: got 0"),
+        ({"name": "interleaved", "num_chunks": 0}, "num_chunks: got 0, expected at least 1"),
         (
             {"name": "zb-h2", "limits": Limits((7, 4, 4, 4))},
             "max_live[1]: zb-h2 holds 5 microbatches until B on stage 1, expected at most 4",
