@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
-from itertools import chain, count
+from itertools import chain
 from typing import NamedTuple, TypeGuard
 
 import numpy as np
@@ -38,6 +38,7 @@ from jaxmorph.program.pairs import goes_in_pairs, join_pairs
 from jaxmorph.records import Routes
 from jaxmorph.schedule.costs import LinkDelay, Links, StageCosts
 from jaxmorph.schedule.ops import Op, OpKind
+from jaxmorph.schedule.replay import replay
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
 from jaxmorph.schedule.timeline import Timeline
@@ -190,9 +191,9 @@ class _Planned(NamedTuple):
     tie: np.ndarray
 
     @classmethod
-    def of(cls, start_ms: np.ndarray, end_ms: np.ndarray, ties: Sequence[int]) -> "_Planned":
+    def of(cls, start_ms: np.ndarray, end_ms: np.ndarray, tie: np.ndarray) -> "_Planned":
         starts, ends = (np.rint(ms * 1e3).astype(np.int64) for ms in (start_ms, end_ms))
-        return cls(start_ms * 1e3, starts, ends, np.array(ties, np.float64))
+        return cls(start_ms * 1e3, starts, ends, tie)
 
     def of_ops(self, positions: Sequence[int]) -> "_Planned":
         """The same for the ops at some positions alone."""
@@ -206,14 +207,12 @@ def global_order(schedule: Schedule, planned: Timeline, routes: Routes) -> Globa
     a direct transfer has started an op shortly before, the transfer goes before that op: the
     receiver then waits a little instead of the sender a lot.
     """
-    found = [*flows(schedule.placement)]
     sizes = schedule.num_chunks, schedule.num_microbatches
     positions = [_positions(order, *sizes) for order in schedule.orders]
-    ties = _topological_index(schedule, found, positions)
-    times = [*map(_Planned.of, planned.start_ms, planned.end_ms, ties)]
+    times = [*map(_Planned.of, planned.start_ms, planned.end_ms, _ties(schedule))]
     ops = [Keys(own.start_us, np.full_like(own.start_us, _TURN_OF_OPS), own.tie) for own in times]
     transfers: list[tuple[Flow, Keys]] = []
-    for flow in found:
+    for flow in flows(schedule.placement):
         source, target = flow.source.rank, flow.target.rank
         if flow.is_handover:
             continue
@@ -236,9 +235,11 @@ def _transfer_keys(made: _Planned, time_us: np.ndarray, turn: int) -> Keys:
 
 
 def _nearer_boundaries(made: _Planned, there: _Planned) -> np.ndarray:
-    """The ends of some ops, or the start of the op that another rank runs then.
+    """When to place the transfers of some ops' results.
 
-    Its start counts if it is nearer than its end, and after that of the op.
+    That is the op's end, unless the receiver has then just begun an op: if less time has passed
+    since that start than is left until its end, the transfer goes before it (but always after the
+    start of its own op).
     """
     running = np.searchsorted(there.exact_start_us, made.end_us) - 1
     start_us, end_us = there.start_us[running], there.end_us[running]
@@ -262,10 +263,8 @@ _Positions = dict[Payload, list[list[int]]]
 
 
 def _positions(order: Sequence[Op], num_chunks: int, num_microbatches: int) -> _Positions:
-    # A missing op is behind the last one: what needs it never runs.
-    missing = len(order)
-    forward = [[missing] * num_microbatches for _ in range(num_chunks)]
-    backward = [[missing] * num_microbatches for _ in range(num_chunks)]
+    forward = [[0] * num_microbatches for _ in range(num_chunks)]
+    backward = [[0] * num_microbatches for _ in range(num_chunks)]
     forward_kind, weight_kind = OpKind.F, OpKind.W
     for at, (kind, microbatch, chunk) in enumerate(order):
         if kind is forward_kind:
@@ -275,42 +274,13 @@ def _positions(order: Sequence[Op], num_chunks: int, num_microbatches: int) -> _
     return {Payload.ACTIVATION: forward, Payload.GRADIENT: backward}
 
 
-def _topological_index(
-    schedule: Schedule, found: Sequence[Flow], positions: Sequence[_Positions]
-) -> list[list[int]]:
-    """Positions of each rank's ops in one order that respects ranks' orders and dependencies."""
-    ranks = range(schedule.num_stages)
-    index: list[list[int]] = [[] for _ in ranks]
-    # By an op's position: the position of the op that it needs, and the row of the index where that
-    # one is; and the rank that it wakes.
-    needs: list[dict[int, int]] = [{} for _ in ranks]
-    rows: list[dict[int, list[int]]] = [{} for _ in ranks]
-    wakes: list[dict[int, int]] = [{} for _ in ranks]
-    for payload, source, target in found:
-        made_at = positions[source.rank][payload][source.chunk]
-        needed_at = positions[target.rank][payload][target.chunk]
-        needs[target.rank].update(zip(needed_at, made_at, strict=True))
-        rows[target.rank].update(dict.fromkeys(needed_at, index[source.rank]))
-        if source.rank != target.rank:
-            wakes[source.rank].update(dict.fromkeys(made_at, target.rank))
-    numbers, ready = count(), deque(ranks)
-
-    def run(rank: int) -> Iterator[None]:
-        """Numbers a rank's ops in order; yields whenever the next one's data isn't there."""
-        for at in range(len(schedule.orders[rank])):
-            needed, row = needs[rank].get(at, -1), rows[rank].get(at, ())
-            while needed >= len(row):
-                yield
-            index[rank].append(next(numbers))
-            if at in wakes[rank]:
-                ready.append(wakes[rank][at])
-
-    running = [run(rank) for rank in ranks]
-    while ready:
-        next(running[ready.popleft()], None)
-    if [*map(len, index)] != [*map(len, schedule.orders)]:
-        raise ValueError(f"schedule {schedule.name!r} cannot run to completion:\n{schedule}")
-    return index
+def _ties(schedule: Schedule) -> list[np.ndarray]:
+    """Numbers of each rank's ops: no two are equal, and an op's is over 0.5 above what it needs."""
+    # If every op takes a unit of time, it starts at least one after all that it needs.
+    ran = replay(schedule.orders, schedule.num_microbatches, schedule.placement)
+    schedule.require_complete(ran.ends)
+    most = 2 * schedule.num_stages
+    return [np.array(starts, np.float64) + rank / most for rank, starts in enumerate(ran.starts)]
 
 
 def _rows(schedule: Schedule, places: GlobalOrder, routes: Routes) -> list[list[Instruction]]:
