@@ -20,17 +20,26 @@ _ROUNDING = 1e-9
 """Relative to the step: shorter gaps are floating-point error."""
 
 
-class BubbleCause(StrEnum):
-    """What an idle stage waits for."""
+class IdleCause(StrEnum):
+    """Why a stage runs no op."""
 
     WARM_UP = "warm-up"
-    FORWARD = "waits for F"
-    BACKWARD = "waits for B"
-    LINK = "link delay"
+    """Before a stage's first op, while its data is not made yet."""
+    DEPENDENCY = "dependency"
+    """The next op's data is not made yet."""
+    TRANSFER = "transfer"
+    """The data is made and its own transfer is under way."""
     BLOCKING = "blocking"
+    """The data is made, and a transfer of other data holds either end's queue."""
     COPIES = "copies"
+    """A stash is not back or has not made room, and no message is under way."""
+    DISPATCH = "dispatch"
+    """Unexplained: in measured steps, the cost of starting ops."""
     COOL_DOWN = "cool-down"
-    OTHER = "other"
+    """After a stage's last op."""
+    OPTIMIZER = "optimizer"
+    """No stage has begun its first op, or all have ended their last: tied gradients, norms, the
+    barrier of the ranks and the update. Only between barriers (``idle_spans``)."""
 
 
 class Bubble(NamedTuple):
@@ -39,19 +48,11 @@ class Bubble(NamedTuple):
     stage: int
     start_ms: float
     end_ms: float
-    cause: BubbleCause
+    cause: IdleCause
 
 
 def find_bubbles(timeline: Timeline) -> list[Bubble]:
     """Splits the idle time of stages by cause, stage by stage and in order of time.
-
-    - ``warm-up``: before a stage's first op, while its data is not made yet.
-    - ``waits for F``, ``waits for B``: the next op's data is not made yet.
-    - ``link delay``: the data is made and its own transfer is under way.
-    - ``blocking``: the data is made, and a transfer of other data holds either end's queue.
-    - ``copies``: a stash is not back or has not made room, and no message is under way.
-    - ``cool-down``: after a stage's last op.
-    - ``other``: unexplained, such as the dispatch of measured ops.
 
     Transfers and copies are known only if the timeline has them.
     """
@@ -65,50 +66,12 @@ def find_bubbles(timeline: Timeline) -> list[Bubble]:
     ]
 
 
-def bubble_ms(timeline: Timeline) -> dict[BubbleCause, float]:
+def bubble_ms(timeline: Timeline) -> dict[IdleCause, float]:
     """Idle milliseconds of all stages together, by cause."""
-    total = dict.fromkeys(BubbleCause, 0.0)
+    total = dict.fromkeys(IdleCause, 0.0)
     for bubble in find_bubbles(timeline):
         total[bubble.cause] += bubble.end_ms - bubble.start_ms
     return total
-
-
-class IdleCause(StrEnum):
-    """Why a stage runs no op, from barrier to barrier: the causes of ``find_bubbles``, grouped.
-
-    ``dispatch`` is the cost of starting ops. In ``optimizer`` time no stage has begun its first op
-    or all have ended their last: tied gradients, norms, the barrier of the ranks and the update.
-    """
-
-    WARM_UP = "warm-up"
-    DEPENDENCY = "dependency"
-    TRANSFER = "transfer"
-    BLOCKING = "blocking"
-    COPIES = "copies"
-    DISPATCH = "dispatch"
-    COOL_DOWN = "cool-down"
-    OPTIMIZER = "optimizer"
-
-
-_CAUSE_OF = {
-    BubbleCause.WARM_UP: IdleCause.WARM_UP,
-    BubbleCause.FORWARD: IdleCause.DEPENDENCY,
-    BubbleCause.BACKWARD: IdleCause.DEPENDENCY,
-    BubbleCause.LINK: IdleCause.TRANSFER,
-    BubbleCause.BLOCKING: IdleCause.BLOCKING,
-    BubbleCause.COPIES: IdleCause.COPIES,
-    BubbleCause.COOL_DOWN: IdleCause.COOL_DOWN,
-    BubbleCause.OTHER: IdleCause.DISPATCH,
-}
-
-
-class IdleSpan(NamedTuple):
-    """As ``Bubble``, but from barrier to barrier."""
-
-    stage: int
-    start_ms: float
-    end_ms: float
-    cause: IdleCause
 
 
 class StepShares(NamedTuple):
@@ -130,7 +93,7 @@ class StepShares(NamedTuple):
         return self.warm_up + self.dependency + self.transfer + self.cool_down + self.optimizer
 
 
-def idle_spans(timeline: Timeline, step_ms: float | None = None) -> list[IdleSpan]:
+def idle_spans(timeline: Timeline, step_ms: float | None = None) -> list[Bubble]:
     """The idle intervals of every stage, in order of time; with the ops they fill the step.
 
     Args:
@@ -139,14 +102,14 @@ def idle_spans(timeline: Timeline, step_ms: float | None = None) -> list[IdleSpa
     makespan_ms = timeline.makespan_ms
     first_ms = min((float(start.min()) for start in timeline.start_ms if len(start)), default=0.0)
     bubbles = [
-        IdleSpan(stage, max(start_ms, first_ms), end_ms, _CAUSE_OF[cause])
+        Bubble(stage, max(start_ms, first_ms), end_ms, cause)
         for stage, start_ms, end_ms, cause in find_bubbles(timeline)
         if end_ms > first_ms
     ]
     end_ms = max(makespan_ms, step_ms or 0.0)
     ends = [(start, end) for start, end in ((0.0, first_ms), (makespan_ms, end_ms)) if end > start]
     around = [
-        IdleSpan(stage, *span, IdleCause.OPTIMIZER)
+        Bubble(stage, *span, IdleCause.OPTIMIZER)
         for stage in range(timeline.num_stages)
         for span in ends
     ]
@@ -169,7 +132,7 @@ def mean_shares(shares: tuple[StepShares, ...]) -> StepShares:
 
 _end_ms = attrgetter("end_ms")
 _Interval = tuple[float, float]
-_Piece = tuple[float, float, BubbleCause]
+_Piece = tuple[float, float, IdleCause]
 
 
 class _Need(NamedTuple):
@@ -247,44 +210,42 @@ def _stage_pieces(timeline: Timeline, stage: int, needs: _Needs) -> Iterator[_Pi
             need = needs.of(op, stage)
             running = needs.transfers.during(stage, busy_until_ms, start)
             copies = needs.copies.before(op, stage, busy_until_ms, start)
-            cause_at = _cause_before(op, need, running, copies, is_first=position == 0)
+            cause_at = _cause_before(need, running, copies, is_first=position == 0)
             times = _cuts(need, running, copies, busy_until_ms, start)
             yield from ((a, b, cause_at((a + b) / 2)) for a, b in pairwise(times))
         busy_until_ms = max(busy_until_ms, ends[position])
-    yield busy_until_ms, timeline.makespan_ms, BubbleCause.COOL_DOWN
+    yield busy_until_ms, timeline.makespan_ms, IdleCause.COOL_DOWN
 
 
 def _cause_before(
-    op: Op,
     need: _Need | None,
     running: Sequence[TransferSpan],
     copies: Sequence[_Interval],
     *,
     is_first: bool,
-) -> Callable[[float], BubbleCause]:
+) -> Callable[[float], IdleCause]:
     """The cause as a function of time, in the gap before an op."""
-    waiting = BubbleCause.FORWARD if op.kind is OpKind.F else BubbleCause.BACKWARD
     made_ms, sending, receiving = need or _Need(0.0, None, None)
     holding = [span for span in running if span.holds_queue and span is not receiving]
     # While this transfer holds the queue, only the other one of its pair does: it blocks nothing.
     own = receiving if receiving and receiving.holds_queue else None
 
-    def cause(at_ms: float) -> BubbleCause:
+    def cause(at_ms: float) -> IdleCause:
         if at_ms < made_ms:
-            return BubbleCause.WARM_UP if is_first else waiting
+            return IdleCause.WARM_UP if is_first else IdleCause.DEPENDENCY
         is_at_own = own is not None and own.start_ms <= at_ms < own.end_ms
         if not is_at_own and any(span.start_ms <= at_ms < span.end_ms for span in holding):
-            return BubbleCause.BLOCKING
+            return IdleCause.BLOCKING
         is_copied = any(start_ms <= at_ms < end_ms for start_ms, end_ms in copies)
         if need is None:
-            unexplained = BubbleCause.WARM_UP if is_first else BubbleCause.OTHER
-            return BubbleCause.COPIES if is_copied else unexplained
+            unexplained = IdleCause.WARM_UP if is_first else IdleCause.DISPATCH
+            return IdleCause.COPIES if is_copied else unexplained
         if sending and at_ms < sending.start_ms:
-            return BubbleCause.BLOCKING
+            return IdleCause.BLOCKING
         if is_copied and receiving and not receiving.start_ms <= at_ms < receiving.end_ms:
-            return BubbleCause.COPIES
+            return IdleCause.COPIES
         is_there = receiving is not None and at_ms >= receiving.end_ms
-        return BubbleCause.OTHER if is_there else BubbleCause.LINK
+        return IdleCause.DISPATCH if is_there else IdleCause.TRANSFER
 
     return cause
 

@@ -101,7 +101,7 @@ def test_a_figure_labels_slow_links_and_bubbles(tmp_path):
     timeline = simulate(zb_h2(3, 6), costs, links)
     texts = _drawn(tmp_path, links, zb=timeline)
     assert {"20 ms", "↓0 ↑2.5 ms", "activation in flight", "gradient in flight"} <= set(texts)
-    assert {"warm-up", "waits for B", "link delay", "cool-down"} <= set(texts)
+    assert {"warm-up", "dependency", "transfer", "cool-down"} <= set(texts)
     assert "blocking" not in texts
     assert "activation in flight" not in _drawn(tmp_path, zb=timeline)
 

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from jaxmorph.records import Link
 from jaxmorph.schedule.bubbles import (
     Bubble,
-    BubbleCause,
     IdleCause,
-    IdleSpan,
     bubble_ms,
     find_bubbles,
     idle_spans,
@@ -26,8 +24,8 @@ from jaxmorph.schedule.simulate import simulate
 from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
 
 
-def _rows(timeline: Timeline, spans: Sequence[Bubble | IdleSpan] | None = None) -> list[str]:
-    """A line per stage, of bubbles such as ``20-45 waits for B``."""
+def _rows(timeline: Timeline, spans: Sequence[Bubble] | None = None) -> list[str]:
+    """A line per stage, of bubbles such as ``20-45 dependency``."""
     rows: list[list[str]] = [[] for _ in timeline.orders]
     for stage, start, end, cause in spans or find_bubbles(timeline):
         rows[stage].append(f"{start:g}-{end:g} {cause}")
@@ -46,9 +44,9 @@ def _measured(rows: list[list[tuple[str, float, float]]], *transfers: TransferSp
 def test_bubbles_of_1f1b_over_a_slow_link():
     costs = StageCosts.uniform(2, 10.0, 10.0, 10.0)
     assert _rows(simulate(one_forward_one_backward(2, 4), costs, chain_links([5.0]))) == [
-        "20-45 waits for B, 45-50 link delay, 110-115 waits for B, 115-120 link delay, "
-        "140-145 waits for B, 145-150 link delay",
-        "0-10 warm-up, 10-15 link delay, 75-80 waits for F, 80-85 link delay, 145-170 cool-down",
+        "20-45 dependency, 45-50 transfer, 110-115 dependency, 115-120 transfer, "
+        "140-145 dependency, 145-150 transfer",
+        "0-10 warm-up, 10-15 transfer, 75-80 dependency, 80-85 transfer, 145-170 cool-down",
     ]
 
 
@@ -56,8 +54,8 @@ def test_chunks_wait_for_the_link_around():
     around = {Link(0, 2): LinkDelay(5.0, 7.0)}
     costs = StageCosts.uniform(3, 4.0, 4.0, 4.0)
     causes = bubble_ms(simulate(interleaved(3, 3, 2), costs, around))
-    assert causes[BubbleCause.LINK] > 0
-    assert bubble_ms(simulate(interleaved(3, 3, 2), costs))[BubbleCause.LINK] == 0
+    assert causes[IdleCause.TRANSFER] > 0
+    assert bubble_ms(simulate(interleaved(3, 3, 2), costs))[IdleCause.TRANSFER] == 0
 
 
 def test_only_transfers_of_other_data_are_blocking():
@@ -70,14 +68,14 @@ def test_only_transfers_of_other_data_are_blocking():
         TransferSpan(1, "gradient[0] 1>0", 34, 45),
     )
     assert _rows(timeline) == [
-        "20-34 waits for B, 34-40 blocking, 40-45 link delay, 45-50 other",
-        "0-10 warm-up, 10-12 link delay, 12-14 other, 34-60 cool-down",
+        "20-34 dependency, 34-40 blocking, 40-45 transfer, 45-50 dispatch",
+        "0-10 warm-up, 10-12 transfer, 12-14 dispatch, 34-60 cool-down",
     ]
 
 
 @pytest.mark.parametrize(
     ("other_ms", "rest"),
-    [(45, "45-50 other"), (40, "45-50 other"), (48, "45-48 blocking, 48-50 other")],
+    [(45, "45-50 dispatch"), (40, "45-50 dispatch"), (48, "45-48 blocking, 48-50 dispatch")],
 )
 def test_a_pair_blocks_only_by_its_slower_direction(other_ms, rest):
     timeline = _measured(
@@ -87,7 +85,7 @@ def test_a_pair_blocks_only_by_its_slower_direction(other_ms, rest):
         TransferSpan(1, "gradient[0] 1>0", 34, 45),
         TransferSpan(1, "activation[1] 0>1", 34, other_ms),
     )
-    assert _rows(timeline)[0] == f"20-34 waits for B, 34-45 link delay, {rest}"
+    assert _rows(timeline)[0] == f"20-34 dependency, 34-45 transfer, {rest}"
 
 
 def test_a_late_sender_blocks_its_receiver():
@@ -96,16 +94,16 @@ def test_a_late_sender_blocks_its_receiver():
         TransferSpan(0, "activation[0] 0>1", 22, 25),
         TransferSpan(1, "activation[0] 0>1", 0, 25),
     )
-    assert _rows(timeline)[1] == "0-10 warm-up, 10-22 blocking, 22-25 link delay, 25-30 other"
-    assert _rows(timeline)[0].startswith("10-22 other, 22-25 blocking")
+    assert _rows(timeline)[1] == "0-10 warm-up, 10-22 blocking, 22-25 transfer, 25-30 dispatch"
+    assert _rows(timeline)[0].startswith("10-22 dispatch, 22-25 blocking")
 
 
-def test_a_gap_before_a_ready_op_is_other():
+def test_a_gap_before_a_ready_op_is_dispatch():
     timeline = _measured([[("F0", 1, 2), ("B0", 3, 4), ("W0", 6, 7)]])
-    assert _rows(timeline) == ["0-1 warm-up, 2-3 other, 4-6 other"]
+    assert _rows(timeline) == ["0-1 warm-up, 2-3 dispatch, 4-6 dispatch"]
 
 
-def test_a_link_delay_takes_precedence_over_a_copy():
+def test_a_transfer_takes_precedence_over_a_copy():
     timeline = replace(
         _measured(
             [[("F0", 0, 10), ("B0", 60, 70)], [("F0", 12, 22), ("B0", 22, 32)]],
@@ -114,7 +112,7 @@ def test_a_link_delay_takes_precedence_over_a_copy():
         ),
         copies=(CopySpan(0, "offload", 0, 0, 10, 30), CopySpan(0, "fetch", 0, 0, 36, 56)),
     )
-    assert _rows(timeline)[0] == "10-32 waits for B, 32-40 link delay, 40-56 copies, 56-60 other"
+    assert _rows(timeline)[0] == "10-32 dependency, 32-40 transfer, 40-56 copies, 56-60 dispatch"
     shares = step_shares(timeline)[0]
     assert shares.copies + shares.dispatch == pytest.approx(20 / 70)
 
@@ -127,7 +125,7 @@ def test_copies_count_only_if_an_op_waited_for_them():
             CopySpan(0, "fetch", 1, 0, 41, 44),
         ),
     )
-    assert _rows(timeline) == ["10-14 other, 24-28 copies, 28-30 other, 40-45 other"]
+    assert _rows(timeline) == ["10-14 dispatch, 24-28 copies, 28-30 dispatch, 40-45 dispatch"]
 
 
 @given(
@@ -146,7 +144,7 @@ def test_an_op_waits_for_offloads_that_end_before_it(offloads, ops):
         for ms in range(max(free, int(copy.start_ms)), int(copy.end_ms))
     }
     causes = bubble_ms(replace(_measured([row]), copies=copies))
-    assert causes[BubbleCause.COPIES] == len(waited)
+    assert causes[IdleCause.COPIES] == len(waited)
 
 
 def _idle(timeline):
@@ -260,7 +258,7 @@ def test_ops_and_idle_times_fill_every_step(build, stages, microbatches, tail_ms
     for stage, _, start, end in timeline.spans():
         filled[stage].append((start, end))
     for stage, start, end, cause in find_bubbles(timeline):
-        assert cause not in (BubbleCause.BLOCKING, BubbleCause.OTHER)
+        assert cause not in (IdleCause.BLOCKING, IdleCause.DISPATCH)
         filled[stage].append((start, end))
     for row in filled:
         begins, finishes = zip(*sorted(row), strict=True)

@@ -8,7 +8,7 @@ from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.records import Link
-from jaxmorph.schedule.bubbles import BubbleCause, bubble_ms
+from jaxmorph.schedule.bubbles import IdleCause, bubble_ms
 from jaxmorph.schedule.costs import NO_LATENCY, Limits, LinkDelay, StageCosts, chain_links
 from jaxmorph.schedule.fixed import one_forward_one_backward, zb_h2
 from jaxmorph.schedule.paper import select_ops
@@ -144,7 +144,7 @@ def test_three_schedules_over_the_same_slow_link():
     assert [timeline.makespan_ms for timeline in fixed] == [2010.0, 1220.0]
     for timeline in fixed:
         causes = bubble_ms(timeline)
-        assert causes[BubbleCause.LINK] < causes[BubbleCause.FORWARD] + causes[BubbleCause.BACKWARD]
+        assert causes[IdleCause.TRANSFER] < causes[IdleCause.DEPENDENCY]
     planned = [plan(costs, known, Limits(), 32).predicted_step_s for known in (NO_LATENCY, links)]
     assert planned == pytest.approx([1.030, 1.060])
 
@@ -156,4 +156,4 @@ def test_a_direct_route_blocks_ready_ops():
     assert simulate(schedule, costs, links).makespan_ms == 460.0
     assert direct.makespan_ms == 670.0
     causes = bubble_ms(direct)
-    assert causes[BubbleCause.BLOCKING] > 0.5 * sum(causes.values())
+    assert causes[IdleCause.BLOCKING] > 0.5 * sum(causes.values())

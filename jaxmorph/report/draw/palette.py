@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxmorph.schedule.bubbles import BubbleCause, IdleCause
+from jaxmorph.schedule.bubbles import IdleCause
 from jaxmorph.schedule.ops import OpKind
 
 COLOURS = {
@@ -30,17 +30,13 @@ class Shading(NamedTuple):
 
 
 SHADINGS: Mapping[str, Shading] = {
-    BubbleCause.WARM_UP: Shading("#e3e3e3"),
-    BubbleCause.FORWARD: Shading("#e4f2fb", "////", "#4a9fd0"),
-    BubbleCause.BACKWARD: Shading("#fdf0d8", "\\\\\\\\", "#c98a00"),
+    IdleCause.WARM_UP: Shading("#e3e3e3"),
     IdleCause.DEPENDENCY: Shading("#e4f2fb", "////", "#4a9fd0"),
-    BubbleCause.LINK: Shading("#F0E442", "....", "#7a7200"),
     IdleCause.TRANSFER: Shading("#F0E442", "..", "#7a7200"),
-    BubbleCause.BLOCKING: Shading("#8c8c8c", "xxxx", "#333333"),
-    BubbleCause.COPIES: Shading("#f6dcec", "++++", "#b05c8a"),
+    IdleCause.BLOCKING: Shading("#8c8c8c", "xxxx", "#333333"),
+    IdleCause.COPIES: Shading("#f6dcec", "++++", "#b05c8a"),
     IdleCause.DISPATCH: Shading("#ffffff", "||", "#bbbbbb"),
-    BubbleCause.COOL_DOWN: Shading("#f1f1f1"),
-    BubbleCause.OTHER: Shading("#ffffff", "||", "#bbbbbb"),
+    IdleCause.COOL_DOWN: Shading("#f1f1f1"),
     IdleCause.OPTIMIZER: Shading("#eadcf1", "---", "#9a6fb5"),
 }
 """By cause, in the order of legends."""
