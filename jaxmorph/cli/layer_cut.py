@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxmorph.cli.plan_options import numbers
+from jaxmorph.control.answer import Answer
 from jaxmorph.errors import UserError, quoted
-from jaxmorph.schedule.answer import Answer
 from jaxmorph.schedule.partition import even_cut, partition, stage_times_ms
 from jaxmorph.schedule.problem import count, duration_ms, durations_ms
 

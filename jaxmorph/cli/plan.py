@@ -12,18 +12,13 @@ from rich.console import Console
 from jaxmorph.cli import plan_options as options
 from jaxmorph.cli.layer_cut import LayerCut, cut_fields, parse_layers, print_cut
 from jaxmorph.cli.mesh_table import parse_mesh, print_mesh
-from jaxmorph.control.profiler import Profile
-from jaxmorph.control.step_programs import lower_step
+from jaxmorph.control.answer import Answer, answer_lines, solve
 from jaxmorph.errors import UserError
-from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.report.answers import print_answer, print_comparison, save_answers
 from jaxmorph.report.draw.save import require_format
-from jaxmorph.schedule.answer import Answer, answer_lines, simulate_links, solve
 from jaxmorph.schedule.files import require_schedule_file, save_schedule
 from jaxmorph.schedule.planner import INTERLEAVED, SCHEDULE_NAMES
 from jaxmorph.schedule.problem import Problem, default_chunks, parse_problem
-from jaxmorph.schedule.schedule import Schedule
-from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.schedule.what_if import apply_changes, parse_change
 
 Given = Mapping[str, Any]  # options on the command line, by the name of their parameter
@@ -148,14 +143,14 @@ def _plan_one(context: typer.Context, given: Given) -> int:
         cut = parse_layers(given, fields)
         fields |= cut_fields(cut, cut.layers)
     problem = parse_problem(fields)
-    answer = solve(problem, simulate_step)
+    answer = solve(problem)
     if "out" in given:
         save_answers(given["out"], {answer.schedule.name: answer}, problem)
     if "export" in given:
         save_schedule(given["export"], answer.schedule)
     even = None
     if cut is not None:
-        even = solve(parse_problem(fields | cut_fields(cut, cut.even)), simulate_step)
+        even = solve(parse_problem(fields | cut_fields(cut, cut.even)))
     _print_one(answer, cut, even, as_json=context.params["as_json"])
     return 0
 
@@ -182,7 +177,7 @@ def _solve_all(problems: Mapping[str, Problem]) -> tuple[dict[str, Answer], dict
     refused: dict[str, str] = {}
     for name, problem in problems.items():
         try:
-            answers[name] = solve(problem, simulate_step)
+            answers[name] = solve(problem)
         except UserError as error:
             refused[name] = str(error)
     if not answers:
@@ -257,19 +252,9 @@ def _answer_batch(path: Path) -> int:
     bad = False
     try:
         with path.open("rb") as lines:
-            for answer in answer_lines(lines, simulate_step):
+            for answer in answer_lines(lines):
                 bad = bad or "error" in answer
                 typer.echo(json.dumps(answer, allow_nan=False))
     except OSError as error:
         raise UserError(f"--batch: cannot read {path}: {error.strerror}") from error
     return 2 if bad else 0
-
-
-def simulate_step(schedule: Schedule, problem: Problem) -> Timeline:
-    """Simulate a schedule with a problem's link model."""
-    if problem.link_model != "blocking":
-        return simulate_links(schedule, problem)
-    # Direct transfers hold the queues of both ends. Their order matters, so lower the schedule as
-    # training does.
-    programs = lower_step(schedule, Profile(problem.costs, problem.links))
-    return simulate_blocking(programs, problem.costs, problem.links)

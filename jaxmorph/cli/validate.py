@@ -8,11 +8,10 @@ import typer
 from rich.console import Console
 
 from jaxmorph.cli import plan_options as options
-from jaxmorph.cli.plan import simulate_step
+from jaxmorph.control.answer import Answer, solve
 from jaxmorph.errors import UserError
 from jaxmorph.report.answers import print_answer, save_answers
 from jaxmorph.report.draw.save import require_format
-from jaxmorph.schedule.answer import Answer, solve
 from jaxmorph.schedule.files import load_schedule
 from jaxmorph.schedule.problem import problem_of
 from jaxmorph.schedule.schedule import Schedule, ScheduleError
@@ -58,7 +57,7 @@ def validate(
             _print_fault(schedule, fault, as_json=as_json)
             return 2
         problem = problem_of(schedule, options.problem_fields(context.params))
-        answer = solve(problem, simulate_step)
+        answer = solve(problem)
         if out is not None:
             save_answers(out, {schedule.name: answer}, problem)
     _print_answer(answer, as_json=as_json)

@@ -7,4 +7,6 @@ From a measurement to a morph, in order: `measurements` (the time of each messag
 `detector` (which reach them), `conditions` (delays on other routes), `orchestrator` (whether to
 morph). `compute_watch` watches ops. `controller` joins all: `advance(state, observation)`, with the
 values of `controller_state`. State is frozen: a function that takes a step returns the next state.
+
+The command line's problems: `answer`.
 """

@@ -7,9 +7,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from jaxmorph.control.answer import Answer
 from jaxmorph.report.draw.save import save_timelines
 from jaxmorph.report.draw.text import fitting_width, styled_gantt
-from jaxmorph.schedule.answer import Answer
 from jaxmorph.schedule.problem import Problem
 
 _PIPED_WIDTH = 160

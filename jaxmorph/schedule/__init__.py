@@ -6,5 +6,5 @@ idle time. `fixed` builds gpipe to dualpipe-v; `paper` (Algorithms 1 to 4) and `
 `list_schedule`. `bound` is a lower bound on every schedule, and `order_graph` keeps the
 longest paths that the adaptive search shortens. `planner` chooses. `partition` cuts layers.
 
-The command line: `problem`, `what_if`, `answer`, `files`.
+The command line: `problem`, `what_if`, `files`.
 """

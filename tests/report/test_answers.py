@@ -2,8 +2,8 @@ import io
 
 from rich.console import Console
 
+from jaxmorph.control.answer import solve
 from jaxmorph.report.answers import print_comparison
-from jaxmorph.schedule.answer import solve
 from jaxmorph.schedule.problem import parse_problem
 
 FIELDS = {

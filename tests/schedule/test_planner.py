@@ -1,9 +1,9 @@
 import pytest
 
+from jaxmorph.control.answer import solve
 from jaxmorph.errors import UserError
 from jaxmorph.plain_json import dump, parse_line
 from jaxmorph.records import Link
-from jaxmorph.schedule.answer import solve
 from jaxmorph.schedule.costs import Limits, StageCosts, StashBytes, chain_links
 from jaxmorph.schedule.fixed import gpipe, interleaved
 from jaxmorph.schedule.planner import SCHEDULE_NAMES, Plan, plan, require_feasible, require_room

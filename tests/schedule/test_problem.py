@@ -2,12 +2,11 @@ import json
 
 import pytest
 
+from jaxmorph.control.answer import answer_lines, solve
 from jaxmorph.errors import UserError
 from jaxmorph.records import Link
-from jaxmorph.schedule.answer import answer_lines, solve
 from jaxmorph.schedule.costs import LinkDelay
 from jaxmorph.schedule.problem import parse_problem
-from jaxmorph.schedule.simulate import simulate
 
 BYTES = {
     "max_stash_bytes": 500, "stash_bytes_after_forward": 100, "stash_bytes_after_backward": 50,
@@ -148,14 +147,6 @@ def test_caps_on_bytes_are_kept_and_reported():
     one = _fields(num_stages=1, num_microbatches=2, link_ms=[], orders=orders, **_costs(1))
     sizes = {"stash_bytes_after_forward": 100, "stash_bytes_after_backward": 130}
     assert solve(parse_problem(one | sizes)).to_json()["peak_stash_bytes"] == [230]
-
-
-def test_solve_accepts_another_simulation():
-    problem = parse_problem(_fields(link_model="blocking"))
-    with pytest.raises(ValueError, match="blocking links are simulated on lowered programs"):
-        solve(problem)
-    answer = solve(problem, lambda schedule, asked: simulate(schedule, asked.costs))
-    assert (answer.link_model, answer.timeline.makespan_ms) == ("blocking", 390.0)
 
 
 @pytest.mark.parametrize(

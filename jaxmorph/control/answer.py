@@ -2,13 +2,16 @@
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxmorph.control.profiler import Profile
+from jaxmorph.control.step_programs import lower_step
 from jaxmorph.errors import UserError
+from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.schedule.bound import certified_ms, lower_bound_ms
 from jaxmorph.schedule.costs import Limits, StageMemory
 from jaxmorph.schedule.planner import alternatives, plan, require_room
@@ -21,9 +24,6 @@ _JITTER_SAMPLES = 1000
 _JITTER_SEED = 0
 _ROUNDING = 1e-9
 """Relative: bound and makespan sum the same times in different orders."""
-
-SimulateStep = Callable[[Schedule, Problem], Timeline]
-"""Simulates a schedule over a problem's links, by the problem's link model."""
 
 
 class JitteredMakespan(NamedTuple):
@@ -94,35 +94,18 @@ class Answer:
         return answer
 
 
-def simulate_links(schedule: Schedule, problem: Problem) -> Timeline:
-    """Simulates a schedule over links that delay messages but block no queue.
-
-    Raises:
-        ValueError: The link model is ``blocking``, which needs lowered programs.
-    """
-    if problem.link_model == "blocking":
-        raise ValueError("blocking links are simulated on lowered programs, not on schedules")
-    return simulate(
-        schedule,
-        problem.costs,
-        problem.links,
-        problem.link_model,
-        time_step_ms=problem.time_step_ms,
-    )
-
-
-def solve(problem: Problem, simulate_step: SimulateStep = simulate_links) -> Answer:
+def solve(problem: Problem) -> Answer:
     """Plans for the planned links (unless orders are given) and simulates the actual ones.
 
     Raises:
         UserError: An unknown schedule, impossible warm-ups, or a cap that cannot be kept.
     """
     started = time.perf_counter()
-    schedule = problem.orders or _planned(problem, simulate_step)
+    schedule = problem.orders or _planned(problem)
     planning_ms = 0.0 if problem.orders else (time.perf_counter() - started) * 1e3
     limits = problem.limits if schedule.splits_backward else problem.limits.of_whole_backwards()
     require_room(schedule, limits)
-    timeline = simulate_step(schedule, problem)
+    timeline = _simulate(schedule, problem)
     bound_ms = lower_bound_ms(
         problem.costs,
         problem.num_microbatches,
@@ -142,7 +125,23 @@ def solve(problem: Problem, simulate_step: SimulateStep = simulate_links) -> Ans
     )
 
 
-def _planned(problem: Problem, simulate_step: SimulateStep) -> Schedule:
+def _simulate(schedule: Schedule, problem: Problem) -> Timeline:
+    """A schedule over a problem's links, by the problem's link model."""
+    if problem.link_model == "blocking":
+        # Direct transfers hold the queues of both ends. Their order matters, so lower the schedule
+        # as training does.
+        programs = lower_step(schedule, Profile(problem.costs, problem.links))
+        return simulate_blocking(programs, problem.costs, problem.links)
+    return simulate(
+        schedule,
+        problem.costs,
+        problem.links,
+        problem.link_model,
+        time_step_ms=problem.time_step_ms,
+    )
+
+
+def _planned(problem: Problem) -> Schedule:
     inputs = problem.costs, problem.planned_links, problem.limits, problem.num_microbatches
     own = plan(*inputs, problem.schedule, problem.warmup_forwards, problem.num_chunks).schedule
     is_plain = problem.link_model == "latency" and problem.time_step_ms is None
@@ -152,7 +151,7 @@ def _planned(problem: Problem, simulate_step: SimulateStep) -> Schedule:
     planned = replace(problem, links=problem.planned_links)
     return min(
         [own, *alternatives(*inputs)],
-        key=lambda schedule: simulate_step(schedule, planned).makespan_ms,
+        key=lambda schedule: _simulate(schedule, planned).makespan_ms,
     )
 
 
@@ -170,9 +169,7 @@ def _jittered(schedule: Schedule, problem: Problem) -> JitteredMakespan | None:
     return JitteredMakespan(float(makespans_ms.mean()), float(np.quantile(makespans_ms, 0.9)))
 
 
-def answer_lines(
-    lines: Iterable[bytes], simulate_step: SimulateStep = simulate_links
-) -> Iterator[dict[str, Any]]:
+def answer_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """Answers a batch of problems in order; a bad one gets ``{"name", "error"}``.
 
     Args:
@@ -180,16 +177,16 @@ def answer_lines(
     """
     for line in lines:
         if line.strip():
-            yield _answer_line(line, simulate_step)
+            yield _answer_line(line)
 
 
-def _answer_line(line: bytes, simulate_step: SimulateStep) -> dict[str, Any]:
+def _answer_line(line: bytes) -> dict[str, Any]:
     try:
         data = json.loads(line)
     except (ValueError, RecursionError) as error:
         return {"name": None, "error": f"not JSON: {error}"}
     try:
-        return solve(parse_problem(data), simulate_step).to_json()
+        return solve(parse_problem(data)).to_json()
     except UserError as error:
         name = data.get("name") if isinstance(data, dict) else None
         return {"name": name if isinstance(name, str) else None, "error": str(error)}
