@@ -15,7 +15,6 @@ from jaxmorph.emulation.delay_traces import (
     DelayTrace,
     draw_events,
     draw_regime,
-    events_trace,
     to_csv,
 )
 from jaxmorph.emulation.link_trace import require_few_changes, require_links_of
@@ -79,7 +78,7 @@ def _draw(
     kind: str, links: tuple[Link, ...], duration_s: float, steps: int, seed: int, replica: int
 ) -> DelayTrace:
     if kind in EVENTS:
-        return events_trace(draw_events(links, steps, seed, EVENTS[kind], replica))
+        return draw_events(links, steps, seed, EVENTS[kind], replica)
     if kind in REGIMES:
         return draw_regime(kind, links, duration_s, seed, replica)
     raise UserError(f"REGIME: got {kind!r}, expected one of {', '.join(KINDS)}")

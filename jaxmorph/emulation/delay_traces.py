@@ -5,7 +5,7 @@ trace in its Section 7.5, and events are like those in Table 3 of its preprint.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Literal, NamedTuple
@@ -23,13 +23,19 @@ MEAN_MS, DEVIATION_MS = 30.0, 10.0
 REDRAWN_S = {"A": (0.05, 0.1), "B": (0.1, 0.2), "C": (0.2, 0.4)}
 """The least and the most seconds until a regime draws a link's next delay."""
 
-CALM, CONGESTED = (8.674, 0.6, (10, 30)), (43.917, 0.3136, (5, 15))
-CONGESTED_SHARE = 1 / 3
-"""Of `bursty`, while a link is calm and while it is congested: the median, ms, and the sigma of its
-lognormal delays, and how many are drawn in a row, at least and at most.
 
-One lognormal of median 13.0 and mean 22.3 would have its 99th percentile at 146, so there are two.
-Share and calm sigma are free choices; the other three numbers then follow from the published
+class _Spell(NamedTuple):
+    """A run of lognormal delays of `bursty`: how many are drawn, at least and at most."""
+
+    median_ms: float
+    sigma: float
+    draws: tuple[int, int]
+
+
+_CALM, _CONGESTED = _Spell(8.674, 0.6, (10, 30)), _Spell(43.917, 0.3136, (5, 15))
+_CONGESTED_SHARE = 1 / 3
+"""One lognormal of median 13.0 and mean 22.3 would have its 99th percentile at 146, so there are
+two. Share and calm sigma are free choices; the other three numbers then follow from the published
 median 13.0, mean 22.3 and 99th percentile 79.3 ms.
 """
 _BURSTY_REDRAWN_S = (0.5, 1.5)
@@ -110,7 +116,8 @@ def draw_regime(
         random = np.random.default_rng((seed, REGIMES.index(regime), *of_link))
         for at, latency_ms in zip(*_series(regime, duration_s, random), strict=True):
             changes.append(DelayChange(round(at, 4), (link,), round(latency_ms, 3)))
-    return DelayTrace(TIME, _in_order(changes))
+    changes.sort(key=lambda change: (change.at, change.latency_ms))
+    return DelayTrace(TIME, tuple(changes))
 
 
 def _of_replica(replica: int) -> tuple[int, ...]:
@@ -137,11 +144,11 @@ def _series(
 def _bursty_ms(count: int, random: np.random.Generator) -> np.ndarray:
     """Delays of a link that alternates between runs of calm and of congested draws."""
     runs, missing = [np.empty(0)], count
-    congested = random.random() < CONGESTED_SHARE
+    congested = random.random() < _CONGESTED_SHARE
     while missing > 0:
-        median, sigma, lengths = CONGESTED if congested else CALM
-        drawn = random.standard_normal(min(missing, _between(random, lengths)))
-        runs.append(median * np.exp(sigma * drawn))
+        spell = _CONGESTED if congested else _CALM
+        drawn = random.standard_normal(min(missing, _between(random, spell.draws)))
+        runs.append(spell.median_ms * np.exp(spell.sigma * drawn))
         missing -= len(drawn)
         congested = not congested
     return np.concatenate(runs)
@@ -171,51 +178,31 @@ SHORT_EVENTS = EventRanges((6, 8), (16, 20), (1, 2), (15, 50))
 """Three in 84 steps, so that their onsets weigh."""
 
 
-@dataclass(frozen=True)
-class DelayEvent:
-    """Some links are slow, in both directions, in steps ``from_step`` to ``to_step - 1``."""
-
-    from_step: int
-    to_step: int
-    links: tuple[Link, ...]
-    latency_ms: float
-
-
 def draw_events(
     links: Sequence[Link],
     num_steps: int,
     seed: int,
     ranges: EventRanges = LONG_EVENTS,
     replica: int = 0,
-) -> tuple[DelayEvent, ...]:
-    """Draws events of slow links one after another, healthy steps between, before ``num_steps``."""
+) -> DelayTrace:
+    """Draws events by step, before ``num_steps``: some links are slow, in both directions.
+
+    They come one after another, with healthy steps between.
+    """
     random = np.random.default_rng((seed, len(REGIMES), *_of_replica(replica)))
-    events: list[DelayEvent] = []
+    changes: list[DelayChange] = []
+    end = 0
     while True:
-        begin = events[-1].to_step if events else 0
-        begin += _between(random, ranges.gap_steps)
+        begin = end + _between(random, ranges.gap_steps)
         end = begin + _between(random, ranges.steps)
         if end > num_steps:
-            return tuple(events)
+            return DelayTrace(STEP, tuple(changes))
         count = min(_between(random, ranges.links), len(links))
         chosen = sorted(random.choice(len(links), count, replace=False).tolist())
+        slow = tuple(links[at] for at in chosen)
         latency_ms = float(_between(random, ranges.latency_ms))
-        events.append(DelayEvent(begin, end, tuple(links[at] for at in chosen), latency_ms))
-
-
-def events_trace(events: Iterable[DelayEvent]) -> DelayTrace:
-    """Events as a trace by step; events of one link must not overlap."""
-    changes: list[DelayChange] = []
-    for event in events:
-        changes.append(DelayChange(event.from_step, event.links, event.latency_ms))
-        changes.append(DelayChange(event.to_step, event.links, 0.0))
-    return DelayTrace(STEP, _in_order(changes))
+        changes += DelayChange(begin, slow, latency_ms), DelayChange(end, slow, 0.0)
 
 
 def _between(random: np.random.Generator, least_and_most: tuple[int, int]) -> int:
     return int(random.integers(*least_and_most, endpoint=True))
-
-
-def _in_order(changes: Iterable[DelayChange]) -> tuple[DelayChange, ...]:
-    """Sorted by time; at one time, an end comes before a start."""
-    return tuple(sorted(changes, key=lambda change: (change.at, change.latency_ms)))

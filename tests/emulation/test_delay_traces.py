@@ -10,11 +10,9 @@ from jaxmorph.emulation.delay_traces import (
     REGIMES,
     SHORT_EVENTS,
     DelayChange,
-    DelayEvent,
     DelayTrace,
     draw_events,
     draw_regime,
-    events_trace,
     to_csv,
 )
 from jaxmorph.emulation.link_conditions import LinkCondition
@@ -81,48 +79,48 @@ def test_a_trace_round_trips_through_its_table(regime, tmp_path):
     assert read_link_trace(tmp_path / "trace.csv") == trace.conditions()
 
 
+def _pairs(trace: DelayTrace) -> list[tuple[DelayChange, DelayChange]]:
+    """The begin and the end of each event."""
+    return [*zip(trace.changes[::2], trace.changes[1::2], strict=True)]
+
+
 def test_events_keep_their_ranges_and_gaps():
-    events = [event for seed in range(200) for event in _spaced(draw_events(LINKS, 400, seed), 20)]
-    assert {event.to_step - event.from_step for event in events} == set(range(40, 81))
-    assert {len(event.links) for event in events} == {1, 2, 3}
-    assert {link for event in events for link in event.links} == set(LINKS)
-    assert all(list(event.links) == sorted(set(event.links)) for event in events)
-    delays_ms = [event.latency_ms for event in events]
+    traces = [draw_events(LINKS, 400, seed) for seed in range(200)]
+    for trace in traces:
+        assert trace.changes[-1].at <= 400
+        for (_, before), (after, _) in pairwise(_pairs(trace)):
+            assert 20 <= after.at - before.at <= 60
+    events = [pair for trace in traces for pair in _pairs(trace)]
+    assert {end.at - begin.at for begin, end in events} == set(range(40, 81))
+    assert {len(begin.links) for begin, _ in events} == {1, 2, 3}
+    assert {link for begin, _ in events for link in begin.links} == set(LINKS)
+    assert all([*begin.links] == sorted(set(begin.links)) for begin, _ in events)
+    assert all((end.links, end.latency_ms) == (begin.links, 0.0) for begin, end in events)
+    delays_ms = [begin.latency_ms for begin, _ in events]
     assert (min(delays_ms), max(delays_ms)) == (20.0, 60.0)
-
-
-def _spaced(events: tuple[DelayEvent, ...], least_gap: int) -> tuple[DelayEvent, ...]:
-    """The events, known to be over by step 400 and apart."""
-    assert events
-    assert events[-1].to_step <= 400
-    for before, after in pairwise(events):
-        assert after.from_step - before.to_step >= least_gap
-    return events
 
 
 def test_events_depend_on_the_seed_only():
     assert draw_events(LINKS, 1200, seed=1) == draw_events(LINKS, 1200, seed=1)
     assert draw_events(LINKS, 1200, seed=1) != draw_events(LINKS, 1200, seed=2)
-    assert draw_events(LINKS, 30, seed=1) == ()
-    (only,) = {event.links for event in draw_events(LINKS[:1], 1200, seed=1)}
+    assert draw_events(LINKS, 30, seed=1) == DelayTrace("step", ())
+    (only,) = {change.links for change in draw_events(LINKS[:1], 1200, seed=1).changes}
     assert only == LINKS[:1]
 
 
 @pytest.mark.parametrize("stages", [4, 8])
 @pytest.mark.parametrize("seed", range(5))
 def test_the_traces_of_onsets_are_drawn_from_their_seeds(stages, seed):
-    events = draw_events(Placement(stages).links, 84, seed, SHORT_EVENTS)
-    assert len(events) == 3
+    trace = draw_events(Placement(stages).links, 84, seed, SHORT_EVENTS)
+    assert len(_pairs(trace)) == 3
     committed = Path(__file__).parents[2] / "configs" / "traces" / f"onset{stages}_{seed}.csv"
-    assert committed.read_text() == to_csv([events_trace(events)])
+    assert committed.read_text() == to_csv([trace])
 
 
 def test_events_are_emulated_in_their_steps(tmp_path):
-    events = (
-        DelayEvent(3, 5, (Link(0, 1), Link(2, 3)), 40.0),
-        DelayEvent(9, 11, (Link(0, 1),), 5.0),
-    )
-    trace = events_trace(events)
+    both, one = (Link(0, 1), Link(2, 3)), (Link(0, 1),)
+    rows = [(3, both, 40.0), (5, both, 0.0), (9, one, 5.0), (11, one, 0.0)]
+    trace = DelayTrace("step", tuple(DelayChange(*row) for row in rows))
     assert to_csv([trace]) == (
         "step,links,latency_ms\n3,0-1 2-3,40\n5,0-1 2-3,0\n9,0-1,5\n11,0-1,0\n"
     )
