@@ -84,13 +84,13 @@ class Placement(NamedTuple):
     def links(self) -> tuple[Link, ...]:
         """The links that activations and gradients take, each once, in the order of first use."""
         ranks = ((source.rank, target.rank) for source, target in self.hops())
-        return tuple(dict.fromkeys(Link(*sorted(pair)) for pair in ranks if len({*pair}) == 2))
+        return tuple(dict.fromkeys(Link.of(*pair) for pair in ranks if len({*pair}) == 2))
 
     @property
     def ends_link(self) -> Link | None:
         """The link that tied gradients take; None if one rank has both ends of the pipeline."""
-        ends = sorted((self.first.rank, self.last.rank))
-        return Link(*ends) if ends[0] != ends[1] else None
+        first, last = self.first.rank, self.last.rank
+        return Link.of(first, last) if first != last else None
 
     def _goes_back(self, chunk: int) -> bool:
         return self.kind == "v" and chunk == 1

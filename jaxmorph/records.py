@@ -22,6 +22,11 @@ class Link(NamedTuple):
         return f"r{index}:{self}"
 
     @classmethod
+    def of(cls, one: int, other: int) -> "Link":
+        """The link of two stages, in either order."""
+        return cls(one, other) if one < other else cls(other, one)
+
+    @classmethod
     def parse(cls, text: str) -> "Link":
         """Reads a link back from its text form, such as ``2-3``.
 

@@ -21,7 +21,7 @@ Direction = tuple[int, int]
 
 def link_of(direction: Direction) -> Link:
     """The link of a direction."""
-    return Link(min(direction), max(direction))
+    return Link.of(*direction)
 
 
 def directions_of(link: Link) -> tuple[Direction, Direction]:

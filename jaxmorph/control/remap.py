@@ -144,7 +144,7 @@ def traffic(layout: Layout, hosts: tuple[int, int], links: Sequence[Link]) -> Tr
     for a, b in layout.between(hosts):
         one, other = positions[a], positions[b]
         if one.replica == other.replica:
-            link = Link(*sorted((one.stage, other.stage)))
+            link = Link.of(one.stage, other.stage)
             own += [(one.replica, link)] if link in links else []
         elif one.stage == other.stage:
             stages.append(one.stage)

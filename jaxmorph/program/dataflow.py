@@ -40,7 +40,7 @@ class Flow(NamedTuple):
     @property
     def link(self) -> Link:
         """The link between its two ranks."""
-        return Link(*sorted((self.source.rank, self.target.rank)))
+        return Link.of(self.source.rank, self.target.rank)
 
     @property
     def is_handover(self) -> bool:

@@ -73,7 +73,7 @@ class Transfer(NamedTuple):
     @property
     def link(self) -> Link:
         """The link between its two ranks."""
-        return Link(min(self.source, self.destination), max(self.source, self.destination))
+        return Link.of(self.source, self.destination)
 
     def __str__(self) -> str:
         payload = _of_chunk(self.chunk, f"{self.payload}[{self.microbatch}]")
@@ -113,7 +113,7 @@ class Channel(NamedTuple):
     @property
     def link(self) -> Link:
         """The link between its two ranks."""
-        return Link(min(self.source, self.destination), max(self.source, self.destination))
+        return Link.of(self.source, self.destination)
 
     def __str__(self) -> str:
         index = f"[{self.tied_index}]" if self.payload is Payload.TIED else ""

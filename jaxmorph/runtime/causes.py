@@ -218,7 +218,7 @@ class LongWaits:
             seen = "; ".join(wait.what for rank, wait in sorted(known.items()) if rank in guilty)
             ranks = ", ".join(map(str, sorted(guilty)))
             return f"one link of ranks {ranks} carries nothing: {message}; {seen}", None
-        link = Link(min(guilty), max(guilty))
+        link = Link.of(*guilty)
         if self.rank in guilty:
             return f"link {link} carries nothing: {message}", None
         cause = f"link {link} carries nothing: {known[guilty[0]].what}"

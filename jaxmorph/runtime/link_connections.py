@@ -62,7 +62,7 @@ def open_data_plane(
         The plane; None where the rank has no channels.
     """
     names = [spec.name for spec in (*outgoing, *incoming)]
-    links = {Link(*sorted((name.source, name.destination))) for name in names}
+    links = {Link.of(name.source, name.destination) for name in names}
     open_idle = partial(open_connections, rendezvous, links, timeout_s=timeout_s, number=1)
     if not links:
         _agree(rendezvous, [])

@@ -241,7 +241,7 @@ def _messages(
     up: list[_Messages | None] = [None]
     down: list[_Messages | None] = [None]
     for virtual, (below, here) in enumerate(placement.hops(), start=1):
-        sigma = sigmas.get(Link(*sorted((below.rank, here.rank))), 0.0)
+        sigma = sigmas.get(Link.of(below.rank, here.rank), 0.0)
         for messages, sender, receiver, delay in (
             (up, below, here, delays[virtual - 1].forward),
             (down, here, below, delays[virtual].backward),

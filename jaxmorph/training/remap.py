@@ -474,7 +474,7 @@ def exchange_states(
         divides: Whether each replica has a share of the optimizer's state.
     """
     sources = _sources(before, after, divides=divides)
-    links = {Link(*sorted(pair)) for pair in sources.items()}
+    links = {Link.of(*pair) for pair in sources.items()}
     rank, found = all_ranks.rank, ()
     with open_connections(all_ranks, links, host, timeout_s, number=1) as of_links:
         for link in sorted(of_links):

@@ -404,7 +404,7 @@ def _evidence(totals: StepTotals) -> dict[str, Any]:
 
 
 def _link_name(rank: int, peer: int | None) -> str | None:
-    return None if peer is None else str(Link(min(rank, peer), max(rank, peer)))
+    return None if peer is None else str(Link.of(rank, peer))
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def step_of(state, step, slow_ms=None, probes_ms=None, paths=None, noise=lambda:
     slow_ms, messages = slow_ms or {}, []
     failed = state.paths.unrestored
     for source, destination in DIRECTIONS:
-        link = Link(*sorted((source, destination)))
+        link = Link.of(source, destination)
         route = "delegated" if link in failed else state.plan.routes.get(link, "direct")
         took_ms = USUAL[route][link].forward_latency_ms + slow_ms.get(link, 0.0)
         numbers = np.arange(count)

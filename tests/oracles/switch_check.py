@@ -197,7 +197,7 @@ def _transfers(step: Move) -> Sequence[Transfer]:
 
 
 def _link(step: Move, rank: int) -> Link:
-    return Link(*sorted((step.peer, rank)))
+    return Link.of(step.peer, rank)
 
 
 def _without_pairs(program: RankInstructions, link: Link, start: int) -> RankInstructions:

@@ -154,7 +154,7 @@ class Parity:
     def links(self):
         """Every link, also the wrap-around."""
         ring = range(self.num_ranks)
-        return {Link(*sorted((rank, (rank + 1) % self.num_ranks))) for rank in ring}
+        return {Link.of(rank, (rank + 1) % self.num_ranks) for rank in ring}
 
     def close(self):
         self.trainer.close()

@@ -141,13 +141,13 @@ class Chain:
         self.waits = [LongWaits(rank) for rank in range(num_ranks)]
         for rank, own_waits in enumerate(self.waits):
             own_waits.forward = {
-                Link(*sorted((rank, peer))): self._to(rank, peer)
+                Link.of(rank, peer): self._to(rank, peer)
                 for peer in (rank - 1, rank + 1)
                 if 0 <= peer < num_ranks
             }
 
     def _to(self, rank, peer):
-        return lambda wait: self.waits[peer].add(wait, Link(*sorted((rank, peer))))
+        return lambda wait: self.waits[peer].add(wait, Link.of(rank, peer))
 
 
 def test_every_rank_names_a_link_that_carries_nothing():

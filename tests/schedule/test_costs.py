@@ -21,7 +21,7 @@ from tests.oracles.brute_force import every_row
 
 def test_link_text_round_trips():
     assert str(Link(2, 3)) == "2-3"
-    assert Link.parse("2-3") == Link(2, 3)
+    assert Link.parse("2-3") == Link.of(3, 2) == Link.of(2, 3) == Link(2, 3)
     for text in ("3-2", "2", "2-", "a-b", "2-2", "1-2-3"):
         with pytest.raises(ValueError, match="expected a link such as 2-3"):
             Link.parse(text)

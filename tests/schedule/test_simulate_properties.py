@@ -142,7 +142,7 @@ def _data(schedule: Schedule) -> list[tuple[_Node, _Node]]:
 
 def _delay(links: Links, sender: int, receiver: int, link_model: LinkModel) -> tuple[float, float]:
     """How long a message occupies its link direction, and how long it travels after that."""
-    state = links.get(Link(min(sender, receiver), max(sender, receiver)), LinkDelay())
+    state = links.get(Link.of(sender, receiver), LinkDelay())
     if sender < receiver:
         latency, occupancy = state.forward_latency_ms, state.forward_occupancy_ms
     else:

@@ -30,7 +30,7 @@ class Message(NamedTuple):
     @property
     def link(self) -> Link:
         """The link between the two stages."""
-        return Link(min(self.sender, self.receiver), max(self.sender, self.receiver))
+        return Link.of(self.sender, self.receiver)
 
 
 def messages_in_flight(
