@@ -25,10 +25,15 @@ from jaxmorph.program.instructions import (
     Transfer,
     channel_of,
 )
-from jaxmorph.schedule.costs import NO_LATENCY, CopyCosts, LinkDelay, Links, StageCosts
+from jaxmorph.schedule.costs import (
+    NO_LATENCY,
+    CopyCosts,
+    Links,
+    StageCosts,
+    require_stages_exist,
+)
 from jaxmorph.schedule.ops import Op, OpKind
-from jaxmorph.schedule.replay import DirectionDelay, LinkQueue, StageTimes, downward, upward
-from jaxmorph.schedule.simulate import stage_times
+from jaxmorph.schedule.replay import DirectionDelay, LinkQueue, direction_delay
 from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
 
 
@@ -80,13 +85,13 @@ def simulate_blocking(
     """
     if costs.num_stages != len(programs):
         raise ValueError(f"got costs of {costs.num_stages} stages, expected {len(programs)}")
-    times = stage_times(costs, links, programs[0].placement)
+    require_stages_exist(links, len(programs))
     board = _Board(links, slots or {}, send_takes)
     common = (board, disturbance or Disturbance())
     copies = copies or CopyCosts.uniform(costs.num_stages, 0.0)
     engines = map(_CopyEngines, range(len(programs)), copies.offload_ms, copies.fetch_ms)
     ranks = [
-        _Rank(program.rank, times[program.rank], *common, own)
+        _Rank(program.rank, _op_ms(costs, program), *common, own)
         for program, own in zip(programs, engines, strict=True)
     ]
     _run_until_idle(ranks, programs, board)
@@ -182,7 +187,7 @@ class _Board:
         """The delay of a transfer's link direction."""
         ends = transfer.source, transfer.destination
         if ends not in self._delays:
-            self._delays[ends] = _direction(self.links, transfer)
+            self._delays[ends] = direction_delay(self.links, *ends)
         return self._delays[ends]
 
     def limited(self, transfer: Transfer) -> "_LimitedChannel | None":
@@ -237,7 +242,7 @@ class _Rank:
     """One rank's queue: its clock and what it has run."""
 
     rank: int
-    times: StageTimes
+    op_ms: Mapping[OpKind, float]
     board: _Board
     disturbance: Disturbance
     copies: _CopyEngines
@@ -260,7 +265,8 @@ class _Rank:
                 case Send(transfer):
                     yield from self._send(transfer)
                     if self.board.send_takes:
-                        self.clock_ms += _direction(self.board.send_takes, transfer).total_ms
+                        ends = transfer.source, transfer.destination
+                        self.clock_ms += direction_delay(self.board.send_takes, *ends).total_ms
                 case Receive(transfer):
                     yield from self._await(transfer)
                 case Offload() | Fetch():
@@ -274,8 +280,7 @@ class _Rank:
         self.clock_ms = max(self.clock_ms, self.copies.back_ms(op))
         self.ops.append(op)
         self.starts_ms.append(self.clock_ms)
-        planned_ms = _duration_ms(self.times, op.kind)
-        self.clock_ms += self.disturbance.op_ms(self.rank, op, planned_ms)
+        self.clock_ms += self.disturbance.op_ms(self.rank, op, self.op_ms[op.kind])
         self.ends_ms.append(self.clock_ms)
 
     def _meet(self, step: Move) -> Iterator[Transfer]:
@@ -344,9 +349,9 @@ class _Rank:
         self.clock_ms = max(self.clock_ms, self.host_ms)
 
 
-def _direction(links: Links, transfer: Transfer) -> DirectionDelay:
-    link = links.get(transfer.link, LinkDelay())
-    return upward(link) if transfer.source < transfer.destination else downward(link)
+def _op_ms(costs: StageCosts, program: RankInstructions) -> dict[OpKind, float]:
+    """How long a rank's ops take, of each kind."""
+    return {kind: costs.duration_ms(program.rank, kind) / program.num_chunks for kind in OpKind}
 
 
 def _run_until_idle(
@@ -372,18 +377,6 @@ def _in_words(rank: int, awaited: Transfer | Channel) -> str:
     if isinstance(awaited, Channel):
         return f"a slot of {awaited}"
     return f"the peer's {'receive' if awaited.source == rank else 'send'} {awaited}"
-
-
-def _duration_ms(times: StageTimes, kind: OpKind) -> float:
-    match kind:
-        case OpKind.F:
-            return times.forward
-        case OpKind.B:
-            return times.backward_input
-        case OpKind.W:
-            return times.backward_weight
-        case OpKind.BW:
-            return times.backward_input + times.backward_weight
 
 
 _label = lru_cache(maxsize=1 << 14)(str)

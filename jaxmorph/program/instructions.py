@@ -288,15 +288,6 @@ class RankInstructions:
         """Which rank of the pipeline runs which virtual stage."""
         return Placement(self.num_ranks, self.num_chunks, self.placement_kind)
 
-    def __str__(self) -> str:
-        lines = (str(instruction) for instruction in self.instructions)
-        return f"rank {self.rank} of {self.num_ranks}\n  " + "\n  ".join(lines)
-
-    @property
-    def offloads(self) -> bool:
-        """Whether stashes are offloaded."""
-        return any(isinstance(step, Offload) for step in self.instructions)
-
     def ops(self) -> Iterator[Op]:
         """The ops alone, in order."""
         return (step.op for step in self.instructions if isinstance(step, Run))

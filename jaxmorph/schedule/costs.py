@@ -122,17 +122,6 @@ def require_stages_exist(links: Links, num_stages: int) -> None:
             raise ValueError(f"link {link}: expected two of the stages 0 to {num_stages - 1}")
 
 
-def neighbour_links(links: Links, num_stages: int) -> tuple[LinkDelay, ...]:
-    """The delays of links 0-1, 1-2, ..., one for each pair of neighbours.
-
-    Raises:
-        ValueError: A link names a stage that does not exist.
-    """
-    require_stages_exist(links, num_stages)
-    healthy = LinkDelay()
-    return tuple(links.get(Link(stage, stage + 1), healthy) for stage in range(num_stages - 1))
-
-
 @dataclass(frozen=True)
 class StashBytes:
     """Bytes that one microbatch keeps on each stage: from F until B, and from B until W.

@@ -8,8 +8,9 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, pairwise
 
+from jaxmorph.records import Link
 from jaxmorph.schedule.bound import WarmupBound
-from jaxmorph.schedule.costs import NO_LATENCY, Limits, Links, StageCosts, neighbour_links
+from jaxmorph.schedule.costs import NO_LATENCY, Limits, LinkDelay, Links, StageCosts
 from jaxmorph.schedule.list_schedule import (
     PAPER,
     ListSchedule,
@@ -30,10 +31,12 @@ def required_slackness(costs: StageCosts, links: Links = NO_LATENCY) -> tuple[in
     phase absorb more.
     """
     cycle_ms = [f + b for f, b in zip(costs.forward_ms, costs.backward_input_ms, strict=True)]
-    chain = neighbour_links(links, costs.num_stages)
+    delays = (
+        links.get(Link(stage, stage + 1), LinkDelay()) for stage in range(costs.num_stages - 1)
+    )
     return tuple(
         _ceil_ratio(here + link.forward_latency_ms + link.backward_latency_ms, below)
-        for (here, below), link in zip(pairwise(cycle_ms), chain, strict=True)
+        for (here, below), link in zip(pairwise(cycle_ms), delays, strict=True)
     )
 
 

@@ -70,27 +70,17 @@ def outgoing(links: Links, placement: Placement) -> list[OutgoingDelays]:
     """
     require_stages_exist(links, placement.num_ranks)
     none = DirectionDelay(0.0, 0.0)
-    hops = [*placement.hops()]
-    forward = [_delay(links, source, target) for source, target in hops]
-    backward = [_delay(links, target, source) for source, target in hops]
+    hops = [(source.rank, target.rank) for source, target in placement.hops()]
+    forward = [direction_delay(links, source, target) for source, target in hops]
+    backward = [direction_delay(links, target, source) for source, target in hops]
     return [*map(OutgoingDelays, [*forward, none], [none, *backward])]
 
 
-def _delay(links: Links, source: Place, target: Place) -> DirectionDelay:
-    if source.rank == target.rank:
-        return DirectionDelay(0.0, 0.0)
-    if source.rank < target.rank:
-        return upward(links.get(Link(source.rank, target.rank), LinkDelay()))
-    return downward(links.get(Link(target.rank, source.rank), LinkDelay()))
-
-
-def upward(link: LinkDelay) -> DirectionDelay:
-    """The delay from the lower to the upper stage."""
-    return DirectionDelay(link.forward_latency_ms, link.forward_occupancy_ms)
-
-
-def downward(link: LinkDelay) -> DirectionDelay:
-    """The delay from the upper to the lower stage."""
+def direction_delay(links: Links, source: int, target: int) -> DirectionDelay:
+    """The delay from one rank to another; none within a rank."""
+    link = links.get(Link.of(source, target), LinkDelay())
+    if source < target:
+        return DirectionDelay(link.forward_latency_ms, link.forward_occupancy_ms)
     return DirectionDelay(link.backward_latency_ms, link.backward_occupancy_ms)
 
 

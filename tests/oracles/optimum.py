@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxmorph.errors import UserError
+from jaxmorph.records import Link
 from jaxmorph.schedule.bound import lower_bound_ms
 from jaxmorph.schedule.costs import (
     Limits,
@@ -20,7 +21,6 @@ from jaxmorph.schedule.costs import (
     Links,
     StageCosts,
     StageMemory,
-    neighbour_links,
 )
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.planner import plan
@@ -207,7 +207,8 @@ def _add_stages(model: "CpModel", problem: _WholeProblem, horizon: int) -> _Star
 
 def _add_transfers(model: "CpModel", problem: _WholeProblem, starts: _Starts, horizon: int) -> None:
     """F waits for what the stage above sends, B for what the stage below sends."""
-    for upper, link in enumerate(neighbour_links(problem.links, problem.costs.num_stages)):
+    for upper in range(problem.costs.num_stages - 1):
+        link = problem.links.get(Link(upper, upper + 1), LinkDelay())
         for kind, source, target, latency, occupancy in (
             (OpKind.F, upper, upper + 1, link.forward_latency_ms, link.forward_occupancy_ms),
             (OpKind.B, upper + 1, upper, link.backward_latency_ms, link.backward_occupancy_ms),

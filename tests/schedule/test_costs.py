@@ -13,7 +13,7 @@ from jaxmorph.schedule.costs import (
     StageMemory,
     StashBytes,
     chain_links,
-    neighbour_links,
+    require_stages_exist,
 )
 from jaxmorph.schedule.ops import Op
 from tests.oracles.brute_force import every_row
@@ -27,9 +27,7 @@ def test_link_text_round_trips():
             Link.parse(text)
 
 
-def test_links_between_neighbours_fill_in_the_healthy_ones():
-    links = {Link(1, 2): LinkDelay(5.0, 6.0), Link(0, 2): LinkDelay(9.0, 9.0)}
-    assert neighbour_links(links, 3) == (LinkDelay(), LinkDelay(5.0, 6.0))
+def test_chain_links_have_one_latency_both_ways():
     assert chain_links([1.0, 2.0])[Link(1, 2)] == LinkDelay(2.0, 2.0)
 
 
@@ -114,7 +112,10 @@ def test_no_fitting_order_uses_more_slots(memory):
         (lambda: StageCosts((1.0, 1.0), (1.0, math.nan), (1.0, 1.0)), r"input_ms\[1\]: got nan"),
         (lambda: LinkDelay(0.0, -1.0), "backward_latency_ms: got -1.0, expected a finite"),
         (lambda: LinkDelay(forward_occupancy_ms=math.inf), "forward_occupancy_ms: got inf"),
-        (lambda: neighbour_links({Link(2, 3): LinkDelay()}, 3), "link 2-3: expected two of the"),
+        (
+            lambda: require_stages_exist({Link(2, 3): LinkDelay()}, 3),
+            "link 2-3: expected two of the",
+        ),
         (lambda: Limits((1, 0)), r"max_live\[1\]: got 0, expected at least 1"),
         (lambda: Limits((1, 1)).caps(3, 8), "max_live: got 2 values, expected 3"),
         (lambda: Limits(live_until="F"), "live_until: got 'F'"),  # pyright: ignore[reportArgumentType]

@@ -5,15 +5,14 @@ from typing import NamedTuple
 
 from jaxmorph.placement import Place, Placement
 from jaxmorph.records import Link
-from jaxmorph.schedule.costs import LinkDelay, Links
+from jaxmorph.schedule.costs import Links
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.replay import (
     LinkModel,
     StageQueues,
-    downward,
+    direction_delay,
     outgoing,
     stage_queues,
-    upward,
 )
 from jaxmorph.schedule.timeline import Timeline, TransferIndex
 
@@ -69,6 +68,11 @@ def messages_in_flight(
 
 def link_delays_ms(links: Links, placement: Placement) -> dict[Link, tuple[float, float]]:
     """The links with a delay: latency and occupancy together, lower to upper stage and back."""
-    known = ((link, links.get(link, LinkDelay())) for link in placement.links)
-    delays = {link: (upward(of).total_ms, downward(of).total_ms) for link, of in known}
+    delays = {
+        link: (
+            direction_delay(links, link.lower, link.upper).total_ms,
+            direction_delay(links, link.upper, link.lower).total_ms,
+        )
+        for link in placement.links
+    }
     return {link: both for link, both in delays.items() if any(both)}
