@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jaxmorph.schedule.list_schedule import PAPER, ListSchedule, Rule, Workload, list_schedule
-from jaxmorph.schedule.order_graph import Arcs, OrderGraph
+from jaxmorph.schedule.order_graph import OrderGraph
 
 # The best set of those tried on random problems like those of benchmarks.planner_gap; the first
 # ones contribute most.
@@ -77,8 +77,7 @@ def _spare(workload: Workload, bound: int) -> list[float]:
 def _search(
     workload: Workload, starts: Sequence[ListSchedule], bound: int, effort: int
 ) -> ListSchedule:
-    arcs = Arcs.of(workload)
-    searches = [Search(workload, arcs, start, bound) for start in starts[: _ROUNDS[0][0]]]
+    searches = [Search(workload, start, bound) for start in starts[: _ROUNDS[0][0]]]
     for count, share in _ROUNDS:
         searches.sort(key=lambda search: search.best.makespan)
         del searches[count:]
@@ -109,10 +108,10 @@ class _Move(NamedTuple):
 class Search:
     """A search from one schedule, which can be continued; it ends when it meets the bound."""
 
-    def __init__(self, workload: Workload, arcs: Arcs, start: ListSchedule, bound: int) -> None:
+    def __init__(self, workload: Workload, start: ListSchedule, bound: int) -> None:
         self._workload = workload
         self._bound = bound
-        self._graph = OrderGraph(arcs, start.numbers)
+        self._graph = OrderGraph(workload, start.numbers)
         self.best = ListSchedule(start.numbers, self._graph.end(self._graph.last_op()))
         self._tabu: dict[tuple[int, int], int] = {}
         self._step = 0

@@ -1,46 +1,11 @@
 """The longest paths through a schedule, updated as ops move within their stages."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import chain
 
 from jaxmorph.schedule.list_schedule import Workload, held_changes
 
 _NONE = -1
-
-
-@dataclass(frozen=True)
-class Arcs:
-    """The part of the graph that doesn't depend on the order; lists are indexed by op.
-
-    Args:
-        duration: Picoseconds.
-        change: How the op changes what its stage holds.
-        source: The op of another stage whose data it needs, or -1.
-        source_lag: The delay of that data, picoseconds.
-        user: The op of another stage that needs its data, or -1.
-        user_lag: The delay of its data, picoseconds.
-    """
-
-    per_stage: int
-    duration: list[int]
-    change: list[int]
-    source: list[int]
-    source_lag: list[int]
-    user: list[int]
-    user_lag: list[int]
-
-    @classmethod
-    def of(cls, workload: Workload) -> "Arcs":
-        """The arcs of a problem that isn't mirrored."""
-        durations = (workload.forward, workload.backward_input, workload.backward_weight)
-        count = workload.num_microbatches
-        return cls(
-            3 * count,
-            _each_op(count, *durations),
-            _each_op(count, *held_changes(workload)),
-            *_sources(workload),
-            *_users(workload),
-        )
 
 
 class OrderGraph:
@@ -60,20 +25,25 @@ class OrderGraph:
         visits: How many ops have been visited so far: the measure of effort.
 
     Args:
+        workload: Not mirrored.
         numbers: The ops, each after its dependencies.
     """
 
-    def __init__(self, arcs: Arcs, numbers: Sequence[int]) -> None:
-        self._per_stage = arcs.per_stage
-        self.duration, self.change = arcs.duration, arcs.change
-        self._source, self._source_lag = arcs.source, arcs.source_lag
-        self._user, self._user_lag = arcs.user, arcs.user_lag
+    def __init__(self, workload: Workload, numbers: Sequence[int]) -> None:
+        durations = (workload.forward, workload.backward_input, workload.backward_weight)
+        count = workload.num_microbatches
+        self._per_stage = 3 * count
+        self.duration = _each_op(count, *durations)
+        self.change = _each_op(count, *held_changes(workload))
+        # The op of another stage whose data an op needs, and the one that needs its data.
+        self._source, self._source_lag = _sources(workload)
+        self._user, self._user_lag = _users(self._source, self._source_lag)
         total = len(numbers)
         self.head, self.tail, self.held = [0] * total, [0] * total, [0] * total
         self.position, self.before, self.after = [0] * total, [_NONE] * total, [_NONE] * total
-        self.rows: list[list[int]] = [[] for _ in range(total // arcs.per_stage)]
+        self.rows: list[list[int]] = [[] for _ in range(total // self._per_stage)]
         for number in numbers:
-            self.rows[number // arcs.per_stage].append(number)
+            self.rows[number // self._per_stage].append(number)
         for row in self.rows:
             self._relink(row, 0, len(row))
         self._order = list(numbers)
@@ -275,12 +245,8 @@ class OrderGraph:
 def _each_op(
     count: int, forward: Sequence[int], backward: Sequence[int], weight: Sequence[int]
 ) -> list[int]:
-    return [
-        value
-        for stage in zip(forward, backward, weight, strict=True)
-        for kind in stage
-        for value in [kind] * count
-    ]
+    of_kinds = chain.from_iterable(zip(forward, backward, weight, strict=True))
+    return [*chain.from_iterable([kind] * count for kind in of_kinds)]
 
 
 def _sources(workload: Workload) -> tuple[list[int], list[int]]:
@@ -299,8 +265,7 @@ def _sources(workload: Workload) -> tuple[list[int], list[int]]:
     return source, lag
 
 
-def _users(workload: Workload) -> tuple[list[int], list[int]]:
-    source, source_lag = _sources(workload)
+def _users(source: Sequence[int], source_lag: Sequence[int]) -> tuple[list[int], list[int]]:
     user, lag = [_NONE] * len(source), [0] * len(source)
     for op, needed in enumerate(source):
         if needed >= 0:

@@ -17,7 +17,7 @@ from jaxmorph.schedule.list_schedule import (
     to_picoseconds,
     to_schedule,
 )
-from jaxmorph.schedule.order_graph import Arcs, OrderGraph
+from jaxmorph.schedule.order_graph import OrderGraph
 from jaxmorph.schedule.paper import adapted_warmup_forwards
 from jaxmorph.schedule.planner import require_room
 from jaxmorph.schedule.simulate import simulate
@@ -122,7 +122,7 @@ def _paper(workload: Workload) -> ListSchedule:
 
 
 def _search(workload: Workload, start: ListSchedule, bound: int = 0) -> Search:
-    return Search(workload, Arcs.of(workload), start, bound)
+    return Search(workload, start, bound)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmorph.schedule.list_schedule import Rule, Workload, list_schedule
-from jaxmorph.schedule.order_graph import Arcs, OrderGraph
+from jaxmorph.schedule.order_graph import OrderGraph
 from tests.schedule.strategies import workloads
 
 RANDOM = st.randoms(use_true_random=False)
@@ -15,7 +15,7 @@ def _graph(workload: Workload, draw) -> OrderGraph:
     rule = Rule(backward_first=draw.random() < 0.5, mirrored=draw.random() < 0.5)
     made = list_schedule(workload, rule)
     assert made is not None
-    return OrderGraph(Arcs.of(workload), made.numbers)
+    return OrderGraph(workload, made.numbers)
 
 
 def _needs(workload: Workload, rows: list[list[int]]) -> dict[int, list[tuple[int, int]]]:
@@ -107,7 +107,7 @@ def test_moves_update_the_graph_like_a_new_one(workload, draw):
             needs = _needs(workload, graph.rows)
             assert sorted(place) == sorted(needs)
             assert all(place[need] < place[op] for op in needs for need, _ in needs[op])
-    assert _state(OrderGraph(Arcs.of(workload), graph.numbers)) == _state(graph)
+    assert _state(OrderGraph(workload, graph.numbers)) == _state(graph)
 
 
 @given(WORKLOADS, RANDOM)
