@@ -42,6 +42,12 @@ class Link(NamedTuple):
 Route: TypeAlias = Literal["direct", "delegated"]
 """How a link's transfers travel: on the accelerators' queues, or through the hosts."""
 
+AffectedRoute: TypeAlias = Literal["both", "direct", "delegated"]
+"""The route that a condition of an emulated link affects."""
+
+Regime: TypeAlias = Literal["A", "B", "C", "bursty"]
+"""How drawn delays of emulated links change: see ``emulation.delay_traces``."""
+
 Routes: TypeAlias = Mapping[Link, Route]
 """The route of each link; a link that is not in the mapping is direct."""
 

@@ -17,7 +17,7 @@ from jaxmorph.config.sections import (
     Positive,
     Section,
 )
-from jaxmorph.records import Link, Route
+from jaxmorph.records import AffectedRoute, Link, Regime, Route
 
 _Value = TypeVar("_Value")
 
@@ -111,7 +111,7 @@ class EmulatedPath(Section):
     to_step: Annotated[CountOrZero | None, Expected("null, or a whole number of at least 0")] = None
     """The first step after the condition; null: it lasts until the end."""
 
-    route: Literal["both", "direct", "delegated"] = "both"
+    route: AffectedRoute = "both"
     """The route whose messages the condition applies to."""
 
 
@@ -164,9 +164,7 @@ class LinkTrace(Section):
     ] = None
     """A CSV file whose rows apply from a time, in seconds since the first step, or from a step."""
 
-    regime: Annotated[
-        Literal["A", "B", "C", "bursty"] | None, Expected("null, or one of A, B, C, bursty")
-    ] = None
+    regime: Annotated[Regime | None, Expected("null, or one of A, B, C, bursty")] = None
     """Random delays of all links between neighbours; A, B and C are those of the paper's Figure 18.
     Instead of `file`."""
 

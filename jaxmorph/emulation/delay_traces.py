@@ -8,16 +8,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.emulation.link_trace import LINKS, STEP, TIME, until_next
-from jaxmorph.records import Link
+from jaxmorph.records import Link, Regime
 
-Regime = Literal["A", "B", "C", "bursty"]
-REGIMES: tuple[Regime, ...] = ("A", "B", "C", "bursty")
+REGIMES: tuple[Regime, ...] = get_args(Regime)
 
 MEAN_MS, DEVIATION_MS = 30.0, 10.0
 REDRAWN_S = {"A": (0.05, 0.1), "B": (0.1, 0.2), "C": (0.2, 0.4)}

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
 
-AffectedRoute: TypeAlias = Literal["both", "direct", "delegated"]
+from jaxmorph.records import AffectedRoute, Route
 
 
 @dataclass(frozen=True)
@@ -59,9 +58,7 @@ class LinkCondition:
         )
 
 
-def of_route(
-    conditions: Iterable[LinkCondition], route: Literal["direct", "delegated"]
-) -> tuple[LinkCondition, ...]:
+def of_route(conditions: Iterable[LinkCondition], route: Route) -> tuple[LinkCondition, ...]:
     """The conditions that affect a route."""
     return tuple(each for each in conditions if each.route in ("both", route))
 

@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast, get_args
 
 from jaxmorph.config.link_problems import possible_links
-from jaxmorph.emulation.link_conditions import AffectedRoute, LinkCondition
+from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.errors import UserError, quoted
 from jaxmorph.placement import ALONE, Replica
-from jaxmorph.records import Link
+from jaxmorph.records import AffectedRoute, Link
 
 TIME, STEP = "time_s", "step"
 LINKS = "links"
@@ -20,12 +21,6 @@ BEHAVIOUR = ("latency_ms", "bandwidth_mbps", "jitter_ms", "cut")
 ROUTE = "route"
 _COLUMNS = (*BEHAVIOUR, ROUTE)
 _HEADER = f"{TIME} or {STEP}, {LINKS}, then some of {','.join(_COLUMNS)}"
-_ROUTES: Mapping[str, AffectedRoute] = {
-    "": "both",
-    "both": "both",
-    "direct": "direct",
-    "delegated": "delegated",
-}
 _CUT = {"": False, "0": False, "false": False, "1": True, "true": True}
 _COMMENT = "#"
 _AROUND_SIGN = re.compile(r"\s*([->])\s*")
@@ -162,8 +157,8 @@ def _conditions(place: _Place, row: Row, replica: Replica) -> Iterator[tuple[str
     cut = row.get("cut", "")
     if cut.lower() not in _CUT:
         raise place.error("cut", cut, "0, 1, false, true, or nothing")
-    route = row.get(ROUTE, "")
-    if route not in _ROUTES:
+    route = row.get(ROUTE) or "both"
+    if route not in get_args(AffectedRoute):
         raise place.error(ROUTE, route, "both, direct, delegated, or nothing")
     for link in _AROUND_SIGN.sub(r"\1", row[LINKS]).split() or [""]:
         found = _directions(place, link, replica)
@@ -181,7 +176,7 @@ def _conditions(place: _Place, row: Row, replica: Replica) -> Iterator[tuple[str
                 from_step=_step(place, row) if when == STEP else None,
                 from_s=_time_s(place, row) if when == TIME else None,
                 source=source,
-                route=_ROUTES[route],
+                route=cast(AffectedRoute, route),
             ),
         )
 

@@ -256,7 +256,8 @@ def _run(  # noqa: C901 (a flat loop over local names: it runs once for every op
             soon = better_at if better_at < other_at else other_at
             if soon - now < weight_patience and not weight_is_due:
                 continue
-            # If the stage waited in vain, W has run meanwhile.
+            # The stage has idled since `free` in the hope of an F or B. W was ready all that time,
+            # so it counts as begun then.
             free[stage] = end = max(now, free[stage] + weight[stage])
             weights[stage] = num_weights + 1
             held[stage] = holds + weight_change[stage]
