@@ -35,7 +35,12 @@ from jaxmorph.training.first_plan import FirstPlan, plan_by_timings, settle_garb
 from jaxmorph.training.host_memory import agree_on_host_room
 from jaxmorph.training.layer_choice import choose_layers, measured_on_rank_0
 from jaxmorph.training.open_stage import open_stage, stage_settings
-from jaxmorph.training.run_parts import check_together, load_parts, step_reader
+from jaxmorph.training.run_parts import (
+    check_together,
+    load_parts,
+    require_same_data,
+    step_reader,
+)
 
 
 def serve(
@@ -54,6 +59,7 @@ def serve(
     """
     rank, healthy = rendezvous.rank, system_config(config, system)
     parts = load_parts(healthy)
+    require_same_data(healthy, rendezvous, parts.data)
     if parts.shapes.shorter:
         raise UserError(
             f"data.factory: {config.data.factory}: got steps of several lengths, expected one: a "

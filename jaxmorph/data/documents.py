@@ -79,7 +79,7 @@ def _files_below(
 
 
 def _refuse(error: OSError) -> None:
-    raise UserError(f"data.path: {error.filename}: cannot be listed: {error.strerror}")
+    raise UserError(f"data.path: {error.filename}: cannot be listed: {error.strerror}") from error
 
 
 def _text_or_nothing(path: Path) -> bytes:
@@ -96,11 +96,11 @@ def _read_text(path: Path) -> bytes:
     try:
         text = path.read_bytes()
         text.decode("utf-8")
-    except FileNotFoundError:
+    except FileNotFoundError as error:
         raise UserError(
             f"data.path: {path}: no such file or folder, "
             "expected a text file, a folder of text files, or a .bin token array"
-        ) from None
+        ) from error
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise UserError(
@@ -108,5 +108,5 @@ def _read_text(path: Path) -> bytes:
         ) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"data.path: {path}: cannot be read: {reason}") from None
+        raise UserError(f"data.path: {path}: cannot be read: {reason}") from error
     return text

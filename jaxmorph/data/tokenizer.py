@@ -76,10 +76,10 @@ def open_tokenizer(name: str) -> Tokenizer:
 
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     expected = "expected bytes or the path of a tokenizer.json"
-    if not path.is_file():
-        raise UserError(f"data.tokenizer: {path}: no such file, {expected}")
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"data.tokenizer: {path}: {error.strerror}, {expected}") from error
     except Exception as error:  # the package raises nothing narrower
         reason = " ".join(str(error).split())
         raise UserError(

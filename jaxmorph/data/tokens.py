@@ -176,10 +176,10 @@ def _map_token_array(path: Path, token_dtype: str) -> np.ndarray:
                 f"{dtype.itemsize} bytes each (data.token_dtype)"
             )
         ids = np.memmap(path, dtype, mode="r")
-    except FileNotFoundError:
-        raise UserError(f"data.path: {path}: no such file, expected a token array") from None
+    except FileNotFoundError as error:
+        raise UserError(f"data.path: {path}: no such file, expected a token array") from error
     except OSError as error:
-        raise UserError(f"data.path: {path}: cannot be read: {error.strerror}") from None
+        raise UserError(f"data.path: {path}: cannot be read: {error.strerror}") from error
     if token_dtype == "uint16" and _is_wider(ids):
         raise UserError(
             f"data.path: {path}: got a 0 at every second uint16, "

@@ -109,6 +109,28 @@ def load_parts(config: Config) -> RunParts:
     return RunParts(model, batches, held_out, shapes, longest_step, source, vocab_size, digest)
 
 
+def require_same_data(config: Config, rendezvous: Rendezvous, data: DataDigest) -> None:
+    """Require the same data on all ranks, of which one reads the inputs and another the targets.
+
+    Raises:
+        UserError: They differ; on all ranks alike.
+    """
+    found = gather(rendezvous, DataDigest, data)
+    other = next((rank for rank, each in enumerate(found) if each != found[0]), 0)
+    if not other:
+        return
+    if config.data.factory is not None:
+        raise UserError(
+            f"data.factory: {config.data.factory}: got other data, or another module, on rank "
+            f"{other} than on rank 0, expected the same on every rank (compared by an attribute "
+            "`digest` of what build_data returns, or else by the module's source)"
+        )
+    raise UserError(
+        f"data.path: got other data on rank {other} ({found[other].num_tokens:,} tokens, rank 0 "
+        f"has {found[0].num_tokens:,}), expected the same on every rank"
+    )
+
+
 def check_together(
     config: Config,
     rendezvous: Rendezvous,

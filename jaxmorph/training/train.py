@@ -32,7 +32,7 @@ from jaxmorph.training.run import (
     plan_run,
 )
 from jaxmorph.training.run_checkpoints import RunCheckpoints, TrainedOn
-from jaxmorph.training.run_parts import RunParts, load_parts, step_reader
+from jaxmorph.training.run_parts import RunParts, load_parts, require_same_data, step_reader
 
 
 def train(
@@ -71,6 +71,7 @@ def train(
         if restarts > 0 and isinstance(error.__cause__, OSError):
             raise error.__cause__ from None
         raise
+    require_same_data(config, rendezvous, parts.data)
     moved: Moved | None = None
     cut: LayerChoice | None = None
     while True:  # once, but for ranks that change places

@@ -64,3 +64,12 @@ def test_a_folder_with_empty_or_undecodable_files_is_refused(tmp_path):
     (tmp_path / "b.txt").write_bytes(b"\xfe")
     with pytest.raises(UserError, match=rf"^data.path: {tmp_path}/b.txt: not UTF-8 text"):
         text_documents(tmp_path)
+
+
+def test_a_folder_that_cannot_be_listed_keeps_the_cause(tmp_path, monkeypatch):
+    stale = OSError(116, "Stale file handle", str(tmp_path))
+    monkeypatch.setattr(os, "walk", lambda folder, onerror: onerror(stale))
+    says = rf"^data.path: {tmp_path}: cannot be listed: Stale file handle$"
+    with pytest.raises(UserError, match=says) as raised:
+        text_documents(tmp_path)
+    assert raised.value.__cause__ is stale

@@ -64,7 +64,7 @@ def test_decoding_skips_separators_and_unused_ids(tokenizer_file):
 
 
 def test_a_missing_or_broken_tokenizer_is_one_line(tmp_path):
-    with pytest.raises(UserError, match=r"^data.tokenizer: byte: no such file, expected bytes or"):
+    with pytest.raises(UserError, match=r"^data.tokenizer: byte: No such file or directory, exp"):
         open_tokenizer("byte")
     (tmp_path / "broken.json").write_text("{}")
     with pytest.raises(UserError, match=r"^data.tokenizer: \S+: not a tokenizer \(.+\), expected"):

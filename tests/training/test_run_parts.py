@@ -1,0 +1,87 @@
+"""Ranks read a run's data on their own, before the first step: what differs is refused."""
+
+from dataclasses import asdict
+from typing import Any, cast
+
+import pytest
+
+from jaxmorph.compare.blocks import ComparisonMessage
+from jaxmorph.compare.rank import serve
+from jaxmorph.compare.systems import SYSTEMS
+from jaxmorph.config import check_config
+from jaxmorph.data.tokens import DataDigest
+from jaxmorph.errors import UserError
+from jaxmorph.messages import RunMessage
+from jaxmorph.runtime.rendezvous import Rendezvous, SoleRank
+from jaxmorph.training.run_parts import load_parts, require_same_data
+from jaxmorph.training.train import train
+
+PATH = "data.path: got other data on rank 1 "
+
+
+class WithAnother(SoleRank):
+    """Rank 0 of two; rank 1 has read the data of this digest."""
+
+    num_ranks = 2
+
+    def __init__(self, other: DataDigest) -> None:
+        super().__init__()
+        self._other = {"value": asdict(other)}
+
+    def exchange(self, message: Any, detail: bytes = b"", addressed: Any = ()) -> list[Any]:
+        return [message, self._other]
+
+
+def with_another(*digest: Any) -> Rendezvous:
+    return cast(Rendezvous, WithAnother(DataDigest(*digest)))
+
+
+def config_of(path: Any):
+    path.write_text("a text of some length, " * 100)
+    sizes = {"sequence_length": 8, "path": str(path)}
+    batch = {"microbatches": 2, "microbatch_size": 1}
+    conditions = [{"name": "healthy"}]
+    return check_config({"data": sizes, "batch": batch, "compare": {"conditions": conditions}})
+
+
+def test_training_needs_the_same_text_on_all_ranks(tmp_path):
+    sent: list[RunMessage] = []
+    with pytest.raises(UserError, match=rf"^{PATH}\(9 tokens, rank 0 has 2,300\), expected the s"):
+        train(config_of(tmp_path / "a.txt"), with_another(9, "ab"), sent.append, tmp_path)
+    assert not sent
+
+
+def test_a_comparison_needs_the_same_text_on_all_ranks(tmp_path):
+    config, sent = config_of(tmp_path / "a.txt"), cast(list[ComparisonMessage], [])
+    system, other = SYSTEMS["adaptive"], with_another(9, "ab")
+    assert config.compare is not None
+    with pytest.raises(UserError, match=f"^{PATH}"):
+        serve(config, config.compare, system, other, sent.append, tmp_path, 1)
+    assert not sent
+
+
+def test_own_data_are_compared_by_their_digest():
+    config = check_config({"data": {"factory": "own"}})
+    require_same_data(config, with_another(0, "ab"), DataDigest(0, "ab"))
+    with pytest.raises(UserError, match=r"^data.factory: own: got other data, or another module"):
+        require_same_data(config, with_another(0, "ab"), DataDigest(0, "cd"))
+
+
+def test_ranks_with_the_same_text_go_on(tmp_path):
+    config = config_of(tmp_path / "a.txt")
+    data = load_parts(config).data
+    require_same_data(config, with_another(data.num_tokens, data.digest), data)
+
+
+@pytest.mark.parametrize(
+    "data", [{"path": "none.txt"}, {"path": "none.bin"}, {"tokenizer": "none.json"}]
+)
+def test_data_that_are_gone_are_retried_after_a_restart(tmp_path, data):
+    """Their storage may be back; at the first start it is the user's mistake."""
+    gone = {name: str(tmp_path / file) for name, file in data.items()}
+    tree = {**config_of(tmp_path / "a.txt").model_dump()["data"], **gone}
+    config, sent = check_config({"data": tree}), cast(list[RunMessage], [])
+    with pytest.raises(UserError):
+        train(config, SoleRank(), sent.append, tmp_path)
+    with pytest.raises(FileNotFoundError):
+        train(config, SoleRank(), sent.append, tmp_path, restarts=1)
