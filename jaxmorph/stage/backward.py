@@ -9,13 +9,16 @@ The cuts are those of min-cut rematerialisation in compilers, except that matrix
 reductions and transcendentals never run twice.
 """
 
+import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from jaxmorph.stage.equations import (
@@ -57,6 +60,7 @@ class SplitBackward:
       num_outputs: number of the function's results.
       num_input_gradients: number of inputs that have a gradient.
       reads_key: whether the function reads its key; else no part takes one.
+      differs_without_key: whether it computes something else where `key` is None.
       extras: the extras' leaves that the function reads, by number; no part takes the others.
       shared: those of them that the stash begins with.
     """
@@ -71,6 +75,7 @@ class SplitBackward:
     num_outputs: int
     num_input_gradients: int
     reads_key: bool
+    differs_without_key: bool
     extras: tuple[int, ...]
     shared: tuple[int, ...]
 
@@ -146,6 +151,7 @@ def split_backward(
         num_outputs=len(joint.outputs),
         num_input_gradients=len(input_gradients),
         reads_key=reads_key,
+        differs_without_key=reads_key or (flat.takes_key and _asks_for_key(flat, params, inputs)),
         extras=tuple(joint.extras.index(v) for v in read_extras),
         shared=tuple(joint.extras.index(v) for v in stash if v in joint.extras),
     )
@@ -190,6 +196,29 @@ class _Flat:
         if self.takes_extras:
             by_name["extras"] = extras
         return self.function(params, *inputs, *data, **by_name)
+
+
+def _asks_for_key(flat: _Flat, params: Any, inputs: Sequence[Any]) -> bool:
+    """Whether a function that reads no numbers of its key asks whether it has one."""
+    *leaves, key = flat.leaves
+    arguments = (params, *inputs, *leaves)
+
+    def computed(function: Callable, *key: Any) -> tuple[str, list[bytes]]:
+        trace = trace_flat(function, *arguments, *key)
+        effects = [eqn for eqn in trace.equations if does_more(eqn)]
+        own = trace.inputs[: len(trace.inputs) - len(key)]
+        part = trace.part(own, trace.outputs, effects)
+        jaxpr = jax.make_jaxpr(part)(*jax.tree.leaves(arguments))
+        # A text names variables in order, but functions by their addresses.
+        return re.sub("0x[0-9a-f]+", "", str(jaxpr)), [_bits(each) for each in jaxpr.consts]
+
+    without = replace(flat, function=partial(flat.function, key=None), takes_key=False)
+    return computed(flat, key) != computed(without)
+
+
+def _bits(constant: Any) -> bytes:
+    is_key = jnp.issubdtype(constant.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(constant) if is_key else constant).tobytes()
 
 
 def _read_by(joint: JointTrace) -> set[Var]:

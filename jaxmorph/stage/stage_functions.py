@@ -83,8 +83,8 @@ class StageFunctions:
 
     @property
     def evaluates_apart(self) -> bool:
-        """Whether training has what evaluations lack: randomness, or auxiliary losses."""
-        return self.reads_keys or self.num_aux > 0
+        """Whether training has what evaluations lack, such as randomness or auxiliary losses."""
+        return self.num_aux > 0 or any(each.differs_without_key for each in self.pieces.values())
 
     @property
     def temporary_bytes(self) -> int:

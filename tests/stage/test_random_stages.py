@@ -14,7 +14,7 @@ from jaxmorph.stage.build import build_stage
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.stage.model import MicrobatchShapes, cut_layers, key_numbers, step_keys
 from jaxmorph.stage.parameters import init_stage_params
-from jaxmorph.stage.stage_functions import StashPolicy
+from jaxmorph.stage.stage_functions import StashPolicy, trace_stage
 from tests.runtime.one_device import loss_sum, microbatch_key
 from tests.stage.in_turn import joined, largest_error, num_of, part_of
 from tests.stage.in_turn import split_backward as by_b_and_w
@@ -113,10 +113,52 @@ def test_a_key_that_is_not_read_leaves_the_programs_as_they_were():
     with_key = split_backward(model.layer, params, x)
     without = split_backward(lambda params, x: model.layer(params, x), params, x)
     assert not with_key.reads_key
+    assert not with_key.differs_without_key
     for name in ("forward", "backward_input", "backward_weight", "backward"):
         parts = [getattr(split, name) for split in (with_key, without)]
         assert len({(len(p.inputs), len(p.outputs)) for p in parts}) == 1
         assert len({tuple(e.primitive.name for e in p.equations) for p in parts}) == 1
+
+
+@pytest.mark.parametrize(
+    ("training", "evaluating"),
+    [(0.1, 0.0), (np.arange(4.0), np.ones(4)), (jax.random.key(1), jax.random.key(2))],
+)
+def test_a_function_may_only_ask_whether_it_trains(training, evaluating):
+    def loss(params, x, *, key):
+        own = evaluating if key is None else training
+        if isinstance(own, jax.Array):
+            own = jax.random.normal(own, x.shape)
+        if key is not None:
+            jax.random.split(key)
+        squares = jax.lax.scan(lambda x, _: (jax.nn.relu(x @ params), None), x, length=2)[0] ** 2
+        return jnp.square(squares - own).sum()
+
+    split = split_backward(loss, jnp.ones((4, 4)), jnp.ones(4))
+    assert not split.reads_key
+    assert split.differs_without_key
+    evaluating = training
+    assert not split_backward(loss, jnp.ones((4, 4)), jnp.ones(4)).differs_without_key
+
+
+def test_evaluations_get_no_key_where_training_reads_none():
+    class Smoothed(type(model_of("llama"))):
+        def head(self, params, x, targets, *, key=None):
+            return super().head(params, x, targets) * (1 if key is None else 0.9)
+
+    config = model_of("llama", dropout=0.0).config
+    plain, smoothed = (
+        trace_stage(
+            model,
+            num_layers=LAYERS,
+            is_first=True,
+            is_last=True,
+            shapes=MicrobatchShapes.of_text(BATCH, LENGTH),
+        ).functions
+        for model in (model_of("llama", dropout=0.0), Smoothed(config))
+    )
+    assert (plain.evaluates_apart, smoothed.evaluates_apart) == (False, True)
+    assert not smoothed.reads_keys
 
 
 def test_random_bits_are_drawn_once_and_recomputed_from_the_key():
