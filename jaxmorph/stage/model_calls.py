@@ -25,7 +25,7 @@ Reached = tuple[dict[Path, bool], bool]
 
 @dataclass(frozen=True, eq=False)
 class ModelCall:
-    """A function of the model, and what it is passed in a step, as shapes.
+    """A function of the model, and what it is passed in a step, as shapes or arrays.
 
     Attributes:
       x: (activations,), of a function that takes some.

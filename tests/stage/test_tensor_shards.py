@@ -5,6 +5,7 @@ from functools import cache, partial, wraps
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -191,6 +192,37 @@ def test_a_model_that_computes_something_else_is_refused(part, change, what):
     wrong = wrong_model(**{part: change(getattr(model, part))})
     with pytest.raises(UserError, match=f"{part}: got another {what} where its parameters are"):
         check_shards(wrong, 2, SHAPES)
+
+
+def test_numbers_that_only_splitting_spoils_are_refused():
+    layer = MODELS["gpt2"](tied=False).layer
+
+    def spoiled(params, x):
+        return layer(params, x) * (1 if tensor_axis.num_shards() == 1 else jnp.nan)
+
+    with pytest.raises(UserError, match="layer: got another result where its parameters are"):
+        check_shards(wrong_model(layer=spoiled), 2, SHAPES)
+
+
+def without_room(trace, *leaves):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+
+def test_a_check_without_room_refuses_nothing(monkeypatch):
+    monkeypatch.setattr("jaxmorph.stage.shard_checks.run_for_check", without_room)
+    layer = MODELS["gpt2"](tied=False).layer
+    check_shards(wrong_model(layer=twice_where_split(layer)), 2, SHAPES)
+
+
+def test_what_vmap_does_not_know_is_not_checked():
+    unknown = jax.extend.core.Primitive("unknown")
+    unknown.def_abstract_eval(lambda x: x)
+    layer = MODELS["gpt2"](tied=False).layer
+
+    def layer_of_it(params, x):
+        return layer(jax.tree.map(lambda leaf: unknown.bind(leaf), params), x)
+
+    check_shards(wrong_model(layer=layer_of_it), 2, SHAPES)
 
 
 WHOLE = PartitionSpec()
