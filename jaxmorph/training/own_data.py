@@ -1,6 +1,7 @@
 """Batches of a user's own: trees of arrays, checked and cut into microbatches."""
 
 import inspect
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -163,6 +164,8 @@ class OwnBatches:
         if like is not None:
             self._where += f": {name}"
         self._num_steps, self._like = config.run.steps, self if like is None else like
+        # Steps are read ahead on a thread, while others read too; what is held out may share files.
+        self._lock = threading.Lock() if like is None else like._lock
         lacking = [each for each in ("inputs", "targets") if not callable(getattr(source, each, 0))]
         if lacking:
             raise UserError(
@@ -221,7 +224,7 @@ class OwnBatches:
     def _bucket(self, step: int) -> int:
         if not hasattr(self._source, "bucket"):
             return 0
-        with in_users_code(f"bucket({step})", self._source.bucket, self._where):
+        with self._lock, in_users_code(f"bucket({step})", self._source.bucket, self._where):
             bucket = self._source.bucket(step)
         if not isinstance(bucket, int | np.integer):
             got = type(bucket).__name__
@@ -253,7 +256,8 @@ class OwnBatches:
     def _read(self, name: str, step: int) -> Tree:
         if name == "extras" and not hasattr(self._source, name):
             return {}
-        return getattr(self._source, name)(step)
+        with self._lock:
+            return getattr(self._source, name)(step)
 
 
 StepData: TypeAlias = Batches | OwnBatches

@@ -184,3 +184,25 @@ def test_lengths_that_are_none_are_refused(functions, says):
     with pytest.raises(UserError) as caught:
         batches.inputs(3)
     assert str(caught.value) == f"data.factory: own: {says}"
+
+
+def test_calls_of_own_data_never_overlap():
+    """Steps are read ahead on a thread, while another evaluates."""
+    held: list[bool] = []
+
+    def asked(result):
+        held.append(batches._lock.locked() and held_out._lock.locked())
+        return result
+
+    functions = {
+        "inputs": lambda step: asked(np.zeros((6, 5))),
+        "targets": lambda step: asked(np.zeros((6, 1))),
+        "extras": lambda step: asked({}),
+        "bucket": lambda step: asked(0),
+    }
+    batches = batches_of(**functions)
+    held_out = OwnBatches(config_of(), SimpleNamespace(**functions), "held_out", like=batches)
+    for each in (batches, held_out):
+        each.inputs(0), each.targets(0), each.extras(0)
+    assert set(held) == {True}
+    assert not batches._lock.locked()
