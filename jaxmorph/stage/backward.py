@@ -14,7 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,6 @@ from jaxmorph.stage.equations import (
     FlatTrace,
     JointTrace,
     Origin,
-    Part,
     does_more,
     is_cheap,
     is_light,
@@ -65,12 +64,12 @@ class SplitBackward:
       shared: those of them that the stash begins with.
     """
 
-    prepare: Part
+    prepare: FlatTrace
     weight_sources: tuple[int, ...]
-    forward: Part
-    backward_input: Part
-    backward_weight: Part
-    backward: Part
+    forward: FlatTrace
+    backward_input: FlatTrace
+    backward_weight: FlatTrace
+    backward: FlatTrace
     passed_on: tuple[int, ...]
     num_outputs: int
     num_input_gradients: int
@@ -157,11 +156,6 @@ def split_backward(
     )
 
 
-def raw_key() -> jax.ShapeDtypeStruct:
-    """Returns the shape of a key as numbers, the form in which keys enter and leave programs."""
-    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-
-
 @dataclass(frozen=True, eq=False)
 class _Flat:
     """A model's function of (params, *inputs, *leaves of data and extras, *raw key)."""
@@ -181,7 +175,8 @@ class _Flat:
         with_key, with_extras = takes_key(function), takes_extras(function)
         extras = extras if with_extras else {}
         leaves, structure = jax.tree.flatten((data, extras))
-        leaves += [raw_key()] * with_key
+        if with_key:  # as numbers, the form in which keys enter and leave programs
+            leaves.append(jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))))
         num_extras = len(jax.tree.leaves(extras))
         return cls(
             function, num_inputs, structure, tuple(leaves), num_extras, with_key, with_extras
@@ -280,10 +275,9 @@ def _run_once(
 
 
 _UNLIMITED = float("inf")
-Value = TypeVar("Value", bound=Hashable)
 
 
-class ValueGraph(Generic[Value]):
+class ValueGraph:
     """Finds the cheapest values to keep between the halves of a computation: a minimum vertex cut.
 
     Each value has a price; some are made in the early half, some are used in the late one.
@@ -293,38 +287,38 @@ class ValueGraph(Generic[Value]):
     """
 
     def __init__(self):
-        self._values: dict[Value, None] = {}
+        self._values: dict[Any, None] = {}
         self._residual: dict[Any, dict[Any, float]] = defaultdict(dict)
 
-    def add(self, value: Value, price: float) -> None:
+    def add(self, value: Hashable, price: float) -> None:
         """Adds a value that costs `price` to keep."""
         self._values[value] = None
         self._connect(("in", value), ("out", value), price)
 
-    def made_early(self, value: Value, otherwise: float = _UNLIMITED) -> None:
+    def made_early(self, value: Hashable, otherwise: float = _UNLIMITED) -> None:
         """Makes `value` in the early half; `otherwise` is the cost of making it late instead."""
         self._connect("early", ("in", value), otherwise)
 
-    def made_late(self, value: Value, otherwise: float) -> None:
+    def made_late(self, value: Hashable, otherwise: float) -> None:
         """Makes `value` in the late half; `otherwise` is the cost of making it early instead."""
         self._connect(("in", value), "late", otherwise)
 
-    def used_late(self, *values: Value) -> None:
+    def used_late(self, *values: Hashable) -> None:
         """Declares that the late half uses the values."""
         for value in values:
             self._connect(("out", value), "late", _UNLIMITED)
 
-    def depends(self, value: Value, *operands: Value) -> None:
+    def depends(self, value: Hashable, *operands: Hashable) -> None:
         """Declares that making `value` late needs `operands`, made late as well or kept."""
         for operand in operands:
             self._connect(("out", operand), ("in", value), _UNLIMITED)
 
-    def together(self, first: Value, second: Value) -> None:
+    def together(self, first: Hashable, second: Hashable) -> None:
         """Makes both values in the same half."""
         self._connect(("in", first), ("in", second), _UNLIMITED)
         self._connect(("in", second), ("in", first), _UNLIMITED)
 
-    def cheapest_cut(self) -> list[Value]:
+    def cheapest_cut(self) -> list[Any]:
         """Returns the values to keep, in the order in which they were added."""
         while "late" in (came_from := self._search()):
             self._augment(came_from)
@@ -367,7 +361,7 @@ def _cut_after_forward(joint: JointTrace, origin: dict[Var, Origin]) -> list[Var
     only the backward uses, and what needs no output gradient, may run on either side.
     """
     of_output = set(map(id, joint.needed(joint.outputs)))
-    graph, known = ValueGraph[Var](), set(joint.inputs)
+    graph, known = ValueGraph(), set(joint.inputs)
     for value in joint.inputs:
         graph.add(value, _price_on_stage(value, joint))
         graph.made_early(value)
@@ -383,7 +377,7 @@ def _cut_after_forward(joint: JointTrace, origin: dict[Var, Origin]) -> list[Var
 
 
 def _place_around_forward(
-    graph: ValueGraph[Var], eqn: JaxprEqn, operands: Sequence[Var], of_output: bool
+    graph: ValueGraph, eqn: JaxprEqn, operands: Sequence[Var], of_output: bool
 ) -> None:
     for value in eqn.outvars:
         graph.add(value, _price(value))
@@ -407,8 +401,9 @@ def _cut_before_weights(
     when they run in B: the gradient of a norm's scale is one row, its operands are whole arrays.
     """
     of_input = set(map(id, joint.needed(joint.input_gradients, stash)))
-    graph, known, late = ValueGraph[Var](), {*stash, *joint.output_gradients}, set()
-    for value in known:
+    graph, given, late = ValueGraph(), (*stash, *joint.output_gradients), set()
+    known = set(given)
+    for value in given:  # in order, so that all processes have the same programs
         # Of two equal sizes, keep the one that the stash holds already: it needs no new array.
         graph.add(value, _price_on_stage(value, joint) + (value not in stash))
         graph.made_early(value)
@@ -427,7 +422,7 @@ def _cut_before_weights(
 
 
 def _place_around_backward(
-    graph: ValueGraph[Var], eqn: JaxprEqn, operands: Sequence[Var], only_early: bool
+    graph: ValueGraph, eqn: JaxprEqn, operands: Sequence[Var], only_early: bool
 ) -> None:
     for value in eqn.outvars:
         graph.add(value, _price(value) + 1)

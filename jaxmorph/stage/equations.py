@@ -1,7 +1,7 @@
 """Traced functions as flat lists of equations, and the parts that are cut out of them.
 
-A jaxpr is JAX's record of a traced function. `trace_flat` inlines its calls; a `Part` is the fewest
-of its equations that lead from some known values to some outputs, and can be run.
+A jaxpr is JAX's record of a traced function. `trace_flat` inlines its calls; a `part` is the fewest
+of its equations that lead from some known values to some outputs, and can be run as well.
 """
 
 import math
@@ -15,13 +15,9 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 _CALLS = {
     "jit": "jaxpr",
-    "pjit": "jaxpr",
     "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
     "call": "call_jaxpr",
-    "core_call": "call_jaxpr",
     "closed_call": "call_jaxpr",
-    "core_closed_call": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
 }
@@ -29,8 +25,14 @@ _CALLS = {
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """The equations that compute `outputs` from `inputs`; a call runs them on arrays."""
+class FlatTrace:
+    """A traced function whose calls are inlined; a call runs it on arrays.
+
+    Attributes:
+      inputs: one variable per leaf of the arguments.
+      outputs: one variable or literal per leaf of the result.
+      constants: the arrays that the function closed over.
+    """
 
     inputs: tuple[Var, ...]
     equations: tuple[JaxprEqn, ...]
@@ -41,6 +43,26 @@ class Part:
         """Returns the outputs for these inputs, in order."""
         values = {**self.constants, **dict(zip(self.inputs, arrays, strict=True))}
         return tuple(_evaluate(self.equations, values, self.outputs, inline=False))
+
+    def part(
+        self,
+        known: Sequence[Var],
+        outputs: Sequence[Var | Literal],
+        effects: Sequence[JaxprEqn] = (),
+    ) -> "FlatTrace":
+        """Returns the fewest equations that lead from `known` to `outputs`.
+
+        Args:
+          effects: equations that run too, for what they do.
+
+        Raises:
+          ValueError: an output depends on an input of the trace that is not in `known`.
+        """
+        have = {*known, *self.constants}
+        equations, missing = needed_equations(self.equations, outputs, have, effects)
+        if missing:
+            raise ValueError(f"outputs depend on values that are not known here: {missing}")
+        return FlatTrace(tuple(known), equations, tuple(outputs), self.constants)
 
     def temporary_bytes(self) -> int:
         """Estimates the most bytes of results at once, beside the inputs.
@@ -57,42 +79,6 @@ class Part:
             read = {v for v in read_variables(eqn) if last_read[v] == at}
             held -= sum(map(size_bytes, read - known))
         return most
-
-
-@dataclass(frozen=True, eq=False)
-class FlatTrace:
-    """A traced function whose calls are inlined.
-
-    Attributes:
-      inputs: one variable per leaf of the arguments.
-      outputs: one variable or literal per leaf of the result.
-      constants: the arrays that the function closed over.
-    """
-
-    inputs: tuple[Var, ...]
-    equations: tuple[JaxprEqn, ...]
-    outputs: tuple[Var | Literal, ...]
-    constants: Mapping[Var, Any]
-
-    def part(
-        self,
-        known: Sequence[Var],
-        outputs: Sequence[Var | Literal],
-        effects: Sequence[JaxprEqn] = (),
-    ) -> Part:
-        """Returns the fewest equations that lead from `known` to `outputs`.
-
-        Args:
-          effects: equations that run too, for what they do.
-
-        Raises:
-          ValueError: an output depends on an input of the trace that is not in `known`.
-        """
-        have = {*known, *self.constants}
-        equations, missing = needed_equations(self.equations, outputs, have, effects)
-        if missing:
-            raise ValueError(f"outputs depend on values that are not known here: {missing}")
-        return Part(tuple(known), equations, tuple(outputs), self.constants)
 
 
 def trace_flat(function: Callable, *arguments: Any) -> FlatTrace:
@@ -280,14 +266,13 @@ def origins(joint: JointTrace) -> dict[Var, Origin]:
 def weights_of(joint: JointTrace, origin: dict[Var, Origin]) -> tuple[Var, ...]:
     """Returns the values that take the parameters' place in all ops of a step.
 
-    They depend on the parameters alone, such as a matrix converted to bfloat16. Views, and values
-    larger than the parameters that they come from, are recomputed where they are used instead: so
-    the weights never take more memory than the parameters.
+    They depend on the parameters alone, such as a matrix converted to bfloat16. Views are
+    recomputed where they are used, and so are values larger than the parameters that they come
+    from: no single weight takes more than its parameters.
     """
     own = [eqn for eqn in joint.trace.equations if _origin_of(eqn, origin) == Origin.PARAMS]
-    recomputed = _recomputed(joint.params, own)
-    uses = _uses_of_params(joint, origin)
-    return tuple(dict.fromkeys(w for use in uses for w in _sources(use, recomputed)))
+    kept = _kept_for(joint.params, own)
+    return tuple(dict.fromkeys(w for use in _uses_of_params(joint, origin) for w in kept[use]))
 
 
 def _uses_of_params(joint: JointTrace, origin: dict[Var, Origin]) -> Iterator[Var]:
@@ -305,25 +290,18 @@ def _origin_of(eqn: JaxprEqn, origin: dict[Var, Origin]) -> Origin:
     return found
 
 
-def _recomputed(params: Iterable[Var], equations: Sequence[JaxprEqn]) -> dict[Var, list[Var]]:
-    """Returns the values to recompute where they are used, each with its operands."""
-    params_of = {p: frozenset([p]) for p in params}
-    recomputed = {}
+def _kept_for(params: Iterable[Var], equations: Sequence[JaxprEqn]) -> dict[Var, tuple[Var, ...]]:
+    """Returns what to keep for each value: itself, or what it is recomputed from."""
+    kept = {p: (p,) for p in params}
+    params_of = {p: frozenset([p]) for p in kept}
     for eqn in equations:
-        operands = [v for v in read_variables(eqn) if v in params_of]
+        operands = [v for v in read_variables(eqn) if v in kept]
         sources = frozenset().union(*(params_of[v] for v in operands))
         params_of |= dict.fromkeys(eqn.outvars, sources)
-        if is_view(eqn) or sum(map(elements, eqn.outvars)) > sum(map(elements, sources)):
-            recomputed |= dict.fromkeys(eqn.outvars, operands)
-    return recomputed
-
-
-def _sources(variable: Var, recomputed: dict[Var, list[Var]]) -> Iterator[Var]:
-    if variable not in recomputed:
-        yield variable
-        return
-    for operand in recomputed[variable]:
-        yield from _sources(operand, recomputed)
+        again = is_view(eqn) or sum(map(elements, eqn.outvars)) > sum(map(elements, sources))
+        below = tuple(dict.fromkeys(w for v in operands for w in kept[v]))
+        kept |= {out: below if again else (out,) for out in eqn.outvars}
+    return kept
 
 
 def without_repeats(trace: FlatTrace, params: Iterable[Var]) -> FlatTrace:
@@ -358,7 +336,6 @@ _VIEWS = frozenset(
     {
         "broadcast_in_dim",
         "copy",
-        "expand_dims",
         "reshape",
         "rev",
         "slice",

@@ -167,7 +167,7 @@ def _line_of(eqn: JaxprEqn, within: Within) -> str:
     for each in (*within, eqn):
         trace = each.source_info.traceback
         line = (trace and users_line(trace.as_python_traceback())) or line
-        if each.primitive.name in ("jit", "pjit"):
+        if each.primitive.name == "jit":
             break  # JAX caches what is in it, so other lines may have made that
     return line
 
