@@ -65,11 +65,12 @@ class Boundary:
     """The activations of steps of one length, as stages compute them and as they are sent.
 
     Attributes:
-      computed: on each device of a stage.
-      sent: by all devices of a stage together.
+      computed: what one device computes (shape of its array).
+      sent: the whole message, of all devices of a stage.
       num_devices: of a stage.
-      computed_axis: along which each device computes a part; None: each computes the whole.
-      sent_axis: along which each device sends a part; None: each sends the whole.
+      computed_axis: along which `computed` is a device's part; None: every device computes the same
+        whole.
+      sent_axis: along which the message is divided among devices; None: each sends all of it.
     """
 
     computed: jax.ShapeDtypeStruct
@@ -204,6 +205,12 @@ class _Layout:
     def of(activations: Any) -> "_Layout":
         leaves, structure = jax.tree.flatten(activations)
         floats = [_wide(leaf.dtype) for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+        if not floats:
+            got = ", ".join(str(leaf.dtype) for leaf in leaves) or "no arrays"
+            raise UserError(
+                f"embed: got activations of {got}, expected floats among them: gradients reach the "
+                "embedding by those"
+            )
         rows = tuple(jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in leaves)
         return _Layout(structure, rows, reduce(jnp.promote_types, floats))
 

@@ -57,8 +57,8 @@ class DeviceWork:
         tflop = num_microbatches * microbatch_flops(model, microbatch) / devices / 1e12
         return cls(tflop, peak_tflops(jax.devices()[0].device_kind))
 
-    def in_seconds(self, step_s: float) -> dict[str, float | None]:
-        """Returns the fields of a `StepRecord` for a step of this length."""
+    def rates(self, step_s: float) -> dict[str, float | None]:
+        """TFLOP/s of a device and MFU in a step of this length, by `StepRecord`'s field names."""
         rate = self.tflop / step_s
         mfu = None if self.peak_tflops is None else rate / self.peak_tflops
         return {"tflops_per_device": rate, "mfu": mfu}

@@ -307,7 +307,7 @@ class StepRecorder:
             link_ms=link_medians_ms(paths.samples) or None,
             replicas=of_replicas.steps or None,
             skipped=not totals.is_finite,
-            **({} if self._work is None else self._work.in_seconds(step_s)),
+            **({} if self._work is None else self._work.rates(step_s)),
         )
         self._send(StepDone(record))
         for event in events:

@@ -146,6 +146,12 @@ def test_packed_values_are_the_same_bits(dtype):
         assert np.asarray(one).tobytes() == expected.tobytes()
 
 
+def test_activations_without_floats_are_refused_in_words():
+    says = "^embed: got activations of int32, bool, expected floats among them: gradients reach"
+    with pytest.raises(UserError, match=says):
+        of_one((WHOLE_NUMBERS[4], WHOLE_NUMBERS[0] == 1))
+
+
 def test_a_hop_carries_the_packed_array_and_one_array_stays_as_it_is():
     (payload,) = set(
         channel_payloads(Twofold(), Placement(2), MicrobatchShapes(INPUTS, INPUTS)).values()

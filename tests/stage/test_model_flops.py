@@ -101,8 +101,8 @@ def test_devices_share_a_steps_work():
     model = build(gpt2, "xla")
     work = DeviceWork.of(model, SHAPES, num_microbatches=8, devices=4)
     assert work == DeviceWork(2 * microbatch_flops(model, SHAPES) / 1e12, None)
-    assert work.in_seconds(0.5) == {"tflops_per_device": 2 * work.tflop, "mfu": None}
-    assert DeviceWork(400.0, 989.0).in_seconds(2.0)["mfu"] == pytest.approx(200 / 989)
+    assert work.rates(0.5) == {"tflops_per_device": 2 * work.tflop, "mfu": None}
+    assert DeviceWork(400.0, 989.0).rates(2.0)["mfu"] == pytest.approx(200 / 989)
 
 
 @pytest.mark.parametrize(
