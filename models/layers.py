@@ -1,6 +1,7 @@
-"""What the blocks and heads of GPT-2 and Llama share: initial sizes, dropout, and the loss."""
+"""What GPT-2 and Llama share: initial sizes, dropout, matrix products, and the head."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from .tensor_axis import (
     part_along,
     sum_of_shards,
     to_shards,
+    used_on_parts,
 )
 
 INIT_SCALE = 0.02
@@ -60,12 +62,55 @@ def branch_keys(key: jax.Array | None) -> tuple[jax.Array | None, jax.Array | No
     return attention, mlp
 
 
-class OutputHead(nnx.Module):
-    """The last normalisation, the output projection and the loss."""
+class Linear(nnx.Module):
+    """A matrix product in the compute dtype, maybe with a bias.
 
-    def __init__(self, config: Any, norm: Any, rngs: nnx.Rngs):
+    Args:
+      sums_shards: whether the inputs, and so the matrix's rows, are split over devices.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        scale: float,
+        config: Any,
+        rngs: nnx.Rngs,
+        *,
+        has_bias: bool = False,
+        sums_shards: bool = False,
+    ):
+        normal = nnx.initializers.normal(scale)
+        self.kernel = nnx.Param(normal(rngs.params(), (inputs, outputs)))
+        if has_bias:
+            self.bias = nnx.Param(jnp.zeros(outputs))
+        self._dtype = jnp.dtype(config.compute_dtype)
+        self._has_bias, self._sums_shards = has_bias, sums_shards
+        self._split_axis = sequence_axis(config)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps [..., inputs] to [..., outputs], where the kernel may have several axes of these."""
+        kernel = self.kernel[...].astype(self._dtype)
+        product = x @ kernel.reshape(len(kernel), -1)
+        if self._sums_shards:
+            product = sum_of_shards(product, self._split_axis)
+        if not self._has_bias:
+            return product
+        bias = used_on_parts(self.bias[...], self._split_axis if self._sums_shards else None)
+        # Added in float32 so that the bias's gradient is summed in float32 too.
+        return (product.astype(jnp.float32) + bias).astype(self._dtype)
+
+
+class OutputHead(nnx.Module):
+    """The last normalisation, the output projection and the loss.
+
+    Args:
+      norm: makes the normalisation from the configuration.
+    """
+
+    def __init__(self, norm: Callable[[Any], Any], config: Any, rngs: nnx.Rngs):
         normal = nnx.initializers.normal(INIT_SCALE)
-        self.norm = norm
+        self.norm = norm(config)
         self._split_axis = sequence_axis(config)
         self.token = nnx.Param(normal(rngs.params(), (config.vocab_size, config.width)))
 
@@ -77,21 +122,12 @@ class OutputHead(nnx.Module):
 
     def __call__(self, x_BTW: jax.Array, targets_BT: jax.Array) -> jax.Array:
         """Returns the sum of the tokens' losses, without those of targets below 0."""
-        return summed_loss(self.logits(x_BTW), targets_BT)
-
-
-def summed_loss(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
-    """Returns the float32 sum of the tokens' cross-entropies, without those of targets below 0.
-
-    Args:
-      logits_BTV: float32 [microbatch, sequence, vocabulary], or this device's part of those.
-      targets_BT: int32 [microbatch, sequence].
-    """
-    # Comparing with every token instead of gathering avoids a scatter in the gradient.
-    is_target_BTV = targets_BT[..., None] == own_positions(logits_BTV.shape[-1])
-    target_logit_BT = sum_of_shards(jnp.where(is_target_BTV, logits_BTV, 0).sum(-1))
-    loss_BT = _logsumexp(logits_BTV) - target_logit_BT
-    return jnp.where(targets_BT >= 0, loss_BT, 0).sum()
+        logits_BTV = self.logits(x_BTW)
+        # Comparing with every token instead of gathering avoids a scatter in the gradient.
+        is_target_BTV = targets_BT[..., None] == own_positions(logits_BTV.shape[-1])
+        target_logit_BT = sum_of_shards(jnp.where(is_target_BTV, logits_BTV, 0).sum(-1))
+        loss_BT = _logsumexp(logits_BTV) - target_logit_BT
+        return jnp.where(targets_BT >= 0, loss_BT, 0).sum()
 
 
 def _logsumexp(logits_BTV: jax.Array) -> jax.Array:

@@ -17,7 +17,8 @@ from flax import nnx
 
 from benchmarks.training_speed.workload import VOCAB_SIZE, Workload
 from jaxmorph.models.gpt2.config import GPT2Config
-from jaxmorph.models.gpt2.model import GPT2, Block, Embedding, Head
+from jaxmorph.models.gpt2.model import GPT2, Block, Embedding, LayerNorm
+from jaxmorph.models.layers import OutputHead
 from jaxmorph.stage.parameters import init_stage_params
 
 
@@ -39,7 +40,7 @@ class WholeGPT2(nnx.Module):
     def __init__(self, config: GPT2Config, rngs: nnx.Rngs):
         self.embed = Embedding(config, rngs)
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.num_layers)])
-        self.head = Head(config, rngs)
+        self.head = OutputHead(LayerNorm, config, rngs)
 
     def __call__(self, tokens: jax.Array, targets: jax.Array) -> jax.Array:
         """Returns the sum of the tokens' losses."""

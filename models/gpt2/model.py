@@ -7,6 +7,7 @@ a pipeline stage runs some of the blocks, and the first and last stage the ends.
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from ..attention import causal_attention
 from ..in_pieces import ModelInPieces, Params
 from ..layers import (
     INIT_SCALE,
+    Linear,
     OutputHead,
     branch_keys,
     dropout,
@@ -31,7 +33,6 @@ from ..tensor_axis import (
     PartitionSpecs,
     part_along,
     rows_of,
-    sum_of_shards,
     to_shards,
     used_on_parts,
 )
@@ -86,39 +87,7 @@ class LayerNorm(nnx.Module):
         return (normal_BTW * scale + bias).astype(x_BTW.dtype)
 
 
-class Linear(nnx.Module):
-    """A matrix product and a bias, in the compute dtype.
-
-    Args:
-      sums_shards: whether the inputs, and so the matrix's rows, are split over devices.
-    """
-
-    def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        scale: float,
-        config: GPT2Config,
-        rngs: nnx.Rngs,
-        *,
-        sums_shards: bool = False,
-    ):
-        normal = nnx.initializers.normal(scale)
-        self.kernel = nnx.Param(normal(rngs.params(), (inputs, outputs)))
-        self.bias = nnx.Param(jnp.zeros(outputs))
-        self._dtype = jnp.dtype(config.compute_dtype)
-        self._sums_shards = sums_shards
-        self._split_axis = sequence_axis(config)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns [..., outputs] of [..., inputs]."""
-        product = x @ self.kernel[...].astype(self._dtype)
-        bias = self.bias[...]
-        if self._sums_shards:
-            product = sum_of_shards(product, self._split_axis)
-            bias = used_on_parts(bias, self._split_axis)
-        # Added in float32 so that the bias's gradient is summed in float32 too.
-        return (product.astype(jnp.float32) + bias).astype(self._dtype)
+_linear = partial(Linear, has_bias=True)
 
 
 def by_heads(columns: Any, num_heads: int) -> Any:
@@ -144,10 +113,10 @@ class Attention(nnx.Module):
 
     def __init__(self, config: GPT2Config, rngs: nnx.Rngs):
         width, scale = config.width, residual_scale(config.num_layers)
-        self.qkv = Linear(width, 3 * width, INIT_SCALE, config, rngs)
+        self.qkv = _linear(width, 3 * width, INIT_SCALE, config, rngs)
         # Drawn in Hugging Face's order, so a seed's model doesn't depend on ours.
         self.qkv.kernel = nnx.Param(by_heads(self.qkv.kernel[...], config.num_heads))
-        self.out = Linear(width, width, scale, config, rngs, sums_shards=True)
+        self.out = _linear(width, width, scale, config, rngs, sums_shards=True)
         self._head_width = width // config.num_heads
         self._implementation = config.attention
         self._split_axis = sequence_axis(config)
@@ -170,8 +139,8 @@ class Block(nnx.Module):
         self.attention_norm = LayerNorm(config)
         self.attention = Attention(config, rngs)
         self.mlp_norm = LayerNorm(config)
-        self.expand = Linear(width, 4 * width, INIT_SCALE, config, rngs)
-        self.contract = Linear(4 * width, width, scale, config, rngs, sums_shards=True)
+        self.expand = _linear(width, 4 * width, INIT_SCALE, config, rngs)
+        self.contract = _linear(4 * width, width, scale, config, rngs, sums_shards=True)
         self._dropout = config.dropout
         self._split_axis = sequence_axis(config)
 
@@ -189,13 +158,6 @@ class Block(nnx.Module):
         hidden_BTM = jax.nn.gelu(self.expand(normal_BTW), approximate=True)
         added_BTW = self.contract(hidden_BTM)
         return x_BTW + dropout(added_BTW, self._dropout, mlp_key, self._split_axis)
-
-
-class Head(OutputHead):
-    """The last normalisation, the output projection and the loss."""
-
-    def __init__(self, config: GPT2Config, rngs: nnx.Rngs):
-        super().__init__(config, LayerNorm(config), rngs)
 
 
 _SPECS: PartitionSpecs = {
@@ -220,7 +182,7 @@ class GPT2(ModelInPieces):
     config: GPT2Config
 
     def __init__(self, config: GPT2Config):
-        super().__init__(config, Embedding, Block, Head, tied=config.tied)
+        super().__init__(config, Embedding, Block, partial(OutputHead, LayerNorm), tied=config.tied)
 
     def partition_specs(self, num_shards: int) -> PartitionSpecs:
         """Returns how parameters are split over so many devices.

@@ -6,6 +6,8 @@ Parameters are float32. Activations and matrix products are in the configuration
 normalisation, rotation, the softmax and the loss are in float32.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -15,6 +17,7 @@ from ..attention import causal_attention
 from ..in_pieces import ModelInPieces
 from ..layers import (
     INIT_SCALE,
+    Linear,
     OutputHead,
     branch_keys,
     dropout,
@@ -29,7 +32,6 @@ from ..tensor_axis import (
     WHOLE,
     PartitionSpecs,
     rows_of,
-    sum_of_shards,
     to_shards,
     used_on_parts,
 )
@@ -76,36 +78,6 @@ class RMSNorm(nnx.Module):
         normal_BTW = wide_BTW * jax.lax.rsqrt(mean_square_BT1 + _EPSILON)
         scale = used_on_parts(self.scale[...], self._split_axis)
         return (normal_BTW * scale).astype(x_BTW.dtype)
-
-
-class Linear(nnx.Module):
-    """A matrix product in the compute dtype, without a bias.
-
-    Args:
-      sums_shards: whether the inputs, and so the matrix's rows, are split over devices.
-    """
-
-    def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        scale: float,
-        config: LlamaConfig,
-        rngs: nnx.Rngs,
-        *,
-        sums_shards: bool = False,
-    ):
-        normal = nnx.initializers.normal(scale)
-        self.kernel = nnx.Param(normal(rngs.params(), (inputs, outputs)))
-        self._dtype = jnp.dtype(config.compute_dtype)
-        self._sums_shards = sums_shards
-        self._split_axis = sequence_axis(config)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps [..., inputs] to [..., outputs], where the kernel may have several axes of these."""
-        kernel = self.kernel[...].astype(self._dtype)
-        product = x @ kernel.reshape(len(kernel), -1)
-        return sum_of_shards(product, self._split_axis) if self._sums_shards else product
 
 
 class Attention(nnx.Module):
@@ -165,13 +137,6 @@ class Block(nnx.Module):
         return x_BTW + dropout(added_BTW, self._dropout, mlp_key, self._split_axis)
 
 
-class Head(OutputHead):
-    """The last normalisation, the output projection and the loss."""
-
-    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
-        super().__init__(config, RMSNorm(config), rngs)
-
-
 def rotate(x_BNTK: jax.Array, base: float) -> jax.Array:
     """Rotates heads by their positions, 0 to T - 1, in float32; keeps shape and dtype.
 
@@ -213,7 +178,7 @@ class Llama(ModelInPieces):
     config: LlamaConfig
 
     def __init__(self, config: LlamaConfig):
-        super().__init__(config, Embedding, Block, Head, tied=config.tied)
+        super().__init__(config, Embedding, Block, partial(OutputHead, RMSNorm), tied=config.tied)
 
     def partition_specs(self, num_shards: int) -> PartitionSpecs:
         """Returns how parameters are split over so many devices.
