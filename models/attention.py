@@ -5,7 +5,6 @@ queries that share one of those, H = G * R, Q = R * T.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,9 +16,6 @@ from jax.sharding import SingleDeviceSharding
 from .sizes import AttentionSizes
 
 _CUDNN_DTYPES = ("bfloat16", "float16")
-
-Attempt = Callable[[AttentionSizes, Any], None]
-"""Compiles cuDNN's attention for a device, or raises whatever cuDNN or XLA raise."""
 
 
 @dataclass(frozen=True)
@@ -87,27 +83,19 @@ def default_device() -> Any:
     return named
 
 
-def why_not_cudnn(sizes: AttentionSizes, device: Any, attempt: Attempt | None = None) -> str | None:
+@cache
+def why_not_cudnn(sizes: AttentionSizes, device: Any) -> str | None:
     """Returns why a device has no cuDNN attention of these sizes, or None if it has.
 
-    Without `attempt` it is compiled, once for each device and sizes, because cuDNN has no other
-    way to report which sizes it supports.
+    It is compiled, once for each device and sizes, because cuDNN has no other way to report which
+    sizes it supports.
     """
     if device.platform not in ("gpu", "cuda"):
         return f"JAX computes on {device.platform}, not on a GPU"
     if sizes.dtype not in _CUDNN_DTYPES:
         return f"it takes {' or '.join(_CUDNN_DTYPES)}, not {sizes.dtype}"
-    return _reason(attempt, sizes, device) if attempt else _known_reason(sizes, device)
-
-
-@cache
-def _known_reason(sizes: AttentionSizes, device: Any) -> str | None:
-    return _reason(_compile_cudnn, sizes, device)
-
-
-def _reason(attempt: Attempt, sizes: AttentionSizes, device: Any) -> str | None:
     try:
-        attempt(sizes, device)
+        _compile_cudnn(sizes, device)
     except Exception as error:  # any failure is the answer
         return " ".join(f"{type(error).__name__}: {error}".split())[:300]
     return None

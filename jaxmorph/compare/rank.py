@@ -17,7 +17,7 @@ from jaxmorph.config.compare_section import Compare
 from jaxmorph.config.link_problems import possible_links
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.rank_times import around_ops_ms
-from jaxmorph.data import ReadAhead
+from jaxmorph.data import read_ahead
 from jaxmorph.emulation.link_settings import hardware_conditions
 from jaxmorph.errors import UserError
 from jaxmorph.plain_json import tagged
@@ -80,7 +80,7 @@ def serve(
     with (
         keep_compiled(config, directory, rank) as programs_ran,
         open_stage(healthy, rendezvous, parts.model, settings, links) as trainer,
-        ReadAhead(read := step_reader(healthy, parts.batches, rank, trainer)) as inputs,
+        read_ahead(read := step_reader(healthy, parts.batches, rank, trainer)) as inputs,
     ):
         healthy = with_device_budget(healthy, rendezvous, trainer).first
         links.emulate(())

@@ -5,8 +5,9 @@ process that only checks its data does not need.
 """
 
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -94,38 +95,21 @@ class Batches:
         return ids.astype(np.int32).reshape(self._shape)
 
 
-class ReadAhead(Generic[T]):
+@contextmanager
+def read_ahead(read: Callable[[int], T], first_step: int = 0) -> Iterator[Iterator[T]]:
     """Reads steps in order on a thread, a few steps ahead of their use.
-
-    Use it in a `with` statement, or `close` it.
 
     Args:
         read: returns a step's data, such as `Batches.inputs`; `next` raises its errors.
     """
+    import grain
 
-    def __init__(self, read: Callable[[int], T], first_step: int = 0):
-        import grain
-
-        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_STEPS_AHEAD)
-        self._steps = iter(grain.MapDataset.source(_Steps(read)).to_iter_dataset(options))
-        self._steps.set_state({"next_index": first_step})
-        self._steps.start_prefetch()
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> T:
-        return next(self._steps)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Ends the thread; safe to call twice."""
-        self._steps.close()
+    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_STEPS_AHEAD)
+    steps = iter(grain.MapDataset.source(_Steps(read)).to_iter_dataset(options))
+    with closing(steps):
+        steps.set_state({"next_index": first_step})
+        steps.start_prefetch()
+        yield steps
 
 
 class Packed(NamedTuple):

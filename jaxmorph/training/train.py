@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from jaxmorph.config import Config, load_config
-from jaxmorph.data import ReadAhead
+from jaxmorph.data import read_ahead
 from jaxmorph.errors import UserError
 from jaxmorph.messages import PhaseEnded, RunMessage
 from jaxmorph.plain_json import tagged
@@ -119,7 +119,7 @@ def _train_at(
     with (
         keep_compiled(config, directory, run.replicas.all_ranks.rank) as programs_ran,
         run.open_stage(moved) as stage,
-        ReadAhead(
+        read_ahead(
             read := step_reader(config, parts.batches, rank, stage, run.replicas.own),
             run.first_step,
         ) as inputs,

@@ -4,7 +4,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from jaxmorph.data import Batches, ReadAhead, Tokens
+from jaxmorph.data import Batches, Tokens, read_ahead
 from jaxmorph.data.batches import pack
 from jaxmorph.errors import UserError
 
@@ -81,13 +81,13 @@ def test_packed_batches_are_those_without_packing_and_segments():
 
 def test_reading_ahead_raises_the_readers_errors():
     batches = make_batches(vocab_size=96)
-    with ReadAhead(batches.inputs) as steps, pytest.raises(UserError, match="got token 96, exp"):
+    with read_ahead(batches.inputs) as steps, pytest.raises(UserError, match="got token 96, exp"):
         list(islice(steps, 4))
 
 
 def test_reading_ahead_gives_the_steps_in_order_from_any_step():
     batches = make_batches()
-    with ReadAhead(batches.targets, first_step=3) as steps:
+    with read_ahead(batches.targets, first_step=3) as steps:
         for step in range(3, 20):
             np.testing.assert_array_equal(next(steps), batches.targets(step))
 
@@ -100,13 +100,11 @@ def test_reading_ahead_uses_a_thread_until_closed():
             reached.set()
         return step
 
-    steps = ReadAhead(read)
-    assert reached.wait(10)
-    assert next(steps) == 0
-    readers = set(threading.enumerate()) - before
-    assert readers
-    steps.close()
-    steps.close()
+    with read_ahead(read) as steps:
+        assert reached.wait(10)
+        assert next(steps) == 0
+        readers = set(threading.enumerate()) - before
+        assert readers
     for reader in readers:
         reader.join(10)
     assert not readers & set(threading.enumerate())
