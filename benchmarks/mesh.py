@@ -27,9 +27,9 @@ from jaxmorph.config import Config, load_config
 from jaxmorph.placement import Replica
 from jaxmorph.runtime.compiled_stage import compile_stage
 from jaxmorph.schedule.ops import OpKind
+from jaxmorph.schedule.partition import cut_layers
 from jaxmorph.stage.build import OP_KINDS
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
-from jaxmorph.stage.model import cut_layers
 from jaxmorph.training.device_memory import needs_of_step
 from jaxmorph.training.model_factory import build_model
 from jaxmorph.training.open_stage import stage_settings

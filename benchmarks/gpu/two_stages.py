@@ -40,9 +40,10 @@ from jaxmorph.runtime.step import StepRunner
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.fixed import FIXED_SCHEDULES
 from jaxmorph.schedule.ops import OpKind
+from jaxmorph.schedule.partition import cut_layers
 from jaxmorph.schedule.simulate import simulate
 from jaxmorph.stage.mesh import make_mesh
-from jaxmorph.stage.model import MicrobatchShapes, Params, PipelineModel, cut_layers
+from jaxmorph.stage.model import MicrobatchShapes, Params, PipelineModel
 from jaxmorph.stage.parameters import init_stage_params, leaf_at, with_leaf
 from jaxmorph.transport.secret import inherited_secret
 

@@ -16,11 +16,11 @@ from jaxmorph.config.sections import Data, short_factory_name
 from jaxmorph.data import Tokenizer, is_token_array, open_tokenizer
 from jaxmorph.errors import UserError
 from jaxmorph.report.text import short_count
+from jaxmorph.schedule.partition import cut_layers
 from jaxmorph.stage.model import (
     GivesLogits,
     Params,
     PipelineModel,
-    cut_layers,
     join_stages,
     model_logits,
     with_logits,

@@ -1,10 +1,66 @@
-"""Cuts a model's layers into stages so that the slowest stage is as fast as possible."""
+"""Cuts layers into stages: as configured, or so that the slowest stage is as fast as possible."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import Literal
+
+from jaxmorph.errors import UserError
 
 _PICOSECONDS_PER_MS = 10**9
 _Key = tuple[int, int, tuple[int, ...]]
+
+
+def cut_layers(
+    num_layers: int,
+    num_stages: int,
+    layers: Literal["auto", "even"] | Sequence[int] = "even",
+    num_chunks: int = 1,
+) -> tuple[range, ...]:
+    """The layers of each virtual stage, in the order of the pipeline.
+
+    Args:
+        layers: The number of layers of each virtual stage, or "even". With "even" the middle stages
+            get the remainder, because the first stage also embeds and the last also has the head.
+            "auto" means "even" here, where no costs are known.
+        num_chunks: The number of virtual stages of each stage. The planner takes chunks to be
+            equally long, so with several of them "even" allows no remainder.
+
+    Raises:
+        UserError: More stages than layers, counts that do not add up, or a remainder with chunks.
+    """
+    num_parts = num_stages * num_chunks
+    if num_chunks == 1 and not 1 <= num_stages <= num_layers:
+        raise UserError(
+            f"parallelism.stages: got {num_stages}, expected between 1 and the model's "
+            f"{num_layers} layers"
+        )
+    if num_chunks > 1:
+        _check_chunks(num_layers, num_stages, num_chunks, layers)
+    counts = list(even_cut(num_layers, num_parts) if isinstance(layers, str) else layers)
+    if len(counts) != num_parts or min(counts) < 1 or sum(counts) != num_layers:
+        part = "stage" if num_chunks == 1 else "virtual stage"
+        raise UserError(
+            f"parallelism.layers: got {counts}, expected {num_parts} positive counts (one per "
+            f"{part}) that sum to the model's {num_layers} layers"
+        )
+    return tuple(range(start, end) for start, end in pairwise(accumulate(counts, initial=0)))
+
+
+def _check_chunks(
+    num_layers: int, num_stages: int, num_chunks: int, layers: str | Sequence[int]
+) -> None:
+    num_parts = num_stages * num_chunks
+    got = f"got {num_chunks} chunks on each of {num_stages} stages"
+    if num_parts > num_layers:
+        raise UserError(
+            f"parallelism.chunks: {got}, expected at most as many virtual stages in all as the "
+            f"model's {num_layers} layers"
+        )
+    if isinstance(layers, str) and num_layers % num_parts:
+        raise UserError(
+            f"parallelism.chunks: {got}, expected the model's {num_layers} layers to be a multiple "
+            f"of {num_parts}, or a list in parallelism.layers"
+        )
 
 
 def partition(

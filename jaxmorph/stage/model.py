@@ -1,4 +1,4 @@
-"""What a model must and may provide to be pipelined, and how its layers are cut into stages.
+"""What a model must and may provide to be pipelined.
 
 A model is an embedding, layers of one structure, and a head: pure functions of their parameters.
 One whose signature names `key` is also passed a key of `jax.random`, for dropout and the like, and
@@ -25,11 +25,10 @@ has weight times aux of every layer, as a mean over microbatches.
 """
 
 import inspect
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, pairwise
-from typing import Any, Literal, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -134,65 +133,6 @@ class PipelineModel(Protocol):
         Where targets are one array of integers, those below 0 don't count.
         """
         ...
-
-
-def cut_layers(
-    num_layers: int,
-    num_stages: int,
-    layers: Literal["auto", "even"] | Sequence[int] = "even",
-    num_chunks: int = 1,
-) -> tuple[range, ...]:
-    """Returns the layers of each virtual stage, in the order of the pipeline.
-
-    Args:
-      layers: the number of layers of each virtual stage, or "even". With "even" the middle stages
-        get the remainder, because the first stage also embeds and the last also has the head.
-        "auto" means "even" here, where no costs are known.
-      num_chunks: the number of virtual stages of each stage. The planner takes chunks to be equally
-        long, so with several of them "even" allows no remainder.
-
-    Raises:
-      UserError: more stages than layers, counts that do not add up, or a remainder with chunks.
-    """
-    num_parts = num_stages * num_chunks
-    if num_chunks == 1 and not 1 <= num_stages <= num_layers:
-        raise UserError(
-            f"parallelism.stages: got {num_stages}, expected between 1 and the model's "
-            f"{num_layers} layers"
-        )
-    if num_chunks > 1:
-        _check_chunks(num_layers, num_stages, num_chunks, layers)
-    counts = _even_counts(num_layers, num_parts) if isinstance(layers, str) else list(layers)
-    if len(counts) != num_parts or min(counts) < 1 or sum(counts) != num_layers:
-        part = "stage" if num_chunks == 1 else "virtual stage"
-        raise UserError(
-            f"parallelism.layers: got {counts}, expected {num_parts} positive counts (one per "
-            f"{part}) that sum to the model's {num_layers} layers"
-        )
-    return tuple(range(start, end) for start, end in pairwise(accumulate(counts, initial=0)))
-
-
-def _check_chunks(
-    num_layers: int, num_stages: int, num_chunks: int, layers: str | Sequence[int]
-) -> None:
-    num_parts = num_stages * num_chunks
-    got = f"got {num_chunks} chunks on each of {num_stages} stages"
-    if num_parts > num_layers:
-        raise UserError(
-            f"parallelism.chunks: {got}, expected at most as many virtual stages in all as the "
-            f"model's {num_layers} layers"
-        )
-    if isinstance(layers, str) and num_layers % num_parts:
-        raise UserError(
-            f"parallelism.chunks: {got}, expected the model's {num_layers} layers to be a multiple "
-            f"of {num_parts}, or a list in parallelism.layers"
-        )
-
-
-def _even_counts(num_layers: int, num_stages: int) -> list[int]:
-    share, left_over = divmod(num_layers, num_stages)
-    first = (num_stages - left_over) // 2
-    return [share + (first <= stage < first + left_over) for stage in range(num_stages)]
 
 
 def aux_weights_of(model: PipelineModel) -> Mapping[str, float]:

@@ -25,8 +25,9 @@ from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.costs import StashBytes
 from jaxmorph.schedule.ops import Op, OpKind
+from jaxmorph.schedule.partition import cut_layers
 from jaxmorph.schedule.planner import Plan
-from jaxmorph.stage.model import MicrobatchShapes, PipelineModel, cut_layers
+from jaxmorph.stage.model import MicrobatchShapes, PipelineModel
 from jaxmorph.stage.parameters import parameter_count
 from jaxmorph.stage.stage_functions import StashMemory, TracedStage, total_bytes, trace_stage
 from jaxmorph.training.host_memory import HostForecast, copy_bytes, forecast, host_room

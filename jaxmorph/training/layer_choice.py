@@ -13,10 +13,10 @@ from jaxmorph.plain_json import dump, parse_line, with_sum
 from jaxmorph.report.run_directory import LAYERS, replace_file
 from jaxmorph.runtime.rendezvous import Rendezvous, agree
 from jaxmorph.schedule.costs import StageCosts
-from jaxmorph.schedule.partition import even_cut, partition, stage_times_ms
+from jaxmorph.schedule.partition import cut_layers, even_cut, partition, stage_times_ms
 from jaxmorph.stage.layer_costs import LayerCosts, measure_layer_costs
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
-from jaxmorph.stage.model import MicrobatchShapes, PipelineModel, cut_layers
+from jaxmorph.stage.model import MicrobatchShapes, PipelineModel
 from jaxmorph.training.first_plan import planned_links
 from jaxmorph.training.plan_in_force import op_kinds, plan_step
 

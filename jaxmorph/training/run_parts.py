@@ -17,15 +17,9 @@ from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.rank_process import in_one_line
 from jaxmorph.runtime.rendezvous import Rendezvous, gather, raised_together
 from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.schedule.partition import cut_layers
 from jaxmorph.stage.activations import boundary_of
-from jaxmorph.stage.model import (
-    MicrobatchShapes,
-    PipelineModel,
-    Tree,
-    count_targets,
-    cut_layers,
-    takes_extras,
-)
+from jaxmorph.stage.model import MicrobatchShapes, PipelineModel, Tree, count_targets, takes_extras
 from jaxmorph.stage.model_checks import check_model
 from jaxmorph.stage.model_flops import DeviceWork
 from jaxmorph.stage.parameters import check_weights

@@ -11,7 +11,8 @@ from safetensors.numpy import load_file, save_file
 from jaxmorph.models.gpt2 import build
 from jaxmorph.models.gpt2.model import by_heads
 from jaxmorph.models.stored_tensors import StoredTensors
-from jaxmorph.stage.model import cut_layers, model_logits
+from jaxmorph.schedule.partition import cut_layers
+from jaxmorph.stage.model import model_logits
 
 LENGTH, VOCAB, WIDTH, HEADS, LAYERS = 6, 11, 8, 2, 3
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxmorph.models import gpt2, llama
-from jaxmorph.stage.model import cut_layers, join_stages, model_logits
+from jaxmorph.schedule.partition import cut_layers
+from jaxmorph.stage.model import join_stages, model_logits
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

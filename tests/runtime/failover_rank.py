@@ -32,9 +32,10 @@ from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.costs import Limits, StageCosts
 from jaxmorph.schedule.ops import OpKind
+from jaxmorph.schedule.partition import cut_layers
 from jaxmorph.schedule.planner import plan
 from jaxmorph.schedule.simulate import simulate
-from jaxmorph.stage.model import MicrobatchShapes, cut_layers
+from jaxmorph.stage.model import MicrobatchShapes
 from tests.oracles.switch_check import check_every_switch
 
 COLLECTIVE_S, CUT_S, STOPPED_S = 2, 0.5, 5

@@ -32,10 +32,11 @@ from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import not_finite_in_words
 from jaxmorph.schedule.costs import Limits, StageCosts, StageMemory, chain_links
 from jaxmorph.schedule.ops import OpKind
+from jaxmorph.schedule.partition import cut_layers
 from jaxmorph.schedule.planner import plan
 from jaxmorph.schedule.simulate import simulate
 from jaxmorph.stage.mesh import make_data_mesh
-from jaxmorph.stage.model import MicrobatchShapes, cut_layers
+from jaxmorph.stage.model import MicrobatchShapes
 from jaxmorph.stage.stage_functions import StashPolicy
 from jaxmorph.transport.client import SidecarPlane
 

@@ -30,9 +30,10 @@ from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.fixed import FIXED_SCHEDULES
 from jaxmorph.schedule.ops import Op, OpKind
+from jaxmorph.schedule.partition import cut_layers
 from jaxmorph.schedule.simulate import simulate
 from jaxmorph.stage.mesh import make_mesh
-from jaxmorph.stage.model import MicrobatchShapes, cut_layers
+from jaxmorph.stage.model import MicrobatchShapes
 from jaxmorph.transport.names import PeerGoneError
 
 LINK, MICROBATCHES = Link(0, 1), 3

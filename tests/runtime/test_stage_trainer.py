@@ -22,9 +22,10 @@ from jaxmorph.runtime.stage_state import from_parts
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.ops import OpKind
+from jaxmorph.schedule.partition import cut_layers
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
-from jaxmorph.stage.model import MicrobatchShapes, cut_layers
+from jaxmorph.stage.model import MicrobatchShapes
 
 
 def settings_of(num_layers, num_stages, num_chunks, kinds=()):

@@ -12,10 +12,11 @@ import pytest
 from jaxmorph.errors import UserError
 from jaxmorph.placement import Placement
 from jaxmorph.runtime.payloads import channel_payloads
+from jaxmorph.schedule.partition import cut_layers
 from jaxmorph.stage.activations import with_one_activation
 from jaxmorph.stage.build import build_stage
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
-from jaxmorph.stage.model import MicrobatchShapes, cut_layers, takes_key
+from jaxmorph.stage.model import MicrobatchShapes, takes_key
 from jaxmorph.stage.parameters import init_stage_params
 from jaxmorph.stage.stage_functions import StashPolicy
 from tests.stage.in_turn import Pipeline, expected_gradients, joined, largest_error, part_of

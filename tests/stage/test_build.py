@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmorph.schedule.partition import cut_layers
 from jaxmorph.stage.build import OP_KINDS, build_stage
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
-from jaxmorph.stage.model import MicrobatchShapes, cut_layers
+from jaxmorph.stage.model import MicrobatchShapes
 from jaxmorph.stage.stage_functions import StashPolicy
 from tests.goldens import lowered
 from tests.goldens.__main__ import committed, differences

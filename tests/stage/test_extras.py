@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmorph.schedule.partition import cut_layers
 from jaxmorph.stage.build import StagePrograms, build_stage
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
-from jaxmorph.stage.model import MicrobatchShapes, cut_layers, key_numbers, step_keys
+from jaxmorph.stage.model import MicrobatchShapes, key_numbers, step_keys
 from jaxmorph.stage.parameters import init_stage_params
 from jaxmorph.stage.stage_functions import StashPolicy
 from tests.stage.in_turn import joined, largest_error, part_of, split_backward

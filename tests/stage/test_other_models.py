@@ -13,9 +13,10 @@ import optax
 import pytest
 
 from jaxmorph.models import llama
+from jaxmorph.schedule.partition import cut_layers
 from jaxmorph.stage.build import OP_KINDS, build_stage
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
-from jaxmorph.stage.model import MicrobatchShapes, cut_layers
+from jaxmorph.stage.model import MicrobatchShapes
 from jaxmorph.stage.parameters import init_stage_params, leaf_at
 from jaxmorph.stage.stage_functions import StashPolicy
 from tests.stage.in_turn import Pipeline, expected_gradients, joined, largest_error, part_of

@@ -10,9 +10,10 @@ import pytest
 
 from jaxmorph.data.batches import pack
 from jaxmorph.models import gpt2, llama
+from jaxmorph.schedule.partition import cut_layers
 from jaxmorph.stage.build import build_stage
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
-from jaxmorph.stage.model import MicrobatchShapes, cut_layers
+from jaxmorph.stage.model import MicrobatchShapes
 from jaxmorph.stage.parameters import init_stage_params
 from jaxmorph.stage.stage_functions import StashPolicy
 from tests.stage.in_turn import joined, largest_error, part_of, split_backward

@@ -7,7 +7,7 @@ import pytest
 
 from jaxmorph.errors import UserError
 from jaxmorph.models import llama
-from jaxmorph.stage.model import cut_layers
+from jaxmorph.schedule.partition import cut_layers
 from jaxmorph.stage.parameters import (
     check_weights,
     init_stage_params,

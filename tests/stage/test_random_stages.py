@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from jaxmorph.models import gpt2, llama
+from jaxmorph.schedule.partition import cut_layers
 from jaxmorph.stage.backward import split_backward
 from jaxmorph.stage.build import build_stage
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
-from jaxmorph.stage.model import MicrobatchShapes, cut_layers, key_numbers, step_keys
+from jaxmorph.stage.model import MicrobatchShapes, key_numbers, step_keys
 from jaxmorph.stage.parameters import init_stage_params
 from jaxmorph.stage.stage_functions import StashPolicy, trace_stage
 from tests.runtime.one_device import loss_sum, microbatch_key

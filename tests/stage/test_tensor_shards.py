@@ -14,10 +14,11 @@ from jax.sharding import PartitionSpec
 from jaxmorph.errors import UserError
 from jaxmorph.models import gpt2, llama, tensor_axis
 from jaxmorph.models.tensor_axis import part_along, sum_of_shards, to_shards
+from jaxmorph.schedule.partition import cut_layers
 from jaxmorph.stage.build import build_stage
 from jaxmorph.stage.equations import walk
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
-from jaxmorph.stage.model import MicrobatchShapes, cut_layers, key_numbers
+from jaxmorph.stage.model import MicrobatchShapes, key_numbers
 from jaxmorph.stage.parameters import init_stage_params
 from jaxmorph.stage.shard_checks import check_shards
 from jaxmorph.stage.sharding import (

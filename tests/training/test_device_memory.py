@@ -15,8 +15,8 @@ from jaxmorph.placement import Replica
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.ops import Op
+from jaxmorph.schedule.partition import cut_layers
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
-from jaxmorph.stage.model import cut_layers
 from jaxmorph.stage.stage_functions import StashMemory
 from jaxmorph.training.device_memory import (
     WithinDevices,

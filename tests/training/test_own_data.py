@@ -203,6 +203,7 @@ def test_calls_of_own_data_never_overlap():
     batches = batches_of(**functions)
     held_out = OwnBatches(config_of(), SimpleNamespace(**functions), "held_out", like=batches)
     for each in (batches, held_out):
-        each.inputs(0), each.targets(0), each.extras(0)
+        for read in (each.inputs, each.targets, each.extras):
+            read(0)
     assert set(held) == {True}
     assert not batches._lock.locked()

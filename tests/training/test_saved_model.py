@@ -11,7 +11,8 @@ import pytest
 from jaxmorph.errors import UserError
 from jaxmorph.models.gpt2 import build
 from jaxmorph.runtime.kept_programs import CompilationCounter
-from jaxmorph.stage.model import cut_layers, join_stages, with_logits
+from jaxmorph.schedule.partition import cut_layers
+from jaxmorph.stage.model import join_stages, with_logits
 from jaxmorph.stage.parameters import init_stage_params
 from jaxmorph.training.saved_model import SamplingSettings, continuation, drawing
 
