@@ -7,7 +7,6 @@ a cache on disk (`runtime/kept_programs.py`).
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TypeVar
 
 from jax.stages import Compiled, Lowered
@@ -20,17 +19,12 @@ def _by_xla(lowered: Lowered) -> Compiled:
     return lowered.compile()
 
 
-@dataclass
-class _Compiler:
-    compile: Compile = _by_xla
-
-
-_compiler = _Compiler()  # one for the whole process, like JAX's own compilation cache
+_compile: Compile = _by_xla  # one for the whole process, like JAX's own compilation cache
 
 
 def compiled(lowered: Lowered) -> Compiled:
     """Compiles a program for one device, or finds it compiled."""
-    return _compiler.compile(lowered)
+    return _compile(lowered)
 
 
 def in_background(work: Callable[[], Made], name: str) -> "Future[Made]":
@@ -52,4 +46,5 @@ def in_background(work: Callable[[], Made], name: str) -> "Future[Made]":
 
 def compile_by(compile_: Compile | None) -> None:
     """Sets the function that compiles programs from now on; None restores XLA."""
-    _compiler.compile = compile_ or _by_xla
+    global _compile
+    _compile = compile_ or _by_xla

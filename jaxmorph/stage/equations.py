@@ -293,7 +293,7 @@ def _origin_of(eqn: JaxprEqn, origin: dict[Var, Origin]) -> Origin:
 def _kept_for(params: Iterable[Var], equations: Sequence[JaxprEqn]) -> dict[Var, tuple[Var, ...]]:
     """Returns what to keep for each value: itself, or what it is recomputed from."""
     kept = {p: (p,) for p in params}
-    params_of = {p: frozenset([p]) for p in kept}
+    params_of: dict[Var, frozenset[Var]] = {p: frozenset([p]) for p in kept}
     for eqn in equations:
         operands = [v for v in read_variables(eqn) if v in kept]
         sources = frozenset().union(*(params_of[v] for v in operands))

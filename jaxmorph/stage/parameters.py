@@ -5,7 +5,6 @@ The model itself reads and writes the files (`read_weights`, `write_weights`).
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeGuard
 
@@ -98,35 +97,28 @@ def with_leaf(tree: Any, path: LeafPath, leaf: Any) -> Any:
     return {**tree, name: inner}
 
 
-@dataclass(frozen=True)
-class _Counts:
-    embed: int
-    layer: int
-    head: int
-    tied: int
-
-
 def parameter_count(model: PipelineModel) -> int:
     """Counts a model's parameters from their shapes, tied ones once."""
-    counts = _count(model)
-    return counts.embed + model.num_layers * counts.layer + counts.head - counts.tied
+    embed, layer, head, tied = _count(model)
+    return embed + model.num_layers * layer + head - tied
 
 
 def stage_parameter_counts(model: PipelineModel, layers: Sequence[range]) -> list[int]:
     """Counts each stage's parameters; a tied one counts on both stages that hold it."""
-    counts = _count(model)
-    held = [len(part) * counts.layer for part in layers]
-    held[0] += counts.embed
-    held[-1] += counts.head
+    embed, layer, head, _ = _count(model)
+    held = [len(part) * layer for part in layers]
+    held[0] += embed
+    held[-1] += head
     return held
 
 
-def _count(model: PipelineModel) -> _Counts:
+def _count(model: PipelineModel) -> tuple[int, int, int, int]:
+    """The parameters of the embedding, of a layer, of the head, and those that are tied."""
     key = jax.eval_shape(jax.random.key, 0)
-    embed = jax.eval_shape(model.init_embed, key)
+    inits = model.init_embed, model.init_layer, model.init_head
+    embed, layer, head = (jax.eval_shape(init, key) for init in inits)
     tied = sum(_size(leaf_at(embed, path)) for path, _ in model.tied)
-    layer = jax.eval_shape(model.init_layer, key)
-    return _Counts(_size(embed), _size(layer), _size(jax.eval_shape(model.init_head, key)), tied)
+    return _size(embed), _size(layer), _size(head), tied
 
 
 def _size(tree: object) -> int:

@@ -93,7 +93,7 @@ class StageFunctions:
         parts = [part for each in pieces for part in (each.forward, each.backward)]
         return max(part.temporary_bytes() for part in parts)
 
-    @property
+    @cached_property
     def passed_on(self) -> tuple[int, ...]:
         """Positions in the stash of the arrays that W needs too."""
         starts = _starts([piece.num_stash for piece in self.pieces.values()])

@@ -9,8 +9,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxmorph.models.gpt2 import build
+from jaxmorph.models.gpt2.hugging_face import StoredTensors
 from jaxmorph.models.gpt2.model import by_heads
-from jaxmorph.models.stored_tensors import StoredTensors
 from jaxmorph.schedule.partition import cut_layers
 from jaxmorph.stage.model import model_logits
 

@@ -209,13 +209,9 @@ def test_only_the_kinds_asked_for_are_compiled(bfloat16_pipeline):
     assert set(stage.compiled) == {"prepare", "zero", "F", "B", "W"}
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [({"kinds": ("F", "X")}, "kinds: got"), ({"stash": "none"}, "stash: got 'none'")],
-)
-def test_unknown_settings_are_refused(wrong, message, stage_of):
-    with pytest.raises(ValueError, match=message):
-        stage_of(1, False, False, **wrong)
+def test_unknown_kinds_are_refused(stage_of):
+    with pytest.raises(ValueError, match=r"^kinds: got 'X', expected some of F, B, W, BW$"):
+        stage_of(1, False, False, kinds=("X",))
 
 
 @pytest.mark.parametrize("case", STAGES, ids=lambda case: case["name"])
