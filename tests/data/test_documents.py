@@ -66,7 +66,7 @@ def test_a_folder_with_empty_or_undecodable_files_is_refused(tmp_path):
         text_documents(tmp_path)
 
 
-def test_a_folder_that_cannot_be_listed_keeps_the_cause(tmp_path, monkeypatch):
+def test_an_unlistable_folder_keeps_its_cause(tmp_path, monkeypatch):
     stale = OSError(116, "Stale file handle", str(tmp_path))
     monkeypatch.setattr(os, "walk", lambda folder, onerror: onerror(stale))
     says = rf"^data.path: {tmp_path}: cannot be listed: Stale file handle$"

@@ -193,7 +193,7 @@ def test_what_b_adds_for_w_comes_in_one_order():
     assert list(split.backward_input.outputs[split.num_input_gradients :]) == list(gradients)
 
 
-def test_what_a_large_value_comes_from_is_found_once():
+def test_sources_of_large_values_are_found_once():
     def function(params, x):
         large = jnp.broadcast_to(params["b"], (64, 8))
         for _ in range(64):

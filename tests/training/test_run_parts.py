@@ -51,7 +51,7 @@ def test_training_needs_the_same_text_on_all_ranks(tmp_path):
     assert not sent
 
 
-def test_a_comparison_needs_the_same_text_on_all_ranks(tmp_path):
+def test_comparisons_need_the_same_text_on_all_ranks(tmp_path):
     config, sent = config_of(tmp_path / "a.txt"), cast(list[ComparisonMessage], [])
     system, other = SYSTEMS["adaptive"], with_another(9, "ab")
     assert config.compare is not None
@@ -76,7 +76,7 @@ def test_ranks_with_the_same_text_go_on(tmp_path):
 @pytest.mark.parametrize(
     "data", [{"path": "none.txt"}, {"path": "none.bin"}, {"tokenizer": "none.json"}]
 )
-def test_data_that_are_gone_are_retried_after_a_restart(tmp_path, data):
+def test_missing_data_are_retried_after_a_restart(tmp_path, data):
     """Their storage may be back; at the first start it is the user's mistake."""
     gone = {name: str(tmp_path / file) for name, file in data.items()}
     tree = {**config_of(tmp_path / "a.txt").model_dump()["data"], **gone}
