@@ -11,6 +11,7 @@ from jaxmorph.errors import UserError
 from jaxmorph.program.instructions import RankInstructions
 from jaxmorph.program.offload import count_offloads, offload_these, waiting_longest
 from jaxmorph.program.slots_needed import HostRoom, most_offloaded_bytes
+from jaxmorph.records import in_bytes
 from jaxmorph.schedule.costs import Limits, StageMemory, StashBytes
 from jaxmorph.schedule.planner import Offloading, Plan, fits
 
@@ -70,7 +71,9 @@ def plan_with_offload(
                 for each in offloaded
                 if room is None or room.holds(offloaded_bytes(each.programs, profile))
             )
-    return _best(candidates).plan if candidates else _unfit(plan_within, free, device, programs)
+    if not candidates:
+        raise _unfit(free, device, programs, profile)
+    return _best(candidates).plan
 
 
 def with_sampled_copies(programs: Sequence[RankInstructions]) -> tuple[RankInstructions, ...]:
@@ -219,10 +222,15 @@ def _best(candidates: list[_Candidate]) -> _Candidate:
 
 
 def _unfit(
-    plan_within: PlanWithin, free: Plan, device: Limits, programs: tuple[RankInstructions, ...]
-) -> Plan:
-    """Raise the error that keeps every plan from fitting."""
+    free: Plan, device: Limits, programs: tuple[RankInstructions, ...], profile: Profile
+) -> UserError:
+    """What keeps every plan from fitting: the devices' memory (raised here), else the hosts'."""
     schedule = free.schedule
     memory = device.stage_memory(schedule.num_stages, schedule.num_microbatches)
-    offload_step(programs, Offloading(memory))
-    return plan_within(device)
+    moving = offload_step(programs, Offloading(memory))
+    away = in_bytes(max(offloaded_bytes(moving, profile)))
+    return UserError(
+        f"offload: {schedule.name} keeps {away} of stashes in a rank's host memory, more than "
+        "limits.host_gib or XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB leaves; paper and adaptive fit any "
+        "cap without it"
+    )

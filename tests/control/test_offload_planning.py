@@ -13,6 +13,7 @@ from jaxmorph.errors import UserError
 from jaxmorph.plain_json import dump, parse_line
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.offload import count_offloads
+from jaxmorph.program.slots_needed import HostRoom
 from jaxmorph.records import Link
 from jaxmorph.schedule.costs import CopyCosts, LinkDelay, StageCosts, StashBytes
 from jaxmorph.schedule.planner import Plan
@@ -124,6 +125,14 @@ def test_an_impossible_cap_names_stage_and_need():
         UserError, match=r"^offload: stage \d: got room for 2, expected at least [3-9]"
     ):
         plan_step(held_until_w, known)
+
+
+def test_short_host_memory_is_named_as_the_cause():
+    known = Profile(SEVEN_B, {}, StashBytes((100,) * 4, (0,) * 4), CopyCosts.uniform(4, 1.0))
+    asked = config(SEVEN_B, offload=True, name="1f1b", max_stash_bytes=350)
+    room = HostRoom({}, stash_bytes=(99,) * 4)
+    with pytest.raises(UserError, match=r"^offload: 1f1b keeps 300 B of .* limits.host_gib"):
+        plan_step(asked, known, room=room)
 
 
 def test_a_cap_in_bytes_uses_the_stages_sizes():
