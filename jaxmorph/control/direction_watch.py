@@ -246,8 +246,12 @@ class DirectionWatch:
     def _take_route(self, *, is_direct: bool) -> None:
         if is_direct is self._current:
             return
+        before = None if self._current is None else self._usual(self._current)
         self._current = is_direct
         self._record(is_direct).reset()
+        now = self._expected(is_direct)
+        if before is not None and now is not None:  # the same delay, beyond another usual time
+            self._level_ms += now.baseline_ms - before.baseline_ms
         self._judged_by = is_direct
 
     def _record(self, is_direct: bool) -> RouteRecord:

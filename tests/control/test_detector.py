@@ -286,6 +286,13 @@ class TestRoutes:
         assert steps.now.health is SLOW
         assert steps.now.latency_ms == 1.0  # of the current route
 
+    def test_another_route_is_no_other_delay(self):
+        steps = Steps(route=DIRECT)
+        steps.detector = steps.detector.with_usual((2, 3), 20.0, is_direct=DELEGATED)
+        steps.run(*[LATE] * 2, route=DIRECT).run(*[[50.0] * 12] * 3)
+        assert steps.path() == [(SLOW, 6)]
+        assert steps.run([80.0] * 12).path() == [(SLOW, 6), (SLOW, 11)]
+
 
 class TestFailures:
     def test_only_its_path_brings_a_dead_link_back(self):
