@@ -57,6 +57,8 @@ class FailoverRoute:
 
     Attributes:
         on_slow: Called on every rank as soon as any link has turned slow, by any thread.
+        judges: Whether links are judged by their messages. Those of an evaluation come faster than
+            links carry them, so they also wait for each other.
     """
 
     holds_queue = True  # receives wait there, whatever carries their messages
@@ -80,6 +82,7 @@ class FailoverRoute:
         self._direct_watches = {link: EndWatch(link) for link in connections if hands_over}
         self._delegated_watches = {link: EndWatch(link) for link in connections}
         self.on_slow: Callable[[SlowLink], None] = lambda slow: None
+        self.judges = True
         self._passed_on: set[object] = set()  # the keys of notices
         self._passing_on = threading.Lock()
         self.kept = direct.kept = KeptOutputs()
@@ -297,7 +300,7 @@ class FailoverRoute:
             met_s: When both ends were there, by this host's clock.
         """
         end.end_transfer()
-        watch = self._direct_watches.get(end.link)
+        watch = self._direct_watches.get(end.link) if self.judges else None
         transfers = [each.transfer for each in identities]
         if watch is None or any(each.payload is Payload.TIED for each in transfers):
             return  # of tied gradients there is one a step, of another length
@@ -317,7 +320,7 @@ class FailoverRoute:
     ) -> None:
         """Report a delegated link that has become slow, in the direction to this end."""
         transfer = identity.transfer
-        watch = self._delegated_watches.get(transfer.link)
+        watch = self._delegated_watches.get(transfer.link) if self.judges else None
         if watch is None or transfer.payload is Payload.TIED or identity.epoch % 2:
             return  # in odd epochs the message waits for the queue
         took_ms = {(transfer.source, transfer.destination): 1e3 * (received_s - posted_s)}

@@ -241,6 +241,8 @@ class StageTrainer:
     def run(self, program: RankInstructions, inputs: StepInputs, step: int) -> StepOutcome:
         """Run a step's ops and transfers; `update` or `discard` must follow."""
         self._step = step
+        if self._failover is not None:
+            self._failover.judges = not inputs.evaluates
         if inputs.length_index != self._length_index:
             # What follows from parameters alone may depend on the length, as a slice of them.
             self._length_index = inputs.length_index

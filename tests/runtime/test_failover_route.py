@@ -344,6 +344,21 @@ def test_a_receiver_reports_a_delegated_link_that_turns_slow(make_ends):
     assert not second.has_failed_over(LINK)
 
 
+def test_an_evaluations_messages_judge_no_link(make_ends):
+    second, heard = make_ends().routes[1], []
+    second.on_slow = heard.append
+    identity, now_s = TransferIdentity(0, 7, up(0)), time.monotonic()
+    for number in range(300):
+        second._delegated.on_taken(identity, now_s + number, now_s + number + 0.001)
+    second.end_step()
+    for judges, reports in ((False, 0), (True, 1)):
+        second.judges = judges
+        for number in range(10):
+            sent_s = now_s + 500 + number
+            second._delegated.on_taken(identity, sent_s, sent_s + 0.03)
+        assert len(heard) == reports
+
+
 def test_a_failure_outweighs_that_a_link_was_slow(make_ends):
     first, second = (route._ends[LINK] for route in make_ends().routes)
     first.leave_path("0>1 was late", late_ms={"0>1": (30.0,)})

@@ -4,6 +4,7 @@ import gc
 import threading
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -69,6 +70,16 @@ def test_an_unavailable_copy_backend_is_an_error():
         with pytest.raises(UserError, match=r"got copy_engine, .* expected auto"):
             trainer_of(1, 1, plane=plane, copies="copy_engine")
         assert set(threading.enumerate()) <= set(before)  # what had begun has been stopped
+
+
+def test_evaluations_judge_no_links():
+    outcome = SimpleNamespace(accumulators=(), stamps=[], arrivals=[])
+    parts = {"_length_index": 0, "_weights": (), "_evaluated": (), "_accumulators": ()}
+    executor = SimpleNamespace(execute=lambda *_, step: outcome)
+    trainer = SimpleNamespace(_failover=SimpleNamespace(), executor=executor, **parts)
+    for evaluates in (True, False):
+        StageTrainer.run(trainer, (), StepInputs((), (), 1.0, evaluates=evaluates), 0)  # pyright: ignore
+        assert trainer._failover.judges is not evaluates
 
 
 def test_the_first_chunk_has_the_embedding_and_the_last_the_head():
