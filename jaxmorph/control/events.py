@@ -118,10 +118,10 @@ def change_events(change: PlanChange) -> tuple[ControlEvent, ...]:
 
 
 def describe_states(verdicts: Iterable[Verdict]) -> dict[str, str]:
-    """The links that are not healthy, for the terminal."""
+    """The links that are not healthy, by their worse direction, for the terminal."""
     return {
         str(each.link): f"{each.health}, {each.latency_ms:.1f} ms "
         f"(healthy: {each.evidence.baseline_ms:.1f})"
-        for each in verdicts
+        for each in sorted(verdicts, key=lambda each: (each.link, each.is_slow, each.latency_ms))
         if each.health is not LinkHealth.HEALTHY and not each.is_dead
     }
