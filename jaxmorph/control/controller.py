@@ -200,7 +200,10 @@ def _measure(
     detector, changed = state.detector.observe(state.step, samples)
     compute, notices = state.compute.observe(state.step, ops)
     profile = replace(state.profile, costs=updated_costs(state.profile.costs, notices))
-    state = replace(state, detector=detector, compute=compute, profile=profile)
+    judged_routes = state.plan.routes
+    state = replace(
+        state, detector=detector, compute=compute, profile=profile, judged_routes=judged_routes
+    )
     return state, verdict_events(changed, before), tuple(notices)
 
 
@@ -222,7 +225,7 @@ def _record_findings(
         links_changed=findings.links_changed or failed or bool(kinds),
         turned_slow=findings.turned_slow or failed or EventKind.STRAGGLER_DETECTED in kinds,
     )
-    return replace(state, findings=findings, judged_routes=state.plan.routes, from_start=())
+    return replace(state, findings=findings, from_start=())
 
 
 def _judge_probes(
@@ -251,7 +254,12 @@ def _drop_probes(state: ControllerState, phase: Probing) -> ControllerState:
 
 
 def _request_if_due(state: ControllerState) -> Advance:
-    """Request candidates if they are due and no decision is under way."""
+    """Request candidates if they are due and no decision is under way.
+
+    Until a step of the plan in force has been measured, verdicts have the times of other routes.
+    """
+    if state.judged_routes not in (None, state.plan.routes):
+        return Advance(state)
     findings = state.findings
     may_begin = state.retries.may_begin(state.step, turned_slow=findings.turned_slow)
     is_due = findings.is_due or state.step >= findings.request_at_step

@@ -357,6 +357,7 @@ def test_a_handover_in_mid_step_is_planned_for_before_the_step_ends():
 def test_a_delegated_link_that_turns_slow_in_mid_step_is_planned_for_too():
     state = warmed_up()
     state = replace(state, plan=replace(state.plan, routes=dict.fromkeys(LINKS, "delegated")))
+    state = advance(state, step_of(state, _WARM_UP)).state
     result = advance(state, SlowLink(LINKS[1], {"1>2": (40.0,) * 5}))
     assert [event.kind for event in result.events] == ["straggler_detected"]
     assert result.state.paths.unrestored == frozenset()
@@ -365,6 +366,20 @@ def test_a_delegated_link_that_turns_slow_in_mid_step_is_planned_for_too():
     assert isinstance(request, RequestCandidates)
     again = advance(result.state, SlowLink(LINKS[1], {"1>2": (40.0,) * 5}))
     assert (again.events, again.commands) == ((), ())
+
+
+def test_delays_of_other_routes_than_the_plans_are_not_planned_with():
+    state = warmed_up()
+    state = replace(state, plan=replace(state.plan, routes=dict.fromkeys(LINKS, "delegated")))
+    late = SlowLink(LINKS[1], {"1>2": (40.0,) * 5})
+    result = advance(state, late)  # before any step of that plan has been observed
+    assert [event.kind for event in result.events] == ["straggler_detected"]
+    assert result.commands == ()
+    result = advance(result.state, step_of(result.state, _WARM_UP, {LINKS[1]: 40.0}))
+    (request,) = result.commands
+    assert isinstance(request, RequestCandidates)
+    latencies_ms = {each.direction: each.latency_ms for each in request.verdicts}
+    assert latencies_ms[0, 1] == 1.5
 
 
 def test_a_plan_that_does_not_know_a_link_to_be_slow_is_withdrawn():
