@@ -15,7 +15,7 @@ from jaxmorph.control.direction_watch import (
     after_messages_in_time,
 )
 from jaxmorph.control.link_state import Direction, LinkHealth
-from jaxmorph.control.measurements import LinkSample, StepSamples, robust_spread
+from jaxmorph.control.measurements import DirectionSamples, StepSamples, robust_spread
 from jaxmorph.control.route_record import OTHER_ROUTE_MS, Usual
 from jaxmorph.control.verdicts import Evidence, KnownDirection, Verdict
 from jaxmorph.records import Route
@@ -86,19 +86,19 @@ class Detector:
     def begin_slow(
         self,
         step: int,
-        samples: Sequence[LinkSample],
+        samples: DirectionSamples,
         usual_ms: Mapping[bool, float],
         known: Verdict | None = None,
     ) -> tuple["Detector", list[Verdict]]:
         """Mark a direction slow that was slow before its first measurement.
 
         Args:
-            samples: Its last messages, at least one, in the order of sending.
+            samples: Its last messages.
             usual_ms: The time of a healthy message, by whether it is direct.
             known: Its verdict when the run last stopped; None: judge by the samples.
         """
         expected = {is_direct: Usual.of(each_ms) for is_direct, each_ms in usual_ms.items()}
-        watch = _watch(self.directions, samples[-1].direction)
+        watch = _watch(self.directions, samples.direction)
         return self._after(watch.begin_slow(step, samples, expected, known), watch)
 
     def with_usual(self, direction: Direction, usual_ms: float, *, is_direct: bool) -> "Detector":

@@ -6,17 +6,11 @@ step's messages.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 
 import numpy as np
 
 from jaxmorph.control.link_state import SENTENCES, TRANSITIONS, Direction, LinkHealth, Trigger
-from jaxmorph.control.measurements import (
-    DirectionSamples,
-    LinkSample,
-    StepSamples,
-    durations_by_route,
-)
+from jaxmorph.control.measurements import DirectionSamples, LinkSample, StepSamples
 from jaxmorph.control.route_record import (
     GOOD_STEPS,
     LEARNING_MESSAGES,
@@ -46,8 +40,7 @@ class DirectionState:
         verdict: Its latency and jitter are the latest.
         direct: The record of direct messages; None: none was seen.
         delegated: The record of delegated messages.
-        is_direct: Whether most messages take the direct route now; None: none was seen.
-        judged_by: Whether the verdict came by the direct route; None: either route may end it.
+        is_direct: Whether messages take the direct route now; None: none was seen.
         level_ms: The time of messages when the direction was last judged.
         unrest: How often a slow link's delay has changed recently.
         good_steps: The steps in a row in which a recovering link's messages were in time.
@@ -57,7 +50,6 @@ class DirectionState:
     direct: RouteState | None = None
     delegated: RouteState | None = None
     is_direct: bool | None = None
-    judged_by: bool | None = None
     level_ms: float = 0.0
     unrest: float = 0.0
     good_steps: int = 0
@@ -79,7 +71,7 @@ class DirectionState:
         verdict = self.verdict.with_latency(usual.baseline_ms, usual.spread_ms)
         routes = (route, self.delegated) if self.is_direct else (self.direct, route)
         unrest = _CALMING * self.unrest
-        kept = self.is_direct, self.judged_by, self.level_ms
+        kept = self.is_direct, self.level_ms
         return DirectionState(verdict, *routes, *kept, unrest, self.good_steps)
 
 
@@ -93,7 +85,7 @@ def after_messages_in_time(
     """
     read: dict[Direction, tuple[RouteState, np.ndarray]] = {}
     for direction, each in samples.items():
-        if isinstance(each, DirectionSamples) and (state := directions.get(direction)):
+        if state := directions.get(direction):
             route = state.route_of_healthy(each.is_direct)
             if route is not None and route.are_in_time(len(each), each.longest_ms):
                 read[direction] = route, each.durations_ms
@@ -106,10 +98,8 @@ def after_messages_in_time(
 class DirectionWatch:
     """Judges one direction by a step's messages: the working copy of its state.
 
-    Each route has its own history. The route that most messages of a step take is the current one:
-    its messages decide whether the link is slow. Messages on the other route count as probes of it.
-    They may show that the link is slow, or, if the current route has no healthy history yet, that
-    it has recovered. No message ends a dead state: see `TRANSITIONS`.
+    Each route has its own history. All messages of a step take one, the current route. No message
+    ends a dead state: see `TRANSITIONS`.
 
     Attributes:
         verdict: Its latency and jitter are the latest.
@@ -122,7 +112,7 @@ class DirectionWatch:
         self.verdict = state.verdict
         kept = ((True, state.direct), (False, state.delegated))
         self._routes = {is_direct: RouteRecord(of) for is_direct, of in kept if of is not None}
-        self._current, self._judged_by = state.is_direct, state.judged_by
+        self._current = state.is_direct
         self._level_ms, self._unrest = state.level_ms, state.unrest
         self._good_steps = state.good_steps
         self.first_measured: bool | None = None
@@ -135,25 +125,24 @@ class DirectionWatch:
             routes.get(True),
             routes.get(False),
             self._current,
-            self._judged_by,
             self._level_ms,
             self._unrest,
             self._good_steps,
         )
 
-    def observe(self, step: int, samples: Sequence[LinkSample]) -> list[Verdict]:
-        """Judge a step's messages, at least one, in the order of sending.
+    def observe(self, step: int, samples: DirectionSamples) -> list[Verdict]:
+        """Judge a step's messages.
 
         Returns:
             The verdicts that it led to, in order; the last one with the latest latency and jitter.
         """
-        self._update_route(samples)
+        self._take_route(is_direct=samples.is_direct)
         self._unrest *= _CALMING
         health_before = self.verdict.health
         changes: list[Verdict] = []
         for sample in samples:
             may_move = not changes  # one change of delay a step is enough
-            changes += self._read(step, sample, may_move=may_move)
+            changes += self._read(step, sample, samples.is_direct, may_move=may_move)
         if health_before is self.verdict.health is LinkHealth.RECOVERING:
             changes += self._count_good_step(step, samples)
         for is_direct, record in self._routes.items():
@@ -170,7 +159,7 @@ class DirectionWatch:
     def begin_slow(
         self,
         step: int,
-        samples: Sequence[LinkSample],
+        samples: DirectionSamples,
         expected: Mapping[bool, Usual],
         known: Verdict | None = None,
     ) -> list[Verdict]:
@@ -183,9 +172,9 @@ class DirectionWatch:
         """
         for is_direct, usual in expected.items():
             self._record(is_direct).usual = usual
-        self._update_route(samples)
+        self._take_route(is_direct=samples.is_direct)
         if known is None:
-            took_ms = [sample.duration_ms for sample in samples]
+            took_ms = samples.durations_ms.tolist()
             return self._transition(step, Trigger.ROSE, self._current, took_ms)
         baseline_ms = known.evidence.baseline_ms
         detail = f"{known.latency_ms:.1f} ms (healthy: {baseline_ms:.1f})"
@@ -238,11 +227,6 @@ class DirectionWatch:
             changes += self._transition(step, Trigger.RETURNED, None, (), detail)
         return changes
 
-    def _update_route(self, samples: Sequence[LinkSample]) -> None:
-        self._take_route(
-            is_direct=2 * len(durations_by_route(samples).get(True, ())) > len(samples)
-        )
-
     def _take_route(self, *, is_direct: bool) -> None:
         if is_direct is self._current:
             return
@@ -252,7 +236,6 @@ class DirectionWatch:
         now = self._expected(is_direct)
         if before is not None and now is not None:  # the same delay, beyond another usual time
             self._level_ms += now.baseline_ms - before.baseline_ms
-        self._judged_by = is_direct
 
     def _record(self, is_direct: bool) -> RouteRecord:
         if is_direct not in self._routes:
@@ -274,8 +257,10 @@ class DirectionWatch:
             return self._assume(is_direct, self._usual(not is_direct))
         return known
 
-    def _read(self, step: int, sample: LinkSample, *, may_move: bool) -> list[Verdict]:
-        record, usual = self._record(sample.is_direct), self._expected(sample.is_direct)
+    def _read(
+        self, step: int, sample: LinkSample, is_direct: bool, *, may_move: bool
+    ) -> list[Verdict]:
+        record, usual = self._record(is_direct), self._expected(is_direct)
         is_healthy = self.verdict.health is LinkHealth.HEALTHY
         if usual is None or not is_healthy:
             record.recent.add(sample.duration_ms)
@@ -288,52 +273,41 @@ class DirectionWatch:
             return []
         is_slow_or_dead = self.verdict.health is LinkHealth.SLOW
         if not is_slow_or_dead and (late_ms := record.late_beyond_chance()):
-            return self._transition(step, Trigger.ROSE, sample.is_direct, late_ms)
-        if self._may_clear(sample.is_direct) and len(record.calm) >= SETTLED_RUN:
-            return self._transition(step, Trigger.FELL, sample.is_direct, record.calm)
-        if is_slow_or_dead and may_move and sample.is_direct is self._current:
-            return self._read_level(step, sample, record, usual)
+            return self._transition(step, Trigger.ROSE, is_direct, late_ms)
+        if self.verdict.is_slow and len(record.calm) >= SETTLED_RUN:
+            return self._transition(step, Trigger.FELL, is_direct, record.calm)
+        if is_slow_or_dead and may_move:
+            return self._read_level(step, sample.duration_ms, record, usual)
         return []
 
     def _read_level(
-        self, step: int, sample: LinkSample, record: RouteRecord, usual: Usual
+        self, step: int, duration_ms: float, record: RouteRecord, usual: Usual
     ) -> list[Verdict]:
         """Check whether the messages of a slow or dead link take clearly more or less time."""
         is_dead = self.verdict.is_dead
         # A message in time is not another delay; one between in time and late is.
-        if not is_dead and sample.duration_ms <= usual.calm_ms:
+        if not is_dead and duration_ms <= usual.calm_ms:
             record.moved.clear()
             return []
-        record.read_level(sample.duration_ms, self._level_ms, self._unrest)
+        record.read_level(duration_ms, self._level_ms, self._unrest)
         if len(record.moved) < SETTLED_RUN:
             return []
         self._unrest += 1.0
         trigger = Trigger.SHIFTED if is_dead else Trigger.MOVED
-        return self._transition(step, trigger, sample.is_direct, record.moved)
+        return self._transition(step, trigger, self._current, record.moved)
 
-    def _may_clear(self, is_direct: bool) -> bool:
-        """Whether messages of a route can show that the link is no longer slow."""
-        if not self.verdict.is_slow:
-            return False
-        only_measured = self._usual(not is_direct) is None and self._usual(is_direct) is not None
-        return only_measured or self._counts(is_direct)
-
-    def _counts(self, is_direct: bool) -> bool:
-        return self._judged_by is None or self._judged_by is is_direct
-
-    def _count_good_step(self, step: int, samples: Sequence[LinkSample]) -> list[Verdict]:
-        counting = [each for each in samples if self._counts(each.is_direct)]
-        usual = self._expected(counting[0].is_direct) if counting else None
+    def _count_good_step(self, step: int, samples: DirectionSamples) -> list[Verdict]:
+        usual = self._expected(samples.is_direct)
         if usual is None:
             return []
-        took_ms = [each.duration_ms for each in counting]
-        if median(took_ms) <= usual.calm_ms:
+        if samples.median_ms <= usual.calm_ms:
             self._good_steps += 1
-        elif median(took_ms) > usual.threshold_ms:
+        elif samples.median_ms > usual.threshold_ms:
             self._good_steps = 0
         if self._good_steps < GOOD_STEPS:
             return []
-        return self._transition(step, Trigger.LASTED, counting[0].is_direct, took_ms)
+        took_ms = samples.durations_ms.tolist()
+        return self._transition(step, Trigger.LASTED, samples.is_direct, took_ms)
 
     def _transition(
         self,
@@ -367,7 +341,7 @@ class DirectionWatch:
             evidence=_evidence(run_ms, usual),
             reason=self._sentence(trigger, run_ms, usual, detail),
         )
-        self._judged_by, self._good_steps = is_direct, 0
+        self._good_steps = 0
         if trigger is not Trigger.LASTED:
             for route, record in self._routes.items():
                 record.reset(run_ms if route is is_direct else ())

@@ -82,7 +82,7 @@ class EndWatch:
         if record.usual is None:
             record.healthy.learn([took_ms])
             return False
-        sample = LinkSample(*_EITHER, 0, took_ms, at_ms, is_direct=True)
+        sample = LinkSample(0, took_ms, at_ms)
         record.read(sample, record.usual, learns=self._is_armed)
         return bool(record.late) and bool(record.late_beyond_chance())
 

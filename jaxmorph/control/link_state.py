@@ -344,15 +344,11 @@ class FailedPaths:
         sender doesn't wait, and its receiver waits for more than the message.
         """
         failed = self.unrestored
-        if not failed:
-            return samples
-        valid = {
-            at: [sample for sample in each if not sample.is_direct]
-            if link_of(at) in failed
-            else each
-            for at, each in samples.items()
+        return {
+            direction: each
+            for direction, each in samples.items()
+            if not (each.is_direct and link_of(direction) in failed)
         }
-        return {direction: each for direction, each in valid.items() if each}
 
     def in_words(self) -> dict[str, str]:
         """The links with failed paths, for the terminal."""

@@ -3,8 +3,8 @@
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from statistics import median
-from typing import Any, NamedTuple, TypeAlias, overload
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -21,25 +21,16 @@ class LinkSample(NamedTuple):
     Attributes:
         duration_ms: Its time on the link.
         at_ms: When it ended, by the receiver's clock since the step began.
-        is_direct: Whether it was a direct transfer, which holds both ends' queues.
     """
 
-    source: int
-    destination: int
     microbatch: int
     duration_ms: float
     at_ms: float
-    is_direct: bool
 
     @property
     def sent_ms(self) -> float:
         """When the link began to carry it, by the same clock."""
         return self.at_ms - self.duration_ms
-
-    @property
-    def direction(self) -> tuple[int, int]:
-        """Its sender and receiver."""
-        return self.source, self.destination
 
 
 def packed(rows: Sequence[Sequence[int]] | np.ndarray) -> bytes:
@@ -69,8 +60,11 @@ MICROBATCHES = 1 << 20
 """A message's number modulo this is its microbatch."""
 
 
-class DirectionSamples(Sequence[LinkSample]):
-    """The messages of one direction as samples, which are made only where someone reads them.
+@dataclass(frozen=True, eq=False)
+class DirectionSamples:
+    """A step's messages of one direction, all on one route, in the order of sending.
+
+    They are made samples only where someone reads them.
 
     Attributes:
         durations_ms: float64.
@@ -78,76 +72,44 @@ class DirectionSamples(Sequence[LinkSample]):
         longest_ms: The longest.
     """
 
-    def __init__(
-        self,
-        direction: tuple[int, int, bool],
-        table: np.ndarray,
-        durations_ms: np.ndarray,
-        median_ms: float,
-        longest_ms: float,
-    ) -> None:
-        self.direction, self.is_direct = direction[:2], direction[2]
-        self._table, self.durations_ms = table, durations_ms
-        self.median_ms, self.longest_ms = median_ms, longest_ms
+    source: int
+    destination: int
+    is_direct: bool
+    table: np.ndarray
+    durations_ms: np.ndarray
+    median_ms: float
+    longest_ms: float
 
-    @classmethod
-    def of_all(cls, messages: Iterable[MessageTables]) -> "Iterator[DirectionSamples]":
-        """Those of all directions of a step."""
-        for directions, rows in messages:
-            tables = unpacked(rows, len(directions))
-            durations_ms = (tables[:, 2] - tables[:, 1]) / 1e3
-            medians_ms, longest_ms = middles(durations_ms), durations_ms.max(axis=1)
-            of_each = tables, durations_ms, medians_ms.tolist(), longest_ms.tolist()
-            yield from map(cls, directions, *of_each)
+    @property
+    def direction(self) -> tuple[int, int]:
+        """Their sender and receiver."""
+        return self.source, self.destination
 
     def __len__(self) -> int:
         return len(self.durations_ms)
 
-    @overload
-    def __getitem__(self, index: int) -> LinkSample: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[LinkSample]: ...
-    def __getitem__(self, index: int | slice) -> LinkSample | Sequence[LinkSample]:
-        return [*self][index]
-
     def __iter__(self) -> Iterator[LinkSample]:
-        numbers, _, ended_us = self._table.tolist()
+        numbers, _, ended_us = self.table.tolist()
         each = zip(numbers, self.durations_ms.tolist(), ended_us, strict=True)
         for number, took_ms, at_us in each:
-            microbatch = number % MICROBATCHES
-            yield LinkSample(*self.direction, microbatch, took_ms, at_us / 1e3, self.is_direct)
+            yield LinkSample(number % MICROBATCHES, took_ms, at_us / 1e3)
 
 
-StepSamples: TypeAlias = dict[tuple[int, int], Sequence[LinkSample]]
-"""A step's samples by direction, each in the order of sending."""
+StepSamples: TypeAlias = dict[tuple[int, int], DirectionSamples]
+"""A step's samples by direction."""
 
 
 def by_direction(messages: Iterable[MessageTables]) -> StepSamples:
-    """All samples of a step by direction."""
+    """All samples of a step; a plan has one route for each link."""
     found: StepSamples = {}
-    for own in DirectionSamples.of_all(messages):
-        its: Sequence[LinkSample] = own
-        if before := found.get(own.direction):  # some of its messages took the other route
-            its = sorted([*before, *own], key=lambda sample: (sample.sent_ms, sample.at_ms))
-        found[own.direction] = its
+    for directions, rows in messages:
+        tables = unpacked(rows, len(directions))
+        durations_ms = (tables[:, 2] - tables[:, 1]) / 1e3
+        medians_ms, longest_ms = middles(durations_ms), durations_ms.max(axis=1)
+        of_each = tables, durations_ms, medians_ms.tolist(), longest_ms.tolist()
+        for direction, *own in zip(directions, *of_each, strict=True):
+            found[direction[:2]] = DirectionSamples(*direction, *own)
     return found
-
-
-def durations_by_route(samples: Sequence[LinkSample]) -> dict[bool, Sequence[float] | np.ndarray]:
-    """The times of a direction's messages, by whether they were direct."""
-    if isinstance(samples, DirectionSamples):
-        return {samples.is_direct: samples.durations_ms}
-    found: dict[bool, Any] = {}
-    for sample in samples:
-        found.setdefault(sample.is_direct, []).append(sample.duration_ms)
-    return found
-
-
-def median_ms(samples: Sequence[LinkSample]) -> float:
-    """The median time of a direction's messages on either route."""
-    if isinstance(samples, DirectionSamples):
-        return samples.median_ms
-    return median(sample.duration_ms for sample in samples)
 
 
 def link_medians_ms(samples: StepSamples) -> dict[str, float]:
@@ -156,7 +118,7 @@ def link_medians_ms(samples: StepSamples) -> dict[str, float]:
     Milliseconds, rounded to a microsecond.
     """
     return {
-        f"{source}>{destination}": round(median_ms(each), _DIGITS)
+        f"{source}>{destination}": round(each.median_ms, _DIGITS)
         for (source, destination), each in sorted(samples.items())
     }
 
@@ -246,26 +208,8 @@ def robust_spread(values: Iterable[float]) -> float:
 
 
 def _spread_of_ordered(ordered: Sequence[float]) -> float:
-    if not ordered:
-        return 0.0
-    middle, half = _middle(ordered), len(ordered) // 2
-    distance = _distance_of_nearest(ordered, middle, half + 1)
-    if len(ordered) % 2 == 0:
-        distance = (_distance_of_nearest(ordered, middle, half) + distance) / 2
-    return _TO_STANDARD_DEVIATION * distance
-
-
-def _distance_of_nearest(ordered: Sequence[float], middle: float, count: int) -> float:
-    """The largest distance from the middle among the `count` values that are nearest to it.
-
-    These lie side by side, so a binary search finds the first of them, and no distance is sorted.
-    """
-    at = bisect_left(
-        range(len(ordered) - count),
-        True,
-        key=lambda first: middle - ordered[first] <= ordered[first + count] - middle,
-    )
-    return max(abs(ordered[at] - middle), abs(ordered[at + count - 1] - middle))
+    middle = _middle(ordered)
+    return _TO_STANDARD_DEVIATION * _middle(sorted(abs(value - middle) for value in ordered))
 
 
 def middles(values: np.ndarray) -> np.ndarray:

@@ -4,19 +4,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from statistics import median
 from typing import Any
 
 from jaxmorph.control.link_state import link_of
-from jaxmorph.control.measurements import (
-    LinkSample,
-    OpTime,
-    RunningEstimate,
-    StepSamples,
-    by_direction,
-    durations_by_route,
-    median_ms,
-)
+from jaxmorph.control.measurements import OpTime, RunningEstimate, StepSamples, by_direction
 from jaxmorph.control.rank_times import RankTimes, copies_ms_of, joined_messages, op_times_of
 from jaxmorph.records import Link
 from jaxmorph.schedule.costs import CopyCosts, LinkDelay, Links, StageCosts, StashBytes
@@ -89,9 +80,8 @@ class Profiler:
         for key, time in ops.items():
             self._ops[key].add(time.median_ms)
         for (source, destination), each in samples.items():
-            is_direct, took_ms = _main_message(each)
-            self._forget_other_route(source, destination, is_direct)
-            self._links[source, destination].add(took_ms)
+            self._forget_other_route(source, destination, each.is_direct)
+            self._links[source, destination].add(each.median_ms)
 
     def profile(self) -> Profile:
         """The medians of recent steps; a run of full backwards counts them as B and none as W."""
@@ -134,10 +124,3 @@ def _median_of(estimates: Mapping[Any, RunningEstimate], key: tuple[Any, ...]) -
     """0 for what was never seen."""
     seen = estimates.get(key)  # unlike [], adds no entry to a defaultdict
     return 0.0 if seen is None else seen.median
-
-
-def _main_message(samples: Sequence[LinkSample]) -> tuple[bool, float]:
-    """The route that most messages of a direction took, and their median; the rest are probes."""
-    routes = durations_by_route(samples)
-    is_direct = max(routes, key=lambda route: len(routes[route]))
-    return is_direct, median_ms(samples) if len(routes) == 1 else median(routes[is_direct])

@@ -14,8 +14,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxmorph.config.sections import Adaptation
 from jaxmorph.control.compute_watch import with_op_ms
 from jaxmorph.control.conditions import usual_delay
@@ -48,7 +46,6 @@ from jaxmorph.control.controller_state import (
 from jaxmorph.control.events import ControlEvent
 from jaxmorph.control.late_directions import LateDirection
 from jaxmorph.control.link_state import Direction, PathFailure, directions_of, link_of
-from jaxmorph.control.measurements import durations_by_route
 from jaxmorph.control.path_reports import JoinedPathReport
 from jaxmorph.control.rank_times import joined_messages, op_times_of, rank_times
 from jaxmorph.control.verdicts import latency_ms_of
@@ -390,12 +387,9 @@ def _added_ms(fact: StepObserved, recorded: ControllerState) -> dict[Direction, 
     """The delay of each direction in the run: its median time minus the usual of the route."""
     added_ms: dict[Direction, float] = {}
     for direction, samples in fact.by_direction.items():
-        for is_direct, durations_ms in durations_by_route(samples).items():
-            route = "direct" if is_direct else "delegated"
-            usual = usual_delay(recorded.usual, route, link_of(direction))
-            added_ms[direction] = max(
-                0.0, float(np.median(durations_ms)) - latency_ms_of(usual, direction)
-            )
+        route = "direct" if samples.is_direct else "delegated"
+        usual = usual_delay(recorded.usual, route, link_of(direction))
+        added_ms[direction] = max(0.0, samples.median_ms - latency_ms_of(usual, direction))
     return added_ms
 
 

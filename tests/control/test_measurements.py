@@ -41,7 +41,7 @@ def test_samples_are_in_the_order_of_sending():
         TransferSpan(1, label, sent, landed, holds_queue=False)
         for label, sent, landed in zip(labels, (8.0, 1.0, 3.0), (9.0, 90.0, 5.0), strict=True)
     ]
-    assert [sample[:3] for sample in samples(*spans)[0, 1]] == [(0, 1, 0), (0, 1, 1), (0, 1, 0)]
+    assert [sample.microbatch for sample in samples(*spans)[0, 1]] == [0, 1, 0]
 
 
 def test_tied_and_half_reported_messages_are_no_samples():

@@ -85,18 +85,6 @@ def test_copy_costs_are_medians_of_medians():
     )  # a stage without copies gets the slowest time
 
 
-def test_probes_on_another_route_are_ignored():
-    def steps(probed):
-        delegated = [
-            TransferSpan(1, f"activation[{m}] 0>1", 0.0, 30.0, holds_queue=False) for m in range(3)
-        ]
-        probe = [TransferSpan(end, "activation[9] 0>1", 0.0, 1.0) for end in (0, 1)]
-        return timeline(["F0:1", "F0:1"], [*delegated, *(probe if probed else [])])
-
-    links = profile(steps(False), steps(False), steps(True)).links
-    assert links[Link(0, 1)].forward_latency_ms == 30.0
-
-
 def test_a_change_of_route_clears_the_estimate():
     def steps(is_direct, took_ms):
         ends = (0, 1) if is_direct else (1,)

@@ -2,6 +2,7 @@
 
 import random
 from functools import partial
+from statistics import median
 
 import numpy as np
 import pytest
@@ -11,12 +12,9 @@ from test_detector import Steps, grouped, messages
 
 from jaxmorph.control import detector
 from jaxmorph.control.measurements import (
-    LinkSample,
-    MessageTables,
     by_direction,
     link_medians_ms,
     op_times,
-    packed,
 )
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.rank_times import (
@@ -41,6 +39,7 @@ from jaxmorph.schedule.timeline import Timeline
 
 COSTS = StageCosts.uniform(3, 10.0, 11.0, 9.0)
 LINKS = chain_links((1.5, 30.0))
+near = partial(pytest.approx, abs=2e-3)  # ranks round times
 
 
 class Noise(Disturbance):
@@ -77,8 +76,11 @@ def reported(timeline):
 
 
 def link_samples(timeline):
-    """One sample for each message that is not of tied gradients, read span by span."""
-    received, other_end = [], {}
+    """Each direction's messages that are not of tied gradients, read span by span.
+
+    Each as (microbatch, whether direct, milliseconds, end).
+    """
+    received, other_end = {}, {}
     for span in timeline.transfers:
         transfer = Transfer.parse(span.label)
         if transfer.payload is Payload.TIED:
@@ -92,15 +94,9 @@ def link_samples(timeline):
             duration_ms = min(duration_ms, met.end_ms - met.start_ms)
             receiver = span if span.stage == transfer.destination else met
         if receiver.stage == transfer.destination:
-            ends = transfer.source, transfer.destination, transfer.microbatch
-            received.append(LinkSample(*ends, duration_ms, receiver.end_ms, span.holds_queue))
+            own = received.setdefault((transfer.source, transfer.destination), [])
+            own.append((transfer.microbatch, span.holds_queue, duration_ms, receiver.end_ms))
     return received
-
-
-def times_of(samples):
-    """Each message's times by its identity; those that ranks report are rounded."""
-    near = partial(pytest.approx, abs=2e-3)
-    return {(*each[:3], each.is_direct): near((each.duration_ms, each.at_ms)) for each in samples}
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2])
@@ -109,11 +105,18 @@ def test_tables_give_what_the_timeline_gives(num_chunks, delegated):
     measured = step_of(1, num_chunks, delegated=delegated)
     ranks = reported(measured)
     samples = by_direction(joined_messages(ranks))
-    sent = [each for of in samples.values() for each in of]
-    found = {(*each[:3], each.is_direct): (each.duration_ms, each.at_ms) for each in sent}
-    assert found == times_of(link_samples(measured))
-    medians_ms = link_medians_ms(grouped(link_samples(measured)))
-    assert link_medians_ms(samples) == pytest.approx(medians_ms, abs=2e-3)
+    found = {
+        direction: sorted(
+            (each.microbatch, of.is_direct, each.duration_ms, each.at_ms) for each in of
+        )
+        for direction, of in samples.items()
+    }
+    expected = link_samples(measured)
+    assert found.keys() == expected.keys()
+    for direction, own in expected.items():
+        np.testing.assert_allclose(found[direction], sorted(own), atol=2e-3)
+        took_ms = median(each[2] for each in own)
+        assert link_medians_ms(samples)["{}>{}".format(*direction)] == near(took_ms)
     for key, time in op_times(measured).items():
         assert op_times_of(ranks)[key] == pytest.approx(time, abs=2e-3)
     assert copies_ms_of(ranks) == {}
@@ -136,13 +139,6 @@ def test_a_message_that_one_end_reports_is_left_out():
     assert [each.microbatch for each in samples[0, 1]] == [0, 1, 2, 4, 5]
 
 
-def table_of(samples):
-    """Messages of one direction, as ranks report them."""
-    rows = [(each.microbatch, 1e3 * each.sent_ms, 1e3 * each.at_ms) for each in samples]
-    (source, destination), is_direct = samples[0].direction, samples[0].is_direct
-    return MessageTables(((source, destination, is_direct),), packed(np.rint(rows).T))
-
-
 steps_ms = st.lists(
     st.lists(st.sampled_from([0.5, 1.0, 1.25, 3.9, 4.5, 5.9, 6.5, 40.0]), min_size=1, max_size=40),
     max_size=12,
@@ -154,7 +150,7 @@ steps_ms = st.lists(
 def test_messages_in_time_are_read_at_once_with_the_same_outcome(steps, is_direct):
     one_by_one, at_once = Steps(), Steps()
     for durations_ms in ([0.5, 1.0, 3.9] * 90, [1.0, 0.5], *steps):
-        samples = by_direction([table_of(messages(durations_ms, is_direct))])
+        samples = grouped(messages(durations_ms, is_direct))
         if durations_ms == [1.0, 0.5]:
             assert detector.after_messages_in_time(at_once.detector.directions, samples)
         at_once.observe(samples)
