@@ -139,10 +139,12 @@ def with_op_ms(costs: StageCosts, stage: int, kind: OpKind, measured_ms: float) 
         case OpKind.W:
             weight_ms = _with(costs.backward_weight_ms, stage, measured_ms)
             return replace(costs, backward_weight_ms=weight_ms)
-        case OpKind.B | OpKind.BW:
-            rest_ms = costs.backward_weight_ms[stage] if kind is OpKind.BW else 0.0
-            input_ms = _with(costs.backward_input_ms, stage, max(0.0, measured_ms - rest_ms))
+        case OpKind.B:
+            input_ms = _with(costs.backward_input_ms, stage, measured_ms)
             return replace(costs, backward_input_ms=input_ms)
+        case OpKind.BW:
+            input_ms = max(0.0, measured_ms - costs.backward_weight_ms[stage])
+            return with_op_ms(costs, stage, OpKind.B, input_ms)
 
 
 def _with(values: Sequence[float], at: int, value: float) -> tuple[float, ...]:

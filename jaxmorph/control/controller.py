@@ -73,7 +73,7 @@ from jaxmorph.control.events import (
 )
 from jaxmorph.control.handover import SlowLink
 from jaxmorph.control.late_directions import late_directions
-from jaxmorph.control.link_state import FailedPaths, PathState, delegated_links
+from jaxmorph.control.link_state import FailedPaths, PathFailure, PathState, delegated_links
 from jaxmorph.control.measurements import OpTime, StepSamples
 from jaxmorph.control.orchestrator import (
     Decision,
@@ -139,24 +139,20 @@ def _observe(state: ControllerState, seen: StepObserved) -> Advance:
     state = replace(state, step=seen.step, paths=paths)
     events, commands = step_paths.events, ()
     if state.adapts:
-        state, link_events = _judge_paths(state, step_paths.report)
+        state, link_events = _judge_paths(state, seen.paths, step_paths.new)
         notices: tuple[ComputeNotice, ...] = ()
         # Steps in which a path fails are excluded: their timings include the stall.
-        if not step_paths.report.is_disturbed:
+        if not seen.paths.is_disturbed:
             state, measured, notices = _measure(state, step_paths.samples, seen.ops)
             link_events += measured
         link_events = state.from_start + link_events
-        state = _record_findings(
-            state, link_events, notices, failed=bool(step_paths.report.failures)
-        )
+        state = _record_findings(state, link_events, notices, failed=bool(step_paths.new))
         state, probe_events, after_probes = _judge_probes(state, seen.probes_ms)
         request = _request_if_due(state)
         state, commands = request.state, after_probes + request.commands
-        commands += _returning(state, step_paths.report.restored)
+        commands += _returning(state, seen.paths.restored)
         events += link_events + tuple(map(notice_event, notices)) + probe_events
-    return Advance(
-        replace(state, paths=state.paths.restore(step_paths.report.restored)), commands, events
-    )
+    return Advance(replace(state, paths=state.paths.restore(seen.paths.restored)), commands, events)
 
 
 def _turn_slow(state: ControllerState, seen: SlowLink) -> Advance:
@@ -177,11 +173,13 @@ def _turn_slow(state: ControllerState, seen: SlowLink) -> Advance:
 
 
 def _judge_paths(
-    state: ControllerState, report: JoinedPathReport
+    state: ControllerState, report: JoinedPathReport, new: Sequence[PathFailure]
 ) -> tuple[ControllerState, tuple[ControlEvent, ...]]:
     routes = state.plan.routes
-    paths, detector, events = judge_paths(state.paths, state.detector, state.step, report, routes)
-    failed = [failure.link for failure in report.failures]
+    paths, detector, events = judge_paths(
+        state.paths, state.detector, state.step, report, new, routes
+    )
+    failed = [failure.link for failure in new]
     # A link that the plan delegates can only have failed in a probe. That counts as a change of its
     # route, so that the next attempt waits longer.
     probed = [link for link in failed if routes.get(link) == "delegated"]
@@ -284,7 +282,7 @@ def _request(state: ControllerState, findings: Findings, *, again: bool = False)
 def _decide(state: ControllerState, asked: AwaitingCandidates, options: Options) -> Advance:
     """Decide, but repeat the request once if links have changed since, or are in time again."""
     late = late_directions(each for each in asked.verdicts if each.step >= asked.step)
-    has_calmed = any(not state.detector.verdicts[each.direction].is_slow for each in late)
+    has_calmed = any(not state.detector.verdicts[each].is_slow for each in late)
     if (state.findings.links_changed or has_calmed) and not asked.again:
         return _request(state, state.findings.with_earlier(asked.findings), again=True)
     situation = Situation(
@@ -347,7 +345,7 @@ def _change(state: ControllerState, prepared: Preparing) -> Advance:
         if (each.link in newly if newly else each.step >= last_step)
     )
     restored = state.paths.unrestored & back
-    command = ChangePlan(change, restored, late if is_for_slow_links else ())
+    command = ChangePlan(change, restored, late if is_for_slow_links else {})
     changing = Changing(change, state.dwell, prepared.findings, tuple(sorted(known)))
     dwell = dwell_after(state.dwell, now, then, situation.step)
     return Advance(replace(state, phase=changing, dwell=dwell, retries=Retries()), (command,))

@@ -15,7 +15,7 @@ from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.events import ControlEvent, PlanChange, verdict_events
 from jaxmorph.control.handover import SlowLink
-from jaxmorph.control.late_directions import LateDirection
+from jaxmorph.control.late_directions import LateDirections
 from jaxmorph.control.link_state import FailedPaths
 from jaxmorph.control.measurements import (
     MessageTables,
@@ -24,7 +24,7 @@ from jaxmorph.control.measurements import (
     by_direction,
 )
 from jaxmorph.control.orchestrator import Decision, Dwell, Options, Situation
-from jaxmorph.control.path_reports import EMPTY_REPORT, JoinedPathReport
+from jaxmorph.control.path_reports import JoinedPathReport
 from jaxmorph.control.probes import ProvenLinks
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import Verdict, dead_links
@@ -33,9 +33,6 @@ from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import Plan
 
 _FIRST_WAIT_STEPS, _LONGEST_WAIT_STEPS = 4, 64
-
-ChangedOps: TypeAlias = Mapping[tuple[int, OpKind], ComputeNotice]
-"""The latest notice of each stage and kind of op that has changed."""
 
 
 # --- Observations --------------------------------------------------------------------------------
@@ -53,7 +50,7 @@ class StepObserved:
     step: int
     ops: Mapping[tuple[int, OpKind], OpTime] = field(default_factory=dict)
     probes_ms: Mapping[str, float] = field(default_factory=dict)
-    paths: JoinedPathReport = EMPTY_REPORT
+    paths: JoinedPathReport = field(default_factory=JoinedPathReport)
     messages: tuple[MessageTables, ...] = ()
 
     @cached_property
@@ -174,7 +171,7 @@ class ChangePlan:
 
     change: PlanChange
     restore: frozenset[Link] = frozenset()
-    late: tuple[LateDirection, ...] = ()
+    late: LateDirections = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -202,14 +199,14 @@ class Findings:
 
     Attributes:
         is_due: Whether to request candidates for them.
-        ops: The ops that have changed.
+        ops: The latest notice of each stage and kind of op that has changed.
         links_changed: Whether links have changed.
         turned_slow: Whether a link has turned slow or failed.
         request_at_step: When to request candidates even without findings.
     """
 
     is_due: bool = False
-    ops: ChangedOps = field(default_factory=dict)
+    ops: Mapping[tuple[int, OpKind], ComputeNotice] = field(default_factory=dict)
     links_changed: bool = False
     turned_slow: bool = False
     request_at_step: float = math.inf
@@ -294,9 +291,9 @@ Phase: TypeAlias = Starting | Idle | AwaitingCandidates | Probing | Preparing | 
 class Retries:
     """The failures of planning in a row, and when to retry.
 
-    The first retry waits 4 steps, each further one twice as long, at most 64. While no plan
-    includes a link that has turned slow or failed, the first four wait 4 steps each. A success
-    resets the count.
+    A failure delays the next try by 4 steps, the next by 8, and so on up to 64. If a link has
+    turned slow or failed since, each of the first four failures delays it by 4 steps only. A
+    decision resets both.
     """
 
     failures: int = 0

@@ -66,14 +66,14 @@ class Detector:
     ) -> tuple["Detector", list[Verdict]]:
         """Mark a direction slow by messages of an unfinished step; nothing changes if it was."""
         watch = _watch(self.directions, direction)
-        return self._after(watch.turned_slow(step, late_ms, is_direct=is_direct), watch)
+        changes = watch.turned_slow(step, late_ms, is_direct=is_direct)
+        return self._with(watch), changes
 
-    def observe_failure(
-        self, step: int, direction: Direction, detail: str
-    ) -> tuple["Detector", list[Verdict]]:
+    def observe_failure(self, step: int, direction: Direction, detail: str) -> "Detector":
         """Mark a direction dead; no verdict changes if it was dead already."""
         watch = _watch(self.directions, direction)
-        return self._after(watch.path_failed(step, detail), watch)
+        watch.path_failed(step, detail)
+        return self._with(watch)
 
     def observe_return(
         self, step: int, direction: Direction, up_steps: int
@@ -81,7 +81,8 @@ class Detector:
         """Mark the direct path of a dead direction as returned; no other direction changes."""
         detail = f"both ends have found its direct path up for {up_steps} steps in a row"
         watch = _watch(self.directions, direction)
-        return self._after(watch.path_returned(step, detail), watch)
+        changes = watch.path_returned(step, detail)
+        return self._with(watch), changes
 
     def begin_slow(
         self,
@@ -89,7 +90,7 @@ class Detector:
         samples: DirectionSamples,
         usual_ms: Mapping[bool, float],
         known: Verdict | None = None,
-    ) -> tuple["Detector", list[Verdict]]:
+    ) -> "Detector":
         """Mark a direction slow that was slow before its first measurement.
 
         Args:
@@ -99,13 +100,14 @@ class Detector:
         """
         expected = {is_direct: Usual.of(each_ms) for is_direct, each_ms in usual_ms.items()}
         watch = _watch(self.directions, samples.direction)
-        return self._after(watch.begin_slow(step, samples, expected, known), watch)
+        watch.begin_slow(step, samples, expected, known)
+        return self._with(watch)
 
     def with_usual(self, direction: Direction, usual_ms: float, *, is_direct: bool) -> "Detector":
         """The detector with a healthy message's time on a route, unless it has learned that."""
         watch = _watch(self.directions, direction)
         watch.expect(is_direct, Usual.of(usual_ms))
-        return Detector({**self.directions, direction: watch.state()})
+        return self._with(watch)
 
     def known_directions(self) -> tuple[KnownDirection, ...]:
         """The directions that are slow or dead now, for a later start of the run."""
@@ -138,10 +140,8 @@ class Detector:
         }
         return {route: usual.baseline_ms for route, usual in found.items() if usual is not None}
 
-    def _after(
-        self, changes: list[Verdict], watch: DirectionWatch
-    ) -> tuple["Detector", list[Verdict]]:
-        return Detector({**self.directions, watch.verdict.direction: watch.state()}), changes
+    def _with(self, watch: DirectionWatch) -> "Detector":
+        return Detector({**self.directions, watch.verdict.direction: watch.state()})
 
 
 def _watch(directions: Mapping[Direction, DirectionState], direction: Direction) -> DirectionWatch:

@@ -162,7 +162,7 @@ class DirectionWatch:
         samples: DirectionSamples,
         expected: Mapping[bool, Usual],
         known: Verdict | None = None,
-    ) -> list[Verdict]:
+    ) -> None:
         """Mark the direction slow before the first step.
 
         Args:
@@ -174,16 +174,14 @@ class DirectionWatch:
             self._record(is_direct).usual = usual
         self._take_route(is_direct=samples.is_direct)
         if known is None:
-            took_ms = samples.durations_ms.tolist()
-            return self._transition(step, Trigger.ROSE, self._current, took_ms)
+            self._transition(step, Trigger.ROSE, self._current, samples.durations_ms.tolist())
+            return
         baseline_ms = known.evidence.baseline_ms
         detail = f"{known.latency_ms:.1f} ms (healthy: {baseline_ms:.1f})"
-        if not self._transition(step, Trigger.KNOWN, self._current, (), detail):
-            return []
-        last = {"latency_ms": known.latency_ms, "jitter_ms": known.jitter_ms}
-        self.verdict = replace(self.verdict, **last, evidence=known.evidence)
-        self._level_ms = known.latency_ms
-        return [self.verdict]
+        if self._transition(step, Trigger.KNOWN, self._current, (), detail):
+            last = {"latency_ms": known.latency_ms, "jitter_ms": known.jitter_ms}
+            self.verdict = replace(self.verdict, **last, evidence=known.evidence)
+            self._level_ms = known.latency_ms
 
     def expect(self, is_direct: bool, usual: Usual) -> None:
         """Give a route its usual times, unless it has learned them."""
@@ -214,9 +212,9 @@ class DirectionWatch:
         self._take_route(is_direct=is_direct)
         return self._transition(step, Trigger.ROSE, is_direct, late_ms)
 
-    def path_failed(self, step: int, detail: str) -> list[Verdict]:
+    def path_failed(self, step: int, detail: str) -> None:
         """Mark the direct path failed; no verdict changes if it had failed already."""
-        return self._transition(step, Trigger.FAILED, self._current, (), detail)
+        self._transition(step, Trigger.FAILED, self._current, (), detail)
 
     def path_returned(self, step: int, detail: str) -> list[Verdict]:
         """Mark the direct path of a dead link as returned."""

@@ -8,9 +8,10 @@ much shorter again, and from the same reports all ranks decide alike whether the
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
+from typing import TypeAlias
 
 from jaxmorph.control.link_state import Direction
 from jaxmorph.control.route_record import CALM_SHARE, FLOOR_MS, SETTLED_RUN
@@ -20,33 +21,21 @@ from jaxmorph.program.instructions import Payload, Transfer
 _REMEMBERED_STEPS = 8  # more than a plan takes
 
 
-@dataclass(frozen=True)
-class LateDirection:
-    """A direction that was slow when a plan was made for it.
+LateDirections: TypeAlias = Mapping[Direction, float]
+"""Directions that were slow when a plan was made for them.
 
-    Attributes:
-        calm_ms: A message that takes no longer is in time again.
-    """
-
-    source: int
-    destination: int
-    calm_ms: float
-
-    @property
-    def direction(self) -> Direction:
-        """The sender and the receiver."""
-        return self.source, self.destination
+Each with the milliseconds of a message that is in time again; one that takes longer is not.
+"""
 
 
-def late_directions(verdicts: Iterable[Verdict]) -> tuple[LateDirection, ...]:
+def late_directions(verdicts: Iterable[Verdict]) -> LateDirections:
     """The directions that are slow by their messages."""
-    found: list[LateDirection] = []
+    found: dict[Direction, float] = {}
     for each in verdicts:
         if each.is_slow:
             baseline_ms, late_ms = each.evidence.baseline_ms, each.evidence.threshold_ms
-            calm_ms = baseline_ms + CALM_SHARE * (late_ms - baseline_ms)
-            found.append(LateDirection(each.source, each.destination, calm_ms))
-    return tuple(found)
+            found[each.direction] = baseline_ms + CALM_SHARE * (late_ms - baseline_ms)
+    return found
 
 
 @dataclass(frozen=True)
@@ -54,11 +43,11 @@ class InTimeAgain:
     """What one rank reports of its ends of links after a step.
 
     Attributes:
-        took_ms: (source, destination, milliseconds) of directions whose last messages took much
-            less than in a step before, as this end saw them.
+        took_ms: Of directions whose last messages took much less than in a step before, as this end
+            saw them.
     """
 
-    took_ms: tuple[tuple[int, int, float], ...] = ()
+    took_ms: Mapping[Direction, float] = field(default_factory=dict)
 
 
 class LastMessages:
@@ -74,26 +63,21 @@ class LastMessages:
             if transfer.payload is not Payload.TIED:
                 now.setdefault((transfer.source, transfer.destination), []).append(duration_ms)
         last_ms = {direction: median(each[-SETTLED_RUN:]) for direction, each in now.items()}
-        fallen = (
-            (*direction, round(each_ms, 3))
+        fallen = {
+            direction: round(each_ms, 3)
             for direction, each_ms in sorted(last_ms.items())
             if any(step.get(direction, 0.0) > each_ms + FLOOR_MS for step in self._before)
-        )
-        report = InTimeAgain(tuple(fallen))
+        }
         self._before.append(last_ms)
-        return report
+        return InTimeAgain(fallen)
 
 
-def are_in_time(late: Sequence[LateDirection], reports: Sequence[InTimeAgain]) -> bool:
+def are_in_time(late: LateDirections, reports: Sequence[InTimeAgain]) -> bool:
     """Whether directions that were late are all in time again.
 
     The end of a direct link that comes first also waits for the other, so one end's time decides.
     """
-    took_ms: dict[Direction, float] = {}
-    for report in reports:
-        for source, destination, each_ms in report.took_ms:
-            least_ms = took_ms.get((source, destination), each_ms)
-            took_ms[source, destination] = min(each_ms, least_ms)
     return bool(late) and all(
-        took_ms.get(each.direction, math.inf) <= each.calm_ms for each in late
+        min(report.took_ms.get(direction, math.inf) for report in reports) <= calm_ms
+        for direction, calm_ms in late.items()
     )

@@ -87,17 +87,12 @@ TRANSITIONS: Mapping[State, Mapping[Trigger, State]] = {
 }
 """The next state by state and trigger; a trigger that is not listed changes nothing.
 
+`Verdict` refuses the other pairs: a direction is healthy only with its path up.
+
 All messages of a link with a failed path are delegated, so none of them can show that the path
 works: only its two ends can. After that, messages decide whether the link has recovered. A link
 without watched messages becomes healthy by a second `RETURNED`.
 """
-
-IMPOSSIBLE: frozenset[State] = frozenset({
-    (LinkHealth.HEALTHY, PathState.FAILED),
-    (LinkHealth.RECOVERING, PathState.FAILED),
-    (LinkHealth.HEALTHY, PathState.RETURNED),
-})  # fmt: skip
-"""The other pairs; `Verdict` refuses them. A direction is healthy only with its path up."""
 
 SENTENCES: Mapping[Trigger, str] = {
     Trigger.ROSE: "is slow: {took} for {count} messages in a row, above {threshold:.1f} ms is late",
@@ -176,7 +171,6 @@ class LinkPath:
     """The direct path of a link that has failed at least once.
 
     Attributes:
-        epoch: Of the link's route: each failure and each restore begins the next one.
         restores_left: See `PathFailure`.
         up_steps: The steps in a row in which both ends found it up since it failed.
         is_unused: Whether no step has used it since it was restored.
@@ -185,7 +179,6 @@ class LinkPath:
 
     state: PathState = PathState.UP
     failures: int = 0
-    epoch: int = 0
     restores_left: int | None = None
     up_steps: int = 0
     is_unused: bool = False
@@ -198,17 +191,15 @@ class LinkPath:
 
     def failed(self) -> "LinkPath":
         """The path after one more failure."""
-        return LinkPath(PathState.FAILED, self.failures + 1, self.epoch + 1)
+        return LinkPath(PathState.FAILED, self.failures + 1)
 
     def handed_over(self) -> "LinkPath":
         """The path after its link was handed over."""
-        epoch, state = self.epoch + 1, PathState.FAILED
-        return replace(self, epoch=epoch, state=state, is_handed_over=True, is_unused=False)
+        return replace(self, state=PathState.FAILED, is_handed_over=True, is_unused=False)
 
     def restored(self) -> "LinkPath":
-        """The path in its next direct epoch."""
-        epoch, state = self.epoch + 1, PathState.UP
-        return replace(self, epoch=epoch, state=state, is_handed_over=False, is_unused=True)
+        """The path when its link is direct again."""
+        return replace(self, state=PathState.UP, is_handed_over=False, is_unused=True)
 
     def counted(self, *, is_up: bool) -> "LinkPath":
         """The path after another step, in which both ends found it up or not."""

@@ -59,7 +59,14 @@ def plan_with_offload(
     free = plan_within(Limits(live_until=device.live_until))
     if fits(free.schedule, device):
         return free
-    candidates = list(_within_devices(plan_within, device, profile, num_tied))
+    candidates: list[_Candidate] = []
+    try:
+        made = plan_within(device)
+    except UserError:  # a schedule of fixed order has a fixed peak
+        pass
+    else:
+        programs = lower_step(made.schedule, profile, made.routes, num_tied)
+        candidates.append(_Candidate(made, _simulated_ms(programs, profile), 0))
     programs = lower_step(free.schedule, profile, free.routes, num_tied)
     shortest_ms = _simulated_ms(programs, profile)  # the lower bound of all candidates
     if not candidates or shortest_ms < candidates[0].step_ms * (1 - _WORTH):
@@ -84,18 +91,6 @@ def with_sampled_copies(programs: Sequence[RankInstructions]) -> tuple[RankInstr
         else offload_these(program, waiting_longest(program, _SAMPLES))
         for program in programs
     )
-
-
-def _within_devices(
-    plan_within: PlanWithin, device: Limits, profile: Profile, num_tied: int
-) -> Iterator[_Candidate]:
-    """The plan that fits without offloads, if there is one."""
-    try:
-        made = plan_within(device)
-    except UserError:  # a schedule of fixed order has a fixed peak
-        return
-    programs = lower_step(made.schedule, profile, made.routes, num_tied)
-    yield _Candidate(made, _simulated_ms(programs, profile), 0)
 
 
 def _wider(plan_within: PlanWithin, device: Limits, free: Plan) -> Iterator[Plan]:

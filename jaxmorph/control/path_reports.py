@@ -1,6 +1,6 @@
 """Ranks' reports on direct paths that fail and return, and their consequences on rank 0."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxmorph.control.detector import Detector
@@ -33,18 +33,16 @@ class JoinedPathReport:
         failures: One for each link whose path was left.
         up: Whether both ends find each failed path up.
         restored: The links whose direct paths are restored after the step.
-        restores_left: See `PathFailure`; also from an end that reported its failure late.
-        is_disturbed: Whether any end left a path. The step's timings may include the stall.
     """
 
     failures: tuple[PathFailure, ...] = ()
     up: Mapping[Link, bool] = field(default_factory=dict)
     restored: tuple[Link, ...] = ()
-    restores_left: Mapping[Link, int] = field(default_factory=dict)
-    is_disturbed: bool = False
 
-
-EMPTY_REPORT = JoinedPathReport()
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether any end left a path. The step's timings may include the stall."""
+        return bool(self.failures)
 
 
 def join_reports(reports: Sequence[PathReport]) -> JoinedPathReport:
@@ -59,14 +57,7 @@ def join_reports(reports: Sequence[PathReport]) -> JoinedPathReport:
     up = {link: _is_up_at_both_ends(link, reports) for link in sorted(named)}
     # An end may have found a path down since rank 0 decided to restore it.
     restored = tuple(link for link in reports[0].restore if up.get(link, False))
-    counts = ((link, failure.restores_left) for link, failure in sorted(failures.items()))
-    return JoinedPathReport(
-        tuple(failure for _, failure in sorted(failures.items())),
-        up,
-        restored,
-        {link: left for link, left in counts if left is not None},
-        is_disturbed=bool(failures),
-    )
+    return JoinedPathReport(tuple(failures[link] for link in sorted(failures)), up, restored)
 
 
 def _is_up_at_both_ends(link: Link, reports: Sequence[PathReport]) -> bool:
@@ -78,13 +69,13 @@ class StepPaths:
     """The direct paths of a step, as rank 0 sees them.
 
     Attributes:
-        report: The reports, with new failures only.
+        new: The failures that no step before had.
         events: Of new failures, and of links that are back on their direct paths.
         samples: The step's valid samples (`FailedPaths.valid_samples`).
         routes: The routes that messages took at the end of the step.
     """
 
-    report: JoinedPathReport
+    new: tuple[PathFailure, ...]
     events: tuple[ControlEvent, ...]
     samples: StepSamples
     routes: dict[Link, Route]
@@ -103,26 +94,28 @@ def read_paths(
     paths, new = paths.record(report.failures)
     paths, restored = paths.take_restored(routes)
     events = (*map(failure_event, new), *map(_restored_event, restored))
-    report = replace(report, failures=new)
-    return paths, StepPaths(
-        report, events, paths.valid_samples(samples), paths.actual_routes(routes)
-    )
+    return paths, StepPaths(new, events, paths.valid_samples(samples), paths.actual_routes(routes))
 
 
 def judge_paths(
-    paths: FailedPaths, detector: Detector, step: int, report: JoinedPathReport, routes: Routes
+    paths: FailedPaths,
+    detector: Detector,
+    step: int,
+    report: JoinedPathReport,
+    new: Iterable[PathFailure],
+    routes: Routes,
 ) -> tuple[FailedPaths, Detector, list[ControlEvent]]:
     """Turn reports on direct paths into verdicts on both directions of their links.
 
     Args:
-        report: With new failures only, as `read_paths` returns it.
+        new: See `StepPaths`.
         routes: Of the plan in force.
 
     Returns:
         The next paths and detector, and events other than those of `read_paths`.
     """
     events: list[ControlEvent] = []
-    for failure in report.failures:
+    for failure in new:
         if failure.is_handover:
             detector, found = judge_late_messages(
                 detector, step, failure.link, failure.late_ms, is_direct=True
@@ -130,9 +123,10 @@ def judge_paths(
             events += found
         else:
             detector = _with_failure(detector, step, failure.link, failure.detail)
-    for link, left in sorted(report.restores_left.items()):
-        paths, was_last = paths.limit_restores(link, left)
-        events += [_given_up_event(link)] if was_last else []
+    for failure in report.failures:  # also from an end that reported it late
+        if failure.restores_left is not None:
+            paths, was_last = paths.limit_restores(failure.link, failure.restores_left)
+            events += [_given_up_event(failure.link)] if was_last else []
     paths, returned, lost = paths.observe(report.up, delegated_links(routes))
     for link in lost:
         detector = _with_failure(detector, step, link, "its direct path is down again")
@@ -165,7 +159,7 @@ def judge_late_messages(
 
 def _with_failure(detector: Detector, step: int, link: Link, detail: str) -> Detector:
     for direction in directions_of(link):
-        detector, _ = detector.observe_failure(step, direction, detail)
+        detector = detector.observe_failure(step, direction, detail)
     return detector
 
 

@@ -240,7 +240,7 @@ class RouteRecord:
         self.recent = RunningEstimate(RECENT_MESSAGES, state.recent_ms)
         healthy_ms = np.frombuffer(state.healthy_ms).tolist()
         self.healthy = HealthyMessages(healthy_ms, state.most_ms, state.most_spread_ms)
-        self._last: LinkSample | None = None  # of this step
+        self._last: LinkSample | None = None  # the message before, if this record has read one
 
     def state(self) -> RouteState:
         """The state to keep."""

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from jaxmorph.control.link_state import (
-    IMPOSSIBLE,
+    TRANSITIONS,
     Direction,
     LinkHealth,
     PathState,
@@ -59,7 +59,7 @@ class Verdict:
     path: PathState = PathState.UP
 
     def __post_init__(self) -> None:
-        if (self.health, self.path) in IMPOSSIBLE:
+        if (self.health, self.path) not in TRANSITIONS:
             raise ValueError(f"got a {self.health} direction whose direct path is {self.path}")
 
     @property

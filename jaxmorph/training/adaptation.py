@@ -15,7 +15,7 @@ from typing import Protocol
 from jaxmorph.config import Config
 from jaxmorph.control.controller_state import ProbeLinks, RestorePaths, first_state
 from jaxmorph.control.detector import Detector
-from jaxmorph.control.late_directions import InTimeAgain, LastMessages, LateDirection, are_in_time
+from jaxmorph.control.late_directions import InTimeAgain, LastMessages, LateDirections, are_in_time
 from jaxmorph.control.path_reports import PathReport, join_reports
 from jaxmorph.program.instructions import Channel, RankInstructions, parse_instructions
 from jaxmorph.records import Link
@@ -47,7 +47,7 @@ class Announced:
     program: str = ""
     slots: Mapping[Channel, int] = field(default_factory=dict)
     probe: tuple[Link, ...] = ()
-    late: tuple[LateDirection, ...] = ()
+    late: LateDirections = field(default_factory=dict)
 
 
 @contextmanager

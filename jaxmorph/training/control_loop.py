@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -39,7 +39,7 @@ from jaxmorph.control.controller_state import (
 )
 from jaxmorph.control.events import ControlEvent, PlanChange
 from jaxmorph.control.handover import SlowLink
-from jaxmorph.control.late_directions import LateDirection
+from jaxmorph.control.late_directions import LateDirections
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import simulate_step
 from jaxmorph.program.instructions import RankInstructions, parse_instructions
@@ -67,7 +67,7 @@ class Morph:
     change: PlanChange
     chosen: Chosen
     restore: frozenset[Link] = frozenset()
-    late: tuple[LateDirection, ...] = ()
+    late: LateDirections = field(default_factory=dict)
     number: int = 0
 
     @property

@@ -44,7 +44,7 @@ from jaxmorph.control.controller_state import (
     with_settings,
 )
 from jaxmorph.control.events import ControlEvent
-from jaxmorph.control.late_directions import LateDirection
+from jaxmorph.control.late_directions import LateDirections
 from jaxmorph.control.link_state import Direction, PathFailure, directions_of, link_of
 from jaxmorph.control.path_reports import JoinedPathReport
 from jaxmorph.control.rank_times import joined_messages, op_times_of, rank_times
@@ -141,7 +141,7 @@ def _in_brief(command: Command) -> list[Any]:
         case ProbeLinks(links, restore):
             return [name, [*map(str, links)], sorted(map(str, restore))]
         case ChangePlan(change, restore, late):
-            ends = [f"{each.source}>{each.destination}" for each in late]
+            ends = ["{}>{}".format(*each) for each in late]
             return [name, change.reason, sorted(map(str, restore)), *ends]
         case RestorePaths(restore):
             return [name, sorted(map(str, restore))]
@@ -337,17 +337,14 @@ class _Simulated:
         usual = usual_delay(self._state.usual, route, link_of(direction))
         return latency_ms_of(usual, direction) + added_ms.get(direction, 0.0)
 
-    def _are_in_time(
-        self, late: Sequence[LateDirection], added_ms: Mapping[Direction, float]
-    ) -> bool:
+    def _are_in_time(self, late: LateDirections, added_ms: Mapping[Direction, float]) -> bool:
         """Whether ranks would drop a change, by the times of the whole step."""
         routes = self._state.plan.routes
 
-        def is_in_time(each: LateDirection) -> bool:
-            route = routes.get(link_of(each.direction), "direct")
-            return self._message_ms(each.direction, route, added_ms) <= each.calm_ms
+        def took_ms(direction: Direction) -> float:
+            return self._message_ms(direction, routes.get(link_of(direction), "direct"), added_ms)
 
-        return bool(late) and all(map(is_in_time, late))
+        return bool(late) and all(took_ms(each) <= calm_ms for each, calm_ms in late.items())
 
     def _paths(self, report: JoinedPathReport, restored: Sequence[Link]) -> JoinedPathReport:
         """Fail each path that is in use here, if it failed or was found down in the run."""
@@ -365,7 +362,6 @@ class _Simulated:
             failures,
             up,
             restored=tuple(link for link in restored if up.get(link, False)),
-            is_disturbed=bool(failures),
         )
 
 

@@ -116,10 +116,10 @@ def _begun_detector(
     for direction, samples in sorted(last.items()):
         known_verdict = known_slow[direction].verdict if direction in known_slow else None
         expected = _usual_ms(direction, usual)
-        detector, _ = detector.begin_slow(-1, samples, expected, known_verdict)
+        detector = detector.begin_slow(-1, samples, expected, known_verdict)
     for each in known:
         if each.verdict.is_dead:
-            detector, _ = detector.observe_failure(-1, each.direction, _DEAD_BEFORE)
+            detector = detector.observe_failure(-1, each.direction, _DEAD_BEFORE)
     return detector
 
 

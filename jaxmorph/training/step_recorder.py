@@ -278,7 +278,7 @@ class StepRecorder:
         observed = step_observed(step, reports)
         _, paths = controller.paths_of_step(loop.state, observed)
         # A step in which a path fails measures nothing: its timings include the stall.
-        if not paths.report.is_disturbed:
+        if not observed.paths.is_disturbed:
             self._profiler.add(observed.ops, copies_ms_of(ranks), paths.samples)
         # First, since the next step may already wait for the controller's decision.
         events = loop.observe(observed)

@@ -41,7 +41,7 @@ class Watched(ControlLoop):
 
     def observe(self, seen):
         _, shown = paths_of_step(self.state, seen)
-        failed = [failure.link for failure in shown.report.failures]
+        failed = [failure.link for failure in seen.paths.failures]
         self.seen.append((seen.step, failed, len(shown.samples)))
         return super().observe(seen)
 

@@ -57,12 +57,14 @@ class Steps:
         self.step += 1
 
     def begin_slow(self, samples, usual_ms, known=None, step=-1):
-        self.detector, changes = self.detector.begin_slow(step, samples, usual_ms, known)
-        return changes
+        return self._changes(self.detector.begin_slow(step, samples, usual_ms, known))
 
     def fail(self, step, detail="", direction=(2, 3)):
-        self.detector, changes = self.detector.observe_failure(step, direction, detail)
-        return changes
+        return self._changes(self.detector.observe_failure(step, direction, detail))
+
+    def _changes(self, detector):
+        before, self.detector = self.detector.verdicts, detector
+        return [each for at, each in detector.verdicts.items() if each != before.get(at)]
 
     def return_path(self, step, direction=(2, 3)):
         self.detector, changes = self.detector.observe_return(step, direction, 20)

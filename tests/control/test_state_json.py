@@ -80,7 +80,9 @@ def test_restored_failed_paths_continue_the_same(sequence):
 
 def test_an_error_names_the_key_and_the_field():
     data = json.loads(dump(FailedPaths.begin(LINKS, 2, 8)))
-    data["links"][1][1]["epoch"] = "many"
-    with pytest.raises(ParseError, match=r"^state: links.1-2.epoch: got 'many', expected a whole"):
+    data["links"][1][1]["failures"] = "many"
+    with pytest.raises(
+        ParseError, match=r"^state: links.1-2.failures: got 'many', expected a whole"
+    ):
         parse(FailedPaths, data, "state")
     assert parse(Detector, {"directions": []}, "state") == Detector()

@@ -180,7 +180,7 @@ class FailingRun:
         self.wires.by_hosts.update(dead)
         detector = Detector()
         for direction in (each for link in dead for each in directions_of(link)):
-            detector, _ = detector.observe_failure(-1, direction, "it had failed before")
+            detector = detector.observe_failure(-1, direction, "it had failed before")
         plan = replace(FIRST, routes={**FIRST.routes, **dict.fromkeys(dead, "delegated")})
         self.plans: Any = PlansHere(config=config, in_force=plan)
         state = first_state(adaptation, plan, PLANNED_FOR, USUAL, detector)

@@ -10,7 +10,7 @@ from failing_run import Mirror
 from jaxmorph.control.controller_state import ProbeLinks
 from jaxmorph.control.events import PlanChange
 from jaxmorph.control.handover import SlowLink
-from jaxmorph.control.late_directions import InTimeAgain, LateDirection
+from jaxmorph.control.late_directions import InTimeAgain
 from jaxmorph.control.link_state import PathFailure
 from jaxmorph.control.path_reports import PathReport
 from jaxmorph.control.profiler import Profile
@@ -153,7 +153,7 @@ def test_rank_0_records_a_morph_once():
     )  # it would be in force after the last step
 
 
-DROPPABLE = replace(MORPH, late=(LateDirection(1, 2, 4.0),))
+DROPPABLE = replace(MORPH, late={(1, 2): 4.0})
 
 
 class Result:
