@@ -428,6 +428,8 @@ def _claim(path: Path, config_text: str) -> bool:
         with (path / CONFIG).open("x", encoding="utf-8") as file:
             file.write(config_text)
     except FileExistsError:  # the path is a file, or another run was faster
+        if not os.path.lexists(path):  # a folder above it is a link to nowhere
+            raise
         return False
     return True
 

@@ -218,8 +218,8 @@ def header_panel(header: RunHeader) -> RenderableType:
 
 def live_view(history: RunHistory, num_steps: int) -> RenderableType:
     """The last steps, a sparkline of the loss, the progress, the plan and degraded links."""
-    if not history:
-        return Text("waiting for the first step", style="dim")
+    if not history.recent:  # after going back far, there are steps but no records of them
+        return Text(f"waiting for the {'next' if history else 'first'} step", style="dim")
     below = Table.grid(padding=(0, 2))
     below.add_row(*_course("loss", history.losses))
     if history.held_out_losses:

@@ -325,6 +325,12 @@ def test_a_file_that_cannot_be_replaced_stays_alone(tmp_path):
     assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {"profile.json": "old"}
 
 
+def test_a_folder_that_links_nowhere_is_refused(tmp_path):
+    (tmp_path / "runs").symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match=r"cannot write .*/runs: File exists"):
+        claim_run_directory(config_for(tmp_path / "runs" / "demo"))
+
+
 @pytest.mark.parametrize("path", [".", "/"])
 def test_a_directory_without_a_name_is_refused(path):
     with pytest.raises(UserError, match=f"run.dir: got '{path}', expected a folder with a name"):

@@ -81,6 +81,13 @@ def test_the_live_view_shows_the_last_ten_steps_and_the_time_left(steps):
     assert "25 of 30, 2.0 s left" in resumed
 
 
+def test_the_live_view_waits_after_going_back_far(steps):
+    history = history_of(*steps[:25])
+    history.go_back(3)
+    assert len(history) == 3
+    assert drawn(live_view(history, 30)).strip() == "waiting for the next step"
+
+
 def test_the_live_view_shows_plan_and_degraded_links(step):
     before = drawn(live_view(history_of(step), 30))
     assert "plan  zb-h2, warm-up forwards 3 1, direct" in before
