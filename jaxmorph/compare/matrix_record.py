@@ -11,6 +11,7 @@ from jaxmorph.compare.systems import SYSTEMS
 from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Compare, Condition
 from jaxmorph.config.link_sections import Routes
+from jaxmorph.config.sections import Run as RunSection
 from jaxmorph.report.bars import judge
 from jaxmorph.report.run_matrix import BESIDE, Matrix, PlannedRun, Run, StepTimes
 from jaxmorph.report.text import describe_regime, describe_trace
@@ -115,7 +116,7 @@ def _run(compare: Compare, system: str, index: int, blocks: Sequence[Block]) -> 
         dependency_bubble_rate=_medians(together["dependency"]),
         other_idle_rate=_medians(together["other"]),
         loss=rounds[0].loss[-1],
-        failed=run.failed or _divergence(together["loss"]),
+        failed=run.failed or divergence(together["loss"]),
         noisy=None if condition.trace else _noise(compare, step_ms),
         block_ms=tuple(median(each.step_ms) for each in rounds),
         events=dict(sum((Counter(each.events) for each in rounds), Counter())),
@@ -197,7 +198,7 @@ def _slowdown(run: Run, healthy: Run | None) -> float | None:
     return run.step_ms.median / healthy.step_ms.median
 
 
-def _divergence(losses: Sequence[float]) -> str | None:
+def divergence(losses: Sequence[float]) -> str | None:
     """Why a run counts as failed if its loss diverged; None otherwise."""
     wrong = sum(not math.isfinite(loss) for loss in losses)
     return f"the loss is not finite in {wrong} of {len(losses)} steps" if wrong else None
@@ -278,10 +279,11 @@ def _traces(wanted: Compare) -> dict[str, str]:
 def _left_aside(config: Config) -> dict[str, str]:
     """The note on sections that a comparison ignores, if any are configured."""
     configured = {
-        "run.steps": "steps" in config.run.model_fields_set,
+        "run.steps": config.run.steps != RunSection().steps,
         "routes": config.routes != Routes(),
         "schedule.link_ms": config.schedule.link_ms is not None,
         "emulation.links": bool(config.emulation.links),
+        "emulation.hosts": bool(config.emulation.hosts),
         "emulation.trace": config.emulation.trace is not None,
         "evaluation": config.evaluation.every_steps is not None,
     }

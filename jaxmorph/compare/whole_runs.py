@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from jaxmorph.compare.matrix_record import divergence
 from jaxmorph.compare.systems import Restarts, System, system_config
 from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Condition
@@ -177,7 +178,9 @@ def read_whole(
         step_ms=StepTimes.of([1e3 * step.step_s for step in steps]) if steps else None,
         bubble_rate=median(bubbles) if bubbles else None,
         loss=steps[-1].loss if steps and math.isfinite(steps[-1].loss) else None,
-        failed=failure and f"{len(steps)} steps done: {failure}",
+        failed=f"{len(steps)} steps done: {failure}"
+        if failure
+        else divergence([step.loss for step in steps]),
         events=dict(kinds),
         total_s=elapsed_s,
         goodput=costs.goodput,

@@ -16,6 +16,7 @@ from jaxmorph.compare.matrix_record import (
 from jaxmorph.compare.provenance import provenance
 from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Compare
+from jaxmorph.config.sections import Run
 from jaxmorph.plain_json import ParseError
 from jaxmorph.report.matrix_table import matrix_markdown
 from jaxmorph.report.run_matrix import Matrix
@@ -251,20 +252,24 @@ def test_notes_let_a_reader_judge_the_comparison():
     assert "left aside" not in notes
 
 
-def test_ignored_sections_are_noted():
+@pytest.mark.parametrize(("run_steps", "noted"), [(6, "run.steps, "), (Run().steps, "")])
+def test_ignored_sections_are_noted(run_steps, noted):
     notes = notes_of(
         {"profiling_steps": 0},
-        run={"steps": 6},
+        run={"steps": run_steps},
         parallelism={"stages": 4},
         routes={"2-3": "delegated"},
         schedule={"link_ms": {"2-3": 30}},
-        emulation={"links": [{"between": [2, 3], "latency_ms": 30}]},
+        emulation={
+            "links": [{"between": [2, 3], "latency_ms": 30}],
+            "hosts": [{"between": [0, 1], "latency_ms": 30}],
+        },
         data={"held_out_fraction": 0.1},
         evaluation={"every_steps": 5},
         limits={"host_gib": 4},  # which systems keep within
     )
     assert notes["left aside"].startswith(
-        "run.steps, routes, schedule.link_ms, emulation.links, evaluation: systems "
+        f"{noted}routes, schedule.link_ms, emulation.links, emulation.hosts, evaluation: systems "
     )
     assert notes["steps"].startswith("planned and predicted from warm-up; ")
 

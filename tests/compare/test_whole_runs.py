@@ -1,6 +1,7 @@
 """Comparisons of whole runs: each system's configuration, and the results from its files."""
 
 import json
+import math
 import os
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -149,6 +150,15 @@ def test_the_table_shows_the_cost_of_failures(matrix):
     assert (cut["detect"], cut["compile"], cut["replay"]) == ("15.00", "0.00", "2.00")
     assert cells["restart", "healthy"]["more s"] == "-"
     assert cells["restart-cold", "cut"]["total s"] == "FAILED"
+
+
+def test_a_whole_run_that_diverged_has_failed(tmp_path):
+    path = written(tmp_path / "diverged", 20)
+    lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    wrong = json.dumps(replace(STEP, step=19, loss=math.nan).metrics() | {"loss": None})
+    (path / "metrics.jsonl").write_text("".join(lines[:19]) + wrong + "\n")
+    run = read_whole("adaptive", "cut", path, 21.0, None)
+    assert run.failed == "the loss is not finite in 1 of 20 steps"
 
 
 def test_the_table_shows_stalls_of_failed_paths(matrix, tmp_path):
