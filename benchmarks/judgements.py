@@ -16,7 +16,7 @@ from jaxmorph.config import load_config
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.report.bars import judge
 from jaxmorph.report.matrix_table import matrix_markdown
-from jaxmorph.report.run_matrix import MISSED, RESULTS, JudgedBar, Matrix
+from jaxmorph.report.run_matrix import MISSED, NOT_MEASURED, RESULTS, JudgedBar, Matrix
 
 FOLDER = Path("docs/results")
 REASONS = FOLDER / "misses.yaml"
@@ -76,6 +76,11 @@ def _judgement(path: Path, result: Path) -> Judgement:
         changes=tuple(_changes(matrix, config.compare, configuration_digest(config))),
         problems=(
             *(f"{path.stem}: {each}" for each in _contradictions(matrix.bars, bars)),
+            *(
+                f"{path.stem}: {bar.condition}: {bar.claim} is not measured"
+                for bar in bars
+                if bar.verdict == NOT_MEASURED
+            ),
             *_other_tables(matrix, result / TABLE),
         ),
     )

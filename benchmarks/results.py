@@ -24,7 +24,7 @@ class Bar:
 
     claim: str
     value: float
-    at_least: float = 0.0
+    at_least: float = -NO_LIMIT
     at_most: float = NO_LIMIT
     unit: str = ""
 

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.judge import main, problems
 from benchmarks.judgements import FOLDER, benchmark_bars, judgements
 from benchmarks.result_pages import Results, pages, with_results
-from benchmarks.results import ROOT
+from benchmarks.results import ROOT, Bar
 from jaxmorph.config import load_config
 from jaxmorph.config.compare_section import SYSTEM_NAMES
 
@@ -192,6 +192,26 @@ def test_a_marker_names_what_a_result_has(marker, says):
 def test_pages_have_numbers_by_markers():
     marked = [page for page in pages(ROOT) if "<!-- end -->" in page.read_text(encoding="utf-8")]
     assert {page.name for page in marked} >= {"README.md", "measurements.md", "restarts.md"}
+
+
+def test_a_bar_without_a_lower_limit_has_none():
+    assert Bar("excess", -0.1, at_most=1.0).holds
+    assert Bar("excess", -0.1, at_most=1.0).limits == "at most 1"
+    assert not Bar("ratio", -0.1, at_least=0.5).holds
+
+
+@pytest.mark.parametrize("lie", [{"failed": "19 of 20 steps done"}, {"blocks_to_come": 1}])
+def test_a_run_that_is_not_complete_meets_no_bar(copy, lie):
+    results = copy / FOLDER / "hol" / "results.json"
+    data = json.loads(results.read_text(encoding="utf-8"))
+    for run in data["runs"]:
+        run |= lie
+    for bar in data["bars"]:
+        bar["measured"] = None
+    results.write_text(json.dumps(data), encoding="utf-8")
+    bars = judgements(copy)["hol"].bars
+    found = [each for each in problems(copy) if each.endswith("is not measured")]
+    assert found == [f"hol: {bar.condition}: {bar.claim} is not measured" for bar in bars]
 
 
 def test_the_judge_prints_every_bar(monkeypatch, capsys):
