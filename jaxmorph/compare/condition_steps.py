@@ -134,8 +134,8 @@ def summarize_steps(
 ) -> RoundMeasured:
     """Rank 0's message about the measured steps of a round, at least one."""
     timelines = [measured_timeline(step.reports, step.program.placement_kind) for step in steps]
-    shares = [step_shares(timeline) for timeline in timelines]
     step_ms = [1e3 * step.step_s for step in steps]
+    shares = [*map(step_shares, timelines, step_ms)]
     middle_ms = median(step_ms)
     typical = min(range(len(steps)), key=lambda index: abs(step_ms[index] - middle_ms))
     emitted = Counter(event.kind for step in steps for _, event in reported_events(step.reports))

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Collection
@@ -26,7 +27,7 @@ _NOT_MEASURED = {
 }
 _LENGTHS = "steps", "warmup_steps", "repeats", "profiling_steps"
 
-_STAT = Path("/proc/stat")
+_STAT, _CPUINFO = Path("/proc/stat"), Path("/proc/cpuinfo")
 _IDLE = (3, 4)  # of a line's numbers: idle, and waiting for a disk
 _LEAST_S = 1.0  # over which counts in hundredths of a second say something
 _COUNTED = 8  # those after it are in the first two already; stolen time, the last, disturbs too
@@ -40,11 +41,18 @@ def provenance(command: str, configuration: str | None = None) -> Provenance:
         command=command,
         commit=_commit(Path(jaxmorph.__file__).parents[1]),
         date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        machine=f"{os.cpu_count()} processors, {platform.system()} {platform.machine()}",
+        machine=_machine(),
         versions=", ".join([f"jaxmorph {jaxmorph.__version__}", *packages, python]),
         load_before=load_averages(),
         configuration=configuration,
     )
+
+
+def _machine() -> str:
+    text = _CPUINFO.read_text(encoding="utf-8") if _CPUINFO.exists() else ""
+    models = re.findall(r"^model name\s*: (.+)$", text, re.MULTILINE)
+    kind = f"{os.cpu_count()} processors, {platform.system()} {platform.machine()}"
+    return ", ".join([kind, *models[:1]])
 
 
 def load_averages() -> tuple[float, ...]:

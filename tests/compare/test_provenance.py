@@ -1,6 +1,7 @@
 """What results carry: the digest of what was measured, the commit that measured, others' work."""
 
 import json
+import platform
 import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,6 +21,12 @@ from jaxmorph.config import load_config
 from jaxmorph.plain_json import parse
 from jaxmorph.report.run_matrix import Provenance
 
+CPUINFO = """processor : 0
+model name\t: Some CPU @ 2.00GHz
+
+processor : 1
+model name\t: Some CPU @ 2.00GHz
+"""
 TEXT = """
 parallelism: {stages: 4}
 compare:
@@ -33,6 +40,16 @@ def _a_folder_with_a_configuration(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("x.yaml").write_text(TEXT)
     Path("delays.csv").write_text("step,link\n")
+
+
+@pytest.mark.parametrize(("text", "ends"), [(CPUINFO, ", Some CPU @ 2.00GHz"), ("", "")])
+def test_a_machine_is_named_with_its_processors(text, ends, monkeypatch):
+    Path("cpuinfo").write_text(text)
+    monkeypatch.setattr("jaxmorph.compare.provenance._CPUINFO", Path("cpuinfo"))
+    kind = f"processors, {platform.system()} {platform.machine()}"
+    assert provenance("x").machine.endswith(kind + ends)
+    monkeypatch.setattr("jaxmorph.compare.provenance._CPUINFO", Path("none"))
+    assert provenance("x").machine.endswith(kind)
 
 
 def digest(*overrides: str) -> str:
