@@ -13,25 +13,18 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from benchmarks.judgements import (
-    FOLDER,
-    benchmark_bars,
-    judgements,
-    read_reasons,
-    without_reason,
-)
-from benchmarks.result_pages import Results, other_pages
+from benchmarks.judgements import judgements, without_reason
+from benchmarks.result_pages import Results, other_pages, read_results
 from benchmarks.results import ROOT
 from jaxmorph.report.run_matrix import MISSED, NOT_MEASURED
 
 
-def problems(root: Path = ROOT) -> list[str]:
+def problems(results: Results) -> list[str]:
     """All that contradicts the committed results."""
-    judged, benchmarks, reasons = judgements(root), benchmark_bars(root), read_reasons(root)
     return [
-        *(problem for each in judged.values() for problem in each.problems),
-        *without_reason(judged, benchmarks, reasons),
-        *other_pages(root, Results(judged, benchmarks, reasons, root / FOLDER)),
+        *(problem for each in results.judged.values() for problem in each.problems),
+        *without_reason(results.judged, results.benchmarks, results.reasons),
+        *other_pages(results),
     ]
 
 
@@ -47,17 +40,21 @@ def main() -> int:
         "folder", nargs="?", type=Path, help="of results; the committed ones if not"
     )
     folder = parser.parse_args().folder
-    judged = judgements(ROOT, FOLDER if folder is None else folder.resolve())
-    benchmarks = benchmark_bars() if folder is None else {}
+    results = (
+        read_results()
+        if folder is None
+        else Results(judgements(ROOT, folder.resolve()), {}, {}, ROOT)
+    )
+    judged, benchmarks = results.judged, results.benchmarks
     for each in judged.values():
         print(each.headline, *each.bars, sep="\n")
     for name, bars in benchmarks.items():
         print(f"== {name}", *bars, sep="\n")
-    contradictions = problems() if folder is None else []
+    contradictions = problems(results) if folder is None else []
     counts = Counter(bar.verdict for each in judged.values() for bar in each.bars)
     counts.update(bar.verdict for bars in benchmarks.values() for bar in bars)
     print(*contradictions, ", ".join(f"{n} {verdict}" for verdict, n in counts.items()), sep="\n")
-    if older := [name for name, each in judged.items() if each.changes]:
+    if older := [name for name, each in judged.items() if each.outdated_by]:
         print(f"older than its configuration: {', '.join(older)}")
     is_incomplete = folder is not None and (counts[NOT_MEASURED] or not judged)
     return 1 if counts[MISSED] or contradictions or older or is_incomplete else 0

@@ -29,14 +29,14 @@ class Judgement:
 
     Attributes:
         bars: With the configuration's limits.
-        changes: Why the result is older than the configuration; empty if it is not.
+        outdated_by: Why the configuration no longer fits the result; empty if it does.
         problems: What contradicts the result.
     """
 
     name: str
     matrix: Matrix
     bars: tuple[JudgedBar, ...]
-    changes: tuple[str, ...]
+    outdated_by: tuple[str, ...]
     problems: tuple[str, ...]
 
     @property
@@ -49,8 +49,8 @@ class Judgement:
         """Where it is from, and whether it is older than its configuration."""
         source = self.matrix.provenance
         where = "no provenance" if source is None else f"{source.commit}, {source.date}"
-        older = f"; older than its configuration: {', '.join(self.changes)}" * bool(self.changes)
-        return f"== {self.name}: {where}{older}"
+        why = ", ".join(self.outdated_by)
+        return f"== {self.name}: {where}" + f"; older than its configuration: {why}" * bool(why)
 
 
 def judgements(root: Path = ROOT, folder: Path = FOLDER) -> dict[str, Judgement]:
@@ -73,7 +73,7 @@ def _judgement(path: Path, result: Path) -> Judgement:
         name=path.stem,
         matrix=matrix,
         bars=bars,
-        changes=tuple(_changes(matrix, config.compare, configuration_digest(config))),
+        outdated_by=tuple(_outdated_by(matrix, config.compare, configuration_digest(config))),
         problems=(
             *(f"{path.stem}: {each}" for each in _contradictions(matrix.bars, bars)),
             *(
@@ -86,8 +86,8 @@ def _judgement(path: Path, result: Path) -> Judgement:
     )
 
 
-def _changes(matrix: Matrix, compare: Compare, digest: str) -> Iterator[str]:
-    """Why a result is older than its configuration."""
+def _outdated_by(matrix: Matrix, compare: Compare, digest: str) -> Iterator[str]:
+    """Why a configuration no longer fits a result."""
     if matrix.provenance is None or matrix.provenance.configuration != digest:
         yield "what it measures has changed"
     names = [condition.name for condition in compare.conditions]

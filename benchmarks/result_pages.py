@@ -51,13 +51,18 @@ class Results:
     Attributes:
         benchmarks: The bars of the other files.
         reasons: `benchmarks.judgements.read_reasons`.
-        folder: Of the other files.
+        root: The folder with docs.
     """
 
     judged: Mapping[str, Judgement]
     benchmarks: Mapping[str, Sequence[Bar]]
     reasons: Mapping[tuple[str, str], str]
-    folder: Path
+    root: Path
+
+
+def read_results(root: Path = ROOT) -> Results:
+    """The committed results."""
+    return Results(judgements(root), benchmark_bars(root), read_reasons(root), root)
 
 
 def _step(run: Run) -> str:
@@ -101,7 +106,7 @@ def _again(found: re.Match[str], results: Results) -> str:
     elif found["whole"] == "misses":
         text = _table_of_misses(results)
     elif what == "value":
-        return found["marker"] + _value(found, results.folder / f"{name}.json")
+        return found["marker"] + _value(found, results.root / FOLDER / f"{name}.json")
     elif name not in judged:
         raise ValueError(f"{found['marker']}: no result of this name")
     elif what == "failures":
@@ -175,7 +180,9 @@ def _result_cells(each: Judgement, verdicts: tuple[str, ...]) -> list[str]:
     if source is None:
         raise ValueError(f"{each.name}: its result has no provenance")
     loads = (source.load_before, source.load_after or ())
-    older = f"older than its configuration: {'; '.join(each.changes)}" if each.changes else ""
+    older = (
+        f"older than its configuration: {'; '.join(each.outdated_by)}" if each.outdated_by else ""
+    )
     return [
         f"[{each.name}](../results/{each.name}/{TABLE})",
         source.commit,
@@ -228,8 +235,9 @@ def pages(root: Path) -> list[Path]:
     return sorted([root / "README.md", *docs])
 
 
-def other_pages(root: Path, results: Results) -> Iterator[str]:
+def other_pages(results: Results) -> Iterator[str]:
     """Pages with other tables or numbers than results give."""
+    root = results.root
     for page in pages(root):
         text = page.read_text(encoding="utf-8")
         try:
@@ -246,9 +254,9 @@ def other_pages(root: Path, results: Results) -> Iterator[str]:
 
 def main() -> None:
     """Write the results' tables, and the pages that have some of their numbers."""
-    for name, each in judgements().items():
+    results = read_results()
+    for name, each in results.judged.items():
         (ROOT / FOLDER / name / TABLE).write_text(matrix_markdown(each.matrix), encoding="utf-8")
-    results = Results(judgements(), benchmark_bars(), read_reasons(), ROOT / FOLDER)
     for page in pages(ROOT):
         text = page.read_text(encoding="utf-8")
         page.write_text(with_results(text, results), encoding="utf-8")

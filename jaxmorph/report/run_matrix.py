@@ -120,12 +120,12 @@ class Run:
     Attributes:
         step_ms: The measured steps, from barrier to barrier.
         plan: None if the system failed before it had planned.
-        slowdown: The median step over that of the same system under the healthy condition, if the
-            comparison has one; for a whole run, the same of `total_s`.
+        slowdown: The median step over that of the same system under the healthy condition.
         bubble_rate: The median idle share of the stages.
         blocking_stall_rate: For each stage, the median share of the step in which a transfer held
             the queue that its next, ready op needed.
-        dependency_bubble_rate: For each stage, the median share in which it waited for data.
+        dependency_bubble_rate: For each stage, the median share in which it waited for data, or for
+            the first op of any stage, with warm-up, cool-down and what follows the last op.
         other_idle_rate: For each stage, the median share of other idle time: dispatch, copies.
         loss: Of the last measured step of the first block; each block begins from the same
             parameters.
@@ -135,8 +135,10 @@ class Run:
         disturbed: Which blocks were measured beside other work, if any were.
         blocks_to_come: The number of blocks that are still to be measured.
         block_ms: The median step of each block.
-        events: The number of events in the measured steps, by kind.
-        total_s: From the start of the first step to the end of the last, failures included.
+        events: By kind: a detecting system's decisions in the whole rounds, and the data plane's
+            events in the measured steps.
+        total_s: Of rounds: all measured steps together. Of a whole run: from the start of its first
+            step to the end of its last, failures included.
         peak_on_device: For each stage, the most microbatches whose stash its device held at once.
         goodput: Of a whole run: `Goodput.share`.
         reference_s: Of a whole run: what is published of its length.
