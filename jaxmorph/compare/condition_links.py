@@ -3,14 +3,14 @@
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from jaxmorph.config.compare_section import Condition
 from jaxmorph.config.link_sections import Emulation
 from jaxmorph.emulation.link_conditions import LinkCondition, begun_at
 from jaxmorph.emulation.link_settings import link_condition, trace_conditions
-from jaxmorph.records import Link
+from jaxmorph.records import Link, Route
 from jaxmorph.schedule.costs import LinkDelay, Links
 from jaxmorph.transport.link_emulator import DirectionConditions, by_direction
 
@@ -18,6 +18,17 @@ from jaxmorph.transport.link_emulator import DirectionConditions, by_direction
 def link_conditions(condition: Condition) -> tuple[LinkCondition, ...]:
     """A configured condition's links, as conditions of the emulation."""
     return tuple(map(link_condition, condition.links))
+
+
+def on_routes(
+    conditions: Iterable[LinkCondition], routes: Mapping[Link, Route]
+) -> tuple[LinkCondition, ...]:
+    """The conditions that affect their link on its route; a link that is not named is direct."""
+    return tuple(
+        each
+        for each in conditions
+        if each.route in ("both", routes.get(Link(*each.between), "direct"))
+    )
 
 
 def declared_states(
@@ -141,8 +152,11 @@ def round_links(
 class DelayHistory:
     """The past delays of links with a trace."""
 
-    def __init__(self, conditions: Iterable[LinkCondition]) -> None:
-        self._of_direction = by_direction(conditions)
+    def __init__(self, conditions: Sequence[LinkCondition]) -> None:
+        self._of_route = {
+            route: by_direction(each for each in conditions if each.route == route)
+            for route in dict.fromkeys(each.route for each in conditions)
+        }
 
     def over(self, steps: range, from_s: float, to_s: float) -> tuple[LinkCondition, ...]:
         """The average delays of a stretch of the past.
@@ -152,11 +166,13 @@ class DelayHistory:
             from_s: Start of the stretch, in seconds since the origin, for traces by time.
 
         Returns:
-            For each direction with a delay its mean latency, with the standard deviation as jitter.
+            For each direction with a delay its mean latency, with the standard deviation as jitter;
+            for both routes, and for one where the trace names it.
         """
         found = (
-            _average(direction, own, steps, from_s, to_s)
-            for direction, own in sorted(self._of_direction.items())
+            replace(_average(direction, own, steps, from_s, to_s), route=route)
+            for route, of_direction in self._of_route.items()
+            for direction, own in sorted(of_direction.items())
         )
         return tuple(each for each in found if each.latency_ms or each.bandwidth_mbps is not None)
 
@@ -172,18 +188,20 @@ def _average(
         if end_s > begin_s
     ]
     (by_step, step_ms2), (by_time, time_ms2) = map(_mean_and_variance, (holding, timed))
+    limits = map(_mean_bandwidth_mbps, (holding, timed))
     return LinkCondition(
         between=(min(direction), max(direction)),
         latency_ms=by_step + by_time,
         jitter_ms=math.sqrt(step_ms2 + time_ms2),
-        bandwidth_mbps=_narrowest(each for _, held in (*holding, *timed) for each in held),
+        bandwidth_mbps=min((each for each in limits if each is not None), default=None),
         source=direction[0],
     )
 
 
-def _mean_and_variance(
-    stretches: Sequence[tuple[float, Sequence[LinkCondition]]],
-) -> tuple[float, float]:
+_Stretches = Sequence[tuple[float, Sequence[LinkCondition]]]
+
+
+def _mean_and_variance(stretches: _Stretches) -> tuple[float, float]:
     """Mean and variance, jitter included, of the latencies of weighted stretches."""
     whole = math.fsum(weight for weight, _ in stretches)
     if not whole:
@@ -196,5 +214,14 @@ def _mean_and_variance(
     return mean, math.fsum(map(operator.mul, shares, spread_ms2))
 
 
-def _narrowest(held: Iterable[LinkCondition]) -> float | None:
-    return min((c.bandwidth_mbps for c in held if c.bandwidth_mbps is not None), default=None)
+def _mean_bandwidth_mbps(stretches: _Stretches) -> float | None:
+    """By the time of a message, which is none where there is no limit."""
+    limited = [
+        (weight, min(limits))
+        for weight, held in stretches
+        if (limits := [each.bandwidth_mbps for each in held if each.bandwidth_mbps is not None])
+    ]
+    if not limited:
+        return None
+    whole = math.fsum(weight for weight, _ in stretches)
+    return whole / math.fsum(weight / mbps for weight, mbps in limited)

@@ -5,7 +5,7 @@ An informed system plans for the condition's delays, or for the recent past of a
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 
 from jaxmorph.compare.condition_links import (
     DelayHistory,
@@ -13,6 +13,7 @@ from jaxmorph.compare.condition_links import (
     copy_ms_of,
     declared_states,
     delayed,
+    on_routes,
     wire_ms_of,
     with_copies,
 )
@@ -23,7 +24,7 @@ from jaxmorph.config.link_sections import Emulation
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.link_state import delegated_links
 from jaxmorph.control.profiler import Profile
-from jaxmorph.emulation.link_conditions import LinkCondition
+from jaxmorph.emulation.link_conditions import LinkCondition, of_route
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.instructions import Move, RankInstructions, Receive
 from jaxmorph.program.slots_needed import HostRoom
@@ -72,7 +73,7 @@ class ConditionPlanner:
 
     def make(self, conditions: Sequence[LinkCondition]) -> tuple[PlanInForce, PlannedRun]:
         """The system's plan under conditions and, on rank 0, its prediction."""
-        slow = [Link(*condition.between) for condition in conditions]
+        slow = [Link(*each.between) for each in on_routes(conditions, {})]
         plans: list[PlanInForce] = []
         for choice in route_choices(self.config, self.system, slow):
             believed = self.profile
@@ -100,6 +101,7 @@ class ConditionPlanner:
     def expect(self, in_force: PlanInForce, conditions: Sequence[LinkCondition]) -> PlannedRun:
         """Predict a plan's step under conditions, whatever it was made for."""
         actual = self._profile_under(conditions, in_force.plan.routes, margin_of_jitter=0.0)
+        conditions = on_routes(conditions, in_force.plan.routes)
         send_takes = self._on_links(conditions) if self.system.sends_take_compute else NO_LATENCY
         predicted = simulate_blocking(
             in_force.programs,
@@ -109,7 +111,7 @@ class ConditionPlanner:
             slots=in_force.scarce,
             send_takes=send_takes,
         )
-        slow = [Link(*condition.between) for condition in conditions]
+        slow = [Link(*each.between) for each in conditions]
         parts_ms = message_parts_ms(in_force.programs, self.config.emulation)
         return self._planned(in_force.plan, predicted.makespan_ms, actual, slow, parts_ms)
 
@@ -127,23 +129,24 @@ class ConditionPlanner:
             **_known(self.usual.get("direct", {}), then - now),
             **_known({} if copy_ms else self.usual.get("delegated", {}), now - then),
         }
-        added = self._added(conditions, margin_of_jitter)
+        added = self.added(on_routes(conditions, routes), margin_of_jitter)
         links = delayed({**self.profile.links, **measured}, added)
         copied = {link: with_copies(links.get(link, LinkDelay()), copy_ms) for link in now - then}
         return replace(self.profile, links={**links, **copied})
 
-    def _added(
+    def added(
         self, conditions: Sequence[LinkCondition], margin_of_jitter: float = 0.0
     ) -> dict[Link, LinkDelay]:
+        """What conditions add to their links; see `declared_states`."""
         wire_mbps = self.config.emulation.wire_mbps
         return declared_states(conditions, self.message_bytes, margin_of_jitter, wire_mbps)
 
     def _on_links(self, conditions: Sequence[LinkCondition]) -> Links:
-        """How long messages are on the links, on the direct route."""
+        """How long messages are on the links, without copies."""
         wire_ms = wire_ms_of(self.config.emulation)
         every = possible_links(self.config.parallelism.stages)
         healthy = dict.fromkeys(every, LinkDelay(0.0, 0.0, wire_ms, wire_ms))
-        return delayed(healthy, self._added(conditions))
+        return delayed(healthy, self.added(conditions))
 
     def _planned(
         self,
@@ -210,6 +213,9 @@ def _regime(plan: Plan, slow: Sequence[Link]) -> str:
     return " and ".join(words[route] for route in sorted(routes, reverse=True))
 
 
+_Delays = dict[tuple[Route, Link], LinkDelay]
+
+
 class Replanner:
     """Plans again when the recent delays of a trace have changed enough; it never looks ahead.
 
@@ -221,29 +227,28 @@ class Replanner:
         self._planner = planner
         self._steady = links.steady
         self._history = DelayHistory(links.traced)
-        self._planned_ms: dict[tuple[int, int], float] = {}
+        self._planned: _Delays = {}
 
     def __call__(self, step: int, elapsed_s: float) -> PlanInForce | None:
         """A plan for the next step; None: keep the current one."""
         since_s = max(0.0, elapsed_s - RECENT_S)
         recent = self._history.over(range(step - 1, step), since_s, elapsed_s)
-        planned_ms = {
-            direction: each.latency_ms + JITTER_MARGIN * each.jitter_ms
-            for each in recent
-            for direction in each.directions()
+        now: _Delays = {
+            (route, link): at
+            for route in ("direct", "delegated")
+            for link, at in self._planner.added(of_route(recent, route), JITTER_MARGIN).items()
         }
-        if not self._differ(planned_ms):
+        if not self._differ(now):
             return None
-        self._planned_ms = planned_ms
+        self._planned = now
         return self._planner.make((*self._steady, *recent))[0]
 
-    def _differ(self, planned_ms: dict[tuple[int, int], float]) -> bool:
+    def _differ(self, now: _Delays) -> bool:
         return any(
-            not math.isclose(
-                planned_ms.get(direction, 0.0),
-                self._planned_ms.get(direction, 0.0),
-                rel_tol=_LEAST_CHANGE,
-                abs_tol=_LEAST_CHANGE_MS,
+            not math.isclose(ms, before_ms, rel_tol=_LEAST_CHANGE, abs_tol=_LEAST_CHANGE_MS)
+            for place in now.keys() | self._planned.keys()
+            for ms, before_ms in zip(
+                *(astuple(delays.get(place, LinkDelay())) for delays in (now, self._planned)),
+                strict=True,
             )
-            for direction in planned_ms.keys() | self._planned_ms.keys()
         )

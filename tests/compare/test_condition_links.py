@@ -135,7 +135,7 @@ def test_delays_by_step_add_to_delays_by_time():
     assert down == LinkCondition((1, 2), 7.0, jitter_ms=4.0, source=2)
 
 
-def test_the_narrowest_bandwidth_counts():
+def test_bandwidths_are_averaged_by_the_time_of_a_message():
     history = DelayHistory(
         [
             LinkCondition((0, 1), bandwidth_mbps=100.0, from_s=0.0, to_s=1.0),
@@ -143,5 +143,18 @@ def test_the_narrowest_bandwidth_counts():
             LinkCondition((0, 1), from_s=2.0),
         ]
     )
-    assert [seen.bandwidth_mbps for seen in history.over(NEVER, 0.0, 3.0)] == [10.0, 10.0]
+    mean_mbps = pytest.approx(3 / (1 / 100 + 1 / 10))
+    assert [seen.bandwidth_mbps for seen in history.over(NEVER, 0.0, 3.0)] == [mean_mbps] * 2
+    assert history.over(NEVER, 0.5, 1.0)[0].bandwidth_mbps == pytest.approx(100.0)
     assert history.over(NEVER, 2.0, 3.0) == ()
+
+
+def test_the_past_of_each_route_is_its_own():
+    history = DelayHistory(
+        [
+            LinkCondition((0, 1), 30.0, source=0, route="direct", from_s=0.0),
+            LinkCondition((0, 1), 5.0, source=0, from_s=0.0),
+        ]
+    )
+    seen = [(each.latency_ms, each.route) for each in history.over(NEVER, 0.0, 1.0)]
+    assert sorted(seen) == [(5.0, "both"), (30.0, "direct")]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxmorph.compare.condition_links import RoundLinks, with_copies
+from jaxmorph.compare.condition_links import RoundLinks, declared_states, with_copies
 from jaxmorph.compare.condition_plans import (
     HOLDS_QUEUES,
     OVERLAPS,
@@ -17,7 +17,7 @@ from jaxmorph.config import Config
 from jaxmorph.config.link_sections import Emulation, Routes
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.profiler import Profile
-from jaxmorph.emulation.link_conditions import LinkCondition
+from jaxmorph.emulation.link_conditions import AffectedRoute, LinkCondition
 from jaxmorph.placement import Placement
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.instructions import Channel, Payload
@@ -102,6 +102,20 @@ def test_direct_adaptation_is_never_worse():
     assert planned.regime == HOLDS_QUEUES
     assert planned.predicted_ms <= 1110.0
     assert in_force.programs != planner("adaptive-direct").make(())[0].programs
+
+
+@pytest.mark.parametrize(
+    ("route", "steps_ms", "chosen"),
+    [("direct", (1110.0, 390.0), "delegated"), ("delegated", (390.0, 540.0), "direct")],
+)
+def test_a_condition_of_one_route_leaves_the_other_alone(route: AffectedRoute, steps_ms, chosen):
+    conditions = (LinkCondition((2, 3), latency_ms=30.0, route=route),)
+    made = [planner(name).make(conditions)[1] for name in ("zb", "zb-delegated")]
+    assert [each.predicted_ms for each in made] == pytest.approx(steps_ms)
+    assert [each.lower_bound_ms == 390.0 for each in made] == [each == 390.0 for each in steps_ms]
+    informed = planner("adaptive-informed").make(conditions)[1]
+    assert informed.predicted_ms == pytest.approx(390.0)
+    assert informed.routes["2-3"] == chosen
 
 
 def test_a_plan_expects_the_step_it_was_made_for():
@@ -238,6 +252,9 @@ class RecordingPlanner:
     def __init__(self):
         self.conditions = []
 
+    def added(self, conditions, margin_of_jitter):
+        return declared_states(conditions, 10**6, margin_of_jitter)
+
     def make(self, conditions):
         self.conditions.append(conditions)
         return f"plan {len(self.conditions)}", None
@@ -255,6 +272,20 @@ def test_a_traced_event_is_planned_for_one_step_later():
     assert plans == [None, None, None, "plan 1", None, None, "plan 2", None]
     slow = (LinkCondition((0, 1), 30.0, source=0), LinkCondition((0, 1), 30.0, source=1))
     assert planned == [(STEADY, *slow), (STEADY,)]
+
+
+def test_another_bandwidth_is_planned_for():
+    changes = ((10, 800.0, "both"), (12, 810.0, "both"), (14, 200.0, "both"), (16, 200.0, "direct"))
+    replan, _ = replanner(
+        *(
+            LinkCondition(
+                (0, 1), bandwidth_mbps=mbps, from_step=step, to_step=step + 2, route=route
+            )
+            for step, mbps, route in changes
+        )
+    )
+    plans = [replan(step, 0.5 * step) for step in range(10, 20)]
+    assert plans == [None, "plan 1", *[None] * 3, "plan 2", None, "plan 3", None, "plan 4"]
 
 
 def test_planning_sees_recent_delays_only():
