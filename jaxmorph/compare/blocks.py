@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from jaxmorph.compare.provenance import configuration_digest, measured_differences
 from jaxmorph.config import Config, dump_config, load_config
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.errors import RunFailedError, UserError
-from jaxmorph.plain_json import Json, ParseError, dump, parse, parse_line, with_sum
+from jaxmorph.plain_json import Json, ParseError, dump, parse_line, with_sum
 from jaxmorph.report.run_directory import CONFIG, replace_file
 from jaxmorph.report.run_matrix import BlockLoad, PlannedRun, Provenance, Run
 from jaxmorph.training.resume import hold
@@ -23,19 +23,14 @@ FOLDER = "blocks"
 
 
 @dataclass(frozen=True)
-class AllPlanned:
-    """The plan for each condition, in their order, before the first round."""
-
-    plans: tuple[PlannedRun, ...]
-
-
-@dataclass(frozen=True)
 class RoundPlanned:
-    """The plan at the end of a round with a trace, or of a system that detects.
+    """The plan for a round before the first one.
+
+    Another follows at the end of a round with a trace, or of a system that detects.
 
     Attributes:
         condition: The condition's number.
-        plan: With a prediction for the mean delays of the round.
+        plan: The later one with a prediction for the mean delays of the round.
     """
 
     condition: int
@@ -68,13 +63,8 @@ class RoundMeasured:
     timeline_ms: float
 
 
-ComparisonMessage: TypeAlias = AllPlanned | RoundPlanned | RoundMeasured
+ComparisonMessage: TypeAlias = RoundPlanned | RoundMeasured
 """A message from rank 0 of a system."""
-
-
-def parse_comparison_message(data: Any) -> ComparisonMessage:
-    """Parse a rank's message; raises ParseError for anything else."""
-    return parse(ComparisonMessage, data, "a message of a rank")
 
 
 Key: TypeAlias = tuple[str, int]
@@ -102,7 +92,7 @@ class Block:
     system: str
     number: int
     provenance: Provenance
-    messages: tuple[AllPlanned | RoundPlanned | RoundMeasured, ...] = ()
+    messages: tuple[ComparisonMessage, ...] = ()
     load_during: tuple[float, ...] = ()
     run: Run | None = None
     took_s: float = 0.0
@@ -140,8 +130,6 @@ class Block:
         for message in reversed(self.messages):
             if isinstance(message, RoundPlanned) and message.condition == condition:
                 return message.plan
-            if isinstance(message, AllPlanned):
-                return message.plans[condition]
         return None
 
 

@@ -12,14 +12,14 @@ from typing import Any
 
 from jaxmorph.compare.blocks import (
     Block,
+    ComparisonMessage,
     Key,
     all_keys,
-    parse_comparison_message,
     reopen,
     write_block,
 )
 from jaxmorph.compare.condition_links import round_links
-from jaxmorph.compare.matrix_record import comparison_matrix, comparison_notes, typical_step
+from jaxmorph.compare.matrix_record import comparison_matrix, comparison_notes, typical_round
 from jaxmorph.compare.provenance import (
     ProcessorTimes,
     configuration_digest,
@@ -33,6 +33,7 @@ from jaxmorph.compare.whole_runs import RUNS, run_whole, whole_config
 from jaxmorph.config import Config, load_config, located_error, locating_errors
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.errors import RunFailedError, RunStoppedError, UserError
+from jaxmorph.plain_json import parse
 from jaxmorph.report.matrix_table import matrix_markdown
 from jaxmorph.report.page import REPORT, write_report
 from jaxmorph.report.run_directory import CONFIG, claim_run_directory, plain_json, replace_file
@@ -268,9 +269,9 @@ class _Results:
         """The contents of `timelines.json`: by condition and system, a typical measured step."""
         typical_steps = {
             condition.name: {
-                system: typical[1].to_json() | {"step_ms": typical[0]}
+                system: typical.timeline | {"step_ms": typical.timeline_ms}
                 for system in self.wanted.systems
-                if (typical := typical_step(self._of_system(system), index)) is not None
+                if (typical := typical_round(self._of_system(system), index)) is not None
             }
             for index, condition in enumerate(self.wanted.conditions)
         }
@@ -298,7 +299,8 @@ def _run_ranks(block: Block, results: _Results, view: MatrixView, place: str) ->
     def take(message: dict[str, Any]) -> None:
         nonlocal block
         lines.end()
-        block = block.with_message(parse_comparison_message(message), load_averages()[0])
+        parsed = parse(ComparisonMessage, message, "a message of a rank")
+        block = block.with_message(parsed, load_averages()[0])
         view.update(results.matrix(block), f"{system} is running ({place})")
 
     view.update(results.matrix(), f"{system} is starting ({place})")

@@ -15,7 +15,6 @@ from jaxmorph.config.sections import Run as RunSection
 from jaxmorph.report.bars import judge
 from jaxmorph.report.run_matrix import BESIDE, Matrix, PlannedRun, Run, StepTimes
 from jaxmorph.report.text import describe_regime, describe_trace
-from jaxmorph.schedule.timeline import Timeline
 
 _LISTED = (
     "step_ms", "loss", "bubble_rate", "blocking", "dependency", "other", "peak_on_device",
@@ -61,14 +60,13 @@ def comparison_matrix(
     )
 
 
-def typical_step(blocks: Iterable[Block], condition: int) -> tuple[float, Timeline] | None:
-    """The measured step nearest to the median of a system's blocks: milliseconds and timeline."""
+def typical_round(blocks: Iterable[Block], condition: int) -> RoundMeasured | None:
+    """The round of a system's blocks whose timeline is nearest to the median step of all."""
     rounds = _rounds(blocks, condition)
     if not rounds:
         return None
     middle_ms = median(step_ms for each in rounds for step_ms in each.step_ms)
-    nearest = min(rounds, key=lambda each: abs(each.timeline_ms - middle_ms))
-    return nearest.timeline_ms, Timeline.from_json(nearest.timeline)
+    return min(rounds, key=lambda each: abs(each.timeline_ms - middle_ms))
 
 
 def _rounds(blocks: Iterable[Block], condition: int) -> list[RoundMeasured]:

@@ -1,19 +1,18 @@
 """One rank of one system of a comparison, for one block: `python -m jaxmorph.compare.rank`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 
-from jaxmorph.compare.blocks import AllPlanned, ComparisonMessage
+from jaxmorph.compare.blocks import RoundPlanned
 from jaxmorph.compare.condition_links import link_conditions
 from jaxmorph.compare.condition_plans import ConditionPlanner
 from jaxmorph.compare.condition_steps import ConditionRunner
 from jaxmorph.compare.rounds import RoundPaths, Rounds
-from jaxmorph.compare.systems import SYSTEMS, System, system_config
-from jaxmorph.config import Config, load_config
-from jaxmorph.config.compare_section import Compare
+from jaxmorph.compare.systems import SYSTEMS, system_config
+from jaxmorph.config import load_config
 from jaxmorph.config.link_problems import possible_links
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.rank_times import around_ops_ms
@@ -26,7 +25,6 @@ from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.join import join_run
 from jaxmorph.runtime.kept_programs import keep_compiled
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
-from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import timings_of
 from jaxmorph.schedule.costs import Links
 from jaxmorph.stage.model import device_choices
@@ -35,99 +33,13 @@ from jaxmorph.training.first_plan import FirstPlan, plan_by_timings, settle_garb
 from jaxmorph.training.host_memory import agree_on_host_room
 from jaxmorph.training.layer_choice import choose_layers, measured_on_rank_0
 from jaxmorph.training.open_stage import open_stage, stage_settings
+from jaxmorph.training.plan_in_force import PlanInForce
 from jaxmorph.training.run_parts import (
     check_together,
     load_parts,
     require_same_data,
     step_reader,
 )
-
-
-def serve(
-    config: Config,
-    wanted: Compare,
-    system: System,
-    rendezvous: Rendezvous,
-    send: Callable[[ComparisonMessage], None],
-    directory: Path,
-    block: int,
-) -> None:
-    """Run one block of one system under every condition, as one rank.
-
-    Args:
-        directory: The comparison's.
-    """
-    rank, healthy = rendezvous.rank, system_config(config, system)
-    parts = load_parts(healthy)
-    require_same_data(healthy, rendezvous, parts.data)
-    if parts.shapes.shorter:
-        raise UserError(
-            f"data.factory: {config.data.factory}: got steps of several lengths, expected one: a "
-            "comparison compares steps that compute the same"
-        )
-    sizes = healthy.batch.microbatch_size, healthy.data.sequence_length
-    device_choices(parts.model, *sizes, parts.shapes.extras)
-    check_together(healthy, rendezvous, parts.model, parts.shapes, parts.microbatch)
-    measure = partial(measured_on_rank_0, healthy, parts.model, parts.microbatch)
-    cut = choose_layers(healthy, rendezvous, parts.model.num_layers, measure)
-    settings = stage_settings(
-        healthy, cut.layers, rank, adapts=system.reroutes, shapes=parts.shapes
-    )
-    if system.sends_take_compute and settings.pace is not None:  # it is there, by the configuration
-        settings = replace(settings, pace=replace(settings.pace, sends_take_compute=True))
-    hardware = hardware_conditions(healthy.emulation, healthy.parallelism.stages)
-    links, num_tied = EmulatedLinks(hardware), len(parts.model.tied)
-    with (
-        keep_compiled(config, directory, rank) as programs_ran,
-        open_stage(healthy, rendezvous, parts.model, settings, links) as trainer,
-        read_ahead(read := step_reader(healthy, parts.batches, rank, trainer)) as inputs,
-    ):
-        healthy = with_device_budget(healthy, rendezvous, trainer).first
-        links.emulate(())
-        payloads = settings.payloads(parts.model)
-        room = agree_on_host_room(healthy, rendezvous, trainer, payloads, settings.delegated)
-        first = plan_by_timings(
-            healthy,
-            rendezvous,
-            trainer,
-            read(0),
-            num_tied,
-            lambda plan: plan,
-            room=room,
-            may_delegate=system.reroutes,
-        )
-        settle_garbage()
-        rendezvous.limit(config.timeouts.step_s)
-        runner = ConditionRunner(rendezvous, trainer, links, inputs, healthy.optimizer.clip_norm)
-        first, around_ms = _profiled(first, runner, wanted.profiling_steps, rank)
-        programs_ran()
-        message_bytes = config.emulation.message_bytes or settings.message_bytes(parts.model)
-        planner = ConditionPlanner(
-            healthy,
-            system,
-            rendezvous,
-            first.planned_for,
-            num_tied,
-            message_bytes,
-            room,
-            measured_on=first.in_force.plan.routes,
-            usual=first.usual,
-            around_ops_ms=around_ms,
-        )
-        made = [
-            planner.begin(first.in_force, link_conditions(condition))
-            for condition in wanted.conditions
-        ]
-        if rank == 0:
-            send(AllPlanned(tuple(planned for _, planned in made)))
-        every_link = possible_links(healthy.parallelism.stages)
-        paths = RoundPaths(rendezvous, trainer, every_link) if healthy.fails_over else None
-        rounds = Rounds(
-            healthy, wanted, system, rendezvous, trainer, runner, planner, paths, first, num_tied
-        )
-        for index, (in_force, _) in enumerate(made):
-            for message in rounds.run(block - 1, index, in_force):
-                send(message)
 
 
 def _profiled(
@@ -172,9 +84,12 @@ def with_measured(usual: UsualLinks, measured: Links, routes: Mapping[Link, Rout
 
 
 def _run_rank(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> None:
-    config_path, system, block = rest
-    config = load_config(Path(config_path))
-    healthy = system_config(config, SYSTEMS[system])
+    """Run one block of one system under every condition."""
+    path, system, block = Path(rest[0]), SYSTEMS[rest[1]], int(rest[2])
+    config = load_config(path)
+    if config.compare is None:
+        raise ValueError(f"{path}: no section compare")
+    wanted, healthy = config.compare, system_config(config, system)
     rendezvous = join_run(
         arguments,
         start_timeout_s=config.timeouts.start_s,
@@ -182,17 +97,75 @@ def _run_rank(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> 
         fails_over=healthy.fails_over,
         num_devices=config.parallelism.tensor,
     )
-    if config.compare is None:
-        raise ValueError(f"{config_path}: no section compare")
-    serve(
-        config,
-        config.compare,
-        SYSTEMS[system],
-        rendezvous,
-        lambda message: link.send(tagged(message)),
-        Path(config_path).parent,
-        int(block),
+    rank = rendezvous.rank
+    parts = load_parts(healthy)
+    require_same_data(healthy, rendezvous, parts.data)
+    if parts.shapes.shorter:
+        raise UserError(
+            f"data.factory: {config.data.factory}: got steps of several lengths, expected one: a "
+            "comparison compares steps that compute the same"
+        )
+    sizes = healthy.batch.microbatch_size, healthy.data.sequence_length
+    device_choices(parts.model, *sizes, parts.shapes.extras)
+    check_together(healthy, rendezvous, parts.model, parts.shapes, parts.microbatch)
+    measure = partial(measured_on_rank_0, healthy, parts.model, parts.microbatch)
+    cut = choose_layers(healthy, rendezvous, parts.model.num_layers, measure)
+    settings = stage_settings(
+        healthy, cut.layers, rank, adapts=system.reroutes, shapes=parts.shapes
     )
+    if system.sends_take_compute and settings.pace is not None:  # it is there, by the configuration
+        settings = replace(settings, pace=replace(settings.pace, sends_take_compute=True))
+    hardware = hardware_conditions(healthy.emulation, healthy.parallelism.stages)
+    links, num_tied = EmulatedLinks(hardware), len(parts.model.tied)
+    with (
+        keep_compiled(config, path.parent, rank) as programs_ran,
+        open_stage(healthy, rendezvous, parts.model, settings, links) as trainer,
+        read_ahead(read := step_reader(healthy, parts.batches, rank, trainer)) as inputs,
+    ):
+        healthy = with_device_budget(healthy, rendezvous, trainer).first
+        links.emulate(())
+        payloads = settings.payloads(parts.model)
+        room = agree_on_host_room(healthy, rendezvous, trainer, payloads, settings.delegated)
+        first = plan_by_timings(
+            healthy,
+            rendezvous,
+            trainer,
+            read(0),
+            num_tied,
+            lambda plan: plan,
+            room=room,
+            may_delegate=system.reroutes,
+        )
+        settle_garbage()
+        rendezvous.limit(config.timeouts.step_s)
+        runner = ConditionRunner(rendezvous, trainer, links, inputs, healthy.optimizer.clip_norm)
+        first, around_ms = _profiled(first, runner, wanted.profiling_steps, rank)
+        programs_ran()
+        message_bytes = config.emulation.message_bytes or settings.message_bytes(parts.model)
+        planner = ConditionPlanner(
+            healthy,
+            system,
+            rendezvous,
+            first.planned_for,
+            num_tied,
+            message_bytes,
+            room,
+            measured_on=first.in_force.plan.routes,
+            usual=first.usual,
+            around_ops_ms=around_ms,
+        )
+        plans: list[PlanInForce] = []
+        for index, condition in enumerate(wanted.conditions):
+            in_force, planned = planner.begin(first.in_force, link_conditions(condition))
+            plans.append(in_force)
+            if rank == 0:
+                link.send(tagged(RoundPlanned(index, planned)))
+        every_link = possible_links(healthy.parallelism.stages)
+        paths = RoundPaths(rendezvous, trainer, every_link) if healthy.fails_over else None
+        rounds = Rounds(wanted, trainer, runner, planner, paths, first)
+        for index, in_force in enumerate(plans):
+            for message in rounds.run(block - 1, index, in_force):
+                link.send(tagged(message))
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ from jaxmorph.compare.blocks import ComparisonMessage, RoundPlanned
 from jaxmorph.compare.condition_links import DelayHistory, RoundLinks, round_links
 from jaxmorph.compare.condition_plans import ConditionPlanner, Replanner
 from jaxmorph.compare.condition_steps import ConditionRunner, MeasuredRound, summarize_steps
-from jaxmorph.compare.systems import System
-from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.control.link_state import PathFailure
 from jaxmorph.control.path_reports import PathReport, join_reports
@@ -110,24 +108,25 @@ class RoundRecord:
 
     def observe(self, step: int, reports: Sequence[StepReport]) -> None:
         """Let the controller observe a step."""
-        if self._loop is not None:
-            self._done.append(self._thread.submit(self._observe, self._loop, step, reports))
+        self._submit(self._observe, step, reports)
 
     def adopt(self, morph: Morph, step: int) -> None:
         """Record a new plan."""
-        if self._loop is not None:
-            self._done.append(self._thread.submit(self._adopt, self._loop, morph))
+        self._submit(self._adopt, morph)
 
     def drop(self, step: int) -> None:
         """Record that an announced plan is dropped."""
-        if self._loop is not None:
-            self._done.append(self._thread.submit(self._drop, self._loop))
+        self._submit(self._drop)
 
     def finish(self) -> None:
         """Wait until everything is recorded; raises the first error of that."""
         self._thread.shutdown()
         for done in self._done:
             done.result()
+
+    def _submit(self, record: Callable[..., None], *arguments: Any) -> None:
+        if self._loop is not None:
+            self._done.append(self._thread.submit(record, self._loop, *arguments))
 
     def _observe(self, loop: ControlLoop, step: int, reports: Sequence[StepReport]) -> None:
         observed = step_observed(step, reports)
@@ -177,16 +176,12 @@ class Rounds:
         paths: None if links don't fail over.
     """
 
-    config: Config
     wanted: Compare
-    system: System
-    rendezvous: Rendezvous
     trainer: StageTrainer
     runner: ConditionRunner
     planner: ConditionPlanner
     paths: RoundPaths | None
     first: FirstPlan
-    num_tied: int
 
     def run(self, number: int, index: int, in_force: PlanInForce) -> Iterator[ComparisonMessage]:
         """Run round `number` of condition `index`, beginning with a plan."""
@@ -195,14 +190,15 @@ class Rounds:
         counts = self.wanted.steps, self.wanted.warmup_steps
         run = partial(self.runner.run, in_force, links.all, *counts)
         events: Mapping[str, int] = {}
-        if self.system.detects:
+        system = self.planner.system
+        if system.detects:
             done, events = self._run_detecting(run, failed)
         else:
-            replans = links.traced and self.system.is_informed
+            replans = links.traced and system.is_informed
             done = run(replan=Replanner(self.planner, links) if replans else None)
             if self.paths is not None:
                 events = self.paths.failures(failed)
-        if self.rendezvous.rank == 0:
+        if self.planner.rendezvous.rank == 0:
             yield from self._messages(index, links, done, events)
 
     def _restore_paths(self) -> list[PathFailure]:
@@ -216,13 +212,12 @@ class Rounds:
     ) -> tuple[MeasuredRound, Mapping[str, int]]:
         """A round of a system that detects, and the number of its events by kind."""
         last_step = self.runner.next_step + self.wanted.warmup_steps + self.wanted.steps - 1
-        leads = self.rendezvous.rank == 0
-        with open_control_loop(
-            self.config, self.first, self.num_tied, active=leads, to_plan=self.config
-        ) as loop:
+        config, rendezvous = self.planner.config, self.planner.rendezvous
+        leads, num_tied = rendezvous.rank == 0, self.planner.num_tied
+        with open_control_loop(config, self.first, num_tied, active=leads, to_plan=config) as loop:
             record = RoundRecord(self.first.in_force, loop)
             try:
-                adaptation = Adaptation(self.rendezvous, self.trainer, record, loop, last_step)
+                adaptation = Adaptation(rendezvous, self.trainer, record, loop, last_step)
                 done = run(callback=RoundAdaptation(adaptation, record, failed))
             finally:
                 record.finish()
@@ -231,15 +226,15 @@ class Rounds:
     def _messages(
         self, index: int, links: RoundLinks, done: MeasuredRound, events: Mapping[str, int]
     ) -> Iterator[ComparisonMessage]:
-        if links.traced or self.system.detects:
+        if links.traced or self.planner.system.detects:
             average = DelayHistory(links.traced).over(done.numbers, *done.span_s)
             planned = self.planner.expect(done.in_force, (*links.steady, *average))
             yield RoundPlanned(index, planned)
-        live_until = self.config.schedule.live_until
+        live_until = self.planner.config.schedule.live_until
         yield summarize_steps(index, done.steps, events, live_until)
 
     def _links(self, number: int, index: int) -> RoundLinks:
-        num_stages = self.config.parallelism.stages
+        num_stages = self.planner.config.parallelism.stages
         key = f"compare.conditions.{index}"
         condition = self.wanted.conditions[index]
         return round_links(condition, num_stages, key, number, self.runner.next_step)

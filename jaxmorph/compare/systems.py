@@ -159,8 +159,6 @@ def route_choices(config: Config, system: System, slow: Sequence[Link]) -> Itera
         yield config
         return
     links = config.placement.links
-    for delegated in (set(slow), set(links)):
-        routes = {str(link): "delegated" for link in links if link in delegated}
-        if len(routes) == len(links):
-            routes = {"default": "delegated"}
+    some = [str(link) for link in links if link in slow]
+    for routes in (dict.fromkeys(some, "delegated"), {"default": "delegated"}):
         yield config.model_copy(update={"routes": Routes.model_validate(routes)})

@@ -117,7 +117,7 @@ def describe_routes(routes: Mapping[str, str]) -> str:
     """The links' routes, such as `direct` or `2-3 delegated, else direct`."""
     if not routes:
         return _UNKNOWN
-    usual = Counter(routes.values()).most_common(1)[0][0]
+    usual = Counter(sorted(routes.values(), reverse=True)).most_common(1)[0][0]  # or direct
     others = [f"{link} {route}" for link, route in routes.items() if route != usual]
     return f"{', '.join(others)}, else {usual}" if others else usual
 
@@ -174,7 +174,7 @@ def short_count(number: int) -> str:
     return str(number)
 
 
-def milliseconds(seconds: float | None) -> str:
+def seconds_as_ms(seconds: float | None) -> str:
     """Seconds as milliseconds without the unit; a dash for None."""
     return _UNKNOWN if seconds is None else f"{seconds * 1e3:.1f}"
 
@@ -205,11 +205,9 @@ def routes_text(record: StepRecord) -> str:
 
 
 def describe_plan(record: StepRecord | ReplicaStep) -> str:
-    """The plan that a step ran: schedule, warm-ups and delegated links."""
-    delegated = [link for link, route in record.routes.items() if route == "delegated"]
-    some = f", {' '.join(delegated)} delegated" if len(delegated) < len(record.routes) else ""
-    route = (some if delegated else "") or f", {describe_routes(record.routes)}"
-    return f"{record.schedule}, warm-up forwards {numbers(record.warmup_forwards)}{route}"
+    """The plan that a step ran: schedule, warm-ups and routes."""
+    warmup_forwards, routes = numbers(record.warmup_forwards), describe_routes(record.routes)
+    return f"{record.schedule}, warm-up forwards {warmup_forwards}, {routes}"
 
 
 def _skipped(summary: RunSummary) -> str:
@@ -232,10 +230,10 @@ def _goodput(summary: RunSummary) -> str:
 
 
 def _step_against_plan(summary: RunSummary) -> str:
-    measured = f"{milliseconds(summary.step_s)} ms measured (median)"
+    measured = f"{seconds_as_ms(summary.step_s)} ms measured (median)"
     if not summary.predicted_step_s:
         return measured
-    planned = f"{measured}, {milliseconds(summary.predicted_step_s)} ms planned"
+    planned = f"{measured}, {seconds_as_ms(summary.predicted_step_s)} ms planned"
     if summary.longer_than_planned is None:
         return planned
     return f"{planned} ({summary.longer_than_planned:+.1%})".replace("%", " %")

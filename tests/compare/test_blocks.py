@@ -51,7 +51,8 @@ class Ranks:
         assert compare is not None
         self._now_s += 10.0
         self._busy_s += self.steals_s.get(at, 0.0)
-        take({"kind": "AllPlanned", "plans": [PLAN, PLAN]})
+        for condition in range(len(compare.conditions)):
+            take({"kind": "RoundPlanned", "condition": condition, "plan": PLAN})
         num_rounds, end = self.ends.get(at, (-1, None))
         for condition in range(len(compare.conditions)):
             if num_rounds == 0 and end is not None:

@@ -275,6 +275,7 @@ def test_a_traced_event_is_planned_for_one_step_later():
 
 
 def test_another_bandwidth_is_planned_for():
+    changes: tuple[tuple[int, float, AffectedRoute], ...]
     changes = ((10, 800.0, "both"), (12, 810.0, "both"), (14, 200.0, "both"), (16, 200.0, "direct"))
     replan, _ = replanner(
         *(
