@@ -117,7 +117,8 @@ def describe_routes(routes: Mapping[str, str]) -> str:
     """The links' routes, such as `direct` or `2-3 delegated, else direct`."""
     if not routes:
         return _UNKNOWN
-    usual = Counter(sorted(routes.values(), reverse=True)).most_common(1)[0][0]  # or direct
+    # Of as many links on each route, the direct ones are the usual.
+    usual = Counter(sorted(routes.values(), reverse=True)).most_common(1)[0][0]
     others = [f"{link} {route}" for link, route in routes.items() if route != usual]
     return f"{', '.join(others)}, else {usual}" if others else usual
 

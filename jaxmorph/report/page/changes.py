@@ -6,9 +6,6 @@ from itertools import pairwise
 
 from jaxmorph.records import CHANGES, Event, EventKind, StepRecord
 
-MORPHS = frozenset({EventKind.PLAN_CHANGED, EventKind.ROUTE_CHANGED})
-"""Events after which a run executes another plan."""
-
 _DECISIVE = ("plan_", "planning_", "route_", "straggler_", "link_", "compute_", "layers_")
 _STEPS_APART = 4
 """Events this close may belong to one change: detection, planning and the morph."""
@@ -48,7 +45,8 @@ def find_changes(steps: Sequence[StepRecord], events: Iterable[Event]) -> tuple[
     routes. Other decisions belong to a change if they fall into it, or shortly before.
     """
     decisions = [event for event in events if is_decision(event)]
-    swapped = {*_swaps(steps), *(event.step for event in decisions if event.kind in MORPHS)}
+    planned = (event.step for event in decisions if event.kind == EventKind.PLAN_CHANGED)
+    swapped = {*_swaps(steps), *planned}
     at = sorted({*swapped, *(event.step for event in decisions if event.kind in CHANGES)})
     changes: list[Change] = []
     for group in _groups(at, swapped):
@@ -57,12 +55,6 @@ def find_changes(steps: Sequence[StepRecord], events: Iterable[Event]) -> tuple[
         new_step = group[-1] if group[-1] in swapped else None
         changes.append(Change(len(changes) + 1, belonging, group[0], new_step, group[-1]))
     return tuple(changes)
-
-
-def count_morphs(steps: Sequence[StepRecord], events: Iterable[Event]) -> int:
-    """The number of morphs, by events, or else by the steps' plans."""
-    changed = {event.step for event in events if event.kind in MORPHS}
-    return len(changed) or len(list(_swaps(steps)))
 
 
 def steps_to_show(

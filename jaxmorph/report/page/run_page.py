@@ -10,7 +10,6 @@ from markupsafe import Markup
 from jaxmorph.records import PHASES, Event, EventKind, StepRecord
 from jaxmorph.report.page.changes import (
     Change,
-    count_morphs,
     find_changes,
     is_decision,
     plan_of,
@@ -77,7 +76,7 @@ def result_sentence(files: RunFiles) -> str:
     """The run in one sentence, such as `120 steps, median 412.0 ms; 2 morphs; ...`."""
     if not files.steps:
         return "No step has been recorded yet."
-    morphs = count_morphs(files.steps, files.events)
+    morphs = len({each.step for each in files.events if each.kind == EventKind.PLAN_CHANGED})
     parts = [
         f"{_num_steps(files)}, median {milliseconds(median(_step_ms(files.steps).values()))}",
         f"{morphs} morph{'' if morphs == 1 else 's'}" if morphs else "no morph",

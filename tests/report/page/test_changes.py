@@ -3,7 +3,7 @@ from dataclasses import replace
 from example_step import STEP
 
 from jaxmorph.records import Event, StepRecord
-from jaxmorph.report.page.changes import count_morphs, find_changes, is_decision, steps_to_show
+from jaxmorph.report.page.changes import find_changes, is_decision, steps_to_show
 
 
 def _steps(plans: str) -> list[StepRecord]:
@@ -55,11 +55,9 @@ def test_lone_decisions_make_no_change():
     assert change.events == (DETECTED, kept, CHANGED)
 
 
-def test_morphs_are_counted_by_events_or_plans():
-    events = [DETECTED, CHANGED, _event(12, "route_changed"), _event(30, "plan_changed")]
-    assert count_morphs(_steps("a" * 40), events) == 2
-    assert count_morphs(_steps("aabba"), []) == 2
-    assert count_morphs(_steps("aaa"), []) == 0
+def test_another_route_of_a_sum_is_no_new_plan():
+    (change,) = find_changes(_steps("a" * 40), [_event(12, "route_changed")])
+    assert (change.first_step, change.new_step) == (12, None)
 
 
 def test_decisions_differ_from_other_events():
