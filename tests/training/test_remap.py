@@ -6,6 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -46,8 +47,9 @@ COMPILED: list[Any] = []
 
 
 def state_of(rank):
-    weights = np.full((3, 2), rank, np.float32)
-    return {"params": {"layers": {"w": weights}}, "optimizer": {"0": {"count": np.int32(rank)}}}
+    weights = jnp.full((3, 2), rank, jnp.float32)
+    count = jnp.int32(rank)
+    return {"params": {"layers": {"w": weights}}, "optimizer": {"0": {"count": count}}}
 
 
 @pytest.mark.parametrize(

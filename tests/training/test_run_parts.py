@@ -1,14 +1,13 @@
 """Ranks read a run's data on their own, before the first step: what differs is refused."""
 
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from jaxmorph.compare.blocks import ComparisonMessage
-from jaxmorph.compare.rank import serve
-from jaxmorph.compare.systems import SYSTEMS
-from jaxmorph.config import check_config
+from jaxmorph.compare import rank
+from jaxmorph.config import check_config, dump_config
 from jaxmorph.data.tokens import DataDigest
 from jaxmorph.errors import UserError
 from jaxmorph.messages import RunMessage
@@ -51,12 +50,13 @@ def test_training_needs_the_same_text_on_all_ranks(tmp_path):
     assert not sent
 
 
-def test_comparisons_need_the_same_text_on_all_ranks(tmp_path):
-    config, sent = config_of(tmp_path / "a.txt"), cast(list[ComparisonMessage], [])
-    system, other = SYSTEMS["adaptive"], with_another(9, "ab")
-    assert config.compare is not None
+def test_comparisons_need_the_same_text_on_all_ranks(tmp_path, monkeypatch):
+    path, sent = tmp_path / "config.yaml", []
+    path.write_text(dump_config(config_of(tmp_path / "a.txt")))
+    monkeypatch.setattr(rank, "join_run", lambda *_, **__: with_another(9, "ab"))
+    link = cast(Any, SimpleNamespace(send=sent.append))
     with pytest.raises(UserError, match=f"^{PATH}"):
-        serve(config, config.compare, system, other, sent.append, tmp_path, 1)
+        rank._run_rank(cast(Any, None), link, [str(path), "adaptive", "1"])
     assert not sent
 
 
