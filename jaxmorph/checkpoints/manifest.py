@@ -66,6 +66,11 @@ class Manifest:
     parts: tuple[FileSum, ...] | None = None
 
     @property
+    def is_of_script(self) -> bool:
+        """Whether only a script knows the run's model. A user's own data may have no vocabulary."""
+        return self.vocab_size == 0 and self.config.data.factory is None
+
+    @property
     def part_numbers(self) -> list[tuple[int, int]]:
         """The virtual stage of each part, and the replica that writes it."""
         replicas = range(self.config.num_optimizer_shares)

@@ -10,7 +10,7 @@ from tempfile import TemporaryFile
 
 from jaxmorph.checkpoints.folder import CheckpointFolder, DamagedCheckpoint, require_plain
 from jaxmorph.checkpoints.manifest import Manifest
-from jaxmorph.config import Config, check_config, load_config, located_error, override_config
+from jaxmorph.config import Config, check_config, load_config, locating_errors, override_config
 from jaxmorph.data.tokens import DataDigest
 from jaxmorph.errors import UserError
 from jaxmorph.records import EventKind
@@ -102,8 +102,11 @@ def folder_apart(config: Config) -> Path | None:
 def with_absolute_folder(config: Config) -> Config:
     """Make `checkpoint.dir` absolute, so that a run can resume from any working directory."""
     named = config.checkpoint.dir
-    absolute = None if named is None else str(Path(named).absolute())
-    checkpoint = config.checkpoint.model_copy(update={"dir": absolute})
+    return _saving_to(None if named is None else str(Path(named).absolute()), config)
+
+
+def _saving_to(folder: str | None, config: Config) -> Config:
+    checkpoint = config.checkpoint.model_copy(update={"dir": folder})
     return config.model_copy(update={"checkpoint": checkpoint})
 
 
@@ -213,50 +216,24 @@ def find_resumption(
         UserError: There is no such run, no whole checkpoint, or an override would change the model.
     """
     run = saved_run(directory, "--resume")
-    step, passed_over = run.folder.newest_whole(thorough=thorough)
-    if step is None:
-        raise no_checkpoint(run.folder, passed_over)
-    manifest = run.folder.manifest(step)
+    manifest, passed_over = _newest(run, thorough=thorough)
+    if manifest is None:
+        raise no_checkpoint(run.folder, ())
+    require_known_model(manifest, directory)
     was, damage = _trusted_config(run, manifest)
     config = with_absolute_folder(override_config(was, overrides, directory / CONFIG))
-    try:
+    with locating_errors(directory / CONFIG, overrides):
         _require_agreement(config, was, manifest, config.run.steps)
-    except UserError as error:
-        raise located_error(directory / CONFIG, overrides, error) from error
     return RunStart(config, manifest.step, directory, passed_over, damage), manifest
 
 
-def _trusted_config(
-    run: SavedRun, manifest: Manifest, *, is_script: bool = False
-) -> tuple[Config, str]:
-    """The run's configuration as far as the checkpoint resumes with it; why not all of it is used.
-
-    Damage to the file can change a value into another valid one. A value that does not fit the
-    checkpoint is replaced; `resumed` names others (`run_checkpoints`).
-    """
-    if run.config is None:
-        return manifest.config, run.damage
-    config, saved = run.config, manifest.config.model_dump(mode="json")
-    tree, notes = config.model_dump(mode="json"), [run.damage]
-    if run.damage:
-        tree["checkpoint"]["dir"] = saved["checkpoint"]["dir"]
-    num_steps = None if is_script else config.run.steps
-    for key, got, _ in _disagreements(config, config, manifest, num_steps):
-        section, _, name = key.partition(".")
-        tree[section].pop(name, None)
-        tree[section] |= {name: saved[section][name]} if name in saved[section] else {}
-        used = saved[section].get(name, "none")
-        notes.append(f"{CONFIG}: {key}: got {got}; that of the checkpoint is used, {used}")
-    try:
-        return check_config(tree, CONFIG), "; ".join(filter(None, notes))
-    except UserError as error:
-        return manifest.config, f"{error}; the configuration of the checkpoint is used"
-
-
 def find_resumption_here(
-    config: Config, *, thorough: bool = True
+    config: Config, path: Path, overrides: Sequence[str], *, thorough: bool = True
 ) -> tuple[RunStart, Manifest] | None:
     """As `find_resumption`, in a configuration's `run.dir`; None: it has no checkpoint.
+
+    Args:
+        path: The configuration's file, which errors name.
 
     Raises:
         UserError: All checkpoints are damaged, or the configuration is of another model.
@@ -266,17 +243,12 @@ def find_resumption_here(
         run = saved_run(directory)
     except UserError:  # it has neither a configuration nor a checkpoint
         return None
-    step, passed_over = run.folder.newest_whole(thorough=thorough)
-    if step is None and passed_over:  # to begin again would be to lose what they still hold
-        raise no_checkpoint(run.folder, passed_over)
-    if step is None:
+    manifest, passed_over = _newest(run, thorough=thorough)
+    if manifest is None:
         return None
-    manifest = run.folder.manifest(step)
-    was, damage = _trusted_config(run, manifest)
-    # By which name the directory was reached is no matter.
-    was = was.model_copy(update={"run": was.run.model_copy(update={"dir": config.run.dir})})
-    _require_agreement(config, was, manifest, config.run.steps)
-    return RunStart(config, manifest.step, directory, passed_over, damage), manifest
+    require_known_model(manifest, directory)
+    with locating_errors(path, overrides):
+        return _resumed(config, run, manifest, passed_over, config.run.steps), manifest
 
 
 def start_of_script(config: Config, *, resume: bool) -> RunStart:
@@ -296,15 +268,67 @@ def start_of_script(config: Config, *, resume: bool) -> RunStart:
         try_named_folder(config)
         return RunStart(config)
     run = saved_run(directory)
-    step, passed_over = run.folder.newest_whole(thorough=False)
-    if step is None and passed_over:
-        raise no_checkpoint(run.folder, passed_over)
-    if step is None:
+    manifest, passed_over = _newest(run, thorough=False)
+    if manifest is None:
         return RunStart(config, 0, directory, damage=run.damage)
-    manifest = run.folder.manifest(step)
-    was, damage = _trusted_config(run, manifest, is_script=True)
-    _require_agreement(config, was, manifest, None)
-    return RunStart(config, step, directory, passed_over, damage)
+    return _resumed(config, run, manifest, passed_over, None)
+
+
+def _newest(
+    run: SavedRun, *, thorough: bool
+) -> tuple[Manifest | None, tuple[DamagedCheckpoint, ...]]:
+    """The manifest of the last whole checkpoint, and the damaged ones that are newer."""
+    step, passed_over = run.folder.newest_whole(thorough=thorough)
+    if step is None and passed_over:  # to begin again would be to lose what they still hold
+        raise no_checkpoint(run.folder, passed_over)
+    return None if step is None else run.folder.manifest(step), passed_over
+
+
+def _resumed(
+    config: Config,
+    run: SavedRun,
+    manifest: Manifest,
+    passed_over: tuple[DamagedCheckpoint, ...],
+    num_steps: int | None,
+) -> RunStart:
+    """How a run resumes in a configuration's `run.dir`.
+
+    Args:
+        num_steps: The run's; None for a script.
+    """
+    was, damage = _trusted_config(run, manifest, is_script=num_steps is None)
+    # By which name the directory was reached is no matter.
+    was = was.model_copy(update={"run": was.run.model_copy(update={"dir": config.run.dir})})
+    _require_agreement(config, was, manifest, num_steps)
+    return RunStart(config, manifest.step, Path(config.run.dir), passed_over, damage)
+
+
+def _trusted_config(
+    run: SavedRun, manifest: Manifest, *, is_script: bool = False
+) -> tuple[Config, str]:
+    """The run's configuration as far as the checkpoint resumes with it; why not all of it is used.
+
+    Damage to the file can change a value into another valid one. A value that does not fit the
+    checkpoint is replaced; `resumed` names others (`run_checkpoints`).
+    """
+    # Damaged, it has its checkpoints in the usual place, wherever they were meant to be.
+    folder = None if run.damage or run.config is None else run.config.checkpoint.dir
+    of_checkpoint = _saving_to(folder, manifest.config)
+    if run.config is None:
+        return of_checkpoint, run.damage
+    config, saved = run.config, of_checkpoint.model_dump(mode="json")
+    tree, notes = _saving_to(folder, config).model_dump(mode="json"), [run.damage]
+    num_steps = None if is_script else config.run.steps
+    for key, got, _ in _disagreements(config, config, manifest, num_steps):
+        section, _, name = key.partition(".")
+        tree[section].pop(name, None)
+        tree[section] |= {name: saved[section][name]} if name in saved[section] else {}
+        used = saved[section].get(name, "none")
+        notes.append(f"{CONFIG}: {key}: got {got}; that of the checkpoint is used, {used}")
+    try:
+        return check_config(tree, CONFIG), "; ".join(filter(None, notes))
+    except UserError as error:
+        return of_checkpoint, f"{error}; the configuration of the checkpoint is used"
 
 
 def _require_agreement(
@@ -348,6 +372,15 @@ def kept_cut(config: Config, manifest: Manifest) -> tuple[range, ...] | None:
     now, then = config.parallelism, manifest.config.parallelism
     as_many = (now.stages, now.chunks) == (then.stages, then.chunks)
     return manifest.layers if as_many and now.layers == "auto" else None
+
+
+def require_known_model(manifest: Manifest, directory: Path) -> None:
+    """Refuse a script's run where the configuration must name the model."""
+    if manifest.is_of_script:
+        raise UserError(
+            f"{directory}: got a script's run, whose model only the script knows, expected a run "
+            "of `jaxmorph train`"
+        )
 
 
 def check_vocabulary(manifest: Manifest, vocab_size: int) -> None:

@@ -31,7 +31,7 @@ class TrainedOn:
     """What a checkpoint records about the data.
 
     Attributes:
-        vocab_size: 0 for a script's run, whose model the configuration doesn't name.
+        vocab_size: 0 for a script's run (`Manifest.is_of_script`), and for own data without one.
     """
 
     vocab_size: int = 0

@@ -19,7 +19,7 @@ from jaxmorph.errors import UserError
 from jaxmorph.runtime.stage_state import PARAMS
 from jaxmorph.stage.model import GivesLogits, Params, PipelineModel, model_logits
 from jaxmorph.training.model_factory import build_model, without_changeable_options
-from jaxmorph.training.resume import saved_run
+from jaxmorph.training.resume import require_known_model, saved_run
 
 _SEEDS = 2**32
 
@@ -52,11 +52,7 @@ def load_saved_model(run_dir: Path, step: int | None = None) -> SavedModel:
     damage = damage_of(folder.finished(manifest.step), thorough=True)
     if damage is not None:
         raise UserError(f"{damage} (--step takes another checkpoint)")
-    if manifest.vocab_size == 0:
-        raise UserError(
-            f"{run_dir}: got a script's run, whose model only the script knows, expected a run of "
-            "`jaxmorph train`"
-        )
+    require_known_model(manifest, run_dir)
     files = TreeFiles()
     checkpoint = folder.finished(manifest.step)
     return SavedModel(

@@ -76,19 +76,12 @@ def resume_or_start(path: Path, overrides: Sequence[str], launch: str = "auto") 
     """
     config = with_absolute_folder(load_config(path, overrides))
     directory = Path(config.run.dir)
-    find = partial(_find_here, config, path, overrides)
+    find = partial(find_resumption_here, config, path, overrides)
     done = _resume(find, directory, (path, overrides), launch)
     if done is None:
         _check_start(path, overrides, config)
         _run(RunStart(config, directory=directory), launch)
     return done or ""
-
-
-def _find_here(
-    config: Config, path: Path, overrides: Sequence[str], *, thorough: bool = True
-) -> tuple[RunStart, Manifest] | None:
-    with locating_errors(path, overrides):
-        return find_resumption_here(config, thorough=thorough)
 
 
 def resume_training(directory: Path, overrides: Sequence[str], launch: str = "auto") -> str:
@@ -112,7 +105,6 @@ def _resume(
     Args:
         origin: The file and the overrides that errors name.
     """
-    _check_launch(launch)
     # Ranks of a job verify the checkpoint together, once they have joined.
     in_job = _is_in_job(launch)
     with progress.within(0.0, "verifies the checkpoint"), start_described():
@@ -160,15 +152,12 @@ def check_run(config: Config) -> "RunParts":
     return parts
 
 
-def _check_launch(launch: str) -> None:
+def _is_in_job(launch: str) -> bool:
+    """Whether this process is one rank of a cluster's job."""
     if launch not in _LAUNCHES:
         raise UserError(f"--launch: got {launch!r}, expected one of {', '.join(_LAUNCHES)}")
     if launch == "local":
         require_one_task()
-
-
-def _is_in_job(launch: str) -> bool:
-    """Whether this process is one rank of a cluster's job."""
     return launch == "cluster" or (launch == "auto" and started_by_cluster())
 
 
@@ -180,7 +169,6 @@ def _run(
     Args:
         check: Checks that steps after a checkpoint can be trained.
     """
-    _check_launch(launch)
     if _is_in_job(launch):
         return run_as_rank(start, check)
     run_here(start)

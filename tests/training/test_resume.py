@@ -15,7 +15,7 @@ from jaxmorph.config import Config, load_config
 from jaxmorph.data.tokens import DataDigest
 from jaxmorph.errors import UserError
 from jaxmorph.report.terminal import Reporter
-from jaxmorph.training import resume
+from jaxmorph.training import resume, saved_model
 from jaxmorph.training.resume import (
     RunStart,
     check_data,
@@ -35,6 +35,7 @@ from jaxmorph.training.resume import (
     without_weights,
 )
 from jaxmorph.training.run_checkpoints import RunCheckpoints, TrainedOn
+from jaxmorph.training.saved_model import load_saved_model
 
 
 def test_a_run_resumes_with_its_overrides(tmp_path):
@@ -84,27 +85,64 @@ def test_a_script_may_exceed_run_steps(tmp_path):
     assert (start.first_step, start.directory) == (150, run)
 
 
+def test_a_script_resumes_where_its_directory_is_now(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "x-2", [7], CONFIG | {"run": {"dir": "runs/x"}})
+    monkeypatch.chdir(tmp_path)
+    for spelled in (str(run), "x-2"):
+        config = Config.model_validate(CONFIG | {"run": {"dir": spelled}})
+        start = start_of_script(config, resume=True)
+        assert (start.first_step, start.directory) == (7, Path(spelled))
+
+
+def test_a_scripts_run_is_refused_as_such(tmp_path):
+    run = write_run(tmp_path, [150], vocab_size=0)  # more steps than its configuration has
+    by_script = f"{run}: got a script's run, whose model only the script knows"
+    for find in (
+        lambda: find_resumption(run, []),
+        lambda: find_here(here(run)),
+        lambda: load_saved_model(run),
+    ):
+        with pytest.raises(UserError, match=f"^{by_script}"):
+            find()
+
+
+def test_own_data_need_no_vocabulary(tmp_path, monkeypatch):
+    own = CONFIG | {"data": {"factory": "my_data"}}
+    run = write_run(tmp_path, [7], own, vocab_size=0)
+    found, manifest = find_resumption(run, [])
+    assert found.first_step == 7
+    check_vocabulary(manifest, 0)
+    monkeypatch.setattr(saved_model, "TreeFiles", lambda: SimpleNamespace(read=lambda *_: [{}]))
+    monkeypatch.setattr(saved_model, "PARAMS", 0)
+    monkeypatch.setattr(saved_model, "build_model", lambda config, vocab_size: vocab_size)
+    assert load_saved_model(run).model == 0
+
+
 def here(directory, **sections):
     """A configuration of a run in a directory."""
     return Config.model_validate(CONFIG | {"run": {"dir": str(directory), "steps": 20}} | sections)
 
 
+def find_here(config):
+    return find_resumption_here(config, Path("run.yaml"), [])
+
+
 def test_a_run_is_found_where_its_configuration_says(tmp_path):
     run = write_run(tmp_path / "run", [7, 14])  # whose own configuration names another directory
-    resumption = find_resumption_here(here(run, optimizer={"learning_rate": 1e-4}))
+    resumption = find_here(here(run, optimizer={"learning_rate": 1e-4}))
     assert resumption is not None
     found, _ = resumption
     assert (found.first_step, found.is_done) == (14, False)
     assert found.config.optimizer.learning_rate == 1e-4
-    with pytest.raises(UserError, match=r"model.width: got 64, expected 32, that of the check"):
-        find_resumption_here(here(run, model={"width": 64, "num_layers": 4}))
+    with pytest.raises(UserError, match=r"^run.yaml: model.width: got 64, expected 32, that "):
+        find_here(here(run, model={"width": 64, "num_layers": 4}))
     for step in (7, 14):
         corrupt(run, step)
     with pytest.raises(UserError, match="got no whole checkpoint in "):
-        find_resumption_here(here(run))  # it doesn't begin again
+        find_here(here(run))  # it doesn't begin again
     shutil.rmtree(run / "checkpoints")
-    assert find_resumption_here(here(run)) is None
-    assert find_resumption_here(here(tmp_path / "nowhere")) is None
+    assert find_here(here(run)) is None
+    assert find_here(here(tmp_path / "nowhere")) is None
 
 
 @pytest.mark.parametrize("before", ["nothing", "a volume's files", "an attempt that failed"])
@@ -335,6 +373,15 @@ def test_a_value_that_does_not_fit_is_the_checkpoints(tmp_path, monkeypatch, bef
     found, _ = find_resumption(run, [])
     assert (found.first_step, found.config) == (14, config)
     assert found.damage == f"config.yaml: {says.format(tmp_path)}"
+
+
+@pytest.mark.parametrize("section", [b"run:", b"rwn:"])
+def test_moved_checkpoints_stay_where_they_are(tmp_path, section):
+    run = write_run(tmp_path / "run", [7], CONFIG | {"checkpoint": {"dir": f"{tmp_path}/named"}})
+    shutil.move(tmp_path / "named", run / "checkpoints")
+    edit_config(run, b"run:", section)
+    found, _ = find_resumption(run, [])
+    assert checkpoint_folder(found.config, run).path == run / "checkpoints"
 
 
 def test_a_script_resumes_whatever_its_directory_says(tmp_path):

@@ -178,9 +178,7 @@ def test_one_command_starts_and_resumes(tmp_path, monkeypatch, runs):
     assert (runs[0].first_step, runs[0].directory, runs[0].config.run.seed) == (0, directory, 4)
     found = RunStart(runs[0].config, 6, directory)
     manifest = SimpleNamespace()
-    monkeypatch.setattr(
-        start, "find_resumption_here", lambda config, *, thorough: (found, manifest)
-    )
+    monkeypatch.setattr(start, "find_resumption_here", lambda *_, thorough: (found, manifest))
     for name in ("check_vocabulary", "check_data"):
         monkeypatch.setattr(start, name, lambda *_: None)
     monkeypatch.setattr(start, "check_run", lambda config: SimpleNamespace(vocab_size=1, data=None))

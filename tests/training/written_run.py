@@ -13,7 +13,7 @@ CONFIG = {
 LAYERS = (range(1), range(1, 4))
 
 
-def write_run(directory, steps, config=CONFIG, layers=LAYERS):
+def write_run(directory, steps, config=CONFIG, layers=LAYERS, vocab_size=256):
     """Write a run's configuration and checkpoints, with one small file in each part."""
     config = config if isinstance(config, Config) else Config.model_validate(config)
     directory.mkdir(exist_ok=True)
@@ -24,7 +24,5 @@ def write_run(directory, steps, config=CONFIG, layers=LAYERS):
             stage_path(folder.unfinished(step), number).mkdir(parents=True)
             (stage_path(folder.unfinished(step), number) / "array").write_text(f"{step} {number}")
             folder.seal_part(step, number)
-        folder.commit(
-            Manifest(step, layers, vocab_size=256, tied=(), config=config, data=DataDigest(9, "ab"))
-        )
+        folder.commit(Manifest(step, layers, vocab_size, (), config, data=DataDigest(9, "ab")))
     return directory
