@@ -112,7 +112,7 @@ def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> No
 
     from jaxmorph.models.gpt2 import build
     from jaxmorph.program.lowering import lower
-    from jaxmorph.runtime.join import join_run
+    from jaxmorph.runtime.join import Joining, join_run
     from jaxmorph.runtime.optimizer import OptimizerSettings
     from jaxmorph.runtime.queue import AsynchronousQueue
     from jaxmorph.runtime.routes import TransferIdentity
@@ -123,7 +123,7 @@ def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> No
     from jaxmorph.schedule.ops import OpKind
     from jaxmorph.schedule.simulate import simulate
 
-    rendezvous = join_run(arguments, start_timeout_s=60, step_timeout_s=60)
+    rendezvous = join_run(arguments, Joining(60, 60))
     model = build(
         preset="tiny", sequence_length=8, vocab_size=32, width=16, num_layers=2, num_heads=2
     )

@@ -30,7 +30,7 @@ from jaxmorph.program.instructions import Payload, Transfer, channel_of
 from jaxmorph.progress import progress
 from jaxmorph.records import in_bytes
 from jaxmorph.runtime.direct import DirectRoute
-from jaxmorph.runtime.join import join_run
+from jaxmorph.runtime.join import Joining, join_run
 from jaxmorph.runtime.launcher import run_ranks
 from jaxmorph.runtime.link_programs import LinkCommunicators
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
@@ -166,9 +166,7 @@ def run_end(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> No
     what, mode, message_bytes, step_s = rest[0], rest[1], int(rest[2]), float(rest[3])
     progress.phase("joins", _MEET_S)
     fails_over = mode != "ends"
-    rendezvous = join_run(
-        arguments, start_timeout_s=_MEET_S, step_timeout_s=step_s, fails_over=fails_over
-    )
+    rendezvous = join_run(arguments, Joining(_MEET_S, step_s, fails_over=fails_over))
     end = _End(arguments.rank, link, what, message_bytes, step_s, sealed=fails_over)
     rendezvous.exchange({})
     progress.phase("transfers", step_s)

@@ -28,7 +28,7 @@ from jaxmorph.program.lowering import lower
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.records import Link, Route
 from jaxmorph.runtime.executor import StepInputs
-from jaxmorph.runtime.join import join_run
+from jaxmorph.runtime.join import Joining, join_run
 from jaxmorph.runtime.launcher import run_ranks
 from jaxmorph.runtime.link_connections import open_data_plane
 from jaxmorph.runtime.payloads import channel_specs
@@ -223,7 +223,7 @@ def run_stage(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> 
 def _meet(arguments: RankArguments, folder: Path, route: str) -> Rendezvous:
     """The other process, by JAX where the link between them is direct."""
     if route == "direct":
-        return join_run(arguments, start_timeout_s=_MEET_S, step_timeout_s=_TRANSFER_S)
+        return join_run(arguments, Joining(_MEET_S, _TRANSFER_S))
     store, secret = FolderStore(folder), inherited_secret(arguments.secret_fd or 0)
     return HostRendezvous(store, "127.0.0.1", arguments.rank, _NUM_STAGES, _MEET_S, secret)
 

@@ -22,7 +22,7 @@ from jaxmorph.errors import UserError
 from jaxmorph.plain_json import tagged
 from jaxmorph.records import Link, Route
 from jaxmorph.runtime.emulated_links import EmulatedLinks
-from jaxmorph.runtime.join import join_run
+from jaxmorph.runtime.join import Joining, join_run
 from jaxmorph.runtime.kept_programs import keep_compiled
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
 from jaxmorph.runtime.report import timings_of
@@ -90,13 +90,7 @@ def _run_rank(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> 
     if config.compare is None:
         raise ValueError(f"{path}: no section compare")
     wanted, healthy = config.compare, system_config(config, system)
-    rendezvous = join_run(
-        arguments,
-        start_timeout_s=config.timeouts.start_s,
-        step_timeout_s=healthy.direct_timeout_s,
-        fails_over=healthy.fails_over,
-        num_devices=config.parallelism.tensor,
-    )
+    rendezvous = join_run(arguments, Joining.of(healthy))
     rank = rendezvous.rank
     parts = load_parts(healthy)
     require_same_data(healthy, rendezvous, parts.data)

@@ -4,9 +4,10 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -24,40 +25,62 @@ from jaxmorph.runtime.xla_settings import have_cpu_devices, limit_collectives, s
 from jaxmorph.transport.host import address_of_name
 from jaxmorph.transport.secret import inherited_secret, run_secret
 
+if TYPE_CHECKING:  # the GPU check's ranks have no pydantic
+    from jaxmorph.config import Config
+
 _AGAIN_S = 0.02
 
 
-def join_run(
-    launched: RankArguments | None = None,
-    *,
-    directory: Path | None = None,
-    start_timeout_s: float,
-    step_timeout_s: float,
-    fails_over: bool = False,
-    num_devices: int = 1,
-) -> Rendezvous:
-    """Join a run as one rank.
+@dataclass(frozen=True)
+class Joining:
+    """What a process must know before it joins a run; JAX takes no other values later.
 
-    Args:
-        launched: What the launcher passed to this rank; None: `jax.distributed` finds the run
-            (Slurm, Open MPI, Kubernetes, ...).
-        directory: The run's, which the tasks of a job share; None: it has none.
+    Attributes:
         start_timeout_s: How long to wait for the other ranks, to appear and in exchanges, until
             `Rendezvous.limit` changes it.
         step_timeout_s: How long a transfer waits for the other end.
         fails_over: Whether its links may fail and be restored over spare devices.
         num_devices: The rank's own.
+        directory: The run's, which keeps its secret where nothing has launched the ranks, and which
+            they then share; None: it has none.
+    """
+
+    start_timeout_s: float
+    step_timeout_s: float
+    fails_over: bool = False
+    num_devices: int = 1
+    directory: Path | None = None
+
+    @classmethod
+    def of(cls, config: "Config", directory: Path | None = None) -> "Joining":
+        """As a configuration says."""
+        return cls(
+            config.timeouts.start_s,
+            config.direct_timeout_s,
+            config.fails_over or config.reduction_fails_over,
+            config.parallelism.tensor,
+            directory,
+        )
+
+
+def join_run(launched: RankArguments | None, joining: Joining) -> Rendezvous:
+    """Join a run as one rank.
+
+    Args:
+        launched: What the launcher passed to this rank; None: `jax.distributed` finds the run
+            (Slurm, Open MPI, Kubernetes, ...).
 
     Raises:
         UserError: If JAX has no device here, or the run no secret, in one line.
     """
+    num_devices, start_timeout_s = joining.num_devices, joining.start_timeout_s
     has_links = launched is None or launched.num_ranks > 1
-    have_cpu_devices(num_devices, spare=fails_over and has_links)
+    have_cpu_devices(num_devices, spare=joining.fails_over and has_links)
     if launched is not None and launched.num_ranks == 1:
         own_devices()
         return SoleRank()
-    limit_collectives(step_timeout_s)
-    set_up_gpus(fails_over=fails_over)
+    limit_collectives(joining.step_timeout_s)
+    set_up_gpus(fails_over=joining.fails_over)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     start_s = max(1, round(start_timeout_s))
     if launched is None:
@@ -80,7 +103,7 @@ def join_run(
             coordinator_bind_address=launched.coordinator,
         )
     if launched is None or launched.secret_fd is None:
-        return rendezvous_of_joined(start_timeout_s, partial(run_secret, directory))
+        return rendezvous_of_joined(start_timeout_s, partial(run_secret, joining.directory))
     return rendezvous_of_joined(start_timeout_s, partial(inherited_secret, launched.secret_fd))
 
 

@@ -3,7 +3,7 @@
 import os
 import socket
 from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxmorph.config import Config
 from jaxmorph.emulation.link_settings import trace_conditions
@@ -11,6 +11,9 @@ from jaxmorph.errors import UserError
 from jaxmorph.placement import Layout, Replica
 from jaxmorph.runtime.rendezvous import Rendezvous, gather
 from jaxmorph.transport.host import loopback_identity
+
+if TYPE_CHECKING:
+    from jaxmorph.runtime.join import Joining
 
 # srun, mpirun and an indexed Kubernetes job set one of these in each process that they start.
 _CLUSTER_VARIABLES = ("SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_SIZE", "JOB_COMPLETION_INDEX")
@@ -54,19 +57,11 @@ def is_first_task() -> bool:
     return all(os.environ.get(name, "0") == "0" for name in _TASK_VARIABLES)
 
 
-def join_cluster(
-    start_timeout_s: float,
-    step_timeout_s: float,
-    fails_over: bool,
-    num_devices: int,
-    otherwise: str,
-    directory: Path | None,
-) -> Rendezvous:
+def join_cluster(joining: "Joining", otherwise: str) -> Rendezvous:
     """Join a job whose tasks `jax.distributed` detects.
 
     Args:
         otherwise: What an error suggests instead.
-        directory: The run's, which all tasks share and which keeps its secret; None: it has none.
 
     Raises:
         UserError: `jax.distributed` can't place this process, its port is taken, or the run has no
@@ -77,13 +72,7 @@ def join_cluster(
     try:
         if is_first_task() and "JOB_COMPLETION_INDEX" not in os.environ:  # a pod has its own ports
             require_free_port()
-        return join_run(
-            directory=directory,
-            start_timeout_s=start_timeout_s,
-            step_timeout_s=step_timeout_s,
-            fails_over=fails_over,
-            num_devices=num_devices,
-        )
+        return join_run(None, joining)
     except ValueError as error:  # what `jax.distributed` raises when it finds no cluster
         raise UserError(
             f"jax.distributed can't place this process in a job ({error}); on Kubernetes it needs "

@@ -93,14 +93,12 @@ def start_described() -> AbstractContextManager[None]:
 
 
 def _join(start: RunStart) -> Rendezvous:
-    config, otherwise = start.config, "--launch local starts the stages on this machine instead"
-    directory = start.directory or Path(config.run.dir)
-    start_s, direct_s = config.timeouts.start_s, config.direct_timeout_s
-    fails_over = config.fails_over or config.reduction_fails_over
+    from jaxmorph.runtime.join import Joining
+
+    directory = start.directory or Path(start.config.run.dir)
+    otherwise = "--launch local starts the stages on this machine instead"
     try:
-        return join_cluster(
-            start_s, direct_s, fails_over, config.parallelism.tensor, otherwise, directory
-        )
+        return join_cluster(Joining.of(start.config, directory), otherwise)
     except UserError as error:
         raise UserError(f"--launch: {error}") from error
 

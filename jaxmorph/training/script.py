@@ -18,7 +18,7 @@ from jaxmorph.config.sections import Run
 from jaxmorph.errors import UserError
 from jaxmorph.placement import ALONE, Replica
 from jaxmorph.runtime.executor import StepInputs
-from jaxmorph.runtime.join import join_run, rendezvous_of_joined
+from jaxmorph.runtime.join import Joining, join_run, own_devices, rendezvous_of_joined
 from jaxmorph.runtime.launcher import threads_for
 from jaxmorph.runtime.rendezvous import Rendezvous, SoleRank
 from jaxmorph.runtime.watchdog import watch_over
@@ -30,12 +30,18 @@ from jaxmorph.training.script_launch import launch_arguments
 from jaxmorph.transport.secret import run_secret
 
 # At most one entry each: a process has one rendezvous, which its trainers use in turn.
-_met: list[Rendezvous] = []
+_met: list[tuple[Rendezvous, Joining]] = []
 _left: list[Rendezvous] = []
 _ends_at_once: list[bool] = []
 
 
-def join(*, start_timeout_s: float = 120.0, step_timeout_s: float = 60.0) -> None:
+def join(
+    *,
+    start_timeout_s: float = 120.0,
+    step_timeout_s: float = 60.0,
+    tensor: int = 1,
+    fails_over: bool = False,
+) -> None:
     """Join the script's other processes, in a script that uses JAX before it makes its `Trainer`.
 
     JAX must know all processes before it computes anything. A trainer that is made first joins
@@ -45,21 +51,16 @@ def join(*, start_timeout_s: float = 120.0, step_timeout_s: float = 60.0) -> Non
         start_timeout_s: How long to wait for the other processes.
         step_timeout_s: How long a transfer on CPU waits for its peer. The trainer's configuration
             comes too late to set it.
+        tensor: The most `parallelism.tensor` of a trainer of this process.
+        fails_over: Whether links of one fail over, with `failover.enabled` or `adaptation.enabled`.
 
     Raises:
         UserError: JAX has already computed something, or can't place this process in its job.
     """
-    meet(start_timeout_s, step_timeout_s)
+    meet(Joining(start_timeout_s, step_timeout_s, fails_over, tensor))
 
 
-def meet(
-    start_timeout_s: float,
-    direct_timeout_s: float,
-    least_threads: int = 1,
-    fails_over: bool = False,
-    num_devices: int = 1,
-    directory: Path | None = None,
-) -> Rendezvous:
+def meet(joining: Joining, least_threads: int = 1) -> Rendezvous:
     """The rendezvous of this script's processes, made on the first call.
 
     They are the processes that `jaxmorph launch` has started, that `jax.distributed` has joined,
@@ -67,12 +68,10 @@ def meet(
 
     Args:
         least_threads: How many threads XLA's pools need, in processes of `jaxmorph launch`.
-        fails_over: Whether links fail over, for which each process needs spare devices.
-        num_devices: Devices of a stage.
-        directory: The run's, which keeps the secret of processes that nothing has launched.
 
     Raises:
-        UserError: As for `join`; or an earlier trainer of this process ended with an error.
+        UserError: As for `join`; or an earlier trainer of this process ended with an error, or an
+            earlier call joined with fewer devices.
     """
     if _left:
         raise UserError(
@@ -80,49 +79,53 @@ def meet(
             "processes no longer wait for it: start the script again"
         )
     if not _met:
-        devices = fails_over, num_devices
-        _met.append(_join(start_timeout_s, direct_timeout_s, least_threads, *devices, directory))
-    _met[0].limit(start_timeout_s, starts=True)
-    return _met[0]
+        _met.append((_join(joining, least_threads), joining))
+    rendezvous, joined = _met[0]
+    _require_devices(joining, joined, has_links=rendezvous.num_ranks > 1)
+    rendezvous.limit(joining.start_timeout_s, starts=True)
+    return rendezvous
+
+
+def _require_devices(joining: Joining, joined: Joining, *, has_links: bool) -> None:
+    """Require that this process has joined with the devices that it needs now."""
+    needed, earlier = joining.num_devices, "expected what this process has joined with"
+    if needed > joined.num_devices and needed > (has := len(own_devices())):
+        raise UserError(
+            f"parallelism.tensor: got {needed}, {earlier}, {has}: jaxmorph.join(tensor={needed}), "
+            "or a trainer that is made first, gives it more devices"
+        )
+    if has_links and joining.fails_over and not joined.fails_over:
+        raise UserError(
+            f"failover.enabled: got links that fail over, {earlier}, no spare devices: "
+            "jaxmorph.join(fails_over=True), or a trainer that is made first, gives it some"
+        )
 
 
 def leave() -> None:
     """Close the rendezvous; the other processes then know that this one has stopped."""
     while _met:
-        met = _met.pop()
+        met, _ = _met.pop()
         met.close()
         if met.num_ranks > 1:
             _left.append(met)
 
 
-def _join(
-    start_s: float,
-    step_s: float,
-    least_threads: int,
-    fails_over: bool,
-    num_devices: int,
-    directory: Path | None,
-) -> Rendezvous:
+def _join(joining: Joining, least_threads: int) -> Rendezvous:
     launched = launch_arguments()
     try:
         if launched is not None:
             have_threads(launched, least_threads)
-            return join_run(
-                launched,
-                start_timeout_s=start_s,
-                step_timeout_s=step_s,
-                fails_over=fails_over,
-                num_devices=num_devices,
-            )
+            return join_run(launched, joining)
         if jax.distributed.is_initialized():
-            limit_collectives(step_s)
-            have_cpu_devices(num_devices, spare=fails_over)
-            met = rendezvous_of_joined(start_s, partial(run_secret, directory))
+            limit_collectives(joining.step_timeout_s)
+            have_cpu_devices(joining.num_devices, spare=joining.fails_over)
+            secret = partial(run_secret, joining.directory)
+            met = rendezvous_of_joined(joining.start_timeout_s, secret)
         elif started_by_cluster():
             otherwise = "`jaxmorph launch` starts a script's stages here"
-            met = join_cluster(start_s, step_s, fails_over, num_devices, otherwise, directory)
+            met = join_cluster(joining, otherwise)
         else:
-            have_cpu_devices(num_devices, spare=False)
+            have_cpu_devices(joining.num_devices, spare=False)
             return SoleRank()
     except UserError:
         end_on_uncaught_errors()
@@ -200,10 +203,7 @@ def configure(source: Source) -> tuple[Config, Rendezvous]:
     tree, name = _tree(source), _name(source)
     # Joining needs some sections; values per stage can be checked only when the stages are known.
     first = check_config(_about_joining(tree), name)
-    start_s, direct_s = first.timeouts.start_s, first.direct_timeout_s
-    directory = _named_directory(source)
-    devices = first.fails_over or first.reduction_fails_over, first.parallelism.tensor
-    rendezvous = meet(start_s, direct_s, threads_for(first), *devices, directory)
+    rendezvous = meet(Joining.of(first, _named_directory(source)), threads_for(first))
     replicas, processes = first.parallelism.data, rendezvous.num_ranks
     config = check_config(_with_stages(tree, max(1, processes // replicas)), name)
     stages, needed = config.parallelism.stages, config.parallelism.num_ranks

@@ -15,7 +15,7 @@ from jaxmorph.messages import PhaseEnded, RunMessage
 from jaxmorph.plain_json import tagged
 from jaxmorph.progress import progress
 from jaxmorph.records import COMPILE, PLAN, RESTORE, START
-from jaxmorph.runtime.join import join_run
+from jaxmorph.runtime.join import Joining, join_run
 from jaxmorph.runtime.kept_programs import CompilationCounter, keep_compiled
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
 from jaxmorph.runtime.rendezvous import Rendezvous
@@ -172,13 +172,7 @@ def _run_rank(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> 
     config_path, first_step, restarts = rest
     config, directory = load_config(Path(config_path)), Path(config_path).parent
     progress.phase("joins the other ranks", config.timeouts.start_s)
-    rendezvous = join_run(
-        arguments,
-        start_timeout_s=config.timeouts.start_s,
-        step_timeout_s=config.direct_timeout_s,
-        fails_over=config.fails_over or config.reduction_fails_over,
-        num_devices=config.parallelism.tensor,
-    )
+    rendezvous = join_run(arguments, Joining.of(config))
     # As a task of a job. A terminal's Ctrl-C reaches only the launcher.
     with signals_ask(config.checkpoint.stop_within_s, link.stop_asked):
         train(

@@ -11,7 +11,7 @@ from jaxmorph.copies.backends import PayloadShape
 from jaxmorph.program.instructions import Payload, Transfer, channel_of
 from jaxmorph.records import Link
 from jaxmorph.runtime.direct import DirectRoute
-from jaxmorph.runtime.join import join_run
+from jaxmorph.runtime.join import Joining, join_run
 from jaxmorph.runtime.link_programs import LinkCommunicators, LinkExhaustedError
 from jaxmorph.runtime.rank_process import run_rank
 from jaxmorph.runtime.routes import TransferIdentity
@@ -77,7 +77,7 @@ class End:
 
 
 def main(arguments, link, rest):
-    end = End(join_run(arguments, start_timeout_s=60, step_timeout_s=TIMEOUT_S, fails_over=True))
+    end = End(join_run(arguments, Joining(60, TIMEOUT_S, fails_over=True)))
     result: dict[str, Any] = {"first": end.move(UP)}
     if end.rank == 0:  # its peer doesn't come to this one
         result["alone"] = end.failure_of(UP)

@@ -22,7 +22,7 @@ from jaxmorph.program.lowering import lower
 from jaxmorph.records import Link
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.executor import StepInputs
-from jaxmorph.runtime.join import join_run
+from jaxmorph.runtime.join import Joining, join_run
 from jaxmorph.runtime.link_connections import open_data_plane, open_failover_connections
 from jaxmorph.runtime.optimizer import OptimizerSettings
 from jaxmorph.runtime.payloads import channel_specs
@@ -187,9 +187,7 @@ def cut_while_one_end_waits(rank, name):
 
 
 def main(arguments, link, rest):
-    rendezvous = join_run(
-        arguments, start_timeout_s=60, step_timeout_s=COLLECTIVE_S, fails_over=True
-    )
+    rendezvous = join_run(arguments, Joining(60, COLLECTIVE_S, fails_over=True))
     compile_alike_once()
     with opened(rendezvous, link, "unpaced") as rank:
         cut_in_mid_step(rank)

@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from jaxmorph.runtime.join import join_run
+from jaxmorph.runtime.join import Joining, join_run
 from jaxmorph.runtime.rank_process import run_rank
 
 LIMIT_S = 60.0
@@ -15,7 +15,7 @@ def main(arguments, link, rest):
     until_s = time.monotonic() + LIMIT_S
     while arguments.rank == 1 and not Path(rest[0]).exists() and time.monotonic() < until_s:
         time.sleep(0.02)
-    rendezvous = join_run(arguments, start_timeout_s=LIMIT_S, step_timeout_s=LIMIT_S)
+    rendezvous = join_run(arguments, Joining(LIMIT_S, LIMIT_S))
     num_ranks = len(rendezvous.exchange({}))
     link.send({"kind": "met", "rank": arguments.rank, "num_ranks": num_ranks})
     rendezvous.exchange({})

@@ -13,7 +13,7 @@ from parity_models import check_dropout, check_examples, check_more_models
 
 from jaxmorph.program.instructions import SendReceive
 from jaxmorph.runtime.executor import StepInputs
-from jaxmorph.runtime.join import join_run
+from jaxmorph.runtime.join import Joining, join_run
 from jaxmorph.runtime.kept_programs import CompilationCounter
 from jaxmorph.runtime.optimizer import clip_scale
 from jaxmorph.runtime.rank_process import run_rank
@@ -287,7 +287,7 @@ def check_split_stages(rendezvous, link, tied, compilations):
 
 def main(arguments, link, rest):
     num_devices = 2 if "split stages" in rest else 1
-    rendezvous = join_run(arguments, start_timeout_s=60, step_timeout_s=60, num_devices=num_devices)
+    rendezvous = join_run(arguments, Joining(60, 60, num_devices=num_devices))
     if num_devices > 1:
         compilations = CompilationCounter()
         for tied in [name == "tied" for name in ("tied", "untied") if name in rest]:

@@ -11,7 +11,7 @@ from parity import CHUNKS, Parity, batch, gradients_of
 from parity_models import Auxiliary
 from parity_rank import CLIP_NORM, STEADY_OPTIMIZER, TRAINED_ON, check_parameters
 
-from jaxmorph.runtime.join import join_run
+from jaxmorph.runtime.join import Joining, join_run
 from jaxmorph.runtime.rank_process import run_rank
 from jaxmorph.runtime.rendezvous import gather
 from jaxmorph.schedule.ops import OpKind
@@ -84,9 +84,7 @@ def check_tying(rendezvous, link, tied, **sizes):
 def main(arguments, link, rest):
     num_replicas, num_devices, *cases = rest
     sizes: dict[str, Any] = {"num_replicas": int(num_replicas), "num_devices": int(num_devices)}
-    rendezvous = join_run(
-        arguments, start_timeout_s=60, step_timeout_s=60, num_devices=sizes["num_devices"]
-    )
+    rendezvous = join_run(arguments, Joining(60, 60, num_devices=sizes["num_devices"]))
     compile_alike_once()
     for tied in [case == "tied" for case in cases if case.endswith("tied")]:
         check_tying(rendezvous, link, tied, **sizes)

@@ -8,7 +8,7 @@ import pytest
 
 from jaxmorph.errors import UserError
 from jaxmorph.runtime import join
-from jaxmorph.runtime.join import await_coordinator, join_run, own_devices
+from jaxmorph.runtime.join import Joining, await_coordinator, join_run, own_devices
 from jaxmorph.runtime.rank_process import RankArguments
 from jaxmorph.runtime.rendezvous import SoleRank
 
@@ -36,7 +36,7 @@ def flags_of(monkeypatch, begun):
     def joined(of_user):
         monkeypatch.setenv("XLA_FLAGS", of_user)
         launched = RankArguments(0, 2, "host:1", messages_fd=-1, lifeline_fd=-1)
-        join_run(launched, start_timeout_s=1, step_timeout_s=7)
+        join_run(launched, Joining(1, 7))
         return begun[0]["flags"]
 
     return joined
@@ -71,7 +71,7 @@ def test_a_jobs_coordinator_listens_on_the_ranks_network(
         monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", of_user)
     asked = []
     monkeypatch.setattr(join, "address_of_name", lambda host: asked.append(host) or known_as)
-    join_run(start_timeout_s=1, step_timeout_s=7)
+    join_run(None, Joining(1, 7))
     assert begun[0]["coordinator_bind_address"] == bound
     assert asked == (["node1"] if rank == 0 and not of_user else [])
 

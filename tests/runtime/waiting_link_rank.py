@@ -14,7 +14,7 @@ from jaxmorph.copies.backends import PayloadShape
 from jaxmorph.program.instructions import Buffer, BufferKind, Payload, Transfer, channel_of
 from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.host_copies import AwayStash, HostCopies
-from jaxmorph.runtime.join import join_run
+from jaxmorph.runtime.join import Joining, join_run
 from jaxmorph.runtime.link_programs import LinkCommunicators
 from jaxmorph.runtime.rank_process import run_rank
 from jaxmorph.runtime.routes import TransferIdentity
@@ -41,7 +41,7 @@ def there_and_back(stash):
 
 
 def main(arguments, link, rest):
-    rendezvous = join_run(arguments, start_timeout_s=60, step_timeout_s=30)
+    rendezvous = join_run(arguments, Joining(60, 30))
     payloads = {channel_of(DOWN.transfer): SHAPE}
     communicators = LinkCommunicators(make_mesh(2), payloads, answered=False)
     route = DirectRoute(communicators.first_programs(), answered=False)

@@ -1,7 +1,10 @@
 """A script's batches, and how its processes meet and end."""
 
+import os
 import subprocess
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, cast
 
 import jax
@@ -12,8 +15,12 @@ import pytest
 from jaxmorph.config import Config, check_config
 from jaxmorph.errors import UserError
 from jaxmorph.models.gpt2 import build
+from jaxmorph.runtime.join import Joining
+from jaxmorph.runtime.rank_process import RankArguments
+from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.stage.model import vocabulary_of
-from jaxmorph.training.script import cut_batch, example_shapes
+from jaxmorph.training import script
+from jaxmorph.training.script import configure, cut_batch, example_shapes
 
 CONFIG = check_config(
     {
@@ -191,3 +198,137 @@ def test_the_vocabulary_is_that_of_the_logits():
     model = build(**sizes, sequence_length=8, vocab_size=77)
     assert vocabulary_of(model, 8) == 77
     assert vocabulary_of(cast(Any, object()), 8) is None
+
+
+FAILS_OVER = {"failover": {"enabled": True}}
+OPS_OF_18_S = {
+    "batch": {"microbatches": 6},
+    "emulation": {
+        "accelerator": {
+            "forward_ms": [500, 1000], "backward_input_ms": 1000, "backward_weight_ms": 1000,
+        }
+    },
+}  # fmt: skip
+
+
+def test_a_configuration_may_be_mapping_file_or_object(tmp_path):
+    tree = {"batch": {"microbatches": 3}, "routes": {"default": "delegated"}, "run": {"steps": 50}}
+    path = tmp_path / "run.yaml"
+    path.write_text("batch: {microbatches: 3}\nroutes: {default: delegated}\nrun: {steps: 50}\n")
+    given, _ = configure(tree)
+    typed, _ = configure(check_config(tree))
+    assert given == typed
+    assert given.batch.microbatches == 3
+    assert given.routes.default == "delegated"
+    assert given.optimizer.warmup_steps == 5
+    assert given.parallelism.stages == 1
+    assert configure(path)[0].batch == configure(str(path))[0].batch == given.batch
+    assert configure(None)[0].batch.microbatches == 8
+
+
+def test_values_per_stage_need_no_stage_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "meet", lambda *_: SimpleNamespace(num_ranks=3))
+    path = tmp_path / "mine.yaml"
+    path.write_text("schedule: {max_live: [3, 2, 1]}\nroutes: {default: direct, 1-2: delegated}\n")
+    config, _ = configure(path)
+    assert config.parallelism.stages == 3
+    assert config.routes.by_link == {"1-2": "delegated"}
+    assert config.run.dir == "runs/mine"
+    path.write_text("routes: {2-3: delegated}")
+    with pytest.raises(UserError) as caught:
+        configure(path)
+    assert str(caught.value).startswith(f"{path}: routes.2-3: ")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "sections", "waits_s", "known_by"),
+    [
+        (6, {}, 60.0, None),
+        (6, {"adaptation": {"enabled": True}}, 15.0, None),
+        (6, FAILS_OVER, 15.0, None),
+        (6, FAILS_OVER | {"parallelism": {"stages": 6}}, 15.0, None),
+        (6, FAILS_OVER | {"timeouts": {"direct_s": 2}}, 2.0, None),
+        (6, {"timeouts": {"direct_s": 2}}, 60.0, None),  # a deadline of links that fail over
+        (8, FAILS_OVER, 15.0, "job"),
+        (10, FAILS_OVER, 15.0, "launcher"),
+        (2, FAILS_OVER | OPS_OF_18_S, 18.0, "launcher"),  # one may wait behind those of a step
+        (2, FAILS_OVER | OPS_OF_18_S, 15.0, None),  # they can't be checked yet
+    ],
+)
+def test_transfers_wait_for_the_configured_time(
+    monkeypatch, num_ranks, sections, waits_s, known_by
+):
+    waited_s = []
+
+    def meet(joining, least_threads):
+        assert joining.fails_over == (waits_s != 60.0)
+        waited_s.append(joining.step_timeout_s)
+        return SimpleNamespace(num_ranks=num_ranks)
+
+    monkeypatch.setattr(script, "meet", meet)
+    if known_by == "job":
+        monkeypatch.setenv("SLURM_NTASKS", str(num_ranks))
+    if known_by == "launcher":
+        launched = RankArguments(0, num_ranks, "127.0.0.1:1", 0, 0)
+        monkeypatch.setattr(script, "launch_arguments", lambda: launched)
+    configure(sections)
+    assert waited_s == [waits_s]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_trainer_after_an_error_is_refused(monkeypatch, num_ranks):
+    met = SoleRank()
+    met.num_ranks = num_ranks
+    monkeypatch.setattr(script, "_left", [])
+    monkeypatch.setattr(script, "_met", [(met, Joining(1.0, 1.0))])
+    script.leave()
+    if num_ranks == 1:
+        assert configure({})[0].parallelism.stages == 1
+        return
+    with pytest.raises(UserError, match=r"^Trainer: an earlier trainer .* ended with an error"):
+        configure({})
+
+
+@pytest.mark.parametrize(
+    ("given", "offloads", "has"),
+    [(1, True, "4"), (1, False, "1"), (6, True, "6"), (None, True, "1")],
+)
+def test_offload_gets_threads_unless_configured(monkeypatch, given, offloads, has):
+    """`jaxmorph launch` sets the number without knowing the script's configuration."""
+    launched = RankArguments(0, 1, "127.0.0.1:1", 0, 0, num_threads=given)
+    monkeypatch.setattr(script, "_met", [])
+    monkeypatch.setattr(script, "launch_arguments", lambda: launched)
+    monkeypatch.setattr(script, "join_run", lambda *_, **__: SoleRank())
+    monkeypatch.setenv("NPROC", str(given or 1))
+    configure({"offload": {"enabled": offloads}})
+    assert os.environ["NPROC"] == has
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "joined", "sections", "says"),
+    [
+        (2, {}, FAILS_OVER, r"^failover.enabled: got .*: jaxmorph\.join\(fails_over=True\), or"),
+        (2, {"fails_over": True}, FAILS_OVER, None),
+        (1, {}, FAILS_OVER, None),
+        (1, {}, {"parallelism": {"tensor": 999}}, r"^parallelism.tensor: got .*join\(tensor=999\)"),
+        (1, {"tensor": 999}, {"parallelism": {"tensor": 999}}, None),
+    ],
+)
+def test_a_trainer_needs_the_devices_of_join(monkeypatch, num_ranks, joined, sections, says):
+    met = SoleRank()
+    met.num_ranks = num_ranks
+    monkeypatch.setattr(script, "_met", [])
+    monkeypatch.setattr(script, "_join", lambda *_: met)
+    script.join(**joined)
+    with pytest.raises(UserError, match=says) if says else nullcontext():
+        configure(sections)
+
+
+def test_a_trainer_after_jax_is_refused(monkeypatch):
+    jax.devices()
+    monkeypatch.setattr(script, "_met", [])
+    launched = RankArguments(0, 2, "127.0.0.1:1", 0, 0)
+    monkeypatch.setattr(script, "launch_arguments", lambda: launched)
+    monkeypatch.setenv("XLA_FLAGS", "")  # joining adds to them
+    with pytest.raises(UserError, match=r"^Trainer: JAX has already computed something.*join\(\)"):
+        configure({})

@@ -1,7 +1,6 @@
 """Errors that a trainer raises before it compiles, and its steps on doubles."""
 
 import math
-import os
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,14 +20,12 @@ from jaxmorph.records import Link
 from jaxmorph.runtime.executor import StepInputs, StepOutcome
 from jaxmorph.runtime.kept_programs import KeptPrograms
 from jaxmorph.runtime.queue import Stamp
-from jaxmorph.runtime.rank_process import RankArguments
 from jaxmorph.runtime.rendezvous import RendezvousError, SoleRank
 from jaxmorph.runtime.replicas import Replicas
 from jaxmorph.runtime.report import StepTimings
 from jaxmorph.runtime.step import StepRunner
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.stage.model import last_activations
-from jaxmorph.training import script
 from jaxmorph.training.adaptation import Adaptation
 from jaxmorph.training.callbacks import SkippedSteps
 from jaxmorph.training.loop import Loop
@@ -38,15 +35,6 @@ from jaxmorph.training.trainer import Trainer
 MODEL = gpt2.build(
     preset="tiny", sequence_length=128, vocab_size=16, num_layers=2, width=8, num_heads=2
 )
-FAILS_OVER = {"failover": {"enabled": True}}
-OPS_OF_18_S = {
-    "batch": {"microbatches": 6},
-    "emulation": {
-        "accelerator": {
-            "forward_ms": [500, 1000], "backward_input_ms": 1000, "backward_weight_ms": 1000,
-        }
-    },
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -89,21 +77,6 @@ def test_mismatches_are_one_line(config, says):
 def test_an_optimizer_by_name_is_one_line():
     with pytest.raises(UserError, match=r"^optimizer: got 'adam', expected an Optax transform"):
         Trainer(MODEL, {}, optimizer=cast(Any, "adam"))
-
-
-def test_a_configuration_may_be_mapping_file_or_object(tmp_path):
-    tree = {"batch": {"microbatches": 3}, "routes": {"default": "delegated"}, "run": {"steps": 50}}
-    path = tmp_path / "run.yaml"
-    path.write_text("batch: {microbatches: 3}\nroutes: {default: delegated}\nrun: {steps: 50}\n")
-    given, _ = configure(tree)
-    typed, _ = configure(check_config(tree))
-    assert given == typed
-    assert given.batch.microbatches == 3
-    assert given.routes.default == "delegated"
-    assert given.optimizer.warmup_steps == 5
-    assert given.parallelism.stages == 1
-    assert configure(path)[0].batch == configure(str(path))[0].batch == given.batch
-    assert configure(None)[0].batch.microbatches == 8
 
 
 def test_ignored_sections_are_named(caplog):
@@ -291,69 +264,6 @@ def test_all_ranks_of_a_script_fail_where_a_file_cannot_be_written(rank):
     trainer.close()
 
 
-def test_values_per_stage_need_no_stage_count(tmp_path, monkeypatch):
-    monkeypatch.setattr(script, "meet", lambda *_: SimpleNamespace(num_ranks=3))
-    path = tmp_path / "mine.yaml"
-    path.write_text("schedule: {max_live: [3, 2, 1]}\nroutes: {default: direct, 1-2: delegated}\n")
-    config, _ = configure(path)
-    assert config.parallelism.stages == 3
-    assert config.routes.by_link == {"1-2": "delegated"}
-    assert config.run.dir == "runs/mine"
-    path.write_text("routes: {2-3: delegated}")
-    with pytest.raises(UserError) as caught:
-        configure(path)
-    assert str(caught.value).startswith(f"{path}: routes.2-3: ")
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "sections", "waits_s", "known_by"),
-    [
-        (6, {}, 60.0, None),
-        (6, {"adaptation": {"enabled": True}}, 15.0, None),
-        (6, FAILS_OVER, 15.0, None),
-        (6, FAILS_OVER | {"parallelism": {"stages": 6}}, 15.0, None),
-        (6, FAILS_OVER | {"timeouts": {"direct_s": 2}}, 2.0, None),
-        (6, {"timeouts": {"direct_s": 2}}, 60.0, None),  # a deadline of links that fail over
-        (8, FAILS_OVER, 15.0, "job"),
-        (10, FAILS_OVER, 15.0, "launcher"),
-        (2, FAILS_OVER | OPS_OF_18_S, 18.0, "launcher"),  # one may wait behind those of a step
-        (2, FAILS_OVER | OPS_OF_18_S, 15.0, None),  # they can't be checked yet
-    ],
-)
-def test_transfers_wait_for_the_configured_time(
-    monkeypatch, num_ranks, sections, waits_s, known_by
-):
-    waited_s = []
-
-    def meet(start_s, direct_s, least_threads, fails_over, num_devices, directory):
-        assert fails_over == (waits_s != 60.0)
-        waited_s.append(direct_s)
-        return SimpleNamespace(num_ranks=num_ranks)
-
-    monkeypatch.setattr(script, "meet", meet)
-    if known_by == "job":
-        monkeypatch.setenv("SLURM_NTASKS", str(num_ranks))
-    if known_by == "launcher":
-        launched = RankArguments(0, num_ranks, "127.0.0.1:1", 0, 0)
-        monkeypatch.setattr(script, "launch_arguments", lambda: launched)
-    configure(sections)
-    assert waited_s == [waits_s]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_trainer_after_an_error_is_refused(monkeypatch, num_ranks):
-    met = SoleRank()
-    met.num_ranks = num_ranks
-    monkeypatch.setattr(script, "_left", [])
-    monkeypatch.setattr(script, "_met", [met])
-    script.leave()
-    if num_ranks == 1:
-        assert configure({})[0].parallelism.stages == 1
-        return
-    with pytest.raises(UserError, match=r"^Trainer: an earlier trainer .* ended with an error"):
-        Trainer(MODEL, {})
-
-
 def test_a_script_takes_batches_of_a_few_lengths():
     """The first one is short, but steps are measured and planned for the longest."""
 
@@ -477,31 +387,6 @@ def test_too_many_skipped_steps_raise(trainer_of):
     with pytest.raises(RunFailedError, match=r"^2 steps in a row .* stage 0: loss inf, gradients"):
         trainer.step(None)
     assert len(discarded) == 2
-
-
-@pytest.mark.parametrize(
-    ("given", "offloads", "has"),
-    [(1, True, "4"), (1, False, "1"), (6, True, "6"), (None, True, "1")],
-)
-def test_offload_gets_threads_unless_configured(monkeypatch, given, offloads, has):
-    """`jaxmorph launch` sets the number without knowing the script's configuration."""
-    launched = RankArguments(0, 1, "127.0.0.1:1", 0, 0, num_threads=given)
-    monkeypatch.setattr(script, "_met", [])
-    monkeypatch.setattr(script, "launch_arguments", lambda: launched)
-    monkeypatch.setattr(script, "join_run", lambda *_, **__: SoleRank())
-    monkeypatch.setenv("NPROC", str(given or 1))
-    configure({"offload": {"enabled": offloads}})
-    assert os.environ["NPROC"] == has
-
-
-def test_a_trainer_after_jax_is_refused(monkeypatch):
-    jax.devices()
-    monkeypatch.setattr(script, "_met", [])
-    launched = RankArguments(0, 2, "127.0.0.1:1", 0, 0)
-    monkeypatch.setattr(script, "launch_arguments", lambda: launched)
-    monkeypatch.setenv("XLA_FLAGS", "")  # joining adds to them
-    with pytest.raises(UserError, match=r"^Trainer: JAX has already computed something.*join\(\)"):
-        Trainer(MODEL, {})
 
 
 def test_forwards_have_slots_for_any_number_of_microbatches():
