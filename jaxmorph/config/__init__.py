@@ -11,6 +11,7 @@ from jaxmorph.config.load import (
     load_config,
     override_config,
     read_config,
+    read_sections,
 )
 from jaxmorph.config.overrides import located_error, locating_errors
 from jaxmorph.config.schema import Config
@@ -26,4 +27,5 @@ __all__ = [
     "override_config",
     "per_stage",
     "read_config",
+    "read_sections",
 ]

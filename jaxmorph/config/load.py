@@ -30,7 +30,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     name = printable(str(path))
     parsed = tuple(Override.parse(text) for text in overrides)
-    tree = _with_derived_defaults(apply_overrides(_read_tree(path, name), parsed), Path(path).stem)
+    tree = _with_derived_defaults(apply_overrides(read_sections(path), parsed), Path(path).stem)
     tree = _with_folder(
         "data", _with_model_folder(tree, Path(path).parent, name), Path(path).parent
     )
@@ -45,7 +45,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     Raises:
         UserError: there is no such file, or it has no sections.
     """
-    return _with_derived_defaults(_read_tree(path, printable(str(path))), Path(path).stem)
+    return _with_derived_defaults(read_sections(path), Path(path).stem)
 
 
 def check_config(tree: Mapping[str, Any], name: str = "config") -> Config:
@@ -92,7 +92,13 @@ def _checked(tree: Mapping[str, Any], origin: Origin) -> Config:
         raise origin.error(find_problems(Config, error, tree)) from error
 
 
-def _read_tree(path: str | Path, name: str) -> dict[str, Any]:
+def read_sections(path: str | Path) -> dict[str, Any]:
+    """Reads a configuration file's sections as they stand there, without defaults.
+
+    Raises:
+        UserError: there is no such file, or it has no sections.
+    """
+    name = printable(str(path))
     try:
         tree = parse_yaml(_read_text(path, name))
     except NotYamlError as error:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmorph.config import Config, check_config, read_config
+from jaxmorph.config import Config, check_config, read_config, read_sections
 from jaxmorph.config.checkpoint_section import RestartPolicy
 from jaxmorph.config.sections import Run
 from jaxmorph.errors import UserError
@@ -233,9 +233,8 @@ def script_directory(source: Source, config: Config) -> tuple[Path | None, Confi
 
 def _named_directory(source: Source) -> Path | None:
     """The directory that `run.dir` names."""
-    run, default = _tree(source).get("run"), None if isinstance(source, Mapping) else Run().dir
-    if isinstance(source, str | Path):
-        default = f"runs/{Path(source).stem}"
+    run = (read_sections if isinstance(source, str | Path) else _tree)(source).get("run")
+    default = Run().dir if isinstance(source, Config) else None  # a `Config` always has some
     named = run.get("dir") if isinstance(run, Mapping) else None
     return Path(named) if isinstance(named, str) and named != default else None
 

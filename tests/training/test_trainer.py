@@ -176,6 +176,8 @@ def test_run_dir_and_checkpoint_enable_writing(tmp_path):
     assert directory_of(path)[0] is None
     path.write_text("run: {dir: there}\ncheckpoint: {every_steps: 2}\n")
     assert directory_of(path) == ("there", True)
+    path.write_text("run: {dir: runs/mine}\n")  # as without it
+    assert directory_of(path)[0] == "runs/mine"
     assert directory_of({"run": {"dir": "there"}}) == ("there", False)
     assert directory_of({"run": {"steps": 3}})[0] is None
     assert directory_of(check_config({"run": {"dir": "there"}})) == ("there", False)
