@@ -156,9 +156,9 @@ class RoundAdaptation(Callback):
         self.record = record
         self._failed = tuple(failed)
 
-    def report(self, step: int) -> tuple[Any, ...]:
+    def report(self, step: int, took_s: float) -> tuple[Any, ...]:
         """This rank's part of a step's report; in the first step with the failed paths."""
-        paths, *others = self._adaptation.report(step)
+        paths, *others = self._adaptation.report(step, took_s)
         failed, self._failed = self._failed, ()  # each round has a new controller
         return replace(paths, failures=(*failed, *paths.failures)), *others
 

@@ -139,9 +139,10 @@ class Adaptation(Callback):
             trainer.on_slow_link(loop.hear)
 
     def report(
-        self, step: int
+        self, step: int, took_s: float
     ) -> tuple[PathReport, ProbeTimes, InTimeAgain, Announced | Addressed]:
         """This rank's direct paths, probes and links in time again; on rank 0 the announcement."""
+        del took_s
         paths, in_time = self._own_ends.report(), InTimeAgain()
         if self._last_messages is not None:
             # A message in place of a direct one tells nothing: its sender does not wait.

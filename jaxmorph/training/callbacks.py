@@ -192,10 +192,9 @@ class Recording(Callback):
         self._recorder = recorder
         self._evaluation = evaluation
         self._messages, self._records = messages, records
-        self._began_s = time.monotonic()
         self.plan = plan
 
-    def report(self, step: int) -> tuple[OfReplicas, ...]:
+    def report(self, step: int, took_s: float) -> tuple[OfReplicas, ...]:
         """How this replica ran the step, and what it has recorded."""
         del step
         if self._messages is None:
@@ -206,13 +205,12 @@ class Recording(Callback):
             schedule.warmup_forwards,
             {str(link): route for link, route in plan.routes.items()},
             plan.predicted_step_s,
-            time.monotonic() - self._began_s,
+            took_s,
         )
         return (OfReplicas((own,), _taken(self._messages)),)
 
     def after(self, result: StepResult) -> Effect:
         """Hand the step to the recorder's thread."""
-        self._began_s = result.ended_s
         self._recorder.record(
             result.step, result.totals, result.reports, result.step_s, self._evaluation.latest
         )
@@ -274,9 +272,9 @@ class Saving(Callback):
         self._recorder = recorder
         self._num_steps = num_steps
 
-    def report(self, step: int) -> tuple[SaveReport, SaveRequest]:
+    def report(self, step: int, took_s: float) -> tuple[SaveReport, SaveRequest]:
         """The progress of this rank's save, and its request for the next."""
-        del step
+        del step, took_s
         return self._saver.report(), self._times.report()
 
     def after(self, result: StepResult) -> Effect:

@@ -10,14 +10,22 @@ from functools import partial
 from jaxmorph.config import Config
 from jaxmorph.config.link_problems import possible_links
 from jaxmorph.config.link_sections import Routes
-from jaxmorph.control.conditions import UsualLinks, outlying_directions, usual_delay
+from jaxmorph.control.conditions import (
+    UsualLinks,
+    outlying_directions,
+    usual_delay,
+    with_typical_latencies,
+)
 from jaxmorph.control.link_state import link_of
 from jaxmorph.control.offload_planning import with_sampled_copies
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.control.rank_times import RankTimes
+from jaxmorph.control.step_programs import lower_step, simulate_step
 from jaxmorph.control.verdicts import KnownDirection, dead_of, slow_of, with_known_delays
+from jaxmorph.errors import UserError
 from jaxmorph.program.slots_needed import FIRST_SLOTS, HostRoom
 from jaxmorph.records import Link, Route
+from jaxmorph.records import Routes as RoutesOf
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.rendezvous import Rendezvous, agree, gather
 from jaxmorph.runtime.report import timings_of
@@ -30,6 +38,7 @@ from jaxmorph.training.plan_in_force import (
     PlanInForce,
     agree_on_plan,
     agree_on_stash,
+    plan_step,
     unmeasured_profile,
 )
 from jaxmorph.transport.host import cores_identity, usable_cores
@@ -299,6 +308,43 @@ def planned_links(link_ms: Mapping[str, float] | None, measured: Links) -> dict[
         for name, latency_ms in (link_ms or {}).items()
     }
     return {**measured, **configured}
+
+
+def predicted_step_s(
+    config: Config, first: FirstPlan, num_tied: int, delays_ms: Mapping[Link, float]
+) -> float:
+    """A step in which some links are slower than usual; infinity if none can be planned.
+
+    A run that adapts delegates those links if the step is shorter then.
+    """
+
+    def step_s(config: Config, usual: Links) -> float:
+        links = dict(usual)
+        for link, delay_ms in delays_ms.items():
+            at = usual.get(link, LinkDelay())
+            links[link] = LinkDelay(
+                at.forward_latency_ms + delay_ms, at.backward_latency_ms + delay_ms
+            )
+        profile = replace(first.planned_for, links=links)
+        try:
+            made = plan_step(config, profile, num_tied, first.room)
+            programs = lower_step(made.schedule, profile, made.routes, num_tied, made.offloading)
+        except UserError:
+            return math.inf
+        return simulate_step(programs, profile, {}).makespan_ms / 1e3
+
+    def healthy(links: Links, routes: RoutesOf) -> Links:
+        return with_typical_latencies(links, outlying_directions(links, routes))
+
+    measured, on_hosts = first.usual["direct"], first.usual.get("delegated", {})
+    usual = healthy(measured, config.routes.of_links(measured))
+    usual = planned_links(config.schedule.link_ms, usual)
+    as_configured_s = step_s(config, usual)
+    if not (config.adapts and delays_ms):
+        return as_configured_s
+    on_hosts = healthy(on_hosts, dict.fromkeys(on_hosts, "delegated"))
+    delegated = {link: on_hosts.get(link, LinkDelay()) for link in delays_ms}
+    return min(as_configured_s, step_s(with_delegated(config, delegated), {**usual, **delegated}))
 
 
 # --- Sidecars ------------------------------------------------------------------------------------

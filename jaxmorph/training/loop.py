@@ -34,13 +34,16 @@ GOES_ON = Effect()
 class Callback:
     """Acts between steps, on one rank."""
 
-    def report(self, step: int) -> tuple[Any, ...]:
+    def report(self, step: int, took_s: float) -> tuple[Any, ...]:
         """Parts to add to this rank's report of a step, once its gradients are computed.
 
         Each part is a frozen dataclass whose fields all have defaults. In `after`,
         `StepResult.parts_of` returns every rank's part of one type.
+
+        Args:
+            took_s: How long the step has taken so far.
         """
-        del step
+        del step, took_s
         return ()
 
     def after(self, result: StepResult) -> Effect:
@@ -100,4 +103,5 @@ class Loop:
         return not self.is_over
 
     def _report(self, step: int) -> list[Any]:
-        return [part for callback in self.callbacks for part in callback.report(step)]
+        took_s = time.monotonic() - self.began_s
+        return [part for callback in self.callbacks for part in callback.report(step, took_s)]

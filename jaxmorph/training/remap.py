@@ -19,7 +19,6 @@ from typing import Any, Self
 
 from jaxmorph.config import Config
 from jaxmorph.config.link_problems import possible_links
-from jaxmorph.control.conditions import outlying_directions, with_typical_latencies
 from jaxmorph.control.remap import (
     SlowPair,
     SumWatch,
@@ -28,11 +27,9 @@ from jaxmorph.control.remap import (
     choose_layout,
     slow_pairs,
 )
-from jaxmorph.control.step_programs import lower_step, simulate_step
-from jaxmorph.errors import UserError
 from jaxmorph.placement import Layout, Position
 from jaxmorph.progress import progress
-from jaxmorph.records import EventKind, Link, Routes
+from jaxmorph.records import EventKind, Link
 from jaxmorph.runtime.compiled_stage import CompiledStage
 from jaxmorph.runtime.gradient_sum import GradientSum
 from jaxmorph.runtime.link_connections import open_connections
@@ -43,13 +40,10 @@ from jaxmorph.runtime.report import SumTook
 from jaxmorph.runtime.stage_state import receive_state, send_state
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepResult
-from jaxmorph.schedule.costs import LinkDelay, Links
 from jaxmorph.stage.compiling import in_background
 from jaxmorph.training.callbacks import SaveRequest, SkippedSteps
-from jaxmorph.training.first_plan import FirstPlan, planned_links, with_delegated
 from jaxmorph.training.loop import GOES_ON, Callback, Effect, Loop
 from jaxmorph.training.open_stage import listening_host
-from jaxmorph.training.plan_in_force import plan_step
 from jaxmorph.training.step_recorder import StepRecorder
 
 _log = logging.getLogger(__name__)
@@ -221,8 +215,9 @@ class Remapping(Callback):
         self._slow_stages: set[int] = set()
         self._decision: Decision | None = None
 
-    def report(self, step: int) -> tuple[Moves, PairTimes]:
+    def report(self, step: int, took_s: float) -> tuple[Moves, PairTimes]:
         """What this rank decides, and the times of pairs that it has measured."""
+        del took_s
         probed, self._probed = self._probed, PairTimes()
         return (Moves(ready=False) if step == self._last_step else self._due(step)), probed
 
@@ -409,43 +404,6 @@ class Remapping(Callback):
         moved = [rank for rank in now if was[rank] != now[rank]]
         places = ", ".join(f"rank {rank} is {now[rank]}" for rank in moved)
         return f"{places}, instead of {' and '.join(str(was[rank]) for rank in moved)}"
-
-
-def predicted_step_s(
-    config: Config, first: FirstPlan, num_tied: int, delays_ms: Mapping[Link, float]
-) -> float:
-    """A step in which some links are slower than usual; infinity if none can be planned.
-
-    A run that adapts delegates those links if the step is shorter then.
-    """
-
-    def step_s(config: Config, usual: Links) -> float:
-        links = dict(usual)
-        for link, delay_ms in delays_ms.items():
-            at = usual.get(link, LinkDelay())
-            links[link] = LinkDelay(
-                at.forward_latency_ms + delay_ms, at.backward_latency_ms + delay_ms
-            )
-        profile = replace(first.planned_for, links=links)
-        try:
-            made = plan_step(config, profile, num_tied, first.room)
-            programs = lower_step(made.schedule, profile, made.routes, num_tied, made.offloading)
-        except UserError:
-            return math.inf
-        return simulate_step(programs, profile, {}).makespan_ms / 1e3
-
-    def healthy(links: Links, routes: Routes) -> Links:
-        return with_typical_latencies(links, outlying_directions(links, routes))
-
-    measured, on_hosts = first.usual["direct"], first.usual.get("delegated", {})
-    usual = healthy(measured, config.routes.of_links(measured))
-    usual = planned_links(config.schedule.link_ms, usual)
-    as_configured_s = step_s(config, usual)
-    if not (config.adapts and delays_ms):
-        return as_configured_s
-    on_hosts = healthy(on_hosts, dict.fromkeys(on_hosts, "delegated"))
-    delegated = {link: on_hosts.get(link, LinkDelay()) for link in delays_ms}
-    return min(as_configured_s, step_s(with_delegated(config, delegated), {**usual, **delegated}))
 
 
 def _warn_of_failure(compiling: "Future[CompiledStage]") -> None:

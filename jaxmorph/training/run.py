@@ -57,7 +57,7 @@ from jaxmorph.training.callbacks import (
 from jaxmorph.training.cluster import first_layout
 from jaxmorph.training.device_memory import WithinDevices, budget_in_words, with_device_budget
 from jaxmorph.training.evaluation import Evaluation
-from jaxmorph.training.first_plan import FirstPlan, plan_by_timings
+from jaxmorph.training.first_plan import FirstPlan, plan_by_timings, predicted_step_s
 from jaxmorph.training.host_memory import agree_on_host_room, room_in_words
 from jaxmorph.training.layer_choice import (
     LayerChoice,
@@ -69,7 +69,7 @@ from jaxmorph.training.loop import Callback, Loop
 from jaxmorph.training.open_stage import open_gradient_sum, open_stage, stage_settings
 from jaxmorph.training.own_data import StepData
 from jaxmorph.training.plan_in_force import PlanInForce
-from jaxmorph.training.remap import Moved, Remapping, predicted_step_s
+from jaxmorph.training.remap import Moved, Remapping
 from jaxmorph.training.run_checkpoints import RunCheckpoints, TrainedOn
 from jaxmorph.training.run_parts import (
     check_together,

@@ -103,7 +103,7 @@ def test_an_earlier_failure_is_reported_in_the_first_step():
     followers = [follower(0, record), follower(1, empty)]
     reported = []
     for step in range(3):
-        parts = [each.report(step) for each in followers]
+        parts = [each.report(step, 0.0) for each in followers]
         reported.append([paths for paths, *_ in parts])
         for each in followers:
             each.after(result_of(step, reports(*parts)))

@@ -312,7 +312,7 @@ class FailingRun:
         self.stages[rank].took_ms = [
             (Transfer.parse(span.label), span.end_ms - span.start_ms) for span in spans
         ]
-        parts = self.ranks[rank].report(self.step)
+        parts = self.ranks[rank].report(self.step, 0.0)
         if rank == 0:
             self.addressed = json.loads(dump(addressed_parts(parts)))
         ops = zip(

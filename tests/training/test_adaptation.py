@@ -123,7 +123,7 @@ def over_the_network(value):
 
 def announced_by_rank_0(adaptation, to_rank=0):
     """Its report on direct paths, and its announcement to a rank."""
-    paths, _, _, announced = adaptation.report(7)
+    paths, _, _, announced = adaptation.report(7, 0.0)
     return over_the_network(paths), seen_by(to_rank, announced)
 
 
@@ -145,11 +145,11 @@ def test_rank_0_records_a_morph_once():
     paths, announced = announced_by_rank_0(adaptation)
     adaptation.apply(7, [paths, SILENT, SILENT], announced)
     assert recorder.adopted == [(MORPH, 8)]
-    assert adaptation.report(8) == NOTHING
+    assert adaptation.report(8, 0.0) == NOTHING
     assert adaptation.apply(8, [SILENT] * 3, Announced()) is None
     assert recorder.adopted == [(MORPH, 8)]
     assert (
-        on_rank(0, Loop(MORPH))[0].report(9) == NOTHING
+        on_rank(0, Loop(MORPH))[0].report(9, 0.0) == NOTHING
     )  # it would be in force after the last step
 
 
@@ -173,9 +173,9 @@ def test_all_ranks_drop_a_morph_for_a_link_that_is_in_time_again(last_ms):
     for adaptation, _, stage, _ in ranks:
         due, adaptation._loop = adaptation._loop, None
         stage.took_ms = [250.0] * 5
-        adaptation.report(6)
+        adaptation.report(6, 0.0)
         stage.took_ms, adaptation._loop = [last_ms] * 5, due
-        parts.append(adaptation.report(7))
+        parts.append(adaptation.report(7, 0.0))
     is_dropped = last_ms == 0.5
     for rank, (adaptation, rendezvous, stage, _) in enumerate(ranks):
         result: Any = Result(7, *([seen_by(rank, part) for part in of_rank] for of_rank in parts))
@@ -224,7 +224,7 @@ def test_an_unprobed_path_begins_again_with_its_morph():
 
 
 def test_a_newly_failed_path_is_not_probed():
-    assert after_failure(0, Loop(ProbeLinks((LINK,))))[0].report(7) == NOTHING
+    assert after_failure(0, Loop(ProbeLinks((LINK,))))[0].report(7, 0.0) == NOTHING
     assert announced_by_rank_0(after_failure(0, Loop(MORPH))[0])[0].restore == ()
 
 
@@ -241,11 +241,11 @@ def test_a_link_that_has_just_failed_is_not_probed():
 def test_failures_are_reported_without_adaptation_too():
     for loop in (Loop(MORPH), None):
         stage = Stage(FAILURE)
-        assert on_rank(1, loop, stage)[0].report(9)[0] == replace(FAILED, up=UP.up)
+        assert on_rank(1, loop, stage)[0].report(9, 0.0)[0] == replace(FAILED, up=UP.up)
     stage: Any = Stage(FAILURE)
     recorder: Any = Recorder()
     fixed = Adaptation(Mirror(1), stage, recorder, None, last_step=9, adapts=False)
-    assert (fixed.report(8)[0], fixed.report(9)) == (FAILED, NOTHING)
+    assert (fixed.report(8, 0.0)[0], fixed.report(9, 0.0)) == (FAILED, NOTHING)
 
 
 DOWN = PathReport(up={LINK: False})

@@ -1,5 +1,6 @@
 """What callbacks do between two steps, and what counts as a step's time."""
 
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from jaxmorph.checkpoints.saver import SaveReport
 from jaxmorph.config.checkpoint_section import Checkpoint
 from jaxmorph.runtime.report import StepTotals
-from jaxmorph.training.callbacks import SaveTimes, Saving, SkippedSteps
+from jaxmorph.training.callbacks import Recording, SaveTimes, Saving, SkippedSteps
 from jaxmorph.training.loop import GOES_ON, Callback, Effect, Loop
 
 FINITE, BAD = StepTotals(2.0, 1.0), StepTotals(float("nan"), 1.0)
@@ -94,7 +95,7 @@ class Acting(Callback):
     def __init__(self, name, log, effects):
         self.name, self.log, self.effects = name, log, effects
 
-    def report(self, step: int) -> tuple[str]:
+    def report(self, step: int, took_s: float) -> tuple[str]:
         return (f"{self.name} {step}",)
 
     def after(self, result):
@@ -115,12 +116,16 @@ def timed_loop(clock, next_step=0, **effects):
     steps, log = [], []
 
     def run(program, inputs, step, *, began_s, report):
+        clock.now_s += 1.5
         steps.append((step, program, began_s, report(step)))
-        clock.now_s += 2.0
+        clock.now_s += 0.5
         return SimpleNamespace(step=step, program=program, ended_s=clock.now_s)
 
     runner: Any = SimpleNamespace(run=run)
-    callbacks = [Acting(name, log, given) for name, given in effects.items()]
+    callbacks = [
+        given if isinstance(given, Callback) else Acting(name, log, given)
+        for name, given in effects.items()
+    ]
     return Loop(runner, NOTHING, callbacks, next_step), steps, log
 
 
@@ -146,3 +151,26 @@ def test_pauses_are_part_of_no_step(clock):
     loop.begin()
     loop.run(iter([NOTHING] * 3), num_steps=3)
     assert [began_s for _, _, began_s, _ in steps] == [11.0, 13.0, 15.5]
+
+
+class RecordingNothing(Recording):
+    """Reports a replica's steps; nothing takes them."""
+
+    def __init__(self):
+        schedule = SimpleNamespace(name="zb-h2", warmup_forwards=(2, 1))
+        plan: Any = SimpleNamespace(schedule=schedule, routes={}, predicted_step_s=1.0)
+        super().__init__(NOTHING, NOTHING, plan, deque())
+
+    def after(self, result):
+        return GOES_ON
+
+
+def test_pauses_are_part_of_no_replicas_time(clock):
+    paused = {0: Effect(paused_s=4.0)}
+    loop, steps, _ = timed_loop(clock, one=paused, recording=RecordingNothing())
+    loop.step(NOTHING)
+    clock.now_s += 4.0 + 0.25  # the pause, and the update
+    loop.step(NOTHING)
+    loop.begin()  # as a script does, whatever it has done before
+    loop.step(NOTHING)
+    assert [part.steps[0].pipeline_s for *_, (_, part) in steps] == [1.5, 1.75, 1.5]

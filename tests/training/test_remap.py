@@ -6,6 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,13 +19,13 @@ from jaxmorph.records import EventKind, Link
 from jaxmorph.runtime.report import SumTook
 from jaxmorph.schedule.costs import LinkDelay, StageCosts
 from jaxmorph.training.callbacks import SaveRequest
+from jaxmorph.training.first_plan import predicted_step_s
 from jaxmorph.training.loop import GOES_ON
 from jaxmorph.training.remap import (
     Moves,
     PairTimes,
     Remapping,
     exchange_states,
-    predicted_step_s,
 )
 from tests.runtime.test_rendezvous import in_threads
 
@@ -63,7 +64,7 @@ def state_of(rank):
 )
 def test_ranks_get_the_states_of_their_new_places(after, divides, sources):
     def exchange(rendezvous):
-        own, host = (state_of(rendezvous.rank),), "127.0.0.1"
+        own, host = (jax.device_put(state_of(rendezvous.rank)),), "127.0.0.1"
         return exchange_states(rendezvous, LAYOUT, after, own, host, 20.0, divides=divides)
 
     for got, source in zip(in_threads(4, exchange), sources, strict=True):
@@ -175,11 +176,11 @@ def remapping():
 
 def test_a_slow_sum_moves_ranks_once_the_layout_is_found(remapping):
     for step, took_s in enumerate([(0.01, 0.01), (0.01, 2.0), (0.01, 2.0)]):
-        assert remapping.report(step) == (Moves(), PairTimes())
+        assert remapping.report(step, 0.0) == (Moves(), PairTimes())
         assert remapping.after(result(step, took_s)) == GOES_ON
     assert remapping._recorder.kinds == [EventKind.SUM_SLOW]
     remapping._deciding.result(60)
-    moves, _ = remapping.report(3)
+    moves, _ = remapping.report(3, 0.0)
     assert moves.ranks[0][0] == 0
     assert moves.joined([moves, Moves()]) == Moves().joined([moves, Moves()]) == moves
     assert remapping.after(result(3, moves=moves)) == GOES_ON
@@ -187,7 +188,7 @@ def test_a_slow_sum_moves_ranks_once_the_layout_is_found(remapping):
     assert [replace(LAYOUT, ranks=moves.ranks).positions[3]] == COMPILED
     assert COMPILED[0].stage == 0
     assert remapping.after(result(4, moves=Moves(ready=False))) == GOES_ON
-    assert remapping.report(5) == (Moves(), PairTimes())
+    assert remapping.report(5, 0.0) == (Moves(), PairTimes())
     effect = remapping.after(result(5))
     assert effect.ends
     assert remapping._recorder.kinds == [EventKind.SUM_SLOW, EventKind.REMAPPED]
@@ -203,17 +204,17 @@ def test_ranks_go_back_once_no_pair_is_slow_any_more(took_s, goes_back):
     slow = SlowPair((1, 3), 4.0, delay_ms=2000.0, usual_ms=100.0, bucket_bytes=400)
     remapping = remapping_of(moved, known=(slow,), took_s=took_s)
     step, again = 5, CONFIG.adaptation.recheck_steps
-    assert remapping.report(step)[0] == Moves()
-    assert remapping.report(step + again - 1)[0] == Moves()
-    moves, _ = remapping.report(step + again)
+    assert remapping.report(step, 0.0)[0] == Moves()
+    assert remapping.report(step + again - 1, 0.0)[0] == Moves()
+    moves, _ = remapping.report(step + again, 0.0)
     assert moves.again == ((1, 3, 400),)
     assert moves.joined([Moves(), moves]) == moves
     remapping.after(result(step + again, moves=moves))
-    moves, timed = remapping.report(step + again + 1)
+    moves, timed = remapping.report(step + again + 1, 0.0)
     assert (moves, timed) == (Moves(), PairTimes(of_ranks={"1-3": took_s}))
     remapping.after(result(step + again + 1, of_ranks=timed.of_ranks))
     assert remapping.slow == (() if goes_back else (slow,))
-    moves, _ = remapping.report(step + again + 2)
+    moves, _ = remapping.report(step + again + 2, 0.0)
     assert moves.ranks == (LAYOUT.ranks if goes_back else ())
 
 
@@ -239,7 +240,7 @@ def test_no_rank_moves_to_a_stage_that_cannot_be_compiled(caplog):
     remapping.after(result(3, (0.01, 0.01), Moves(LAYOUT.swapped(2, 3).ranks)))
     assert remapping._compiling is not None
     assert "out of memory" in str(remapping._compiling.exception(60))
-    assert remapping.report(4) == (Moves(ready=False), PairTimes())
+    assert remapping.report(4, 0.0) == (Moves(ready=False), PairTimes())
     assert remapping.after(result(4, (0.01, 0.01), Moves(ready=False))) == GOES_ON
     assert "the next stage can't be compiled: RuntimeError: out of memory" in caplog.text
 
@@ -256,7 +257,7 @@ def test_a_share_of_the_optimizer_state_belongs_to_a_replica(shares, compiled):
 def test_nothing_moves_after_the_last_step(remapping):
     remapping._deciding = Future()
     remapping._deciding.set_result(None)
-    assert remapping.report(9) == (Moves(ready=False), PairTimes())
+    assert remapping.report(9, 0.0) == (Moves(ready=False), PairTimes())
     assert remapping._deciding is not None
 
 
@@ -265,17 +266,17 @@ def test_of_several_replicas_the_slow_pair_is_found_by_timing_each():
     remapping = remapping_of(layout)
     for step, took_s in enumerate([(0.01, 0.01), (0.01, 2.0), (0.01, 2.0)]):
         remapping.after(result(step, took_s))
-    moves, _ = remapping.report(3)
+    moves, _ = remapping.report(3, 0.0)
     assert moves == Moves(probe=(1,)) == Moves().joined([Moves(), moves])
     remapping.after(result(3, (0.01, 2.0), moves))
-    moves, probed = remapping.report(4)
+    moves, probed = remapping.report(4, 0.0)
     assert (moves, probed.took_s) == (Moves(), {"0-1": 0.1, "1-2": 2.0})
     every = PairTimes().joined([probed, PairTimes({"0-2": 0.1, "1-2": 2.1})])
     assert every.took_s == {"0-1": 0.1, "1-2": 2.0, "0-2": 0.1}
     remapping.after(result(4, (0.01, 2.0), pairs=every.took_s))
     assert remapping._deciding is not None
     assert remapping._deciding.result(60) is not None
-    moves, _ = remapping.report(5)
+    moves, _ = remapping.report(5, 0.0)
     assert len(moves.ranks) == 3
     assert remapping.after(result(5, (0.01, 2.0), moves)) == GOES_ON
     assert remapping.after(result(6, (0.01, 2.0))).ends
