@@ -57,8 +57,11 @@ class Routes(Section):
 
     def of_replica(self, index: int) -> "Routes":
         """The routes of one replica's links, by their names within it."""
-        own = of_replica(self.by_link, index)
-        return Routes(default=self.default, reduction=self.reduction, **own)
+        return self.with_links(of_replica(self.by_link, index))
+
+    def with_links(self, named: Mapping[str, Route]) -> "Routes":
+        """The same defaults with other named links."""
+        return Routes(default=self.default, reduction=self.reduction, **named)
 
     def of_links(self, links: Iterable[Link]) -> dict[Link, Route]:
         """The route of each of the links."""

@@ -9,7 +9,6 @@ from functools import partial
 
 from jaxmorph.config import Config
 from jaxmorph.config.link_problems import possible_links
-from jaxmorph.config.link_sections import Routes
 from jaxmorph.control.conditions import (
     UsualLinks,
     outlying_directions,
@@ -24,8 +23,7 @@ from jaxmorph.control.step_programs import lower_step, simulate_step
 from jaxmorph.control.verdicts import KnownDirection, dead_of, slow_of, with_known_delays
 from jaxmorph.errors import UserError
 from jaxmorph.program.slots_needed import FIRST_SLOTS, HostRoom
-from jaxmorph.records import Link, Route
-from jaxmorph.records import Routes as RoutesOf
+from jaxmorph.records import Link, Route, Routes
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.rendezvous import Rendezvous, agree, gather
 from jaxmorph.runtime.report import timings_of
@@ -44,7 +42,7 @@ from jaxmorph.training.plan_in_force import (
 from jaxmorph.transport.host import cores_identity, usable_cores
 from jaxmorph.transport.several_sidecars import sidecars_needed
 
-_WARM_UP_STEPS = 3  # the first one connects the links and is not measured
+_STEPS = 3  # the first connects the links and is not measured
 _MICROBATCHES, _ROUNDS = 12, 2  # of a measured step: at least so many, and so many times the stages
 
 
@@ -104,7 +102,7 @@ def plan_by_timings(
     measured_steps: list[Sequence[RankTimes]] = []
     loads_s: list[float] = []
     measure = partial(
-        _warm_up,
+        _measure_steps,
         rendezvous=rendezvous,
         trainer=trainer,
         inputs=inputs,
@@ -117,7 +115,7 @@ def plan_by_timings(
     usual: dict[Route, Links] = {}
     if config.adapts or may_delegate:  # the cost of delegation must be known before it is needed
         every = possible_links(config.parallelism.stages)
-        on_hosts = measure(with_delegated(config, every), first_step=-2 * _WARM_UP_STEPS)
+        on_hosts = measure(with_delegated(config, every), first_step=-2 * _STEPS)
         delegated: dict[Link, Route] = dict.fromkeys(every, "delegated")
         usual["delegated"] = with_known_delays(on_hosts.profile().links, delegated, known)
     profiler = measure(config)
@@ -224,7 +222,7 @@ def _is_worth_it(config: Config, rendezvous: Rendezvous, plain: Timeline, other:
     return agree(rendezvous, bool, is_worth_it)
 
 
-def _warm_up(
+def _measure_steps(
     config: Config,
     rendezvous: Rendezvous,
     trainer: StageTrainer,
@@ -235,11 +233,11 @@ def _warm_up(
     on_load: Callable[[float], None],
     *,
     room: HostRoom | None = None,
-    first_step: int = -_WARM_UP_STEPS,
+    first_step: int = -_STEPS,
 ) -> Profiler:
-    """Run a few steps for their timings, with the schedule for equal costs and no updates.
+    """Run a few steps, which update nothing, and measure all but the first.
 
-    Where a step has many microbatches, these have fewer.
+    They run the schedule for equal costs, with fewer microbatches where a step has many.
 
     Args:
         first_step: The number of the first step; all are negative.
@@ -262,7 +260,7 @@ def _warm_up(
     trainer.await_registered_slots()  # copies into others take longer, and count as slow links
     runner = StepRunner(trainer, rendezvous, timeout_s=config.timeouts.step_s)
     before_s: float | None = None
-    for step in range(first_step, first_step + _WARM_UP_STEPS):
+    for step in range(first_step, first_step + _STEPS):
         # Numbers of their own: no message may be taken for one of a training step.
         result = runner.run(in_force.program, inputs, step, updates=False)
         if step == first_step:
@@ -273,7 +271,7 @@ def _warm_up(
             on_step(ranks)
     after_s = trainer.sidecar_s
     if before_s is not None and after_s is not None:
-        on_load((after_s - before_s) / (_WARM_UP_STEPS - 1))
+        on_load((after_s - before_s) / (_STEPS - 1))
     return profiler
 
 
@@ -286,9 +284,9 @@ def _measured_microbatches(config: Config) -> int:
 
 def with_delegated(config: Config, links: Iterable[Link]) -> Config:
     """The configuration with some links delegated."""
-    named = {str(link): "delegated" for link in links}
-    routes = {"default": config.routes.default, **config.routes.by_link, **named}
-    return config.model_copy(update={"routes": Routes.model_validate(routes)})
+    delegated: dict[str, Route] = {str(link): "delegated" for link in links}
+    routes = config.routes.with_links(config.routes.by_link | delegated)
+    return config.model_copy(update={"routes": routes})
 
 
 def settle_garbage() -> None:
@@ -333,7 +331,7 @@ def predicted_step_s(
             return math.inf
         return simulate_step(programs, profile, {}).makespan_ms / 1e3
 
-    def healthy(links: Links, routes: RoutesOf) -> Links:
+    def healthy(links: Links, routes: Routes) -> Links:
         return with_typical_latencies(links, outlying_directions(links, routes))
 
     measured, on_hosts = first.usual["direct"], first.usual.get("delegated", {})
@@ -399,7 +397,8 @@ def agree_on_sidecars(
     if transport.sidecars == "auto":
         # Several would share no emulated bandwidth; RDMA leaves the work to the network cards.
         # The host's budget counts one slot for each sidecar of a channel up to `FIRST_SLOTS`.
-        emulated = emulation.links or emulation.trace or emulation.message_bytes
+        of_links = emulation.links or emulation.hosts or emulation.trace
+        emulated = of_links or emulation.message_bytes
         fixed = transport.backend != "tcp" or emulated
         most = FIRST_SLOTS if config.limits.host_gib is not None else None
         count, busy = choose_sidecars(loads, most=1 if fixed else most)

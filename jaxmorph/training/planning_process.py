@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from typing import IO
 
 from jaxmorph.config import Config
-from jaxmorph.config.link_sections import Routes
 from jaxmorph.control.conditions import costs_differ, links_under
 from jaxmorph.control.controller_state import RequestCandidates
 from jaxmorph.control.link_state import delegated_links
@@ -213,10 +212,9 @@ class CandidatePlanner:
         config = self._run.config
         name = "paper" if config.schedule.name == "paper" else "adaptive"
         named = {str(link): route for link, route in routes.items()}
-        merged = {"default": config.routes.default, **named}
         return config.model_copy(
             update={
-                "routes": Routes.model_validate(merged),
+                "routes": config.routes.with_links(named),
                 "schedule": config.schedule.model_copy(update={"name": name}),
             }
         )

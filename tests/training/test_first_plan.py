@@ -116,7 +116,7 @@ def test_steps_are_measured_once_slots_are_registered(monkeypatch):
     inputs: Any = None
     stash: Any = None
     noted: list[Any] = []
-    first_plan._warm_up(
+    first_plan._measure_steps(
         config,
         SoleRank(),
         trainer,
@@ -162,6 +162,7 @@ def test_without_measurements_there_is_one():
 
 BUSY = " (one would be busy for 250% of a step)"
 LATE = {"parallelism": {"stages": 2}, "emulation": {"links": [{"between": [0, 1]}]}}
+LATE_HOST = {"parallelism": {"stages": 2}, "emulation": {"hosts": [{"between": [0, 1]}]}}
 
 
 @pytest.mark.parametrize(
@@ -172,6 +173,7 @@ LATE = {"parallelism": {"stages": 2}, "emulation": {"links": [{"between": [0, 1]
         ({"transport": {"sidecars": 1}}, [], "1 sidecar a rank"),
         ({"transport": {"backend": "nixl"}}, [], f"1 sidecar a rank{BUSY}"),
         (LATE, [], f"1 sidecar a rank{BUSY}"),
+        (LATE_HOST, [], f"1 sidecar a rank{BUSY}"),
         ({"limits": {"host_gib": 1}}, [2], f"2 sidecars a rank{BUSY}"),
     ],
 )

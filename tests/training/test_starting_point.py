@@ -223,7 +223,7 @@ def begin(monkeypatch, run_on):
     """Begins runs whose first steps are simulated, and records the routes of these."""
     measured_on = []
 
-    def warm_up(config, rendezvous, trainer, inputs, num_tied, stash_bytes, **how):
+    def measure_steps(config, rendezvous, trainer, inputs, num_tied, stash_bytes, **how):
         del trainer, inputs, stash_bytes
         plan = agree_on_plan(config, rendezvous, unmeasured_profile(config), num_tied)
         routes = plan.plan.routes
@@ -239,7 +239,7 @@ def begin(monkeypatch, run_on):
     monkeypatch.setattr(first_plan, "agree_on_stash", lambda *_: None)
     monkeypatch.setattr(first_plan, "resize_slots", lambda *_: "")
     monkeypatch.setattr(first_plan, "agree_on_sidecars", lambda *_: "")
-    monkeypatch.setattr(first_plan, "_warm_up", warm_up)
+    monkeypatch.setattr(first_plan, "_measure_steps", measure_steps)
 
     def begun(directions, slow=()):
         now.update(links_now(slow))
