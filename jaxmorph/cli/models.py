@@ -14,7 +14,7 @@ from rich.table import Table
 from jaxmorph.config import Config
 from jaxmorph.config.sections import Data, short_factory_name
 from jaxmorph.data import Tokenizer, is_token_array, open_tokenizer
-from jaxmorph.errors import UserError
+from jaxmorph.errors import UserError, in_users_code
 from jaxmorph.report.text import short_count
 from jaxmorph.schedule.partition import cut_layers
 from jaxmorph.stage.model import (
@@ -198,13 +198,14 @@ def _presets(module: Any, factory: str) -> Iterable[str]:
 
 
 def _build(module: Any, factory: str, preset: str, sizes: Mapping[str, int]) -> PipelineModel:
-    try:
-        return module.build(preset=preset, **sizes)
-    except (TypeError, ValueError) as error:
-        name, colon, rest = str(error).partition(":")
-        if colon and name in ("preset", *sizes):
-            raise UserError(f"--{name.replace('_', '-')}:{rest}") from error
-        raise UserError(f"--factory: {factory} cannot build {preset!r}: {error}") from error
+    with in_users_code("build", module.build, otherwise="--factory"):
+        try:
+            return module.build(preset=preset, **sizes)
+        except (TypeError, ValueError) as error:
+            name, colon, rest = str(error).partition(":")
+            if colon and name in ("preset", *sizes):
+                raise UserError(f"--{name.replace('_', '-')}:{rest}") from error
+            raise UserError(f"--factory: {factory} cannot build {preset!r}: {error}") from error
 
 
 def _row(model: PipelineModel, preset: str, num_stages: int) -> list[str]:

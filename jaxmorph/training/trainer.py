@@ -345,15 +345,18 @@ class Trainer:
                 has failed.
         """
         training, self._training = self._training, None
+        recorded = None if self._run.checkpoints is None else training  # else none writes files
         try:
+            if recorded is not None:
+                recorded.recording.finish(self._run.replicas)
             failure = "" if training is None else training.finish()
             self._opened.close()
         except BaseException:
             leave()
             self._opened.__exit__(*sys.exc_info())  # with the error: nothing waits
             raise
-        if training is not None and self._run.checkpoints is not None:  # else none writes files
-            fail_together(self._rendezvous, training.recorder.unwritten, "", failure)
+        if recorded is not None:
+            fail_together(self._rendezvous, recorded.recorder.unwritten, "", failure)
 
     def __enter__(self) -> Self:
         return self

@@ -133,7 +133,9 @@ def test_the_command_prints_the_sample(load, run, expect_mistake):
 
 @pytest.fixture
 def odd_factory(monkeypatch):
-    def refuse(**_):
+    def refuse(preset, **_):
+        if preset == "nope":
+            raise KeyError(preset)
         raise ValueError("width: got 5, expected an even number")
 
     monkeypatch.setitem(sys.modules, "odd_model", SimpleNamespace(build=refuse))
@@ -170,6 +172,7 @@ def test_other_factories_have_presets(run):
             ["--factory", "odd_model", "--preset", "a"],
             "--factory: odd_model cannot build 'a': width: got 5, expected an even number",
         ),
+        (["--factory", "odd_model", "--preset", "nope"], "test_models.py:"),
     ],
 )
 @pytest.mark.usefixtures("odd_factory")

@@ -230,6 +230,7 @@ def test_a_lost_peer_closes_the_trainer(monkeypatch):
     monkeypatch.setattr("jaxmorph.training.trainer.leave", lambda: left.append(True))
     trainer: Any = Trainer.__new__(Trainer)
     trainer._training, trainer._opened = SimpleNamespace(finish=finish), ExitStack()
+    trainer._run = SimpleNamespace(checkpoints=None)
     trainer._opened.push(lambda kind, *_: closed.append(kind))
     with pytest.raises(RendezvousError, match="rank 1 is gone"):
         trainer.close()
@@ -249,8 +250,9 @@ def test_all_ranks_of_a_script_fail_where_a_file_cannot_be_written(rank):
     recorder, closed = SimpleNamespace(unwritten=""), []
     trainer: Any = Trainer.__new__(Trainer)
     trainer._rendezvous, trainer._opened = OneOfTwo(), ExitStack()
-    trainer._training = SimpleNamespace(finish=str, recorder=recorder)
-    trainer._run = SimpleNamespace(checkpoints=object())
+    recording = SimpleNamespace(finish=lambda replicas: None)
+    trainer._training = SimpleNamespace(finish=str, recorder=recorder, recording=recording)
+    trainer._run = SimpleNamespace(checkpoints=object(), replicas=None)
 
     def close():  # the recorder may find it as late as this
         closed.append(True)
@@ -264,6 +266,23 @@ def test_all_ranks_of_a_script_fail_where_a_file_cannot_be_written(rank):
     trainer._training = SimpleNamespace(finish=str, recorder=recorder)
     trainer._run = SimpleNamespace(checkpoints=None)
     trainer.close()
+
+
+@pytest.mark.parametrize("directory", [None, "a run's"])
+def test_a_closing_script_records_what_replicas_have(directory):
+    """Its files are open until then, and the save that is awaited may be the last one."""
+    done: list[Any] = []
+    trainer: Any = Trainer.__new__(Trainer)
+    trainer._rendezvous, trainer._opened = SoleRank(), ExitStack()
+    trainer._opened.callback(done.append, "closed")
+    trainer._training = SimpleNamespace(
+        recording=SimpleNamespace(finish=done.append),
+        finish=lambda: done.append("saved") or "",
+        recorder=SimpleNamespace(unwritten=""),
+    )
+    trainer._run = SimpleNamespace(checkpoints=directory, replicas="replicas")
+    trainer.close()
+    assert done == [*(["replicas"] if directory else []), "saved", "closed"]
 
 
 def test_a_script_takes_batches_of_a_few_lengths():
