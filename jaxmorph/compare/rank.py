@@ -116,7 +116,7 @@ def _run_rank(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> 
         open_stage(healthy, rendezvous, parts.model, settings, links) as trainer,
         read_ahead(read := step_reader(healthy, parts.batches, rank, trainer)) as inputs,
     ):
-        healthy = with_device_budget(healthy, rendezvous, trainer).first
+        healthy = with_device_budget(healthy, rendezvous, trainer).for_first_plan
         links.emulate(())
         payloads = settings.payloads(parts.model)
         room = agree_on_host_room(healthy, rendezvous, trainer, payloads, settings.delegated)
@@ -126,7 +126,6 @@ def _run_rank(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> 
             trainer,
             read(0),
             num_tied,
-            lambda plan: plan,
             room=room,
             may_delegate=system.reroutes,
         )

@@ -49,7 +49,8 @@ from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.training.planning_client import Chosen, PlanningError, PlanningProcess, Simulated
 
 _OPS_A_STEP, _OPS_HERE = 8192, 512
-"""So many ops are simulated a step, in 0.1 s beside training; in 5 ms without planning process."""
+"""At most so many ops are simulated per training step: beside training, 0.1 s; without a planning
+process, 5 ms."""
 
 
 @dataclass(frozen=True)

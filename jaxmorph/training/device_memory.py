@@ -40,12 +40,12 @@ class WithinDevices:
     """A run's configuration, with caps from its devices' memory.
 
     Attributes:
-        first: For the first plan; a fixed schedule runs uncapped, and fails if it doesn't fit.
-        new: For the plans that adaptation makes later.
+        for_first_plan: A fixed schedule runs uncapped, and fails if it doesn't fit.
+        for_later_plans: Those that adaptation makes.
     """
 
-    first: Config
-    new: Config
+    for_first_plan: Config
+    for_later_plans: Config
 
 
 def with_device_budget(
@@ -97,10 +97,10 @@ def with_stash_caps(config: Config, free: Sequence[int], least: Sequence[int]) -
 
 def budget_in_words(asked: Config, within: WithinDevices) -> str:
     """The caps that `with_device_budget` has set, in words; "" if it set none."""
-    caps = within.new.schedule.max_stash_bytes_per_stage(asked.parallelism.stages)
-    if caps is None or within.new.schedule == asked.schedule:
+    caps = within.for_later_plans.schedule.max_stash_bytes_per_stage(asked.parallelism.stages)
+    if caps is None or within.for_later_plans.schedule == asked.schedule:
         return ""
-    whose = "" if within.first == within.new else " of new plans"
+    whose = "" if within.for_first_plan == within.for_later_plans else " of new plans"
     return f"stashes{whose} may take {', '.join(map(in_bytes, caps))} of what the devices have free"
 
 

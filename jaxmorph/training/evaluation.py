@@ -16,11 +16,9 @@ from jaxmorph.errors import UserError
 from jaxmorph.program.check import check
 from jaxmorph.program.instructions import RankInstructions
 from jaxmorph.program.lowering import forward_only
-from jaxmorph.program.slots_needed import most_slots, slots_needed
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.step import StepResult, StepRunner
 from jaxmorph.training.loop import Callback, Effect
-from jaxmorph.training.plan_in_force import PlanInForce
 
 _SEED = 0  # runs with different seeds evaluate the same text
 
@@ -69,17 +67,6 @@ def held_out_batches(
     )
 
 
-def with_room_to_evaluate(config: Config, in_force: PlanInForce) -> PlanInForce:
-    """`with_room_for_forwards`, if the run evaluates."""
-    return in_force if config.evaluation.every_steps is None else with_room_for_forwards(in_force)
-
-
-def with_room_for_forwards(in_force: PlanInForce) -> PlanInForce:
-    """Add the slots that the plan's forwards need when no backward runs between them."""
-    needed = slots_needed([forward_only(program) for program in in_force.programs])
-    return replace(in_force, slots=most_slots(in_force.slots, needed))
-
-
 class Evaluation(Callback):
     """Computes the held-out loss after some of a run's steps.
 
@@ -123,9 +110,9 @@ class Evaluation(Callback):
         began_s = time.monotonic()
         totals = [
             self._runner.forwards(
-                program, replace(read(index), loss_weight=1.0, first_microbatch=first), step
+                forwards, replace(read(index), loss_weight=1.0, first_microbatch=first), step
             )
-            for index, (first, program) in enumerate(self._programs)
+            for index, (first, forwards) in enumerate(self._programs)
         ]
         loss = sum(each.loss for each in totals) / sum(each.counted for each in totals)
         return HeldOutLoss(loss, time.monotonic() - began_s)

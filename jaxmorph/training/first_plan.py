@@ -77,10 +77,10 @@ def plan_by_timings(
     trainer: StageTrainer,
     inputs: StepInputs,
     num_tied: int,
-    with_slots: Callable[[PlanInForce], PlanInForce],
     known: Sequence[KnownDirection] = (),
     room: HostRoom | None = None,
     *,
+    evaluates: bool = False,
     may_delegate: bool = False,
 ) -> FirstPlan:
     """Measure the costs of ops and links, plan with them, and prepare the ranks for the plan.
@@ -89,7 +89,7 @@ def plan_by_timings(
     other link does. All ranks call this at the same point.
 
     Args:
-        with_slots: Adds slots for more than the plan's own steps.
+        evaluates: Whether forwards alone need slots too.
         may_delegate: Whether later plans may delegate links. A run that adapts always may.
 
     Raises:
@@ -127,7 +127,9 @@ def plan_by_timings(
     in_force, profile = agree_on_routes(
         config, rendezvous, profile, usual, delegable, num_tied, room
     )
-    in_force = with_slots(in_force).with_slots_that_fit(room)
+    if evaluates:
+        in_force = in_force.with_slots_to_evaluate()
+    in_force = in_force.with_slots_that_fit(room)
     sidecars = agree_on_sidecars(config, rendezvous, trainer, loads_s, measured_steps)
     slots = resize_slots(rendezvous, trainer, in_force.slots)
     deadline = too_short_deadline(config, measured_steps)

@@ -1,7 +1,7 @@
 """Opens a rank's stage: its settings from the configuration, its data plane, its slots."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from itertools import chain
 
@@ -143,9 +143,22 @@ def open_stage(
     Raises:
         UserError: Some rank's host can't transport messages as configured; raised on all ranks.
     """
-
-    def opened(plane: DataPlane | None, failover: FailoverConnections | None) -> StageTrainer:
-        return StageTrainer(
+    plane: DataPlane | None = None
+    failover: FailoverConnections | None = None
+    start_s = config.timeouts.start_s
+    with ExitStack() as opened:
+        if settings.delegated:
+            transport = _agreed_transport(config, rendezvous)
+            ends = channel_specs(settings.payloads(model), settings.delegated, rendezvous.rank)
+            opening = open_data_plane(rendezvous, *ends, transport, timeout_s=start_s)
+            plane = opened.enter_context(opening)
+            if plane is not None:
+                links.join(plane)
+            if failing := settings.failing_over:
+                host = transport.addresses[0]
+                connecting = open_failover_connections(rendezvous, failing, host, start_s)
+                failover = opened.enter_context(connecting)
+        trainer = StageTrainer(
             model,
             settings,
             rendezvous.rank,
@@ -155,27 +168,7 @@ def open_stage(
             earlier=earlier,
             compiled=compiled,
         )
-
-    if not settings.delegated:
-        with closing(opened(None, None)) as trainer:
-            yield trainer
-        return
-    transport = _agreed_transport(config, rendezvous)
-    ends = channel_specs(settings.payloads(model), settings.delegated, rendezvous.rank)
-    start_s = config.timeouts.start_s
-    with open_data_plane(rendezvous, *ends, transport, timeout_s=start_s) as plane:
-        if plane is not None:
-            links.join(plane)
-        failing, host = settings.failing_over, transport.addresses[0]
-        with (
-            (
-                open_failover_connections(rendezvous, failing, host, start_s)
-                if failing
-                else nullcontext()
-            ) as failover,
-            closing(opened(plane, failover)) as trainer,
-        ):
-            yield trainer
+        yield opened.enter_context(closing(trainer))
 
 
 @contextmanager
@@ -196,7 +189,7 @@ def open_gradient_sum(
     if own.is_alone:
         yield None
         return
-    emulation, direct, gather = config.emulation, None, None
+    emulation, direct, whole_params = config.emulation, None, None
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(stage.gradients))
     emulated = EmulatedSum(
         conditions, own.count, emulation.gradient_bytes or num_bytes, emulation.bucket_bytes
@@ -218,7 +211,7 @@ def open_gradient_sum(
                 config.direct_timeout_s,
                 stage.shares,
             )
-            gather = stage.shares and DirectGather(mesh, stage.params, stage.shares)
+            whole_params = stage.shares and DirectGather(mesh, stage.params, stage.shares)
     gradient_sum = GradientSum(
         replicas,
         direct,
@@ -226,7 +219,7 @@ def open_gradient_sum(
         num_bytes=num_bytes,
         emulated_over=emulated_over,
         timeout_s=config.direct_timeout_s,
-        gather=gather,
+        gather=whole_params,
     )
     if direct is not None and not config.reduction_fails_over:
         yield gradient_sum

@@ -18,6 +18,7 @@ from jaxmorph.control.step_programs import (
 )
 from jaxmorph.errors import UserError
 from jaxmorph.program.instructions import Channel, RankInstructions
+from jaxmorph.program.lowering import forward_only
 from jaxmorph.program.slots_needed import (
     HostRoom,
     handover_slots,
@@ -59,6 +60,11 @@ class PlanInForce:
     def simulate(self, profile: Profile) -> Timeline:
         """See `simulate_step`."""
         return simulate_step(self.programs, profile, self.scarce)
+
+    def with_slots_to_evaluate(self) -> "PlanInForce":
+        """The plan with the slots that its forwards need when no backward runs between them."""
+        needed = slots_needed([*map(forward_only, self.programs)])
+        return replace(self, slots=most_slots(self.slots, needed))
 
     def with_slots_that_fit(self, room: HostRoom | None) -> "PlanInForce":
         """The plan with the slots that fit: those of its steps before any others that it has."""

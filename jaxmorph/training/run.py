@@ -68,7 +68,6 @@ from jaxmorph.training.layer_choice import (
 from jaxmorph.training.loop import Callback, Loop
 from jaxmorph.training.open_stage import open_gradient_sum, open_stage, stage_settings
 from jaxmorph.training.own_data import StepData
-from jaxmorph.training.plan_in_force import PlanInForce
 from jaxmorph.training.remap import Moved, Remapping
 from jaxmorph.training.run_checkpoints import RunCheckpoints, TrainedOn
 from jaxmorph.training.run_parts import (
@@ -259,17 +258,12 @@ class Planned:
     first: FirstPlan
 
 
-def plan_run(
-    run: Run,
-    stage: StageTrainer,
-    inputs: StepInputs,
-    with_slots: Callable[[PlanInForce], PlanInForce],
-) -> Planned:
+def plan_run(run: Run, stage: StageTrainer, inputs: StepInputs, *, evaluates: bool) -> Planned:
     """Measure a few steps and plan; degraded links known from an earlier launch are planned for.
 
     Args:
         inputs: The data of each of these steps, of the longest length; they update nothing.
-        with_slots: Adds the slots that evaluations need.
+        evaluates: Whether the run may evaluate between steps.
     """
     within = with_device_budget(run.config, run.rendezvous, stage)
     payloads, delegated = run.settings.payloads(run.model), run.settings.delegated
@@ -278,9 +272,16 @@ def plan_run(
     known: tuple[KnownDirection, ...] = ()
     if run.checkpoints is not None and run.begins:
         path = links_file(run.checkpoints.directory, run.replicas.own.index)
-        known = known_links(within.first, run.rendezvous, path, run.cut.layers)
+        known = known_links(within.for_first_plan, run.rendezvous, path, run.cut.layers)
     first = plan_by_timings(
-        within.first, run.rendezvous, stage, inputs, len(run.model.tied), with_slots, known, room
+        within.for_first_plan,
+        run.rendezvous,
+        stage,
+        inputs,
+        len(run.model.tied),
+        known,
+        room,
+        evaluates=evaluates,
     )
     return Planned(within, first)
 
@@ -346,7 +347,7 @@ def begin_training(
         held_out: The batches to evaluate; None: never evaluate.
         stop_asked: Whether this process has been asked to save and stop.
     """
-    config, rendezvous, first = planned.within.first, run.rendezvous, planned.first
+    config, rendezvous, first = planned.within.for_first_plan, run.rendezvous, planned.first
     checkpoints, step_s = run.checkpoints, config.timeouts.step_s
     last_step = None if num_steps is None else num_steps - 1
     skipped = run.skipped or SkippedSteps(config.optimizer.stop_after_skipped)
@@ -375,7 +376,7 @@ def begin_training(
                 first,
                 len(run.model.tied),
                 active=run.leads,
-                to_plan=planned.within.new,
+                to_plan=planned.within.for_later_plans,
                 keep=observations,
             )
         )

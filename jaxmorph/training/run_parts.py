@@ -219,13 +219,13 @@ def step_reader(
 
     def read(step: int) -> StepInputs:
         targets = batches.targets(step) if is_last else None
-        read = StepInputs(
+        found = StepInputs(
             inputs=batches.inputs(step) if is_first else None,
             targets=targets,
             loss_weight=1.0 / max(count_targets(targets), 1),
             extras=batches.extras(step) if stage.reads_extras else {},
             length_index=batches.length_index(step),
         )
-        return read.of_replica(replica)
+        return found.of_replica(replica)
 
     return read

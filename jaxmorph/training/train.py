@@ -5,7 +5,6 @@ The launcher starts each rank as `python -m jaxmorph.training.train`.
 
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from jaxmorph.config import Config, load_config
@@ -20,7 +19,6 @@ from jaxmorph.runtime.kept_programs import CompilationCounter, keep_compiled
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stop_signals import signals_ask
-from jaxmorph.training.evaluation import with_room_to_evaluate
 from jaxmorph.training.first_plan import settle_garbage
 from jaxmorph.training.layer_choice import LayerChoice
 from jaxmorph.training.remap import Moved
@@ -130,7 +128,8 @@ def _train_at(
         _send_end_of(RESTORE, started)
         progress.phase("measures steps and plans", timeouts.start_s)
         longest = read(parts.longest_step)
-        planned = plan_run(run, stage, longest, partial(with_room_to_evaluate, config))
+        evaluates = config.evaluation.every_steps is not None
+        planned = plan_run(run, stage, longest, evaluates=evaluates)
         settle_garbage()
         stage.events()  # drop those of the start
         _send_end_of(PLAN, started)

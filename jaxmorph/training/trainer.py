@@ -36,7 +36,6 @@ from jaxmorph.stage.model import Params, PipelineModel, vocabulary_of
 from jaxmorph.stage.parameters import check_weights
 from jaxmorph.training.callbacks import SaveRequest
 from jaxmorph.training.cluster import require_one_host
-from jaxmorph.training.evaluation import with_room_for_forwards
 from jaxmorph.training.open_stage import add_slots
 from jaxmorph.training.plan_in_force import plan_step, unmeasured_profile
 from jaxmorph.training.remap import Moved, Remapping
@@ -430,9 +429,8 @@ class Trainer:
         """On the first call, measure a few steps over a batch, plan, and begin training."""
         if self._training is None:
             with progress.within(self.config.timeouts.start_s, "measures steps and plans"):
-                planned = plan_run(
-                    self._run, self._stage, self._longest(inputs), with_room_for_forwards
-                )
+                longest = self._longest(inputs)
+                planned = plan_run(self._run, self._stage, longest, evaluates=True)
             self._training = self._opened_stage.enter_context(
                 begin_training(
                     self._run,

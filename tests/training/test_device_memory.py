@@ -69,8 +69,8 @@ def config(**sections) -> Config:
 def budget(asked: Config, statistics, other: int | None = 500, least: int = 1):
     exchange = Exchange((other, least))
     made = with_device_budget(asked, cast(Rendezvous, exchange), trainer_on(statistics))
-    assert made.first == made.new
-    return made.first.schedule.max_stash_bytes, exchange.sent
+    assert made.for_first_plan == made.for_later_plans
+    return made.for_first_plan.schedule.max_stash_bytes, exchange.sent
 
 
 ENABLED = {"offload": {"enabled": True, "device_memory_fraction": 0.5}}
@@ -107,9 +107,9 @@ def test_later_plans_keep_the_cap():
     asked = config(**adapts, offload={"device_memory_fraction": 0.5})
     exchange = Exchange((500, 1))
     made = with_device_budget(asked, cast(Rendezvous, exchange), trainer_on(REPORTED))
-    assert made.first == asked
-    assert made.new.schedule.name == "zb-h2"
-    assert made.new.schedule.max_stash_bytes == (400, 250)
+    assert made.for_first_plan == asked
+    assert made.for_later_plans.schedule.name == "zb-h2"
+    assert made.for_later_plans.schedule.max_stash_bytes == (400, 250)
     assert budget_in_words(asked, made) == (
         "stashes of new plans may take 400 B, 250 B of what the devices have free"
     )

@@ -17,7 +17,7 @@ from jaxmorph.runtime.executor import StepOutcome
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.runtime.step import StepRunner
 from jaxmorph.schedule.costs import StageCosts
-from jaxmorph.training.evaluation import Evaluation, held_out_batches, with_room_to_evaluate
+from jaxmorph.training.evaluation import Evaluation, held_out_batches
 from jaxmorph.training.plan_in_force import PlanInForce, plan_step
 from jaxmorph.training.run_parts import step_reader
 
@@ -138,9 +138,7 @@ def test_every_seed_evaluates_the_same_text():
 def test_forwards_alone_get_their_slots():
     delegated = config_of(4, routes__default="delegated", batch__microbatches=16)
     plan = plan_of(delegated)
-    with_room = with_room_to_evaluate(delegated, plan)
+    with_room = plan.with_slots_to_evaluate()
     assert with_room.slots.keys() == plan.slots.keys()
     assert all(with_room.slots[channel] >= slots for channel, slots in plan.slots.items())
     assert max(with_room.slots.values()) == 16 > max(plan.slots.values())
-    off = config_of(4, routes__default="delegated", evaluation__every_steps=None)
-    assert with_room_to_evaluate(off, plan) is plan

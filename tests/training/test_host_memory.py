@@ -24,7 +24,6 @@ from jaxmorph.records import Link
 from jaxmorph.runtime.rendezvous import Rendezvous, SoleRank
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.costs import CopyCosts, LinkDelay, StageCosts, StashBytes, chain_links
-from jaxmorph.training.evaluation import with_room_for_forwards
 from jaxmorph.training.host_memory import agree_on_host_room, forecast, host_room, room_in_words
 from jaxmorph.training.plan_in_force import agree_on_plan, plan_step
 from jaxmorph.training.planning_client import Begin, RunToPlan
@@ -103,10 +102,10 @@ def test_evaluations_take_no_slots_that_training_steps_need():
     asked = config(4, 24, host_gib=0.6, routes={"default": "delegated"})
     profile, room = slow_in_the_middle(4, 60.0), room_of(asked)
     trains = agree_on_plan(asked, SoleRank(), profile, 0, room)
-    both = with_room_for_forwards(trains).with_slots_that_fit(room)
+    both = trains.with_slots_to_evaluate().with_slots_that_fit(room)
     assert both.scarce == trains.scarce
     assert all(both.slots[channel] >= slots for channel, slots in trains.slots.items())
-    assert both.slots != with_room_for_forwards(trains).slots  # they don't fit
+    assert both.slots != trains.with_slots_to_evaluate().slots  # they don't fit
     assert max(room.taken_bytes(both.slots, 4)) <= 0.6 * GIB
     assert room_in_words(both, room) == room_in_words(trains, room)
 

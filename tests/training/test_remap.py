@@ -6,7 +6,6 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -64,7 +63,7 @@ def state_of(rank):
 )
 def test_ranks_get_the_states_of_their_new_places(after, divides, sources):
     def exchange(rendezvous):
-        own, host = (jax.device_put(state_of(rendezvous.rank)),), "127.0.0.1"
+        own, host = (state_of(rendezvous.rank),), "127.0.0.1"
         return exchange_states(rendezvous, LAYOUT, after, own, host, 20.0, divides=divides)
 
     for got, source in zip(in_threads(4, exchange), sources, strict=True):

@@ -245,9 +245,7 @@ def begin(monkeypatch, run_on):
         now.update(links_now(slow))
         trainer: Any = SimpleNamespace(stash_memory=None)
         inputs: Any = None
-        first = plan_by_timings(
-            CONFIG, SoleRank(), trainer, inputs, 0, lambda plan: plan, directions
-        )
+        first = plan_by_timings(CONFIG, SoleRank(), trainer, inputs, 0, directions)
         start = starting_point(CONFIG, first, 0)
         return run_on(start, first.in_force.plan), start, measured_on
 
