@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -332,6 +332,71 @@ class Event:
 
 
 @dataclass(frozen=True)
+class Recovery:
+    """A failure, and the time until the run was back where it had been.
+
+    Attributes:
+        restart: Its number in the run, from 1.
+        step: The step that the failure interrupted.
+        from_step: The step at which the run resumes.
+        steps_again: How many finished steps were lost.
+        phases_s: Seconds by phase (`PHASES`).
+        cut_off: Another failure, or the end of the run, interrupted the recovery.
+    """
+
+    restart: int
+    reason: str
+    step: int
+    from_step: int
+    steps_again: int
+    phases_s: Mapping[str, float]
+    cut_off: bool = False
+
+    @property
+    def total_s(self) -> float:
+        """The cost of the failure, seconds."""
+        return sum(self.phases_s.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """The recovery as a JSON object."""
+        return {**asdict(self), "total_s": self.total_s}
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """How much of a run's time was spent in steps that count.
+
+    Attributes:
+        productive_s: Time in steps; a step that was done again counts once.
+        wall_s: From the first launch to the end of the last step, or of the last restart in vain.
+    """
+
+    productive_s: float
+    wall_s: float
+    recoveries: tuple[Recovery, ...] = ()
+
+    @property
+    def share(self) -> float:
+        """Productive time over wall time."""
+        return self.productive_s / self.wall_s if self.wall_s else 0.0
+
+    @property
+    def lost_s(self) -> float:
+        """The cost of all failures, seconds."""
+        return sum(recovery.total_s for recovery in self.recoveries)
+
+    def to_json(self) -> dict[str, Any]:
+        """The contents of `recovery.json`."""
+        return {
+            "goodput": self.share,
+            "productive_s": self.productive_s,
+            "wall_s": self.wall_s,
+            "lost_s": self.lost_s,
+            "recoveries": [recovery.to_json() for recovery in self.recoveries],
+        }
+
+
+@dataclass(frozen=True)
 class RunSummary:
     """The results of a finished run; `None` where nothing was planned, measured or reported.
 
@@ -342,9 +407,6 @@ class RunSummary:
         traces: Chrome traces of sampled steps.
         morph_steps: the first step of each plan after the first one.
         longer_than_planned: median excess of a step over its own plan, as a share.
-        goodput: share of the time since the launch that was spent in steps that count.
-        productive_s: that time.
-        lost_s: the cost of failures.
         peak_device_bytes: of each stage's device.
         tflops_per_device, mfu: as in a `StepRecord`; medians.
     """
@@ -363,11 +425,7 @@ class RunSummary:
     skipped_steps: int = 0
     morph_steps: tuple[int, ...] = ()
     longer_than_planned: float | None = None
-    goodput: float | None = None
-    productive_s: float = 0.0
-    wall_s: float = 0.0
-    num_restarts: int = 0
-    lost_s: float = 0.0
+    goodput: Goodput | None = None
     peak_device_bytes: tuple[int, ...] | None = None
     tflops_per_device: float | None = None
     mfu: float | None = None

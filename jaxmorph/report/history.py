@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from jaxmorph.records import Event, EventKind, RunSummary, StepRecord
+from jaxmorph.records import Event, EventKind, Goodput, RunSummary, StepRecord
 from jaxmorph.report.text import longer_than_planned
 
 RECENT = 20
@@ -86,6 +86,7 @@ class RunHistory:
         run_directory: Path,
         picture: Path | None = None,
         traces: Sequence[Path] = (),
+        goodput: Goodput | None = None,
     ) -> RunSummary:
         """Summarize at least one step, with medians over the steps."""
         return RunSummary(
@@ -100,6 +101,7 @@ class RunHistory:
             run_directory=run_directory,
             picture=picture,
             traces=tuple(traces),
+            goodput=goodput,
             morph_steps=tuple(self._morph_steps),
             longer_than_planned=longer_than_planned(
                 zip(self._numbers["step_s"], self._planned_s, strict=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from jaxmorph.config.link_sections import Emulation, LinkTrace
-from jaxmorph.records import ReplicaStep, RunHeader, RunSummary, StepRecord, in_bytes
+from jaxmorph.records import Goodput, ReplicaStep, RunHeader, RunSummary, StepRecord, in_bytes
 
 _BARS = "▁▂▃▄▅▆▇█"
 _UNKNOWN = "-"
@@ -62,7 +62,7 @@ def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
     if summary.peak_device_bytes is not None:
         rows.append(("memory", _memory(summary.peak_device_bytes)))
     if summary.goodput is not None:
-        rows.append(("goodput", _goodput(summary)))
+        rows.append(("goodput", _goodput(summary.goodput)))
     if summary.morph_steps:
         rows.append(("morphs", _morphs(summary.morph_steps)))
     rows.append(("metrics", str(summary.run_directory / "metrics.jsonl")))
@@ -221,13 +221,14 @@ def _morphs(steps: Sequence[int]) -> str:
     return f"{len(steps)}, in force from step {', '.join(shown)}"
 
 
-def _goodput(summary: RunSummary) -> str:
-    share = f"{percent(summary.goodput)}: {duration(summary.productive_s)} in steps"
-    whole = f"{share}, of {duration(summary.wall_s)} since the launch"
-    if not summary.num_restarts:
+def _goodput(goodput: Goodput) -> str:
+    share = f"{percent(goodput.share)}: {duration(goodput.productive_s)} in steps"
+    whole = f"{share}, of {duration(goodput.wall_s)} since the launch"
+    if not goodput.recoveries:
         return whole
-    restarts = "1 restart" if summary.num_restarts == 1 else f"{summary.num_restarts} restarts"
-    return f"{whole}; {restarts} cost {duration(summary.lost_s)}"
+    number = len(goodput.recoveries)
+    restarts = "1 restart" if number == 1 else f"{number} restarts"
+    return f"{whole}; {restarts} cost {duration(goodput.lost_s)}"
 
 
 def _step_against_plan(summary: RunSummary) -> str:

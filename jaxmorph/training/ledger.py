@@ -14,43 +14,9 @@ where the phase before it ends, so the phases of a recovery add up to the cost o
 - `replay`: until the lost steps are done again.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from jaxmorph.plain_json import as_object
-from jaxmorph.records import BACK_OFF, DETECT, PHASES, REPLAY, TEAR_DOWN
-
-
-@dataclass(frozen=True)
-class Recovery:
-    """A failure, and the time until the run was back where it had been.
-
-    Attributes:
-        restart: Its number in the run, from 1.
-        step: The step that the failure interrupted.
-        from_step: The step at which the run resumes.
-        steps_again: How many finished steps were lost.
-        phases_s: Seconds by phase (`PHASES`).
-        cut_off: Another failure, or the end of the run, interrupted the recovery.
-    """
-
-    restart: int
-    reason: str
-    step: int
-    from_step: int
-    steps_again: int
-    phases_s: Mapping[str, float]
-    cut_off: bool = False
-
-    @property
-    def total_s(self) -> float:
-        """The cost of the failure, seconds."""
-        return sum(self.phases_s.values())
-
-    def to_json(self) -> dict[str, Any]:
-        """The recovery as a JSON object."""
-        return {**as_object(self), "total_s": self.total_s}
+from jaxmorph.records import BACK_OFF, DETECT, PHASES, REPLAY, TEAR_DOWN, Goodput, Recovery
 
 
 @dataclass
@@ -77,40 +43,6 @@ class PhaseEnds:
                 lengths_s[phase] = end_s - last_s
                 last_s = end_s
         return lengths_s
-
-
-@dataclass(frozen=True)
-class Goodput:
-    """How much of a run's time was spent in steps that count.
-
-    Attributes:
-        productive_s: Time in steps; a step that was done again counts once.
-        wall_s: From the first launch to the end of the last step, or of the last restart in vain.
-    """
-
-    productive_s: float
-    wall_s: float
-    recoveries: tuple[Recovery, ...] = ()
-
-    @property
-    def share(self) -> float:
-        """Productive time over wall time."""
-        return self.productive_s / self.wall_s if self.wall_s else 0.0
-
-    @property
-    def lost_s(self) -> float:
-        """The cost of all failures, seconds."""
-        return sum(recovery.total_s for recovery in self.recoveries)
-
-    def to_json(self) -> dict[str, Any]:
-        """The contents of `recovery.json`."""
-        return {
-            "goodput": self.share,
-            "productive_s": self.productive_s,
-            "wall_s": self.wall_s,
-            "lost_s": self.lost_s,
-            "recoveries": [recovery.to_json() for recovery in self.recoveries],
-        }
 
 
 @dataclass

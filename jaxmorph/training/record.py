@@ -8,7 +8,6 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,16 @@ from jaxmorph.messages import (
 )
 from jaxmorph.output import write_stderr
 from jaxmorph.plain_json import Json, parse_line, with_sum
-from jaxmorph.records import COMPILE, RESTORE, START, Event, EventKind, RunHeader, StepRecord
+from jaxmorph.records import (
+    COMPILE,
+    RESTORE,
+    START,
+    Event,
+    EventKind,
+    Goodput,
+    RunHeader,
+    StepRecord,
+)
 from jaxmorph.report.draw.save import save_timelines
 from jaxmorph.report.draw.trace import chrome_trace
 from jaxmorph.report.history import RunHistory
@@ -36,7 +44,6 @@ from jaxmorph.report.run_directory import RunDirectory
 from jaxmorph.report.terminal import Reporter
 from jaxmorph.report.text import describe_regime
 from jaxmorph.schedule.timeline import Timeline
-from jaxmorph.training.ledger import Goodput
 from jaxmorph.training.start_lines import StartLines
 
 PICTURE = "planned_and_measured.png"
@@ -183,16 +190,8 @@ class RunRecord:
             run_directory=self._directory.path,
             picture=picture,
             traces=tuple(self._directory.traces().values()),
+            goodput=self._goodput,
         )
-        if (goodput := self._goodput) is not None:
-            summary = replace(
-                summary,
-                goodput=goodput.share,
-                productive_s=goodput.productive_s,
-                wall_s=goodput.wall_s,
-                num_restarts=len(goodput.recoveries),
-                lost_s=goodput.lost_s,
-            )
         self._reporter.finish(summary)
 
     def close(self) -> None:

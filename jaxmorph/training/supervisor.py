@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from jaxmorph.config.checkpoint_section import RestartPolicy
 from jaxmorph.errors import UserError
 from jaxmorph.messages import PhaseEnded, RunMessage, StepDone
-from jaxmorph.records import BACK_OFF, EventKind
+from jaxmorph.records import BACK_OFF, EventKind, Recovery
 from jaxmorph.runtime.launcher import PlaceTakenError, RankFailedError
-from jaxmorph.training.ledger import Ledger, Recovery
+from jaxmorph.training.ledger import Ledger
 from jaxmorph.training.record import RunRecord
 
 _MOST_STARTS = 3  # of one launch, where strangers end them

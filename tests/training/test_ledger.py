@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmorph.records import COMPILE, PHASES, PLAN, RESTORE, START
-from jaxmorph.training.ledger import Goodput, Ledger, PhaseEnds
+from jaxmorph.records import COMPILE, PHASES, PLAN, RESTORE, START, Goodput
+from jaxmorph.training.ledger import Ledger, PhaseEnds
 
 TIMES = st.floats(0, 1000)
 

@@ -21,7 +21,7 @@ from jaxmorph.messages import (
     StepDone,
     StepTimelines,
 )
-from jaxmorph.records import COMPILE, PLAN, RESTORE, START, Event, EventKind
+from jaxmorph.records import COMPILE, PLAN, RESTORE, START, Event, EventKind, Goodput
 from jaxmorph.report.page.files import read_trace
 from jaxmorph.report.run_directory import open_run_directory
 from jaxmorph.report.terminal import PlainReporter
@@ -29,7 +29,6 @@ from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
 from jaxmorph.training import record
-from jaxmorph.training.ledger import Goodput
 from jaxmorph.training.planning_client import Simulated
 from jaxmorph.training.step_recorder import TracedSteps
 

@@ -10,8 +10,8 @@ from example_step import STEP
 from jaxmorph.config.checkpoint_section import RestartPolicy
 from jaxmorph.errors import UserError
 from jaxmorph.messages import PhaseEnded, StepDone
+from jaxmorph.records import Goodput
 from jaxmorph.runtime.launcher import PlaceTakenError, RankFailedError
-from jaxmorph.training.ledger import Goodput
 from jaxmorph.training.supervisor import Supervisor
 
 KILLED = "rank 1 failed: ended by SIGKILL\nits log: logs/rank_1.log\n  | last words"
