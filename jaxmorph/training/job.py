@@ -201,17 +201,16 @@ def _train_as_rank(
         def open_run() -> FoundRun:
             records.append(opened.enter_context(start.open_record()))
             report_stalls_to(opened.enter_context(_recording_stalls(records[0])))
-            return FoundRun(str(records[0].directory.resolve()), start.first_step)
+            return FoundRun(str(records[0].directory.resolve()))
 
-        found = found_by_rank_0(rendezvous, open_run)
-        path = Path(found.directory)
+        path = Path(found_by_rank_0(rendezvous, open_run).directory)
         take = records[0].take if records else lambda message: None  # only rank 0 reports
         set_directory(path)
         for record in records:
             record.starting(rendezvous.num_ranks, num_reporting=1)
             opened.enter_context(record.start_lines.looking())
         is_done = train(
-            start.config, rendezvous, take, path, found.first_step, stop_asked=stop_asked
+            start.config, rendezvous, take, path, start.first_step, stop_asked=stop_asked
         )
         for record in records:
             record.finish()

@@ -420,10 +420,10 @@ class Trainer:
         def open_it() -> FoundRun:
             record = opening.enter_context(start.open_record(Reporter()))
             self._take = record.take
-            return FoundRun(str(record.directory.resolve()), start.first_step)
+            return FoundRun(str(record.directory.resolve()))
 
         found = found_by_rank_0(self._rendezvous, open_it)
-        return RunCheckpoints(self.config, Path(found.directory), found.first_step)
+        return RunCheckpoints(self.config, Path(found.directory), start.first_step)
 
     def _begun(self, inputs: StepInputs) -> Training:
         """On the first call, measure a few steps over a batch, plan, and begin training."""

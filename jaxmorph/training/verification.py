@@ -54,7 +54,7 @@ def verified(start: RunStart, rendezvous: Rendezvous) -> RunStart:
 
 @dataclass(frozen=True)
 class FoundRun:
-    """A run's directory and first step, from rank 0; or why there is none.
+    """A run's directory, from rank 0; or why there is none.
 
     Attributes:
         mistake: The user's.
@@ -62,7 +62,6 @@ class FoundRun:
     """
 
     directory: str = ""
-    first_step: int = 0
     mistake: str = ""
     failure: str = ""
 
@@ -102,8 +101,8 @@ def verified_script_start(config: Config, rendezvous: Rendezvous, *, resume: boo
     def find() -> FoundRun:
         own.append(start_of_script(config, resume=resume))
         directory = own[0].directory
-        return FoundRun("" if directory is None else str(directory.resolve()), own[0].first_step)
+        return FoundRun("" if directory is None else str(directory.resolve()))
 
     found = found_by_rank_0(rendezvous, find)
     directory = Path(found.directory) if found.directory else None
-    return verified(own[0] if own else RunStart(config, found.first_step, directory), rendezvous)
+    return verified(own[0] if own else RunStart(config, directory=directory), rendezvous)
