@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from jaxmorph.config.overrides import Origin, Override, apply_overrides
+from jaxmorph.config.overrides import Origin, apply_overrides
 from jaxmorph.config.problems import find_problems, printable, show
 from jaxmorph.config.schema import Config
 from jaxmorph.config.sections import SHIPPED_MODELS, Run, short_factory_name
@@ -28,13 +28,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         UserError: one line with the file or override, the key, what was got and expected.
     """
-    name = printable(str(path))
-    parsed = tuple(Override.parse(text) for text in overrides)
-    tree = _with_derived_defaults(apply_overrides(read_sections(path), parsed), Path(path).stem)
-    tree = _with_folder(
-        "data", _with_model_folder(tree, Path(path).parent, name), Path(path).parent
-    )
-    return _checked(tree, Origin(name, parsed))
+    origin, folder = Origin.of(path, overrides), Path(path).parent
+    tree = apply_overrides(read_sections(path), origin.overrides)
+    tree = _with_derived_defaults(tree, Path(path).stem)
+    tree = _with_folder("data", _with_model_folder(tree, folder, origin.path), folder)
+    return _checked(tree, origin)
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -68,7 +66,7 @@ def override_config(config: Config, overrides: Sequence[str], path: str | Path) 
     Raises:
         UserError: as `load_config`.
     """
-    origin = Origin(printable(str(path)), tuple(Override.parse(text) for text in overrides))
+    origin = Origin.of(path, overrides)
     tree = apply_overrides(config.model_dump(mode="json"), origin.overrides)
     run, optimizer = tree.get("run"), tree.get("optimizer")
     if isinstance(run, Mapping) and isinstance(optimizer, Mapping):

@@ -79,6 +79,11 @@ class Origin:
     path: str
     overrides: tuple[Override, ...]
 
+    @classmethod
+    def of(cls, path: str | Path, overrides: Sequence[str]) -> "Origin":
+        """A file, and overrides as typed."""
+        return cls(printable(str(path)), tuple(map(Override.parse, overrides)))
+
     def line(self, problem: Problem) -> str:
         """The error for a problem, on one line, with the file or the override at fault."""
         key = problem.key.partition("[")[0]  # `key[3]`: an override sets the whole list
@@ -107,7 +112,7 @@ def located_error(path: str | Path, overrides: Sequence[str], error: UserError) 
     key, colon, message = str(error).partition(": ")
     if not colon or not _KEY.fullmatch(key):
         return error
-    return _origin(path, overrides).error([Problem(key, message)])
+    return Origin.of(path, overrides).error([Problem(key, message)])
 
 
 @contextmanager
@@ -117,7 +122,3 @@ def locating_errors(path: str | Path, overrides: Sequence[str]) -> Iterator[None
         yield
     except UserError as error:
         raise located_error(path, overrides, error) from error
-
-
-def _origin(path: str | Path, overrides: Sequence[str]) -> Origin:
-    return Origin(str(path), tuple(Override.parse(text) for text in overrides))

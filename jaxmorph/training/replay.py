@@ -1,10 +1,10 @@
 """Replays a run's decisions from what its controller observed.
 
-A run directory keeps the observations and their outcomes in `control/`, those of other replicas in
-folders beside it. Each file there begins with the controller's state, so that the oldest files can
-be deleted. `replay` advances the controller by
-the observations again. Under other settings they are valid up to the first decision that differs;
-from there on `replay` makes plans itself and simulates steps with the measured delays and op times.
+A run directory keeps the observations and their outcomes in `control/`, and those of other replicas
+in folders beside it. Each file begins with the controller's state, so the oldest can be deleted.
+`replay` feeds the observations to the controller again. Under other settings they hold up to the
+first decision that differs; from there `replay` plans itself, and simulates steps with the measured
+delays and op times.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
