@@ -211,7 +211,7 @@ class CandidatePlanner:
         """The configuration of a new plan: `paper` is replaced by another `paper` plan only."""
         config = self._run.config
         name = "paper" if config.schedule.name == "paper" else "adaptive"
-        named = {str(link): route for link, route in routes.items()}
+        named: dict[str, Route] = {str(link): route for link, route in routes.items()}
         return config.model_copy(
             update={
                 "routes": config.routes.with_links(named),

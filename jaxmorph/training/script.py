@@ -233,7 +233,8 @@ def script_directory(source: Source, config: Config) -> tuple[Path | None, Confi
 
 def _named_directory(source: Source) -> Path | None:
     """The directory that `run.dir` names."""
-    run = (read_sections if isinstance(source, str | Path) else _tree)(source).get("run")
+    tree = read_sections(source) if isinstance(source, str | Path) else _tree(source)
+    run = tree.get("run")
     default = Run().dir if isinstance(source, Config) else None  # a `Config` always has some
     named = run.get("dir") if isinstance(run, Mapping) else None
     return Path(named) if isinstance(named, str) and named != default else None
