@@ -51,5 +51,6 @@ def run(folder, what):
 
 
 if __name__ == "__main__":
+    jaxmorph.join(fails_over=True)  # links of the first trainer may not
     for what in sys.argv[2:]:
         run(Path(sys.argv[1]), what)

@@ -99,6 +99,7 @@ def named_leaves(params):
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     sys.path.append(str(EXAMPLES))
+    jaxmorph.join(fails_over=True)  # as only the links of the second trainer do
     runpy.run_path(str(EXAMPLES / "own_loop.py"))
     found, params = piped(**CARD_FAILS)
     (folder / f"rank_{found['rank']}.json").write_text(json.dumps(found))
