@@ -74,7 +74,8 @@ def card_addresses(
     """The IPv4 addresses of this host's network cards.
 
     Leaves out cards that are down or without an address, bridges and loopbacks; and, if some cards
-    are hardware, those that aren't (containers' own, tunnels).
+    are hardware, those that aren't (containers' own, tunnels). Link-local addresses count as none:
+    a server's management controller has the same one on every host.
 
     Returns:
         One for each card, in the order of their names; empty if the system doesn't describe its
@@ -85,7 +86,9 @@ def card_addresses(
     hardware = [card for card in cards if (card / "device").exists()]
     for chosen in (hardware, cards):
         found = [ask(card.name) for card in chosen]
-        addresses = tuple(dict.fromkeys(address for address in found if address is not None))
+        addresses = tuple(
+            dict.fromkeys(each for each in found if each and not ip_address(each).is_link_local)
+        )
         if addresses:
             return addresses
     return ()

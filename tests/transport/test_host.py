@@ -54,6 +54,12 @@ def test_without_hardware_virtual_interfaces_count(tmp_path):
     assert card_addresses(tmp_path / "nowhere") == ()
 
 
+def test_link_local_addresses_are_left_out(tmp_path):
+    cards = {"enx0": (UP, "device"), "eth0": (UP, "device")}
+    addresses = {"enx0": "169.254.3.1", "eth0": "10.0.0.1"}
+    assert card_addresses(machine(tmp_path, **cards), addresses.get) == ("10.0.0.1",)
+
+
 @pytest.mark.parametrize(
     ("configured", "one_loopback", "found", "chosen"),
     [
