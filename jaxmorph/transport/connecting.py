@@ -40,6 +40,7 @@ from jaxmorph.transport.wire import (
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
 _HANDSHAKE_S = 2.0
+_REPORT_AFTER_S = 5.0
 _MAX_PENDING = 64
 _NEVER = float("inf")
 
@@ -119,7 +120,9 @@ class Dialler:
 
     Args:
         up: Called with the lane's number, the lane when its handshake is done, and the peer's
-            generation.
+            generation; raises `LaneError` if it fails.
+        failing: Called with the lane's number and the latest reason, once for each time that no
+            attempt succeeds for some seconds.
 
     Attributes:
         next_s: When to call `turn` even if nothing comes; infinity: never.
@@ -135,10 +138,13 @@ class Dialler:
         local_host: str,
         address: Address,
         up: Callable[[int, TcpLane, int], None],
+        failing: Callable[[int, str], None],
     ) -> None:
         self.number, self.was_refused = number, False
         self._loop, self._identity, self._destination = loop, identity, destination
         self._local_host, self._address, self._up = local_host, address, up
+        self._failing, self._fails_from_s = failing, _NEVER
+        self._is_reported = False
         self._lane: TcpLane | None = None
         self._challenge: Challenge | None = None
         self._introduce: Introduce | None = None
@@ -213,15 +219,19 @@ class Dialler:
     def _hand_over(self, lane: TcpLane, frame: Welcome) -> None:
         self._lane = None
         self._loop.remove(lane.fileno())
-        self._pause_s = _FIRST_PAUSE_S
         self.next_s = _NEVER
         lane.reader.accept(TO_SENDER)
         self._up(self.number, lane, frame.generation)
+        self._pause_s, self._fails_from_s, self._is_reported = _FIRST_PAUSE_S, _NEVER, False
 
     def _retry_later(self, error: Exception, now_s: float) -> None:
         with contextlib.suppress(KeyError):
             self.close()
         self.was_refused = getattr(error, "errno", None) == errno.ECONNREFUSED
+        self._fails_from_s = min(self._fails_from_s, now_s)
+        if now_s >= self._fails_from_s + _REPORT_AFTER_S and not self._is_reported:
+            self._is_reported = True
+            self._failing(self.number, str(error))
         self.next_s = now_s + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 

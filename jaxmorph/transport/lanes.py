@@ -71,14 +71,14 @@ class PayloadMac:
     """
 
     def __init__(self, key: bytes) -> None:
-        self._key = key
+        self.key = key
 
     def __call__(self, data: Any, before: int = 0) -> int:
         """The checksum of the data and of those before."""
         if not len(data):
             return before
         if not before:
-            self._sum = hmac.new(self._key, digestmod="sha256")
+            self._sum = hmac.new(self.key, digestmod="sha256")
         self._sum.update(data)
         return int.from_bytes(self._sum.digest()[:_MAC_BYTES], "little")
 

@@ -194,13 +194,14 @@ class LinkHalf:
         """
         if self._backend == TCP:
             return connection
+        lane: Lane = connection
         try:
             lane = kind(connection, chunk_bytes)
             for each in memory:
                 lane.register(each)
             lane.open()
         except LaneError:
-            connection.close()
+            lane.close()
             raise
         return lane
 

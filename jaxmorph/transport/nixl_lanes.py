@@ -39,7 +39,7 @@ import numpy as np
 
 from jaxmorph.transport.host import interface_address
 from jaxmorph.transport.incoming import IncomingChunk, Place
-from jaxmorph.transport.lanes import ChecksumError, ChunkHandler, LaneError, TcpLane
+from jaxmorph.transport.lanes import ChecksumError, ChunkHandler, LaneError, PayloadMac, TcpLane
 from jaxmorph.transport.wire import (
     MAX_PART_BYTES,
     TO_WRITER,
@@ -382,17 +382,20 @@ class NixlReceivingLane(_NixlLane):
     def __init__(self, control: TcpLane, chunk_bytes: int) -> None:
         super().__init__(control)
         self._chunk_bytes = chunk_bytes
+        # A chunk that is read may be half done when a written one is compared.
+        own = control.checksum
+        self.checksum = PayloadMac(own.key) if isinstance(own, PayloadMac) else own
         # The lane's own memory outlives its agent: views of it keep it mapped.
-        own = memoryview(mmap.mmap(-1, 2 * chunk_bytes))
-        self._aside, self._junk = own[:chunk_bytes], own[chunk_bytes:]
-        self._agent.register(_address_of(own), len(own))
+        self._own = memoryview(mmap.mmap(-1, 2 * chunk_bytes))
+        self._aside, self._junk = self._own[:chunk_bytes], self._own[chunk_bytes:]
         self._offers: deque[Offer] = deque()
         self._next: tuple[Offer, IncomingChunk] | None = None
         self._granted: deque[_Granted] = deque()
         self._is_broken = False
 
     def open(self) -> None:
-        """Send the sender a description of the memory registered so far."""
+        """Send the sender a description of the memory registered so far, and the lane's own."""
+        self.register(self._own)
         self.control.reader.accept(TO_WRITTEN)
         description = self._agent.metadata()
         for offset in range(0, len(description), MAX_PART_BYTES):
@@ -473,7 +476,7 @@ class NixlReceivingLane(_NixlLane):
             raise FrameError(f"{written[:3]} is written, which wasn't granted next")
         offer, chunk, memory = granted
         self._progress_s = time.monotonic()
-        if chunk.is_wanted and self.control.checksum(memory) != offer.checksum:
+        if chunk.is_wanted and self.checksum(memory) != offer.checksum:
             raise ChecksumError(
                 f"{chunk.channel} message {chunk.sequence}: wrong checksum at {chunk.offset}"
             )

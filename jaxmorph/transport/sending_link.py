@@ -382,5 +382,11 @@ class SendingLink(LinkHalf):
             self._own_addresses[number % len(self._own_addresses)],
             self._peer_addresses[number % len(self._peer_addresses)],
             self._up,
+            self._report_failing,
         )
         return dialler
+
+    def _report_failing(self, number: int, reason: str) -> None:
+        self._report(
+            "lane_down", peer=self.peer, lane=number, reason=f"it can't be opened: {reason}"
+        )

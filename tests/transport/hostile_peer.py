@@ -236,7 +236,7 @@ class HostileWritingLane(HostileLane):
             writers = [lane for lane in self.peer.lanes if lane.may_write(grant.address)]
             assert not writers, "a place in a slot was granted twice"
         else:
-            start, num_bytes = self.agent.regions[0]  # its own is registered first
+            start, num_bytes = self.agent.regions[-1]  # its own is registered last
             assert start <= grant.address
             assert grant.address + offer.length <= start + num_bytes
         self.granted.append((offer, payload, grant.address))

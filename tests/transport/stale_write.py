@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.event_loop import EventLoop
-from jaxmorph.transport.lanes import LaneError, TcpLane
+from jaxmorph.transport.lanes import LaneError, PayloadMac, TcpLane
 from jaxmorph.transport.message_states import ProtocolError
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.nixl_lanes import NixlSendingLane
@@ -42,13 +42,18 @@ def connection():
 
 
 class Ranks:
-    """Both ends in one thread; the test decides what is polled, and when."""
+    """Both ends in one thread; the test decides what is polled, and when.
 
-    def __init__(self):
-        self.events = []
+    Args:
+        num_slots: The receiver's.
+        key: Of the payloads' MACs; None: they have no checksum.
+    """
+
+    def __init__(self, num_slots=1, key=None):
+        self.events, self.key = [], key
         self.loop = EventLoop()
         self.source = Slots.create(4, CHUNK_BYTES)
-        self.slots = Slots.create(1, CHUNK_BYTES)
+        self.slots = Slots.create(num_slots, CHUNK_BYTES)
         self.link = ReceivingLink(self.loop, 1, 0, self.report, "nixl")
         self.link.add_channel(IncomingChannel(THERE, self.slots, Doorbell.create()))
         self.lanes = [self.lane(number) for number in (STUCK, OTHER)]
@@ -58,6 +63,8 @@ class Ranks:
 
     def lane(self, number):
         dialled, accepted = connection()
+        if self.key is not None:
+            dialled.checksum, accepted.checksum = PayloadMac(self.key), PayloadMac(self.key)
         self.link.add_lane(number, accepted, 1, CHUNK_BYTES)
         lane = NixlSendingLane(dialled, CHUNK_BYTES)
         lane.register(self.source.payloads())

@@ -1,22 +1,31 @@
+import contextlib
+import socket
+import time
 import zlib
 from typing import Any, cast
 
 import pytest
 from hostile_peer import Connection
 
+from jaxmorph.transport import connecting
 from jaxmorph.transport.connecting import (
+    Acceptor,
+    Dialler,
+    Identity,
     authenticate,
     check_introduction,
     check_welcome,
     sign_introduction,
     sign_welcome,
 )
+from jaxmorph.transport.event_loop import EventLoop
 from jaxmorph.transport.lanes import (
     CHECKSUMS,
     CRC32,
     CRC32C,
     MAC,
     NONE,
+    LaneError,
     PayloadMac,
     TcpLane,
     chosen_checksum,
@@ -164,3 +173,67 @@ def test_a_payloads_mac_needs_the_key():
     assert same(b"world", same(b"hello ")) == same(b"", whole) == whole
     assert other(b"hello world") != whole != check(b"hello worle")
     assert check(b"") == 0  # as of the other checksums
+
+
+class Dialling:
+    """Rank 0 dials rank 1, which welcomes it; `up` is rank 0's."""
+
+    def __init__(self, up):
+        self.loop, self.reports = EventLoop(), []
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.acceptor = Acceptor(
+            self.loop,
+            [self.listener],
+            identity(1),
+            lambda _, lane: lane.flush(),
+            self.reports.append,
+        )
+        self.dialler = Dialler(
+            self.loop, identity(0), 1, 3, "127.0.0.1", self.listener.getsockname(), up,
+            lambda *report: self.reports.append(report),
+        )  # fmt: skip
+
+    def act_until(self, is_over):
+        until_s = time.monotonic() + 20
+        while not is_over():
+            assert time.monotonic() < until_s
+            self.dialler.turn(time.monotonic())
+            self.loop.turn(time.monotonic() + 5e-3)
+
+    def close(self):
+        self.dialler.close()
+        self.acceptor.close()
+        self.listener.close()
+
+
+def identity(rank):
+    return Identity(rank, 1, SECRET, 65536, checksum=True)
+
+
+def test_a_lane_that_never_works_is_dialled_less_and_less_often():
+    tries = []
+
+    def fail(number, lane, generation):
+        tries.append(dialling.dialler._pause_s)
+        lane.close()
+        raise LaneError("registering memory: too little may be locked")
+
+    with contextlib.closing(Dialling(fail)) as dialling:
+        dialling.act_until(lambda: len(tries) == 4)
+    assert tries == [0.02, 0.04, 0.08, 0.16]
+
+
+def test_why_no_lane_comes_up_is_reported_once(monkeypatch):
+    now_s = 1000.0
+
+    def refused(*_):
+        raise ConnectionRefusedError(111, "refused")
+
+    monkeypatch.setattr(connecting, "dial", refused)
+    with contextlib.closing(Dialling(lambda *_: None)) as dialling:
+        for expected in ([], [(3, "[Errno 111] refused")]):
+            assert dialling.reports == expected
+            for _ in range(40):
+                now_s = max(now_s, dialling.dialler.next_s)
+                dialling.dialler.turn(now_s)
+    assert dialling.reports == expected

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import pytest
 from exchanges import THERE, joined, spec, traffic
-from stale_write import CHUNK_BYTES, OTHER, STUCK, TAG, Ranks
+from stale_write import CHUNK_BYTES, OTHER, PATIENCE_S, STUCK, TAG, Ranks, connection
 
 from jaxmorph.transport import nixl_lanes
 from jaxmorph.transport.lanes import LaneError
@@ -26,7 +26,15 @@ from jaxmorph.transport.nixl_lanes import (
     device_of,
     missing,
 )
-from jaxmorph.transport.wire import Acknowledge, FrameError, Grant, Offer, Written
+from jaxmorph.transport.wire import (
+    Acknowledge,
+    Chunk,
+    FrameError,
+    Grant,
+    Offer,
+    Written,
+    pack_chunk,
+)
 
 STALE_WRITE = Path(__file__).with_name("stale_write.py")
 
@@ -132,10 +140,10 @@ class CopyingAgent:
 
 
 @pytest.fixture
-def ranks(monkeypatch):
+def ranks(monkeypatch, request):
     monkeypatch.setattr(CopyingAgent, "known", {})
     monkeypatch.setattr(nixl_lanes, "NixlAgent", CopyingAgent)
-    made = Ranks()
+    made = Ranks(**getattr(request, "param", {}))
     yield made
     made.link.close()
     for lane in made.lanes:
@@ -163,11 +171,48 @@ def test_a_chunk_is_written_straight_into_its_slot(ranks):
     assert ranks.lanes[STUCK].sent_bytes < 1000
 
 
+def test_an_agent_whose_memory_is_refused_is_closed(ranks, monkeypatch):
+    agents = []
+
+    def refuse(agent, address, num_bytes):
+        agents.append(agent)
+        raise LaneError("registering memory")
+
+    monkeypatch.setattr(CopyingAgent, "register", refuse)
+    dialled, accepted = connection()
+    ranks.link.add_lane(2, accepted, 1, CHUNK_BYTES)
+    assert [agent.is_open for agent in agents] == [False]
+    assert accepted.fileno() == -1
+    assert reasons(ranks) == ["registering memory"]
+    dialled.close()
+
+
+@pytest.mark.parametrize("ranks", [{"num_slots": 2, "key": b"k" * 32}], indirect=True)
+def test_a_written_chunk_does_not_spoil_anothers_mac(ranks):
+    sender, agent = ranks.lanes[STUCK], receiver(ranks, STUCK)._agent
+    agent.is_stuck = True
+    ranks.post(STUCK, 0, 10)
+    until_s = time.monotonic() + PATIENCE_S
+    while not sender._writes:
+        assert time.monotonic() < until_s
+        ranks.loop.turn(time.monotonic() + 1e-3)
+        sender.poll(1, None)
+    agent.is_stuck = False
+    sender.poll(0, None)  # it is written, and says so
+    payload = memoryview(b"short" * 20)
+    chunk = Chunk(THERE, 1, len(payload), 0, len(payload), TAG, 1)
+    data = pack_chunk(chunk, sender.control.checksum(payload)) + payload
+    for part in (data[:-50], data[-50:]):
+        sender.control._socket.sendall(part)
+        ranks.loop.turn(time.monotonic() + 20)
+    assert ranks.slots.produced == 2, reasons(ranks)
+
+
 def test_checksums_are_compared_after_the_write(ranks):
-    ranks.lanes[STUCK].control.checksum = receiver(ranks, STUCK).control.checksum = len
+    ranks.lanes[STUCK].control.checksum = receiver(ranks, STUCK).checksum = len
     ranks.bring(STUCK, 0, 10)  # a checksum that no flipped byte changes
     assert ranks.take() == [10]
-    for lane in (ranks.lanes[STUCK].control, receiver(ranks, STUCK).control):
+    for lane in (ranks.lanes[STUCK].control, receiver(ranks, STUCK)):
         lane.checksum = lambda data: bytes(data[CHUNK_BYTES // 2 :][:1])[0]
     ranks.lanes[STUCK]._agent.flips = True
     ranks.post(STUCK, 1, 11)
