@@ -261,11 +261,16 @@ class Acceptor:
         self._loop, self._identity, self._listeners = loop, identity, listeners
         self._welcomed, self._rejected = welcomed, rejected
         self._pending: dict[int, tuple[TcpLane, Challenge, float]] = {}
+        self._paused_until_s = _NEVER
         for listener in listeners:
             loop.add(listener.fileno(), READ, lambda mask, at=listener: self._accept(at))
 
     def turn(self, now_s: float) -> None:
-        """Reject connections whose handshake takes too long."""
+        """Reject connections whose handshake takes too long; accept again after a pause."""
+        if now_s >= self._paused_until_s:
+            self._paused_until_s = _NEVER
+            for listener in self._listeners:
+                self._loop.change(listener.fileno(), READ)
         for fd, (_, _, until_s) in list(self._pending.items()):
             if now_s >= until_s:
                 self._reject(fd, "it said nothing, or not enough")
@@ -281,8 +286,13 @@ class Acceptor:
     def _accept(self, listener: socket.socket) -> None:
         try:
             connection, _ = listener.accept()
-        except OSError:
+        except (BlockingIOError, ConnectionError):
             return  # the peer has closed it already
+        except OSError:  # too many open files, for example: it stays ready
+            self._loop.change(listener.fileno(), 0)
+            self._paused_until_s = time.monotonic() + _LONGEST_PAUSE_S
+            self._set_next()
+            return
         if len(self._pending) >= _MAX_PENDING:
             self._reject(next(iter(self._pending)), "too many at once")
         try:
@@ -334,4 +344,5 @@ class Acceptor:
         self._set_next()
 
     def _set_next(self) -> None:
-        self.next_s = min((until_s for _, _, until_s in self._pending.values()), default=_NEVER)
+        ends_s = (until_s for _, _, until_s in self._pending.values())
+        self.next_s = min((self._paused_until_s, *ends_s))

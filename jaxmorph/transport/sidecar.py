@@ -9,6 +9,7 @@ import contextlib
 import gc
 import math
 import os
+import resource
 import signal
 import socket
 import sys
@@ -166,7 +167,7 @@ class Sidecar:
         num_slots: int,
         slot_bytes: int,
     ) -> None:
-        name, slots = ChannelName(*channel), Slots(fds[0], num_slots, slot_bytes)
+        name, slots = ChannelName(*channel), _mapped(fds[0], num_slots, slot_bytes)
         if outgoing:
             self._outgoing[name] = OutgoingChannel(name, slots, Doorbell(fds[1]))
         else:
@@ -265,7 +266,7 @@ class Sidecar:
     ) -> None:
         name = ChannelName(*channel)
         ends = self._outgoing if outgoing else self._incoming
-        slots = Slots(fds[0], num_slots, slot_bytes)
+        slots = _mapped(fds[0], num_slots, slot_bytes)
         link = self._sending.get(name.destination) if outgoing else self._receiving.get(name.source)
         try:
             if link is not None:
@@ -352,6 +353,13 @@ class Sidecar:
             time.sleep(1e-3)
 
 
+def _mapped(fd: int, num_slots: int, slot_bytes: int) -> Slots:
+    """A channel's slots; the trainer keeps their descriptor."""
+    slots = Slots(fd, num_slots, slot_bytes)
+    slots.close_fd()
+    return slots
+
+
 def _has_left(lane: Lane) -> bool:
     """Send what is left, then wait for the peer to close; returns whether it has."""
     try:
@@ -367,6 +375,9 @@ def main() -> None:
     """Serve the trainer at the other end of the descriptor given as the only argument."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     continue_when_parent_ends()
+    # Each channel and each lane has descriptors.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     gc.freeze()
     Sidecar(socket.socket(fileno=int(sys.argv[1]))).run()
 

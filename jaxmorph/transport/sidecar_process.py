@@ -4,8 +4,8 @@ A record is a length and a number of descriptors (two 32-bit words), then that m
 its descriptors travel beside it, and are assigned in the order in which records arrive.
 """
 
-import array
 import contextlib
+import errno
 import itertools
 import json
 import math
@@ -56,16 +56,17 @@ class RecordReader:
         Raises:
             EOFError: If the other end is closed.
             BlockingIOError: If the socket is non-blocking and has nothing.
+            OSError: If this process may open no more files.
         """
         try:
-            data, ancillary, _, _ = link.recvmsg(
-                _READ_BYTES, socket.CMSG_SPACE(4 * _MAX_DESCRIPTORS), socket.MSG_CMSG_CLOEXEC
-            )
+            data, fds, flags, _ = socket.recv_fds(link, _READ_BYTES, _MAX_DESCRIPTORS)
         except ConnectionError as error:
             raise EOFError("the other end is gone") from error
-        for level, kind, content in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                self._fds.extend(_descriptors(content))
+        self._fds.extend(fds)
+        for fd in fds:
+            os.set_inheritable(fd, False)
+        if flags & socket.MSG_CTRUNC:
+            raise OSError(errno.EMFILE, "too many open files (ulimit -n)")
         if not data:
             raise EOFError("the other end is closed")
         self._data += data
@@ -89,14 +90,6 @@ class RecordReader:
             records.append((record, tuple(self._fds.popleft() for _ in range(num_fds))))
             del self._data[:end]
         return records
-
-
-def _descriptors(content: bytes) -> list[int]:
-    found = array.array("i")
-    found.frombytes(content[: len(content) - len(content) % found.itemsize])
-    for fd in found:
-        os.set_inheritable(fd, False)
-    return list(found)
 
 
 MAX_RESTARTS_A_MINUTE = 5

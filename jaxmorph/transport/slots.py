@@ -183,11 +183,15 @@ class Slots:
         """The address of the message's `signal` word in this process."""
         return self._base + 4 * self._signal_word(sequence)
 
-    def close(self) -> None:
-        """Free the memory; it stays mapped while views of it exist."""
+    def close_fd(self) -> None:
+        """Close the descriptor; the memory stays mapped."""
         if self.fd >= 0:
             os.close(self.fd)
         self.fd = -1
+
+    def close(self) -> None:
+        """Free the memory; it stays mapped while views of it exist."""
+        self.close_fd()
         with contextlib.suppress(BufferError):
             self._words.release()
             del self._bytes

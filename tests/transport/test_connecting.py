@@ -1,7 +1,9 @@
 import contextlib
+import errno
 import socket
 import time
 import zlib
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -204,6 +206,27 @@ class Dialling:
         self.dialler.close()
         self.acceptor.close()
         self.listener.close()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS])
+def test_accepting_pauses_while_descriptors_are_short(number):
+    loop, tries = EventLoop(), []
+
+    def accept():
+        tries.append(number)
+        raise OSError(number, "short")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        stand_in: Any = SimpleNamespace(fileno=listener.fileno, accept=accept)
+        acceptor = Acceptor(loop, [stand_in], identity(1), lambda *_: None, lambda _: None)
+        with socket.create_connection(listener.getsockname()):
+            for expected in (1, 2):
+                for _ in range(3):
+                    loop.turn(time.monotonic() + 0.02)
+                assert len(tries) == expected
+                assert acceptor.next_s > time.monotonic()
+                acceptor.turn(acceptor.next_s)
+            acceptor.close()
 
 
 def identity(rank):

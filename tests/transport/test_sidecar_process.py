@@ -1,4 +1,6 @@
+import contextlib
 import os
+import resource
 import socket
 
 import pytest
@@ -45,6 +47,26 @@ def test_a_long_record_is_put_together(link):
     send_record(ours, {"text": "x" * 150_000})
     ((record, fds),) = read(RecordReader(), theirs, 1)
     assert (len(record["text"]), fds) == (150_000, ())
+
+
+def test_descriptors_beyond_the_limit_are_an_error(link):
+    ours, theirs = link
+    send_record(ours, {"number": 0}, (ours.fileno(), theirs.fileno()))
+    most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.closing(RecordReader()) as reader:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (next_descriptor(), hard))
+            with pytest.raises(OSError, match=r"too many open files \(ulimit -n\)"):
+                reader.read(theirs)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def next_descriptor():
+    """The lowest that is free, so that one more can be opened at most."""
+    fd = os.dup(0)
+    os.close(fd)
+    return fd + 1
 
 
 def test_the_end_of_the_other_process_is_reported(link):
