@@ -99,7 +99,7 @@ class FaultyLink:
             backend=backend,
         )
         self.planes = [
-            SidecarPlane.start(
+            SidecarPlane(
                 rank,
                 [each for each in specs if each.name.source == rank],
                 [each for each in specs if each.name.destination == rank],

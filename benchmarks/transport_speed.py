@@ -213,7 +213,7 @@ def _planes(rank: int, checksum: PayloadChecks) -> SidecarPlane:
         ]
 
     settings = TransportSettings(checksum=checksum, chunk_bytes=CHUNK_BYTES)
-    return SidecarPlane.start(rank, specs(rank, 1 - rank), specs(1 - rank, rank), settings)
+    return SidecarPlane(rank, specs(rank, 1 - rank), specs(1 - rank, rank), settings)
 
 
 KINDS: dict[str, PayloadChecks] = {

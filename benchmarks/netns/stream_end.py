@@ -97,7 +97,7 @@ def main() -> None:
     spec = ChannelSpec(CHANNEL, end.message_bytes, _NUM_SLOTS)
     outgoing, incoming = ([spec], []) if end.rank == SENDER else ([], [spec])
     settings = TransportSettings(addresses=tuple(end.addresses))
-    plane = SidecarPlane.start(end.rank, outgoing, incoming, settings)
+    plane = SidecarPlane(end.rank, outgoing, incoming, settings)
     say({"addresses": plane.addresses()})
     peer = [(host, port) for host, port in json.loads(sys.stdin.readline())]
     plane.connect({1 - end.rank: peer}, _SECRET)

@@ -295,7 +295,10 @@ _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES = 4096, 16 * 2**20  # the largest that a fram
 
 
 def _checked_address(text: str) -> str:
-    return str(IPv4Network(text, strict=False) if "/" in text else ip_address(text))
+    found = IPv4Network(text, strict=False) if "/" in text else ip_address(text)
+    if found.is_unspecified or found.is_multicast:  # peers can't call it
+        raise ValueError(text)
+    return str(found)
 
 
 class Transport(Section):

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from jaxmorph.records import Link
@@ -70,6 +70,7 @@ def open_data_plane(
             yield None
         return
     start, settings = start or SeveralSidecars, settings or TransportSettings()
+    settings = replace(settings, member=rendezvous.members[rendezvous.rank])
     plane = start(rendezvous.rank, outgoing, incoming, settings)
     try:
         found = _agree(rendezvous, plane.addresses())

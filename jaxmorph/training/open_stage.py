@@ -229,7 +229,7 @@ def open_gradient_sum(
         peers,
         *sum_channels(stage.gradients, own),
         transport,
-        SidecarPlane.start,
+        SidecarPlane,
         config.timeouts.start_s,
     ) as plane:
         assert plane is not None  # there are other replicas

@@ -37,23 +37,44 @@ _BACKLOG = 128
 
 
 class SidecarPlane(DataPlane):
-    """A `DataPlane` whose bytes are moved by a process of their own."""
+    """A `DataPlane` whose bytes are moved by a process of their own.
+
+    Raises:
+        UserError: If this host can't listen on one of the addresses, or lacks the backend.
+    """
 
     def __init__(
         self,
         rank: int,
         outgoing: Sequence[ChannelSpec],
         incoming: Sequence[ChannelSpec],
-        settings: TransportSettings,
+        settings: TransportSettings | None = None,
     ) -> None:
         _check_directions(rank, outgoing, incoming)
+        settings = settings or TransportSettings()
+        check_backend(settings.backend)
         self._rank, self._settings = rank, settings
+        self._member = rank if settings.member is None else settings.member
         self._state: dict[str, Record] = {}  # the last record of each kind, for the next sidecar
         self._gone: dict[int, str] = {}
         self._met: set[int] = set()
         self._connects = 0
         self._peers_lock = threading.RLock()  # guards what is known of peers since the last connect
         self._closed = self._failed = False
+        try:
+            self._open(outgoing, incoming, settings)
+        except OSError as error:
+            raise UserError(
+                f"rank {self._member} can't open its data plane on "
+                f"{', '.join(settings.addresses)}: {error}"
+            ) from error
+
+    def _open(
+        self,
+        outgoing: Sequence[ChannelSpec],
+        incoming: Sequence[ChannelSpec],
+        settings: TransportSettings,
+    ) -> None:
         with contextlib.ExitStack() as undo:
             self._doorbell = Doorbell.create()
             undo.callback(self._doorbell.close)
@@ -65,28 +86,6 @@ class SidecarPlane(DataPlane):
                 self._set_up, self._handle, self._fail, settings.silent_s, settings.number
             )
             self._undo = undo.pop_all()
-
-    @classmethod
-    def start(
-        cls,
-        rank: int,
-        outgoing: Sequence[ChannelSpec],
-        incoming: Sequence[ChannelSpec],
-        settings: TransportSettings | None = None,
-    ) -> "SidecarPlane":
-        """Start a sidecar, and return the plane at once.
-
-        Raises:
-            UserError: If this host can't listen on one of the addresses, or lacks the backend.
-        """
-        settings = settings or TransportSettings()
-        check_backend(settings.backend)
-        try:
-            return cls(rank, outgoing, incoming, settings)
-        except OSError as error:
-            raise UserError(
-                f"rank {rank} can't open its data plane on {', '.join(settings.addresses)}: {error}"
-            ) from error
 
     @property
     def sidecar_pid(self) -> int:
@@ -173,7 +172,7 @@ class SidecarPlane(DataPlane):
             "kind": "start",
             "rank": self._rank,
             "generation": generation,
-            "settings": asdict(self._settings),
+            "settings": {**asdict(self._settings), "member": self._member},
         }
         listeners = (listener.fileno() for listener in self._listeners)
         fds = (progress.share(), self._doorbell.fileno(), *listeners)

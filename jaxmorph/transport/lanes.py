@@ -113,7 +113,6 @@ _TURN_BYTES = 2 * 1024 * 1024
 _MAX_PIECES = 16
 _MAX_FRAMES = 1 << 16
 _MAX_QUEUED_FRAMES = 8192
-_WILDCARDS = ("", "0.0.0.0", "::")
 _ASIDE, _JUNK = Place.ASIDE, Place.JUNK
 _NOWHERE = memoryview(b"")
 _shared_junk = bytearray(1024)
@@ -129,7 +128,7 @@ def dial(local_host: str, address: Address) -> socket.socket:
     connecting = socket.socket(family_of(address[0]), socket.SOCK_STREAM)
     try:
         connecting.setblocking(False)
-        if local_host not in _WILDCARDS and family_of(local_host) == connecting.family:
+        if family_of(local_host) == connecting.family:
             connecting.bind((local_host, 0))
         problem = connecting.connect_ex(tuple(address))
         if problem not in (0, errno.EINPROGRESS):

@@ -95,12 +95,12 @@ class ClockOffset:
     possible error of a sample grows with its age.
 
     Attributes:
-        offset_ns: The peer's clock minus this one; 0 until the first answer.
+        offset_ns: The peer's clock minus this one; None until the first answer.
         error_ns: The largest possible error, as of the last answer; None before the first.
     """
 
     def __init__(self) -> None:
-        self.offset_ns = 0
+        self.offset_ns: int | None = None
         self.error_ns: int | None = None
         self._samples: deque[_Sample] = deque(maxlen=_SAMPLES)
 

@@ -56,6 +56,7 @@ class TransportSettings:
         silent_s: A sidecar that gives no sign of life for so long is replaced.
         sidecars: How many move a rank's messages (`several_sidecars`), the same on all ranks.
         number: The number of this plane's sidecar among the rank's.
+        member: This rank's number in the run, for its errors; None: the one it has here.
     """
 
     addresses: tuple[str, ...] = ("127.0.0.1",)
@@ -67,6 +68,7 @@ class TransportSettings:
     silent_s: float = 15.0
     sidecars: int = 1
     number: int = 0
+    member: int | None = None
 
 
 class MemoryRegistry(Protocol):
@@ -117,7 +119,7 @@ class _End:
 
     def gone(self, reason: str) -> None:
         """Fail, because the peer is gone."""
-        message = f"rank {self.peer} is gone ({reason}): {self.name} has ended"
+        message = f"the other end of {self.name} is gone ({reason})"
         self.fail(PeerGoneError(message, self.peer))
 
     def replace_slots(self, slots: Slots) -> None:

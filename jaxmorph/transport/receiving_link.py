@@ -24,12 +24,19 @@ _FIRST_PINGS, _FIRST_PING_S = 10, 0.05
 class IncomingChannel(ChannelEnd):
     """The end from whose slots the trainer takes messages."""
 
-    def deliver(self, delivery: Delivery, clock_ahead_ns: int) -> None:
-        """Hand a message over to the trainer; the count, written last, makes it visible."""
+    def deliver(self, delivery: Delivery, clock_ahead_ns: int | None) -> None:
+        """Hand a message over to the trainer; the count, written last, makes it visible.
+
+        Args:
+            clock_ahead_ns: How far the sender's clock is ahead; None: unknown, perhaps by days, so
+                that the message counts as posted now.
+        """
         slots, sequence = self.slots, delivery.sequence
-        posted_ns = max(delivery.posted_ns - clock_ahead_ns, 0)
+        posted_ns = received_ns = time.monotonic_ns()
+        if clock_ahead_ns is not None:
+            posted_ns = max(delivery.posted_ns - clock_ahead_ns, 0)
         slots.write_info(
-            sequence, MessageInfo(delivery.total, delivery.tag, posted_ns, time.monotonic_ns())
+            sequence, MessageInfo(delivery.total, delivery.tag, posted_ns, received_ns)
         )
         slots.mark_complete(sequence)
         slots.produced = add(sequence, 1)
@@ -133,7 +140,6 @@ class ReceivingLink(LinkHalf):
             **self.engine.statistics(),
             "wrong_checksums": self._wrong_checksums,
             "violations": self._violations,
-            "clock_ahead_s": self.clock.offset_ns / 1e9,
             "clock_error_s": None if self.clock.error_ns is None else self.clock.error_ns / 1e9,
         }
 

@@ -65,7 +65,7 @@ class SeveralSidecars(DataPlane):
         outgoing: Sequence[ChannelSpec],
         incoming: Sequence[ChannelSpec],
         settings: TransportSettings | None = None,
-        start_one: StartOne = SidecarPlane.start,
+        start_one: StartOne = SidecarPlane,
     ) -> None:
         super().__init__((), (), 0, lambda: None)  # all ends are those of the sidecars' planes
         self._rank, self._settings = rank, settings or TransportSettings()

@@ -121,7 +121,8 @@ class Sidecar:
         stall = page.stalled(self._parent, now_s, wait_s)
         if stall is None or os.getppid() != self._parent:
             return
-        print(f"error: rank {self._rank} {stall}", file=sys.stderr, flush=True)  # noqa: T201
+        member = self._settings["member"]
+        print(f"error: rank {member} {stall}", file=sys.stderr, flush=True)  # noqa: T201
         write_stacks_of([self._parent])
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._parent, signal.SIGKILL)
@@ -150,7 +151,7 @@ class Sidecar:
         try:
             prepare_backend(settings["backend"], settings["addresses"])
         except LaneError as error:
-            sys.exit(f"jaxmorph sidecar of rank {rank}: {error}")
+            sys.exit(f"jaxmorph sidecar of rank {settings['member']}: {error}")
         self._polls = settings["backend"] == NIXL
         page_fd, doorbell_fd, *listener_fds = fds
         self._page = Page(page_fd)
@@ -334,8 +335,8 @@ class Sidecar:
         self._strangers += 1
         if self._strangers == 1:
             print(  # noqa: T201
-                f"jaxmorph sidecar of rank {self._rank}: a stranger was turned away ({reason}); "
-                "others will only be counted",
+                f"jaxmorph sidecar of rank {self._settings['member']}: a connection was refused "
+                f"({reason}); further ones are only counted",
                 file=sys.stderr,
                 flush=True,
             )

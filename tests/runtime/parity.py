@@ -129,7 +129,7 @@ class Parity:
         if own.is_alone:
             return {}
         mesh = make_data_mesh(self.replicas.layout.peers(self.rank), num_devices)
-        opened = open_data_plane(peers, *sum_channels(gradients, own), start=SidecarPlane.start)
+        opened = open_data_plane(peers, *sum_channels(gradients, own), start=SidecarPlane)
         plane = self._opened.enter_context(opened)
         assert plane is not None
         over_hosts = DelegatedSum(plane, own, peers.members, gradients, SUM_TIMEOUT_S)

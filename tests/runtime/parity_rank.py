@@ -123,7 +123,7 @@ def check_recomputing(rendezvous, link, reference):
         planes = []
 
         def start(rank, outgoing, incoming, settings):
-            plane: Any = SidecarPlane.start(rank, outgoing, incoming, TransportSettings())
+            plane: Any = SidecarPlane(rank, outgoing, incoming, TransportSettings())
             proxy = proxies.enter_context(Proxy(*plane.addresses()))
             proxy.spoil_every(SPOILT_BYTES)
             plane.addresses = lambda: [proxy.address]

@@ -113,6 +113,8 @@ def with_plane():
         plane = network.plane(rank, outgoing, incoming, settings)
         connect, close = plane.connect, plane.close
 
+        records[rank]["member"] = settings.member
+
         def record_connection(peers, secret):
             records[rank].update(peers=set(peers), secret=secret)
             connect(peers, secret)
@@ -126,6 +128,7 @@ def with_plane():
 
     def with_plane(use):
         def body(rendezvous):
+            rendezvous.members = range(3, 6)
             ends = {0: ([SPEC], []), 2: ([], [SPEC])}.get(rendezvous.rank, ([], []))
             with open_data_plane(rendezvous, *ends, start=start) as plane:
                 return use(rendezvous.rank, plane)
@@ -149,6 +152,7 @@ def test_ranks_with_channels_share_a_data_plane(with_plane):
     results, (first, none, last) = with_plane(use)
     assert results == [False, True, [1, 2, 3]]
     assert (first["peers"], none, last["peers"]) == ({2}, {}, {0})
+    assert (first["member"], last["member"]) == (3, 5)
     assert first["secret"] == last["secret"]
     assert len(first["secret"]) == 32
     assert first["closed"] == last["closed"] == "flushed"

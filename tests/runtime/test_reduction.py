@@ -243,7 +243,7 @@ def test_replicas_may_get_their_shares_of_delegated_sums(
 
 def test_sidecars_carry_a_sum(delegated, monkeypatch):
     monkeypatch.setattr(reduction, "PART_BYTES", 20)
-    sums = delegated(2, start=SidecarPlane.start)
+    sums = delegated(2, start=SidecarPlane)
     assert [normal(found) for found in sums.run()] == [normal(summed(2))] * 2
 
 

@@ -40,7 +40,7 @@ def link(**condition):
 
 
 @contextlib.contextmanager
-def joined(*specs, start=SidecarPlane.start, **settings):
+def joined(*specs, start=SidecarPlane, **settings):
     """Rank 0 and rank 1 with these channels, connected."""
     with contextlib.ExitStack() as closing:
         planes = []

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from exchanges import BACK, SECRET, THERE, spec
 
+from jaxmorph.errors import UserError
 from jaxmorph.transport import client, plane
 from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.doorbell import Doorbell
@@ -77,7 +78,7 @@ def clock(monkeypatch):
 @pytest.fixture
 def rank(clock):
     """Rank 0, with a message on its way to rank 1."""
-    started: Any = SidecarPlane.start(0, [spec(THERE)], [spec(BACK)])
+    started: Any = SidecarPlane(0, [spec(THERE)], [spec(BACK)])
     with contextlib.closing(started) as rank:
         rank.connect({1: [("127.0.0.1", 9)]}, SECRET)
         post(rank)
@@ -201,3 +202,9 @@ def test_the_load_of_sidecars_is_known_once_all_have_answered(clock):
         assert rank.processor_s() == 3.0
         planes[1]._sidecar.answer = None
         assert rank.processor_s() is None
+
+
+def test_errors_name_the_ranks_number_in_the_run():
+    elsewhere = TransportSettings(addresses=("192.0.2.1",), member=5)
+    with pytest.raises(UserError, match="rank 5 can't open its data plane"):
+        SidecarPlane(0, [spec(THERE)], [], elsewhere)

@@ -42,7 +42,7 @@ with_nixl = [pytest.mark.extras, pytest.mark.skipif(missing() is not None, reaso
 
 def start_nixl(rank, outgoing, incoming, settings):
     settings = replace(settings, backend="nixl", lanes=settings.lanes or 2)
-    return SidecarPlane.start(rank, outgoing, incoming, settings)
+    return SidecarPlane(rank, outgoing, incoming, settings)
 
 
 def start_several_in_memory():
@@ -56,7 +56,7 @@ def start_several_in_memory():
 STARTS = {
     "memory": lambda: LoopbackNetwork().plane,
     "several in memory": start_several_in_memory,
-    "a sidecar": lambda: SidecarPlane.start,
+    "a sidecar": lambda: SidecarPlane,
     "several sidecars": lambda: SeveralSidecars,
     "nixl": lambda: start_nixl,
 }
@@ -454,10 +454,10 @@ def test_a_peer_that_closes_is_gone_after_its_messages(join):
         first.close()  # twice is harmless
         for number in range(3):
             receive(second, THERE, number, 10)
-        with pytest.raises(PeerGoneError, match="rank 0 is gone"):
+        with pytest.raises(PeerGoneError, match=r"other end of channel .* is gone"):
             second.take(THERE, soon())
         assert [event["peer"] for event in second.events() if event["kind"] == "peer_gone"] == [0]
-        with pytest.raises(PeerGoneError, match="rank 0 is gone"):
+        with pytest.raises(PeerGoneError, match=r"other end of channel .* is gone"):
             reserve_all(second, BACK)
 
 

@@ -1,16 +1,22 @@
 """What both halves of a link share: the peer's clock, and pings."""
 
+import contextlib
 import math
 import random
+import time
 from typing import Any, cast
 
 from hostile_peer import Connection, Loop
 from lone_sender import CHUNK_BYTES
 
+from jaxmorph.transport.doorbell import Doorbell
+from jaxmorph.transport.event_loop import READ
 from jaxmorph.transport.lanes import TcpLane
 from jaxmorph.transport.link import ClockOffset
-from jaxmorph.transport.receiving_link import ReceivingLink
-from jaxmorph.transport.wire import TO_RECEIVER, FrameReader, Pong
+from jaxmorph.transport.names import ChannelName
+from jaxmorph.transport.receiving_link import IncomingChannel, ReceivingLink
+from jaxmorph.transport.slots import Slots
+from jaxmorph.transport.wire import TO_RECEIVER, Chunk, FrameReader, Pong, pack
 
 AHEAD_NS = 7_000_000_123
 
@@ -28,7 +34,7 @@ def answered(clock, sent_ns, there_ns, back_ns, own_ns=1000, ahead_ns=AHEAD_NS):
 
 def test_equal_delays_give_the_offset():
     clock = ClockOffset()
-    assert (clock.offset_ns, clock.error_ns) == (0, None)
+    assert (clock.offset_ns, clock.error_ns) == (None, None)
     answered(clock, 0, 50_000, 50_000)
     assert clock.offset_ns == AHEAD_NS
     assert clock.error_ns == 50_000
@@ -78,3 +84,17 @@ def test_pings_are_frequent_at_first():
     assert len(asked_s(link, 1.0)) == 10
     assert len(asked_s(link, 11.0)) == 10
     assert connection.sent
+
+
+def test_before_the_first_pong_a_message_counts_as_just_posted():
+    name, connection = ChannelName(1, 0, 1), Connection()
+    link = ReceivingLink(cast(Any, Loop()), 1, 0, lambda kind, **details: None)
+    with contextlib.closing(Slots.create(4, CHUNK_BYTES)) as slots:
+        link.add_channel(IncomingChannel(name, slots, Doorbell.create()))
+        link.add_lane(0, TcpLane(cast(Any, connection), FrameReader(TO_RECEIVER)), 1, CHUNK_BYTES)
+        days_ns = 5 * 86_400 * 10**9
+        began_ns = time.monotonic_ns()
+        connection.came += pack(Chunk(name, 0, 0, 0, 0, (0,) * 8, began_ns + days_ns))
+        link._pollers[0](READ)
+        info = slots.read_info(0)
+        assert began_ns <= info.posted_ns == info.received_ns

@@ -158,8 +158,8 @@ def test_strangers_are_logged_once_and_the_secret_never(capfd):
         arguments = [(process / "cmdline").read_bytes() for process in processes]
         environments = [(process / "environ").read_bytes() for process in processes]
     log = capfd.readouterr().err
-    (line,) = (line for line in log.splitlines() if "stranger" in line)
-    assert "sidecar of rank 1: a stranger was turned away" in line
+    (line,) = (line for line in log.splitlines() if "refused" in line)
+    assert "sidecar of rank 1: a connection was refused" in line
     assert all(b"jaxmorph.transport.sidecar" in each for each in arguments)
     assert all(b"PYTHONPATH=" in each for each in environments)
     seen = [each.lower() for each in (*arguments, *environments, log.encode())]
