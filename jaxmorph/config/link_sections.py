@@ -323,9 +323,8 @@ class Transport(Section):
         Literal["auto"] | Annotated[int, Field(ge=1, le=_MAX_LANES)],
         Expected(f"auto, or a whole number from 1 to {_MAX_LANES}"),
     ] = "auto"
-    """Connections to each peer. `auto` over TCP begins with one per card, at least two, and adds
-    more, up to 8, while messages queue and the added ones bring throughput; over RDMA it is one per
-    card."""
+    """Connections to each peer. `auto` is one per card, and over TCP at least two; set more where
+    one connection is slower than the card."""
 
     sidecars: Annotated[Literal["auto", 1, 2, 4, 8], Expected("auto, 1, 2, 4 or 8")] = "auto"
     """Sidecars of each rank, by which a channel's messages go in turns. `auto` measures the

@@ -38,23 +38,18 @@ class EventLoop:
         self._epoll.unregister(fd)
         del self._handlers[fd], self._masks[fd]
 
-    def turn(self, until_s: float, exact_s: float = math.inf) -> bool:
+    def turn(self, until_s: float, exact_s: float = math.inf) -> None:
         """Wait until a descriptor is ready or a time has come, then call the handlers.
 
         Args:
             until_s: By the monotonic clock, kept to about a millisecond; 0: don't wait.
             exact_s: Another time, kept to some microseconds at the cost of one more system call.
-
-        Returns:
-            Whether any descriptor was ready.
         """
-        ready = self._wait(until_s, exact_s)
         handlers = self._handlers
-        for fd, mask in ready:
+        for fd, mask in self._wait(until_s, exact_s):
             handler = handlers.get(fd)  # an earlier one may have removed it
             if handler is not None:
                 handler(mask)
-        return bool(ready)
 
     def _wait(self, until_s: float, exact_s: float) -> list[tuple[int, int]]:
         now_s = time.monotonic()

@@ -10,13 +10,7 @@ of the chunk, an RDMA lane is fenced (its agent is torn down, so that a late wri
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from jaxmorph.transport.message_states import (
-    ProtocolError,
-    ReceiveEvent,
-    ReceiveState,
-    next_receive_state,
-)
-from jaxmorph.transport.names import HALF, MASK, ChannelName, Tag
+from jaxmorph.transport.names import HALF, MASK, ChannelName, ProtocolError, Tag
 from jaxmorph.transport.wire import Acknowledge, Chunk, Credit, Resume
 
 
@@ -29,9 +23,6 @@ class Place(StrEnum):
 
 
 SLOT, ASIDE, JUNK = Place.SLOT, Place.ASIDE, Place.JUNK
-# Every message needs these, and Python 3.11 takes a quarter of a microsecond to find one.
-_EXPECTED, _BEGUN = ReceiveState.EXPECTED, ReceiveEvent.BEGUN
-_ALL_RECEIVED, _IN_SEQUENCE = ReceiveEvent.ALL_RECEIVED, ReceiveEvent.IN_SEQUENCE
 
 
 class IncomingChunk:
@@ -84,7 +75,7 @@ class ChunkOutcome(NamedTuple):
 
 
 class _PartialMessage:
-    __slots__ = ("missing", "posted_ns", "received", "state", "tag", "total", "writers")
+    __slots__ = ("missing", "posted_ns", "received", "tag", "total", "writers")
 
     def __init__(self, chunk: Chunk, num_chunks: int) -> None:
         self.total = chunk.total
@@ -93,7 +84,6 @@ class _PartialMessage:
         self.missing = num_chunks
         self.received = bytearray(num_chunks)
         self.writers: dict[int, IncomingChunk] = {}  # by index: the one written into the slot
-        self.state = next_receive_state(_EXPECTED, _BEGUN)
 
 
 class _Channel:
@@ -119,13 +109,13 @@ class _Channel:
 
 
 class _Lane:
-    __slots__ = ("chunks", "incoming", "junk_bytes", "last_active", "received_bytes", "reported")
+    __slots__ = ("chunks", "incoming", "last_active", "received_bytes", "reported")
 
     def __init__(self) -> None:
         self.incoming: list[IncomingChunk] = []
         self.reported: dict[ChannelName, tuple[int, int]] = {}
         self.last_active = 0  # `_activity` when it last was
-        self.chunks = self.received_bytes = self.junk_bytes = 0
+        self.chunks = self.received_bytes = 0
 
 
 class Incoming:
@@ -135,8 +125,7 @@ class Incoming:
         chunks_at_once: How many chunks a lane may be receiving.
     """
 
-    def __init__(self, source: int, destination: int, chunks_at_once: int = 1) -> None:
-        self.source, self.destination = source, destination
+    def __init__(self, chunks_at_once: int = 1) -> None:
         self._chunks_at_once = chunks_at_once
         self._channels: dict[ChannelName, _Channel] = {}
         self._lanes: dict[int, _Lane] = {}
@@ -148,15 +137,7 @@ class Incoming:
     def add_channel(
         self, name: ChannelName, slot_bytes: int, num_slots: int, delivered: int, consumed: int
     ) -> None:
-        """Begin to receive a channel, or resume it after a restart, from its slots' counts.
-
-        Raises:
-            ValueError: If it is another pair's, or known.
-        """
-        if (name.source, name.destination) != (self.source, self.destination):
-            raise ValueError(f"got {name} for ranks {self.source}>{self.destination}")
-        if name in self._channels:
-            raise ValueError(f"{name} is already here")
+        """Begin to receive a channel, or resume it after a restart, from its slots' counts."""
         self._channels[name] = _Channel(name, slot_bytes, num_slots, delivered, consumed)
 
     def resize(self, name: ChannelName, num_slots: int) -> Credit:
@@ -222,17 +203,14 @@ class Incoming:
         lane.incoming.append(incoming)
         return incoming
 
-    def finish(self, number: int, chunk: IncomingChunk | None = None) -> ChunkOutcome:
-        """Record that a lane's chunk (None: its only one) is whole, with a right checksum.
+    def finish(self, number: int, chunk: IncomingChunk) -> ChunkOutcome:
+        """Record that a lane's chunk is whole, with a right checksum.
 
         A chunk that is junk is whole whatever its checksum is.
 
         After a wrong checksum, call `lane_down` instead.
         """
         lane = self._lanes[number]
-        if not lane.incoming:
-            raise ValueError(f"lane {number} has no chunk under way")
-        chunk = chunk or lane.incoming[0]
         lane.incoming.remove(chunk)
         lane.chunks += 1
         lane.received_bytes += chunk.length
@@ -242,7 +220,6 @@ class Incoming:
         if chunk.place is not JUNK:
             copy, fenced = self._settle(chunk)
         else:
-            lane.junk_bytes += chunk.length
             self._counters["duplicates"] += 1
         deliveries = self._in_sequence(channel) if channel.delivered == chunk.sequence else ()
         return ChunkOutcome(fenced, copy, deliveries, self._acknowledge(lane, channel, chunk))
@@ -282,11 +259,7 @@ class Incoming:
     def statistics(self) -> dict[str, Any]:
         """Counts of chunks and messages, and of each lane that is up."""
         lanes = {
-            number: {
-                "chunks": lane.chunks,
-                "bytes": lane.received_bytes,
-                "junk_bytes": lane.junk_bytes,
-            }
+            number: {"chunks": lane.chunks, "bytes": lane.received_bytes}
             for number, lane in self._lanes.items()
         }
         return {**self._counters, "lanes": lanes}
@@ -298,8 +271,6 @@ class Incoming:
         for number in stale:
             self.lane_down(number)
         for channel in self._channels.values():
-            for message in channel.partial.values():
-                message.state = next_receive_state(message.state, ReceiveEvent.SENDER_RESTARTED)
             channel.partial.clear()
         self._generation, self._chunk_bytes = generation, chunk_bytes
         return stale
@@ -367,7 +338,6 @@ class Incoming:
             return  # forgotten with another chunk of the same lane
         if any(message.received) or self._is_being_received(message):
             return
-        message.state = next_receive_state(message.state, ReceiveEvent.LANE_LOST)
         del partial[chunk.sequence]
 
     def _is_being_received(self, message: _PartialMessage) -> bool:
@@ -396,8 +366,6 @@ class Incoming:
         message.received[index] = 1
         self._counters["chunks"] += 1
         message.missing -= 1
-        if not message.missing:
-            message.state = next_receive_state(message.state, _ALL_RECEIVED)
         return copy, fenced
 
     def _in_sequence(self, channel: _Channel) -> tuple[Delivery, ...]:
@@ -405,7 +373,6 @@ class Incoming:
         sequence = channel.delivered
         message = channel.partial.get(sequence)
         while message is not None and not message.missing:
-            message.state = next_receive_state(message.state, _IN_SEQUENCE)
             del channel.partial[sequence]
             deliveries.append(
                 Delivery(channel.name, sequence, message.total, message.tag, message.posted_ns)

@@ -164,7 +164,9 @@ class TcpLane:
         self.checksum: Checksum = CHECKSUMS[NONE]
         self._seal: Check = plain_check
         self.sent_bytes = self.received_bytes = 0
-        self.open()
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # frames are small
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
 
     def authenticate(self, own: Seal, peers: Seal) -> None:
         """From now on both ends seal their frames."""
@@ -178,15 +180,6 @@ class TcpLane:
     def local_host(self) -> str:
         """The address of the local network card."""
         return self._socket.getsockname()[0]
-
-    def open(self) -> None:
-        """Set socket options: send small frames at once, don't keep dead connections forever."""
-        self._socket.setblocking(False)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
-
-    def register(self, memory: memoryview) -> None:
-        """Nothing to do for TCP."""
 
     def check_connected(self) -> None:
         """Raise `OSError` if connecting has failed."""

@@ -9,8 +9,7 @@ from jaxmorph.errors import UserError
 from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.event_loop import EventLoop
 from jaxmorph.transport.lanes import LaneError, TcpLane
-from jaxmorph.transport.message_states import ProtocolError
-from jaxmorph.transport.names import ChannelName
+from jaxmorph.transport.names import ChannelName, ProtocolError
 from jaxmorph.transport.nixl_lanes import NixlAgent, NixlReceivingLane, NixlSendingLane, missing
 from jaxmorph.transport.slots import Slots
 from jaxmorph.transport.wire import Gone, Ping, Pong
@@ -25,13 +24,7 @@ _DRIFT = 1e-4
 
 
 def check_backend(backend: str) -> None:
-    """Check that this installation has what a backend needs.
-
-    Raises:
-        UserError: If it lacks that, or there is no such backend.
-    """
-    if backend not in BACKENDS:
-        raise UserError(f"transport backend {backend!r}: expected one of {', '.join(BACKENDS)}")
+    """Check that this installation has what a backend needs; raises `UserError` if it lacks it."""
     reason = missing() if backend == NIXL else None
     if reason is not None:
         raise UserError(
@@ -126,11 +119,6 @@ class ChannelEnd:
     def view(self, sequence: int, offset: int, length: int) -> memoryview:
         """Part of a message."""
         return self.slots.view(sequence, offset + length)[offset:]
-
-    def close(self) -> None:
-        """Free memory and descriptors."""
-        self.slots.close()
-        self.doorbell.close()
 
 
 class LinkHalf:

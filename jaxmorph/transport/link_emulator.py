@@ -138,8 +138,6 @@ class LinkEmulator:
             A time of the clock of `now_s`, not before it; None while the link is cut.
         """
         direction = (source, destination)
-        if not self.concerns(*direction):
-            return now_s
         holding = self._holding(direction, step_of(tag), now_s)
         if any(condition.cut for condition in holding):
             return None
@@ -159,8 +157,6 @@ class LinkEmulator:
 
         It occupies the copies of all that this rank receives.
         """
-        if not self.concerns(source, destination):
-            return arrived_s
         holding = self._holding((source, destination), step_of(tag), arrived_s)
         counted = _counted(holding, num_bytes)
         return _copied_s(self._copies_in[destination], holding, counted, arrived_s)

@@ -43,6 +43,10 @@ class TransportError(RuntimeError):
     """The data plane can't do its work: its sidecar won't run, or its parts disagree."""
 
 
+class ProtocolError(TransportError):
+    """A well-formed frame that is not allowed here and now: its lane must be closed."""
+
+
 class NotAtRestError(TransportError):
     """A message of the channel is still on its way, or not released: its slots can't change now."""
 

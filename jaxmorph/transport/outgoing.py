@@ -21,35 +21,25 @@ is kept until the receiver reports its message delivered.
 
 from typing import Any, NamedTuple
 
-from jaxmorph.transport.message_states import ProtocolError, SendState
-from jaxmorph.transport.names import ChannelName, Tag
+from jaxmorph.transport.names import ChannelName, ProtocolError, Tag
 from jaxmorph.transport.outgoing_lanes import (
     FIRST_TIMEOUT_S,
     MAX_TIMEOUT_S,
     PARKED_BELOW,
     UNPARKED_FROM,
     Flight,
-    LaneGain,
     OutgoingLane,
-    Production,
-    lanes_needed,
 )
-from jaxmorph.transport.outgoing_queue import SMALL_BYTES, Message, OutgoingQueue
-from jaxmorph.transport.wire import (
-    MAX_CHUNK_BYTES,
-    MIN_CHUNK_BYTES,
-    Acknowledge,
-    Chunk,
-    Pong,
-)
+from jaxmorph.transport.outgoing_queue import SMALL_BYTES, Message, OutgoingQueue, SendState
+from jaxmorph.transport.wire import Acknowledge, Chunk, Pong
 
 INFINITY = float("inf")
 PROBE_S = 0.5
 """How often a parked lane gets a chunk to probe its rate."""
 _ASSESS_S = 0.010  # between two assessments of all lanes
 _UNKNOWN_S = 0.005  # expected of a chunk on a lane whose rate is unknown
-_MIN_SLACK_S, _MIN_OVERDUE_S = 0.002, 0.020
-_STALLED_S = 0.030
+_MIN_SLACK_S, _LEAST_OVERDUE_S = 0.002, 0.020
+_STALLED_AFTER_S = 0.030
 
 
 class Due(NamedTuple):
@@ -66,17 +56,9 @@ class Outgoing(OutgoingQueue):
     A loop passes in what came (`acknowledged`, `handle_counts`, `ponged`, `lane_up`, `lane_down`),
     then asks what is `due`. Then it takes a `next_chunk` for each lane that has written its last
     one, in `lane_order`, until there is none for any lane.
-
-    Raises:
-        ValueError: If chunks are too short or too long for a frame.
     """
 
     def __init__(self, source: int, destination: int, chunk_bytes: int = 512 * 1024) -> None:
-        if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
-            raise ValueError(
-                f"got chunks of {chunk_bytes} bytes, expected {MIN_CHUNK_BYTES} up to "
-                f"{MAX_CHUNK_BYTES}"
-            )
         super().__init__(source, destination, chunk_bytes)
         self._lanes: dict[int, OutgoingLane] = {}
         self._timeouts_s: dict[int, float] = {}
@@ -84,11 +66,7 @@ class Outgoing(OutgoingQueue):
         self._best_rate = 0.0
         self._order: list[int] = []
         self._assessed_s = self._next_hedge_s = -INFINITY
-        self._production, self._gain = Production(), LaneGain(chunk_bytes)
-        self._acknowledged_bytes = 0
-        self._counters = dict.fromkeys(
-            ("messages", "chunks", "resent", "copies", "probes", "lanes_timed_out", "lanes_lost"), 0
-        )
+        self._counters = dict.fromkeys(("messages", "chunks", "resent", "copies"), 0)
 
     def post(
         self, name: ChannelName, sequence: int, total: int, tag: Tag, posted_ns: int, now_s: float
@@ -97,7 +75,6 @@ class Outgoing(OutgoingQueue):
         is_new = super().post(name, sequence, total, tag, posted_ns, now_s)
         if is_new:
             self._counters["messages"] += 1
-            self._production.posted(total, now_s)
         return is_new
 
     # Lanes.
@@ -136,7 +113,6 @@ class Outgoing(OutgoingQueue):
         lane = self._lanes.pop(number, None)
         if lane is None:
             return
-        self._counters["lanes_lost"] += 1
         lost = []
         for flight in lane.flights.values():
             flight.message.copies[flight.index] -= 1
@@ -167,8 +143,6 @@ class Outgoing(OutgoingQueue):
             )
         message, index = flight.message, flight.index
         message.copies[index] -= 1
-        if not message.acknowledged[index]:
-            self._acknowledged_bytes += flight.length
         self.mark_acknowledged(message, index)
         if lane.timeout_s > FIRST_TIMEOUT_S:
             lane.timeout_s = FIRST_TIMEOUT_S
@@ -211,7 +185,6 @@ class Outgoing(OutgoingQueue):
             next_s = min(next_s, times_out_s, ping_s)
             if lane.flights and len(self._lanes) > 1:
                 next_s = min(next_s, max(self._next_hedge_s, now_s + _MIN_SLACK_S))
-        self._counters["lanes_timed_out"] += len(timed_out)
         return Due(tuple(timed_out), tuple(ping), next_s)
 
     def next_chunk(self, number: int, now_s: float) -> Chunk | None:
@@ -239,37 +212,10 @@ class Outgoing(OutgoingQueue):
             return self._hedge(lane, now_s)
         return None
 
-    def lanes_wanted(self, now_s: float, fewest: int, most: int) -> int:
-        """How many lanes the messages of the last second need, from `fewest` to `most`.
-
-        This is the production rate over a lane's drain rate, rounded up. It exceeds the present
-        number only while messages pile up and the last added lane has helped, and is then at least
-        one more. While rates are unknown, it is the present number.
-        """
-        rates = [lane.rate.bytes_per_s for lane in self._lanes.values() if not lane.parked]
-        known = [rate for rate in rates if rate is not None]
-        present = min(max(len(self._lanes), fewest), most)
-        if not known:  # without lanes or rates, nothing shows what a lane more would bring
-            self._gain.may_grow(len(self._lanes), self._acknowledged_bytes, 0, False, now_s)
-            return present
-        drain_per_s = sum(known) / len(known)
-        wanted = lanes_needed(self._production.per_s(now_s), drain_per_s, fewest, most)
-        undelivered_bytes = self.undelivered_bytes
-        piles_up = undelivered_bytes > 0.1 * drain_per_s * len(rates)
-        if self._gain.may_grow(
-            len(self._lanes), self._acknowledged_bytes, undelivered_bytes, piles_up, now_s
-        ):
-            return min(max(wanted, present + 1), most)
-        return min(wanted, present)
-
     def statistics(self) -> dict[str, Any]:
         """Counts of messages and chunks, and of each lane that is up."""
         lanes = {number: lane.statistics() for number, lane in self._lanes.items()}
-        return {
-            **self._counters,
-            "undelivered_bytes": self.undelivered_bytes,
-            "lanes": lanes,
-        }
+        return {**self._counters, "lanes": lanes}
 
     def _send(self, lane: OutgoingLane, message: Message, index: int, now_s: float) -> Chunk:
         chunk = self.chunk(message, index)
@@ -331,11 +277,13 @@ class Outgoing(OutgoingQueue):
         """Find stalled lanes, and queue copies of all that they have in flight."""
         progress_s = self._progress_s()
         for lane in self._lanes.values():
-            if not lane.flights or lane.stalled or progress_s < lane.progress_s + _MIN_OVERDUE_S:
+            if not lane.flights or lane.stalled or progress_s < lane.progress_s + _LEAST_OVERDUE_S:
                 continue
             oldest = next(iter(lane.flights.values()))
             expected_s = lane.rate.expected_s(oldest.length) or 0.0
-            if now_s >= lane.progress_s + max(_STALLED_S, lane.rate.overdue_factor * expected_s):
+            if now_s >= lane.progress_s + max(
+                _STALLED_AFTER_S, lane.rate.overdue_factor * expected_s
+            ):
                 lane.stalled = True
                 self.send_copies(
                     [
@@ -354,7 +302,6 @@ class Outgoing(OutgoingQueue):
                 if flight.length >= SMALL_BYTES and self._may_copy(flight, now_s):
                     lane.probe_s = now_s + PROBE_S
                     lane.rate.restart()
-                    self._counters["probes"] += 1
                     return self._send(lane, flight.message, flight.index, now_s)
         return None
 
@@ -362,7 +309,7 @@ class Outgoing(OutgoingQueue):
         """A copy of another lane's chunk that is overdue by the most, or will be."""
         own_s = lane.expected_s(self._chunk_bytes, _UNKNOWN_S)
         slack_s = 2 * own_s + _MIN_SLACK_S
-        worst_s, worst, soonest_s = 0.0, None, now_s + _MIN_OVERDUE_S
+        worst_s, worst, soonest_s = 0.0, None, now_s + _LEAST_OVERDUE_S
         for other in self._lanes.values():
             if other is lane or not other.flights:
                 continue
@@ -371,10 +318,10 @@ class Outgoing(OutgoingQueue):
                 continue
             remaining_s = expected_s - now_s
             foreseen = remaining_s > slack_s and other.rate.bytes_per_s is not None
-            far = foreseen or -remaining_s > max(slack_s, _MIN_OVERDUE_S)
+            far = foreseen or -remaining_s > max(slack_s, _LEAST_OVERDUE_S)
             if far and abs(remaining_s) > worst_s:
                 worst_s, worst = abs(remaining_s), flight
-            soonest_s = min(soonest_s, expected_s + max(slack_s, _MIN_OVERDUE_S))
+            soonest_s = min(soonest_s, expected_s + max(slack_s, _LEAST_OVERDUE_S))
         if worst is None:
             self._next_hedge_s = max(soonest_s, now_s + _MIN_SLACK_S)
             return None
@@ -390,7 +337,7 @@ class Outgoing(OutgoingQueue):
             if self._may_copy(flight, now_s):
                 expected_s = lane.rate.expected_s(ahead)
                 if expected_s is None:
-                    expected_s = 4 * unknown_s + _MIN_OVERDUE_S
+                    expected_s = 4 * unknown_s + _LEAST_OVERDUE_S
                 return flight, lane.progress_s + expected_s
         return None, INFINITY
 

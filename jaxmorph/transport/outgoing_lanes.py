@@ -1,7 +1,5 @@
-"""What a sender knows of its lanes: the rate and timeout of each, and how many are needed."""
+"""What a sender knows of its lanes: the rate and timeout of each."""
 
-import math
-from collections import deque
 from typing import Any
 
 from jaxmorph.transport.names import ChannelName
@@ -15,7 +13,7 @@ MAX_IN_FLIGHT_BYTES = 32 * 1024 * 1024
 _MEMORY_S = 0.100
 _MIN_MEASURED_BYTES = 16 * 1024
 _MIN_SHARE = 0.03
-_MIN_OVERDUE, _MAX_OVERDUE, _ERROR_WEIGHT = 1.5, 4.0, 0.25
+_LEAST_OVERDUE_FACTOR, _MOST_OVERDUE_FACTOR, _ERROR_WEIGHT = 1.5, 4.0, 0.25
 _MAX_ERROR = 4.0
 
 
@@ -63,7 +61,7 @@ class LaneRate:
     @property
     def overdue_factor(self) -> float:
         """A chunk is overdue after so many times its expected time: more on an irregular lane."""
-        return min(max(1.0 + 4.0 * self._spread, _MIN_OVERDUE), _MAX_OVERDUE)
+        return min(max(1.0 + 4.0 * self._spread, _LEAST_OVERDUE_FACTOR), _MOST_OVERDUE_FACTOR)
 
     def restart(self) -> None:
         """Let the next chunk alone set the rate."""
@@ -90,124 +88,6 @@ class LaneRate:
         return max(chunk_bytes, min(window, MAX_IN_FLIGHT_BYTES))
 
 
-_SPAN_S = 1.0
-_PERIOD_S, _LONGEST_PERIOD_S = 0.25, 1.0
-_MIN_MEASURED_CHUNKS = 16
-_DRAINING, _MIN_GAIN = 0.95, 0.5
-_SETTLING_S = 1.0
-_RETRY_S, _LONGEST_RETRY_S = 30.0, 120.0
-
-
-def lanes_needed(
-    production_per_s: float, drain_per_s_per_lane: float, fewest: int = 1, most: int = 64
-) -> int:
-    """The number of lanes that drain as fast as messages are produced (paper, section 5.2).
-
-    This is the ratio of the rates, rounded up: if 8 messages (or bytes) are produced each second
-    and each lane drains 2 of them, 4 lanes.
-
-    Raises:
-        ValueError: If a rate is negative or a lane drains nothing.
-    """
-    if not drain_per_s_per_lane > 0 or not production_per_s >= 0:
-        raise ValueError(
-            f"got {production_per_s} produced and {drain_per_s_per_lane} drained each second, "
-            "expected at least 0 and more than 0"
-        )
-    return min(max(math.ceil(production_per_s / drain_per_s_per_lane), fewest), most)
-
-
-class Production:
-    """Bytes posted over the last second."""
-
-    def __init__(self) -> None:
-        self._posted: deque[tuple[float, int]] = deque()
-        self._bytes = 0
-
-    def posted(self, num_bytes: int, now_s: float) -> None:
-        """Record a posted message."""
-        self._posted.append((now_s, num_bytes))
-        self._bytes += num_bytes
-        self._forget(now_s)
-
-    def per_s(self, now_s: float) -> float:
-        """Bytes per second, up to now."""
-        self._forget(now_s)
-        return self._bytes / _SPAN_S
-
-    def _forget(self, now_s: float) -> None:
-        while self._posted and self._posted[0][0] < now_s - _SPAN_S:
-            self._bytes -= self._posted.popleft()[1]
-
-
-class LaneGain:
-    """Whether one more lane is worth a try, judged by how much the last added lane has helped.
-
-    Lanes that share a bottleneck, such as one network card, drain no more when there are more of
-    them, and each keeps its chunks in flight longer, so a lost card costs more. A new lane is slow
-    at first, so its first second doesn't count.
-    """
-
-    def __init__(self, chunk_bytes: int) -> None:
-        self._min_bytes = _MIN_MEASURED_CHUNKS * chunk_bytes
-        self._lanes = self._acknowledged_bytes = self._undelivered_bytes = 0
-        self._began_s = self._settled_s = 0.0
-        self._fewer: tuple[int, float] | None = None
-        self._enough_until_s, self._retry_s = 0.0, _RETRY_S
-        self._may_grow = False
-
-    def may_grow(
-        self,
-        lanes: int,
-        acknowledged_bytes: int,
-        undelivered_bytes: int,
-        piles_up: bool,
-        now_s: float,
-    ) -> bool:
-        """Whether another lane might help; call it regularly.
-
-        Args:
-            acknowledged_bytes: Of all chunks so far.
-            undelivered_bytes: Of all messages that are not known to be delivered.
-            piles_up: Whether the lanes need long to drain these.
-        """
-        if lanes != self._lanes or not piles_up:
-            if lanes < self._lanes:
-                self._fewer, self._enough_until_s, self._retry_s = None, 0.0, _RETRY_S
-            elif lanes > self._lanes:
-                self._settled_s = now_s + _SETTLING_S
-            self._lanes = lanes
-            self._begin_period(acknowledged_bytes, undelivered_bytes, now_s)
-            self._may_grow = False
-        elif now_s < self._settled_s:
-            self._begin_period(acknowledged_bytes, undelivered_bytes, now_s)
-        elif self._period_is_over(acknowledged_bytes, now_s):
-            bytes_per_s = (acknowledged_bytes - self._acknowledged_bytes) / (now_s - self._began_s)
-            self._compare(bytes_per_s, now_s)
-            drains = undelivered_bytes < _DRAINING * self._undelivered_bytes
-            self._may_grow = now_s >= self._enough_until_s and not drains
-            self._begin_period(acknowledged_bytes, undelivered_bytes, now_s)
-        return self._may_grow
-
-    def _begin_period(self, acknowledged_bytes: int, undelivered_bytes: int, now_s: float) -> None:
-        self._acknowledged_bytes, self._undelivered_bytes = acknowledged_bytes, undelivered_bytes
-        self._began_s = now_s
-
-    def _period_is_over(self, acknowledged_bytes: int, now_s: float) -> bool:
-        is_enough = acknowledged_bytes - self._acknowledged_bytes >= self._min_bytes
-        return now_s - self._began_s >= (_PERIOD_S if is_enough else _LONGEST_PERIOD_S)
-
-    def _compare(self, bytes_per_s: float, now_s: float) -> None:
-        """Stop growing if added lanes brought less than half the rate of as many earlier ones."""
-        if self._fewer is not None and self._fewer[0] < self._lanes:
-            lanes, before = self._fewer
-            # `<=`: where nothing is received at all, more lanes bring nothing, either.
-            if bytes_per_s <= before + _MIN_GAIN * before * (self._lanes - lanes) / lanes:
-                self._enough_until_s = now_s + self._retry_s
-                self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
-        self._fewer = self._lanes, bytes_per_s
-
-
 ChunkKey = tuple[ChannelName, int, int]
 """Channel, sequence and offset."""
 
@@ -222,7 +102,7 @@ FIRST_TIMEOUT_S, MAX_TIMEOUT_S = 2.0, 30.0
 """The timeout of a lane whose rate is unknown; doubled each time it was too short."""
 PING_S, WAITING_PING_S = 1.0, 0.050
 """The interval of pings on an idle lane; the second while messages may be undelivered."""
-_STALL_S = 0.050
+_RATE_BOUND_AFTER_S = 0.050
 _SLOW_BYTES_PER_S = 125e3
 
 
@@ -255,7 +135,7 @@ class OutgoingLane:
     """
 
     __slots__ = (
-        "_ping_open_s", "_pinged_idle", "_pinged_s", "acknowledged_bytes", "chunks", "flights",
+        "_ping_open_s", "_pinged_idle", "_pinged_s", "chunks", "flights",
         "in_flight_bytes", "num_copies", "number", "parked", "probe_s", "progress_s", "rate",
         "sent_bytes", "stalled", "timeout_s",
     )  # fmt: skip
@@ -273,7 +153,7 @@ class OutgoingLane:
         self._pinged_s = float("-inf")
         self._ping_open_s: float | None = None
         self._pinged_idle = False
-        self.sent_bytes = self.acknowledged_bytes = self.chunks = self.num_copies = 0
+        self.sent_bytes = self.chunks = self.num_copies = 0
 
     def sent(self, key: ChunkKey, flight: Flight) -> None:
         """Record that a chunk leaves on this lane."""
@@ -290,7 +170,6 @@ class OutgoingLane:
         if flight is None:
             return None
         self.in_flight_bytes -= flight.length
-        self.acknowledged_bytes += flight.length
         self.rate.acknowledged(flight.length, flight.sent_s, now_s)
         self.progress_s = now_s
         self.stalled = False
@@ -314,7 +193,7 @@ class OutgoingLane:
         oldest = next(iter(self.flights.values()))
         waited_s = now_s - self.progress_s - self.rate.round_trip_s
         expected_s = 0.0 if rate is None else oldest.length / rate
-        if waited_s < max(_STALL_S, 4 * expected_s):
+        if waited_s < max(_RATE_BOUND_AFTER_S, 4 * expected_s):
             return rate
         bound = oldest.length / waited_s
         return bound if rate is None else min(rate, bound)
@@ -367,10 +246,7 @@ class OutgoingLane:
         return {
             "chunks": self.chunks,
             "sent_bytes": self.sent_bytes,
-            "acknowledged_bytes": self.acknowledged_bytes,
-            "in_flight_bytes": self.in_flight_bytes,
             "bytes_per_s": self.rate.bytes_per_s,
-            "round_trip_s": self.rate.round_trip_s,
             "parked": self.parked,
             "copies": self.num_copies,
         }

@@ -47,8 +47,7 @@ class TransportSettings:
 
     Attributes:
         addresses: The local addresses to listen on and to send from, one for each network card.
-        lanes: Connections to each peer. None: over TCP as many as the messages need, over RDMA one
-            for each network card.
+        lanes: Connections to each peer. None: one for each network card, and over TCP at least two.
         chunk_bytes: The unit of acknowledgement and retransmission.
         checksum: Of each chunk's payload.
         first_sequence: The number of a channel's first message; numbers are 32 bits and wrap.

@@ -10,8 +10,7 @@ from jaxmorph.transport.event_loop import READ, EventLoop
 from jaxmorph.transport.incoming import Delivery, Incoming, IncomingChunk
 from jaxmorph.transport.lanes import ChecksumError, ChunkHandler, LaneError, TcpLane
 from jaxmorph.transport.link import NIXL, TCP, ChannelEnd, Lane, LinkHalf, OpenPings
-from jaxmorph.transport.message_states import ProtocolError
-from jaxmorph.transport.names import ChannelName, add
+from jaxmorph.transport.names import ChannelName, ProtocolError, add
 from jaxmorph.transport.nixl_lanes import MAX_GRANTS, NixlReceivingLane
 from jaxmorph.transport.slots import MessageInfo
 from jaxmorph.transport.wire import FrameError, Ping
@@ -54,7 +53,7 @@ class ReceivingLink(LinkHalf):
         self, loop: EventLoop, rank: int, peer: int, report: Callable[..., None], backend: str = TCP
     ) -> None:
         super().__init__(loop, rank, peer, report, backend)
-        self.engine = Incoming(peer, rank, MAX_GRANTS + 1 if backend == NIXL else 1)
+        self.engine = Incoming(MAX_GRANTS + 1 if backend == NIXL else 1)
         self.channels: dict[ChannelName, IncomingChannel] = {}
         self.next_s = math.inf
         self._pollers: dict[int, Callable[[int], None]] = {}

@@ -11,15 +11,13 @@ from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.event_loop import READ, EventLoop
 from jaxmorph.transport.lanes import LaneError, TcpLane
 from jaxmorph.transport.link import NIXL, TCP, ChannelEnd, Lane, LinkHalf, OpenPings
-from jaxmorph.transport.message_states import ProtocolError
-from jaxmorph.transport.names import ChannelName, add
+from jaxmorph.transport.names import ChannelName, ProtocolError, add
 from jaxmorph.transport.nixl_lanes import NixlSendingLane
 from jaxmorph.transport.outgoing import Outgoing
 from jaxmorph.transport.plane import Address
 from jaxmorph.transport.slots import NO_TIME_NS, Slots
 from jaxmorph.transport.wire import Acknowledge, Chunk, Credit, FrameError, Pong, Resume
 
-MAX_LANES = 8
 _FIRST_POLL_S, _LONGEST_POLL_S = 50e-6, 1e-3
 _TURN_S, _WATCH_S = 2e-3, 20e-3
 _NEVER = math.inf
@@ -79,8 +77,7 @@ class SendingLink(LinkHalf):
 
     Args:
         own_addresses: One for each of this rank's network cards.
-        lanes: How many; None: as many as messages need, or one for each card with RDMA, which one
-            lane keeps busy.
+        lanes: How many; None: one for each card, and over TCP at least two.
 
     Attributes:
         next_s: When to call `after_reads` at the latest, to about a millisecond.
@@ -347,29 +344,12 @@ class SendingLink(LinkHalf):
         """Dial the missing lanes; returns when to call it next."""
         if not self._peer_addresses:
             return _NEVER
-        fewest = self._fixed or (max(2, len(self._own_addresses)) if self.channels else 1)
-        wanted = self._fixed or self.engine.lanes_wanted(now_s, fewest, MAX_LANES)
+        wanted = self._fixed or (max(2, len(self._own_addresses)) if self.channels else 1)
         next_s = _NEVER
         for number in range(wanted):
             if number not in self._lanes:
                 dialler = self._diallers.get(number) or self._dialler(number)
                 dialler.turn(now_s)
-                next_s = min(next_s, dialler.next_s)
-        return min(next_s, self._drop_diallers(wanted, now_s))
-
-    def _drop_diallers(self, wanted: int, now_s: float) -> float:
-        """Drop diallers of lanes that are no longer wanted; returns when to call it next.
-
-        An attempt in progress may still become a lane within its time limit: the number of lanes
-        wanted may change from turn to turn.
-        """
-        next_s = _NEVER
-        for number, dialler in tuple(self._diallers.items()):
-            if number < wanted or number in self._lanes:
-                continue
-            if dialler.next_s <= now_s:
-                self._diallers.pop(number).close()
-            else:
                 next_s = min(next_s, dialler.next_s)
         return next_s
 

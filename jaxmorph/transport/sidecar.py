@@ -30,8 +30,7 @@ from jaxmorph.transport.event_loop import ON_CHANGE, READ, EventLoop
 from jaxmorph.transport.lanes import LaneError, TcpLane
 from jaxmorph.transport.link import NIXL, Lane, prepare_backend
 from jaxmorph.transport.link_emulator import LinkEmulator
-from jaxmorph.transport.message_states import ProtocolError
-from jaxmorph.transport.names import ChannelName
+from jaxmorph.transport.names import ChannelName, ProtocolError
 from jaxmorph.transport.receiving_link import IncomingChannel, ReceivingLink
 from jaxmorph.transport.sending_link import OutgoingChannel, SendingLink
 from jaxmorph.transport.sidecar_process import Record, RecordReader, send_record

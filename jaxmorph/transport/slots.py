@@ -60,9 +60,9 @@ class MessageInfo(NamedTuple):
     """The description of a message.
 
     Attributes:
-        posted_ns: By the monotonic clock of this memory's host; if a device completes the payload,
-            or it was completed after the announcement, when the sidecar saw it complete, and 0
-            before that.
+        posted_ns: When the sender posted it, by this host's monotonic clock. If its payload became
+            complete only after it was announced, or a device completes it: when the sidecar saw
+            that; 0 until then. At the receiver an estimate.
         received_ns: When it was delivered: it and all messages before it on the channel were
             complete. 0 at the sender's end.
     """

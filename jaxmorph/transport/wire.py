@@ -304,10 +304,7 @@ _introduce = _plain(Introduce)
 
 
 def _pack_introduce(frame: Introduce) -> bytes:
-    algorithms = bytes(frame.algorithms)
-    if len(algorithms) > MAX_ALGORITHMS:
-        raise ValueError(f"got {len(algorithms)} algorithms, expected at most {MAX_ALGORITHMS}")
-    return _introduce[0](frame._replace(algorithms=algorithms))
+    return _introduce[0](frame._replace(algorithms=bytes(frame.algorithms)))
 
 
 def _unpack_introduce(data: _Data, start: int, end: int) -> Introduce:
@@ -334,11 +331,9 @@ def _unpack_gone(data: _Data, start: int, end: int) -> Gone:
 
 
 def _pack_agent_part(frame: AgentPart) -> bytes:
-    size = len(frame.data)
-    if size > MAX_PART_BYTES:
-        raise ValueError(f"got a part of {size} bytes, expected at most {MAX_PART_BYTES}")
     *start, least = _STARTS[AgentPart]
-    return _AGENT_PART.pack(*start, least + size, frame.total, frame.offset) + frame.data
+    head = _AGENT_PART.pack(*start, least + len(frame.data), frame.total, frame.offset)
+    return head + frame.data
 
 
 def _unpack_agent_part(data: _Data, start: int, end: int) -> AgentPart:
@@ -468,8 +463,4 @@ class FrameReader:
 
     def skip(self, num_bytes: int) -> None:
         """Record that so many bytes of the payload have been received elsewhere."""
-        if num_bytes > self.payload_left:
-            raise ValueError(
-                f"{num_bytes} bytes of a payload of which {self.payload_left} are left"
-            )
         self.payload_left -= num_bytes

@@ -5,6 +5,7 @@ import math
 import threading
 import time
 import zlib
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +41,7 @@ def link(**condition):
 
 
 @contextlib.contextmanager
-def joined(*specs, start=SidecarPlane, **settings):
+def joined(*specs, start: Any = SidecarPlane, **settings):
     """Rank 0 and rank 1 with these channels, connected."""
     with contextlib.ExitStack() as closing:
         planes = []

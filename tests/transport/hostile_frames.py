@@ -143,7 +143,8 @@ class GuardedSlots:
             self.before = self.shared[:]
 
     def close(self) -> None:
-        self.channel.close()
+        self.channel.slots.close()
+        self.channel.doorbell.close()
         self.shared.close()
 
     def _place(self, chunk: Any) -> tuple[int, int]:

@@ -15,8 +15,7 @@ from hostile_frames import CHUNK_BYTES, GuardedSlots, HostileFrames, Shape
 from jaxmorph.transport.event_loop import READ
 from jaxmorph.transport.lanes import CHECKSUMS, CRC32, TcpLane
 from jaxmorph.transport.link import NIXL
-from jaxmorph.transport.message_states import ProtocolError
-from jaxmorph.transport.names import ChannelName
+from jaxmorph.transport.names import ChannelName, ProtocolError
 from jaxmorph.transport.receiving_link import ReceivingLink
 from jaxmorph.transport.wire import (
     TO_RECEIVER,

@@ -105,7 +105,8 @@ class LoneSender:
     def close(self) -> None:
         """Close everything."""
         self.link.close()
-        self.channel.close()
+        self.channel.slots.close()
+        self.channel.doorbell.close()
 
     def _report(self, kind: str, **details: Any) -> None:
         self.reports.append({"kind": kind, **details})

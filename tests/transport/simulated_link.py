@@ -16,8 +16,7 @@ from itertools import count
 from typing import Any
 
 from jaxmorph.transport.incoming import Delivery, Incoming, IncomingChunk, Place
-from jaxmorph.transport.message_states import ProtocolError
-from jaxmorph.transport.names import ChannelName, Tag, add, distance
+from jaxmorph.transport.names import ChannelName, ProtocolError, Tag, add, distance
 from jaxmorph.transport.outgoing import Outgoing
 from jaxmorph.transport.wire import Chunk, Frame, Ping, Pong, frame_bytes, pack, unpack
 
@@ -101,7 +100,6 @@ class Link:
 
     Args:
         post_every_s: How long after each message the next one is posted, if there is room.
-        grows_from: How many lanes there are at first; None: all of them.
     """
 
     def __init__(
@@ -113,12 +111,11 @@ class Link:
         buffer_bytes: int = 1 << 22,
         consume_s: Callable[[], float] = lambda: 0.0,
         post_every_s: float = 0.0,
-        grows_from: int | None = None,
     ) -> None:
         self.now = 1000.0
         self.wires, self.chunk_bytes, self.carries = wires, chunk_bytes, carries
         self.buffer_bytes, self.consume_s = buffer_bytes, consume_s
-        self.post_every_s, self.grows_from = post_every_s, grows_from
+        self.post_every_s = post_every_s
         self.due_s = {memory.name: self.now for memory in memories}
         self.memories = {memory.name: memory for memory in memories}
         self.pipes: dict[int, Pipe] = {}  # as the sender sees them
@@ -132,7 +129,7 @@ class Link:
         self._wake_s = float("inf")
         self.outgoing = self._new_outgoing()
         self.incoming = self._new_incoming()
-        for lane in range(grows_from or len(wires)):
+        for lane in range(len(wires)):
             self.dial(lane)
         self._post_all()
         for memory in memories if post_every_s else ():
@@ -274,7 +271,6 @@ class Link:
             self._close_sender(self.pipes[lane])
         for lane in due.ping:
             self._ping(self.pipes.get(lane))
-        self._grow()
         taken = True
         while taken:
             taken = False
@@ -290,12 +286,6 @@ class Link:
             self._wake_s = max(next_s, self.now + 1e-6)
             if next_s < float("inf"):
                 self.at(self._wake_s, lambda: None)
-
-    def _grow(self) -> None:
-        if self.grows_from is None:
-            return
-        for lane in range(self.outgoing.lanes_wanted(self.now, self.grows_from, len(self.wires))):
-            self.dial(lane)
 
     def _post_all(self) -> None:
         for memory in self.memories.values():
@@ -402,7 +392,7 @@ class Link:
             self._deliver(pipe, lambda: self._close_sender(pipe))
             return
         self.discarded += incoming.place is Place.JUNK
-        outcome = self.incoming.finish(pipe.lane)
+        outcome = self.incoming.finish(pipe.lane, incoming)
         self.redirected += len(outcome.fenced)
         if outcome.copy is not None:
             self.copied += 1
@@ -488,7 +478,7 @@ class Link:
         return outgoing
 
     def _new_incoming(self) -> Incoming:
-        incoming = Incoming(0, 1)
+        incoming = Incoming()
         for memory in self.memories.values():
             incoming.add_channel(
                 memory.name,

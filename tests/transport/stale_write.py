@@ -15,8 +15,7 @@ import numpy as np
 from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.event_loop import EventLoop
 from jaxmorph.transport.lanes import LaneError, PayloadMac, TcpLane
-from jaxmorph.transport.message_states import ProtocolError
-from jaxmorph.transport.names import ChannelName
+from jaxmorph.transport.names import ChannelName, ProtocolError
 from jaxmorph.transport.nixl_lanes import NixlSendingLane
 from jaxmorph.transport.receiving_link import IncomingChannel, ReceivingLink
 from jaxmorph.transport.slots import Slots

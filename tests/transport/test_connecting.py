@@ -187,13 +187,16 @@ class Dialling:
             self.loop,
             [self.listener],
             identity(1),
-            lambda _, lane: lane.flush(),
+            self._welcome,
             self.reports.append,
         )
         self.dialler = Dialler(
             self.loop, identity(0), 1, 3, "127.0.0.1", self.listener.getsockname(), up,
             lambda *report: self.reports.append(report),
         )  # fmt: skip
+
+    def _welcome(self, introduce, lane):
+        lane.flush()
 
     def act_until(self, is_over):
         until_s = time.monotonic() + 20

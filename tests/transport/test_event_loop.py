@@ -22,7 +22,7 @@ def test_a_ready_descriptor_ends_waiting(pipe, exact_in_s):
     loop.add(pipe[0], READ, masks.append)
     os.write(pipe[1], b"x")
     now_s = time.monotonic()
-    assert loop.turn(now_s + LONG_S, now_s + exact_in_s)
+    loop.turn(now_s + LONG_S, now_s + exact_in_s)
     assert masks == [READ]
 
 
@@ -32,12 +32,12 @@ def test_waiting_ends_at_its_time(in_s, is_exact):
     loop, began_s = EventLoop(), time.monotonic()
     at_s, never_s = began_s + in_s, began_s + LONG_S
     while time.monotonic() < at_s:
-        assert not (loop.turn(never_s, at_s) if is_exact else loop.turn(at_s))
+        loop.turn(*((never_s, at_s) if is_exact else (at_s,)))
     assert time.monotonic() - began_s < LONG_S / 2
 
 
 def test_a_past_time_is_not_waited_for():
     loop, now_s = EventLoop(), time.monotonic()
-    assert not loop.turn(0.0)
-    assert not loop.turn(now_s + LONG_S, now_s - 1)
+    loop.turn(0.0)
+    loop.turn(now_s + LONG_S, now_s - 1)
     assert time.monotonic() - now_s < LONG_S / 2

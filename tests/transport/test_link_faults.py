@@ -237,31 +237,6 @@ def test_pings_report_room_lost_on_a_dead_lane(monkeypatch):
     assert link.run(link.now + 1.5)  # less than it takes to give an idle lane up
 
 
-class SharedCards(Link):
-    """Lanes of even numbers share a network card, and those of odd numbers another."""
-
-    def dial(self, lane):
-        super().dial(lane)
-        for number, wire in enumerate(self.wires):
-            sharing = sum(other % 2 == number % 2 for other in self.pipes)
-            wire.bytes_per_s = 2e6 / max(sharing, 1)
-
-
-def lanes_after(seconds, every_s, link_of=Link):
-    """The number of lanes after so long, starting from two of at most eight."""
-    lengths = [64 * 1024] * 2000
-    link = link_of(
-        wires_of(*[1e6] * 8),
-        [Memory(NAME, 16, 64 * 1024, 0, lengths)],
-        16 * 1024,
-        carries=False,
-        post_every_s=every_s,
-        grows_from=2,
-    )
-    assert not link.run(link.now + seconds)
-    return len(link.pipes)
-
-
 class SharedCard(Link):
     """Lanes that share one network card more or less evenly.
 
@@ -296,15 +271,3 @@ def test_irregular_lanes_of_a_card_send_few_copies(card, lanes, stuck, load):
     assert link.run(link.now + 600)
     counts = link.outgoing.statistics()
     assert counts["copies"] <= 0.1 * counts["chunks"]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "every_s", "expected"),
-    [(6, 64 * 1024 / 3.5e6, 4), (9, 0, 8)],  # as needed, or the maximum
-)
-def test_lanes_grow_to_what_production_needs(seconds, every_s, expected):
-    assert lanes_after(seconds, every_s) == expected
-
-
-def test_lanes_of_a_shared_card_do_not_multiply():
-    assert lanes_after(6, 0, SharedCards) == 3

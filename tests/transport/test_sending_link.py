@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import math
-import socket
 import time
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from lone_sender import CHUNK_BYTES, NAME, NUM_SLOTS, LoneSender
 
 from jaxmorph.emulation.link_conditions import LinkCondition
-from jaxmorph.transport import connecting, link, sending_link
+from jaxmorph.transport import link, sending_link
 from jaxmorph.transport.link_emulator import LinkEmulator
 from jaxmorph.transport.outgoing_lanes import MIN_ACK_TIMEOUT_S, PING_S
 from jaxmorph.transport.plane import ChannelSpec, OutgoingEnd
@@ -96,27 +95,6 @@ def test_an_idle_lane_is_pinged_on_time(joined):
     assert joined.act(0.99 * PING_S) == []
     assert joined.next_after_s() == pytest.approx(0.01 * PING_S)
     assert [type(frame) for frame in joined.act(0.01 * PING_S)] == [Ping]
-
-
-def test_unwanted_dials_are_given_up(joined, monkeypatch):
-    joined.welcome(1)
-    wanted = [4]
-    monkeypatch.setattr(connecting, "_HANDSHAKE_S", 0.5)  # shorter than a silent lane's timeout
-    monkeypatch.setattr(joined.link, "_fixed", None)
-    monkeypatch.setattr(joined.link.engine, "lanes_wanted", lambda *_: wanted[0])
-    with socket.create_server(("127.0.0.1", 0)) as silent, contextlib.ExitStack() as closing:
-        joined.link._peer_addresses = [silent.getsockname()]
-        joined.act()
-        silent.settimeout(10)
-        connections = [closing.enter_context(silent.accept()[0]) for _ in range(2)]
-        wanted[0] = 2
-        for _ in range(3):
-            joined.act(0.3)
-        for connection in connections:
-            connection.settimeout(10)
-            assert connection.recv(1) == b""
-    joined.look()
-    assert joined.next_after_s() > 0  # nothing is due for them
 
 
 def test_a_new_lane_is_due_at_once(joined):
