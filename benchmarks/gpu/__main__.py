@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.gpu.child import Outcome, Part, Row, run_part, serve
 
-INTO = ("copy_engine", "pallas", "buffer_callback", "pinned_host", "io_callback")
+INTO = ("copy_engine", "pallas", "pinned_host", "io_callback")
 OUT_OF = ("copy_engine", "pallas", "host")
 """Copy backends in the order in which runs on a GPU try them; a CPU has some of them."""
 

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from jaxmorph.errors import UserError
 from jaxmorph.transport.plane import IncomingSlot, OutgoingSlot
 
 _WORD = 0xFFFFFFFF
+_MOST_ELEMENTS = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,20 @@ class SlotUse:
         `messages` must be a power of two, as the number of slots is.
         """
         return messages if len(self.parts) == 1 else 2
+
+
+def cutting(use: SlotUse, length: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """What cuts `length` elements out of a payload, in a program; the first's number is an int32.
+
+    Raises:
+        UserError: If the payload has elements beyond such numbers.
+    """
+    if use.num_elements > _MOST_ELEMENTS:
+        raise UserError(
+            f"a message of {use.num_elements} elements leaves in parts, expected at most "
+            f"{_MOST_ELEMENTS}, which 32 bits number"
+        )
+    return lambda value, first: jax.lax.dynamic_slice_in_dim(value.reshape(-1), first, length)
 
 
 class Ticket(Protocol):

@@ -10,15 +10,14 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, TypeVar
 
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxmorph.copies.backends import ReceiveBackend, SendBackend, SlotUse
-from jaxmorph.copies.copy_engine import CopyEngineSend, StreamCallbackSend
+from jaxmorph.copies.copy_engine import CopyEngineSend
 from jaxmorph.copies.cuda_driver import CudaDriver, CudaError, RegisteredMemory
 from jaxmorph.copies.host_memory import (
     HostReceive,
@@ -92,13 +91,13 @@ def copy_backends(
     try:
         return _with_driver(placement, report_memory, open_driver, rest)
     except CudaError as error:
-        into = [UnavailableBackend(name, error) for name in _SEND_BY_DRIVER]
-        out_of = [UnavailableBackend(name, error) for name in _RECEIVE_BY_DRIVER]
-        return replace(rest, outgoing=[*into, *rest.outgoing], incoming=[*out_of, *rest.incoming])
+        absent = [UnavailableBackend(name, error) for name in _BY_DRIVER]
+        outgoing, incoming = [*absent, *rest.outgoing], [*absent, *rest.incoming]
+        return replace(rest, outgoing=outgoing, incoming=incoming)
 
 
-_SEND_BY_DRIVER = (CopyEngineSend.name, KernelSend.name, StreamCallbackSend.name)
-_RECEIVE_BY_DRIVER = (RegisteredReceive.name, KernelReceive.name)
+_BY_DRIVER = (CopyEngineSend.name, KernelSend.name)
+"""Both ways; they need registered slots."""
 
 
 def _with_driver(
@@ -117,8 +116,8 @@ def _with_driver(
     )
     for backend in (engine, kernels, registered, kernel_receive):
         resources.callback(backend.close)
-    into = [engine, kernels, StreamCallbackSend(driver, memory, pinned), *rest.outgoing]
-    return CopyBackends(into, [registered, kernel_receive, *rest.incoming], memory, resources)
+    outgoing = [engine, kernels, *rest.outgoing]
+    return CopyBackends(outgoing, [registered, kernel_receive, *rest.incoming], memory, resources)
 
 
 def _registered(
@@ -156,11 +155,7 @@ class UnavailableBackend:
         """Nothing to wait for."""
 
 
-class _Named(Protocol):
-    name: str
-
-
-Backend = TypeVar("Backend", bound=_Named)
+Backend = TypeVar("Backend", bound=SendBackend | ReceiveBackend)
 
 
 def first_working(
@@ -257,7 +252,7 @@ def open_copies(
     num_devices = len(placement.device_set)
     if num_devices > 1:
         placement = SingleDeviceSharding(min(placement.device_set, key=lambda each: each.id))
-    if num_devices > 1 and wanted in (*_SEND_BY_DRIVER, *_RECEIVE_BY_DRIVER):
+    if num_devices > 1 and wanted in _BY_DRIVER and not is_on_host(placement):
         raise UserError(
             f"transport.copies: got {wanted}, expected {AUTO} or {', '.join(WITHOUT_DRIVER)}: "
             f"each stage has {num_devices} devices, and slots are registered with one"
@@ -269,7 +264,10 @@ def open_copies(
         open_driver=open_driver,
     )
     try:
-        into = partial(try_send, placement=placement, registry=available.memory)
+
+        def into(backend: SendBackend) -> None:
+            try_send(backend, placement, _needed_by(backend, available))
+
         if wanted == AUTO:
             outgoing = first_working(available.outgoing, into, "into")
         else:
@@ -288,5 +286,14 @@ def _incoming(available: CopyBackends, placement: Sharding, wanted: str) -> Rece
     if len(available.incoming) == 1:
         return available.incoming[0]
     backends = sorted(available.incoming, key=lambda backend: backend.name != wanted)
-    out_of = partial(try_receive, placement=placement, registry=available.memory)
+
+    def out_of(backend: ReceiveBackend) -> None:
+        try_receive(backend, placement, _needed_by(backend, available))
+
     return first_working(backends, out_of, "out of")
+
+
+def _needed_by(
+    backend: SendBackend | ReceiveBackend, available: CopyBackends
+) -> RegisteredMemory | None:
+    return available.memory if backend.name in _BY_DRIVER else None

@@ -1,8 +1,8 @@
-"""Copies into slots by the CUDA driver, on their own stream or on the stream of JAX's program.
+"""Copies into slots by the CUDA driver, on streams of their own.
 
 For each message a stream waits for the payload, copies it into its registered slot, and writes the
-slot's signal. The sidecar polls these signals, so no thread of this process waits for the copy. On
-its own stream the copy doesn't delay computation either. The paper does the same with two copies in
+slot's signal. The sidecar polls these signals, so no thread of this process waits for the copy, and
+the copy doesn't delay computation. The paper does the same with two copies in
 one stream (its Figure 11).
 """
 
@@ -10,30 +10,18 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Sharding
 
-from jaxmorph.copies.backends import (
-    Copy,
-    ProgramTicket,
-    SendBackend,
-    SlotUse,
-    Ticket,
-    is_ready,
-    signal_of,
-)
+from jaxmorph.copies.backends import Copy, SendBackend, SlotUse, Ticket, signal_of
 from jaxmorph.copies.cuda_driver import CudaDriver, CudaError, RegisteredMemory, signal_on_device
-from jaxmorph.copies.dlpack_memory import DeviceView, address_on_device, view_on_device
+from jaxmorph.copies.dlpack_memory import view_on_device
 from jaxmorph.transport.plane import OutgoingSlot
 
-View = Callable[[jax.Array, int], DeviceView]
-Callback = Callable[[Any, Any, Any], None]
-_TICKET = jax.ShapeDtypeStruct((1,), jnp.uint32)
+View = Callable[[jax.Array, int], tuple[int, Any]]
 
 
 class CopyEngineSend:
@@ -41,7 +29,7 @@ class CopyEngineSend:
 
     Args:
         otherwise: Copies into slots that could not be registered.
-        view: Finds an array on the device, and makes a stream wait for it.
+        view: Finds an array on the device, and makes a stream wait for it; see `view_on_device`.
     """
 
     name = "copy_engine"
@@ -76,11 +64,11 @@ class CopyEngineSend:
     ) -> Ticket | jax.Array:
         if self._memory.device_address(slot.address) is None:
             return otherwise(value, part, slot, tag)
-        view = self._view(value, stream)
-        source, num_bytes = view.address + part.start * item_bytes, len(part) * item_bytes
+        address, holder = self._view(value, stream)
+        source, num_bytes = address + part.start * item_bytes, len(part) * item_bytes
         with _drained_on_error(self._driver, stream):
             enqueue_copy(self._driver, self._memory, slot, source, num_bytes, stream)
-            ticket = self._events.ticket(stream, slot, view)
+            ticket = self._events.ticket(stream, slot, holder)
         slot.post(num_bytes, tag)
         return ticket
 
@@ -219,116 +207,3 @@ class StreamTicket:
                 self._slot.withdraw()
         if self._is_over and not self._waiting:  # the last waiting thread returns the event
             self._events.give_back(self._event)
-
-
-def _embed(callback: Callback) -> Any:
-    from jax.experimental.buffer_callback import buffer_callback
-
-    return buffer_callback(callback, _TICKET, has_side_effect=True)
-
-
-@dataclass(eq=False)
-class _Dispatched:
-    """A copy whose program has been dispatched and whose callback has not run yet."""
-
-    slot: OutgoingSlot
-    tag: tuple[int, ...]
-    part: range
-    ticket: jax.Array | None = None
-
-
-class StreamCallbackSend:
-    """Copies in a `buffer_callback`, on the stream of JAX's own program.
-
-    The callback gets the payload's address and the stream that computed it, enqueues the copy and
-    the write of the signal there, and returns without waiting. So the copy delays whatever that
-    stream computes next.
-
-    Args:
-        otherwise: Copies into slots that could not be registered.
-        embed: Makes a traceable function of a callback that takes an execution's context, the
-            ticket's buffer and the payload's.
-        address_of: The device address of a buffer or an array; doesn't wait.
-    """
-
-    name = "buffer_callback"
-
-    def __init__(
-        self,
-        driver: CudaDriver,
-        memory: RegisteredMemory,
-        otherwise: SendBackend,
-        embed: Callable[[Callback], Any] = _embed,
-        address_of: Callable[[Any], int] = address_on_device,
-    ) -> None:
-        self.driver, self.memory, self._otherwise = driver, memory, otherwise
-        self.embed, self.address_of = embed, address_of
-
-    def compile(self, use: SlotUse, placement: Sharding) -> Copy:
-        """The copy function for payloads of one shape and placement."""
-        return _StreamCallbackProgram(self, use, placement, self._otherwise).start
-
-
-class _StreamCallbackProgram:
-    """One callback for all messages of a channel; the payload's address identifies the message.
-
-    Arguments of a program lie on the device, where a callback can't read them without waiting.
-    Callbacks for payloads at one address run in the order of their dispatches.
-    """
-
-    def __init__(
-        self,
-        backend: StreamCallbackSend,
-        use: SlotUse,
-        placement: Sharding,
-        otherwise: SendBackend,
-    ) -> None:
-        self._backend = backend
-        self._item_bytes = use.payload.dtype.itemsize
-        self._otherwise = otherwise.compile(use, placement)
-        self._open: dict[int, deque[_Dispatched]] = {}
-        self._lock = threading.Lock()
-        payload = jax.ShapeDtypeStruct(use.payload.shape, use.payload.dtype, sharding=placement)
-        self._program = jax.jit(backend.embed(self._enqueue)).lower(payload).compile()
-
-    def start(
-        self, value: jax.Array, part: range, slot: OutgoingSlot, tag: Sequence[int]
-    ) -> Ticket | jax.Array:
-        """Dispatch one copy; see `Copy`."""
-        if self._backend.memory.device_address(slot.address) is None:
-            return self._otherwise(value, part, slot, tag)
-        address = self._backend.address_of(value)
-        copy = _Dispatched(slot, tuple(tag), part)
-        with self._lock:
-            queue = self._open.setdefault(address, deque())
-            _drop_failed(queue)
-            queue.append(copy)
-        try:
-            copy.ticket = ticket = self._program(value)
-        except BaseException as error:
-            with self._lock:
-                if copy in queue:
-                    queue.remove(copy)
-            if slot.is_posted and isinstance(error, Exception):
-                slot.withdraw()
-            raise
-        return ProgramTicket(ticket, slot)
-
-    def _enqueue(self, context: Any, ticket: Any, payload: Any) -> None:
-        del ticket  # ready with the stream's work; its contents don't matter
-        address = self._backend.address_of(payload)
-        with self._lock:
-            copy = self._open[address].popleft()
-            if not self._open[address]:
-                del self._open[address]
-        source = address + copy.part.start * self._item_bytes
-        num_bytes = len(copy.part) * self._item_bytes
-        driver, memory = self._backend.driver, self._backend.memory
-        enqueue_copy(driver, memory, copy.slot, source, num_bytes, context.stream)
-        copy.slot.post(num_bytes, copy.tag)
-
-
-def _drop_failed(queue: deque[_Dispatched]) -> None:
-    """Drop copies whose program failed before its callback: the callback never runs then."""
-    while queue and queue[0].ticket is not None and is_ready(queue[0].ticket):
-        queue.popleft()

@@ -60,21 +60,16 @@ class CudaDriver:
         self._call("cuDevicePrimaryCtxRetain", byref(self._context), self._device)
 
     @classmethod
-    def open(
-        cls, ordinal: int, load: Callable[[str], Any] = ctypes.CDLL, library: str = LIBRARY
-    ) -> "CudaDriver":
+    def open(cls, ordinal: int) -> "CudaDriver":
         """The driver of this machine.
-
-        Args:
-            load: Loads a library by its name.
 
         Raises:
             CudaError: If there is none, or it can't be used.
         """
         try:
-            loaded = load(library)
+            loaded = ctypes.CDLL(LIBRARY)
         except OSError as error:
-            raise CudaError(f"loading {library}", None, str(error)) from error
+            raise CudaError(f"loading {LIBRARY}", None, str(error)) from error
         return cls(loaded, ordinal)
 
     def version(self) -> str:
@@ -206,10 +201,7 @@ class CudaDriver:
 
     def _name_of(self, code: int) -> str:
         name = ctypes.c_char_p()
-        try:
-            self._library.cuGetErrorName(c_int(code), byref(name))
-        except AttributeError:
-            return "no name"
+        self._library.cuGetErrorName(c_int(code), byref(name))
         return (name.value or b"no name").decode()
 
 

@@ -6,7 +6,6 @@
 import ctypes
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -109,21 +108,8 @@ class HostTensor:
         return _capsule_new(address, _NAME, None)
 
 
-@dataclass(frozen=True)
-class DeviceView:
-    """An array's place in memory.
-
-    Attributes:
-        address: The device's address of its first element.
-        holder: While a reference to it exists, the array's memory is not reused.
-    """
-
-    address: int
-    holder: Any
-
-
-def view_on_device(value: jax.Array, stream: int | None) -> DeviceView:
-    """The place of an array on its device.
+def view_on_device(value: jax.Array, stream: int | None) -> tuple[int, Any]:
+    """The address of an array's first element on its device, and what keeps its memory from reuse.
 
     Args:
         value: On one device; its computation may still be running.
@@ -135,14 +121,7 @@ def view_on_device(value: jax.Array, stream: int | None) -> DeviceView:
     """
     array: Any = value  # JAX's stubs lack the argument
     capsule = array.__dlpack__(stream=stream)
-    return DeviceView(_address(capsule), (capsule, value))
-
-
-def address_on_device(value: Any) -> int:
-    """The device address of an array or of a `buffer_callback`'s buffer; doesn't wait."""
-    if hasattr(value, "unsafe_buffer_pointer"):
-        return value.unsafe_buffer_pointer()
-    return _address(value.__dlpack__())
+    return _address(capsule), (capsule, value)
 
 
 def _address(capsule: Any) -> int:

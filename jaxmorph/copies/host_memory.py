@@ -21,6 +21,7 @@ from jaxmorph.copies.backends import (
     SendBackend,
     SlotUse,
     Ticket,
+    cutting,
     is_ready,
     signal_of,
 )
@@ -127,7 +128,7 @@ class _CallbackProgram:
         lengths = {1 if self._is_in_place else len(part) for part in use.parts}
         self._programs: dict[int, jax.stages.Compiled] = {}
         for length in lengths:
-            copy = _of_part(call, length, is_whole=length == use.num_elements)
+            copy = _of_part(call, use, length)
             self._programs[length] = jax.jit(copy).lower(*shapes).compile()
 
     def start(
@@ -147,13 +148,11 @@ class _CallbackProgram:
             fill(slot, tag, payload)
 
 
-def _of_part(call: Any, length: int, *, is_whole: bool) -> Callable[..., jax.Array]:
-    def copy(value: jax.Array, first: jax.Array, number: jax.Array) -> jax.Array:
-        if not is_whole:
-            value = jax.lax.dynamic_slice_in_dim(value.reshape(-1), first, length)
-        return call(value, number)
-
-    return copy
+def _of_part(call: Any, use: SlotUse, length: int) -> Callable[..., jax.Array]:
+    if length == use.num_elements:
+        return lambda value, first, number: call(value, number)
+    cut = cutting(use, length)
+    return lambda value, first, number: call(cut(value, first), number)
 
 
 def _embed_buffer_callback(copy: Callable[..., None]) -> Any:
@@ -199,7 +198,7 @@ class PinnedHostSend:
 
     def compile(self, use: SlotUse, placement: Sharding) -> Copy:
         """The copy function for payloads of one shape and placement."""
-        return _PinnedHostCopies(self._thread, use, placement.with_memory_kind(self.name)).start
+        return _PinnedHostCopies(self._thread, use, placement, self.name).start
 
     def close(self) -> None:
         """End the thread after the last copy."""
@@ -207,24 +206,31 @@ class PinnedHostSend:
 
 
 class _PinnedHostCopies:
-    def __init__(self, thread: ThreadPoolExecutor, use: SlotUse, pinned: Sharding) -> None:
-        self._thread, self._use, self._pinned = thread, use, pinned
-        self._last: tuple[jax.Array, jax.Array] | None = None  # a payload that leaves in parts
+    """Parts are cut out on the device, so JAX's pinned memory never holds a long payload whole."""
+
+    def __init__(
+        self, thread: ThreadPoolExecutor, use: SlotUse, placement: Sharding, kind: str
+    ) -> None:
+        self._thread, self._pinned = thread, placement.with_memory_kind(kind)
+        payload = jax.ShapeDtypeStruct(use.payload.shape, use.payload.dtype, sharding=placement)
+        first = jax.ShapeDtypeStruct((), jnp.int32)
+        self._cuts: dict[int, jax.stages.Compiled] = {
+            length: jax.jit(cutting(use, length)).lower(payload, first).compile()
+            for length in {len(part) for part in use.parts} - {use.num_elements}
+        }
 
     def start(
         self, value: jax.Array, part: range, slot: OutgoingSlot, tag: Sequence[int]
     ) -> "FutureTicket":
         """Begin one copy; see `Copy`."""
-        pinned = self._in_host_memory(value, is_last=part.stop == self._use.num_elements)
-        return FutureTicket(self._thread.submit(fill_in_place, pinned, part, slot, tag))
+        cut = self._cuts.get(len(part))
+        own = value if cut is None else cut(value, np.int32(part.start))
+        pinned = jax.device_put(own, self._pinned)
+        return FutureTicket(self._thread.submit(_fill_from, pinned, slot, tag))
 
-    def _in_host_memory(self, value: jax.Array, *, is_last: bool) -> jax.Array:
-        if self._last is not None and self._last[0] is value:
-            pinned = self._last[1]
-        else:
-            pinned = jax.device_put(value, self._pinned)
-        self._last = None if is_last else (value, pinned)
-        return pinned
+
+def _fill_from(value: jax.Array, slot: OutgoingSlot, tag: Sequence[int]) -> None:
+    fill(slot, tag, np.asarray(value))
 
 
 class FutureTicket:

@@ -11,7 +11,6 @@ none do on one stream.
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,6 +27,7 @@ from jaxmorph.copies.backends import (
     SendBackend,
     SlotUse,
     Ticket,
+    cutting,
     signal_of,
 )
 from jaxmorph.copies.cuda_driver import RegisteredMemory, signal_on_device
@@ -42,21 +42,9 @@ Require = Callable[[Any], None]
 _CONTROL = jax.ShapeDtypeStruct((CONTROL_WORDS,), jnp.uint32)  # comes from the host with each call
 
 
-@dataclass(frozen=True)
-class KernelProgram:
-    """A copy kernel as a program of its own, not compiled yet."""
-
-    traceable: Any
-    operands: tuple[jax.ShapeDtypeStruct, ...]
-
-    def compile(self) -> Callable[..., Any]:
-        """Compile it ahead of time, for the placement of its operands."""
-        return self.traceable.lower(*self.operands).compile()
-
-
 def program_to_host(
     use: SlotUse, placement: Sharding, length: int, kernel: Kernel
-) -> KernelProgram:
+) -> jax.stages.Traced:
     """The program that copies payloads, or parts of `length` elements, into slots.
 
     It takes the payload, the first element of the part (int32; not for a whole payload), control
@@ -65,40 +53,32 @@ def program_to_host(
     parts.
     """
 
-    def send(value: jax.Array, *rest: jax.Array) -> jax.Array:
-        *first, control, arrivals = rest
-        if first:
-            value = jax.lax.dynamic_slice_in_dim(value.reshape(-1), first[0], length)
-        return kernel(value, control, arrivals, slot_bytes=use.slot_bytes)
+    def send_part(
+        value: jax.Array, first: jax.Array, control: jax.Array, arrivals: jax.Array
+    ) -> jax.Array:
+        return kernel(cutting(use, length)(value, first), control, arrivals)
 
     is_whole = length == use.num_elements
     first = () if is_whole else (jax.ShapeDtypeStruct((), jnp.int32),)
+    send = kernel if is_whole else send_part
     payload = jax.ShapeDtypeStruct(use.payload.shape, use.payload.dtype, sharding=placement)
     arrivals = jax.eval_shape(new_arrivals)
     arrivals = jax.ShapeDtypeStruct(arrivals.shape, arrivals.dtype, sharding=placement)
-    return KernelProgram(jax.jit(send), (payload, *first, _CONTROL, arrivals))
+    return jax.jit(send).trace(payload, *first, _CONTROL, arrivals)
 
 
-def program_from_host(use: SlotUse, placement: Sharding, kernel: Kernel) -> KernelProgram:
+def program_from_host(use: SlotUse, placement: Sharding, kernel: Kernel) -> jax.stages.Traced:
     """The program that copies whole payloads out of slots: control words -> payload, ticket."""
 
     def receive(control: jax.Array) -> tuple[jax.Array, jax.Array]:
-        shape, dtype = use.payload.shape, use.payload.dtype
-        return kernel(control, shape=shape, dtype=dtype, slot_bytes=use.slot_bytes)
+        return kernel(control, shape=use.payload.shape, dtype=use.payload.dtype)
 
-    return KernelProgram(jax.jit(receive, out_shardings=placement), (_CONTROL,))
+    return jax.jit(receive, out_shardings=placement).trace(_CONTROL)
 
 
-def only_device(placement: Sharding) -> Any:
-    """The device on which a stage keeps its arrays.
-
-    Raises:
-        ValueError: If there are several: a kernel copies for one.
-    """
-    device, *others = placement.device_set
-    if others:
-        raise ValueError(f"got arrays on {1 + len(others)} devices, expected one")
-    return device
+def compiled(traced: jax.stages.Traced) -> Callable[..., Any]:
+    """The program, for the placement of its operands."""
+    return traced.lower().compile()
 
 
 class KernelSend:
@@ -124,7 +104,8 @@ class KernelSend:
 
     def compile(self, use: SlotUse, placement: Sharding) -> Copy:
         """The copy function for payloads of one shape and placement."""
-        self._require(only_device(placement))
+        (device,) = placement.device_set  # a kernel copies for one
+        self._require(device)
         otherwise = self._otherwise.compile(use, placement)
         self._channels.append(_KernelCopies(self._memory, use, placement, otherwise, self._kernel))
         return self._channels[-1].start
@@ -152,7 +133,7 @@ class _KernelCopies:
         self._item_bytes = use.payload.dtype.itemsize
         self._arrivals = jax.device_put(new_arrivals(), placement)
         self._programs = {
-            length: program_to_host(use, placement, length, kernel).compile()
+            length: compiled(program_to_host(use, placement, length, kernel))
             for length in {len(part) for part in use.parts}
         }
         self._last: jax.Array | None = None
@@ -208,11 +189,12 @@ class KernelReceive(ReleasingReceive):
 
     def compile(self, use: SlotUse, placement: Sharding) -> Receive:
         """The receive function for payloads of one shape, delivered to a placement."""
-        self._require(only_device(placement))
+        (device,) = placement.device_set  # a kernel copies for one
+        self._require(device)
         otherwise = self._otherwise.compile(use, placement)
         if len(use.parts) != 1:
             return otherwise
-        program = program_from_host(use, placement, self._kernel).compile()
+        program = compiled(program_from_host(use, placement, self._kernel))
         fetch = partial(self._fetch, program)
         return partial(WholeArrival, fetch, otherwise)
 

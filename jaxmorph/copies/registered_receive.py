@@ -84,8 +84,7 @@ class WholeArrival:
         """The payload, which may still be on its way to the device."""
         if self._value is not None:
             return self._value
-        if self._other is None:
-            raise ValueError("nothing of the message has been added")
+        assert self._other is not None  # a part has been added
         return self._other.value()
 
 

@@ -57,8 +57,8 @@ def _uses(use: SlotUse, placement: Sharding) -> Iterator[tuple[SlotUse, Sharding
 
 def _devices(placement: Sharding) -> list[Any]:
     """A stage's devices, in the order of their parts."""
-    if not isinstance(placement, NamedSharding) or not isinstance(placement.mesh, Mesh):
-        raise ValueError(f"got arrays at {placement}, expected them on a stage's mesh")
+    assert isinstance(placement, NamedSharding)
+    assert isinstance(placement.mesh, Mesh)
     return list(placement.mesh.devices.flat)
 
 

@@ -21,12 +21,12 @@ from jaxmorph.copies.backends import (
     Ticket,
     is_ready,
 )
+from jaxmorph.copies.cuda_driver import RegisteredMemory
 from jaxmorph.copies.host_memory import is_on_host
 from jaxmorph.transport.names import TAG_WORDS, ChannelName, add
 from jaxmorph.transport.plane import (
     ChannelSpec,
     IncomingEnd,
-    MemoryRegistry,
     OutgoingEnd,
     OutgoingSlot,
 )
@@ -44,7 +44,7 @@ _WIDTH, _ROUNDS = 2048, 50  # matrix products that keep a GPU busy for some mill
 
 
 def try_send(
-    backend: SendBackend, placement: Sharding, registry: MemoryRegistry | None = None
+    backend: SendBackend, placement: Sharding, registry: RegisteredMemory | None = None
 ) -> None:
     """Copy a payload in two parts into slots; compare each the moment its signal appears.
 
@@ -56,8 +56,7 @@ def try_send(
     end = OutgoingEnd(ChannelSpec(_CHANNEL, use.slot_bytes, 2), _FIRST_SEQUENCE, lambda: None)
     arrived = []
     with closing(end):
-        if registry is not None:
-            end.report_memory(registry)
+        _register(end, registry)
         for part in use.parts:
             slot = end.reserve(0.0)
             ticket = copy(value, part, slot, (len(part),))
@@ -70,7 +69,7 @@ def try_send(
 
 
 def try_receive(
-    backend: ReceiveBackend, placement: Sharding, registry: MemoryRegistry | None = None
+    backend: ReceiveBackend, placement: Sharding, registry: RegisteredMemory | None = None
 ) -> None:
     """Receive two payloads through one slot; compare both, the first after the second came.
 
@@ -81,14 +80,22 @@ def try_receive(
     receive = backend.compile(use, placement)
     end = IncomingEnd(ChannelSpec(_CHANNEL, use.slot_bytes, 1), _FIRST_SEQUENCE, lambda: None)
     with closing(end):
-        if registry is not None:
-            end.report_memory(registry)
+        _register(end, registry)
         first = _received(receive, backend, end, values)
         second = _received(receive, backend, end, -values)
         if not np.array_equal(np.asarray(second), -values):
             raise RuntimeError("the bytes that came are not those that were sent")
         if not np.array_equal(np.asarray(first), values):
             raise RuntimeError("an array that was received changes with its slot")
+
+
+def _register(end: OutgoingEnd | IncomingEnd, registry: RegisteredMemory | None) -> None:
+    """Register the trial's slots; else the backend would leave them to another."""
+    if registry is None:
+        return
+    end.report_memory(registry)
+    if registry.error is not None:
+        raise registry.error
 
 
 def _received(

@@ -1,6 +1,6 @@
-"""The control words that describe a slot to a kernel, and the checks of a kernel's operands.
+"""The control words that describe a slot to a kernel.
 
-A wrong operand raises an error before it becomes a wrong address. The words are uint32 [5]; each
+A wrong address raises an error before a kernel gets it. The words are uint32 [5]; each
 address takes two, its low half first:
 
 =====  ==============================================================================
@@ -16,7 +16,7 @@ wrap; they are compared for equality, so a slot that holds an earlier or later m
 for this one.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,45 +80,3 @@ def new_arrivals() -> jax.Array:
     constant of the program would be shared by all calls).
     """
     return jnp.zeros(ARRIVAL_WORDS, jnp.uint32)
-
-
-def check_words(where: str, name: str, words: Any, length: int) -> None:
-    """Raise unless `words` is uint32 [length]; `where` is the kernel's name, for the message."""
-    if words.dtype != np.uint32:
-        raise TypeError(f"{where}: got {name} of {words.dtype}, expected uint32")
-    if words.shape != (length,):
-        raise ValueError(f"{where}: got {name} of shape {words.shape}, expected ({length},)")
-
-
-def checked_bytes(where: str, shape: tuple[int, ...], dtype: Any, slot_bytes: int) -> int:
-    """The bytes of an array that fits a slot; `where` is the kernel's name, for the message.
-
-    Raises:
-        TypeError: If the elements are not integers or real numbers of whole bytes.
-        ValueError: If the array is empty, or longer than the slot.
-    """
-    num_bytes = int(np.prod(shape, dtype=np.int64)) * _element_bytes(where, dtype)
-    if not 1 <= num_bytes <= slot_bytes:
-        raise ValueError(
-            f"{where}: got {num_bytes} bytes ({jnp.dtype(dtype).name}{list(shape)}), "
-            f"expected 1 to {slot_bytes}, the slot's"
-        )
-    return num_bytes
-
-
-def _element_bytes(where: str, dtype: Any) -> int:
-    bits = 0
-    if not jnp.issubdtype(dtype, jax.dtypes.extended):
-        bits = _bits(jnp.dtype(dtype))
-    if bits < 8:
-        raise TypeError(
-            f"{where}: got elements of {dtype}, expected integers or floating-point numbers "
-            "of whole bytes"
-        )
-    return bits // 8
-
-
-def _bits(dtype: np.dtype) -> int:
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.iinfo(dtype).bits
-    return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else 0

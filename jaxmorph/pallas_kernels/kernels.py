@@ -7,6 +7,7 @@ A kernel never waits: it would occupy multiprocessors and the stream, and an op 
 may be queued behind it. So the host waits for a slot's signal before it launches the copy.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -20,14 +21,7 @@ from jaxmorph.pallas_kernels.assembly import (
     load_control,
     release_number,
 )
-from jaxmorph.pallas_kernels.control import (
-    ARRIVAL_WORDS,
-    CONTROL_WORDS,
-    PAYLOAD_AT,
-    SIGNAL_AT,
-    check_words,
-    checked_bytes,
-)
+from jaxmorph.pallas_kernels.control import PAYLOAD_AT, SIGNAL_AT
 from jaxmorph.pallas_kernels.mosaic import assembled_kernel
 from jaxmorph.pallas_kernels.tuning import FROM_HOST, TO_HOST, CopyTuning, Tiling, tile
 
@@ -42,7 +36,6 @@ def copy_to_host(
     control: jax.Array,
     arrivals: jax.Array,
     *,
-    slot_bytes: int,
     tuning: CopyTuning = TO_HOST,
 ) -> jax.Array:
     """Copy an array into a free slot, then signal that it is complete.
@@ -51,25 +44,19 @@ def copy_to_host(
     CUDA device, in its own program, so that no other computation in the program delays the copy.
 
     Args:
-        payload: Elements of whole bytes.
+        payload: Elements of whole bytes, at least one, and no more than the slot holds.
         control: uint32 [5], from `pack`, with the GPU's addresses. Use another for each call: XLA
             may merge two calls with equal operands.
         arrivals: uint32 [1], from `new_arrivals`.
-        slot_bytes: The slot's length; no byte is written beyond.
 
     Returns:
         A ticket, uint32 [1]: the control's number. Return it from the program (XLA drops a kernel
         that no result depends on), and keep it and the payload until it is ready.
 
     Raises:
-        TypeError: If a dtype is wrong.
-        ValueError: If a shape or length is.
         ImportError: If JAX has no Mosaic GPU backend here.
     """
-    check_words("copy_to_host", "control", control, CONTROL_WORDS)
-    check_words("copy_to_host", "arrivals", arrivals, ARRIVAL_WORDS)
-    num_bytes = checked_bytes("copy_to_host", payload.shape, payload.dtype, slot_bytes)
-    tiling = tile(num_bytes, tuning)
+    tiling = tile(payload.size * payload.dtype.itemsize, tuning)
     kernel = assembled_kernel("copy_to_host", to_host_assembly(tiling), [_TICKET], tiling)
     return kernel(payload.reshape(-1), control, arrivals)[0]
 
@@ -94,7 +81,6 @@ def copy_from_host(
     *,
     shape: tuple[int, ...],
     dtype: Any,
-    slot_bytes: int,
     tuning: CopyTuning = FROM_HOST,
 ) -> tuple[jax.Array, jax.Array]:
     """Copy a slot's payload, whose signal the host has seen, into a new array.
@@ -104,22 +90,18 @@ def copy_from_host(
     Args:
         control: uint32 [5], from `pack`, with the GPU's addresses. Use another for each call: XLA
             may merge two calls with equal operands.
+        shape: At least one element, and no more than the slot holds.
         dtype: Elements of whole bytes.
-        slot_bytes: The slot's length; no byte is read beyond.
 
     Returns:
         The payload, and a ticket, uint32 [1]: the control's number. The slot may be reused once the
         ticket is ready; unlike the payload, no other program takes it over.
 
     Raises:
-        TypeError: If a dtype is wrong.
-        ValueError: If a shape or length is.
         ImportError: If JAX has no Mosaic GPU backend here.
     """
-    check_words("copy_from_host", "control", control, CONTROL_WORDS)
-    num_bytes = checked_bytes("copy_from_host", shape, dtype, slot_bytes)
-    tiling = tile(num_bytes, tuning)
-    flat = jax.ShapeDtypeStruct((num_bytes // jnp.dtype(dtype).itemsize,), dtype)
+    flat = jax.ShapeDtypeStruct((math.prod(shape),), dtype)
+    tiling = tile(flat.size * flat.dtype.itemsize, tuning)
     outputs = [flat, _TICKET]
     kernel = assembled_kernel("copy_from_host", from_host_assembly(tiling), outputs, tiling)
     copied, ticket = kernel(control)

@@ -3,12 +3,12 @@
 import pytest
 from oracles.fake_gpu import LaterDevice
 
-from jaxmorph.copies.kernels import KernelProgram
+from jaxmorph.copies import kernels
 
 
 @pytest.fixture
 def later(monkeypatch):
     """Programs compiled from now on run when the test asks."""
-    device = LaterDevice(KernelProgram.compile)
-    monkeypatch.setattr(KernelProgram, "compile", lambda program: device.compile(program))
+    device = LaterDevice(kernels.compiled)
+    monkeypatch.setattr(kernels, "compiled", device.compiled)
     return device

@@ -1,9 +1,11 @@
 """The backends that a stage chooses: on a CPU, and with drivers that work or fail."""
 
+from contextlib import closing
+
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from oracles.fake_gpu import FakeKernels, FakeLibrary
 from oracles.loopback import LoopbackNetwork
 
@@ -106,6 +108,24 @@ def test_another_backend_can_be_chosen(plane, opened, name):
     assert opened(plane, name, never).outgoing.name == name
 
 
+@pytest.fixture
+def several():
+    """A stage of several CPU devices."""
+    return NamedSharding(Mesh(jax.devices()[:2], ("tensor",)), PartitionSpec())
+
+
+@pytest.mark.parametrize("name", ["buffer_callback", "io_callback", "pinned_host"])
+def test_several_cpu_devices_have_the_same_choice(plane, several, name):
+    with closing(open_copies(several, plane.report_memory, name, never)) as copies:
+        assert copies.outgoing.name == name
+
+
+@pytest.mark.parametrize("name", ["copy_engine", "pallas"])
+def test_several_gpus_share_no_registered_slots(plane, several, elsewhere, name):
+    with pytest.raises(UserError, match=f"got {name}, .* each stage has 2 devices"):
+        open_copies(several, plane.report_memory, name, never)
+
+
 def test_a_backend_of_another_device_is_refused(plane, opened):
     with pytest.raises(UserError) as raised:
         opened(plane, "copy_engine", never)
@@ -121,15 +141,20 @@ def test_without_a_driver_pinned_memory_copies_and_a_warning_is_logged(
     copies = opened(plane, "auto", no_driver)
     assert (copies.outgoing.name, copies.incoming.name) == ("pinned_host", "host")
     into, out_of = [record.getMessage() for record in caplog.records]
-    reason, names = "CudaError('loading libcuda.so.1: no such file')", "copy_engine, pallas"
-    assert into.endswith(f"into slots by {names} and buffer_callback don't work here: {reason}")
-    assert out_of.endswith(f"out of slots by copy_engine and pallas don't work here: {reason}")
+    reason, names = "CudaError('loading libcuda.so.1: no such file')", "copy_engine and pallas"
+    assert into.endswith(f"into slots by {names} don't work here: {reason}")
+    assert out_of.endswith(f"out of slots by {names} don't work here: {reason}")
 
 
-@pytest.mark.parametrize("name", ["copy_engine", "pallas", "buffer_callback"])
+@pytest.mark.parametrize("name", ["copy_engine", "pallas"])
 def test_a_named_backend_is_refused_with_the_drivers_reason(plane, opened, elsewhere, name):
     with pytest.raises(UserError, match=rf"got {name}, .*no such file.*expected auto, pinned"):
         opened(plane, name, no_driver)
+
+
+def test_buffer_callbacks_are_refused_on_a_gpu(plane, opened, elsewhere):
+    with pytest.raises(UserError, match=r"got buffer_callback, .*it is not for the device"):
+        opened(plane, "buffer_callback", no_driver)
 
 
 @pytest.fixture
@@ -187,10 +212,23 @@ def test_unregistrable_slots_rule_out_the_drivers_backends(plane, opened, elsewh
     library = FakeLibrary(failing={"cuMemHostRegister_v2": 304})
     copies = opened(plane, "auto", lambda number: CudaDriver(library, number))
     assert copies.outgoing.name == "pinned_host"
-    assert (
-        "by copy_engine, pallas and buffer_callback don't work here: CudaError('cuMemH"
-        in caplog.text
-    )
+    assert "by copy_engine and pallas don't work here: CudaError('cuMemH" in caplog.text
+
+
+class Full(FakeLibrary):
+    """Registers the plane's slots and no more."""
+
+    def _cuMemHostRegister_v2(self, *arguments):  # noqa: N802
+        super()._cuMemHostRegister_v2(*arguments)
+        if len(self.registered) == 2:
+            self.failing["cuMemHostRegister_v2"] = 304
+
+
+def test_a_trial_needs_slots_of_its_own(plane, opened, kernels, caplog):
+    library = kernels.library = Full()
+    copies = opened(plane, "auto", lambda number: CudaDriver(library, number))
+    assert (copies.outgoing.name, copies.incoming.name) == ("pinned_host", "host")
+    assert "by copy_engine and pallas don't work here: CudaError('cuMemHostReg" in caplog.text
 
 
 class Registrar(FakeLibrary):

@@ -119,31 +119,29 @@ def test_pinned_memory_passes_its_trial(backend):
     try_send(backend, PLACEMENT)
 
 
-def test_a_payload_in_parts_goes_to_host_memory_once(backend, monkeypatch):
+@pytest.mark.parametrize("part_elements", [7, 15])
+def test_host_memory_gets_no_more_than_a_part(backend, monkeypatch, part_elements):
     placed, place = [], jax.device_put
 
     def device_put(value, where):
-        placed.append(where.memory_kind)
+        placed.append((where.memory_kind, value.size))
         return place(value, where)
 
     monkeypatch.setattr(host_memory.jax, "device_put", device_put)
-    use = SlotUse(PayloadShape((3, 5), jnp.dtype("float32")), 7)
+    use = SlotUse(PayloadShape((3, 5), jnp.dtype("float32")), part_elements)
     copy = backend.compile(use, PLACEMENT)
     for seed in range(2):
         value = jnp.asarray(np.random.default_rng(seed).normal(size=(3, 5)), jnp.float32)
-        slots = [Slot(index, use.slot_bytes) for index in range(3)]
+        slots = [Slot(index, use.slot_bytes) for index in range(len(use.parts))]
         tickets = [
             copy(value, part, slot, (seed,)) for part, slot in zip(use.parts, slots, strict=True)
         ]
         jax.block_until_ready(tickets)
         arrived = np.concatenate([slot.payload.view(np.float32) for slot in slots])[:15]
         assert np.array_equal(arrived, np.asarray(value).reshape(-1))
-        assert [slot.said[0][:3] for slot in slots] == [
-            ("post", 28, (seed,)),
-            ("post", 28, (seed,)),
-            ("post", 4, (seed,)),
-        ]
-    assert placed == ["pinned_host"] * 2
+        sent = [slot.said[0][:3] for slot in slots]
+        assert sent == [("post", 4 * len(part), (seed,)) for part in use.parts]
+    assert placed == 2 * [("pinned_host", len(part)) for part in use.parts]
 
 
 def test_a_failed_copy_raises_from_its_ticket(backend):

@@ -2,7 +2,6 @@
 
 import threading
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -10,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
-from oracles.fake_gpu import AWAY, LIMIT_S, STREAM, FakeKernels, FakeLibrary, on_a_stream, view_here
+from oracles.fake_gpu import AWAY, LIMIT_S, FakeKernels, FakeLibrary, view_here
 
 from jaxmorph.copies.backends import PayloadShape, SlotUse, is_ready
-from jaxmorph.copies.copy_engine import CopyEngineSend, StreamCallbackSend
+from jaxmorph.copies.copy_engine import CopyEngineSend
 from jaxmorph.copies.cuda_driver import CudaDriver, CudaError, RegisteredMemory
-from jaxmorph.copies.host_memory import PinnedHostSend
+from jaxmorph.copies.host_memory import PinnedHostSend, host_callback_backends
 from jaxmorph.copies.kernels import KernelSend
+from jaxmorph.errors import UserError
 from jaxmorph.pallas_kernels.control import SlotControl
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.plane import ChannelSpec, OutgoingEnd
@@ -27,13 +27,13 @@ HALVES = PayloadShape((3, 5), jnp.dtype("bfloat16"))
 USE = SlotUse(FLOATS, 10)
 LAST = 2**32 - 1
 SOON_S = 5.0
-ENGINE, KERNELS, CALLBACK = BACKENDS = "copy_engine", "pallas", "buffer_callback"
+ENGINE, KERNELS = BACKENDS = "copy_engine", "pallas"
 
 
 class Sender:
     """A channel's end and a backend that copies into its slots."""
 
-    def __init__(self, name, library=None, *, use=USE, is_registered=True, embed=on_a_stream):
+    def __init__(self, name, library=None, *, use=USE, is_registered=True):
         self.library = library or FakeLibrary()
         self.fake = FakeKernels(self.library)
         driver = CudaDriver(self.library, 0)
@@ -48,7 +48,6 @@ class Sender:
             KERNELS: lambda: KernelSend(
                 self.memory, self.pinned, self.fake.copy_to_host, lambda _: None
             ),
-            CALLBACK: lambda: StreamCallbackSend(driver, self.memory, self.pinned, embed),
         }
         self.backend = make[name]()
         self.copy = self.backend.compile(use, PLACEMENT)
@@ -68,8 +67,7 @@ class Sender:
         return self.end.slots.read_info(slot.sequence).num_bytes
 
     def close(self):
-        if hasattr(self.backend, "close"):
-            self.backend.close()
+        self.backend.close()
         self.pinned.close()
         self.end.close()
 
@@ -104,7 +102,7 @@ def test_messages_are_announced_before_their_copy_and_complete_after(make, name)
     if name == ENGINE:
         assert not is_ready(ticket)
     else:
-        jax.block_until_ready(ticket)  # the callback has run; its device has not
+        jax.block_until_ready(ticket)  # the kernel's program has run; its device has not
     assert slot.is_posted
     assert sender.rings  # the sidecar must poll for a signal without a ring
     info = sender.end.slots.read_info(slot.sequence)
@@ -296,33 +294,6 @@ def test_an_event_is_not_reused_while_a_thread_waits(make):
         assert library.names().count("cuEventCreate") == 2
 
 
-# Stream callbacks only.
-
-
-def test_a_callback_enqueues_on_its_programs_stream(make):
-    callbacks = make(CALLBACK)
-    jax.block_until_ready([callbacks.send(values(), part)[1] for part in USE.parts])
-    streams = [call[4] for call in callbacks.library.calls if call[0] == "cuMemcpyDtoHAsync_v2"]
-    assert streams == [STREAM, STREAM]
-
-
-def test_a_program_that_fails_after_announcing_sends_an_empty_message(make):
-    def then_fails(called):
-        def announced(*arguments):
-            called(*arguments)
-            raise ZeroDivisionError("on the device")
-
-        return on_a_stream(announced)
-
-    callbacks = make(CALLBACK, FakeLibrary(held=True), embed=then_fails)
-    slot, start = callbacks.start(values(), USE.parts[0])
-    with pytest.raises(Exception, match="on the device"):
-        jax.block_until_ready(start())
-    assert slot.is_posted
-    assert callbacks.is_complete(slot)
-    assert callbacks.announced_bytes(slot) == 0
-
-
 # Kernels only.
 
 
@@ -394,7 +365,11 @@ def test_empty_payloads_compile_nothing(make):
     make(KERNELS).backend.compile(use, PLACEMENT)
 
 
-def test_arrays_on_several_devices_are_refused(make):
-    placement: Any = SimpleNamespace(device_set={1, 2})
-    with pytest.raises(ValueError, match="got arrays on 2 devices, expected one"):
-        make(KERNELS).backend.compile(USE, placement)
+@pytest.mark.parametrize("name", [KERNELS, "pinned_host", "io_callback"])
+def test_parts_beyond_the_offsets_range_are_refused(make, name):
+    use = SlotUse(PayloadShape((2**16, 2**15 + 1), jnp.dtype("float32")), 2**21)
+    backends: dict[str, Any] = {KERNELS: lambda: make(KERNELS).backend}
+    for each in (PinnedHostSend(), *host_callback_backends()):
+        backends[each.name] = lambda each=each: each
+    with pytest.raises(UserError, match=r"2147549184 elements .* at most 2147483648"):
+        backends[name]().compile(use, PLACEMENT)

@@ -19,8 +19,7 @@ PLACEMENT = SingleDeviceSharding(jax.devices()[0])
 SHAPE = (2, 37, 129)
 
 
-def lowered(program):
-    traced = program.traceable.trace(*program.operands)
+def lowered(traced):
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -51,7 +50,7 @@ def test_a_whole_payload_has_its_kernel(dtype):
     module = lowered(program)
     assert has_in_order(module, from_host_assembly(tile(use.slot_bytes, FROM_HOST)))
     assert module.count("mosaic_gpu_v2") == 1
-    payload, ticket = jax.eval_shape(program.traceable, *program.operands)
+    payload, ticket = program.out_info
     assert (payload.shape, payload.dtype, ticket.shape) == (SHAPE, jnp.dtype(dtype), (1,))
 
 

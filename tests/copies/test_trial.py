@@ -5,16 +5,16 @@ from typing import Any
 import jax
 import pytest
 from jax.sharding import SingleDeviceSharding
-from oracles.fake_gpu import FakeKernels, FakeLibrary, on_a_stream, view_here
+from oracles.fake_gpu import FakeKernels, FakeLibrary, view_here
 
-from jaxmorph.copies.copy_engine import CopyEngineSend, StreamCallbackSend
+from jaxmorph.copies.copy_engine import CopyEngineSend
 from jaxmorph.copies.cuda_driver import CudaDriver, RegisteredMemory
 from jaxmorph.copies.host_memory import PinnedHostSend
 from jaxmorph.copies.kernels import KernelSend
 from jaxmorph.copies.trial import try_send
 
 PLACEMENT = SingleDeviceSharding(jax.devices()[0])
-ENGINE, KERNELS, CALLBACK = BACKENDS = "copy_engine", "pallas", "buffer_callback"
+ENGINE, KERNELS = BACKENDS = "copy_engine", "pallas"
 
 
 def trial_of(name, library, fake=None):
@@ -24,14 +24,12 @@ def trial_of(name, library, fake=None):
     make: dict[str, Any] = {
         ENGINE: lambda: CopyEngineSend(driver, memory, pinned, view_here),
         KERNELS: lambda: KernelSend(memory, pinned, kernel, lambda _: None),
-        CALLBACK: lambda: StreamCallbackSend(driver, memory, pinned, on_a_stream),
     }
     backend = make[name]()
     try:
         try_send(backend, PLACEMENT, memory)
     finally:
-        if name != CALLBACK:
-            backend.close()
+        backend.close()
         pinned.close()
     assert library.registered == {}
 

@@ -1,10 +1,10 @@
 """Fakes of a GPU: driver, kernels, later programs, slots, and a queue whose items fail."""
 
 import ctypes
+import math
 import threading
 import time
 from contextlib import ExitStack
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,13 +18,7 @@ from jaxmorph.copies.cuda_driver import CudaDriver, RegisteredMemory
 from jaxmorph.copies.dlpack_memory import CPU, view_on_device
 from jaxmorph.copies.host_memory import HostReceive, PinnedHostSend
 from jaxmorph.copies.registered_receive import RegisteredReceive
-from jaxmorph.pallas_kernels.control import (
-    ARRIVAL_WORDS,
-    CONTROL_WORDS,
-    SlotControl,
-    check_words,
-    checked_bytes,
-)
+from jaxmorph.pallas_kernels.control import SlotControl
 
 WORD = jax.ShapeDtypeStruct((1,), jnp.uint32)
 AWAY = 1 << 44  # from an address here to the device's address of the same memory
@@ -152,8 +146,7 @@ class FakeLibrary:
 class FakeKernels:
     """Callbacks in place of the copy kernels, on the device of a `FakeLibrary`.
 
-    They check their operands as the kernels do, take slots by the device's addresses, and copy into
-    slots on the library's streams.
+    They take slots by the device's addresses, and copy into slots on the library's streams.
 
     Attributes:
         controls: The control of every launch.
@@ -166,10 +159,8 @@ class FakeKernels:
         self.controls, self.arrivals = [], []
         self.error = None
 
-    def copy_to_host(self, payload, control, arrivals, *, slot_bytes):
-        check_words("copy_to_host", "control", control, CONTROL_WORDS)
-        check_words("copy_to_host", "arrivals", arrivals, ARRIVAL_WORDS)
-        num_bytes = checked_bytes("copy_to_host", payload.shape, payload.dtype, slot_bytes)
+    def copy_to_host(self, payload, control, arrivals):
+        num_bytes = payload.size * payload.dtype.itemsize
 
         def called(_, ticket, payload, control, arrivals):
             counter = np.asarray(arrivals)
@@ -190,9 +181,8 @@ class FakeKernels:
         if slot.signal_address:
             ctypes.c_uint32.from_address(slot.signal_address).value = slot.number
 
-    def copy_from_host(self, control, *, shape, dtype, slot_bytes):
-        check_words("copy_from_host", "control", control, CONTROL_WORDS)
-        num_bytes = checked_bytes("copy_from_host", shape, dtype, slot_bytes)
+    def copy_from_host(self, control, *, shape, dtype):
+        num_bytes = math.prod(shape) * jnp.dtype(dtype).itemsize
 
         def called(_, out, control):
             into, ticket = map(np.asarray, out)
@@ -236,12 +226,12 @@ class LaterDevice:
         self._compiling = compiling
         self._launches = []
 
-    def compile(self, program):
-        compiled = self._compiling(program)
+    def compiled(self, traced):
+        program = self._compiling(traced)
 
         def launch(*operands):
-            self._launches.append(_Launch(lambda: compiled(*operands)))
-            return self._launches[-1].results(jax.eval_shape(program.traceable, *program.operands))
+            self._launches.append(_Launch(lambda: program(*operands)))
+            return self._launches[-1].results(traced.out_info)
 
         return launch
 
@@ -313,24 +303,10 @@ class _Slot:
 Slot: Any = _Slot  # where an `OutgoingSlot` is expected
 
 
-STREAM = 77
-
-
 def view_here(value, stream):
     """On a CPU: an array's own address, once it has been computed."""
     assert stream
     return view_on_device(jax.block_until_ready(value), None)
-
-
-def on_a_stream(called):
-    """Calls back as on a GPU, where an execution has a stream."""
-
-    def call(context, ticket, payload):
-        called(SimpleNamespace(stream=STREAM), ticket, payload)
-        np.asarray(ticket)[...] = 0
-
-    ticket = jax.ShapeDtypeStruct((1,), jnp.uint32)
-    return buffer_callback(call, ticket, has_side_effect=True)
 
 
 def placed_here(value, placement):

@@ -45,22 +45,6 @@ KIB = 1024
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"ctas": 0}, "got 0 CTAs, expected 1 to 1024"),
-        ({"ctas": 1025}, "got 1025 CTAs, expected 1 to 1024"),
-        ({"ctas": 1, "threads": 96}, "got 96 threads, expected a multiple of 128 up to 1024"),
-        ({"ctas": 1, "threads": 1152}, "got 1152 threads, expected a multiple of 128 up to 1024"),
-        ({"ctas": 1, "loads": 0}, "got 0 loads in each of 128 threads, expected 1 to 32"),
-        ({"ctas": 1, "threads": 1024, "loads": 5}, "got 5 loads in each of 1024 .* 1 to 4"),
-    ],
-)
-def test_a_tuning_out_of_bounds_is_refused(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        CopyTuning(**wrong)
-
-
-@pytest.mark.parametrize(
     ("num_bytes", "tiles", "vectors", "tail", "ctas"),
     [
         (1, 0, 0, 1, 1),

@@ -76,7 +76,7 @@ def test_without_mosaic_the_error_names_what_is_missing():
         "from jaxmorph.pallas_kernels.kernels import copy_to_host\n"
         "sys.modules['jax.experimental.pallas.mosaic_gpu'] = None\n"
         "try:\n"
-        "    copy_to_host(jnp.zeros(4), jnp.zeros(5, jnp.uint32), new_arrivals(), slot_bytes=16)\n"
+        "    copy_to_host(jnp.zeros(4), jnp.zeros(5, jnp.uint32), new_arrivals())\n"
         "except ImportError as error:\n"
         "    print(error)\n"
     )
