@@ -138,7 +138,7 @@ class EventKind(StrEnum):
     LANE_UP = "lane_up"
     """a connection of the [data plane](../explanation/transport.md) is open"""
     LANE_DOWN = "lane_down"
-    """a connection of the data plane is lost"""
+    """a connection of the data plane is lost, or can't be opened for seconds, and why"""
     LANE_CLOSED = "lane_closed"
     """a connection of the data plane is lost, as its receiver reports it"""
     SIDECAR_RESTARTED = "sidecar_restarted"
