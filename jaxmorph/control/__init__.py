@@ -8,5 +8,5 @@ From a measurement to a morph, in order: `measurements` (the time of each messag
 morph). `compute_watch` watches ops. `controller` joins all: `advance(state, observation)`, with the
 values of `controller_state`. State is frozen: a function that takes a step returns the next state.
 
-The command line's problems: `answer`.
+The command line's problems: `answer`, which alone reads a clock: how long planning takes.
 """
