@@ -153,6 +153,7 @@ class DirectRoute:
         links: What is emulated on the links; both ends hold their queues for as long as that takes.
         timeout_s: How long either end waits for an emulated cut to heal.
         kept: What was sent and may be lost; None: nothing is kept.
+        runs_ahead: Whether the host may dispatch ops that read a message before it has come.
         received: How many messages of each channel were received, in all epochs together.
         abandoned: Transfers of this epoch and of earlier ones are refused.
     """
@@ -164,6 +165,7 @@ class DirectRoute:
     links: EmulatedLinks = field(default_factory=EmulatedLinks)
     timeout_s: float = 60.0
     kept: KeptOutputs | None = None
+    runs_ahead: bool = True
     received: Counter[Channel] = field(default_factory=Counter, init=False)
     abandoned: int = field(default=-1, init=False)
 
@@ -256,7 +258,7 @@ class DirectRoute:
             with _naming_path(identity, identity.transfer.source):
                 return _check(peer, identity)
 
-        if self.answered or self.kept is not None:
+        if self.answered or self.kept is not None or not self.runs_ahead:
             return Moved(value, check())
         return Moved(value, check=check)
 

@@ -156,10 +156,14 @@ class StageTrainer:
             if settings.direct is None or channel.link in settings.direct
         }
         # A failed collective of CPUs raises an error; one that XLA aborts on GPUs may just end.
-        sealed = settings.fails_over and mesh.devices.flat[0].platform != "cpu"
+        is_on_cpu = mesh.devices.flat[0].platform == "cpu"
+        sealed = settings.fails_over and not is_on_cpu
         communicators = LinkCommunicators(mesh, payloads, answered=answered, sealed=sealed)
         programs = communicators.first_programs()
-        direct = DirectRoute(programs, answered, self._links, timeout_s)
+        # CPU devices of a process share its threads: a transfer that waits for its peer would keep
+        # them from ops of another device for which the peer waits.
+        runs_ahead = not is_on_cpu or settings.num_devices == 1
+        direct = DirectRoute(programs, answered, self._links, timeout_s, runs_ahead=runs_ahead)
         if self._plane is None:
             return direct
         copies = open_copies(placement, self._plane.report_memory, settings.copies)
