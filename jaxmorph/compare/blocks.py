@@ -24,13 +24,13 @@ FOLDER = "blocks"
 
 @dataclass(frozen=True)
 class RoundPlanned:
-    """The plan for a round before the first one.
+    """A plan for one condition; each condition's is sent before the first round.
 
-    Another follows at the end of a round with a trace, or of a system that detects.
+    Rounds with a trace, and those of a system that detects, send another when they end.
 
     Attributes:
         condition: The condition's number.
-        plan: The later one with a prediction for the mean delays of the round.
+        plan: When a round ends, with a prediction for its mean delays.
     """
 
     condition: int

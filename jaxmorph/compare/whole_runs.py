@@ -171,16 +171,16 @@ def read_whole(
     events = read_records(directory / EVENTS, Event)
     kinds = Counter(event.kind for event in events if event.kind in _COUNTED)
     bubbles = [step.bubble_rate for step in steps if step.bubble_rate is not None]
+    losses = [step.loss for step in steps]
     costs = _costs(directory / RECOVERY)
     return Run(
         system=system,
         condition=condition,
         step_ms=StepTimes.of([1e3 * step.step_s for step in steps]) if steps else None,
         bubble_rate=median(bubbles) if bubbles else None,
-        loss=steps[-1].loss if steps and math.isfinite(steps[-1].loss) else None,
-        failed=f"{len(steps)} steps done: {failure}"
-        if failure
-        else divergence([step.loss for step in steps]),
+        loss=losses[-1] if losses and math.isfinite(losses[-1]) else None,
+        # A step that isn't finite is skipped, and the run goes on.
+        failed=f"{len(steps)} steps done: {failure}" if failure else divergence(losses[-1:]),
         events=dict(kinds),
         total_s=elapsed_s,
         goodput=costs.goodput,

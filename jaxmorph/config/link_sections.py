@@ -317,7 +317,8 @@ class Transport(Section):
     ] = "auto"
     """This host's addresses, one per network card, or subnets such as 10.1.0.0/16, which stand for
     the host's own address in each, so that one file fits all hosts. `auto` is 127.0.0.1 if all
-    ranks share one loopback, else the addresses of the cards that are up."""
+    ranks share one loopback, else the addresses of the cards that are up, without link-local ones
+    where there are others."""
 
     lanes: Annotated[
         Literal["auto"] | Annotated[int, Field(ge=1, le=_MAX_LANES)],

@@ -254,7 +254,8 @@ def _drop_probes(state: ControllerState, phase: Probing) -> ControllerState:
 def _request_if_due(state: ControllerState) -> Advance:
     """Request candidates if they are due and no decision is under way.
 
-    Until a step of the plan in force has been measured, verdicts have the times of other routes.
+    Until a step of the plan in force has been measured, verdicts have the times of other routes;
+    then even a path that has failed waits, whose messages are delegated already.
     """
     if state.judged_routes not in (None, state.plan.routes):
         return Advance(state)

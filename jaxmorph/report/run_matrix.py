@@ -124,8 +124,8 @@ class Run:
         bubble_rate: The median idle share of the stages.
         blocking_stall_rate: For each stage, the median share of the step in which a transfer held
             the queue that its next, ready op needed.
-        dependency_bubble_rate: For each stage, the median share in which it waited for data, or for
-            the first op of any stage, with warm-up, cool-down and what follows the last op.
+        dependency_bubble_rate: For each stage, the median of `StepShares.waits`: waits for data,
+            warm-up, cool-down, and the time before any stage's first op and after the last.
         other_idle_rate: For each stage, the median share of other idle time: dispatch, copies.
         loss: Of the last measured step of the first block; each block begins from the same
             parameters.

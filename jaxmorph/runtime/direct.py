@@ -1,8 +1,8 @@
 """The direct route: a transfer is a program on both accelerators' queues, a rendezvous.
 
 When a transfer fails, only the receiver knows what it received: `received` counts messages per
-channel. A sender keeps its outputs until those counts cover them, and can resend the rest in the
-next epoch, on this route or another.
+channel. A sender keeps its outputs until those counts cover them, and can resend the rest over the
+hosts.
 """
 
 import re
@@ -119,7 +119,7 @@ class KeptOutputs:
         """What to resend, in order; nothing of the channel is kept any more.
 
         Args:
-            received: The receiver's count, from the run's first message.
+            received: The receiver's count of direct messages.
 
         Raises:
             ValueError: If the count is lower than it was before, or higher than what was sent.
@@ -250,8 +250,9 @@ class DirectRoute:
     def _arrived(self, identity: TransferIdentity, peer: jax.Array, value: jax.Array) -> Moved:
         """What a transfer brings.
 
-        Where no time is asked for and no other route would help, the host doesn't wait for it: it
-        dispatches ops that read the message before it has come. The queue's watcher then checks it.
+        Where no time is asked for, no other route would help, and the host `runs_ahead`, it doesn't
+        wait: it dispatches ops that read the message before it has come. The queue's watcher then
+        checks it.
         """
 
         def check() -> float:

@@ -120,8 +120,8 @@ def _agree_on_address(rendezvous: Rendezvous, own: Address) -> list[Address]:
 class PathPings:
     """Pings the other ends of a rank's links where asked to, and answers their pings.
 
-    A ping goes from host to host, between the addresses of their own names, which Gloo uses on CPUs
-    too. Only a probe shows whether the link carries collectives again.
+    A ping goes from host to host, between the addresses of their own names if others reach those;
+    Gloo uses them on CPUs too. Only a probe shows whether the link carries collectives again.
 
     Any thread: all methods. Threads of its own: one that answers, and one for each watched end,
     which alone changes its `_Watch`. Lock: which ends are watched.

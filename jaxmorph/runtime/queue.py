@@ -154,7 +154,7 @@ class DeviceQueue(ABC):
             raise self._error[1]
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """The error of an item that had failed before an error was raised; else that error.
+        """The queue's own error, if an earlier item has failed; else this one.
 
         An op that reads a message which has not come fails as it is dispatched, and doesn't say why
         the message has not come.
@@ -206,6 +206,8 @@ class DeviceQueue(ABC):
 
     def _await(self, is_over: threading.Event, timeout_s: float) -> None:
         progress.stamp("waits for its queue")
+        label, _ = self._at or (None, 0.0)  # what was dispatched last may be far behind it
+        progress.stamp_queue(label)
         silence = Silence(progress.stamps, time.monotonic())
         while not is_over.wait(_LOOK_S):
             silence = silence.after(progress.stamps, time.monotonic())

@@ -468,7 +468,15 @@ def _connect(
     if where["version"] != VERSION:
         raise other_version(0, where["version"])
     until_s = time.monotonic() + deadline_s
-    return {0: call(own, 0, (where["host"], where["port"]), until_s, members)}
+    try:
+        return {0: call(own, 0, (where["host"], where["port"]), until_s, members)}
+    except RendezvousError as error:
+        if not isinstance(error.__cause__, RefusedError):
+            raise
+        raise UserError(
+            f"rank {members[own.rank]}: {error.__cause__}; expected one file for all ranks: "
+            f"{SECRET_FILE} in the run directory, or what {VARIABLE} names"
+        ) from error
 
 
 def call(
@@ -477,22 +485,19 @@ def call(
     """Connect to a rank that listens; for the other arguments see `accept_ranks`.
 
     Raises:
-        RendezvousError: If it can't be reached in time.
-        UserError: If its secret is another one.
+        RendezvousError: If it can't be reached in time, or proves to be another one.
     """
     left_s = max(until_s - time.monotonic(), 0.001)
-    try:
-        connection = Connection(socket.create_connection(address, left_s), left_s)
-        introduce(connection, own, peer)
-    except RefusedError as error:
-        raise UserError(
-            f"rank {members[own.rank]}: {error}; expected one file for all ranks: {SECRET_FILE} in "
-            f"the run directory, or what {VARIABLE} names"
-        ) from error
-    except (OSError, ConnectionLostError) as error:
-        raise RendezvousError(
-            f"rank {members[own.rank]} can't reach rank {members[peer]} at "
-            f"{address[0]}:{address[1]} ({own.purpose}): {error}",
-            rank=members[peer],
-        ) from error
+    with contextlib.ExitStack() as opened:
+        try:
+            peers_socket = opened.enter_context(socket.create_connection(address, left_s))
+            connection = Connection(peers_socket, left_s)
+            introduce(connection, own, peer)
+        except (OSError, ConnectionLostError) as error:
+            raise RendezvousError(
+                f"rank {members[own.rank]} can't come to {own.purpose}: rank {members[peer]} at "
+                f"{address[0]}:{address[1]}: {error}",
+                rank=members[peer],
+            ) from error
+        opened.pop_all()
     return connection

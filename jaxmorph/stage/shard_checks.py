@@ -5,7 +5,9 @@ on one example, whole and split, all on one device: `jax.vmap` takes the place o
 results and all gradients must agree.
 """
 
+import logging
 import math
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -35,6 +37,7 @@ from jaxmorph.stage.sharding import (
 )
 from jaxmorph.stage.stage_functions import total_bytes
 
+_log = logging.getLogger(__name__)
 _MOST_BYTES = 1 << 30  # of parameters: larger parts are not tried
 
 
@@ -57,8 +60,12 @@ def check_shards(model: PipelineModel, num_devices: int, shapes: MicrobatchShape
         with in_users_code(f"{call.name} with split parameters", call.function):
             try:
                 found, tolerance = _tried(compared)
-            except (jax.errors.JaxRuntimeError, NotImplementedError):
-                continue  # such as no memory for whole sequences on one device, or no rule of vmap
+            except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+                # Whole sequences may not fit on one device, and vmap may have no rule for an op.
+                if not _CANNOT_CHECK.search(str(error)):
+                    raise
+                _log.warning("%s with split parameters is not checked: %s", call.name, error)
+                continue
         # What a jitted function returns comes in the order of names.
         for what, each in sorted(found.items(), key=_plainest_first):
             total = max(size for _, size in each)
@@ -78,6 +85,7 @@ def _plainest_first(found: tuple[str, Any]) -> tuple[bool, bool]:
     return found[0].endswith(_WITH_KEY), "gradient" in found[0]
 
 
+_CANNOT_CHECK = re.compile("RESOURCE_EXHAUSTED|rule for '.*' not implemented")
 _FLOOR = 0.01
 _WITH_KEY = " with a key"
 _OF_KEYS = (

@@ -31,7 +31,8 @@ class TrainedOn:
     """What a checkpoint records about the data.
 
     Attributes:
-        vocab_size: 0 for a script's run (`Manifest.is_of_script`), and for own data without one.
+        vocab_size: 0: a script's run, or data of one's own that name no vocabulary
+            (`Manifest.is_of_script` tells them apart).
     """
 
     vocab_size: int = 0
@@ -108,10 +109,10 @@ class RunCheckpoints:
         if self._manifest is None:
             return False
         then, now = self._manifest.config, self._config
+        # What the tensor axis splits is not divided among replicas.
         return (
             then.num_optimizer_shares == shares.own.count
-            and then.parallelism.tensor
-            == now.parallelism.tensor  # what tensors split isn't divided
+            and then.parallelism.tensor == now.parallelism.tensor
             and set(own_layers) <= set(self._manifest.layers)
         )
 

@@ -119,9 +119,11 @@ def require_same_data(config: Config, rendezvous: Rendezvous, data: DataDigest) 
             f"{other} than on rank 0, expected the same on every rank (compared by an attribute "
             "`digest` of what build_data returns, or else by the module's source)"
         )
+    got, expected = found[other].num_tokens, found[0].num_tokens
+    counts = "" if got == expected else f" ({got:,}, rank 0 has {expected:,})"
     raise UserError(
-        f"data.path: got other data on rank {other} ({found[other].num_tokens:,} tokens, rank 0 "
-        f"has {found[0].num_tokens:,}), expected the same on every rank"
+        f"data: got other tokens on rank {other} than on rank 0{counts}, expected the same on "
+        "every rank (data.path, data.tokenizer)"
     )
 
 

@@ -89,7 +89,8 @@ def meet(joining: Joining, least_threads: int = 1) -> Rendezvous:
 def _require_devices(joining: Joining, joined: Joining, *, has_links: bool) -> None:
     """Require that this process has joined with the devices that it needs now."""
     needed, earlier = joining.num_devices, "expected what this process has joined with"
-    if needed > joined.num_devices and needed > (has := len(own_devices())):
+    has = joined.num_devices if joined.fails_over else len(own_devices())  # without spare ones
+    if needed > max(joined.num_devices, has):
         raise UserError(
             f"parallelism.tensor: got {needed}, {earlier}, {has}: jaxmorph.join(tensor={needed}), "
             "or a trainer that is made first, gives it more devices"

@@ -8,7 +8,7 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 from ipaddress import IPv4Network, ip_address
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 
 from jaxmorph.errors import UserError
@@ -74,8 +74,8 @@ def card_addresses(
     """The IPv4 addresses of this host's network cards.
 
     Leaves out cards that are down or without an address, bridges and loopbacks; and, if some cards
-    are hardware, those that aren't (containers' own, tunnels). Link-local addresses count as none:
-    a server's management controller has the same one on every host.
+    are hardware, those that aren't (containers' own, tunnels). Link-local addresses count only
+    where there are no others: a server's management controller has the same one on every host.
 
     Returns:
         One for each card, in the order of their names; empty if the system doesn't describe its
@@ -83,14 +83,13 @@ def card_addresses(
     """
     ask = address_of or interface_address
     cards = [card for card in _interfaces(network_class) if _is_usable(card)]
-    hardware = [card for card in cards if (card / "device").exists()]
-    for chosen in (hardware, cards):
-        found = [ask(card.name) for card in chosen]
-        addresses = tuple(
-            dict.fromkeys(each for each in found if each and not ip_address(each).is_link_local)
-        )
+    found = {card: address for card in cards if (address := ask(card.name)) is not None}
+    hardware = [card for card in found if (card / "device").exists()]
+    for is_link_local, chosen in product((False, True), (hardware, found)):
+        own = (found[card] for card in chosen)
+        addresses = dict.fromkeys(e for e in own if ip_address(e).is_link_local == is_link_local)
         if addresses:
-            return addresses
+            return tuple(addresses)
     return ()
 
 

@@ -118,7 +118,7 @@ class _End:
 
     def gone(self, reason: str) -> None:
         """Fail, because the peer is gone."""
-        message = f"the other end of {self.name} is gone ({reason})"
+        message = f"rank {self.peer} is gone ({reason}): {self.name} has ended"
         self.fail(PeerGoneError(message, self.peer))
 
     def replace_slots(self, slots: Slots) -> None:

@@ -103,7 +103,8 @@ class SendingLink(LinkHalf):
         self.was_up = False
         self._identity = identity
         self._peer_addresses, self._own_addresses = peer_addresses, own_addresses
-        self._fixed = lanes or (len(own_addresses) if backend == NIXL else None)
+        least = len(own_addresses) if backend == NIXL else max(2, len(own_addresses))
+        self._num_lanes = lanes or least
         self._diallers: dict[int, Dialler] = {}
         self._has_received = False
         self._poll_pause_s, self._polls_s = _FIRST_POLL_S, 0.0
@@ -344,9 +345,8 @@ class SendingLink(LinkHalf):
         """Dial the missing lanes; returns when to call it next."""
         if not self._peer_addresses:
             return _NEVER
-        wanted = self._fixed or (max(2, len(self._own_addresses)) if self.channels else 1)
         next_s = _NEVER
-        for number in range(wanted):
+        for number in range(self._num_lanes):
             if number not in self._lanes:
                 dialler = self._diallers.get(number) or self._dialler(number)
                 dialler.turn(now_s)

@@ -342,7 +342,7 @@ def test_a_message_that_does_not_come_is_named(pair):
 
 def test_a_peer_that_is_gone_ends_the_wait(pair):
     pair.planes[0].close()
-    with pytest.raises(PeerGoneError, match="it has closed its data plane"):
+    with pytest.raises(PeerGoneError, match="rank 0"):
         pair.take(activation(0))
 
 
@@ -382,6 +382,6 @@ def test_has_room_does_not_wait(pair):
 def test_has_room_raises_if_the_receiver_is_gone(pair):
     held = [pair.reserve(microbatch) for microbatch in range(2)]
     pair.planes[1].close()
-    with pytest.raises(PeerGoneError, match=r"other end of channel .* is gone"):
+    with pytest.raises(PeerGoneError, match="rank 1 is gone"):
         until(lambda: pair.sender.has_free_slot(activation(2)))
     del held

@@ -13,6 +13,7 @@ from jaxmorph.program.instructions import (
     Payload,
     RankInstructions,
     Receive,
+    Run,
     Send,
     Transfer,
     channel_of,
@@ -27,6 +28,7 @@ from jaxmorph.runtime.routes import (
     TransferIdentity,
     TransferMismatchError,
 )
+from jaxmorph.schedule.ops import Op, OpKind
 
 TRANSFER = Transfer(Payload.GRADIENT, 1, 0, 0)
 INPUTS = StepInputs(None, None, 1.0)
@@ -105,7 +107,7 @@ class Identity:
 
 
 class Direct(LinkProgram):
-    """A program that is dispatched at once, and moves a message of the wrong microbatch."""
+    """A program that is dispatched at once, whose peer is at `comes`."""
 
     def __init__(self, comes):
         self.peer: Any = Identity(comes, threading.Event())
@@ -134,6 +136,32 @@ def test_a_wrong_message_fails_the_step_after_its_ops_are_dispatched():
         execute(queue, route)
     assert route.abandoned == 0
     queue.close()
+
+
+def test_a_message_that_has_not_come_is_the_cause_of_its_ops_errors():
+    """Ops of failed inputs fail as they are dispatched."""
+    queue = AsynchronousQueue()
+    program = Direct(TransferIdentity(0, 0, TRANSFER._replace(microbatch=1)))
+    route = DirectRoute({channel_of(TRANSFER): program}, answered=False)
+    program.peer.has_come.set()
+
+    def fail(label, work, duration_s=None):
+        raise jax.errors.JaxRuntimeError("INTERNAL: an input of this op has failed")
+
+    queue.enqueue = fail
+    freed = Receive(TRANSFER, "delegated"), Run(Op(OpKind.F, 0))
+    with pytest.raises(TransferMismatchError, match=r"expected gradient"):
+        execute(queue, route, freed)
+    queue.close()
+
+
+def test_a_host_that_does_not_run_ahead_checks_at_once():
+    expected = TransferIdentity(0, 0, TRANSFER)
+    program = Direct(expected._replace(step=1))
+    route = DirectRoute({channel_of(TRANSFER): program}, answered=False, runs_ahead=False)
+    program.peer.has_come.set()
+    with pytest.raises(TransferMismatchError):
+        route.take(expected, 0.0, 1.0)
 
 
 def test_a_delegated_send_may_take_compute(queue):

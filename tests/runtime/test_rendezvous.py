@@ -276,8 +276,8 @@ def test_a_rank_that_cannot_reach_rank_0_names_its_address():
     store.key_value_set("jaxmorph/rendezvous", json.dumps(where))
     _, error = in_threads(2, lambda rendezvous: None, store, absent=[0])
     assert isinstance(error, RendezvousError)
-    reached = f"rank 1 can't reach rank 0 at {LOOPBACK}:{port} (the rendezvous): "
-    assert str(error).startswith(reached)
+    expected = f"rank 1 can't come to the rendezvous: rank 0 at {LOOPBACK}:{port}: "
+    assert str(error).startswith(expected)
 
 
 def test_the_last_note_of_a_rank_is_in_the_error():

@@ -226,6 +226,16 @@ def test_what_vmap_does_not_know_is_not_checked():
     check_shards(wrong_model(layer=layer_of_it), 2, SHAPES)
 
 
+def test_what_the_users_code_lacks_is_refused():
+    def lacking(params, x):
+        if tensor_axis.num_shards() > 1:
+            raise NotImplementedError("not for several devices yet")
+        return x
+
+    with pytest.raises(UserError, match="not for several devices yet"):
+        check_shards(wrong_model(layer=lacking), 2, SHAPES)
+
+
 WHOLE = PartitionSpec()
 ALIKE = dict.fromkeys(("embed", "layer", "head"), WHOLE)
 

@@ -15,7 +15,7 @@ from jaxmorph.runtime.rendezvous import Rendezvous, SoleRank
 from jaxmorph.training.run_parts import load_parts, require_same_data
 from jaxmorph.training.train import train
 
-PATH = "data.path: got other data on rank 1 "
+PATH = "data: got other tokens on rank 1 than on rank 0"
 
 
 class WithAnother(SoleRank):
@@ -45,7 +45,7 @@ def config_of(path: Any):
 
 def test_training_needs_the_same_text_on_all_ranks(tmp_path):
     sent: list[RunMessage] = []
-    with pytest.raises(UserError, match=rf"^{PATH}\(9 tokens, rank 0 has 2,300\), expected the s"):
+    with pytest.raises(UserError, match=rf"^{PATH} \(9, rank 0 has 2,300\), expected the s"):
         train(config_of(tmp_path / "a.txt"), with_another(9, "ab"), sent.append, tmp_path)
     assert not sent
 
@@ -65,6 +65,12 @@ def test_own_data_are_compared_by_their_digest():
     require_same_data(config, with_another(0, "ab"), DataDigest(0, "ab"))
     with pytest.raises(UserError, match=r"^data.factory: own: got other data, or another module"):
         require_same_data(config, with_another(0, "ab"), DataDigest(0, "cd"))
+
+
+def test_texts_of_one_length_may_differ(tmp_path):
+    config = config_of(tmp_path / "a.txt")
+    with pytest.raises(UserError, match=f"^{PATH}, expected"):
+        require_same_data(config, with_another(9, "ab"), DataDigest(9, "cd"))
 
 
 def test_ranks_with_the_same_text_go_on(tmp_path):

@@ -60,6 +60,13 @@ def test_link_local_addresses_are_left_out(tmp_path):
     assert card_addresses(machine(tmp_path, **cards), addresses.get) == ("10.0.0.1",)
 
 
+def test_link_local_addresses_count_if_there_are_no_others(tmp_path):
+    place = machine(tmp_path, eth0=(UP, "device"), veth0=(UP,))
+    assert card_addresses(place, {"eth0": "169.254.3.1"}.get) == ("169.254.3.1",)
+    bonded = {"eth0": "169.254.3.1", "veth0": "10.0.0.1"}
+    assert card_addresses(place, bonded.get) == ("10.0.0.1",)
+
+
 @pytest.mark.parametrize(
     ("configured", "one_loopback", "found", "chosen"),
     [

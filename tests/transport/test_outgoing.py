@@ -1,17 +1,27 @@
 import math
+import re
+from pathlib import Path
 
 import pytest
 
 from jaxmorph.transport.link_emulator import LinkEmulator
 from jaxmorph.transport.names import ChannelName, ProtocolError
 from jaxmorph.transport.outgoing import Outgoing
+from jaxmorph.transport.outgoing_queue import SendState
 from jaxmorph.transport.wire import Acknowledge, Pong
 
+ROOT = Path(__file__).parents[2]
 NAME = ChannelName(1, 0, 1)
 OTHER = ChannelName(1, 0, 1, 1)
 TAG = (1, 7, 3, 4, 5, 6, 7, 8)
 SIZE = 32 * 1024
 FIRST = 2**32 - 2
+
+
+def test_the_page_draws_the_states():
+    page = (ROOT / "docs/explanation/transport.md").read_text()
+    drawn = set(re.findall(r"^    (\w+) --> (\w+): ", page, re.MULTILINE))
+    assert {state for arrow in drawn for state in arrow} == {each.value for each in SendState}
 
 
 class Wire:
