@@ -488,16 +488,13 @@ def call(
         RendezvousError: If it can't be reached in time, or proves to be another one.
     """
     left_s = max(until_s - time.monotonic(), 0.001)
-    with contextlib.ExitStack() as opened:
-        try:
-            peers_socket = opened.enter_context(socket.create_connection(address, left_s))
-            connection = Connection(peers_socket, left_s)
-            introduce(connection, own, peer)
-        except (OSError, ConnectionLostError) as error:
-            raise RendezvousError(
-                f"rank {members[own.rank]} can't come to {own.purpose}: rank {members[peer]} at "
-                f"{address[0]}:{address[1]}: {error}",
-                rank=members[peer],
-            ) from error
-        opened.pop_all()
+    try:
+        connection = Connection(socket.create_connection(address, left_s), left_s)
+        introduce(connection, own, peer)
+    except (OSError, ConnectionLostError) as error:
+        raise RendezvousError(
+            f"rank {members[own.rank]} can't come to {own.purpose}: rank {members[peer]} at "
+            f"{address[0]}:{address[1]}: {error}",
+            rank=members[peer],
+        ) from error
     return connection
