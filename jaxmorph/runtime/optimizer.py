@@ -27,7 +27,7 @@ _MIXES_IN_SHAPE = frozenset(
 )
 # `walk` visits the equations inside these one by one.
 _HOLDS_A_BODY = frozenset(
-    {"cond", "while", "scan", "jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"}
+    {"cond", "while", "scan", "jit", "closed_call", "custom_jvp_call", "custom_vjp_call"}
 )
 
 

@@ -89,12 +89,13 @@ def meet(joining: Joining, least_threads: int = 1) -> Rendezvous:
 def _require_devices(joining: Joining, joined: Joining, *, has_links: bool) -> None:
     """Require that this process has joined with the devices that it needs now."""
     needed, earlier = joining.num_devices, "expected what this process has joined with"
-    has = joined.num_devices if joined.fails_over else len(own_devices())  # without spare ones
-    if needed > max(joined.num_devices, has):
-        raise UserError(
-            f"parallelism.tensor: got {needed}, {earlier}, {has}: jaxmorph.join(tensor={needed}), "
-            "or a trainer that is made first, gives it more devices"
-        )
+    if needed > joined.num_devices:
+        has = joined.num_devices if joined.fails_over else len(own_devices())  # without spare ones
+        if needed > has:
+            raise UserError(
+                f"parallelism.tensor: got {needed}, {earlier}, {has}: jaxmorph.join(tensor="
+                f"{needed}), or a trainer that is made first, gives it more devices"
+            )
     if has_links and joining.fails_over and not joined.fails_over:
         raise UserError(
             f"failover.enabled: got links that fail over, {earlier}, no spare devices: "

@@ -127,41 +127,31 @@ def test_the_host_runs_ahead_of_receives_that_nobody_times():
     queue.close()
 
 
-def test_a_wrong_message_fails_the_step_after_its_ops_are_dispatched():
-    queue = AsynchronousQueue()
+def route_of_a_wrong_message(**settings):
     program = Direct(TransferIdentity(0, 0, TRANSFER._replace(microbatch=1)))
-    route = DirectRoute({channel_of(TRANSFER): program}, answered=False)
     program.peer.has_come.set()
-    with pytest.raises(TransferMismatchError, match=r"expected gradient\[0\] 1>0 of step 0"):
-        execute(queue, route)
-    assert route.abandoned == 0
-    queue.close()
+    return DirectRoute({channel_of(TRANSFER): program}, answered=False, **settings)
 
 
-def test_a_message_that_has_not_come_is_the_cause_of_its_ops_errors():
-    """Ops of failed inputs fail as they are dispatched."""
-    queue = AsynchronousQueue()
-    program = Direct(TransferIdentity(0, 0, TRANSFER._replace(microbatch=1)))
-    route = DirectRoute({channel_of(TRANSFER): program}, answered=False)
-    program.peer.has_come.set()
+@pytest.mark.parametrize("ops_fail", [False, True])
+def test_a_wrong_message_is_the_cause_of_a_steps_failure(ops_fail):
+    """Ops that read it are dispatched before, or fail as they are."""
+    queue, route = AsynchronousQueue(), route_of_a_wrong_message()
 
     def fail(label, work, duration_s=None):
         raise jax.errors.JaxRuntimeError("INTERNAL: an input of this op has failed")
 
-    queue.enqueue = fail
-    freed = Receive(TRANSFER, "delegated"), Run(Op(OpKind.F, 0))
-    with pytest.raises(TransferMismatchError, match=r"expected gradient"):
-        execute(queue, route, freed)
+    queue.enqueue = fail if ops_fail else queue.enqueue
+    then = (Run(Op(OpKind.F, 0)),) if ops_fail else ()
+    with pytest.raises(TransferMismatchError, match=r"expected gradient\[0\] 1>0 of step 0"):
+        execute(queue, route, (*RECEIVE, *then))
+    assert route.abandoned == 0
     queue.close()
 
 
 def test_a_host_that_does_not_run_ahead_checks_at_once():
-    expected = TransferIdentity(0, 0, TRANSFER)
-    program = Direct(expected._replace(step=1))
-    route = DirectRoute({channel_of(TRANSFER): program}, answered=False, runs_ahead=False)
-    program.peer.has_come.set()
     with pytest.raises(TransferMismatchError):
-        route.take(expected, 0.0, 1.0)
+        route_of_a_wrong_message(runs_ahead=False).take(TransferIdentity(0, 0, TRANSFER), 0.0, 1.0)
 
 
 def test_a_delegated_send_may_take_compute(queue):
