@@ -87,7 +87,7 @@ def call_costs(
     sums = [stage.zero_accumulators()]
 
     def run_w() -> None:
-        sums[0], _ = stage.backward_weight(weights, weight_stash, sums[0])
+        sums[0], _ = stage.backward_weight(weights, (weight_stash,), sums[0])
 
     def run_bw() -> None:
         _, sums[0], _ = stage.backward(weights, stash, gradient, sums[0])

@@ -5,8 +5,9 @@
 Times one stage of GPT-2 layers: F, B, W and BW as compiled by `build_stage`, and a plain jitted
 `jax.value_and_grad` of the same layers. Every backward adds its gradients into donated float32
 accumulators. Then the split of every other model that comes with jaxmorph, and of those of
-docs/examples. Repeats of all programs are interleaved, and medians are compared with the bars;
-the exit code is 1 if one is missed.
+docs/examples. And one W for several microbatches (`schedule.weight_group`), of this stage and of
+one with small microbatches. Repeats of all programs are interleaved, and medians are compared with
+the bars; the exit code is 1 if one is missed.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from jaxmorph.stage.build import OP_KINDS
 from jaxmorph.stage.model import MicrobatchShapes
 
 ON_CPU = {"(B+W)/BW": 1.20, "(F+BW)/plain": 1.10, "B/BW": 0.70, "compile 32/4 layers": 1.50}
+GROUPS = (1, 2, 4)
 ON_GPU = {**ON_CPU, "(B+W)/BW": 1.10, "(F+BW)/plain": 1.05}
 
 
@@ -116,6 +118,18 @@ def other_figures(settings: argparse.Namespace, sizes: Sizes) -> dict[str, dict[
     return found
 
 
+def grouped_figures(settings: argparse.Namespace, sizes: Sizes) -> dict[int, dict[str, float]]:
+    """Returns the milliseconds of B, W and BW a microbatch, by the number that one W computes."""
+    found, model = {}, build_gpt2(sizes, settings.dtype)
+    for group in GROUPS:
+        programs = build_lone_stage(model, sizes, weight_group=group)
+        ops = StageOps(model, programs, sizes, weight_group=group)
+        times_s = median_times_s(ops, settings.repeats, names=("B", "W", "BW"))
+        ms = {kind: 1e3 * time_s for kind, time_s in times_s.items()}
+        found[group] = ms | {"W": ms["W"] / group}
+    return found
+
+
 def main() -> int:
     """Prints the table; returns 1 if a bar is missed."""
     parser = argparse.ArgumentParser(
@@ -140,7 +154,22 @@ def main() -> int:
         Bar(f"(B+W)/BW of {name}", (ms["B"] + ms["W"]) / ms["BW"], at_most=bars["(B+W)/BW"])
         for name, ms in others.items()
     ]
-    return finish(found, settings.json, values | measured | {"others_ms": others})
+    sizes = sizes_of(settings)
+    small = replace(sizes, width=2 * sizes.width, sequence_length=sizes.sequence_length // 2)
+    small = replace(small, num_heads=small.width // 64)
+    grouped = {str(each): grouped_figures(settings, each) for each in (sizes, small)}
+    found += [
+        Bar(f"(B+W)/BW, one W for {group}: {name}", (ms["B"] + ms["W"]) / ms["BW"], at_most=1.0)
+        for name, groups in grouped.items()
+        for group, ms in groups.items()
+        if group > 1
+    ]
+    ungrouped = {name: groups[1] for name, groups in grouped.items()}
+    for name, ms in ungrouped.items():
+        print(f"(B+W)/BW, one W for 1: {name}: {(ms['B'] + ms['W']) / ms['BW']:.3f}")
+    return finish(
+        found, settings.json, values | measured | {"others_ms": others, "grouped_ms": grouped}
+    )
 
 
 if __name__ == "__main__":

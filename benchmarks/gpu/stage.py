@@ -84,6 +84,7 @@ def build_lone_stage(
     kinds: Collection[str] = OP_KINDS,
     shapes: MicrobatchShapes | None = None,
     num_devices: int = 1,
+    weight_group: int = 1,
 ) -> StagePrograms:
     """The compiled programs of a stage of layers alone on this process's first devices.
 
@@ -98,6 +99,7 @@ def build_lone_stage(
         is_last=False,
         shapes=shapes or MicrobatchShapes.of_text(sizes.microbatch_size, sizes.sequence_length),
         kinds=kinds,
+        weight_group=weight_group,
     )
 
 
@@ -126,6 +128,7 @@ class StageOps:
 
     Args:
         shapes: The microbatch, of whose extras all are one; None: tokens of text.
+        weight_group: The microbatches of W, all alike.
     """
 
     def __init__(
@@ -135,6 +138,7 @@ class StageOps:
         sizes: Sizes,
         shapes: MicrobatchShapes | None = None,
         num_devices: int = 1,
+        weight_group: int = 1,
     ) -> None:
         shapes = shapes or MicrobatchShapes.of_text(sizes.microbatch_size, sizes.sequence_length)
         functions = programs.functions
@@ -154,7 +158,8 @@ class StageOps:
         self._sums = programs.zero_accumulators()
         _, self._stash, *_ = programs.forward(self._weights, self._x, *more)
         given = (self._weights, self._stash, self._x, *self._aux)
-        _, self._weight_stash, _ = programs.backward_input(*given)
+        each = [programs.backward_input(*given)[1] for _ in range(weight_group)]
+        self._weight_stashes = tuple(each)
         self._calls = {
             "F": lambda: programs.forward(self._weights, self._x, *more),
             "B": lambda: programs.backward_input(*given),
@@ -166,7 +171,7 @@ class StageOps:
 
     def _backward_weight(self) -> Any:
         self._sums, done = self._programs.backward_weight(
-            self._weights, self._weight_stash, self._sums
+            self._weights, self._weight_stashes, self._sums
         )
         return done
 
@@ -186,7 +191,7 @@ class StageOps:
         Args:
             name: One of `OP_NAMES`, or "prepare", which makes a step's weights.
         """
-        jax.block_until_ready((self._sums, self._weight_stash))
+        jax.block_until_ready((self._sums, self._weight_stashes))
         began_s = time.perf_counter()
         jax.block_until_ready([self._calls[name]() for _ in range(calls)])
         return (time.perf_counter() - began_s) / calls

@@ -60,6 +60,7 @@ def run_fields(
         "chunks": num_chunks,
         "max_live": own.max_live_per_stage(stages),
         "live_until": own.live_until,
+        "weight_group": own.weight_group,
         "forward_ms": list(costs.forward_ms),
         "backward_input_ms": list(costs.backward_input_ms),
         "backward_weight_ms": list(costs.backward_weight_ms),

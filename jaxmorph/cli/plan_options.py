@@ -60,6 +60,9 @@ StashBytesAfterForward = Annotated[
 StashBytesAfterBackward = Annotated[
     str | None, typer.Option(help="Bytes of a microbatch's stash from B to W.")
 ]
+WeightGroup = Annotated[
+    int | None, typer.Option(metavar="K", help="One W for K microbatches; default 1.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 Out = Annotated[
     Path | None, typer.Option(help="Also draw the step: .png, .svg, .txt or .json (Chrome trace).")
@@ -89,6 +92,7 @@ _FIELDS = {  # options that are a field as they stand
     "link_model": "link_model",
     "time_step": "time_step_ms",
     "live_until": "live_until",
+    "weight_group": "weight_group",
 }
 _OPTIONS = {field: option for option, field in _FIELDS.items()} | {
     "output file": "out",

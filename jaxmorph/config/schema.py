@@ -300,6 +300,9 @@ def _shape_problems(config: Config) -> Iterator[Problem]:
     if config.batch.microbatches % cut.data:
         expected = f"a multiple of parallelism.data, which is {cut.data}"
         yield mismatch("batch.microbatches", config.batch.microbatches, expected)
+    if config.microbatches % (group := config.schedule.weight_group):
+        expected = f"a divisor of a replica's {config.microbatches} microbatches"
+        yield mismatch("schedule.weight_group", group, expected)
     own = config.placement.num_chunks
     if cut.chunks != own:
         other = "" if own > 1 else ", or schedule.name interleaved"

@@ -40,18 +40,9 @@ PerStageMs = Annotated[
 ]
 Option = int | float | str | bool | None  # of a model's factory
 ScheduleName = Literal[
-    "gpipe",
-    "1f1b",
-    "1f1b-eager",
-    "zb-h1",
-    "zb-h2",
-    "interleaved",
-    "zb-v",
-    "dualpipe-v",
-    "paper",
-    "adaptive",
-    "initial",
-]
+    "gpipe", "1f1b", "1f1b-eager", "zb-h1", "zb-h2", "interleaved", "zb-v", "dualpipe-v",
+    "paper", "adaptive", "initial",
+]  # fmt: skip
 
 
 class Section(BaseModel):
@@ -286,6 +277,11 @@ class Schedule(Section):
     ] = None
     """The same cap in bytes of stash, held until W, by the sizes of the compiled stages; instead of
     `max_live`."""
+
+    weight_group: Count = 1
+    """One W for so many microbatches in a row, a divisor of a replica's microbatches. Their
+    gradients are then added to the sums together, which is faster where microbatches are small and
+    weights large. But stashes wait longer, and fewer W fill bubbles."""
 
     link_ms: Annotated[
         dict[str, NotNegative] | None,

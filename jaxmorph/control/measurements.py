@@ -143,7 +143,7 @@ def op_times(timeline: Timeline) -> dict[tuple[int, OpKind], OpTime]:
     for stage, order in enumerate(timeline.orders):
         took_ms = (timeline.end_ms[stage] - timeline.start_ms[stage]).tolist()
         for op, op_ms in zip(order, took_ms, strict=True):
-            durations[stage, op.kind, op.chunk].append(op_ms)
+            durations[stage, op.kind, op.chunk].append(op_ms / op.group)
     times: dict[tuple[int, OpKind], OpTime] = {}
     for (stage, kind, _), values in durations.items():
         times[stage, kind] = _with_chunk(times.get((stage, kind), OpTime()), sorted(values))

@@ -11,6 +11,7 @@ All times are rounded to a microsecond, as a replay reads them, so decisions use
 
 import math
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -245,7 +246,15 @@ def _number_of_copy(copy: CopySpan) -> int:
 def _order_of(numbers: bytes) -> tuple[Op, ...]:
     """The ops of a row of a table."""
     parts = map(_parts_of, np.frombuffer(numbers, np.int32).tolist())
-    return tuple(Op(_KINDS[kind], microbatch, chunk) for kind, chunk, microbatch in parts)
+    order = [Op(_KINDS[kind], microbatch, chunk) for kind, chunk, microbatch in parts]
+    # A number has no room for a W's group, which ends where the chunk's next one begins.
+    ends = Counter(op.chunk for op in order if op.kind is OpKind.B)
+    for at in reversed(range(len(order))):
+        op = order[at]
+        if op.kind is OpKind.W:
+            order[at] = op._replace(group=ends[op.chunk] - op.microbatch)
+            ends[op.chunk] = op.microbatch
+    return tuple(order)
 
 
 @lru_cache(maxsize=1 << 4)

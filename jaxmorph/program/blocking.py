@@ -280,7 +280,8 @@ class _Rank:
         self.clock_ms = max(self.clock_ms, self.copies.back_ms(op))
         self.ops.append(op)
         self.starts_ms.append(self.clock_ms)
-        self.clock_ms += self.disturbance.op_ms(self.rank, op, self.op_ms[op.kind])
+        took_ms = op.group * self.op_ms[op.kind]
+        self.clock_ms += self.disturbance.op_ms(self.rank, op, took_ms)
         self.ends_ms.append(self.clock_ms)
 
     def _meet(self, step: Move) -> Iterator[Transfer]:

@@ -194,9 +194,10 @@ class _Alone:
             if not held.issuperset(read) and not isinstance(step, Fetch):
                 return self._why_missing(step, next(each for each in read if each not in held))
             if isinstance(step, Run):
-                if step.op in done:
+                ops = _single_ops(step.op)
+                if not done.isdisjoint(ops):
                     return f"{step} a second time"
-                done.add(step.op)
+                done.update(ops)
                 held.update(made)
             elif made:  # by a message that has come; a fetch fills nothing anew
                 held.update(made)
@@ -252,6 +253,13 @@ class _Alone:
                 of_chunk = f" of chunk {chunk}" if program.num_chunks > 1 else ""
                 return f"{step} before the weight gradients of {missing}{of_chunk}"
         return None
+
+
+def _single_ops(op: Op) -> tuple[Op, ...]:
+    """The op, or that of each microbatch of a group."""
+    if op.group == 1:
+        return (op,)
+    return tuple(Op(op.kind, microbatch, op.chunk) for microbatch in op.microbatches)
 
 
 def _replay_alone(program: RankInstructions) -> None:

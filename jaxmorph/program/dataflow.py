@@ -131,12 +131,18 @@ def _op_uses(op: Op, ends: _Ends) -> Uses:
     if op.kind is OpKind.F:
         reads = () if ends.is_first else (_buffer(BufferKind.INPUT, *of),)
         return reads, (_buffer(BufferKind.STASH, *of), *made)
-    weight_stash = _buffer(BufferKind.WEIGHT_STASH, *of)
     if op.kind is OpKind.W:
-        return (weight_stash,), ()
+        return tuple(weight_stashes(op)), ()
+    weight_stash = _buffer(BufferKind.WEIGHT_STASH, *of)
     stash = _buffer(BufferKind.STASH, *of)
     reads = (stash,) if ends.is_last else (stash, _buffer(BufferKind.OUTPUT_GRADIENT, *of))
     return reads, (*made, weight_stash) if op.kind is OpKind.B else made
+
+
+def weight_stashes(op: Op) -> Iterator[Buffer]:
+    """What a W reads: a stash of each of its microbatches."""
+    for microbatch in op.microbatches:
+        yield _buffer(BufferKind.WEIGHT_STASH, microbatch, op.chunk)
 
 
 def result_buffer(op: Op, rank: int, placement: Placement) -> Buffer | None:

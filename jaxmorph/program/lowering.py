@@ -266,7 +266,7 @@ def _positions(order: Sequence[Op], num_chunks: int, num_microbatches: int) -> _
     forward = [[0] * num_microbatches for _ in range(num_chunks)]
     backward = [[0] * num_microbatches for _ in range(num_chunks)]
     forward_kind, weight_kind = OpKind.F, OpKind.W
-    for at, (kind, microbatch, chunk) in enumerate(order):
+    for at, (kind, microbatch, chunk, _) in enumerate(order):
         if kind is forward_kind:
             forward[chunk][microbatch] = at
         elif kind is not weight_kind:

@@ -159,7 +159,7 @@ def _held_besides(ops: Sequence[Op], memory: StageMemory) -> Iterator[int]:
                 weights += memory.after_backward
             case OpKind.W:
                 yield weights
-                weights -= memory.after_backward
+                weights -= op.group * memory.after_backward
 
 
 def _no_room(program: RankInstructions, memory: StageMemory, least: int) -> UserError:
@@ -258,9 +258,9 @@ class _Device:
     def needs(self, step: Instruction) -> int:
         """What an instruction needs while it runs, beyond what is held before it."""
         match step:
-            case Fetch() | Run((OpKind.F, _, _)):
+            case Fetch() | Run(Op(OpKind.F)):
                 return self.memory.after_forward
-            case Run((OpKind.B, _, _)):
+            case Run(Op(OpKind.B)):
                 return self.memory.needed - self.memory.after_forward
             case _:
                 return 0
@@ -271,7 +271,7 @@ class _Device:
         match step:
             case Run(op):
                 gains = {OpKind.F: forward, OpKind.B: backward - forward, OpKind.W: -backward}
-                self.held += gains.get(op.kind, -forward)
+                self.held += op.group * gains.get(op.kind, -forward)
             case Offload(buffer):
                 self.held -= forward
                 self.leaving.append(buffer)

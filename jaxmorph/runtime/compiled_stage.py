@@ -152,6 +152,7 @@ def _build_programs(
             length_index=length_index,
             stash=settings.stash,
             kinds=settings.kinds,
+            weight_group=settings.weight_group,
             stamp=stamp,
         )
 

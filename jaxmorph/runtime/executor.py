@@ -20,7 +20,13 @@ from jax.typing import ArrayLike
 
 from jaxmorph.copies.host_memory import for_program
 from jaxmorph.placement import ALONE, Place, Replica
-from jaxmorph.program.dataflow import last_uses, received_buffer, result_buffer, sent_buffer
+from jaxmorph.program.dataflow import (
+    last_uses,
+    received_buffer,
+    result_buffer,
+    sent_buffer,
+    weight_stashes,
+)
 from jaxmorph.program.instructions import (
     AwaitRoom,
     Buffer,
@@ -275,7 +281,7 @@ class Executor:
             case Run(op):
                 self._await_stash(op, state)
                 work = partial(self._run, op, state)
-                self.queue.enqueue(op, work, self.pace.of(op.kind))
+                self.queue.enqueue(op, work, self.pace.of(op))
             case Send() | Receive() | SendReceive():
                 self._enqueue_move(instruction, state)
             case Offload(stash):
@@ -445,7 +451,7 @@ class Executor:
     def _run_backward_weight(self, op: Op, state: _Step) -> Any:
         state.accumulators[op.chunk], done = self.chunks[op.chunk].backward_weight(
             state.weights[op.chunk],
-            state.buffer(BufferKind.WEIGHT_STASH, op),
+            tuple(state.buffers[stash] for stash in weight_stashes(op)),
             state.accumulators[op.chunk],
         )
         return done

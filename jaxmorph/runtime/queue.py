@@ -73,9 +73,10 @@ class Pace:
         }
         return cls({kind: time_ms / num_chunks / 1000 for kind, time_ms in stage_ms.items()})
 
-    def of(self, kind: OpKind) -> float | None:
-        """Seconds that an op of this kind lasts; None: as long as it takes."""
-        return self.duration_s.get(kind)
+    def of(self, op: Op) -> float | None:
+        """Seconds that an op lasts; None: as long as it takes."""
+        duration_s = self.duration_s.get(op.kind)
+        return None if duration_s is None else op.group * duration_s
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ class StageSettings:
         seed: Of the initial parameters, which don't depend on the number of stages.
         stash: Whether F keeps what B needs, or B computes it again.
         kinds: The kinds of op to compile.
+        weight_group: Of how many microbatches one W is.
         optimizer: AdamW's settings, or an Optax transformation: see `StageOptimizer`.
         pace: How long this stage's ops last, each of one chunk; None: as long as they take.
         transfer_timeout_s: How long to wait for a transfer.
@@ -59,6 +60,7 @@ class StageSettings:
     pace: Pace | None = None
     transfer_timeout_s: float = 60.0
     num_chunks: int = 1
+    weight_group: int = 1
     placement_kind: PlacementKind = "wrap"
     num_devices: int = 1
     ranks: tuple[int, ...] = ()

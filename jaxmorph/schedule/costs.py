@@ -193,29 +193,33 @@ class StageMemory(NamedTuple):
             OpKind.W: -self.after_backward,
             OpKind.BW: -self.after_forward,
         }
-        return max(accumulate((change[op.kind] for op in order), initial=0))
+        return max(accumulate((op.group * change[op.kind] for op in order), initial=0))
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much stash each stage may hold at once: in microbatches, in bytes, or without a limit.
+    """What schedules must keep to: how much stash a stage holds at once, and the groups of its W.
 
     Args:
         max_live: Most microbatches, one per stage.
         live_until: The op that frees a microbatch's stash: ``B`` (the paper's count) or ``W``.
         max_stash_bytes: Most bytes, one per stage, counted until W; needs ``stash_bytes``.
+        weight_group: One W computes so many microbatches.
 
     Raises:
-        ValueError: A cap below 1, an unknown ``live_until``, both kinds of cap, or a cap in bytes
-            without the stash's sizes.
+        ValueError: A cap or a group below 1, an unknown ``live_until``, both kinds of cap, or a cap
+            in bytes without the stash's sizes.
     """
 
     max_live: tuple[int, ...] | None = None
     live_until: LiveUntil = "B"
     max_stash_bytes: tuple[int, ...] | None = None
     stash_bytes: StashBytes | None = None
+    weight_group: int = 1
 
     def __post_init__(self) -> None:
+        if self.weight_group < 1:
+            raise ValueError(f"weight_group: got {self.weight_group}, expected at least 1")
         if self.live_until not in ("B", "W"):
             raise ValueError(f"live_until: got {self.live_until!r}, expected 'B' or 'W'")
         for stage, cap in enumerate(self.max_live or ()):
@@ -237,6 +241,24 @@ class Limits:
             return self
         forward = self.stash_bytes.after_forward
         return replace(self, stash_bytes=StashBytes(forward, (0,) * len(forward)))
+
+    def of_single_weights(self, num_stages: int, num_microbatches: int) -> "Limits":
+        """Limits for schedules of one W a microbatch that keep these once their W are in groups.
+
+        In a group, all stashes but the last wait longer for their W, so they need room besides.
+
+        Raises:
+            ValueError: A group alone takes more than a stage's room.
+        """
+        waiting = min(self.weight_group, num_microbatches) - 1
+        if not waiting:
+            return self
+        memory = self.stage_memory(num_stages, num_microbatches)
+        rooms = tuple(stage.room - waiting * stage.after_backward for stage in memory)
+        if self.max_stash_bytes is not None:
+            return replace(self, max_stash_bytes=rooms, weight_group=1)
+        capped = self.max_live is not None and self.live_until == "W"
+        return replace(self, max_live=rooms if capped else self.max_live, weight_group=1)
 
     def caps(self, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
         """How many microbatches may wait for their B on each stage, at most ``num_microbatches``.

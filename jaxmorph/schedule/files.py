@@ -153,7 +153,8 @@ def parse_torch_csv(text: str, name: str) -> Schedule:
 def format_torch_csv(schedule: Schedule) -> str:
     """Writes a schedule as compute-only CSV, which ``parse_torch_csv`` reads back.
 
-    An op is in a later column than its dependencies, as torch's runtime requires.
+    A W of several microbatches becomes one for each, as torch has no groups. An op is in a later
+    column than its dependencies, as torch's runtime requires.
 
     Raises:
         ScheduleError: The schedule's stages wait for each other for ever.
@@ -163,14 +164,15 @@ def format_torch_csv(schedule: Schedule) -> str:
     times = [turns] * placement.num_virtual_stages
     ran = replay(schedule.orders, schedule.num_microbatches, placement, times)
     schedule.require_complete(ran.ends)
-    width = 1 + max(int(start) for starts in ran.starts for start in starts)
+    width = int(max(end for ends in ran.ends for end in ends))
     written = io.StringIO()
     writer = csv.writer(written, lineterminator="\n")
     for rank, (order, starts) in enumerate(zip(schedule.orders, ran.starts, strict=True)):
         row = [""] * width
         for op, start in zip(order, starts, strict=True):
             stage = placement.virtual_stage(Place(rank, op.chunk))
-            row[int(start)] = f"{stage}{_ACTIONS[op.kind]}{op.microbatch}"
+            for turn, microbatch in enumerate(op.microbatches, int(start)):
+                row[turn] = f"{stage}{_ACTIONS[op.kind]}{microbatch}"
         writer.writerow(row)
     return written.getvalue()
 

@@ -25,23 +25,35 @@ class OpKind(StrEnum):
     __hash__ = str.__hash__  # an enumeration's own runs in Python, and ops are looked up often
 
 
-_OP_TEXT = re.compile(r"(?:(\d+)\.)?(BW|F|B|W)(\d+)", re.ASCII)
+_OP_TEXT = re.compile(r"(?:(\d+)\.)?(BW|F|B|W)(\d+)(?:-(\d+))?", re.ASCII)
 
 
 class Op(NamedTuple):
-    """One unit of compute on a stage; a chunk is one of its rank's virtual stages, from 0."""
+    """One unit of compute on a stage.
+
+    Attributes:
+        chunk: One of its rank's virtual stages, from 0.
+        group: How many microbatches a W computes at once, from ``microbatch`` on; 1 for F, B, BW.
+    """
 
     kind: OpKind
     microbatch: int
     chunk: int = 0
+    group: int = 1
+
+    @property
+    def microbatches(self) -> range:
+        """All of them: those of a W's group."""
+        return range(self.microbatch, self.microbatch + self.group)
 
     def __str__(self) -> str:
-        name = f"{self.kind.value}{self.microbatch}"
+        last = f"-{self.microbatches[-1]}" if self.group > 1 else ""
+        name = f"{self.kind.value}{self.microbatch}{last}"
         return f"{self.chunk}.{name}" if self.chunk else name
 
     @classmethod
     def parse(cls, text: str) -> "Op":
-        """Reads an op back from its text form, such as ``F3``, ``BW0`` or ``1.W12``.
+        """Reads an op back from its text form, such as ``F3``, ``BW0``, ``1.W12`` or ``W4-7``.
 
         Raises:
             ValueError: The text is not an op.
@@ -49,8 +61,11 @@ class Op(NamedTuple):
         match = _OP_TEXT.fullmatch(text)
         if match is None:
             raise ValueError(f"got {text!r}, expected an op such as F3, B3, W3, BW3 or 1.F3")
-        chunk, kind, microbatch = match.groups()
-        return cls(OpKind(kind), int(microbatch), int(chunk or 0))
+        chunk, kind, first, last = match.groups()
+        group = int(last or first) - int(first) + 1
+        if last is not None and (kind != OpKind.W or group < 2):
+            raise ValueError(f"got {text!r}, expected a range of a W only, such as W4-7")
+        return cls(OpKind(kind), int(first), int(chunk or 0), group)
 
 
 def peak_live(order: Sequence[Op], live_until: LiveUntil = "B") -> int:
@@ -63,5 +78,5 @@ def peak_live(order: Sequence[Op], live_until: LiveUntil = "B") -> int:
             from F to B); ``W`` also counts what B leaves for W. BW frees both.
     """
     releasing = (OpKind(live_until), OpKind.BW)
-    changes = ((op.kind is OpKind.F) - (op.kind in releasing) for op in order)
+    changes = ((op.kind is OpKind.F) - op.group * (op.kind in releasing) for op in order)
     return max(accumulate(changes, initial=0))

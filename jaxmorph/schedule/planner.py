@@ -119,6 +119,11 @@ class _Problem(NamedTuple):
     def caps(self) -> tuple[int, ...]:
         return self.limits.caps(self.costs.num_stages, self.num_microbatches)
 
+    @property
+    def of_single_weights(self) -> "_Problem":
+        limits = self.limits.of_single_weights(self.costs.num_stages, self.num_microbatches)
+        return self._replace(limits=limits)
+
 
 def _validate(
     problem: _Problem, name: str, warmup_forwards: Sequence[int] | None, num_chunks: int
@@ -145,7 +150,31 @@ def _order(
     num_chunks: int,
     bound_ms: float,
 ) -> tuple[Schedule, str]:
-    """The schedule called ``name``, and the reason for its order."""
+    """The schedule called ``name``, and the reason for its order.
+
+    It is planned with one W a microbatch, and these are put together afterwards.
+    """
+    group = problem.limits.weight_group
+    single = problem.of_single_weights
+    schedule, reason = _single_order(single, name, warmup_forwards, num_chunks, bound_ms)
+    schedule = schedule.with_weight_groups(group)
+    is_exact = group == 1 and not any(delay.occupies for delay in problem.links.values())
+    if name != "adaptive" or warmup_forwards is not None or is_exact:
+        return schedule, reason
+    schedule = min(
+        [schedule, *alternatives(*problem)],
+        key=lambda each: simulate(each, problem.costs, problem.links).makespan_ms,
+    )
+    return schedule, _shortest(schedule)
+
+
+def _single_order(
+    problem: _Problem,
+    name: str,
+    warmup_forwards: Sequence[int] | None,
+    num_chunks: int,
+    bound_ms: float,
+) -> tuple[Schedule, str]:
     stages, microbatches = problem.costs.num_stages, problem.num_microbatches
     if name == INTERLEAVED:
         return interleaved(stages, microbatches, num_chunks), _FIXED_REASON.format(name)
@@ -180,13 +209,12 @@ def _adapted(
     bound = to_picoseconds(bound_ms)
     made = adaptive_schedule(workload, warmup_forwards, bound)
     schedule = to_schedule("adaptive", workload.num_stages, workload.num_microbatches, made.numbers)
-    if any(delay.occupies for delay in problem.links.values()):
-        schedule = min(
-            [schedule, *alternatives(*problem)],
-            key=lambda each: simulate(each, problem.costs, problem.links).makespan_ms,
-        )
+    return schedule, _shortest(schedule)
+
+
+def _shortest(schedule: Schedule) -> str:
     warmups = " ".join(map(str, schedule.warmup_forwards))
-    return schedule, f"warm-up forwards {warmups}: the shortest step found within the caps"
+    return f"warm-up forwards {warmups}: the shortest step found within the caps"
 
 
 def alternatives(
@@ -194,8 +222,8 @@ def alternatives(
 ) -> list[Schedule]:
     """``paper``, ``initial``, ``zb-h1`` and ``zb-h2``, named adaptive, where they keep the caps.
 
-    The adaptive planner assumes that messages overlap and block no queue. Where they don't, one of
-    these may simulate shorter.
+    The adaptive planner assumes that messages overlap and block no queue, and one W a microbatch.
+    Otherwise one of these may simulate shorter.
     """
     problem = _Problem(costs, links, limits, num_microbatches)
     made = (_order(problem, name, None, 1, 0.0)[0] for name in _ALTERNATIVES)
@@ -220,19 +248,27 @@ def _require_possible(
 
 
 def require_feasible(limits: Limits, num_stages: int, num_microbatches: int) -> None:
-    """Checks that every stage has room for one microbatch, so that some schedule fits.
+    """Checks that every stage has room for one microbatch, or one group, so that a schedule fits.
 
     Raises:
-        UserError: The first stage without that room, and how many bytes are short.
+        UserError: The first stage without that room, and how much is short.
     """
+    group = min(limits.weight_group, num_microbatches)
     for stage, memory in enumerate(limits.stage_memory(num_stages, num_microbatches)):
-        if memory.needed > memory.room:
+        needed = memory.needed + (group - 1) * memory.after_backward
+        if needed <= memory.room:
+            continue
+        if limits.max_stash_bytes is None:
             raise UserError(
-                f"max_stash_bytes[{stage}]: got {memory.room:,} bytes, expected at least "
-                f"{memory.needed:,}, which one microbatch keeps on stage {stage}: "
-                f"{memory.needed - memory.room:,} short; smaller microbatches, recomputing the "
-                "stash or offloading it would help"
+                f"max_live[{stage}]: got {memory.room} until W, expected at least {needed}, as one "
+                f"W computes {group} microbatches"
             )
+        kept = "one microbatch keeps" if group == 1 else f"{group} microbatches of one W keep"
+        raise UserError(
+            f"max_stash_bytes[{stage}]: got {memory.room:,} bytes, expected at least {needed:,}, "
+            f"which {kept} on stage {stage}: {needed - memory.room:,} short; smaller microbatches, "
+            "recomputing the stash or offloading it would help"
+        )
 
 
 def fits(schedule: Schedule, limits: Limits) -> bool:

@@ -34,7 +34,7 @@ _REQUIRED = (
 _OPTIONAL = (
     "max_live", "live_until", "schedule", "warmup_forwards", "orders", "placement", "chunks",
     "link_model", "time_step_ms", "planned_link_ms", "link_forward_ms", "link_backward_ms",
-    "link_occupancy_ms", "link_jitter_ms", *_BYTE_FIELDS,
+    "link_occupancy_ms", "link_jitter_ms", "weight_group", *_BYTE_FIELDS,
 )  # fmt: skip
 _MOST_MICROBATCHES_OVER_STAGES = 2**22
 _CHUNKS_OF_INTERLEAVED = 2
@@ -285,7 +285,8 @@ def _slower(delay: LinkDelay, by_ms: float) -> LinkDelay:
 
 
 def _limits(fields: Mapping[str, Any], num_stages: int) -> Limits:
-    """Reads the caps; stash sizes may also be given without a cap on bytes."""
+    """Reads the caps and the W groups; stash sizes may also be given without a cap on bytes."""
+    group = count("weight_group", fields.get("weight_group") or 1)
     live_until = cast(LiveUntil, one_of("live_until", fields.get("live_until") or "B", ("B", "W")))
     max_live = counts("max_live", fields.get("max_live"), num_stages)
     cap = counts(_CAP, fields.get(_CAP), num_stages)
@@ -293,11 +294,11 @@ def _limits(fields: Mapping[str, Any], num_stages: int) -> Limits:
     after_backward = counts(_AFTER_BACKWARD, fields.get(_AFTER_BACKWARD), num_stages, least=0)
     if after_forward is None or after_backward is None:
         _require_no_bytes(fields)
-        return Limits(max_live, live_until)
+        return Limits(max_live, live_until, weight_group=group)
     if cap is not None and max_live is not None:
         raise UserError(f"{_CAP}: got max_live as well, expected only one of them")
     sizes = StashBytes(after_forward, after_backward)
-    return Limits(max_live, live_until, max_stash_bytes=cap, stash_bytes=sizes)
+    return Limits(max_live, live_until, cap, sizes, group)
 
 
 def _require_no_bytes(fields: Mapping[str, Any]) -> None:

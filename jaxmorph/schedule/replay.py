@@ -1,7 +1,8 @@
 """Replays all stages' op orders against the data dependencies of a pipeline.
 
 F of a microbatch needs the previous stage's F, B (or BW) the next stage's; the last stage's B
-needs its own F. W needs only its own stage's B, which the row rules already put before it.
+needs its own F. W needs only its own stage's B, which the row rules already put before it; for a
+group of microbatches it takes as many times as long.
 
 With several chunks a rank runs several virtual stages, each of which has its own neighbours.
 
@@ -231,10 +232,10 @@ def _run_stage(
     forward_kind, weight_kind, input_kind = OpKind.F, OpKind.W, OpKind.B
     forward_runs, input_runs, full_runs, weight_durations = zip(*chunk_runs, strict=True)
     clock = 0.0
-    for kind, microbatch, chunk in order:
+    for kind, microbatch, chunk, group in order:
         start = clock
         if kind is weight_kind:
-            clock += weight_durations[chunk]
+            clock += group * weight_durations[chunk]
         else:
             runs = (
                 forward_runs

@@ -1,7 +1,7 @@
 """A schedule: which ops every stage runs in which order, the rules it keeps, and its text forms."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -87,6 +87,16 @@ class Schedule:
     def peak_live(self, live_until: LiveUntil = "B") -> tuple[int, ...]:
         """``ops.peak_live`` of every stage."""
         return tuple(peak_live(order, live_until) for order in self.orders)
+
+    def with_weight_groups(self, size: int) -> "Schedule":
+        """The schedule with one W for ``size`` microbatches of a chunk, in place of the last's.
+
+        The last group is smaller if the number of microbatches is no multiple of that.
+        """
+        if size == 1:
+            return self
+        rows = (_grouped(order, size, self.num_microbatches) for order in self.orders)
+        return replace(self, orders=tuple(map(tuple, rows)))
 
     def validate(self) -> None:
         """Checks that every stage's row is complete and in order, and that no stage gets stuck.
@@ -197,6 +207,15 @@ class Schedule:
         return cls(data["name"], data["num_microbatches"], orders, placement)
 
 
+def _grouped(order: Sequence[Op], size: int, num_microbatches: int) -> Iterator[Op]:
+    for op in order:
+        if op.kind is not OpKind.W:
+            yield op
+        elif (end := op.microbatch + 1) % size == 0 or end == num_microbatches:
+            first = op.microbatch // size * size
+            yield Op(OpKind.W, first, op.chunk, end - first)
+
+
 class RowFault(NamedTuple):
     """The position of the first op that breaks a rule (the row's length if one is missing)."""
 
@@ -210,7 +229,7 @@ def row_fault(order: Sequence[Op], num_microbatches: int, num_chunks: int = 1) -
 
     - Every microbatch of every chunk has one F, and either one B and one W or one BW.
     - A microbatch runs F of chunks 0, 1, ..., then B (or BW) of the chunks in reverse; W follows
-      its chunk's B.
+      its chunk's B of all its microbatches.
     - Ops of one kind and chunk run in microbatch order.
     - A row splits all of its backwards or none.
     """
@@ -221,13 +240,13 @@ def row_fault(order: Sequence[Op], num_microbatches: int, num_chunks: int = 1) -
     passed = [num_microbatches] + [0] * last_pass
     weights = [0] * num_chunks
     splits = fulls = False
-    for position, (kind, microbatch, chunk) in enumerate(order):
+    for position, (kind, microbatch, chunk, group) in enumerate(order):
         if not 0 <= chunk < num_chunks:
             return RowFault(position, _unknown_chunk(chunk, num_chunks))
         if kind is weight_kind:
             splits = True
             expected, ready = weights[chunk], passed[last_pass - chunk]
-            weights[chunk] = expected + 1
+            weights[chunk] = expected + group
         else:
             if kind is forward_kind:
                 this_pass = 1 + chunk
@@ -239,7 +258,7 @@ def row_fault(order: Sequence[Op], num_microbatches: int, num_chunks: int = 1) -
                     splits = True
             expected, ready = passed[this_pass], passed[this_pass - 1]
             passed[this_pass] = expected + 1
-        if microbatch != expected or microbatch >= ready or (fulls and splits):
+        if microbatch != expected or microbatch + group > ready or (fulls and splits):
             return RowFault(position, _why(order, position, num_microbatches, num_chunks))
     counts = {OpKind.F: passed[1 : 1 + num_chunks]}
     counts[OpKind.B if splits else OpKind.BW] = passed[: -1 - num_chunks : -1]
@@ -255,8 +274,9 @@ def _unknown_chunk(chunk: int, num_chunks: int) -> str:
 
 def _why(order: Sequence[Op], position: int, num_microbatches: int, num_chunks: int) -> str:
     op, earlier = order[position], order[:position]
-    expected = sum(before._replace(microbatch=op.microbatch) == op for before in earlier)
-    if op.microbatch >= num_microbatches:
+    alike = (before for before in earlier if (before.kind, before.chunk) == (op.kind, op.chunk))
+    expected = sum(before.group for before in alike)
+    if op.microbatches[-1] >= num_microbatches:
         return f"{op} is beyond the last microbatch, {num_microbatches - 1}"
     if op in earlier:
         return f"{op} is there twice"
@@ -273,7 +293,7 @@ def _needed(op: Op, num_chunks: int) -> list[Op]:
     if op.kind is OpKind.F:
         return [op._replace(chunk=op.chunk - 1)] if op.chunk else []
     if op.kind is OpKind.W:
-        return [op._replace(kind=OpKind.B)]
+        return [Op(OpKind.B, op.microbatches[-1], op.chunk)]
     above = [op._replace(chunk=op.chunk + 1)] if op.chunk + 1 < num_chunks else []
     return [op._replace(kind=OpKind.F), *above]
 

@@ -160,7 +160,7 @@ def jittered_makespans_ms(
             case OpKind.F:
                 _run(clocks[stage], times[virtual].forward, up[virtual], up[virtual + 1])
             case OpKind.W:
-                clocks[stage] += times[virtual].backward_weight
+                clocks[stage] += op.group * times[virtual].backward_weight
             case _:
                 duration = times[virtual].backward_input
                 if op.kind is OpKind.BW:

@@ -220,7 +220,7 @@ def _changes(timeline: Timeline, stage: int, live_until: LiveUntil) -> Iterator[
         if op.kind is OpKind.F:
             yield float(start_ms), 1
         elif op.kind in (OpKind(live_until), OpKind.BW):
-            yield float(end_ms), -1
+            yield float(end_ms), -op.group
     for copy in timeline.copies:
         if copy.stage == stage and copy.kind == "offload":
             yield copy.end_ms, -1

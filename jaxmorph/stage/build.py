@@ -129,17 +129,18 @@ class StagePrograms:
         return input_gradient, (*[stash[i] for i in self.passed_on], *new), done
 
     def backward_weight(
-        self, weights: Arrays, weight_stash: Arrays, accumulators: Params
+        self, weights: Arrays, weight_stashes: tuple[Arrays, ...], accumulators: Params
     ) -> tuple[Params, jax.Array]:
-        """Runs W: adds one microbatch's gradients to the accumulators, in place.
+        """Runs W: adds the gradients of a group of microbatches to the accumulators, in place.
 
         Args:
+          weight_stashes: of each of the `weight_group` microbatches that the stage was built for.
           accumulators: float32, structured like the parameters; donated.
 
         Returns:
           (accumulators; `done`).
         """
-        return self.compiled["W"](weights, weight_stash, accumulators)
+        return self.compiled["W"](weights, weight_stashes, accumulators)
 
     def backward(
         self,
@@ -176,6 +177,7 @@ def build_stage(
     length_index: int = 0,
     stash: StashPolicy = "full",
     kinds: Collection[str] = OP_KINDS,
+    weight_group: int = 1,
     stamp: Callable[[str], None] = progress.stamp,
 ) -> StagePrograms:
     """Compiles one stage.
@@ -185,6 +187,7 @@ def build_stage(
       stash: "full" keeps what the backward needs; "recompute" keeps only each layer's input, and B
         computes the layer again.
       kinds: which of `OP_KINDS` to compile; calling another raises KeyError.
+      weight_group: of how many microbatches W adds the gradients.
       stamp: called before each program is compiled, with a text that a stalled process shows.
 
     Raises:
@@ -205,7 +208,7 @@ def build_stage(
     names, programs = ["prepare", "zero", *kinds, *([EVALUATE] * functions.evaluates_apart)], {}
     for number, name in enumerate(names, start=1):
         stamp(f"compiling {number} of {len(names)} programs of its stage")
-        programs[name] = _compile(_program(name, traced), submesh)
+        programs[name] = _compile(_program(name, traced, weight_group), submesh)
     return StagePrograms(
         memory=traced.memory,
         functions=functions,
@@ -236,7 +239,7 @@ class _Program:
     donated: tuple[int, ...] = ()
 
 
-def _program(name: str, traced: TracedStage) -> _Program:
+def _program(name: str, traced: TracedStage, weight_group: int = 1) -> _Program:
     functions, weights, stash = traced.functions, traced.weights, traced.stash
     gradient, sums, specs = traced.gradient, traced.sums, traced.specs
     sent = functions.boundary.spec
@@ -270,7 +273,7 @@ def _program(name: str, traced: TracedStage) -> _Program:
             return _Program(backward, arguments, layouts, ((sent, _PER_DEVICE), WHOLE))
         case "W":
             backward = _with_done(functions.backward_weight)
-            arguments = (weights, traced.weight_stash, sums)
+            arguments = (weights, (traced.weight_stash,) * weight_group, sums)
             layouts = (weight_layouts, _PER_DEVICE, specs)
             return _Program(backward, arguments, layouts, (specs, WHOLE), donated=(2,))
         case "BW":

@@ -119,7 +119,7 @@ def _layer_ms(
             return stage.backward(weights, kept, output, sums, *aux_gradient)[1]
         _, weight_stash, _ = stage.backward_input(weights, kept, output, *aux_gradient)
         yield weight_stash
-        return stage.backward_weight(weights, weight_stash, sums)[0]
+        return stage.backward_weight(weights, (weight_stash,), sums)[0]
 
     return tuple(time_ms / num_layers for time_ms in _median_ms(run, stage.zero_accumulators()))
 

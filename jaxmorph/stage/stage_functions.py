@@ -194,27 +194,37 @@ class StageFunctions:
         return None if self.embed else self.boundary.to_send(gradient)
 
     def backward_weight(
-        self, weights: Arrays, weight_stash: Arrays, accumulators: Params
+        self, weights: Arrays, weight_stashes: Sequence[Arrays], accumulators: Params
     ) -> Params:
-        """Returns the accumulators with one microbatch's gradients added."""
+        """Returns the accumulators with the gradients of some microbatches added in turn.
+
+        Of a layer's sums, all of these are added while they are at hand, so that large ones are
+        read and written once and not once a microbatch.
+        """
         embed_weights, layer_weights, head_weights = self._weights(weights)
-        embed_stash, layer_stash, head_stash = self._weight_stash(weight_stash)
+        parts = map(self._weight_stash, weight_stashes)
+        embed_stashes, layer_stashes, head_stashes = zip(*parts, strict=True)
         num_shared = self.layer.num_shared_in_weight_stash
-        shared, layer_stash = _parted(layer_stash, num_shared)
+        shared, stacked = zip(*(_parted(each, num_shared) for each in layer_stashes), strict=True)
         sums = dict(accumulators)
         if self.embed:
-            sums["embed"] = _add(
-                sums["embed"], self.embed.backward_weight(*embed_weights, *embed_stash)
-            )
+            for stash in embed_stashes:
+                gradients = self.embed.backward_weight(*embed_weights, *stash)
+                sums["embed"] = _add(sums["embed"], gradients)
         if self.head:
-            sums["head"] = _add(sums["head"], self.head.backward_weight(*head_weights, *head_stash))
+            for stash in head_stashes:
+                gradients = self.head.backward_weight(*head_weights, *stash)
+                sums["head"] = _add(sums["head"], gradients)
 
         def one_layer(sums: Params, xs: Any) -> tuple[Params, None]:
-            layer, weights, stash = xs
-            gradients = self.layer.backward_weight(*weights, *shared, *stash)
-            return _add_at(sums, layer, gradients), None
+            layer, weights, stashes = xs
+            gradients = [
+                self.layer.backward_weight(*weights, *alike, *own)
+                for alike, own in zip(shared, stashes, strict=True)
+            ]
+            return _add_at(sums, layer, *gradients), None
 
-        xs = (jnp.arange(self.num_layers), layer_weights, layer_stash)
+        xs = (jnp.arange(self.num_layers), layer_weights, stacked)
         sums["layers"], _ = lax.scan(one_layer, sums["layers"], xs)
         return sums
 
@@ -351,12 +361,12 @@ def _add(sums: Params, gradients: Sequence[jax.Array]) -> Params:
     return jax.tree.unflatten(structure, [total + gradient for total, gradient in pairs])
 
 
-def _add_at(sums: Params, layer: jax.Array, gradients: Sequence[jax.Array]) -> Params:
+def _add_at(sums: Params, layer: jax.Array, *gradients: Sequence[jax.Array]) -> Params:
     """Adds one layer's gradients to the stacked sums; XLA updates them in place in the scan."""
     leaves, structure = jax.tree.flatten(sums)
     added = []
-    for total, gradient in zip(leaves, gradients, strict=True):
-        row = lax.dynamic_index_in_dim(total, layer, keepdims=False) + gradient
+    for total, *each in zip(leaves, *gradients, strict=True):
+        row = sum(each, lax.dynamic_index_in_dim(total, layer, keepdims=False))
         added.append(lax.dynamic_update_index_in_dim(total, row, layer, 0))
     return jax.tree.unflatten(structure, added)
 

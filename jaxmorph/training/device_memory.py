@@ -161,7 +161,7 @@ class StageNeeds:
                 OpKind.W: -until_w,
                 OpKind.BW: -until_b,
             }
-            held += change[op.kind]
+            held += op.group * change[op.kind]
             peak = max(peak, held)
         return peak
 

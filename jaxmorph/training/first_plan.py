@@ -278,10 +278,14 @@ def _measure_steps(
 
 
 def _measured_microbatches(config: Config) -> int:
-    """Those of a measured step in one replica: whole rounds, as some schedules take no others."""
+    """Those of a measured step in one replica: whole rounds, as some schedules take no others.
+
+    They are whole groups too, as W is compiled for these alone.
+    """
     stages = config.parallelism.stages
     rounds = max(_ROUNDS, math.ceil(_MICROBATCHES / stages))
-    return min(config.microbatches, rounds * stages)
+    unit = math.lcm(stages, config.schedule.weight_group)
+    return min(config.microbatches, math.ceil(rounds * stages / unit) * unit)
 
 
 def with_delegated(config: Config, links: Iterable[Link]) -> Config:

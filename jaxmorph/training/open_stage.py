@@ -68,6 +68,7 @@ def stage_settings(
         shapes=shapes or text,
         seed=config.run.seed,
         kinds=op_kinds(config),
+        weight_group=config.schedule.weight_group,
         optimizer=OptimizerSettings(
             learning_rate=optimizer.learning_rate,
             warmup_steps=optimizer.warmup_steps,

@@ -146,6 +146,7 @@ def _plan_within(
     config: Config, profile: Profile, num_tied: int, room: HostRoom | None, limits: Limits
 ) -> Plan:
     schedule = config.schedule
+    limits = replace(limits, weight_group=schedule.weight_group)
     microbatches, chunks = config.microbatches, config.parallelism.chunks
     try:
         made = plan(

@@ -30,6 +30,11 @@ def profile(*timelines):
 def test_costs_are_medians_over_microbatches_and_then_over_steps():
     steps = [timeline([f"F0:{ms} F1:{ms} F2:90 B0:4 W0:1"]) for ms in (2, 3, 50)]
     assert profile(*steps).costs == StageCosts((3.0,), (4.0,), (1.0,))
+
+
+def test_the_cost_of_w_is_that_of_one_microbatch_of_its_group():
+    step = timeline(["F0:2 F1:2 F2:2 B0:4 B1:4 B2:4 W0-2:9"])
+    assert profile(step).costs == StageCosts((2.0,), (4.0,), (3.0,))
     whole = profile(timeline(["F0:2 BW0:5"])).costs
     assert whole == StageCosts((2.0,), (5.0,), (0.0,))
 

@@ -55,11 +55,13 @@ class Noise(Disturbance):
         return self._of.setdefault(transfer, planned_ms + self._random.randrange(2000) / 1000)
 
 
-def step_of(seed, num_chunks=1, num_tied=1, delegated: tuple[Link, ...] = ()) -> Timeline:
+def step_of(
+    seed, num_chunks=1, num_tied=1, delegated: tuple[Link, ...] = (), weight_group=1
+) -> Timeline:
     made = plan(
         COSTS,
         LINKS,
-        Limits(),
+        Limits(weight_group=weight_group),
         6,
         "interleaved" if num_chunks > 1 else "zb-h2",
         num_chunks=num_chunks,
@@ -99,10 +101,10 @@ def link_samples(timeline):
     return received
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2])
+@pytest.mark.parametrize(("num_chunks", "weight_group"), [(1, 1), (2, 1), (1, 2), (1, 3)])
 @pytest.mark.parametrize("delegated", [(), (Link(0, 1),)])
-def test_tables_give_what_the_timeline_gives(num_chunks, delegated):
-    measured = step_of(1, num_chunks, delegated=delegated)
+def test_tables_give_what_the_timeline_gives(num_chunks, weight_group, delegated):
+    measured = step_of(1, num_chunks, delegated=delegated, weight_group=weight_group)
     ranks = reported(measured)
     samples = by_direction(joined_messages(ranks))
     found = {

@@ -60,6 +60,30 @@ def run(text):
     return Run(Op.parse(text))
 
 
+@pytest.mark.parametrize(
+    ("group", "says"),
+    [
+        ("W0-1", None),
+        ("W0", r"update before the weight gradients of \[1\]"),
+        ("W1", r"update before the weight gradients of \[0\]"),
+        ("W0-2", r"run W0-2 runs before its weight-stash\[2\] is there"),
+    ],
+)
+def test_a_group_of_w_is_finished_with_all_its_microbatches(group, says):
+    schedule = Schedule.from_rows("hand", ["F0 F1 B0 B1 W0 W1", "F0 B0 W0 F1 B1 W1"])
+    planned = simulate(schedule, StageCosts.uniform(2, 1, 1, 1))
+    first, second = lower(schedule, planned)
+    changed = replaced(without(first, run("W1")), run("W0"), run(group))
+    if says is None:
+        check([changed, second])
+        again = replace(changed, instructions=(*changed.instructions, run("W1")))
+        with pytest.raises(ProgramError, match="run W1 a second time"):
+            check([again, second])
+    else:
+        with pytest.raises(ProgramError, match=says):
+            check([changed, second])
+
+
 def with_chunks(num_ranks=2):
     schedule = interleaved(num_ranks, 2, 2)
     return list(lower(schedule, simulate(schedule, StageCosts.uniform(num_ranks, 2, 1, 1))))

@@ -118,6 +118,12 @@ def test_weight_stashes_stay_on_the_device():
     assert offloaded(row, room=2, backward=1) == "F0 F1 >1 ~1 F2 >2 <1:2 B0 B1 W0 <2 B2 W1 W2"
 
 
+def test_a_group_of_w_frees_all_its_weight_stashes():
+    row = "F0 F1 F2 B0 B1 W0-1 B2 W2"
+    assert offloaded(row, room=3, backward=1) == row
+    assert offloaded(row, room=2, backward=1) == "F0 F1 >1 ~1 F2 >2 <1:2 B0 B1 W0-1 <2 B2 W2"
+
+
 def test_each_of_two_chunks_takes_half_a_place():
     row = "F0 1.F0 F1 1.F1 1.BW0 BW0 1.BW1 BW1"
     assert offloaded(row, room=1) == ("F0 >0 1.F0 ~0 F1 >1 ~1 1.F1 1.BW0 <0 BW0 <1 1.BW1 BW1")

@@ -72,12 +72,14 @@ class Parity:
         counts: Sequence[int] | None = None,
         lengths: Sequence[int] = (SEQUENCE,),
         room: int | None = None,
+        weight_group: int = 1,
     ):
         layout = Layout.first(rendezvous.num_ranks // num_replicas, num_replicas)
         self.replicas, self.link = Replicas.of(rendezvous, layout), link
         self.rendezvous = self.replicas.pipeline
         self.rank, self.num_ranks = self.rendezvous.rank, self.rendezvous.num_ranks
         self.num_chunks, self.lengths, self.room = num_chunks, lengths, room
+        self.weight_group = weight_group
         self.case = {
             "tied": tied,
             "compute": compute_dtype,
@@ -86,6 +88,7 @@ class Parity:
             "placement": placement_kind,
             "devices": num_devices,
             "replicas": num_replicas,
+            "weight_group": weight_group,
         }
         self.model = build_model(
             preset="tiny",
@@ -107,6 +110,7 @@ class Parity:
             optimizer=optimizer,
             stash=stash,
             num_chunks=num_chunks,
+            weight_group=weight_group,
             placement_kind=placement_kind,
             num_devices=num_devices,
             ranks=layout.ranks[self.replicas.own.index],
@@ -179,6 +183,7 @@ class Parity:
             tuple(sorted((routes or {}).items())),
             narrowed_to,
             pairs,
+            self.weight_group,
         )
         if routes:
             assert self.plane is not None
@@ -264,10 +269,12 @@ class Parity:
 
 @cache
 def lowered(
-    num_ranks, num_chunks, num_tied, schedule_name, num_microbatches, routes, narrowed_to, pairs
-):
+    num_ranks, num_chunks, num_tied, schedule_name, num_microbatches, routes, narrowed_to, pairs,
+    weight_group,
+):  # fmt: skip
     """Every rank's checked program of a step, and the slots it needs."""
-    schedule, planned = planned_schedule(num_ranks, num_chunks, schedule_name, num_microbatches)
+    sizes = num_ranks, num_chunks, schedule_name, num_microbatches, weight_group
+    schedule, planned = planned_schedule(*sizes)
     programs = lower(schedule, planned, dict(routes) or None, num_tied=num_tied, pairs=pairs)
     if narrowed_to is not None:
         programs = [forward_only(program, first_microbatch=narrowed_to) for program in programs]
@@ -276,8 +283,9 @@ def lowered(
 
 
 @cache
-def planned_schedule(num_ranks, num_chunks, schedule_name, num_microbatches):
+def planned_schedule(num_ranks, num_chunks, schedule_name, num_microbatches, weight_group):
     costs, links, limits = problem(num_ranks, schedule_name)
+    limits = replace(limits, weight_group=weight_group)
     schedule = plan(
         costs, links, limits, num_microbatches, schedule_name, num_chunks=num_chunks
     ).schedule

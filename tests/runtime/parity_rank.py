@@ -1,8 +1,8 @@
 """One rank of the parity test: runs every schedule and reports its errors."""
 
-import itertools
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import jax
@@ -39,7 +39,7 @@ TRAINED_ON = [batch(4, 20 + step) for step in range(3)]
 def check_all_schedules(parity, compilations):
     parity.check_gradients("gpipe", *batch(1, 0), test="first")  # compiles small helper programs
     before = compilations.count
-    for schedule_name, microbatches in itertools.product(SCHEDULES, MICROBATCHES):
+    for schedule_name, microbatches in product(SCHEDULES, MICROBATCHES):
         parity.check_gradients(schedule_name, *batch(microbatches, microbatches))
     parity.report("compilations", count=compilations.count - before, before=before)
 
@@ -162,7 +162,7 @@ def check_forwards_alone(parity, schedules, compilations):
     tokens, targets = batch(8, 17)
     weight, first = 1.0 / np.count_nonzero(targets >= 0), len(tokens)
     everywhere = [dict.fromkeys(parity.links, "delegated")] if parity.num_ranks > 1 else []
-    for schedule_name, routes in itertools.product(schedules, [None, *everywhere]):
+    for schedule_name, routes in product(schedules, [None, *everywhere]):
         step = parity.run(schedule_name, tokens, targets, routes=routes)
         parity.trainer.discard()
         before = compilations.count
@@ -268,6 +268,32 @@ def check_v(rendezvous, link, tied, compilations, reference=None, num_devices=1)
     v.close()
 
 
+def check_weight_groups(rendezvous, link, reference):
+    """One W for several microbatches, on all routes and in a V; the bits are those of its size."""
+    tokens, targets = batch(8, 17)
+    names_of = {1: ("zb-h1", "adaptive", "initial"), CHUNKS: ("zb-v",)}
+    for weight_group, (chunks, names) in product((2, 4), names_of.items()):
+        parity = Parity(
+            rendezvous,
+            link,
+            tied=True,
+            num_chunks=chunks,
+            placement_kind="v" if chunks > 1 else "wrap",
+            kinds=(OpKind.F, OpKind.B, OpKind.W),
+            reference=reference,
+            delegated=True,
+            weight_group=weight_group,
+        )
+        on_routes = (None, dict.fromkeys(parity.links, "delegated")) if parity.plane else (None,)
+        found = []
+        for name in names:
+            parity.check_gradients(name, tokens, targets, test="weight groups")
+            found += [gradients_of(parity, name, tokens, targets, each) for each in on_routes]
+        same = [jax.tree.all(jax.tree.map(np.array_equal, found[0], other)) for other in found]
+        parity.report("bits of weight groups", same=all(same))
+        parity.close()
+
+
 def check_split_stages(rendezvous, link, tied, compilations):
     """Stages of two devices, each with a part of the parameters."""
     split = Parity(
@@ -318,6 +344,7 @@ def main(arguments, link, rest):
         return
     if rendezvous.num_ranks == 2:
         check_recomputing(rendezvous, link, references[True])
+    check_weight_groups(rendezvous, link, references[True])
     for tied, reference in references.items():
         check_chunked_stages(rendezvous, link, tied, reference, compilations)
         check_v(rendezvous, link, tied, compilations, reference)

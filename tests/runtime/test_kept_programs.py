@@ -155,7 +155,7 @@ def one_step(model):
     weights = stage.prepare(params)
     gradient, stash, *_ = stage.forward(weights, tokens, tokens)
     _, weight_stash, _ = stage.backward_input(weights, stash, gradient)
-    sums, _ = stage.backward_weight(weights, weight_stash, stage.zero_accumulators())
+    sums, _ = stage.backward_weight(weights, (weight_stash,), stage.zero_accumulators())
     return [leaf.tobytes() for leaf in jax.device_get(jax.tree.leaves((gradient, sums)))]
 
 

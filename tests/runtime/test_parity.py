@@ -25,6 +25,11 @@ NOT_IN_CI = [pytest.mark.long, pytest.mark.one_jax]
 pytestmark = pytest.mark.timeout(1200)
 TWO = [pytest.param(("2", tied), id=f"2 {name}") for name, tied in TYINGS]
 ALONE = [pytest.param(("1", tied), id=f"1 {name}", marks=IN_CI) for name, tied in TYINGS]
+TIED_LAUNCHES = [
+    pytest.param("1", marks=IN_CI),
+    "2",
+    pytest.param("4", marks=IN_CI),
+]
 FOUR = [pytest.param(("4", True), id="4 tied", marks=IN_CI)]
 
 
@@ -157,6 +162,21 @@ def test_a_microbatch_without_targets_contributes_nothing(results):
 @pytest.mark.multiprocess
 def test_schedules_that_split_the_backward_agree_bitwise(results):
     assert all(result["same"] for result in only(results, "bitwise"))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("launched", TIED_LAUNCHES)
+def test_one_w_for_several_microbatches_matches_one_device(launch, launched):
+    found = launch(launched)
+    for weight_group in (2, 4):
+        results = only(found, "weight groups", weight_group=weight_group)
+        named = {result["schedule"] for result in results}
+        assert named == {"zb-h1", "adaptive", "initial", "zb-v"}
+        for result in results:
+            assert_within(SINGLE, result)
+        assert all(
+            r["same"] for r in only(found, "bits of weight groups", weight_group=weight_group)
+        )
 
 
 @pytest.mark.multiprocess

@@ -253,8 +253,9 @@ def test_a_chunk_takes_its_share_of_the_time(num_chunks):
     pace = Pace.of_stage(8.0, 6.0, 4.0, num_chunks)
     stage_ms = {OpKind.F: 8.0, OpKind.B: 6.0, OpKind.W: 4.0, OpKind.BW: 10.0}
     for kind, time_ms in stage_ms.items():
-        assert pace.of(kind) == pytest.approx(time_ms / num_chunks / 1e3)
-    assert Pace().of(OpKind.F) is None  # as long as it takes
+        assert pace.of(Op(kind, 0)) == pytest.approx(time_ms / num_chunks / 1e3)
+    assert pace.of(Op(OpKind.W, 4, group=3)) == pytest.approx(3 * 4.0 / num_chunks / 1e3)
+    assert Pace().of(Op(OpKind.F, 0)) is None  # as long as it takes
 
 
 class NeverReady:

@@ -113,6 +113,23 @@ def test_chunks_may_split_their_backwards_too():
     assert norm > 0
 
 
+@pytest.mark.parametrize(
+    ("row", "weight_group"), [("F0 F1 B0 B1 W0 W1", 1), ("F0 F1 B0 B1 W0-1", 2)]
+)
+def test_every_w_takes_the_stashes_of_its_own_microbatches(row, weight_group):
+    tokens = np.arange(8, dtype=np.int32).reshape(2, 1, 4)
+    inputs = StepInputs(tokens, tokens[::-1], 1 / 8)
+    results = []
+    for each, group in ("F0 B0 W0 F1 B1 W1", 1), (row, weight_group):
+        with closing(trainer_of(1, 1, kinds="FBW", weight_group=group)) as trainer:
+            schedule = Schedule.from_rows("hand", [each])
+            planned = simulate(schedule, StageCosts.uniform(1, 1, 1, 1))
+            (program,) = lower(schedule, planned, num_tied=1)
+            trainer.run(program, inputs, step=0)
+            results.append(jax.device_get(trainer.gradients))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8), *results)
+
+
 def live_bytes():
     gc.collect()
     return live_bytes_now()

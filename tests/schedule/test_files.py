@@ -180,6 +180,16 @@ def test_a_csv_reads_back(name, stages, microbatches):
     assert parse_torch_csv(format_torch_csv(schedule), schedule.name) == schedule
 
 
+def test_torch_gets_a_w_for_each_microbatch_of_a_group():
+    grouped = Schedule.from_rows("two", ["F0 F1 B0 B1 W0-1", "F0 B0 F1 B1 W0-1"])
+    assert format_torch_csv(grouped).splitlines() == [
+        "0F0,0F1,,0I0,,0I1,0W0,0W1",
+        ",1F0,1I0,1F1,1I1,1W0,1W1,",
+    ]
+    single = Schedule.from_rows("two", ["F0 F1 B0 B1 W0 W1", "F0 B0 F1 B1 W0 W1"])
+    assert parse_torch_csv(format_torch_csv(grouped), "two") == single
+
+
 @pytest.mark.parametrize("suffix", [".csv", ".json", ".txt"])
 def test_a_v_is_read_back(tmp_path, suffix):
     for schedule in (zb_v(3, 4), dualpipe_v(3, 6)):

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from jaxmorph.control.answer import solve
@@ -43,9 +45,48 @@ def test_a_plan_for_a_slow_link_pays_latency_once(link, warmup):
     assert steps[1].schedule.warmup_forwards == warmup
 
 
+@pytest.mark.parametrize(
+    ("limits", "group", "says"),
+    [
+        (Limits((3,) * 4, "W"), 3, None),
+        (Limits((3,) * 4, "B"), 12, None),
+        (Limits((3,) * 4, "W"), 4, "max_live[0]: got 3 until W, expected at least 4, as one W "
+         "computes 4 microbatches"),
+        (Limits(None, "W"), 20, None),
+        (Limits(max_stash_bytes=(30,) * 4, stash_bytes=StashBytes((10,) * 4, (7,) * 4)), 3, None),
+        (Limits(max_stash_bytes=(30,) * 4, stash_bytes=StashBytes((10,) * 4, (7,) * 4)), 4,
+         "max_stash_bytes[0]: got 30 bytes, expected at least 31, which 4 microbatches of one W "
+         "keep on stage 0: 1 short"),
+    ],
+)  # fmt: skip
+def test_a_group_of_w_needs_room_for_all_its_stashes(limits, group, says):
+    limits = replace(limits, weight_group=group)
+    if says is None:
+        require_room(plan(EQUAL, {}, limits, 12).schedule, limits)
+    else:
+        with pytest.raises(UserError) as caught:
+            plan(EQUAL, {}, limits, 12)
+        assert str(caught.value).startswith(says)
+
+
+def test_the_shortest_of_several_schedules_is_put_in_groups():
+    """Where the adaptive plan's own order suits no groups, another's does."""
+    for group in (2, 3, 4, 6):
+        limits = Limits(weight_group=group)
+        steps_s = [
+            plan(EQUAL, {}, limits, 12, name).predicted_step_s for name in ("zb-h2", "initial")
+        ]
+        assert plan(EQUAL, {}, limits, 12).predicted_step_s <= min(steps_s)
+
+
+def test_whole_backwards_have_no_groups():
+    grouped = plan(EQUAL, {}, Limits(weight_group=3), 12, "1f1b").schedule
+    assert grouped == plan(EQUAL, {}, Limits(), 12, "1f1b").schedule
+
+
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_a_plan_goes_through_json_unchanged(name):
-    planned = plan(EQUAL, _slow(1, 20.0), Limits(), 12, name)
+    planned = plan(EQUAL, _slow(1, 20.0), Limits(weight_group=2), 12, name)
     assert parse_line(Plan, dump(planned), "a plan") == planned
     assert planned.schedule.name == name
     assert set(planned.routes) == {Link(0, 1), Link(1, 2), Link(2, 3)}

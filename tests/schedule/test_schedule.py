@@ -14,6 +14,8 @@ from jaxmorph.schedule.schedule import Schedule, ScheduleError
         (Op(OpKind.W, 12), "W12"),
         (Op(OpKind.BW, 7), "BW7"),
         (Op(OpKind.F, 3, chunk=1), "1.F3"),
+        (Op(OpKind.W, 8, group=4), "W8-11"),
+        (Op(OpKind.W, 0, chunk=1, group=2), "1.W0-1"),
     ],
 )
 def test_text_form_round_trips(op, text):
@@ -27,6 +29,12 @@ def test_what_is_not_an_op_is_refused(text):
         Op.parse(text)
 
 
+@pytest.mark.parametrize("text", ["F0-1", "B0-1", "BW0-1", "W1-1", "W2-1"])
+def test_only_a_w_has_a_range_of_microbatches(text):
+    with pytest.raises(ValueError, match=f"got '{text}', expected a range of a W only"):
+        Op.parse(text)
+
+
 @pytest.mark.parametrize(
     ("row", "until_b", "until_w"),
     [
@@ -34,6 +42,7 @@ def test_what_is_not_an_op_is_refused(text):
         ("F0 F1 B0 F2 B1 B2 W0 W1 W2", 2, 3),
         ("F0 F1 BW0 F2 BW1 BW2", 2, 2),
         ("F0 F1 F2 B0 B1 B2 W0 W1 W2", 3, 3),
+        ("F0 B0 F1 B1 W0-1 F2 B2 W2", 1, 2),
         ("", 0, 0),
     ],
 )
@@ -76,6 +85,33 @@ def test_a_schedule_prints_as_a_grid():
 
 
 @pytest.mark.parametrize(
+    ("size", "row"),
+    [
+        (1, "F0 F1 B0 W0 F2 B1 B2 W1 W2"),
+        (2, "F0 F1 B0 F2 B1 B2 W0-1 W2"),
+        (3, "F0 F1 B0 F2 B1 B2 W0-2"),
+        (4, "F0 F1 B0 F2 B1 B2 W0-2"),
+    ],
+)
+def test_one_w_for_a_group_stands_at_the_last_of_them(size, row):
+    single = Schedule.from_rows("small", ["F0 F1 B0 W0 F2 B1 B2 W1 W2"])
+    grouped = single.with_weight_groups(size)
+    assert grouped == Schedule.from_rows("small", [row])
+    grouped.validate()
+    assert Schedule.parse(str(grouped)) == grouped
+
+
+def test_each_chunk_has_its_own_groups():
+    row = "F0 1.F0 F1 1.F1 1.B0 1.W0 1.B1 B0 W0 1.W1 B1 W1"
+    grouped = Schedule.from_rows("two", [row]).with_weight_groups(2)
+    assert (
+        grouped.orders
+        == Schedule.from_rows("two", ["F0 1.F0 F1 1.F1 1.B0 1.B1 B0 1.W0-1 B1 W0-1"]).orders
+    )
+    grouped.validate()
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "",
@@ -99,6 +135,12 @@ def test_text_that_is_no_schedule_is_refused(text):
         ("F0 F1 B0 BW1 W0", "BW1 is out of microbatch order", "F0    F1    B0    >BW1<"),
         ("F0 F1 BW0 B0 W0", "B0 mixes full backwards", "F0   F1   BW0  >B0< W0"),
         ("F0 B0", "W0 is missing", "F0 B0 ><"),
+        ("F0 F1 B0 W0-1 B1", "W0-1 comes before B1", "F0     F1     B0     >W0-1< B1"),
+        ("F0 F1 B0 B1 W0-1 W1", "W1 is out of microbatch order, expected W2",
+         "F0   F1   B0   B1   W0-1 >W1<"),
+        ("F0 F1 B0 B1 W0 W1-2", "W1-2 is beyond the last microbatch, 1",
+         "F0     F1     B0     B1     W0     >W1-2<"),
+        ("F0 F1 F2 B0 B1 B2 W0-1", "W2 is missing", "F0   F1   F2   B0   B1   B2   W0-1 ><"),
         ("F0", "BW0 is missing", "F0 ><"),
         ("F0 F1 B0 W0", "B1 is missing", "F0 F1 B0 W0 ><"),
         ("1.F0 B0 W0", "1.F0 comes before F0", ">1.F0< B0"),

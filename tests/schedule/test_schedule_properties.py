@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -114,6 +115,31 @@ def test_whole_backwards_are_planned_where_they_fit(case, after_forward, after_b
     else:
         with pytest.raises(UserError):
             case._replace(limits=limits).schedule()
+
+
+@given(_cases(names=[*PLANNED_SCHEDULES, "zb-h1", "zb-h2"]), st.integers(2, 5))
+def test_groups_of_w_keep_every_rule_and_cap(case, group):
+    limits = replace(case.limits, weight_group=group)
+    grouped = case._replace(limits=limits)
+    count = case.num_microbatches
+    waiting = min(group, count) - 1
+    memory = limits.stage_memory(case.costs.num_stages, count)
+    if any(max(f, b) + waiting * b > room for f, b, room in memory):
+        with pytest.raises(UserError, match=r"one W computes|of one W keep"):
+            grouped.schedule()
+        return
+    schedule = grouped.schedule()
+    schedule.validate()
+    assert fits(schedule, limits)
+    groups = [range(count)[at : at + group] for at in range(0, count, group)]
+    for order in schedule.orders:
+        assert [op.microbatches for op in order if op.kind is OpKind.W] == groups
+    assert Schedule.parse(str(schedule)) == schedule
+    timeline = simulate(schedule, case.costs, case.links)
+    alone = simulate(case.schedule(), case.costs, case.links)
+    assert timeline.busy_ms == pytest.approx(alone.busy_ms)
+    bound_ms = lower_bound_ms(case.costs, count, case.links, limits)
+    assert timeline.makespan_ms >= bound_ms * (1 - 1e-12)
 
 
 @given(_cases())

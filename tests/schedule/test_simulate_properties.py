@@ -29,12 +29,14 @@ class _Case(NamedTuple):
 @st.composite
 def _schedules(draw) -> Schedule:
     stages = draw(st.integers(1, 5))
+    group = draw(st.integers(1, 4))
     if draw(st.booleans()):
         build = draw(st.sampled_from([*FIXED_SCHEDULES.values(), zb_v]))
-        return build(stages, draw(st.integers(1, 12)))
+        return build(stages, draw(st.integers(1, 12))).with_weight_groups(group)
     sizes = [size for size in range(1, 13) if size % max(1, size // stages) == 0]
     schedule = interleaved(stages, draw(st.sampled_from(sizes)), draw(st.integers(1, 3)))
-    return draw(st.sampled_from([schedule, _split(schedule, draw(st.integers(0, 4)))]))
+    split = _split(schedule, draw(st.integers(0, 4))).with_weight_groups(group)
+    return draw(st.sampled_from([schedule, split]))
 
 
 def _split(schedule: Schedule, delay: int) -> Schedule:
@@ -92,14 +94,19 @@ def _longest_path_ends(case: _Case) -> dict[_Node, float]:
     for stage, order in enumerate(case.schedule.orders):
         nodes = [_Node("op", stage, op) for op in order]
         for node, before in zip(nodes, [[], *([node] for node in nodes)], strict=False):
-            duration = case.costs.duration_ms(stage, node.op.kind) / case.schedule.num_chunks
-            graph.add(node, duration, *before)
+            graph.add(node, _duration_ms(case, stage, node.op), *before)
     _add_messages(graph, case)
     ends: dict[_Node, float] = {}
     for node in TopologicalSorter(graph.needs).static_order():
         ready = max((ends[need] for need in graph.needs[node]), default=0.0)
         ends[node] = ready + graph.weight[node]
     return ends
+
+
+def _duration_ms(case: _Case, stage: int, op: Op) -> float:
+    """A group of microbatches takes as long as all of them one by one."""
+    one_ms = case.costs.duration_ms(stage, op.kind) / case.schedule.num_chunks
+    return sum(one_ms for _ in op.microbatches)
 
 
 def _add_messages(graph: _Graph, case: _Case) -> None:
@@ -156,8 +163,7 @@ def test_the_simulator_finds_the_longest_path(case):
     ends = _longest_path_ends(case)
     for stage, op, start_ms, end_ms in timeline.spans():
         assert end_ms == pytest.approx(ends[_Node("op", stage, op)], rel=1e-12, abs=1e-9)
-        duration_ms = case.costs.duration_ms(stage, op.kind) / case.schedule.num_chunks
-        assert end_ms - start_ms == pytest.approx(duration_ms, abs=1e-9)
+        assert end_ms - start_ms == pytest.approx(_duration_ms(case, stage, op), abs=1e-9)
 
 
 @given(_cases())

@@ -36,7 +36,7 @@ class Pipeline:
 
 def split_backward(stage, weights, stash, gradient, sums):
     gradient, weight_stash, _ = stage.backward_input(weights, stash, gradient)
-    return gradient, *stage.backward_weight(weights, weight_stash, sums)
+    return gradient, *stage.backward_weight(weights, (weight_stash,), sums)
 
 
 def expected_gradients(model, params, tokens, targets, loss_weight):

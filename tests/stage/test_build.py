@@ -38,7 +38,13 @@ def stage_of(model_of):
 
     @cache
     def stage_of(
-        num_layers, is_first, is_last, dtype="float32", stash: StashPolicy = "full", kinds=OP_KINDS
+        num_layers,
+        is_first,
+        is_last,
+        dtype="float32",
+        stash: StashPolicy = "full",
+        kinds=OP_KINDS,
+        weight_group=1,
     ):
         return build_stage(
             model_of(dtype=dtype),
@@ -49,6 +55,7 @@ def stage_of(model_of):
             shapes=MicrobatchShapes.of_text(BATCH, LENGTH),
             stash=stash,
             kinds=kinds,
+            weight_group=weight_group,
         )
 
     return stage_of
@@ -137,11 +144,26 @@ def test_accumulators_are_added_to_in_place(kind, pipeline_of):
     sums = stage.zero_accumulators()
     addresses = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(sums)]
     if kind == "W":
-        added, _ = stage.backward_weight(weights, weight_stash, sums)
+        added, _ = stage.backward_weight(weights, (weight_stash,), sums)
     else:
         _, added, _ = stage.backward(weights, stash, LOSS_WEIGHT, sums)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(sums))
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(added)] == addresses
+
+
+def test_one_w_for_a_group_adds_what_one_each_adds(pipeline_of):
+    single = pipeline_of(1)
+    grouped = pipeline_of(1, kinds=("W",), weight_group=MICROBATCHES).stages[0]
+    stage, weights = single.stages[0], single.weights[0]
+    stashes = []
+    for tokens, targets in zip(TOKENS, TARGETS, strict=True):
+        _, stash, *_ = stage.forward(weights, tokens, targets)
+        stashes.append(stage.backward_input(weights, stash, LOSS_WEIGHT)[1])
+    expected = stage.zero_accumulators()
+    for weight_stash in stashes:
+        expected, _ = stage.backward_weight(weights, (weight_stash,), expected)
+    got, _ = grouped.backward_weight(weights, tuple(stashes), stage.zero_accumulators())
+    assert largest_error(got, expected) < 1e-6
 
 
 @pytest.mark.parametrize("stash_policy", ["full", RECOMPUTE])

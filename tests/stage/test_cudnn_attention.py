@@ -95,7 +95,7 @@ def test_cudnn_runs_its_forward_in_f_and_backward_in_b(module, packed, stash, fo
     programs = {
         "F": (functions.forward, weights, x, own),
         "B": (functions.backward_input, weights, kept, x),
-        "W": (functions.backward_weight, weights, weight_stash, sums),
+        "W": (functions.backward_weight, weights, (weight_stash,), sums),
         "BW": (functions.backward, weights, kept, x, sums),
     }
     text = {name: lowered_for_cuda(*program) for name, program in programs.items()}

@@ -88,7 +88,7 @@ def test_effects_happen_once_and_gradients_stay(stash):
         "head": 1,
     }
     _, weight_stash, _ = stage.backward_input(weights, kept, np.float32(1))
-    sums, _ = stage.backward_weight(weights, weight_stash, stage.zero_accumulators())
+    sums, _ = stage.backward_weight(weights, (weight_stash,), stage.zero_accumulators())
     assert taken(seen) == {}
 
     def loss(params):

@@ -369,7 +369,7 @@ def results(model, inputs, extras, num_devices):
     loss, stash, aux, _ = stage.forward(weights, inputs, TARGETS[0], key_numbers(1, 2, 0, 0), given)
     of_aux = [jnp.full(1, 0.5)] if aux else []
     _, weight_stash, _ = stage.backward_input(weights, stash, jnp.float32(1), *of_aux)
-    sums, _ = stage.backward_weight(weights, weight_stash, stage.zero_accumulators())
+    sums, _ = stage.backward_weight(weights, (weight_stash,), stage.zero_accumulators())
     return jax.device_get((loss, aux, sums))
 
 

@@ -69,15 +69,19 @@ def test_measured_ops_show_that_the_direct_deadline_is_too_short(sections, says)
 
 
 @pytest.mark.parametrize(
-    ("stages", "microbatches", "measured"),
-    [(2, 8, 8), (2, 48, 12), (4, 24, 12), (5, 40, 15), (8, 24, 16), (8, 16, 16), (64, 256, 128)],
-)
-def test_a_measured_step_has_few_microbatches(stages, microbatches, measured):
+    ("stages", "microbatches", "weight_group", "measured"),
+    [
+        (2, 8, 1, 8), (2, 48, 1, 12), (4, 24, 1, 12), (5, 40, 1, 15), (8, 24, 1, 16),
+        (8, 16, 1, 16), (64, 256, 1, 128), (2, 48, 8, 16), (4, 30, 5, 20), (4, 24, 24, 24),
+    ],
+)  # fmt: skip
+def test_a_measured_step_has_few_microbatches(stages, microbatches, weight_group, measured):
     config = check_config(
         {
             "parallelism": {"stages": stages},
             "model": {"num_layers": stages},
             "batch": {"microbatches": microbatches},
+            "schedule": {"weight_group": weight_group},
             "failover": {"enabled": True},
         }
     )

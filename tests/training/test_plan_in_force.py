@@ -6,11 +6,13 @@ import pytest
 
 from jaxmorph.config import Config
 from jaxmorph.config.link_sections import Routes
+from jaxmorph.config.sections import Offload
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.errors import UserError
 from jaxmorph.records import Link
 from jaxmorph.schedule.costs import StageCosts, StageMemory, StashBytes, chain_links
+from jaxmorph.schedule.ops import OpKind
 from jaxmorph.training.plan_in_force import (
     PlanInForce,
     plan_step,
@@ -37,6 +39,17 @@ def test_a_cap_in_bytes_is_kept():
     ]
     assert max(peaks) <= 800
     assert schedule.peak_live("B")[0] == 2  # three would be 900 bytes
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("name", ["adaptive", "zb-h1"])
+def test_every_plan_of_a_run_has_its_groups_of_w(name, offload):
+    grouped = config(name=name, weight_group=3, max_live=5, live_until="W")
+    grouped = grouped.model_copy(update={"offload": Offload(enabled=offload)})
+    made = plan_step(grouped, unmeasured_profile(grouped, STASH))
+    for order in made.schedule.orders:
+        assert [str(op) for op in order if op.kind is OpKind.W] == ["W0-2", "W3-5", "W6-8"]
+    assert max(made.schedule.peak_live("W")) <= 5 or made.offloading
 
 
 def test_without_sizes_a_cap_in_bytes_is_ignored():
