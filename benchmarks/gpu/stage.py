@@ -29,7 +29,8 @@ OP_NAMES = ("F", "B", "W", "BW", "plain")
 
 _LEAST_SHARE = 0.95  # of plain JAX's speed
 _CUDNN_SINCE = (8, 0)  # the compute capability since which cuDNN has attention for these sizes
-_WARM_UPS = 2
+_GROUP = 4  # microbatches of one W
+WARM_UPS = 2
 
 
 @dataclass(frozen=True)
@@ -206,8 +207,8 @@ def median_times_s(
         repeats: How often each is timed, after some times that don't count.
         calls: How many calls one timing has.
     """
-    rounds = [{name: ops.time_s(name, calls) for name in names} for _ in range(repeats + _WARM_UPS)]
-    return {name: median(each[name] for each in rounds[_WARM_UPS:]) for name in names}
+    rounds = [{name: ops.time_s(name, calls) for name in names} for _ in range(repeats + WARM_UPS)]
+    return {name: median(each[name] for each in rounds[WARM_UPS:]) for name in names}
 
 
 def _random_activations(model: PipelineModel, shapes: MicrobatchShapes) -> jax.Array:
@@ -272,6 +273,12 @@ def measure_stage(*, small: bool) -> Iterator[Row]:
         yield Row(name, f"{figures['ms']:.3f} ms", f"{rate:.3g} TFLOP/s{share}", None, figures)
     yield Row("prepare", f"{1e3 * times_s['prepare']:.3f} ms", "weights to bfloat16, once a step")
     yield from _ratios(times_s, is_judged=device.platform != "cpu")
+    grouped = build_lone_stage(model, sizes, weight_group=_GROUP)
+    one_for_all = StageOps(model, grouped, sizes, weight_group=_GROUP)
+    group_s = median_times_s(one_for_all, repeats, calls, names=("W",))["W"]
+    share = group_s / (_GROUP * times_s["W"])
+    note = f"of the time of {_GROUP}; below 1 `schedule.weight_group: {_GROUP}` is faster"
+    yield Row(f"one W for {_GROUP}", f"{share:.3f}", note, None, {"x": share})
 
 
 def _ratios(seconds: Mapping[str, float], *, is_judged: bool) -> Iterator[Row]:
