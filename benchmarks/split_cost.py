@@ -127,14 +127,14 @@ def other_figures(settings: argparse.Namespace, sizes: Sizes) -> dict[str, dict[
     return found
 
 
-def grouped_figures(settings: argparse.Namespace, sizes: Sizes) -> dict[str, float]:
+def grouped_figures(settings: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:
     """Returns the milliseconds of B, BW, and W of each size of group, all of one microbatch."""
     model = build_gpt2(sizes, settings.dtype)
     calls = []
     for group in GROUPS:
         programs = build_lone_stage(model, sizes, weight_group=group)
         ops = StageOps(model, programs, sizes, weight_group=group)
-        calls.append((f"W of {group}", partial(ops.time_s, "W", 1), group))
+        calls.append((f"W{group}", partial(ops.time_s, "W", 1), group))
         if group == 1:
             calls += [(name, partial(ops.time_s, name, 1), 1) for name in ("B", "BW")]
     rounds = [
@@ -171,12 +171,12 @@ def main() -> int:
     sizes = sizes_of(settings)
     small = replace(sizes, width=2 * sizes.width, sequence_length=sizes.sequence_length // 2)
     small = replace(small, num_heads=small.width // 64)
-    grouped = {str(each): grouped_figures(settings, each) for each in (sizes, small)}
-    for name, ms in grouped.items():
-        print(f"{name}:", *(f"{part} {value:.1f} ms," for part, value in ms.items()))
-    ms = grouped[str(sizes)]
+    grouped = [{"stage": str(each)} | grouped_figures(settings, each) for each in (sizes, small)]
+    for each in grouped:
+        print(each)
+    ms = grouped[0]
     found += [
-        Bar(f"(B+W)/BW, one W for {group}", (ms["B"] + ms[f"W of {group}"]) / ms["BW"], at_most=1.0)
+        Bar(f"(B+W)/BW, one W for {group}", (ms["B"] + ms[f"W{group}"]) / ms["BW"], at_most=1.0)
         for group in GROUPS[1:]
     ]
     values |= {"others_ms": others, "grouped_ms": grouped}
