@@ -273,7 +273,7 @@ def measure_stage(*, small: bool) -> Iterator[Row]:
         yield Row(name, f"{figures['ms']:.3f} ms", f"{rate:.3g} TFLOP/s{share}", None, figures)
     yield Row("prepare", f"{1e3 * times_s['prepare']:.3f} ms", "weights to bfloat16, once a step")
     yield from _ratios(times_s, is_judged=device.platform != "cpu")
-    grouped = build_lone_stage(model, sizes, weight_group=_GROUP)
+    grouped = build_lone_stage(model, sizes, kinds=("F", "B", "W"), weight_group=_GROUP)
     one_for_all = StageOps(model, grouped, sizes, weight_group=_GROUP)
     group_s = median_times_s(one_for_all, repeats, calls, names=("W",))["W"]
     share = group_s / (_GROUP * times_s["W"])

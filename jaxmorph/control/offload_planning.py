@@ -56,7 +56,7 @@ def plan_with_offload(
     Raises:
         UserError: No plan can be made to fit.
     """
-    free = plan_within(Limits(live_until=device.live_until))
+    free = plan_within(Limits(live_until=device.live_until, weight_group=device.weight_group))
     if fits(free.schedule, device):
         return free
     candidates: list[_Candidate] = []
@@ -98,10 +98,11 @@ def _wider(plan_within: PlanWithin, device: Limits, free: Plan) -> Iterator[Plan
     schedule = free.schedule
     memory = device.stage_memory(schedule.num_stages, schedule.num_microbatches)
     keeps_for_weights = any(stage.after_backward for stage in memory)
-    caps = _caps_of_weights(memory) if keeps_for_weights else _raised_caps(memory, free)
+    group = device.weight_group
+    caps = _caps_of_weights(memory, group) if keeps_for_weights else _raised_caps(memory, free)
     for limits in caps:
         try:
-            yield plan_within(limits)
+            yield plan_within(replace(limits, weight_group=group))
         except UserError:  # a schedule of fixed order has a fixed peak
             break
     yield free
@@ -123,7 +124,7 @@ def _raised_caps(memory: Sequence[StageMemory], free: Plan) -> Iterator[Limits]:
         extra *= 2
 
 
-def _caps_of_weights(memory: Sequence[StageMemory]) -> Iterator[Limits]:
+def _caps_of_weights(memory: Sequence[StageMemory], weight_group: int) -> Iterator[Limits]:
     """Caps for stages where B leaves a stash for W, which can't be offloaded.
 
     First half of each F stash counts as held, then none of it. The room is what the devices have
@@ -134,7 +135,8 @@ def _caps_of_weights(memory: Sequence[StageMemory]) -> Iterator[Limits]:
     for halves, places in product((1, 0), (2, 1)):
         forward = tuple(halves * stage.after_forward for stage in memory)
         rooms = tuple(2 * (stage.room - places * stage.after_forward) for stage in memory)
-        least = map(max, forward, backward)
+        waiting = [(weight_group - 1) * size for size in backward]
+        least = map(sum, zip(map(max, forward, backward), waiting, strict=True))
         fitting = tuple(map(max, rooms, least))
         yield Limits(max_stash_bytes=fitting, stash_bytes=StashBytes(forward, backward))
 

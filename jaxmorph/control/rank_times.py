@@ -252,7 +252,8 @@ def _order_of(numbers: bytes) -> tuple[Op, ...]:
     for at in reversed(range(len(order))):
         op = order[at]
         if op.kind is OpKind.W:
-            order[at] = op._replace(group=ends[op.chunk] - op.microbatch)
+            if (group := ends[op.chunk] - op.microbatch) > 1:
+                order[at] = op._replace(group=group)
             ends[op.chunk] = op.microbatch
     return tuple(order)
 

@@ -194,10 +194,10 @@ class _Alone:
             if not held.issuperset(read) and not isinstance(step, Fetch):
                 return self._why_missing(step, next(each for each in read if each not in held))
             if isinstance(step, Run):
-                ops = _single_ops(step.op)
-                if not done.isdisjoint(ops):
-                    return f"{step} a second time"
-                done.update(ops)
+                for op in _single_ops(step.op):
+                    if op in done:
+                        return f"{step} a second time"
+                    done.add(op)
                 held.update(made)
             elif made:  # by a message that has come; a fetch fills nothing anew
                 held.update(made)

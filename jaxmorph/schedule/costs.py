@@ -237,10 +237,9 @@ class Limits:
 
     def of_whole_backwards(self) -> "Limits":
         """The limits where B and W are one op, so that nothing is kept for W."""
-        if self.stash_bytes is None:
-            return self
-        forward = self.stash_bytes.after_forward
-        return replace(self, stash_bytes=StashBytes(forward, (0,) * len(forward)))
+        forward = () if self.stash_bytes is None else self.stash_bytes.after_forward
+        sizes = StashBytes(forward, (0,) * len(forward)) if forward else None
+        return replace(self, stash_bytes=sizes, weight_group=1)
 
     def of_single_weights(self, num_stages: int, num_microbatches: int) -> "Limits":
         """Limits for schedules of one W a microbatch that keep these once their W are in groups.
@@ -254,7 +253,12 @@ class Limits:
         if not waiting:
             return self
         memory = self.stage_memory(num_stages, num_microbatches)
-        rooms = tuple(stage.room - waiting * stage.after_backward for stage in memory)
+        rooms = tuple(
+            stage.room  # for all: no limit
+            if stage.room >= num_microbatches * stage.needed
+            else stage.room - waiting * stage.after_backward
+            for stage in memory
+        )
         if self.max_stash_bytes is not None:
             return replace(self, max_stash_bytes=rooms, weight_group=1)
         capped = self.max_live is not None and self.live_until == "W"

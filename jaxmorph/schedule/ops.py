@@ -46,9 +46,15 @@ class Op(NamedTuple):
         """All of them: those of a W's group."""
         return range(self.microbatch, self.microbatch + self.group)
 
+    @property
+    def numbers(self) -> str:
+        """Its microbatch, or the first and the last of its group, as text."""
+        if self.group == 1:
+            return str(self.microbatch)
+        return f"{self.microbatch}-{self.microbatches[-1]}"
+
     def __str__(self) -> str:
-        last = f"-{self.microbatches[-1]}" if self.group > 1 else ""
-        name = f"{self.kind.value}{self.microbatch}{last}"
+        name = f"{self.kind.value}{self.numbers}"
         return f"{self.chunk}.{name}" if self.chunk else name
 
     @classmethod
@@ -62,10 +68,13 @@ class Op(NamedTuple):
         if match is None:
             raise ValueError(f"got {text!r}, expected an op such as F3, B3, W3, BW3 or 1.F3")
         chunk, kind, first, last = match.groups()
-        group = int(last or first) - int(first) + 1
-        if last is not None and (kind != OpKind.W or group < 2):
+        op = cls(OpKind(kind), int(first), int(chunk or 0))
+        if last is None:
+            return op
+        group = int(last) - op.microbatch + 1
+        if op.kind is not OpKind.W or group < 2:
             raise ValueError(f"got {text!r}, expected a range of a W only, such as W4-7")
-        return cls(OpKind(kind), int(first), int(chunk or 0), group)
+        return op._replace(group=group)
 
 
 def peak_live(order: Sequence[Op], live_until: LiveUntil = "B") -> int:

@@ -1,7 +1,7 @@
 """Plans a step: a schedule that fits the costs, the links and the memory, with the reason."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
 from jaxmorph.errors import UserError
@@ -12,6 +12,7 @@ from jaxmorph.schedule.bound import certified_ms, lower_bound_ms
 from jaxmorph.schedule.costs import Limits, Links, StageCosts, StageMemory
 from jaxmorph.schedule.fixed import FIXED_SCHEDULES, V_SCHEDULES, interleaved
 from jaxmorph.schedule.list_schedule import make_workload, to_picoseconds, to_schedule
+from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.paper import (
     adapted_warmup_forwards,
     initial_schedule,
@@ -220,14 +221,51 @@ def _shortest(schedule: Schedule) -> str:
 def alternatives(
     costs: StageCosts, links: Links, limits: Limits, num_microbatches: int
 ) -> list[Schedule]:
-    """``paper``, ``initial``, ``zb-h1`` and ``zb-h2``, named adaptive, where they keep the caps.
+    """``paper``, ``initial``, ``zb-h1``, ``zb-h2`` and blocks, named adaptive, within the caps.
 
     The adaptive planner assumes that messages overlap and block no queue, and one W a microbatch.
     Otherwise one of these may simulate shorter.
     """
     problem = _Problem(costs, links, limits, num_microbatches)
-    made = (_order(problem, name, None, 1, 0.0)[0] for name in _ALTERNATIVES)
+    made = [_order(problem, name, None, 1, 0.0)[0] for name in _ALTERNATIVES]
+    made += _in_blocks(problem)
     return [replace(schedule, name="adaptive") for schedule in made if fits(schedule, limits)]
+
+
+def _in_blocks(problem: _Problem) -> Iterator[Schedule]:
+    """The groups of W planned as if the microbatches of each were one; none if that has no room.
+
+    F and B of a group then run in a row, so that its stashes wait for their W least.
+    """
+    group, count = problem.limits.weight_group, problem.num_microbatches
+    if group == 1 or count % group:
+        return
+    limits = problem.limits
+    caps, room = (
+        None if most is None else tuple(each // group for each in most)
+        for most in (limits.max_live, limits.max_stash_bytes)
+    )
+    if 0 in (caps or ()):
+        return
+    costs = StageCosts(*(tuple(group * ms for ms in row) for row in astuple(problem.costs)))
+    limits = replace(limits, max_live=caps, max_stash_bytes=room, weight_group=1)
+    blocks = _Problem(costs, problem.links, limits, count // group)
+    try:
+        require_feasible(limits, costs.num_stages, blocks.num_microbatches)
+    except UserError:
+        return
+    schedule, _ = _order(blocks, "adaptive", None, 1, 0.0)
+    rows = (tuple(_of_block(order, group)) for order in schedule.orders)
+    yield Schedule("adaptive", count, tuple(rows))
+
+
+def _of_block(order: Sequence[Op], group: int) -> Iterator[Op]:
+    for op in order:
+        first = group * op.microbatch
+        if op.kind is OpKind.W:
+            yield Op(op.kind, first, group=group)
+        else:
+            yield from (Op(op.kind, first + place) for place in range(group))
 
 
 def _require_possible(
@@ -260,8 +298,8 @@ def require_feasible(limits: Limits, num_stages: int, num_microbatches: int) -> 
             continue
         if limits.max_stash_bytes is None:
             raise UserError(
-                f"max_live[{stage}]: got {memory.room} until W, expected at least {needed}, as one "
-                f"W computes {group} microbatches"
+                f"max_live[{stage}]: got {memory.room} until W on stage {stage}, expected at least "
+                f"{needed}, as one W computes {group} microbatches"
             )
         kept = "one microbatch keeps" if group == 1 else f"{group} microbatches of one W keep"
         raise UserError(

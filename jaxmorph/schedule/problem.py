@@ -286,7 +286,8 @@ def _slower(delay: LinkDelay, by_ms: float) -> LinkDelay:
 
 def _limits(fields: Mapping[str, Any], num_stages: int) -> Limits:
     """Reads the caps and the W groups; stash sizes may also be given without a cap on bytes."""
-    group = count("weight_group", fields.get("weight_group") or 1)
+    given = fields.get("weight_group")
+    group = 1 if given is None else count("weight_group", given)
     live_until = cast(LiveUntil, one_of("live_until", fields.get("live_until") or "B", ("B", "W")))
     max_live = counts("max_live", fields.get("max_live"), num_stages)
     cap = counts(_CAP, fields.get(_CAP), num_stages)

@@ -32,7 +32,7 @@ from jaxmorph.stage.parameters import parameter_count
 from jaxmorph.stage.stage_functions import StashMemory, TracedStage, total_bytes, trace_stage
 from jaxmorph.training.host_memory import HostForecast, copy_bytes, forecast, host_room
 from jaxmorph.training.open_stage import stage_settings
-from jaxmorph.training.plan_in_force import plan_step, unmeasured_profile
+from jaxmorph.training.plan_in_force import op_kinds, plan_step, unmeasured_profile
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,9 @@ def with_device_budget(
         _require_host_memory(device, rendezvous.rank)
     if config.schedule.is_capped or not (keeps_budget(config) or config.adapts):
         return WithinDevices(config, config)
-    # Without offload a stage must hold at least one microbatch, whether or not that fits.
-    least = 1 if offloads else max(astuple(trainer.stash_memory))
+    # Without offload a stage must hold at least one microbatch, or the group of one W, whether or
+    # not that fits.
+    least = 1 if offloads else _least_bytes(config, trainer.stash_memory)
     memories = gather(rendezvous, tuple[int | None, int], (free_bytes(device), least))
     free = [free for free, _ in memories if free is not None]
     if len(free) < len(memories):
@@ -80,6 +81,12 @@ def keeps_budget(config: Config) -> bool:
     """Whether the first plan can keep a cap from free memory: it is planned, or it offloads."""
     can_keep = config.offload.enabled or config.schedule.name in PLANNED_SCHEDULES
     return can_keep and not config.schedule.is_capped
+
+
+def _least_bytes(config: Config, stash: StashMemory) -> int:
+    """What a stage keeps with as few microbatches as it can."""
+    waiting = config.schedule.weight_group - 1 if OpKind.W in op_kinds(config) else 0
+    return max(astuple(stash)) + waiting * stash.after_backward_input_bytes
 
 
 def with_stash_caps(config: Config, free: Sequence[int], least: Sequence[int]) -> Config:
@@ -225,7 +232,7 @@ def needs_of_step(
     stages = _needs_of_stages(model, ranks)
     if device_bytes is not None and keeps_budget(config):  # caps from what is free beside the state
         free = [device_bytes - stage.state_bytes for stage in stages]
-        config = with_stash_caps(config, free, [max(astuple(stage.stash)) for stage in stages])
+        config = with_stash_caps(config, free, [_least_bytes(config, it.stash) for it in stages])
     sizes = StashBytes(*zip(*(astuple(stage.stash) for stage in stages), strict=True))
     profile = unmeasured_profile(config, sizes)
     # A save copies whole arrays; some that are alike on all devices count too often here.
@@ -278,6 +285,13 @@ def _traced(
         )
 
 
+def _temporary_bytes(chunk: TracedStage, settings: StageSettings) -> int:
+    # W of a group adds a layer's gradients together, so it has all of them at once.
+    others = settings.weight_group - 1 if OpKind.W in settings.kinds else 0
+    of_a_layer = _bytes_of(chunk.sums["layers"]) // chunk.functions.num_layers
+    return chunk.functions.temporary_bytes + others * of_a_layer
+
+
 def _needs(
     settings: StageSettings, layers: tuple[range, ...], chunks: Sequence[TracedStage]
 ) -> StageNeeds:
@@ -293,7 +307,7 @@ def _needs(
         gradient_bytes=_bytes_of([chunk.sums for chunk in chunks]),
         optimizer_bytes=_bytes_of(jax.eval_shape(optimizer.init, updated)),
         prepared_bytes=_bytes_of([chunk.prepared for chunk in chunks]),
-        temporary_bytes=max(chunk.functions.temporary_bytes for chunk in chunks),
+        temporary_bytes=max(_temporary_bytes(chunk, settings) for chunk in chunks),
         stashes=tuple(chunk.memory for chunk in chunks),
     )
 

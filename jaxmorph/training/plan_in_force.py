@@ -146,7 +146,6 @@ def _plan_within(
     config: Config, profile: Profile, num_tied: int, room: HostRoom | None, limits: Limits
 ) -> Plan:
     schedule = config.schedule
-    limits = replace(limits, weight_group=schedule.weight_group)
     microbatches, chunks = config.microbatches, config.parallelism.chunks
     try:
         made = plan(
@@ -193,8 +192,11 @@ def limits_of(config: Config, profile: Profile) -> Limits:
     max_bytes = schedule.max_stash_bytes_per_stage(stages)
     if max_bytes is not None and profile.stash_bytes is not None:
         limits = Limits(max_stash_bytes=max_bytes, stash_bytes=profile.stash_bytes)
-        return limits.of_whole_backwards() if OpKind.BW in op_kinds(config) else limits
-    return Limits(schedule.max_live_per_stage(stages), schedule.live_until)
+    else:
+        limits = Limits(schedule.max_live_per_stage(stages), schedule.live_until)
+    if OpKind.BW in op_kinds(config):
+        return limits.of_whole_backwards()
+    return replace(limits, weight_group=schedule.weight_group)
 
 
 def _key(name: str) -> str:

@@ -50,7 +50,7 @@ def test_a_plan_for_a_slow_link_pays_latency_once(link, warmup):
     [
         (Limits((3,) * 4, "W"), 3, None),
         (Limits((3,) * 4, "B"), 12, None),
-        (Limits((3,) * 4, "W"), 4, "max_live[0]: got 3 until W, expected at least 4, as one W "
+        (Limits((3,) * 4, "W"), 4, "max_live[0]: got 3 until W on stage 0, expected at least 4, as one W "
          "computes 4 microbatches"),
         (Limits(None, "W"), 20, None),
         (Limits(max_stash_bytes=(30,) * 4, stash_bytes=StashBytes((10,) * 4, (7,) * 4)), 3, None),
@@ -79,9 +79,28 @@ def test_the_shortest_of_several_schedules_is_put_in_groups():
         assert plan(EQUAL, {}, limits, 12).predicted_step_s <= min(steps_s)
 
 
-def test_whole_backwards_have_no_groups():
-    grouped = plan(EQUAL, {}, Limits(weight_group=3), 12, "1f1b").schedule
-    assert grouped == plan(EQUAL, {}, Limits(), 12, "1f1b").schedule
+@pytest.mark.parametrize("limits", [Limits(), Limits((4, 3, 2, 1), "W")])
+def test_whole_backwards_have_no_groups(limits):
+    grouped = plan(EQUAL, {}, replace(limits, weight_group=3), 12, "1f1b").schedule
+    assert grouped == plan(EQUAL, {}, limits, 12, "1f1b").schedule
+
+
+@pytest.mark.parametrize("link_ms", [0.0, 100.0])
+def test_a_cap_that_holds_all_microbatches_costs_groups_nothing(link_ms):
+    links = _slow(1, link_ms)
+    free, capped = (
+        plan(EQUAL, links, Limits(caps, "W", weight_group=4), 12) for caps in (None, (12,) * 4)
+    )
+    assert capped.predicted_step_s == free.predicted_step_s
+
+
+def test_under_a_tight_cap_the_microbatches_of_a_group_go_together():
+    limits = Limits((4,) * 4, "W", weight_group=4)
+    planned = plan(EQUAL, {}, limits, 12)
+    assert planned.predicted_step_s == 0.54
+    assert max(planned.schedule.peak_live("W")) == 4
+    row = "F0 F1 F2 F3 B0 B1 B2 B3 W0-3 F4 F5 F6 F7 B4 B5 B6 B7 W4-7".split()
+    assert [str(op) for op in planned.schedule.orders[0][:18]] == row
 
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)

@@ -52,6 +52,17 @@ def test_every_plan_of_a_run_has_its_groups_of_w(name, offload):
     assert max(made.schedule.peak_live("W")) <= 5 or made.offloading
 
 
+def test_offload_makes_room_for_the_stashes_of_a_group():
+    sizes = StashBytes((100,) * 3, (60,) * 3)
+    grouped = config(weight_group=3, max_stash_bytes=300)
+    offloading = grouped.model_copy(update={"offload": Offload(enabled=True)})
+    without, with_offload = (
+        plan_step(each, unmeasured_profile(each, sizes)) for each in (grouped, offloading)
+    )
+    assert with_offload.offloading is not None
+    assert with_offload.predicted_step_s < without.predicted_step_s
+
+
 def test_without_sizes_a_cap_in_bytes_is_ignored():
     capped = config(max_stash_bytes=1, name="zb-h2")
     assert plan_step(capped, unmeasured_profile(capped)).schedule.peak_live("B")[0] == 5

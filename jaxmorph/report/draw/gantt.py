@@ -230,19 +230,20 @@ class _Drawing:
         self.axes.add_artist(patch)
 
     def _draw_numbers(self) -> None:
-        """Write the microbatch into each bar that has room for it."""
+        """Write the microbatch, or the range of a group, into each bar that has room for it."""
         timeline = self.panel.timeline
         digits = len(
             str(max((op.microbatch for order in timeline.orders for op in order), default=0))
         )
         for stage, op, start, end in timeline.spans():
             room_points = ((end - start) * self.inches_per_ms - 0.015) * _POINTS
-            points = min(7.5, room_points / (_DIGIT_EM * digits), 0.6 * self.rows.bar * _POINTS)
+            letters = max(digits, len(op.numbers))
+            points = min(7.5, room_points / (_DIGIT_EM * letters), 0.6 * self.rows.bar * _POINTS)
             if points >= 4.4:  # smaller text is illegible
                 at = {
                     "x": (start + end) / 2,
                     "y": self.rows.middles[stage],
-                    "s": str(op.microbatch),
+                    "s": op.numbers,
                 }
                 self.axes.text(
                     **at, ha="center", va="center", fontsize=points, color=_ON_COLOUR, zorder=3

@@ -58,11 +58,11 @@ def styled_gantt(timeline: Timeline, width: int = 100) -> Text:
 
 def fitting_width(timeline: Timeline) -> int:
     """The least width at which every op's name fits, up to 400 characters."""
-    shortest_ms = min(_durations_ms(timeline), default=0.0)
-    if not shortest_ms:
+    spans = (span for span in timeline.spans() if span.end_ms > span.start_ms)
+    per_ms = max(((len(str(op)) + 1) / (end - start) for _, op, start, end in spans), default=None)
+    if per_ms is None:
         return _LEAST_COLUMNS
-    letters = max(len(str(op)) for order in timeline.orders for op in order)
-    return min(400, 20 + math.ceil((letters + 1) * timeline.makespan_ms / shortest_ms))
+    return min(400, 20 + math.ceil(per_ms * timeline.makespan_ms))
 
 
 def _even_columns(timeline: Timeline, most: int) -> int:

@@ -46,6 +46,7 @@ def _op_events(process: int, timeline: Timeline) -> Iterator[Event]:
         yield from _thread(process, _thread_of(stage), f"stage {stage}")
     for stage, op, start_ms, end_ms in timeline.spans():
         args = {"kind": op.kind.value, "microbatch": op.microbatch, "chunk": op.chunk}
+        args |= {"group": op.group} if op.group > 1 else {}
         event = _complete(process, _thread_of(stage), str(op), start_ms, end_ms)
         yield event | {"cat": "op", "args": args}
 
