@@ -245,9 +245,7 @@ class Limits:
         """Limits for schedules of one W a microbatch that keep these once their W are in groups.
 
         In a group, all stashes but the last wait longer for their W, so they need room besides.
-
-        Raises:
-            ValueError: A group alone takes more than a stage's room.
+        Every stage must have room for a group.
         """
         waiting = min(self.weight_group, num_microbatches) - 1
         if not waiting:

@@ -165,6 +165,8 @@ def test_caps_on_bytes_are_kept_and_reported():
         ({"backward_weight_ms": [1, False, 3, 4]}, "backward_weight_ms[1]: got False, expected"),
         ({"backward_weight_ms": {}}, "backward_weight_ms: got {}, expected one number or a list"),
         ({"schedule": "magic"}, "schedule: got 'magic', expected one of gpipe"),
+        ({"weight_group": 0}, "weight_group: got 0, expected a whole number, at least 1"),
+        ({"weight_group": False}, "weight_group: got False, expected a whole number, at least 1"),
         ({"live_until": "F"}, "live_until: got 'F', expected 'B' or 'W'"),
         ({"max_live": [1, 1, 0, 1]}, "max_live[2]: got 0, expected a whole number, at least 1"),
         ({"orders": [["F0", "X1"], [], [], []]}, "orders[0]: got 'X1', expected an op such as F3"),

@@ -13,7 +13,7 @@ from jaxmorph.records import Link
 from jaxmorph.report.draw.gantt import Panel, Sizes, gantt_figure
 from jaxmorph.report.draw.palette import COLOURS, shade
 from jaxmorph.report.draw.save import save_timelines
-from jaxmorph.report.draw.text import gantt_text, styled_gantt
+from jaxmorph.report.draw.text import fitting_width, gantt_text, styled_gantt
 from jaxmorph.report.draw.trace import chrome_trace, read_chrome_trace
 from jaxmorph.schedule.bubbles import find_bubbles
 from jaxmorph.schedule.costs import NO_LATENCY, LinkDelay, Links, StageCosts, chain_links
@@ -45,6 +45,16 @@ def test_gantt_text_names_the_chunk_of_an_op():
         "stage 0 F0  F1  1.F01.F1........1.BW0   ....1.BW1   BW0     BW1     ",
         "stage 1 ....F0  F1  1.F01.BW0   1.F11.BW1   BW0     BW1     ........",
     ]
+
+
+def test_gantt_text_names_the_microbatches_of_a_group():
+    schedule = zb_h2(1, 4).with_weight_groups(2)
+    timeline = simulate(schedule, StageCosts.uniform(1, 10.0, 10.0, 10.0))
+    row = "stage 0 F0  B0  F1  B1  W0-1    F2  B2  F3  B3  W2-3    "
+    assert gantt_text(timeline, len(row)).splitlines()[0] == row
+    assert fitting_width(timeline) == fitting_width(
+        simulate(zb_h2(1, 4), StageCosts.uniform(1, 1.0, 1.0, 1.0))
+    )
 
 
 def test_gantt_text_shortens_names_to_letters():
@@ -120,6 +130,8 @@ def test_microbatches_are_numbered_if_there_is_room(tmp_path):
     texts = _drawn(tmp_path, wide=_timeline(), narrow=narrow)
     assert texts.count("3") >= 3 * 3
     assert "399" not in texts
+    grouped = simulate(zb_h2(2, 8).with_weight_groups(4), StageCosts.uniform(2, 10.0, 10.0, 10.0))
+    assert _drawn(tmp_path, grouped=grouped).count("4-7") == 2
 
 
 def test_many_stages_are_labelled_sparsely():

@@ -84,6 +84,17 @@ def test_a_slow_link_is_detected_and_planned_for(adapting):
     assert after[1] - after[2] > before[1] - before[2]  # the slack is where the delay is
 
 
+@pytest.mark.long
+@pytest.mark.in_ci
+def test_adaptation_changes_no_bit_with_groups_of_w(tmp_path_factory):
+    calm, slow = (
+        train(tmp_path_factory.mktemp("grouped"), CONFIG, "schedule.weight_group=2", *more)
+        for more in ((), ("adaptation.enabled=true", PACED, SLOW))
+    )
+    assert [event["link"] for event in slow.events("route_changed")] == ["1-2", "1-2"]
+    require_same_bits(calm.out, slow.out, last=STEPS)
+
+
 def test_detection_measures_and_ignores_declared_delays(adapting):
     stages = ("detected", "recovering", "cleared")
     judged = adapting.events(*(f"straggler_{stage}" for stage in stages))

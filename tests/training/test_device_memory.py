@@ -90,6 +90,11 @@ def test_planned_schedules_keep_the_cap(name):
     assert caps == (80, 70)  # a tenth, but never less than one microbatch needs
 
 
+def test_a_cap_leaves_room_for_the_group_of_one_w():
+    asked = config(schedule={"weight_group": 4}, offload={"device_memory_fraction": 0.1})
+    assert budget(asked, REPORTED) == ((240, 50), [(800, 240)])
+
+
 def test_a_budget_from_devices_is_reported():
     asked = config(schedule={"name": "adaptive"}, offload={"device_memory_fraction": 0.5})
     exchange = Exchange((3 << 20, 1))
@@ -231,6 +236,16 @@ def test_stashes_follow_the_planned_order():
         max(sum(astuple(last)), 2 * last.after_backward_input_bytes),
     )
     assert needs.message_bytes == 2 * 8 * 16 * 4
+
+
+def test_a_group_of_w_has_a_layers_gradients_of_all_its_microbatches():
+    model = build_model(config_of(1), VOCABULARY)
+    (single,), (grouped,) = (
+        needs_of_step(config_of(1, weight_group=group), model).stages for group in (1, 4)
+    )
+    assert grouped.layers == single.layers
+    of_a_layer = sum(4 * leaf.size for leaf in jax.tree.leaves(model.init_layer(jax.random.key(0))))
+    assert grouped.temporary_bytes == single.temporary_bytes + 3 * of_a_layer
 
 
 def test_each_chunk_counts_its_own_stash():
